@@ -1,0 +1,1 @@
+"""Hydra configuration groups. A package, so that ``pkg://fsdptoys.configs`` finds the YAML files in every install."""
