@@ -1,0 +1,99 @@
+"""Files of token ids, one after the other and without a header, as nanoGPT's ``train.bin``.
+
+Any tokenizer can have made them; little-endian, 16 or 32 bits a token. Several files make one stream, in the order
+given (a glob's files by their paths), and a sample may cross from one into the next.
+"""
+
+import os
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from fsdptoys.errors import ConfigError
+
+from .dataset import DataConfig
+from .files import FileStream, SourceFile, match_files, require_content, without_repeats
+from .windows import FileDataset, WindowSamples, check_eval_fraction, split_windows
+
+
+class TokenDType(Enum):
+    """Number format of a token in a file."""
+
+    uint16 = "uint16"
+    """Vocabularies up to 65,536."""
+    uint32 = "uint32"
+
+
+@dataclass
+class BinConfig(DataConfig):
+    """Token ids from binary files."""
+
+    name = "bin"
+
+    files: list[str] = field(default_factory=list)
+    """Paths or globs (``**`` for any depth)."""
+    dtype: TokenDType = TokenDType.uint16
+    """Number format of a token, in all files."""
+    eval_files: list[str] = field(default_factory=list)
+    """Paths or globs of files that are held out."""
+    eval_fraction: float = 0.0
+    """Share of ``files`` held out, from the end; 0 for none. Excludes ``eval_files``."""
+
+    def __post_init__(self) -> None:
+        """Check each value by itself."""
+        check_eval_fraction(self.eval_fraction)
+        if self.eval_files and self.eval_fraction:
+            raise ConfigError(
+                f"data.eval_fraction={self.eval_fraction} and data.eval_files exclude each other; "
+                "set data.eval_fraction=0 or data.eval_files=[]"
+            )
+
+    @property
+    def has_eval(self) -> bool:
+        """Whether files, or a share of them, are held out."""
+        return bool(self.eval_files) or self.eval_fraction > 0
+
+    def validate(self, seq_len: int, vocab_size: int) -> None:
+        """Check that the files are there, whole and long enough, and that the first MiB of each fits the vocabulary."""
+        for part in self._open(seq_len, vocab_size):
+            if part is not None:
+                part.stream.check_heads()
+
+    def build(self, seq_len: int, vocab_size: int, seed: int) -> FileDataset:
+        """Find the files and lay them out."""
+        train, held_out = self._open(seq_len, vocab_size)
+        return FileDataset(self.name, train, held_out, seed)
+
+    def _open(self, seq_len: int, vocab_size: int) -> tuple[WindowSamples, WindowSamples | None]:
+        if not self.files:
+            raise ConfigError("data.files=[] names no file; set data.files=[path/to/train.bin]")
+        stream = self._open_stream("data.files", self.files, vocab_size)
+        train, held_out = split_windows(stream, seq_len, self.eval_fraction)
+        if self.eval_files:
+            eval_stream = self._open_stream("data.eval_files", self.eval_files, vocab_size)
+            seen = {os.path.realpath(file.path) for file in stream.files}
+            for file in eval_stream.files:
+                if os.path.realpath(file.path) in seen:
+                    raise ConfigError(
+                        f"data.eval_files=[{file.path}] is also in data.files, so that it would not be held out; "
+                        "take it out of one of them"
+                    )
+            held_out = WindowSamples(eval_stream, 0, len(eval_stream), seq_len)
+            held_out.require_one("data.eval_files", "add files to data.eval_files")
+        return train, held_out
+
+    def _open_stream(self, key: str, patterns: list[str], vocab_size: int) -> FileStream:
+        files: list[SourceFile] = []
+        for pattern in patterns:
+            files += match_files(key, pattern)
+        dtype = np.dtype(self.dtype.value).newbyteorder("<")
+        for file in files:
+            require_content(key, file)
+            if file.size_bytes % dtype.itemsize:
+                raise ConfigError(
+                    f"{key}=[{file.path}] has {file.size_bytes} bytes, which is not a multiple of the "
+                    f"{dtype.itemsize} bytes of data.dtype={self.dtype.value}; write it again or set data.dtype to "
+                    "what it was written in"
+                )
+        return FileStream(key, without_repeats(files), dtype, vocab_size)

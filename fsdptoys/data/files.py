@@ -1,0 +1,195 @@
+"""Many files read as one long stream of tokens, without holding any of it in memory.
+
+A stream knows where each file begins and reads just the window that is asked for, from the files it crosses. Files are
+opened for each read and closed again: nothing has to be kept open, mapped, or carried over a fork, and the operating
+system's page cache does the rest. Every token that is read is checked against the vocabulary.
+"""
+
+import bisect
+import glob
+import itertools
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdptoys.errors import ConfigError
+
+HEAD_BYTES = 2**20
+"""Start of each file that is checked before workers start."""
+SAMPLE_BYTES = 4096
+"""Start and end of each file that count for the fingerprint."""
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file to read."""
+
+    path: str
+    name: str
+    """Path below the directory that the pattern starts from: the same wherever the data lies."""
+    size_bytes: int
+
+
+def match_files(key: str, pattern: str) -> list[SourceFile]:
+    """Find the files that a path or a glob (``**`` for any depth) names, sorted by path.
+
+    Args:
+        key: the configuration's key, for messages.
+        pattern: a path that exists is taken as it is, whatever characters it has.
+
+    Raises:
+        ConfigError: if nothing matches, or a named file is no readable, non-empty file.
+    """
+    path = os.path.expanduser(pattern)
+    magic = re.search(r"[*?\[]", path)
+    if magic is None or os.path.exists(path):
+        source = source_file(key, path, os.path.dirname(path))
+        require_content(key, source)
+        return [source]
+    root = os.path.dirname(path[: magic.start()])
+    paths = sorted(match for match in glob.glob(path, recursive=True) if not os.path.isdir(match))
+    if not paths:
+        raise ConfigError(
+            f"{key}=[{pattern}] matches no file; set {key} to paths or globs of files that exist, as seen from "
+            f"{os.getcwd()}"
+        )
+    return [source_file(key, match, root) for match in paths]
+
+
+def source_file(key: str, path: str, root: str) -> SourceFile:
+    """Look at one file, named by its path below ``root``.
+
+    Raises:
+        ConfigError: if it is missing, a directory, not a regular file or not readable.
+    """
+    if os.path.isdir(path):
+        raise ConfigError(
+            f"{key}=[{path}] is a directory; set {key}=[{os.path.join(path, '**')}] for all files below it"
+        )
+    if not os.path.exists(path):
+        raise ConfigError(f"{key}=[{path}] does not exist; set {key} to files that do, as seen from {os.getcwd()}")
+    if not os.path.isfile(path):
+        raise ConfigError(f"{key}=[{path}] is not a regular file; set {key} to files that are on disk")
+    if not os.access(path, os.R_OK):
+        raise ConfigError(
+            f"{key}=[{path}] may not be read by this user; change its permissions or take it out of {key}"
+        )
+    name = os.path.relpath(path, root or os.curdir).replace(os.sep, "/")
+    return SourceFile(path, name, os.path.getsize(path))
+
+
+def require_content(key: str, file: SourceFile) -> None:
+    """Refuse an empty file.
+
+    Raises:
+        ConfigError: if it is one.
+    """
+    if not file.size_bytes:
+        raise ConfigError(f"{key}=[{file.path}] is an empty file; take it out of {key} or write it again")
+
+
+def without_repeats(files: Iterable[SourceFile]) -> list[SourceFile]:
+    """Each file once, in the order of its first mention: a repeat could end up in both parts of a split."""
+    by_path: dict[str, SourceFile] = {}
+    for file in files:
+        by_path.setdefault(os.path.realpath(file.path), file)
+    return list(by_path.values())
+
+
+class FileStream:
+    """Tokens of several files, one after the other."""
+
+    def __init__(
+        self,
+        key: str,
+        files: Sequence[SourceFile],
+        dtype: "np.dtype[Any]",
+        vocab_size: int,
+        separator: int | None = None,
+    ) -> None:
+        """Lay out the files.
+
+        Args:
+            key: the configuration's key, for messages.
+            files: none of them empty, each a whole number of tokens.
+            dtype: number format of a token.
+            vocab_size: tokens must be below it.
+            separator: token put between one file and the next; None for none.
+        """
+        self.key = key
+        self.files = files
+        self.dtype = dtype
+        self.vocab_size = vocab_size
+        self.separator = separator
+        self.file_tokens = [file.size_bytes // dtype.itemsize for file in files]
+        gap = 0 if separator is None else 1
+        self.starts = list(itertools.accumulate((tokens + gap for tokens in self.file_tokens), initial=0))[:-1]
+        """Position in the stream of each file's first token."""
+
+    def __len__(self) -> int:
+        return self.starts[-1] + self.file_tokens[-1] if self.files else 0
+
+    def read(self, start: int, count: int) -> NDArray[Any]:
+        """Read ``count`` tokens from position ``start`` of the stream on; both must lie within it.
+
+        Raises:
+            ConfigError: if a file has vanished or shrunk, or has a token outside the vocabulary.
+        """
+        assert start >= 0 and start + count <= len(self)
+        tokens = np.full(count, self.separator or 0, self.dtype)
+        stop = start + count
+        index = bisect.bisect_right(self.starts, start) - 1
+        while index < len(self.files) and self.starts[index] < stop:
+            file_start = self.starts[index]
+            low, high = max(start, file_start), min(stop, file_start + self.file_tokens[index])
+            if low < high:  # else the window begins on the separator after this file
+                tokens[low - start : high - start] = self._read_file(index, low - file_start, high - low)
+            index += 1
+        return tokens
+
+    def check_heads(self) -> None:
+        """Read the first MiB of every file.
+
+        Raises:
+            ConfigError: if a file cannot be read or has a token outside the vocabulary there.
+        """
+        for index, tokens in enumerate(self.file_tokens):
+            self._read_file(index, 0, min(tokens, HEAD_BYTES // self.dtype.itemsize))
+
+    def content_sample(self) -> bytes:
+        """Start and end of every file, for a fingerprint that is cheap: changes in between go unseen."""
+        sample = bytearray()
+        tokens_each = SAMPLE_BYTES // self.dtype.itemsize
+        for index, tokens in enumerate(self.file_tokens):
+            count = min(tokens, tokens_each)
+            sample += self._read_file(index, 0, count).tobytes()
+            sample += self._read_file(index, tokens - count, count).tobytes()
+        return bytes(sample)
+
+    def _read_file(self, index: int, offset: int, count: int) -> NDArray[Any]:
+        path = self.files[index].path
+        try:
+            tokens = np.fromfile(path, self.dtype, count, offset=offset * self.dtype.itemsize)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.key}=[{path}] can no longer be read ({error.strerror}); put it back or change {self.key}"
+            ) from error
+        if len(tokens) < count:
+            raise ConfigError(
+                f"{self.key}=[{path}] has fewer than the {self.files[index].size_bytes} bytes it had when the run "
+                "started; put it back as it was"
+            )
+        if len(tokens) and int(tokens.max()) >= self.vocab_size:
+            first = int(np.flatnonzero(tokens >= self.vocab_size)[0])
+            token = int(tokens[first])
+            raise ConfigError(
+                f"{self.key}=[{path}] has token {token} at position {offset + first}, outside "
+                f"model.vocab_size={self.vocab_size}; set model.vocab_size to at least {token + 1}, or "
+                "mend the file or data.dtype"
+            )
+        return tokens

@@ -1,0 +1,132 @@
+"""The order in which samples are trained on: a pure function of the seed and of how many were seen before.
+
+All samples of a step, over every rank and micro-batch, are consecutive places of a seeded permutation, a new one each
+epoch; where an epoch ends within a step, the next one's permutation goes on, so that nothing is left out or seen twice.
+Place (micro-batch · ranks + rank) · batch_size + row of the step belongs to that row: as long as the product of ranks,
+micro-batches and batch size stays the same, so does every step, and a checkpoint needs one number and no rank's state.
+The permutation costs 8 bytes a sample on every rank. Each batch is read when it is asked for, in this process.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fsdptoys.errors import ConfigError
+
+from .dataset import IGNORE_INDEX, Samples, Tokens
+
+
+class BatchStream:
+    """Batches of this process's ranks, step after step."""
+
+    def __init__(
+        self,
+        samples: Samples,
+        batch_size: int,
+        microbatches: int,
+        ranks: range,
+        data_ranks: int,
+        seed: int,
+        fingerprint: str = "",
+    ) -> None:
+        """Start at the first step.
+
+        Args:
+            samples: what to take batches from.
+            batch_size: sequences a micro-batch on each rank.
+            microbatches: micro-batches a step on each rank.
+            ranks: those whose batches this process takes, out of ``range(data_ranks)``.
+            data_ranks: ranks that share a step's samples.
+            seed: decides the order.
+            fingerprint: of the data, so that a checkpoint of other data is refused.
+        """
+        assert len(samples) > 0
+        assert all(0 <= rank < data_ranks for rank in ranks)
+        self.samples = samples
+        self.batch_size = batch_size
+        self.microbatches = microbatches
+        self.ranks = ranks
+        self.data_ranks = data_ranks
+        self.seed = seed
+        self.fingerprint = fingerprint
+        self.samples_seen = 0
+        """Samples of all steps so far, over all ranks."""
+        self._epoch = -1
+        self._permutation: Tokens = np.empty(0, dtype=np.int64)
+
+    def next_step(self) -> list[tuple[Tensor, Tensor]]:
+        """Take the next step's batches.
+
+        Returns:
+            ``(tokens_BT, labels_BT)``, int64 on the CPU, for each micro-batch and within it for each of ``ranks``.
+        """
+        batches = []
+        for microbatch in range(self.microbatches):
+            for rank in self.ranks:
+                place = self.samples_seen + (microbatch * self.data_ranks + rank) * self.batch_size
+                rows = [self.samples[self._index(place + row)] for row in range(self.batch_size)]
+                batches.append(_stack(rows))
+        self.samples_seen += self.microbatches * self.data_ranks * self.batch_size
+        return batches
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is needed to go on, the same on every rank."""
+        return {"samples": self.samples_seen, "fingerprint": self.fingerprint}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after the samples that were seen before.
+
+        Raises:
+            ConfigError: if the data is not what it was.
+        """
+        if state["fingerprint"] != self.fingerprint:
+            raise ConfigError(
+                f"data has changed since the checkpoint (fingerprint {self.fingerprint[:12]} instead of "
+                f"{state['fingerprint'][:12]}), so the order cannot go on; set data.*, train.seq_len and "
+                "train.data_seed to what they were and put the same files back, or start a new run"
+            )
+        self.samples_seen = int(state["samples"])
+
+    def _index(self, place: int) -> int:
+        if self.samples.endless:
+            return place
+        epoch, place = divmod(place, len(self.samples))
+        if epoch != self._epoch:
+            self._permutation = _permute(len(self.samples), self.seed, epoch)
+            self._epoch = epoch
+        return int(self._permutation[place])
+
+
+def eval_batches(
+    samples: Samples, batch_size: int, batches: int, rank: int, data_ranks: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield one rank's share of the first ``batches * data_ranks * batch_size`` samples, in order.
+
+    Every rank gets the same number of batches, so that collectives stay aligned: where the samples end early, there are
+    fewer batches, the last of them filled up with rows whose labels are all ``IGNORE_INDEX``.
+
+    Returns:
+        ``(tokens_BT, labels_BT)``, int64 on the CPU.
+    """
+    needed = -(-len(samples) // (data_ranks * batch_size))
+    for batch in range(min(batches, needed)):
+        first = (batch * data_ranks + rank) * batch_size
+        rows = [samples[index] for index in range(first, min(first + batch_size, len(samples)))]
+        blank_T = np.zeros_like(rows[0][0] if rows else samples[0][0])
+        rows += [(blank_T, np.full_like(blank_T, IGNORE_INDEX))] * (batch_size - len(rows))
+        yield _stack(rows)
+
+
+def _permute(count: int, seed: int, epoch: int) -> Tokens:
+    # Sorting raw Philox bits: NumPy promises these bits for all versions, unlike its own or torch's permutation.
+    bits = np.random.Philox(np.random.SeedSequence(seed, spawn_key=(epoch,))).random_raw(count)
+    return np.argsort(bits, kind="stable")
+
+
+def _stack(rows: list[tuple[Tokens, Tokens]]) -> tuple[Tensor, Tensor]:
+    tokens_BT = np.stack([tokens_T for tokens_T, _ in rows])
+    labels_BT = np.stack([labels_T for _, labels_T in rows])
+    return torch.from_numpy(tokens_BT), torch.from_numpy(labels_BT)

@@ -1,0 +1,114 @@
+"""A Markov source whose entropy is known: what a model can reach is a formula, not a measurement.
+
+Each token is one of the ``branching`` ids that follow the one before it, all equally likely, counted around the
+vocabulary. So the lowest loss is log(branching) nats a token, and that of a model which ignores the context is
+log(vocab_size), since every id is equally frequent at every position. A sample is a function of the seed and its number
+alone, made of NumPy's raw Philox bits, which stay the same from version to version. Nothing is read from anywhere.
+"""
+
+import math
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from fsdptoys.errors import ConfigError
+
+from .dataset import IGNORE_INDEX, DataConfig, TokenDataset, Tokens, hash_of
+
+TRAIN_SAMPLES = 2**40
+"""More than any run asks for."""
+
+
+class Part(IntEnum):
+    """Which samples; part of their seed, so that the held-out ones are none of the training's."""
+
+    train = 0
+    eval = 1
+
+
+@dataclass
+class SyntheticConfig(DataConfig):
+    """Tokens from a Markov source with known entropy."""
+
+    name = "synthetic"
+    eval_fix = "data.eval_samples=256"
+
+    branching: int = 8
+    """Ids that can follow each id, equally likely: the lowest loss is log(branching) nats."""
+    ragged: bool = False
+    """End each sequence at a random place, uniform over 1 to seq_len valid labels; token 0 pads the rest."""
+    eval_samples: int = 256
+    """Sequences held out; 0 for none."""
+
+    def __post_init__(self) -> None:
+        """Check each value by itself."""
+        if self.branching < 1:
+            raise ConfigError(f"data.branching={self.branching} must be at least 1; set data.branching=8")
+        if self.eval_samples < 0:
+            raise ConfigError(f"data.eval_samples={self.eval_samples} must be at least 0; set data.eval_samples=0")
+
+    @property
+    def has_eval(self) -> bool:
+        """Whether any samples are held out."""
+        return self.eval_samples > 0
+
+    def validate(self, seq_len: int, vocab_size: int) -> None:
+        """Check that an id has as many different followers as asked for."""
+        if self.branching > vocab_size:
+            raise ConfigError(
+                f"data.branching={self.branching} must be at most model.vocab_size={vocab_size}; "
+                f"set data.branching={min(8, vocab_size)}"
+            )
+
+    def build(self, seq_len: int, vocab_size: int, seed: int) -> "SyntheticDataset":
+        """Construct the source."""
+        self.validate(seq_len, vocab_size)
+        return SyntheticDataset(self, seq_len, vocab_size, seed)
+
+
+class SyntheticDataset(TokenDataset):
+    """The source's samples and its entropies."""
+
+    def __init__(self, config: SyntheticConfig, seq_len: int, vocab_size: int, seed: int) -> None:
+        train = MarkovSamples(config, seq_len, vocab_size, seed, Part.train)
+        held_out = MarkovSamples(config, seq_len, vocab_size, seed, Part.eval) if config.has_eval else None
+        fingerprint = hash_of(config.name, config.branching, config.ragged, seq_len, vocab_size, seed)
+        super().__init__(train, held_out, fingerprint)
+        self.conditional_entropy_nats = math.log(config.branching)
+        self.vocab_size = vocab_size
+
+    def _unigram_entropy_nats(self) -> float:
+        return math.log(self.vocab_size)
+
+
+class MarkovSamples:
+    """Samples drawn from the source, each from its own random numbers."""
+
+    def __init__(self, config: SyntheticConfig, seq_len: int, vocab_size: int, seed: int, part: Part) -> None:
+        self.endless = part is Part.train
+        self.length = TRAIN_SAMPLES if self.endless else config.eval_samples
+        self.config = config
+        self.seq_len = seq_len
+        self.vocab_size = vocab_size
+        self.seed = seed
+        self.part = part
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[Tokens, Tokens]:
+        if not 0 <= index < self.length:
+            raise IndexError(index)
+        seed = np.random.SeedSequence(self.seed, spawn_key=(int(self.part), index))
+        # The remainder of 64 random bits is uniform to within vocab_size / 2**64.
+        bits = np.random.Philox(seed).random_raw(self.seq_len + 2)
+        steps = (bits[:-1] % self.config.branching).astype(np.int64) + 1
+        steps[0] = int(bits[0]) % self.vocab_size
+        chain = np.cumsum(steps) % self.vocab_size
+        tokens_T, labels_T = chain[:-1], chain[1:].copy()
+        if self.config.ragged:
+            valid = 1 + int(bits[-1]) % self.seq_len
+            tokens_T[valid + 1 :] = 0
+            labels_T[valid:] = IGNORE_INDEX
+        return tokens_T, labels_T

@@ -1,0 +1,144 @@
+"""The order of samples, held against sets, one process, and an uninterrupted run."""
+
+import numpy as np
+import pytest
+import torch
+
+from fsdptoys.data import IGNORE_INDEX, BatchStream, SyntheticConfig, eval_batches
+from fsdptoys.errors import ConfigError
+
+SEQ_LEN = 4
+
+
+class NumberedSamples:
+    """Every token of a sample is its number, so that batches tell what they are made of."""
+
+    def __init__(self, count: int, endless: bool = False) -> None:
+        self.count = count
+        self.endless = endless
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        if not 0 <= index < self.count:
+            raise IndexError(index)
+        return np.full(SEQ_LEN, index), np.full(SEQ_LEN, index + 1)
+
+
+def take_numbers(stream: BatchStream, steps: int) -> list[int]:
+    return [int(row[0]) for _ in range(steps) for tokens_BT, _ in stream.next_step() for row in tokens_BT]
+
+
+def one_process(samples, global_batch: int, seed: int = 0) -> BatchStream:
+    return BatchStream(samples, global_batch, 1, range(1), 1, seed)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "batch_size", "microbatches"),
+    [(1, 1, 12), (1, 4, 3), (2, 3, 2), (3, 2, 2), (4, 3, 1), (6, 1, 2), (12, 1, 1)],
+)
+def test_steps_do_not_depend_on_the_number_of_ranks(ranks, batch_size, microbatches):
+    """Oracle: one process with the whole global batch of 12, over two and a half epochs of 29 samples."""
+    samples = NumberedSamples(29)
+    reference = one_process(samples, 12)
+    streams = [BatchStream(samples, batch_size, microbatches, range(r, r + 1), ranks, 0) for r in range(ranks)]
+    together = BatchStream(samples, batch_size, microbatches, range(ranks), ranks, 0)
+    for _ in range(6):
+        (expected, _), *_ = reference.next_step()
+        apart = [stream.next_step() for stream in streams]
+        batches = [apart[rank][microbatch] for microbatch in range(microbatches) for rank in range(ranks)]
+        assert torch.equal(torch.cat([tokens_BT for tokens_BT, _ in batches]), expected)
+        for (tokens_BT, labels_BT), (one_tokens_BT, one_labels_BT) in zip(together.next_step(), batches, strict=True):
+            assert tokens_BT.shape == (batch_size, SEQ_LEN) and tokens_BT.dtype == labels_BT.dtype == torch.int64
+            assert torch.equal(tokens_BT, one_tokens_BT) and torch.equal(labels_BT, one_labels_BT)
+            assert torch.equal(labels_BT, tokens_BT + 1)
+
+
+@pytest.mark.parametrize(("count", "global_batch"), [(12, 4), (29, 12), (5, 12), (1, 3)])
+def test_every_epoch_has_each_sample_exactly_once(count, global_batch):
+    """Oracle: sorted numbers, also where a global batch straddles one epoch or several."""
+    steps = -(-3 * count // global_batch)
+    numbers = take_numbers(one_process(NumberedSamples(count), global_batch), steps)
+    for epoch in range(3):
+        assert sorted(numbers[epoch * count : (epoch + 1) * count]) == list(range(count))
+
+
+def test_order_is_the_seed_s_and_each_epoch_s_own():
+    """Oracle: a second stream of the same seed, and two epochs of one."""
+    samples = NumberedSamples(50)
+    numbers = take_numbers(one_process(samples, 10, seed=1), 10)
+    assert numbers == take_numbers(one_process(samples, 10, seed=1), 10)
+    assert numbers != take_numbers(one_process(samples, 10, seed=2), 10)
+    assert numbers[:50] != numbers[50:] and numbers[:50] != sorted(numbers[:50])
+
+
+def test_order_stays_the_same_between_versions():
+    """Oracle: numbers written down once; NumPy promises its raw Philox bits for all versions."""
+    assert take_numbers(one_process(NumberedSamples(8), 8, seed=0), 1) == [1, 4, 5, 6, 2, 0, 3, 7]
+
+
+def test_endless_samples_are_taken_in_order():
+    """Oracle: counting."""
+    assert take_numbers(one_process(NumberedSamples(100, endless=True), 6), 3) == list(range(18))
+
+
+@pytest.mark.parametrize("endless", [False, True])
+@pytest.mark.parametrize("steps_before", [0, 1, 3, 5])
+@pytest.mark.parametrize(("ranks", "batch_size", "microbatches"), [(1, 2, 6), (2, 3, 2)])
+def test_resumed_stream_equals_uninterrupted(endless, steps_before, ranks, batch_size, microbatches):
+    """Oracle: a stream that was never interrupted; the one that goes on has another layout than the stopped one."""
+    samples = NumberedSamples(100 if endless else 29, endless)
+    uninterrupted = take_numbers(one_process(samples, 12), 8)
+    stopped = BatchStream(samples, 4, 1, range(3), 3, 0, "print")
+    before = take_numbers(stopped, steps_before)
+    resumed = BatchStream(samples, batch_size, microbatches, range(ranks), ranks, 0, "print")
+    resumed.next_step()
+    resumed.load_state_dict(stopped.state_dict())
+    assert before + take_numbers(resumed, 8 - steps_before) == uninterrupted
+
+
+def test_state_is_one_number_and_the_fingerprint():
+    """Oracle: 2 steps of 3 micro-batches of 5 rows on 4 ranks."""
+    stream = BatchStream(NumberedSamples(7), 5, 3, range(2, 3), 4, 0, "print")
+    take_numbers(stream, 2)
+    assert stream.state_dict() == {"samples": 120, "fingerprint": "print"}
+
+
+def test_changed_data_is_refused():
+    """Oracle: the sentence, for synthetic data of other sequence length."""
+    streams = []
+    for seq_len in (8, 16):
+        dataset = SyntheticConfig().build(seq_len, 32, 0)
+        streams.append(BatchStream(dataset.train, 1, 1, range(1), 1, 0, dataset.fingerprint))
+    with pytest.raises(ConfigError, match=r"^data has changed since the checkpoint .* or start a new run$"):
+        streams[0].load_state_dict(streams[1].state_dict())
+    streams[0].load_state_dict(streams[0].state_dict())
+
+
+@pytest.mark.parametrize(
+    ("count", "batches", "data_ranks", "batch_size", "expected_batches"),
+    [(24, 2, 3, 4, 2), (30, 2, 3, 4, 2), (23, 2, 3, 4, 2), (13, 2, 3, 4, 2), (12, 2, 3, 4, 1), (1, 5, 3, 4, 1)],
+)
+def test_evaluation_takes_the_first_samples_and_every_rank_as_many_batches(
+    count, batches, data_ranks, batch_size, expected_batches
+):
+    """Oracle: counting; rows past the end have only ignored labels."""
+    samples = NumberedSamples(count)
+    by_rank = [list(eval_batches(samples, batch_size, batches, rank, data_ranks)) for rank in range(data_ranks)]
+    assert [len(rank_batches) for rank_batches in by_rank] == [expected_batches] * data_ranks
+    numbers, blank_rows = [], 0
+    for batch in range(expected_batches):
+        for rank in range(data_ranks):
+            tokens_BT, labels_BT = by_rank[rank][batch]
+            assert tokens_BT.shape == labels_BT.shape == (batch_size, SEQ_LEN)
+            assert tokens_BT.dtype == labels_BT.dtype == torch.int64
+            for tokens_T, labels_T in zip(tokens_BT, labels_BT, strict=True):
+                if (labels_T == IGNORE_INDEX).all():
+                    assert (tokens_T == 0).all()
+                    blank_rows += 1
+                else:
+                    numbers.append(int(tokens_T[0]))
+    taken = min(count, batches * data_ranks * batch_size)
+    assert numbers == list(range(taken))
+    assert blank_rows == expected_batches * data_ranks * batch_size - taken
