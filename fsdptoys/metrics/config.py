@@ -1,0 +1,102 @@
+"""Settings of the metrics room, and whether a run directory can be used, asked before anything starts."""
+
+import os
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from fsdptoys.errors import ConfigError
+
+RUNS_FOLDER = Path("runs")
+"""Where runs without a folder of their own go, below the current directory."""
+
+CONFIG_FILE = "config.yaml"
+ENVIRONMENT_FILE = "environment.json"
+METRICS_FILE = "metrics.jsonl"
+LOSS_FILE = "loss.png"
+SUMMARY_FILE = "summary.md"
+
+RUN_FILES = {
+    METRICS_FILE: "one line of JSON a step",
+    CONFIG_FILE: "every setting of the run",
+    ENVIRONMENT_FILE: "versions, machine and command line",
+    LOSS_FILE: "loss and gradient norm against the step",
+    SUMMARY_FILE: "this page",
+}
+"""What a run writes → what it holds."""
+
+
+class Console(Enum):
+    """What rank 0 prints."""
+
+    auto = "auto"
+    """``rich`` on a terminal, ``plain`` elsewhere."""
+    rich = "rich"
+    """A progress bar over a table of the latest step; into a file only its last state is written."""
+    plain = "plain"
+    """One line every ``log_every`` steps."""
+    none = "none"
+    """Nothing; the run directory is written all the same."""
+
+
+@dataclass
+class MetricsConfig:
+    """What a run tells about itself."""
+
+    run_dir: str | None = None
+    """Folder for the run's files, made if missing; null for ``runs/<date>-<time>-<title>``."""
+    console: Console = Console.auto
+    """What rank 0 prints."""
+    log_every: int = 10
+    """Steps between two lines of the plain console; the last step has a line too."""
+    warmup_steps: int = 2
+    """First steps left out of the summary's medians: they pay for allocation, kernel choice and compilation."""
+
+    def __post_init__(self) -> None:
+        """Check each value by itself."""
+        if self.run_dir is not None and not self.run_dir.strip():
+            raise ConfigError(
+                f"metrics.run_dir={self.run_dir!r} must name a folder; set metrics.run_dir=null for one named by time "
+                "and title"
+            )
+        if self.log_every < 1:
+            raise ConfigError(f"metrics.log_every={self.log_every} must be at least 1; set metrics.log_every=1")
+        if self.warmup_steps < 0:
+            raise ConfigError(
+                f"metrics.warmup_steps={self.warmup_steps} must be at least 0; set metrics.warmup_steps=0"
+            )
+
+
+def run_dir_path(run_dir: str) -> Path:
+    """The folder that ``metrics.run_dir`` names, with ``~`` as the home directory."""
+    return Path(os.path.expanduser(run_dir))
+
+
+def check_run_dir(config: MetricsConfig) -> None:
+    """Check that the run directory can be made or filled, without making it.
+
+    Raises:
+        ConfigError: if it is a file, holds files that a run would overwrite, or cannot be written.
+    """
+    path = RUNS_FOLDER if config.run_dir is None else run_dir_path(config.run_dir)
+    key = f"metrics.run_dir={'null' if config.run_dir is None else config.run_dir}"
+    if config.run_dir is not None:
+        for name in RUN_FILES:
+            if os.path.lexists(path / name):
+                raise ConfigError(already_holds(config.run_dir, name))
+    nearest = next(parent for parent in (path, *path.absolute().parents) if os.path.lexists(parent))
+    if not nearest.is_dir():
+        raise ConfigError(f"{key} needs a folder at {nearest}, which is something else; set metrics.run_dir=runs/NAME")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"{key} needs to write into {nearest}, which this user may not; set metrics.run_dir to a folder that "
+            "can be written"
+        )
+
+
+def already_holds(run_dir: object, name: str) -> str:
+    """The sentence for a folder in which a run would overwrite a file."""
+    return (
+        f"metrics.run_dir={run_dir} already holds {name}, which a run would overwrite; set metrics.run_dir to a new "
+        "folder, or metrics.run_dir=null for one named by time and title"
+    )

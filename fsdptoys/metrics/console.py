@@ -1,0 +1,183 @@
+"""What rank 0 prints: a live table with rich, or plain lines, or nothing.
+
+Nothing asks for a controlling terminal: rich reads the size from the stream itself, so that workers in a session of
+their own can draw too. The cursor is never hidden, since a process that is killed could not bring it back.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING
+
+from .config import Console
+from .step import StepMetrics
+
+if TYPE_CHECKING:
+    from rich.console import Console as RichConsole
+
+
+@dataclass(frozen=True)
+class Column:
+    """One number of a step: how both consoles show it."""
+
+    heading: tuple[str, str]
+    """Two short lines above the live table's column."""
+    label: str
+    """In a plain line, before the value; what follows it is ``unit``."""
+    unit: str
+    width: int
+    """Characters that the live table keeps for it."""
+    importance: int
+    """Where the terminal is too narrow, the least important columns go first."""
+    render: Callable[[StepMetrics], str]
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}" if value < 1e6 else f"{value / 1e6:.2f}M"
+
+
+def _flops(value: float) -> str:
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+def _gib(*values: float | None) -> str:
+    return "/".join("?" if value is None else f"{value:.4g}" for value in values)
+
+
+COLUMNS = (
+    Column(("", "loss"), "loss", "", 7, 10, lambda m: f"{m.loss:.4f}"),
+    Column(("grad", "norm"), "grad norm", "", 7, 8, lambda m: f"{m.grad_norm:.4g}"),
+    Column(("learning", "rate"), "lr", "", 8, 5, lambda m: f"{m.learning_rate:.2e}"),
+    Column(("step", "time"), "time", "", 8, 9, lambda m: _time(m.step_time_seconds)),
+    Column(("tokens", "/s"), "tokens/s", "", 7, 7, lambda m: _count(m.tokens_per_second)),
+    Column(("TFLOP/s", "a rank"), "TFLOP/s a rank", "", 7, 4, lambda m: _flops(m.tflops_per_second_per_rank)),
+)
+"""Columns of every device."""
+
+MFU_COLUMN = Column(("", "MFU"), "MFU", "", 5, 3, lambda m: f"{(m.mfu or 0.0):.1%}")
+"""Where the device's peak is known."""
+
+DEVICE_MEMORY_COLUMN = Column(
+    ("GiB allocated/", "peak/reserved"),
+    "memory",
+    " GiB allocated/peak/reserved",
+    17,
+    6,
+    lambda m: _gib(m.memory_allocated_gib, m.memory_peak_gib, m.memory_reserved_gib),
+)
+RESIDENT_SET_COLUMN = Column(("resident", "set"), "resident set", "", 9, 6, lambda m: f"{_gib(m.resident_set_gib)} GiB")
+"""On a CPU."""
+
+
+def columns_for(metrics: StepMetrics) -> list[Column]:
+    """What there is to show of a step on its device."""
+    columns = list(COLUMNS)
+    if metrics.mfu is not None:
+        columns.append(MFU_COLUMN)
+    columns.append(RESIDENT_SET_COLUMN if metrics.memory_allocated_gib is None else DEVICE_MEMORY_COLUMN)
+    return columns
+
+
+class Reporter:
+    """Prints nothing; the others override what they print."""
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Show a step that was done."""
+
+    def message(self, text: str) -> None:
+        """Show text on lines of its own."""
+
+    def close(self) -> None:
+        """Leave the terminal as it was; may be called twice."""
+
+
+class PlainReporter(Reporter):
+    """One line every ``log_every`` steps and for the last one; evaluations have lines of their own."""
+
+    def __init__(self, steps: int, log_every: int, stream: IO[str]) -> None:
+        self._steps = steps
+        self._log_every = log_every
+        self._stream = stream
+        self._unprinted: StepMetrics | None = None
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Print the step if it is its turn."""
+        self._unprinted = metrics
+        if metrics.step % self._log_every == 0 or metrics.step == self._steps:
+            self._print_step()
+        if metrics.eval_loss is not None:
+            self.message(eval_line(metrics))
+
+    def message(self, text: str) -> None:
+        """Print text on lines of its own."""
+        print(printable(text, self._stream), file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Print the last step if the run stopped before its turn."""
+        if self._unprinted is not None:
+            self._print_step()
+
+    def _print_step(self) -> None:
+        metrics, self._unprinted = self._unprinted, None
+        assert metrics is not None
+        width = len(str(self._steps))
+        cells = [f"{column.label} {column.render(metrics)}{column.unit}" for column in columns_for(metrics)]
+        self.message(f"step {metrics.step:>{width}}/{self._steps}  " + "  ".join(cells))
+
+
+class RichReporter(Reporter):
+    """A progress bar with elapsed and remaining time over a table of the latest step."""
+
+    def __init__(self, steps: int, console: "RichConsole") -> None:
+        from .live import StepProgress  # rich is imported only where it draws
+
+        self._console = console
+        self._progress = StepProgress(steps, console)
+        self._progress.start()
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Move the bar and show the step."""
+        self._progress.show(metrics)
+        if metrics.eval_loss is not None:
+            self.message(eval_line(metrics))
+
+    def message(self, text: str) -> None:
+        """Print text above the bar."""
+        text = printable(text, self._console.file)
+        self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Draw the last state and stop."""
+        if self._progress.live.is_started:  # rich adds an empty line each time
+            self._progress.stop()
+
+
+def build_reporter(choice: Console, steps: int, log_every: int) -> Reporter:
+    """Construct the reporter that the config asks for, on standard output."""
+    if choice is Console.auto:
+        can_draw = sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+        choice = Console.rich if can_draw else Console.plain
+    if choice is Console.rich:
+        import rich.console
+
+        return RichReporter(steps, rich.console.Console(file=sys.stdout))
+    return PlainReporter(steps, log_every, sys.stdout) if choice is Console.plain else Reporter()
+
+
+def eval_line(metrics: StepMetrics) -> str:
+    """The line of an evaluation."""
+    return f"step {metrics.step}: held-out loss {metrics.eval_loss:.4f} nats a token"
+
+
+def printable(text: str, stream: IO[str]) -> str:
+    """Text with escapes for what would steer the terminal (a model may write anything) or is not in its encoding."""
+    shown = "".join(
+        char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode() for char in text
+    )
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return shown.encode(encoding, "backslashreplace").decode(encoding)

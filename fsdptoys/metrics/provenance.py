@@ -1,0 +1,98 @@
+"""What a run ran on: versions, machine, command line; no names of hosts or users."""
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import shlex
+import subprocess
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fsdptoys
+from fsdptoys.device import GIB, Device, device_count
+
+PACKAGES = ("numpy", "hydra-core", "omegaconf", "torch-npu")
+"""Distributions whose versions are written down, beside Python's and PyTorch's."""
+
+ENVIRONMENT_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_NPU_ALLOC_CONF",
+    "MULTI_STREAM_MEMORY_REUSE",
+)
+"""What the environment decides about speed and memory."""
+
+
+def environment(device: Device, world_size: int, command: Sequence[str]) -> dict[str, Any]:
+    """Describe where and with what a run takes place; what is absent is None.
+
+    Args:
+        device: the device of rank 0.
+        world_size: ranks over all machines.
+        command: the words of the command line.
+    """
+    host = Device("cpu")
+    return {
+        "started_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(command),
+        "world_size": world_size,
+        "device": {
+            "type": device.type,
+            "name": device.name,
+            "count_on_this_machine": device_count(device.type),
+            "memory_gib": round(device.total_memory_bytes / GIB, 2),
+        },
+        "versions": {
+            "fsdptoys": fsdptoys.__version__,
+            "fsdptoys_commit": checkout_commit(Path(fsdptoys.__file__).resolve().parent.parent),
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "cuda": torch.version.cuda,
+            "hip": torch.version.hip,
+            "cann": getattr(torch.version, "cann", None),  # set by torch_npu where CANN is installed
+            **{name.replace("-", "_"): _package_version(name) for name in PACKAGES},
+        },
+        "machine": {
+            "platform": platform.platform(),
+            "cpu": host.name,
+            "cpu_cores": os.cpu_count(),
+            "cpu_cores_of_this_process": _own_cores(),
+            "torch_threads": torch.get_num_threads(),
+            "memory_gib": round(host.total_memory_bytes / GIB, 2),
+        },
+        "environment_variables": {name: os.environ.get(name) for name in ENVIRONMENT_VARIABLES},
+    }
+
+
+def hardware_line(environment: dict[str, Any]) -> str:
+    """What :func:`environment` says of ranks and devices, in one line."""
+    device, versions = environment["device"], environment["versions"]
+    ranks = environment["world_size"]
+    return f"{ranks} rank{'s' * (ranks != 1)} on {device['name']} ({device['type']}), torch {versions['torch']}"
+
+
+def checkout_commit(root: Path) -> str | None:
+    """Commit of a checkout, with ``-dirty`` where tracked files were changed; None where ``root`` is no checkout."""
+    if not (root / ".git").exists():  # an install inside somebody else's checkout must not report that one's commit
+        return None
+    command = ["git", "--no-optional-locks", "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run([*command, "--exclude=*"], capture_output=True, text=True, timeout=10, check=True)
+        return done.stdout.strip() or None
+    return None
+
+
+def _package_version(name: str) -> str | None:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(name)
+    return None
+
+
+def _own_cores() -> int | None:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

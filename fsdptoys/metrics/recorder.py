@@ -1,0 +1,127 @@
+"""The one thing that the trainer talks to, on rank 0: steps and messages in, console and run directory out."""
+
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from .config import LOSS_FILE, SUMMARY_FILE, MetricsConfig
+from .console import Reporter, build_reporter
+from .provenance import hardware_line
+from .run_directory import RunDirectory
+from .step import StepMetrics
+from .summary import RunResults, render_summary, summarize
+
+
+class Recorder:
+    """Context manager over one run; leaving it without ``finish`` keeps every step that was recorded.
+
+    Args:
+        config: what to show and where to write.
+        title: name of the run, for people.
+        config_tree: every setting, as plain dicts, lists, strings and numbers.
+        environment: what :func:`~fsdptoys.metrics.provenance.environment` returned.
+        steps: optimizer steps planned.
+        references: label → nats a token that the loss is shown next to.
+
+    Raises:
+        ConfigError: if the run directory cannot be made or written, here and in every method.
+    """
+
+    def __init__(
+        self,
+        config: MetricsConfig,
+        title: str,
+        config_tree: dict[str, Any],
+        environment: dict[str, Any],
+        steps: int,
+        references: dict[str, float],
+    ) -> None:
+        self._config = config
+        self._title = title
+        self._config_tree = config_tree
+        self._environment = environment
+        self._planned_steps = steps
+        self._references = references
+        self._steps: list[StepMetrics] = []
+        self._started = time.perf_counter()
+        self._directory = RunDirectory(config, title, config_tree, environment)
+        self._reporter: Reporter = build_reporter(config.console, steps, config.log_every)
+        self.message(f"{title}\n{hardware_line(environment)}, {steps} steps into {self.run_dir}")
+
+    @property
+    def run_dir(self) -> Path:
+        """The folder of the run."""
+        return self._directory.path
+
+    def __enter__(self) -> "Recorder":
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._reporter.close()
+        self._directory.close()
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Record a step that was done."""
+        self._steps.append(metrics)
+        self._directory.append(metrics)
+        self._reporter.step(metrics)
+
+    def message(self, text: str) -> None:
+        """Show text on the console alone."""
+        self._reporter.message(text)
+
+    def finish(self, stop_reason: str, sample: str | None = None) -> None:
+        """Write ``loss.png`` and ``summary.md``, and print how the run ended.
+
+        Args:
+            stop_reason: why there is no further step, as the end of "15 of 20 steps; …".
+            sample: text that the trained model wrote.
+        """
+        from .plot import draw_loss  # matplotlib takes most of a second to import
+
+        results = summarize(self._steps, self._config.warmup_steps)
+        self._reporter.close()
+        with self._directory.writing():
+            draw_loss(self.run_dir / LOSS_FILE, self._title, self._steps, self._references)
+        page = render_summary(
+            title=self._title,
+            results=results,
+            planned_steps=self._planned_steps,
+            stop_reason=stop_reason,
+            wall_seconds=time.perf_counter() - self._started,
+            references=self._references,
+            config_tree=self._config_tree,
+            environment=self._environment,
+            sample=sample,
+        )
+        self._directory.write(SUMMARY_FILE, page)
+        if sample is not None:
+            self.message(f"a sample of the trained model:\n{sample}\n")
+        self.message(closing_lines(results, self._planned_steps, stop_reason, self._references, self.run_dir))
+
+
+def closing_lines(
+    results: RunResults, planned_steps: int, stop_reason: str, references: dict[str, float], run_dir: Path
+) -> str:
+    """What the console says last: the loss next to its references, the speed, and where everything is."""
+    lines = [f"{results.steps} of {planned_steps} steps; {stop_reason}"]
+    if results.last_loss is not None:
+        losses = [f"last loss {results.last_loss:.4f}"]
+        if results.eval_loss is not None:
+            losses.append(f"held-out loss {results.eval_loss:.4f}")
+        losses += [f"{label} {nats:.4f}" for label, nats in references.items()]
+        lines.append(", ".join(losses) + " (nats a token)")
+    if results.step_time_seconds is not None and results.tokens_per_second is not None:
+        lines.append(
+            f"median step {results.step_time_seconds.median * 1e3:,.1f} ms, "
+            f"{results.tokens_per_second.median:,.0f} tokens/s over all ranks "
+            f"(without the first {results.warmup_steps} steps)"
+        )
+    lines.append(f"run directory: {run_dir}")
+    return "\n".join(lines)

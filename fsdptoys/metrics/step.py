@@ -1,0 +1,105 @@
+"""The numbers of one optimizer step, with their units in their names, and how the rates among them are made.
+
+MFU is model FLOP/s over the device's peak (arXiv:2204.02311, appendix B): it counts the arithmetic that the model
+needs, not what gradient checkpointing does again, nor positions whose label does not count.
+"""
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+
+from fsdptoys.device import GIB, Device, resident_set_bytes
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One optimizer step. "Global" is over all ranks; the rest of what is measured is rank 0's."""
+
+    step: int
+    """Number of the step, from 1."""
+    loss: float
+    """Mean over the global batch's valid tokens, in nats, before the step's update."""
+    grad_norm: float
+    """Norm of the gradient before clipping."""
+    learning_rate: float
+    """What the update used."""
+    step_time_seconds: float
+    """From the start of the step to the end of its update."""
+    valid_tokens: int
+    """Global labels that counted in the loss."""
+    tokens_per_second: float
+    """Global: ``valid_tokens / step_time_seconds``."""
+    tflops_per_second_per_rank: float
+    """Model FLOPs of the valid tokens over time and ranks, in 1e12/s."""
+    mfu: float | None
+    """Share of the device's peak FLOP/s; None where the peak is not known."""
+    memory_allocated_gib: float | None
+    """Device memory in tensors after the step; None on a CPU, as the next two."""
+    memory_peak_gib: float | None
+    """Highest ``memory_allocated_gib`` since the device's peak was last reset."""
+    memory_reserved_gib: float | None
+    """Device memory that the allocator holds."""
+    resident_set_gib: float | None
+    """Host memory of the process after the step; None where the system does not tell."""
+    eval_loss: float | None = None
+    """Loss on the held-out part after the update, in nats a token; None where there was no evaluation."""
+
+    def to_json(self) -> str:
+        """One line of strict JSON; what is not a number becomes null and is named under ``non_finite``."""
+        values = dataclasses.asdict(self)
+        non_finite = [name for name, value in values.items() if value is not None and not math.isfinite(value)]
+        values.update(dict.fromkeys(non_finite))
+        if non_finite:
+            values["non_finite"] = non_finite
+        return json.dumps(values, allow_nan=False)
+
+
+def step_metrics(
+    *,
+    step: int,
+    loss: float,
+    grad_norm: float,
+    learning_rate: float,
+    step_time_seconds: float,
+    valid_tokens: int,
+    flops_per_token: float,
+    world_size: int,
+    device: Device,
+    peak_flops: float | None,
+    eval_loss: float | None = None,
+) -> StepMetrics:
+    """Compute a step's rates and read the memory of this process.
+
+    Args:
+        step: number of the step, from 1.
+        loss: mean over the global batch's valid tokens, in nats.
+        grad_norm: norm of the gradient before clipping.
+        learning_rate: what the update used.
+        step_time_seconds: wall time of the step.
+        valid_tokens: labels over all ranks that counted in the loss.
+        flops_per_token: the model's FLOPs a token, forward and backward.
+        world_size: ranks that shared the work.
+        device: whose memory is read.
+        peak_flops: peak FLOP/s of one device in the number format of the run; None where it is not known.
+        eval_loss: nats a token on the held-out part, if it was evaluated after this step.
+    """
+    assert step_time_seconds > 0
+    flops_per_second_per_rank = flops_per_token * valid_tokens / step_time_seconds / world_size
+    memory = device.memory() if device.is_accelerator else None
+    return StepMetrics(
+        step=step,
+        loss=loss,
+        grad_norm=grad_norm,
+        learning_rate=learning_rate,
+        step_time_seconds=step_time_seconds,
+        valid_tokens=valid_tokens,
+        tokens_per_second=valid_tokens / step_time_seconds,
+        tflops_per_second_per_rank=flops_per_second_per_rank / 1e12,
+        mfu=flops_per_second_per_rank / peak_flops if peak_flops else None,
+        memory_allocated_gib=memory.allocated_bytes / GIB if memory else None,
+        memory_peak_gib=memory.peak_bytes / GIB if memory else None,
+        memory_reserved_gib=memory.reserved_bytes / GIB if memory else None,
+        resident_set_gib=resident_set_bytes() / GIB or None,
+        eval_loss=eval_loss,
+    )

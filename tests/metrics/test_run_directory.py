@@ -1,0 +1,230 @@
+"""The folder of a run, and the sentences for what can be wrong with it."""
+
+import json
+import os
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from fsdptoys.device import Device
+from fsdptoys.errors import ConfigError
+from fsdptoys.metrics import Console, MetricsConfig, RunDirectory, StepMetrics, check_run_dir, environment
+from fsdptoys.metrics.config import RUN_FILES
+from fsdptoys.metrics.provenance import checkout_commit, hardware_line
+
+STEP = StepMetrics(1, 5.5, 1.0, 1e-3, 0.1, 512, 5120.0, 0.1, None, None, None, None, 0.5)
+TREE = {"train": {"steps": 2, "sample_prompt": "def ", "seed": None}, "model": {"name": "l\u00e4ma", "dims": [1, 2]}}
+
+UNNAMED = "must name a folder; set metrics.run_dir=null for one named by time and title"
+
+
+@pytest.fixture(autouse=True)
+def current_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def open_run(run_dir: str | None = None, title: str = "tiny") -> RunDirectory:
+    directory = RunDirectory(MetricsConfig(run_dir=run_dir), title, TREE, {"world_size": 1})
+    directory.close()
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        ("run_dir", "", f"metrics.run_dir='' {UNNAMED}"),
+        ("run_dir", "  ", f"metrics.run_dir='  ' {UNNAMED}"),
+        ("log_every", 0, "metrics.log_every=0 must be at least 1; set metrics.log_every=1"),
+        ("warmup_steps", -1, "metrics.warmup_steps=-1 must be at least 0; set metrics.warmup_steps=0"),
+    ],
+)
+def test_bad_values_are_refused_in_one_sentence(field, value, sentence):
+    """Oracle: the sentence."""
+    with pytest.raises(ConfigError) as error:
+        MetricsConfig(**{field: value})
+    assert str(error.value) == sentence
+
+
+def test_the_config_is_a_schema_for_omegaconf():
+    """Oracle: OmegaConf builds the dataclass from text as it stands in YAML."""
+    schema = OmegaConf.structured(MetricsConfig)
+    config = OmegaConf.to_object(OmegaConf.merge(schema, {"console": "plain", "run_dir": None, "log_every": 3}))
+    assert config == MetricsConfig(console=Console.plain, log_every=3)
+
+
+def test_files_hold_what_was_given():
+    """Oracle: the YAML and JSON parsers give the same trees back, keys in order."""
+    directory = open_run("here/run")
+    assert directory.path == Path("here/run")
+    config = yaml.safe_load((directory.path / "config.yaml").read_text(encoding="utf-8"))
+    assert config == TREE and list(config) == list(TREE)
+    assert json.loads((directory.path / "environment.json").read_text()) == {"world_size": 1}
+
+
+def test_each_step_is_on_disk_before_the_next():
+    """Oracle: the file, read while the run still holds it open."""
+    directory = RunDirectory(MetricsConfig(run_dir="run"), "tiny", TREE, {})
+    for number in (1, 2):
+        directory.append(replace(STEP, step=number))
+        lines = Path("run/metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == list(range(1, number + 1))
+    directory.close()
+
+
+def test_runs_without_a_folder_of_their_own_never_share_one():
+    """Oracle: as many folders as runs, though all start within seconds and have one title."""
+    paths = [open_run(None, "Llama 2/tiny: fsdp2").path for _ in range(4)]
+    assert len(set(paths)) == 4
+    for path in paths:
+        assert path.parent == Path("runs")
+        assert "-Llama-2-tiny-fsdp2" in path.name
+        assert (path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("title", ["", "///", "\u6a21\u578b", "x" * 500])
+def test_any_title_makes_a_folder(title):
+    """Oracle: the file system."""
+    assert (open_run(None, title).path / "config.yaml").is_file()
+
+
+def test_the_home_directory_may_be_written_as_a_tilde(tmp_path, monkeypatch):
+    """Oracle: the folder below ``HOME``."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert open_run("~/run").path == tmp_path / "home" / "run"
+    assert not Path("~").exists()
+
+
+@pytest.mark.parametrize("name", list(RUN_FILES))
+def test_a_run_never_writes_over_files_of_the_same_name(name):
+    """Oracle: the sentence, before the run and at its start, and the file as it was."""
+    folder = Path("taken")
+    folder.mkdir()
+    (folder / name).write_text("mine")
+    for attempt in (lambda: check_run_dir(MetricsConfig(run_dir="taken")), lambda: open_run("taken")):
+        with pytest.raises(ConfigError) as error:
+            attempt()
+        assert str(error.value) == (
+            f"metrics.run_dir=taken already holds {name}, which a run would overwrite; set metrics.run_dir to a new "
+            "folder, or metrics.run_dir=null for one named by time and title"
+        )
+    assert (folder / name).read_text() == "mine"
+
+
+def test_of_two_runs_that_start_into_one_folder_the_second_is_refused(monkeypatch):
+    """Oracle: the sentence, with the earlier check passed by both as in a race."""
+    monkeypatch.setattr("fsdptoys.metrics.run_directory.check_run_dir", lambda config: None)
+    open_run("run")
+    with pytest.raises(ConfigError, match=r"^metrics\.run_dir=run already holds metrics\.jsonl, which"):
+        open_run("run")
+
+
+@pytest.mark.parametrize("run_dir", ["file", "file/below", "link"])
+def test_what_is_no_folder_is_refused(run_dir):
+    """Oracle: the sentence names what stands in the way; the same for a file, a path through it, and a dead link."""
+    Path("file").write_text("")
+    Path("link").symlink_to("nowhere")
+    with pytest.raises(
+        ConfigError, match=rf"^metrics\.run_dir={run_dir} needs a folder at .*, which is something else; "
+    ):
+        check_run_dir(MetricsConfig(run_dir=run_dir))
+
+
+@pytest.mark.parametrize(("run_dir", "key"), [("locked/a/b", "locked/a/b"), (None, "null")])
+def test_a_folder_that_cannot_be_written_is_refused(run_dir, key, tmp_path, monkeypatch):
+    """Oracle: the sentence; the system's answer is set by hand, since root may write anywhere."""
+    Path("locked").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).resolve() not in (tmp_path, tmp_path / "locked"))
+    with pytest.raises(
+        ConfigError, match=rf"^metrics\.run_dir={key} needs to write into .*, which this user may not; "
+    ):
+        check_run_dir(MetricsConfig(run_dir=run_dir))
+
+
+@pytest.mark.parametrize("run_dir", [None, "new/folder", "../beside", "."])
+def test_usable_folders_pass_and_nothing_is_made(run_dir, tmp_path):
+    """Oracle: no sentence, and an empty current directory."""
+    check_run_dir(MetricsConfig(run_dir=run_dir))
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
+def test_what_the_system_refuses_becomes_a_sentence():
+    """Oracle: the sentence for a folder in /proc, where not even root makes one."""
+    with pytest.raises(ConfigError, match=r"^metrics\.run_dir=/proc/none/run cannot be written \(.+\); set metrics"):
+        open_run("/proc/none/run")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_becomes_a_sentence():
+    """Oracle: the sentence with the system's own words, from a device that is always full."""
+    directory = open_run("run")
+    with open("/dev/full", "w") as full:
+        directory._metrics = full
+        with pytest.raises(
+            ConfigError, match=r"^metrics\.run_dir=run cannot be written \(No space left on device\); set"
+        ):
+            directory.append(STEP)
+        directory.close()
+
+
+def test_the_environment_tells_versions_and_machine_but_no_host(monkeypatch):
+    """Oracle: the running interpreter's own answers; JSON takes it; the host's name is nowhere."""
+    import platform
+
+    import torch
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    found = json.loads(json.dumps(environment(Device("cpu"), 4, ["fsdptoys", "train", "data.path=a b"])))
+    assert found["command"] == "fsdptoys train 'data.path=a b'"
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["versions"]["python"] == platform.python_version()
+    assert found["versions"]["cuda"] == torch.version.cuda
+    assert found["world_size"] == 4
+    assert found["machine"]["cpu_cores"] == os.cpu_count()
+    assert found["environment_variables"]["OMP_NUM_THREADS"] == "3"
+    assert found["environment_variables"]["PYTORCH_ALLOC_CONF"] is None
+    assert found["started_at"].endswith("+00:00")
+    assert "node" not in found["machine"]
+    assert hardware_line(found).startswith("4 ranks on ")
+
+
+def test_a_package_that_is_not_installed_has_no_version(monkeypatch):
+    """Oracle: a name that no index would take."""
+    monkeypatch.setattr("fsdptoys.metrics.provenance.PACKAGES", ("no such package", "numpy"))
+    versions = environment(Device("cpu"), 1, [])["versions"]
+    assert versions["no such package"] is None
+    assert versions["numpy"] is not None
+
+
+def test_the_commit_is_the_checkouts_own(tmp_path, monkeypatch):
+    """Oracle: ``git rev-parse`` in a checkout made here; outside its root, and without git, there is none."""
+    root = tmp_path / "checkout"
+    root.mkdir()
+
+    def git(*words: str) -> str:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+        done = subprocess.run(["git", "-C", str(root), *identity, *words], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    try:
+        git("init")
+    except FileNotFoundError:
+        pytest.skip("needs git")
+    assert checkout_commit(root) is None, "there is no commit yet"
+    (root / "file").write_text("1")
+    git("add", "file")
+    git("commit", "-m", "first")
+    commit = git("rev-parse", "HEAD")
+    assert checkout_commit(root) == commit
+    (root / "file").write_text("2")
+    assert checkout_commit(root) == f"{commit}-dirty"
+    (root / "installed").mkdir()
+    assert checkout_commit(root / "installed") is None
+    monkeypatch.setenv("PATH", "")
+    assert checkout_commit(root) is None

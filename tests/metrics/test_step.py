@@ -1,0 +1,116 @@
+"""The numbers of a step."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+
+from fsdptoys.device import GIB, Device, MemoryStats, resident_set_bytes
+from fsdptoys.metrics import StepMetrics, step_metrics
+
+KEYS = [
+    "step",
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "step_time_seconds",
+    "valid_tokens",
+    "tokens_per_second",
+    "tflops_per_second_per_rank",
+    "mfu",
+    "memory_allocated_gib",
+    "memory_peak_gib",
+    "memory_reserved_gib",
+    "resident_set_gib",
+    "eval_loss",
+]
+
+
+class AcceleratorOnPaper(Device):
+    """A device with memory of its own, for machines that have none."""
+
+    def __init__(self) -> None:
+        self.type = "cuda"
+
+    def memory(self) -> MemoryStats:
+        """Three numbers that cannot be mistaken for each other."""
+        return MemoryStats(allocated_bytes=1 * GIB, peak_bytes=2 * GIB, reserved_bytes=3 * GIB)
+
+
+def measure(device: Device, peak_flops: float | None, **changes: float) -> StepMetrics:
+    values = {
+        "step": 3,
+        "loss": 2.5,
+        "grad_norm": 0.75,
+        "learning_rate": 1e-3,
+        "step_time_seconds": 0.5,
+        "valid_tokens": 4000,
+        "flops_per_token": 6e9,
+        "world_size": 8,
+    }
+    return step_metrics(**(values | changes), device=device, peak_flops=peak_flops)
+
+
+def test_rates_follow_their_formulas():
+    """Oracle: 4000 tokens in 0.5 s are 8000/s; at 6e9 FLOPs over 8 ranks 6e12 FLOP/s each; of a peak of 24e12, 1/4."""
+    metrics = measure(AcceleratorOnPaper(), peak_flops=24e12)
+    assert metrics.tokens_per_second == 8000
+    assert metrics.tflops_per_second_per_rank == pytest.approx(6.0)
+    assert metrics.mfu == pytest.approx(0.25)
+
+
+def test_mfu_is_unknown_without_a_peak():
+    """Oracle: the definition; a share of an unknown is unknown, not 0."""
+    metrics = measure(AcceleratorOnPaper(), peak_flops=None)
+    assert metrics.mfu is None
+    assert metrics.tflops_per_second_per_rank == pytest.approx(6.0)
+
+
+def test_memory_is_the_devices_own_in_gib():
+    """Oracle: the bytes that the device reports."""
+    metrics = measure(AcceleratorOnPaper(), peak_flops=None)
+    assert (metrics.memory_allocated_gib, metrics.memory_peak_gib, metrics.memory_reserved_gib) == (1, 2, 3)
+    assert metrics.resident_set_gib is not None and metrics.resident_set_gib > 0
+
+
+def test_a_cpu_reports_only_the_resident_set():
+    """Oracle: the process's resident set as the kernel tells it, within the growth between two readings."""
+    metrics = measure(Device("cpu"), peak_flops=None)
+    assert (metrics.memory_allocated_gib, metrics.memory_peak_gib, metrics.memory_reserved_gib) == (None, None, None)
+    assert metrics.resident_set_gib == pytest.approx(resident_set_bytes() / GIB, rel=0.2)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_cuda_device_reports_its_allocator():
+    """Oracle: PyTorch's allocator counters around a tensor of 1 GiB."""
+    device = Device("cuda")
+    before = measure(device, device.peak_flops)
+    tensor = torch.empty(GIB, dtype=torch.uint8, device="cuda")
+    after = measure(device, device.peak_flops)
+    assert after.memory_allocated_gib == before.memory_allocated_gib + tensor.nbytes / GIB
+    assert after.memory_peak_gib >= after.memory_allocated_gib
+    assert after.memory_reserved_gib >= after.memory_allocated_gib
+
+
+def test_a_line_of_json_holds_exactly_the_keys_and_gives_the_step_back():
+    """Oracle: the published list of keys, and the step that was written."""
+    metrics = measure(AcceleratorOnPaper(), peak_flops=24e12, eval_loss=2.75)
+    line = metrics.to_json()
+    assert "\n" not in line
+    assert list(json.loads(line)) == KEYS
+    assert StepMetrics(**json.loads(line)) == metrics
+
+
+def test_what_is_not_finite_becomes_null_and_is_named():
+    """Oracle: a parser of strict JSON, which refuses NaN and Infinity."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    metrics = dataclasses.replace(measure(Device("cpu"), None), loss=math.nan, grad_norm=math.inf, eval_loss=-math.inf)
+    values = json.loads(metrics.to_json(), parse_constant=refuse)
+    assert values["non_finite"] == ["loss", "grad_norm", "eval_loss"]
+    assert [values[name] for name in values["non_finite"]] == [None, None, None]
+    assert values["learning_rate"] == metrics.learning_rate
