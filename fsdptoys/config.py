@@ -1,0 +1,220 @@
+"""The one configuration of a run: a tree of dataclasses, checked across its fields before anything starts.
+
+Each room owns its part of the tree; this page joins them and holds the checks that need more than one room. Nothing
+here knows Hydra: the command line composes YAML into these classes and calls ``validate``.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from .data import DataConfig
+from .device import DEVICE_TYPES
+from .errors import ConfigError
+from .memory import GradientCheckpointing, MemoryConfig
+from .mesh import MeshConfig
+from .metrics import MetricsConfig
+from .models import ModelConfig
+from .optim import OptimConfig, WeightDecayOn
+from .parallel import ParallelConfig
+
+
+class DeviceChoice(Enum):
+    """Hardware to run on."""
+
+    auto = "auto"
+    """CUDA where there is one, else NPU, else CPU."""
+    cuda = "cuda"
+    npu = "npu"
+    cpu = "cpu"
+
+
+@dataclass
+class TrainConfig:
+    """The loop."""
+
+    batch_size: int = 1
+    """Sequences a micro-batch on each rank."""
+    seq_len: int = 512
+    """Tokens a sequence."""
+    steps: int = 10
+    """Optimizer steps."""
+    grad_accum: int = 1
+    """Micro-batches whose gradients are summed before a step."""
+    max_grad_norm: float | None = 1.0
+    """Gradients are scaled down to this norm; null only measures it."""
+    max_seconds: float | None = None
+    """Stop after the step in which the loop has run this long; null for no limit."""
+    eval_every: int = 0
+    """Evaluate the held-out part after every so many steps, and after the last; 0 for never."""
+    eval_batches: int = 8
+    """Micro-batches on each rank an evaluation."""
+    deterministic: bool = False
+    """Deterministic kernels and float64 reductions: the same bits whatever the layout."""
+    seed: int = 0
+    """Seed for all purposes that have none of their own."""
+    init_seed: int | None = None
+    """Seed of initial values."""
+    data_seed: int | None = None
+    """Seed of the order of the data, and of synthetic data."""
+    sample_seed: int | None = None
+    """Seed of generation."""
+
+    def __post_init__(self) -> None:
+        """Check each value by itself."""
+        for name in ("batch_size", "seq_len", "steps", "grad_accum", "eval_batches"):
+            _at_least(f"train.{name}", getattr(self, name), 1)
+        _at_least("train.eval_every", self.eval_every, 0)
+        for name in ("max_grad_norm", "max_seconds"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise ConfigError(
+                    f"train.{name}={value} must be a finite number above 0; set train.{name}=null for none"
+                )
+        for name in ("seed", "init_seed", "data_seed", "sample_seed"):
+            value = getattr(self, name)
+            if value is not None:
+                _at_least(f"train.{name}", value, 0)
+
+    def resolve(self) -> None:
+        """Fill in the seeds that have no value of their own."""
+        for name in ("init_seed", "data_seed", "sample_seed"):
+            if getattr(self, name) is None:
+                setattr(self, name, self.seed)
+
+
+@dataclass
+class LaunchConfig:
+    """Processes and machines; under torchrun, torchrun's own numbers count instead."""
+
+    device: DeviceChoice = DeviceChoice.auto
+    """Hardware to run on."""
+    nproc_per_node: int = -1
+    """Ranks on this machine; -1 for one a device (two on a CPU)."""
+    nnodes: int = 1
+    """Machines; the same command runs on each of them."""
+    rdzv_endpoint: str | None = None
+    """host:port of the machine that the others meet at; needed for more than one machine."""
+    timeout_seconds: float = 600.0
+    """A collective that takes longer ends the run."""
+
+    def __post_init__(self) -> None:
+        """Check each value by itself."""
+        if self.nproc_per_node < 1 and self.nproc_per_node != -1:
+            raise ConfigError(
+                f"launch.nproc_per_node={self.nproc_per_node} must be at least 1, or -1 for one rank a device; "
+                "set launch.nproc_per_node=-1"
+            )
+        _at_least("launch.nnodes", self.nnodes, 1)
+        if not (math.isfinite(self.timeout_seconds) and self.timeout_seconds > 0):
+            raise ConfigError(
+                f"launch.timeout_seconds={self.timeout_seconds} must be a finite number above 0; "
+                "set launch.timeout_seconds=600"
+            )
+        if self.nnodes > 1 and not self.rdzv_endpoint:
+            raise ConfigError(
+                f"launch.nnodes={self.nnodes} needs a meeting point; set launch.rdzv_endpoint=HOST:29400 to the "
+                "first machine's name"
+            )
+
+
+@dataclass
+class Config:
+    """Everything that decides a run."""
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    mesh: MeshConfig
+    memory: MemoryConfig
+    data: DataConfig
+    optim: OptimConfig
+    train: TrainConfig
+    metrics: MetricsConfig
+    launch: LaunchConfig
+
+    def validate(self, world_size: int, device_type: str) -> None:
+        """Replace every ``auto`` by its value and check all rooms against each other, before any worker starts.
+
+        Args:
+            world_size: ranks over all machines.
+            device_type: ``cuda``, ``npu`` or ``cpu``.
+
+        Raises:
+            ConfigError: the first mistake found, in one sentence naming key, value and fix.
+        """
+        assert device_type in DEVICE_TYPES
+        self.train.resolve()
+        self.parallel.resolve(self.train.deterministic)
+        self._check_model()
+        self._check_optimizer()
+        self.parallel.validate(world_size, self.mesh, device_type, self.memory.cpu_offload)
+        self.data.validate(self.train.seq_len, self.model.vocab_size)
+        self._check_evaluation()
+
+    def _check_model(self) -> None:
+        train, model, memory = self.train, self.model, self.memory
+        if train.seq_len > model.max_seq_len:
+            raise ConfigError(
+                f"train.seq_len={train.seq_len} is over the model's model.max_seq_len={model.max_seq_len}; "
+                f"set train.seq_len={model.max_seq_len}"
+            )
+        checkpointed = memory.gradient_checkpointing is not GradientCheckpointing.none
+        if checkpointed and memory.checkpointing_start_index >= model.n_layers:
+            raise ConfigError(
+                f"memory.checkpointing_start_index={memory.checkpointing_start_index} is past the last of the model's "
+                f"{model.n_layers} layers; set memory.checkpointing_start_index=0 to checkpoint every block"
+            )
+
+    def _check_optimizer(self) -> None:
+        if (
+            self.parallel.name == "fsdp1"
+            and self.memory.cpu_offload
+            and self.train.deterministic
+            and self.train.grad_accum > 1
+        ):
+            # Each reduction would overwrite the offloaded gradient of the one before.
+            raise ConfigError(
+                f"train.grad_accum={self.train.grad_accum} with train.deterministic=true reduces after every "
+                "micro-batch, which FSDP1 cannot add up under memory.cpu_offload=true; set parallel=fsdp2"
+            )
+        if (
+            not self.parallel.keeps_parameters
+            and self.optim.weight_decay > 0
+            and self.optim.weight_decay_on is WeightDecayOn.matrices
+        ):
+            raise ConfigError(
+                "optim.weight_decay_on=matrices cannot tell parameters apart under parallel.use_orig_params=false; "
+                "set optim.weight_decay_on=all or parallel.use_orig_params=true"
+            )
+
+    def _check_evaluation(self) -> None:
+        train = self.train
+        if train.eval_every and not self.data.has_eval:
+            raise ConfigError(
+                f"train.eval_every={train.eval_every} needs a held-out part, which data={self.data.name} does not "
+                f"have as set; set {self.data.eval_fix} or train.eval_every=0"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The whole tree as plain dicts, lists, strings and numbers."""
+        tree: dict[str, Any] = _plain(self)
+        return tree
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if dataclasses.is_dataclass(value):
+        # Where a section is one of several kinds, which of them is its name.
+        kind = {"name": value.name} if isinstance(value, (ParallelConfig, DataConfig, OptimConfig)) else {}
+        return kind | {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _at_least(key: str, value: float, bound: int) -> None:
+    if not (math.isfinite(value) and value >= bound):
+        raise ConfigError(f"{key}={value} must be at least {bound}; set {key}={bound}")

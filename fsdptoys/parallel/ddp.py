@@ -1,0 +1,122 @@
+"""DistributedDataParallel: the whole model on every rank, gradients all-reduced in buckets (arXiv:2006.15704)."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.mesh import MeshConfig
+from fsdptoys.models import DecoderModel
+
+from .materialise import init_buffers, materialise
+from .single import cast_parameters, whole_parameters
+from .strategy import ParallelContext, ReducingConfig, Strategy
+
+_SYNC_BUFFERS = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
+"""The keyword that torch from 2.13 on, or before, has for broadcasting buffers in every forward."""
+
+
+@dataclass
+class DDPConfig(ReducingConfig):
+    """The whole model on every rank."""
+
+    name: ClassVar[str] = "ddp"
+
+    bucket_cap_mb: int = 25
+    """Gradients are all-reduced in buckets of this many MiB while the backward goes on."""
+
+    def __post_init__(self) -> None:
+        """Check the value by itself."""
+        if self.bucket_cap_mb < 1:
+            raise ConfigError(
+                f"parallel.bucket_cap_mb={self.bucket_cap_mb} must be at least 1; set parallel.bucket_cap_mb=25"
+            )
+
+    def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
+        """Refuse everything that shards."""
+        super().validate(world_size, mesh, device_type, cpu_offload)
+        self._refuse_sharding(mesh)
+        self._refuse_cpu_offload(cpu_offload)
+
+    def build(self, context: ParallelContext) -> "DDP":
+        """Construct the strategy."""
+        return DDP(self, context)
+
+
+class DDP(Strategy):
+    """PyTorch's DistributedDataParallel."""
+
+    model: DistributedDataParallel
+
+    def __init__(self, config: DDPConfig, context: ParallelContext) -> None:
+        super().__init__(context)
+        self.config = config
+        self._over_microbatches: dict[nn.Parameter, Tensor] = {}
+
+    def parallelize(self, model: DecoderModel, init_seed: int) -> None:
+        """Materialise and initialise on every rank alike, then wrap."""
+        device = self.context.device
+        materialise(model, device.torch_device, init_seed)
+        init_buffers(model, device.torch_device, self.config.buffer_dtype.torch)
+        self._whole = model
+        self.model = DistributedDataParallel(
+            cast_parameters(model, self.config.param_dtype),
+            device_ids=[device.torch_device.index] if device.is_accelerator else None,
+            **{_SYNC_BUFFERS: False},  # type: ignore[arg-type]
+            bucket_cap_mb=self.config.bucket_cap_mb,
+            gradient_as_bucket_view=True,
+        )
+        if self.config.reduce_dtype.torch != torch.float32:
+            self.model.register_comm_hook(self.config.reduce_dtype.torch, all_reduce_in_dtype)
+
+    @contextmanager
+    def microbatch(self, index: int, count: int) -> Iterator[None]:
+        """All-reduce once a step, with the last micro-batch; in the deterministic mode, after each."""
+        last = index == count - 1
+        with nullcontext() if last or self.context.deterministic else self.model.no_sync():
+            yield
+        if not self.context.deterministic or count == 1:
+            return
+        # DDP would reduce what earlier micro-batches left in .grad once more, so each sum is set aside.
+        for param in self._whole.parameters():
+            if param.grad is None:
+                continue
+            earlier = self._over_microbatches.pop(param, None)
+            total = param.grad.clone() if earlier is None else earlier.add_(param.grad)
+            param.grad = total if last else None
+            if not last:
+                self._over_microbatches[param] = total
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's own."""
+        return self._whole.named_parameters()
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The model's own."""
+        return whole_parameters(self._whole)
+
+
+def all_reduce_in_dtype(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Communication hook: average a bucket over the default group in ``dtype``, returned in the bucket's own.
+
+    DDP reads the annotations of ``bucket`` and of the return value at run time: they must not be strings.
+    """
+    buffer = bucket.buffer()
+    summed = buffer.to(dtype)
+    future = dist.all_reduce(summed, async_op=True).get_future()
+
+    def average(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+        return buffer.copy_(future.value()[0].div_(dist.get_world_size()))
+
+    return future.then(average)

@@ -1,0 +1,183 @@
+"""FSDP1: PyTorch's FullyShardedDataParallel, which flattens the parameters of a unit and shards the flat tensor.
+
+A mesh of two axes makes it hybrid. Embedding and head are units of their own, unless they share a weight: the root then
+holds both. Construction holds one unit in full at a time, since a unit is flattened before it is sharded. With bf16
+parameters micro-batches are added up in bf16 before they are reduced, where FSDP2 and DDP add them in float32.
+Source: https://docs.pytorch.org/docs/stable/fsdp.html, arXiv:2304.11277.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+)
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.mesh import SHARD_AXIS, MeshConfig, build_mesh
+from fsdptoys.models import DecoderModel
+
+from .fsdp import FSDPConfig, ReshardAfterForward, block_units
+from .initialise import initialise
+from .materialise import init_buffers, shared_parameters
+from .precision import DType
+from .strategy import ParallelContext, Strategy
+
+
+@dataclass
+class FSDP1Config(FSDPConfig):
+    """Flat-parameter sharding."""
+
+    name: ClassVar[str] = "fsdp1"
+
+    use_orig_params: bool = True
+    """Show the optimizer the model's own parameters rather than one flat parameter a unit."""
+
+    @property
+    def keeps_parameters(self) -> bool:
+        """Flat parameters mix those that decay with those that do not."""
+        return self.use_orig_params
+
+    def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
+        """Refuse what FSDP1 cannot do, or does silently wrong."""
+        super().validate(world_size, mesh, device_type, cpu_offload)
+        if world_size > 1 and mesh.shard_ranks(world_size) == 1:
+            raise ConfigError(
+                "mesh.fsdp_size=1 makes FSDP1 keep whole parameters and skip the all-reduce over replicas; "
+                "set parallel=ddp, or parallel=fsdp2 to keep the mesh"
+            )
+        for name in ("forward_prefetch", "backward_prefetch"):
+            if getattr(self, name) > 1:
+                raise ConfigError(
+                    f"parallel.{name}={getattr(self, name)} is deeper than FSDP1 can prefetch; "
+                    f"set parallel.{name}=1 or parallel=fsdp2"
+                )
+        if cpu_offload and device_type == "cpu":
+            raise ConfigError(
+                "memory.cpu_offload=true needs an accelerator to offload from under parallel=fsdp1; "
+                "set parallel=fsdp2 or memory.cpu_offload=false"
+            )
+
+    def build(self, context: ParallelContext) -> "FSDP1":
+        """Construct the strategy."""
+        return FSDP1(self, context)
+
+
+class FSDP1(Strategy):
+    """PyTorch's FullyShardedDataParallel."""
+
+    model: FullyShardedDataParallel
+
+    def __init__(self, config: FSDP1Config, context: ParallelContext) -> None:
+        super().__init__(context)
+        self.config = config
+        self.mesh = build_mesh(context.mesh, context.world_size, context.device)
+
+    def parallelize(self, model: DecoderModel, init_seed: int) -> None:
+        """Wrap from the inside out; each unit is materialised, initialised, flattened and sharded in turn."""
+        names = {param: name for name, param in model.named_parameters()}
+        made: dict[nn.Parameter, nn.Parameter] = {}
+        device = self.context.device.torch_device
+
+        def materialise_own_parameters(module: nn.Module) -> None:
+            for attribute, param in list(module.named_parameters(recurse=False)):
+                if param not in made:
+                    made[param] = nn.Parameter(torch.empty_like(param, device=device))
+                    initialise(made[param], names[param], model.init_rows, init_seed)
+                setattr(module, attribute, made[param])
+
+        init_buffers(model, device, self.config.buffer_dtype.torch)
+        options = self._options() | {"param_init_fn": materialise_own_parameters}
+        policy = self.config.reshard_after_forward
+
+        def wrap(owner: nn.Module, attribute: str, **more: object) -> None:
+            setattr(owner, attribute, _wrap(getattr(owner, attribute), options | more))
+            made.clear()
+
+        if not shared_parameters(model):
+            wrap(model, "embed_tokens")
+            head_policy = policy if policy is ReshardAfterForward.always else ReshardAfterForward.never
+            wrap(model, "lm_head", sharding_strategy=self._sharding_strategy(head_policy))
+        for index, block in enumerate(model.layers):
+            for part in block_units(block, self.config.wrap):
+                wrap(block, part)
+            wrap(model.layers, str(index))
+        self.model = _wrap(model, options)
+
+    def _sharding_strategy(self, policy: ReshardAfterForward) -> ShardingStrategy:
+        never = policy is ReshardAfterForward.never
+        if self.mesh.ndim == 1:
+            return ShardingStrategy.SHARD_GRAD_OP if never else ShardingStrategy.FULL_SHARD
+        return ShardingStrategy._HYBRID_SHARD_ZERO2 if never else ShardingStrategy.HYBRID_SHARD
+
+    def _options(self) -> dict[str, object]:
+        config, context = self.config, self.context
+        return {
+            "device_mesh": self.mesh,
+            "device_id": context.device.torch_device,
+            "sharding_strategy": self._sharding_strategy(config.reshard_after_forward),
+            "mixed_precision": MixedPrecision(
+                param_dtype=None if config.param_dtype is DType.float32 else config.param_dtype.torch,
+                reduce_dtype=config.reduce_dtype.torch,
+                buffer_dtype=config.buffer_dtype.torch,
+                # The models keep rotary angles in float32 themselves; casting inputs would round them.
+                cast_forward_inputs=False,
+                cast_root_forward_inputs=False,
+            ),
+            "cpu_offload": CPUOffload(offload_params=context.cpu_offload),
+            "forward_prefetch": config.forward_prefetch > 0,
+            "backward_prefetch": BackwardPrefetch.BACKWARD_PRE if config.backward_prefetch else None,
+            "use_orig_params": config.use_orig_params,
+        }
+
+    @contextmanager
+    def microbatch(self, index: int, count: int) -> Iterator[None]:
+        """Reduce-scatter once a step, with the last micro-batch; in the deterministic mode, after each."""
+        with nullcontext() if index == count - 1 or self.context.deterministic else self.model.no_sync():
+            yield
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's part of each parameter, flattened, or of each unit's flat parameter."""
+        for name, param in self.model.named_parameters():
+            yield _own_name(name), param
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """All-gather one unit at a time."""
+        names = {module: _own_name(name + ".").rstrip(".") for name, module in self.model.named_modules()}
+        units = FullyShardedDataParallel.fsdp_modules(self.model)
+        # The root comes first: a child that is summoned before its root believes to be the root itself.
+        for unit in units:
+            prefix = f"{names[unit]}." if names[unit] else ""
+            nested = tuple(
+                f"{names[other]}." for other in units if other is not unit and names[other].startswith(prefix)
+            )
+            with FullyShardedDataParallel.summon_full_params(unit, recurse=False, writeback=False):
+                for name, param in unit.named_parameters():
+                    full_name = prefix + _own_name(name)
+                    if not full_name.startswith(nested) and not name.endswith("_flat_param"):
+                        yield full_name, param.detach().to("cpu", torch.float32, copy=True)
+
+    def shard_group(self) -> dist.ProcessGroup | None:
+        """The ranks along the shard axis."""
+        return self.mesh.get_group(SHARD_AXIS)
+
+
+def _wrap(module: nn.Module, options: dict[str, object]) -> FullyShardedDataParallel:
+    with warnings.catch_warnings():
+        # One rank: FSDP1 says at every unit that it will not shard, which is what was asked for.
+        warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
+        return FullyShardedDataParallel(module, **options)  # type: ignore[arg-type]
+
+
+def _own_name(name: str) -> str:
+    return name.replace("_fsdp_wrapped_module.", "")

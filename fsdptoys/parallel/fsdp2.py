@@ -1,0 +1,135 @@
+"""FSDP2: PyTorch's ``fully_shard``, which shards every parameter along its first dim as a DTensor.
+
+A mesh of two axes makes it HSDP: sharded along the second, replicated and all-reduced along the first.
+Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from fsdptoys.mesh import SHARD_AXIS, build_mesh
+from fsdptoys.models import DecoderModel
+
+from .fsdp import FSDPConfig, ReshardAfterForward, block_units
+from .materialise import init_buffers, materialise, shared_parameters
+from .precision import DType
+from .strategy import ParallelContext, Strategy
+
+
+@dataclass
+class FSDP2Config(FSDPConfig):
+    """Per-parameter sharding."""
+
+    name: ClassVar[str] = "fsdp2"
+
+    def build(self, context: ParallelContext) -> "FSDP2":
+        """Construct the strategy."""
+        return FSDP2(self, context)
+
+
+class FSDP2(Strategy):
+    """PyTorch's ``fully_shard``."""
+
+    def __init__(self, config: FSDP2Config, context: ParallelContext) -> None:
+        super().__init__(context)
+        self.config = config
+        self.mesh = build_mesh(context.mesh, context.world_size, context.device)
+
+    def parallelize(self, model: DecoderModel, init_seed: int) -> None:
+        """Shard each block, then norm and head together, then the root; materialise only the shards."""
+        units = self._shard(model)
+        self._set_prefetch(units)
+        device = self.context.device.torch_device
+        memory = torch.device("cpu") if self.context.cpu_offload else device
+        materialise(model, memory, init_seed)
+        init_buffers(model, device, self.config.buffer_dtype.torch)
+        self.model = model
+
+    def _shard(self, model: DecoderModel) -> list[FSDPModule]:
+        """Make the units and return them in the order in which the forward uses them."""
+        config, context = self.config, self.context
+        pin_memory = context.device.is_accelerator
+        offload_policy = CPUOffloadPolicy(pin_memory=pin_memory) if context.cpu_offload else OffloadPolicy()
+        mp_policy = MixedPrecisionPolicy(
+            param_dtype=None if config.param_dtype is DType.float32 else config.param_dtype.torch,
+            reduce_dtype=config.reduce_dtype.torch,
+            # The models keep rotary angles in float32 themselves; casting inputs would round them.
+            cast_forward_inputs=False,
+        )
+        units: list[FSDPModule] = []
+
+        def shard(modules: list[nn.Module], reshard_after_forward: bool) -> None:
+            fully_shard(
+                modules,
+                mesh=self.mesh,
+                reshard_after_forward=reshard_after_forward,
+                mp_policy=mp_policy,
+                offload_policy=offload_policy,
+            )
+            assert isinstance(modules[0], FSDPModule)
+            units.append(modules[0])
+
+        inner = config.reshard_after_forward is not ReshardAfterForward.never
+        outer = config.reshard_after_forward is ReshardAfterForward.always
+        tied = bool(shared_parameters(model))
+        if tied:
+            # One weight in two units would be gathered and reduced twice: embedding and head go together.
+            shard([model.embed_tokens, model.norm, model.lm_head], outer)
+        else:
+            shard([model.embed_tokens], inner)
+            # The gradient of a look-up needs the indices only.
+            units[0].set_unshard_in_backward(False)
+        for block in model.layers:
+            parts = block_units(block, config.wrap)
+            for part in parts:
+                shard([block.get_submodule(part)], inner)
+            shard([block], inner)
+            # A block is made after its parts, but its forward comes before theirs.
+            units.insert(len(units) - 1 - len(parts), units.pop())
+        if not tied:
+            shard([model.norm, model.lm_head], outer)
+        fully_shard(model, mesh=self.mesh, reshard_after_forward=outer, mp_policy=mp_policy)
+        return units
+
+    def _set_prefetch(self, units: list[FSDPModule]) -> None:
+        ahead, behind = self.config.forward_prefetch, self.config.backward_prefetch
+        for i, unit in enumerate(units):
+            if ahead:
+                unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + ahead])
+            if behind == 0:
+                # An empty list means the default of one unit; a unit that prefetches itself is gathered already.
+                unit.set_modules_to_backward_prefetch([unit])
+            elif behind > 1:
+                unit.set_modules_to_backward_prefetch(units[max(0, i - behind) : i][::-1] or [unit])
+
+    @contextmanager
+    def microbatch(self, index: int, count: int) -> Iterator[None]:
+        """Reduce-scatter once a step, with the last micro-batch; in the deterministic mode, after each."""
+        last = index == count - 1
+        assert isinstance(self.model, FSDPModule)
+        self.model.set_requires_gradient_sync(last or self.context.deterministic)
+        self.model.set_is_last_backward(last)
+        yield
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """DTensors with the model's own names."""
+        return self.model.named_parameters()
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """All-gather one parameter at a time."""
+        for name, param in self.named_parameters():
+            on_mesh = param.detach().to(self.mesh.device_type)
+            assert isinstance(on_mesh, DTensor)
+            yield name, on_mesh.full_tensor().to("cpu", torch.float32)
+
+    def shard_group(self) -> dist.ProcessGroup | None:
+        """The ranks along the shard axis."""
+        return self.mesh.get_group(SHARD_AXIS)

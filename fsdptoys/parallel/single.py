@@ -1,0 +1,113 @@
+"""One process: the oracle that every other strategy is held against.
+
+``parallel.simulated_ranks=R`` runs the micro-batches of R data-parallel ranks one after another, so that one process
+follows the same global batches as R ranks with the same settings.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.mesh import MeshConfig
+from fsdptoys.models import DecoderModel
+
+from .materialise import init_buffers, materialise
+from .precision import CastParameters, DType
+from .strategy import ParallelConfig, ParallelContext, Strategy
+
+
+@dataclass
+class SingleConfig(ParallelConfig):
+    """One process."""
+
+    name: ClassVar[str] = "single"
+
+    simulated_ranks: int = 1
+    """Data-parallel ranks whose micro-batches the one process runs one after another."""
+
+    def __post_init__(self) -> None:
+        """Check the value by itself."""
+        if self.simulated_ranks < 1:
+            raise ConfigError(
+                f"parallel.simulated_ranks={self.simulated_ranks} must be at least 1; set parallel.simulated_ranks=1"
+            )
+
+    def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
+        """Refuse several ranks, and everything that shards."""
+        super().validate(world_size, mesh, device_type, cpu_offload)
+        if world_size != 1:
+            raise ConfigError(
+                f"parallel=single runs one process, the world size is {world_size}; set parallel=ddp or "
+                "launch.nproc_per_node=1"
+            )
+        self._refuse_sharding(mesh)
+        self._refuse_cpu_offload(cpu_offload)
+
+    def build(self, context: ParallelContext) -> "Single":
+        """Construct the strategy."""
+        return Single(self, context)
+
+
+class Single(Strategy):
+    """The whole model in one process."""
+
+    def __init__(self, config: SingleConfig, context: ParallelContext) -> None:
+        super().__init__(context)
+        self.config = config
+        self.data_ranks = self.local_data_ranks = config.simulated_ranks
+        self._over_ranks: dict[nn.Parameter, Tensor] = {}
+        self._over_microbatches: dict[nn.Parameter, Tensor] = {}
+
+    def parallelize(self, model: DecoderModel, init_seed: int) -> None:
+        """Materialise and initialise; nothing is wrapped but for mixed precision."""
+        device = self.context.device.torch_device
+        materialise(model, device, init_seed)
+        init_buffers(model, device, self.config.buffer_dtype.torch)
+        self._whole = model
+        self.model = cast_parameters(model, self.config.param_dtype)
+
+    @contextmanager
+    def microbatch(self, index: int, count: int) -> Iterator[None]:
+        """Let autograd sum gradients in float32; in the deterministic mode, over simulated ranks in float64."""
+        yield
+        if not self.context.deterministic or self.local_data_ranks == 1:
+            return
+        rank = index % self.local_data_ranks
+        for param in self._whole.parameters():
+            if param.grad is None:
+                continue
+            in_float64 = self._over_ranks.get(param)
+            self._over_ranks[param] = param.grad.double() if in_float64 is None else in_float64.add_(param.grad)
+            param.grad = None
+            if rank == self.local_data_ranks - 1:
+                total = self._over_ranks.pop(param).float()
+                earlier = self._over_microbatches.pop(param, None)
+                total = total if earlier is None else earlier.add_(total)
+                if index == count - 1:
+                    param.grad = total
+                else:
+                    self._over_microbatches[param] = total
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's own."""
+        return self._whole.named_parameters()
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The model's own."""
+        return whole_parameters(self._whole)
+
+
+def cast_parameters(model: nn.Module, dtype: DType) -> nn.Module:
+    """Wrap a model so that it computes in ``dtype``; the model itself for float32."""
+    return model if dtype is DType.float32 else CastParameters(model, dtype.torch)
+
+
+def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters of a model that nothing shards, as float32 on the CPU."""
+    for name, param in model.named_parameters():
+        yield name, param.detach().to("cpu", torch.float32)

@@ -1,0 +1,196 @@
+"""What the trainer asks of every way to train in parallel, and the settings that all of them share.
+
+The order of wrapping, the same for every strategy:
+
+1. the model is constructed on the meta device (no memory);
+2. gradient checkpointing replaces the blocks' forwards;
+3. ``Strategy.parallelize`` wraps or shards: each block, then ``[norm, lm_head]`` together, then the root;
+4. it materialises and initialises one parameter after the other, from generators seeded by name (``initialise``);
+5. the optimizer is built over what the strategy left as parameters.
+
+Gradients are summed over ranks and micro-batches, never averaged: the loss is divided by the number of valid tokens of
+the whole global batch before the backward. PyTorch's strategies average, so the loss is multiplied by the number of
+ranks (``loss_scale``), which is exact for powers of two.
+
+In the deterministic mode gradients are reduced after every micro-batch in float64, rounded to float32, and added up in
+float32: the bits then depend neither on the layout nor on the order in which a collective adds.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdptoys.device import Device, float64_collectives
+from fsdptoys.errors import ConfigError
+from fsdptoys.mesh import MeshConfig
+from fsdptoys.models import DecoderModel
+
+from .precision import DType, ReduceDType
+
+
+@dataclass
+class ParallelConfig(ABC):
+    """What every strategy has."""
+
+    name: ClassVar[str]
+    """The word after ``parallel=``."""
+
+    param_dtype: DType = DType.float32
+    """Number format of forward and backward; parameters and optimizer states stay float32."""
+    buffer_dtype: DType = DType.float32
+    """Number format of the model's buffers (rotary frequencies)."""
+
+    @property
+    def keeps_parameters(self) -> bool:
+        """Whether the optimizer sees the model's own parameters, so that they can be grouped."""
+        return True
+
+    def resolve(self, deterministic: bool) -> None:  # noqa: B027 (not every strategy has such settings)
+        """Replace settings that say ``auto`` by what they stand for."""
+
+    def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
+        """Check this strategy against what else is chosen.
+
+        Raises:
+            ConfigError: naming key, value and fix.
+        """
+        if self.param_dtype is DType.float16:
+            raise ConfigError(
+                "parallel.param_dtype=float16 needs loss scaling, which is not supported; "
+                "set parallel.param_dtype=bfloat16"
+            )
+
+    @abstractmethod
+    def build(self, context: "ParallelContext") -> "Strategy":
+        """Construct the strategy, once the process group is up."""
+
+    def _refuse_sharding(self, mesh: MeshConfig) -> None:
+        if mesh.fsdp_size not in (-1, 1):
+            raise ConfigError(
+                f"mesh.fsdp_size={mesh.fsdp_size} shards parameters, which parallel={self.name} does not; "
+                "set parallel=fsdp2 or mesh.fsdp_size=-1"
+            )
+
+    def _refuse_cpu_offload(self, cpu_offload: bool) -> None:
+        if cpu_offload:
+            raise ConfigError(
+                f"memory.cpu_offload=true is not an option of parallel={self.name}; "
+                "set parallel=fsdp2 or memory.cpu_offload=false"
+            )
+
+
+@dataclass
+class ReducingConfig(ParallelConfig):
+    """What every strategy of several ranks has."""
+
+    reduce_dtype: ReduceDType = ReduceDType.auto
+    """Number format in which gradients are summed over ranks."""
+
+    def resolve(self, deterministic: bool) -> None:
+        """Choose the number format of reductions."""
+        if deterministic and self.reduce_dtype not in (ReduceDType.auto, ReduceDType.float64):
+            raise ConfigError(
+                f"parallel.reduce_dtype={self.reduce_dtype.value} contradicts train.deterministic=true, which reduces "
+                "in float64; set parallel.reduce_dtype=auto"
+            )
+        self.reduce_dtype = self.reduce_dtype.resolve(deterministic)
+
+    def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
+        """Refuse reductions that the device's collectives do not have."""
+        super().validate(world_size, mesh, device_type, cpu_offload)
+        if self.reduce_dtype is ReduceDType.float64 and not float64_collectives(device_type):
+            raise ConfigError(
+                f"parallel.reduce_dtype=float64 (train.deterministic=true asks for it) cannot run on {device_type}, "
+                "whose collectives have no float64; set train.deterministic=false and parallel.reduce_dtype=float32"
+            )
+
+
+@dataclass(frozen=True)
+class ParallelContext:
+    """Where a strategy runs."""
+
+    device: Device
+    rank: int
+    world_size: int
+    mesh: MeshConfig
+    deterministic: bool = False
+    cpu_offload: bool = False
+
+
+class Strategy(ABC):
+    """One way to spread a model and its gradients over ranks."""
+
+    model: nn.Module
+    """What the trainer calls; set by ``parallelize``."""
+    data_ranks: int
+    """Over how many ranks' micro-batches a gradient is summed."""
+    local_data_ranks: int = 1
+    """Micro-batches of how many ranks this process runs one after another."""
+
+    def __init__(self, context: ParallelContext) -> None:
+        self.context = context
+        self.data_ranks = context.world_size
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor on the loss that turns the strategy's averaging over ranks into a sum."""
+        return float(self.context.world_size)
+
+    @abstractmethod
+    def parallelize(self, model: DecoderModel, init_seed: int) -> None:
+        """Wrap, materialise and initialise a model that was constructed on the meta device."""
+
+    @abstractmethod
+    def microbatch(self, index: int, count: int) -> AbstractContextManager[None]:
+        """Surround forward and backward of the micro-batch numbered ``index`` of the step's ``count``."""
+
+    @abstractmethod
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters for the optimizer, with the model's own names where the strategy keeps them apart."""
+
+    @abstractmethod
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter in full, once, as float32 on the CPU, one at a time, in any order.
+
+        A collective: all ranks must exhaust it.
+        """
+
+    def shard_group(self) -> dist.ProcessGroup | None:
+        """The ranks whose local gradients together make one whole gradient; None where each has the whole."""
+        return None
+
+    @torch.no_grad()
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their norm is at most ``max_norm``; return the norm before, as float32.
+
+        The squares are added up in float64, where the device can, and rounded once at the end: the norm is then the
+        same number however the gradients are sharded. ``max_norm`` of infinity only measures.
+        """
+        device = self.context.device
+        dtype = torch.float64 if float64_collectives(device.type) else torch.float32
+        grads = [_local(param.grad) for _, param in self.named_parameters() if param.grad is not None]
+        norms = [torch.linalg.vector_norm(grad, dtype=dtype) for grad in grads if grad.numel()]
+        total = torch.zeros((), dtype=dtype, device=device.torch_device)
+        if norms:
+            total += torch.stack(norms).square().sum().to(device.torch_device)
+        group = self.shard_group()
+        if group is not None:
+            dist.all_reduce(total, group=group)
+        norm = total.sqrt().float()
+        if math.isfinite(max_norm):
+            scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            if grads:
+                torch._foreach_mul_(grads, scale.to(grads[0].device))
+        return norm
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,109 @@
+"""Run a function on several ranks that are forked from a warm parent: a process group in a tenth of a second.
+
+For tests and scripts; training itself goes through torch's elastic launcher. The parent must not have started threads
+or touched an accelerator, so keep ``OMP_NUM_THREADS=1`` there.
+"""
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, device: str = "cpu", timeout_seconds: float = 300.0
+) -> list[Any]:
+    """Call ``function(*args)`` on every rank of a fresh process group.
+
+    Args:
+        world_size: ranks.
+        function: called in each rank; its result must be picklable.
+        args: need not be picklable.
+        device: decides the backend of the group.
+        timeout_seconds: for all ranks together.
+
+    Returns:
+        The results in order of rank.
+
+    Raises:
+        RuntimeError: with the traceback of the first rank that failed; the others are ended.
+    """
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
+        processes = [
+            context.Process(
+                target=_rank, args=(rank, world_size, f"{folder}/store", device, pipes[rank][1], function, args)
+            )
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        for _, sender in pipes:
+            sender.close()
+        try:
+            return _collect([receiver for receiver, _ in pipes], timeout_seconds)
+        finally:
+            for process in processes:
+                process.join(0.0 if process.exitcode is None and _failed(processes) else 30.0)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+
+def _rank(
+    rank: int,
+    world_size: int,
+    store: str,
+    device: str,
+    results: Connection,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    try:
+        dist.init_process_group(
+            torch.distributed.get_default_backend_for_device(device),
+            store=dist.FileStore(store, world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=120),
+        )
+        # The process ends here without leaving the interpreter, so there is nothing to destroy.
+        results.send((True, function(*args)))
+    except BaseException:
+        results.send((False, f"rank {rank}: {traceback.format_exc()}"))
+        raise SystemExit(1) from None
+
+
+def _collect(receivers: list[Connection], timeout_seconds: float) -> list[Any]:
+    deadline = time.monotonic() + timeout_seconds
+    results: dict[int, Any] = {}
+    while len(results) < len(receivers):
+        waiting = [receiver for rank, receiver in enumerate(receivers) if rank not in results]
+        ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RuntimeError(f"ranks {sorted(set(range(len(receivers))) - set(results))} gave no result in time")
+        for receiver in ready:
+            rank = receivers.index(receiver)  # type: ignore[arg-type]
+            try:
+                succeeded, result = receiver.recv()  # type: ignore[union-attr]
+            except EOFError:
+                raise RuntimeError(f"rank {rank} died without a word") from None
+            if not succeeded:
+                raise RuntimeError(result)
+            results[rank] = result
+    return [results[rank] for rank in range(len(receivers))]
+
+
+def _failed(processes: list[Any]) -> bool:
+    return any(process.exitcode not in (None, 0) for process in processes)

@@ -1,0 +1,152 @@
+"""Every setting of the strategies does what it says: seen in the collectives of one step."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdptoys.config import Config
+from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig
+from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
+from fsdptoys.trainer import Trainer
+from scripts.ranks import run_ranks
+from tests.parallel.runs import make_config
+
+LAYERS = 3
+UNITS = {FSDP1Config: LAYERS + 3, FSDP2Config: LAYERS + 2}
+"""Embedding, blocks and head; the norm is FSDP1's root by itself, and in one unit with FSDP2's head."""
+
+GATHER, SCATTER, REDUCE = "all_gather", "reduce_scatter", "all_reduce"
+# FSDP1 gathers into a list of tensors on a CPU.
+KINDS = {"_allgather_base_": GATHER, "allgather_": GATHER, "_reduce_scatter_base_": SCATTER, "allreduce_": REDUCE}
+
+
+class Recorder(TorchDispatchMode):
+    """Notes every collective, and whatever the hooks of a model tell it, in the order in which they are issued."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            name = func.overloadpacket.__name__
+            self.events.append(KINDS.get(name, name))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def block_hooks(blocks: list[nn.Module], events: list[str]) -> Iterator[None]:
+    """Note where each block's forward starts and its backward ends."""
+    handles = []
+    for index, block in enumerate(blocks):
+        handles.append(block.register_forward_pre_hook(lambda *_, i=index: events.append(f"forward {i}")))
+        handles.append(block.register_full_backward_hook(lambda *_, i=index: events.append(f"backward {i}")))
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+def second_step(configs: list[Config]) -> list[list[str]]:
+    """Collectives and block events of the second step's forward and backward, for each configuration."""
+    recorded = []
+    for config in configs:
+        trainer = Trainer(config)
+        blocks = [module for module in trainer.strategy.model.modules() if type(module).__name__.endswith("LlamaBlock")]
+        assert len(blocks) == LAYERS
+        trainer.train()
+        recorder = Recorder()
+        with recorder, block_hooks(blocks, recorder.events):
+            trainer.train()
+        recorded.append(recorder.events)
+    return recorded
+
+
+def record(parallels: list[ParallelConfig], **train: Any) -> list[list[str]]:
+    settings = {"deterministic": False, "steps": 1, "grad_accum": 1, **train}
+    configs = [make_config(parallel, 2, **settings) for parallel in parallels]
+    events: list[list[str]] = run_ranks(2, second_step, configs)[0]
+    return events
+
+
+def count(events: list[str], kind: str) -> int:
+    return Counter(events)[kind]
+
+
+@pytest.mark.parametrize("config", [FSDP1Config, FSDP2Config])
+def test_resharding_decides_how_often_units_are_gathered(config: type[FSDP1Config] | type[FSDP2Config]) -> None:
+    """Oracle: units counted by hand; the forward gathers each once, the backward what was resharded."""
+    policies = (ReshardAfterForward.never, ReshardAfterForward.default, ReshardAfterForward.always)
+    never, default, always = record([config(reshard_after_forward=policy) for policy in policies])
+    # FSDP2's embedding stays sharded in the backward, which needs no weight for a look-up.
+    embedding_again = 1 if config is FSDP1Config else 0
+    assert count(never, GATHER) == UNITS[config]
+    assert count(default, GATHER) == UNITS[config] + LAYERS + embedding_again
+    assert count(always, GATHER) == UNITS[config] + LAYERS + embedding_again + 1
+
+
+@pytest.mark.parametrize("config", [FSDP1Config, FSDP2Config])
+def test_wrapping_decides_how_many_units_there_are(config: type[FSDP1Config] | type[FSDP2Config]) -> None:
+    """Oracle: units counted by hand; each unit reduces its gradients once."""
+    blocks, parts = record([config(wrap=Wrap.block), config(wrap=Wrap.block_attn_mlp)])
+    assert count(blocks, SCATTER) == UNITS[config]
+    assert count(parts, SCATTER) == UNITS[config] + 2 * LAYERS
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+@pytest.mark.parametrize(
+    ("parallel", "kind", "units"),
+    [
+        (FSDP1Config(), SCATTER, UNITS[FSDP1Config]),
+        (FSDP2Config(), SCATTER, UNITS[FSDP2Config]),
+        (DDPConfig(), REDUCE, 1),
+    ],
+    ids=["fsdp1", "fsdp2", "ddp"],
+)
+def test_accumulation_reduces_once_a_step_or_after_each_micro_batch_in_the_deterministic_mode(
+    parallel: ParallelConfig, kind: str, units: int, deterministic: bool
+) -> None:
+    """Oracle: reductions of one micro-batch (all of a tiny model fits one DDP bucket), times those that reduce."""
+    (events,) = record([parallel], grad_accum=3, deterministic=deterministic)
+    # Two all-reduces are the trainer's own: valid tokens, and loss; clipping has a third where gradients are sharded.
+    own = {SCATTER: 0, REDUCE: 2}[kind]
+    assert count(events, kind) - own == units * (3 if deterministic else 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "depth"), [(FSDP1Config, 0), (FSDP1Config, 1), (FSDP2Config, 0), (FSDP2Config, 1), (FSDP2Config, 2)]
+)
+def test_prefetch_depth_decides_how_far_ahead_units_are_gathered(
+    config: type[FSDP1Config] | type[FSDP2Config], depth: int
+) -> None:
+    """Oracle: position of the gathers among the blocks' forwards and backwards."""
+    (events,) = record([config(forward_prefetch=depth, backward_prefetch=depth)])
+    before_first_block = events[: events.index("forward 0")]
+    # Embedding and first block are gathered for themselves, and FSDP1's root, the norm, before all others.
+    root = 1 if config is FSDP1Config else 0
+    assert count(before_first_block, GATHER) == root + 2 + depth
+    # The head is gathered in the forward, unless it was prefetched; the last block for itself.
+    later = events[events.index(f"forward {LAYERS - 1}") + 1 : events.index(f"backward {LAYERS - 1}")]
+    head = 1 if depth == 0 else 0
+    assert count(later, GATHER) == head + 1 + depth
+
+
+def differing_sums() -> int:
+    """Of 1,000 sums over the ranks, how many come out different elsewhere in the same buffer."""
+    terms = torch.randn(1000, generator=torch.Generator().manual_seed(dist.get_rank()))
+    sums = terms.repeat(4)
+    dist.all_reduce(sums)
+    return int((sums.view(4, 1000) != sums[:1000]).any(0).sum())
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_ring_adds_in_an_order_that_depends_on_the_place_in_the_buffer(world_size: int) -> None:
+    """Oracle: the same numbers at the buffer's start; why flat and per-parameter sharding differ in their last bits."""
+    differing = run_ranks(world_size, differing_sums)[0]
+    assert (differing == 0) == (world_size == 2)

@@ -1,0 +1,186 @@
+"""Every strategy is the same training: the bits of losses, norms and parameters against one process."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from fsdptoys.config import Config
+from fsdptoys.memory import GradientCheckpointing, MemoryConfig
+from fsdptoys.optim import AdamWConfig, Implementation, SGDConfig, WeightDecayOn
+from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
+from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
+from fsdptoys.parallel.precision import DType
+from fsdptoys.trainer import Trainer
+from scripts.ranks import run_ranks
+from tests.parallel.runs import Outcome, make_config, parameter_hashes, train_all
+
+CHECKPOINTED = MemoryConfig(gradient_checkpointing=GradientCheckpointing.full, checkpointing_start_index=1)
+OFFLOADED = MemoryConfig(cpu_offload=True)
+
+STRATEGIES: dict[str, tuple[ParallelConfig, int]] = {
+    "ddp": (DDPConfig(), -1),
+    "fsdp1": (FSDP1Config(), -1),
+    "fsdp1 flat": (FSDP1Config(use_orig_params=False), -1),
+    "fsdp2": (FSDP2Config(), -1),
+    "hsdp1": (FSDP1Config(), 2),
+    "hsdp2": (FSDP2Config(), 2),
+}
+
+
+def assert_equal(outcomes: dict[str, Outcome], reference: Outcome) -> None:
+    assert {name: outcome for name, outcome in outcomes.items() if outcome != reference} == {}
+
+
+def single(world_size: int, **options: object) -> Outcome:
+    parallel = SingleConfig(simulated_ranks=world_size, param_dtype=options.pop("param_dtype", DType.float32))  # type: ignore[arg-type]
+    outcome: Outcome = run_ranks(1, train_all, [make_config(parallel, 1, **options)])[0][0]  # type: ignore[arg-type]
+    return outcome
+
+
+def with_dtype(config: ParallelConfig, dtype: DType) -> ParallelConfig:
+    return type(config)(**{**vars(config), "param_dtype": dtype})
+
+
+@pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16], ids=lambda dtype: dtype.value)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_all_strategies_match_a_single_process_bitwise(world_size: int, dtype: DType) -> None:
+    """Oracle: one process that runs the same micro-batches in turn; deterministic mode."""
+    rows = {name: row for name, row in STRATEGIES.items() if world_size == 4 or not name.startswith("hsdp")}
+    configs = [
+        make_config(with_dtype(parallel, dtype), world_size, fsdp_size=fsdp_size)
+        for parallel, fsdp_size in rows.values()
+    ]
+    outcomes = dict(zip(rows, run_ranks(world_size, train_all, configs)[0], strict=True))
+    assert_equal(outcomes, single(world_size, param_dtype=dtype))
+
+
+def test_default_mode_matches_a_single_process_to_1e_6_and_fsdp1_matches_fsdp2_bitwise() -> None:
+    """Oracle: one process in float32; at two ranks FSDP1 and FSDP2 add the same two numbers."""
+    names = [name for name in STRATEGIES if not name.startswith("hsdp")]
+    configs = [make_config(STRATEGIES[name][0], 2, deterministic=False) for name in names]
+    outcomes = dict(zip(names, run_ranks(2, train_all, configs)[0], strict=True))
+    reference = single(2, deterministic=False)
+    for outcome in outcomes.values():
+        assert outcome.losses == pytest.approx(reference.losses, rel=1e-6)
+        assert outcome.grad_norms == pytest.approx(reference.grad_norms, rel=1e-5)
+    assert outcomes["fsdp1"] == outcomes["fsdp2"] == outcomes["fsdp1 flat"]
+
+
+def variants() -> dict[str, Config]:
+    """Every setting of the FSDPs that must not change a single bit, over two ranks and tied embeddings."""
+    made: dict[str, Config] = {}
+    for wrap, reshard, checkpointed in product(Wrap, ReshardAfterForward, (False, True)):
+        memory = CHECKPOINTED if checkpointed else None
+        for name, parallel in {
+            "fsdp1": FSDP1Config(wrap=wrap, reshard_after_forward=reshard, forward_prefetch=1, backward_prefetch=0),
+            "fsdp2": FSDP2Config(wrap=wrap, reshard_after_forward=reshard, forward_prefetch=2, backward_prefetch=2),
+        }.items():
+            label = f"{name} {wrap.value} reshard={reshard.value} checkpointing={checkpointed}"
+            made[label] = make_config(parallel, 2, memory=memory, tie_embeddings=True)
+    made["ddp checkpointing"] = make_config(DDPConfig(), 2, memory=CHECKPOINTED, tie_embeddings=True)
+    made["ddp small buckets"] = make_config(DDPConfig(bucket_cap_mb=1), 2, tie_embeddings=True)
+    made["fsdp2 without backward prefetch"] = make_config(FSDP2Config(backward_prefetch=0), 2, tie_embeddings=True)
+    made["fsdp2 cpu offload"] = make_config(FSDP2Config(), 2, memory=OFFLOADED, tie_embeddings=True)
+    return made
+
+
+def test_no_setting_of_a_strategy_changes_a_bit() -> None:
+    """Oracle: one process without any of them, tied embeddings."""
+    made = variants()
+    outcomes = dict(zip(made, run_ranks(2, train_all, list(made.values()))[0], strict=True))
+    assert_equal(outcomes, single(2, tie_embeddings=True))
+
+
+@pytest.mark.parametrize(
+    "optim",
+    [
+        SGDConfig(lr=0.1, momentum=0.9, nesterov=True),
+        AdamWConfig(lr=1e-2, weight_decay_on=WeightDecayOn.matrices),
+        AdamWConfig(lr=1e-2, implementation=Implementation.foreach),
+        AdamWConfig(lr=1e-2, implementation=Implementation.for_loop),
+    ],
+    ids=["sgd", "adamw", "foreach", "for_loop"],
+)
+def test_optimizers_update_shards_as_they_update_whole_parameters(optim: AdamWConfig | SGDConfig) -> None:
+    """Oracle: one process with the same optimizer; decay on matrices only is told apart although shards are flat."""
+    names = ["ddp", "fsdp1", "fsdp2"]
+    configs = [make_config(STRATEGIES[name][0], 2, optim=optim, steps=3) for name in names]
+    outcomes = dict(zip(names, run_ranks(2, train_all, configs)[0], strict=True))
+    assert_equal(outcomes, single(2, optim=optim, steps=3))
+
+
+def test_fused_adamw_matches_a_single_process_closely() -> None:
+    """Oracle: one process with the same kernel, whose vector and tail loops round differently: losses to 1e-6."""
+    optim = AdamWConfig(lr=1e-3, implementation=Implementation.fused)
+    configs = [make_config(STRATEGIES[name][0], 2, optim=optim) for name in ("ddp", "fsdp1", "fsdp2")]
+    reference = single(2, optim=optim)
+    for outcome in run_ranks(2, train_all, configs)[0]:
+        assert outcome.losses == pytest.approx(reference.losses, rel=1e-6)
+
+
+def initial_hashes(configs: list[Config]) -> list[dict[str, str]]:
+    return [parameter_hashes(Trainer(config)) for config in configs]
+
+
+def test_initial_values_are_the_same_on_every_layout() -> None:
+    """Oracle: one process; the hash of every full parameter under all strategies on 1, 2 and 4 ranks."""
+    (expected,) = run_ranks(1, initial_hashes, [make_config(SingleConfig(), 1)])[0]
+    assert len(expected) == 30 and len(set(expected.values())) == 30 - 6
+    for world_size in (1, 2, 4):
+        rows = {name: row for name, row in STRATEGIES.items() if world_size == 4 or not name.startswith("hsdp")}
+        configs = [make_config(parallel, world_size, fsdp_size=size) for parallel, size in rows.values()]
+        for name, hashes in zip(rows, run_ranks(world_size, initial_hashes, configs)[0], strict=True):
+            assert hashes == expected, f"{name} on {world_size} ranks"
+
+
+def test_another_init_seed_gives_another_model() -> None:
+    """The equality above would hold for constants too."""
+    first, second = run_ranks(1, initial_hashes, [make_config(SingleConfig(), 1, init_seed=seed) for seed in (0, 1)])[0]
+    differing = {name for name in first if first[name] != second[name]}
+    assert differing == {name for name in first if not name.endswith("norm.weight")}
+
+
+def first_step(configs: list[Config]) -> list[tuple[float, float, float]]:
+    """Loss, norm before clipping, and norm of the gradient that the optimizer saw."""
+    results = []
+    for config in configs:
+        trainer = Trainer(config)
+        seen: list[torch.Tensor] = []
+        trainer.optimizer.register_step_pre_hook(
+            lambda *_, trainer=trainer, seen=seen: seen.append(trainer.strategy.clip_grad_norm(float("inf")))
+        )
+        trainer.train()
+        results.append((trainer.history[0].loss, trainer.history[0].grad_norm, seen[0].item()))
+    return results
+
+
+def test_clipping_scales_every_strategys_gradient_to_the_same_norm() -> None:
+    """Oracle: torch.nn.utils.clip_grad_norm_ over the whole gradient of one process, then its norm."""
+    max_norm = 0.05
+    configs = [
+        make_config(parallel, 2, steps=1, max_grad_norm=max_norm)
+        for parallel in (DDPConfig(), FSDP1Config(), FSDP1Config(use_orig_params=False), FSDP2Config())
+    ]
+    configs.append(make_config(FSDP2Config(), 2, steps=1, max_grad_norm=max_norm, memory=OFFLOADED))
+
+    def oracle() -> tuple[float, float]:
+        trainer = Trainer(make_config(SingleConfig(simulated_ranks=2), 1, steps=1, max_grad_norm=None))
+        params = [param for _, param in trainer.strategy.named_parameters()]
+        norms: list[float] = []
+        trainer.optimizer.register_step_pre_hook(
+            lambda *_: norms.extend(
+                [
+                    torch.nn.utils.clip_grad_norm_(params, max_norm).item(),
+                    torch.nn.utils.get_total_norm([param.grad for param in params]).item(),
+                ]
+            )
+        )
+        trainer.train()
+        return norms[0], norms[1]
+
+    before, after = run_ranks(1, oracle)[0]
+    assert before > max_norm
+    for _, norm, clipped in run_ranks(2, first_step, configs)[0]:
+        assert norm == pytest.approx(before, rel=1e-6)
+        assert clipped == pytest.approx(after, rel=1e-5)

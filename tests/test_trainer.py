@@ -1,0 +1,199 @@
+"""The loop: what a step's numbers mean, and that every rank agrees on them."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fsdptoys.config import Config
+from fsdptoys.data import SyntheticConfig, TextConfig
+from fsdptoys.errors import ConfigError
+from fsdptoys.models import LlamaModel
+from fsdptoys.optim import AdamWConfig
+from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
+from fsdptoys.trainer import Trainer, deterministic_kernels, train
+from scripts.ranks import run_ranks
+from tests.parallel.runs import make_config
+
+STRATEGIES: list[ParallelConfig] = [DDPConfig(), FSDP1Config(), FSDP2Config()]
+
+
+def plain_model(trainer: Trainer) -> LlamaModel:
+    """The trainer's model as a plain module in this process."""
+    config = trainer.config.model
+    model = LlamaModel(config)
+    model.init_buffers(torch.device("cpu"))
+    with torch.no_grad():
+        for name, param in trainer.strategy.full_parameters():
+            model.get_parameter(name).copy_(param)
+    return model
+
+
+def first_step_and_oracle(configs: list[Config]) -> list[tuple[float, float, float, float]]:
+    """(loss, norm, oracle's loss, oracle's norm) of the first step of each configuration."""
+    results = []
+    for config in configs:
+        trainer = Trainer(config)
+        model, train = plain_model(trainer), config.train
+        rows = [
+            trainer.dataset.train[i] for i in range(trainer.strategy.data_ranks * train.batch_size * train.grad_accum)
+        ]
+        tokens, labels = (torch.stack([torch.from_numpy(row[i]) for row in rows]) for i in (0, 1))
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=-100)
+        loss.backward()
+        norm = torch.nn.utils.get_total_norm([param.grad for param in model.parameters() if param.grad is not None])
+        trainer.train()
+        results.append((trainer.history[0].loss, trainer.history[0].grad_norm, loss.item(), norm.item()))
+    return results
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+def test_a_step_is_the_mean_over_all_valid_tokens_of_the_global_batch(deterministic: bool) -> None:
+    """Oracle: F.cross_entropy's mean over the whole ragged global batch at once, in one plain module."""
+    configs = [make_config(parallel, 2, steps=1, grad_accum=3, deterministic=deterministic) for parallel in STRATEGIES]
+    for loss, norm, oracle_loss, oracle_norm in run_ranks(2, first_step_and_oracle, configs)[0]:
+        assert loss == pytest.approx(oracle_loss, rel=1e-6)
+        assert norm == pytest.approx(oracle_norm, rel=1e-5)
+
+
+def histories(configs: list[Config]) -> list[list[tuple[float, float | None]]]:
+    results = []
+    for config in configs:
+        trainer = Trainer(config)
+        trainer.train()
+        results.append([(step.loss, step.eval_loss) for step in trainer.history])
+    return results
+
+
+def test_the_same_global_batch_over_other_ranks_gives_the_same_losses() -> None:
+    """Oracle: the same 8 sequences a step in one process; layouts of ranks, batch and accumulation."""
+    reference = run_ranks(1, histories, [make_config(SingleConfig(), 1, batch_size=8, grad_accum=1)])[0][0]
+    for world_size, batch_size, grad_accum in [(1, 2, 4), (2, 4, 1), (2, 2, 2), (4, 1, 2)]:
+        config = make_config(FSDP2Config(), world_size, batch_size=batch_size, grad_accum=grad_accum)
+        for history in run_ranks(world_size, histories, [config]):
+            assert [loss for loss, _ in history[0]] == pytest.approx([loss for loss, _ in reference], rel=1e-5)
+
+
+def test_evaluation_is_the_same_under_every_strategy_and_leaves_training_alone() -> None:
+    """Oracle: one process that evaluates the same sequences; and a run that never evaluates."""
+    sizes = {"eval_every": 2, "steps": 4, "grad_accum": 1}
+    reference = run_ranks(1, histories, [make_config(SingleConfig(simulated_ranks=2), 1, eval_batches=4, **sizes)])[0][
+        0
+    ]
+    assert [eval_loss is not None for _, eval_loss in reference] == [False, True, False, True]
+    without = [make_config(parallel, 2, steps=4, grad_accum=1) for parallel in STRATEGIES]
+    evaluating = [make_config(parallel, 2, eval_batches=2, **sizes) for parallel in STRATEGIES]
+    for ranks in zip(*run_ranks(2, histories, [*without, *evaluating]), strict=True):
+        assert ranks[0] == ranks[1]
+        assert [loss for loss, _ in ranks[0]] == [loss for loss, _ in reference]
+        if ranks[0][1][1] is not None:
+            assert [ranks[0][i][1] for i in (1, 3)] == pytest.approx([reference[i][1] for i in (1, 3)], rel=1e-6)
+
+
+def test_the_loss_falls_to_the_entropy_of_the_data() -> None:
+    """Oracle: the source's conditional entropy, log 2, far below its unigram entropy, log 67."""
+    config = make_config(
+        SingleConfig(), 1, steps=150, grad_accum=1, batch_size=16, max_grad_norm=1.0, optim=AdamWConfig(lr=1e-2)
+    )
+    config.data = SyntheticConfig(branching=2)
+    losses = [loss for loss, _ in run_ranks(1, histories, [config])[0][0]]
+    assert losses[0] == pytest.approx(math.log(67), rel=0.02)
+    assert math.log(2) < sum(losses[-10:]) / 10 < math.log(2) + 0.1
+
+
+def test_all_ranks_stop_after_the_step_in_which_the_time_is_up() -> None:
+    """Oracle: the first rank's number of steps; a limit that the first step exceeds stops after it, evaluated."""
+    configs = [make_config(parallel, 2, max_seconds=1e-9, eval_every=100, steps=100) for parallel in STRATEGIES]
+    first, second = run_ranks(2, histories, configs)
+    assert first == second
+    assert all(len(history) == 1 and history[0][1] is not None for history in first)
+
+
+def run_in(folder: Path, config: Config) -> list[str]:
+    """A whole run with its run directory; returns the names of the files that this rank sees at its end."""
+    config.metrics.run_dir = str(folder / "run")
+    trainer = train(config)
+    torch.distributed.barrier()
+    assert len(trainer.history) == config.train.steps
+    return sorted(path.name for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("parallel", STRATEGIES, ids=lambda parallel: parallel.name)
+def test_a_run_leaves_its_files_with_a_sample_that_is_the_same_under_every_strategy(
+    parallel: ParallelConfig, tmp_path: Path
+) -> None:
+    """Oracle: the files by name, and the text that one process generates after the same steps."""
+    (tmp_path / "corpus.txt").write_text("def f(x):\n    return x\n" * 500)
+
+    def config(parallel: ParallelConfig, world_size: int) -> Config:
+        made = make_config(parallel, world_size, steps=3, grad_accum=1, eval_every=2, eval_batches=1)
+        made.model.vocab_size = 256
+        made.data = TextConfig(files=[str(tmp_path / "corpus.txt")], sample_tokens=20, eval_fraction=0.1)
+        made.validate(world_size, "cpu")
+        return made
+
+    samples = []
+    for name, made, world_size in [
+        ("one", config(SingleConfig(simulated_ranks=2), 1), 1),
+        ("two", config(parallel, 2), 2),
+    ]:
+        folder = tmp_path / name
+        folder.mkdir()
+        for seen in run_ranks(world_size, run_in, folder, made):
+            assert seen == ["config.yaml", "environment.json", "loss.png", "metrics.jsonl", "summary.md"]
+        lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines] == [1, 2, 3]
+        summary = (folder / "run" / "summary.md").read_text()
+        samples.append(summary.split("## A sample of the trained model")[1].split("## Files")[0])
+    assert samples[0] == samples[1] and "def " in samples[0]
+
+
+def test_deterministic_kernels_leave_the_settings_as_they_were() -> None:
+    """Oracle: PyTorch's own flags before."""
+    before = torch.are_deterministic_algorithms_enabled()
+    with deterministic_kernels(True):
+        assert torch.are_deterministic_algorithms_enabled()
+    with deterministic_kernels(False):
+        assert torch.are_deterministic_algorithms_enabled() == before
+    assert torch.are_deterministic_algorithms_enabled() == before
+
+
+def failing(rank: int) -> None:
+    if torch.distributed.get_rank() == rank:
+        raise ConfigError("this rank fails")
+    torch.distributed.barrier()
+
+
+def test_the_ranks_of_a_test_fail_with_the_traceback_of_the_one_that_failed() -> None:
+    """Oracle: the exception of rank 1, while rank 0 waits for it in a collective."""
+    with pytest.raises(RuntimeError, match=r"rank 1: Traceback(.|\n)*ConfigError: this rank fails"):
+        run_ranks(2, failing, 1)
+
+
+def seeds(configs: list[Config]) -> list[tuple[float, Any]]:
+    results = []
+    for config in configs:
+        trainer = Trainer(config)
+        trainer.train()
+        results.append((trainer.history[0].loss, next(iter(trainer.strategy.full_parameters()))[1].sum().item()))
+    return results
+
+
+def test_each_seed_serves_its_purpose_and_the_common_one_all() -> None:
+    """Oracle: which of data (loss of the first step) and initial values change."""
+    base, same, data, init, common = run_ranks(
+        1,
+        seeds,
+        [
+            make_config(SingleConfig(), 1, steps=1, max_grad_norm=None, optim=AdamWConfig(lr=0.0), **seed)
+            for seed in ({}, {"seed": 0}, {"data_seed": 1}, {"init_seed": 1}, {"seed": 1})
+        ],
+    )[0]
+    assert same == base
+    assert data[0] != base[0] and data[1] == base[1]
+    assert init[0] != base[0] and init[1] != base[1]
+    assert common[1] == init[1] and common[0] not in (init[0], data[0])
