@@ -1,0 +1,134 @@
+"""From words on the command line to one ``Config``: Hydra composes YAML groups over the dataclasses, then it is gone.
+
+Every group's YAML starts from a ``base_<name>`` schema that is registered here, so a key that no dataclass has cannot
+get in. ``experiment`` is the one group without a schema: it overrides the others.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from .config import Config
+from .data import BinConfig, SyntheticConfig, TextConfig
+from .errors import ConfigError
+from .memory import MemoryConfig
+from .mesh import MeshConfig
+from .metrics import MetricsConfig
+from .models import LlamaConfig
+from .optim import AdamWConfig, SGDConfig
+from .overrides import check_groups, check_values, list_choices, list_defaults, parse_overrides
+from .parallel import DDPConfig, FSDP1Config, FSDP2Config, SingleConfig
+
+CONFIG_MODULE = "fsdptoys.configs"
+
+SCHEMAS: dict[str, dict[str, type]] = {
+    "model": {"llama": LlamaConfig},
+    "parallel": {"single": SingleConfig, "ddp": DDPConfig, "fsdp1": FSDP1Config, "fsdp2": FSDP2Config},
+    "mesh": {"default": MeshConfig},
+    "memory": {"default": MemoryConfig},
+    "data": {"synthetic": SyntheticConfig, "text": TextConfig, "bin": BinConfig},
+    "optim": {"adamw": AdamWConfig, "sgd": SGDConfig},
+    "metrics": {"default": MetricsConfig},
+}
+"""Group → ``base_<name>`` that its YAML files start from → dataclass."""
+
+
+@dataclass(frozen=True)
+class Composition:
+    """A configuration and what it was put together from."""
+
+    config: Config
+    choices: dict[str, str | None]
+    """Group → name of the chosen YAML file; ``experiment`` may be None."""
+
+
+def compose_config(overrides: Sequence[str]) -> Config:
+    """Compose a configuration.
+
+    Args:
+        overrides: ``key=value`` and ``group=choice`` words, as on the command line.
+
+    Returns:
+        The configuration, each value checked by itself but not yet validated as a whole.
+
+    Raises:
+        ConfigError: for the first mistake, in one sentence naming key, value and fix.
+    """
+    return compose(overrides).config
+
+
+def compose(overrides: Sequence[str]) -> Composition:
+    """Compose a configuration and tell what was chosen; see :func:`compose_config`."""
+    choices = list_choices()
+    parsed = parse_overrides(overrides, choices)
+    check_groups(parsed, choices, list_defaults())
+    groups = [str(override.input_line) for override in parsed if override.key_or_group in choices]
+    tree = _compose_tree(groups)
+    sections = {str(key): _schema(tree, str(key)) for key in tree if key != "hydra"}
+
+    def others(group: str) -> tuple[str, dict[str, type]]:
+        elsewhere = [word for word in groups if not word.startswith(f"{group}=")]
+        schemas = {name: _schema(_compose_tree([*elsewhere, f"{group}={name}"]), group) for name in choices[group]}
+        return str(tree.hydra.runtime.choices[group]), schemas
+
+    check_values(parsed, sections, list(choices), others)
+    tree = _compose_tree(overrides)
+    chosen = {group: tree.hydra.runtime.choices[group] for group in choices}
+    with open_dict(tree):
+        del tree["hydra"]
+    return Composition(_to_config(tree), chosen)
+
+
+def _compose_tree(overrides: Sequence[str]) -> DictConfig:
+    _register_schemas()
+    # Hydra knows no null for a group whose default is null already.
+    words = [word for word in overrides if word != "experiment=null"]
+    try:
+        with hydra.initialize_config_module(CONFIG_MODULE, version_base="1.3"):
+            return hydra.compose("config", words, return_hydra_config=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"{' '.join(overrides)} cannot be composed: {_one_line(error)}") from error
+
+
+def _to_config(tree: DictConfig) -> Config:
+    try:
+        config = OmegaConf.to_object(tree)
+    except OmegaConfBaseException as error:
+        key = error.full_key
+        raw = OmegaConf.to_container(tree, resolve=False)
+        for part in (key or "").split("."):
+            raw = raw.get(part, raw) if isinstance(raw, dict) else raw
+        raise ConfigError(f"{key}={raw} cannot be resolved ({_one_line(error)}); write the value itself") from error
+    except ConfigError:
+        raise
+    except ValueError as error:  # models know no ConfigError, but their sentences are made the same way
+        raise ConfigError(str(error)) from error
+    assert isinstance(config, Config)
+    return config
+
+
+def _schema(tree: DictConfig, section: str) -> type:
+    schema = OmegaConf.get_type(tree, section)
+    assert isinstance(schema, type)
+    return schema
+
+
+def _register_schemas() -> None:
+    store = ConfigStore.instance()
+    store.store(name="base_config", node=Config, provider="fsdptoys")
+    for group, schemas in SCHEMAS.items():
+        for name, schema in schemas.items():
+            store.store(group=group, name=f"base_{name}", node=schema, provider="fsdptoys")
+
+
+def _one_line(error: Any) -> str:
+    """Hydra's and OmegaConf's own words, without the lines that locate them."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    told = [line for line in lines if line and not line.startswith(("full_key:", "reference_type=", "object_type="))]
+    return " ".join(told).rstrip(".")

@@ -1,0 +1,162 @@
+"""Every mistake gets one sentence that names key, value and fix, before any process group or allocation."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fsdptoys.compose import compose_config
+from fsdptoys.errors import ConfigError
+from fsdptoys.metrics import check_run_dir
+
+ROOT = Path(__file__).parents[1]
+
+MODELS = "llama2_13b, llama2_7b, llama3_1b, llama3_3b, llama3_70b, llama3_8b, llama_bytes, llama_debug"
+
+MISTAKES = {
+    # Words that are not key=value.
+    "train.steps": "train.steps has no value; write train.steps=VALUE",
+    "fsdp1": "fsdp1 has no value; write parallel=fsdp1",
+    "lr = 1": "lr has no value; write lr=1 without spaces",
+    "train.steps= 1": "'train.steps=' has spaces before or after the = sign; write train.steps=1",
+    "--train.steps=1": "--train.steps=1 is not an option, since settings have no dashes before them; "
+    "write train.steps=1",
+    "--multirun": "--multirun is not an option, since settings have no dashes before them; "
+    "see fsdptoys train --help for all keys",
+    "~train.steps": "~train.steps would take a key away, which every run needs; write KEY=null or a value instead",
+    "train.steps=1,2": "train.steps=1,2 gives several values, a run takes one; write train.steps=1",
+    "optim.lr=choice(1,2)": "optim.lr=choice(1,2) gives several values, a run takes one; write optim.lr=1",
+    "data.sample_prompt=x:{": "data.sample_prompt=x:{ cannot be read (extraneous input '{' expecting <EOF>); "
+    "put quotes around the value: 'data.sample_prompt=\"...\"'",
+    # Keys.
+    "train.lrr=1": "train.lrr=1 names a key that does not exist; did you mean optim.lr=1?",
+    "train.step=1": "train.step=1 names a key that does not exist; did you mean train.steps=1?",
+    "steps=1": "steps=1 names a key that does not exist; did you mean train.steps=1?",
+    "modle=llama_debug": "modle=llama_debug names a key that does not exist; did you mean model=llama_debug?",
+    "+train.lrr=1": "+train.lrr=1 names a key that does not exist; did you mean optim.lr=1?",
+    "zzzz=1": "zzzz=1 names a key that does not exist; see fsdptoys train --help for all keys",
+    "+train.steps=1": "+train.steps=1 would add a key that exists already; write train.steps=1",
+    "+experiment=cpu_text": "+experiment=cpu_text would add a key that exists already; write experiment=cpu_text",
+    "model@other=llama_debug": "model@other=llama_debug names a package, and every group has its fixed place; "
+    "write model=llama_debug",
+    "parallel=ddp parallel.wrap=block": "parallel.wrap=block is not an option of parallel=ddp, "
+    "it belongs to fsdp1, fsdp2; set parallel=fsdp1 or leave it out",
+    "optim.momentum=0.5": "optim.momentum=0.5 is not an option of optim=adamw, it belongs to sgd; "
+    "set optim=sgd or leave it out",
+    "train=fast": "train=fast sets a whole section, but keys are set one by one; set for example train.batch_size=1",
+    "hydra.run.dir=x": "hydra.run.dir=x is Hydra's own setting, which every rank needs as it is; leave it out",
+    "+model._target_=os.system": "+model._target_=os.system would run code that the configuration names, "
+    "which nothing here does; leave it out",
+    # Choices.
+    "model=llama3_9b": f"model=llama3_9b must be one of {MODELS}; did you mean model=llama3_8b?",
+    "model=null": f"model=null must be one of {MODELS}; set model=llama_debug",
+    "parallel=zero": "parallel=zero must be one of ddp, fsdp1, fsdp2, single; set parallel=fsdp2",
+    "experiment=llama_7b": "experiment=llama_7b must be one of cpu_text, llama2_7b, llama3_1b or null; "
+    "did you mean experiment=llama2_7b?",
+    "parallel=ddp parallel=fsdp2": "parallel=ddp and parallel=fsdp2 exclude each other; keep one of them",
+    # Types.
+    "train.steps=1e3": "train.steps=1e3 must be an integer; set train.steps=1000",
+    "train.steps=many": "train.steps=many must be an integer; set train.steps=10",
+    "train.steps=true": "train.steps=true must be an integer; set train.steps=10",
+    "train.steps=null": "train.steps=null must be an integer; set train.steps=10",
+    "optim.lr=fast": "optim.lr=fast must be a finite number; set optim.lr=0.0003",
+    "optim.lr=nan": "optim.lr=nan must be a finite number; set optim.lr=0.0003",
+    "train.max_grad_norm=inf": "train.max_grad_norm=inf must be a finite number or null; set train.max_grad_norm=1.0",
+    "memory.cpu_offload=2": "memory.cpu_offload=2 must be true or false; "
+    "set memory.cpu_offload=true or memory.cpu_offload=false",
+    "parallel.wrap=blok": "parallel.wrap=blok must be one of block, block_attn_mlp; did you mean parallel.wrap=block?",
+    "launch.device=metal": "launch.device=metal must be one of auto, cuda, npu, cpu; set launch.device=auto",
+    "data=text data.files=x.txt": "data.files=x.txt must be a list; set data.files=[x.txt]",
+    "data=text data.files=[null]": "data.files=[null] must be a list; set data.files=[stdlib]",
+    "data=text data.sample_prompt=null": "data.sample_prompt=null must be text; set data.sample_prompt='def '",
+    "train.steps=${nothing}": "train.steps=${nothing} cannot be resolved (Interpolation key 'nothing' not found); "
+    "write the value itself",
+    # Values.
+    "train.batch_size=0": "train.batch_size=0 must be at least 1; set train.batch_size=1",
+    "optim.lr=-1": "optim.lr=-1.0 must be a finite number of at least 0; set optim.lr=0",
+    "model.n_heads=3": "model.n_heads=3 must divide model.dim=64 into heads of even width; "
+    "set model.dim to a multiple of 6",
+    "memory.cpu_offload=true memory.optimizer_offload=true": "memory.cpu_offload=true and "
+    "memory.optimizer_offload=true exclude each other, since CPU offload already keeps the optimizer states in host "
+    "memory; set memory.optimizer_offload=false",
+    "launch.nproc_per_node=0": "launch.nproc_per_node=0 must be at least 1, or -1 for one rank a device; "
+    "set launch.nproc_per_node=-1",
+    "launch.nnodes=2": "launch.nnodes=2 needs a meeting point; set launch.rdzv_endpoint=HOST:29400 to the first "
+    "machine's name",
+    # Values that do not go together.
+    "train.seq_len=1024": "train.seq_len=1024 is over the model's model.max_seq_len=512; set train.seq_len=512",
+    "memory.gradient_checkpointing=full memory.checkpointing_start_index=2": "memory.checkpointing_start_index=2 is "
+    "past the last of the model's 2 layers; set memory.checkpointing_start_index=0 to checkpoint every block",
+    "parallel=fsdp1 parallel.use_orig_params=false": "optim.weight_decay_on=matrices cannot tell parameters apart "
+    "under parallel.use_orig_params=false; set optim.weight_decay_on=all or parallel.use_orig_params=true",
+    "parallel=ddp train.deterministic=true parallel.reduce_dtype=bfloat16": "parallel.reduce_dtype=bfloat16 "
+    "contradicts train.deterministic=true, which reduces in float64; set parallel.reduce_dtype=auto",
+    "data.sample_tokens=5": "data.sample_tokens=5 is not an option of data=synthetic, it belongs to text; "
+    "set data=text or leave it out",
+    "data=text data.sample_tokens=-1": "data.sample_tokens=-1 must be at least 0; set data.sample_tokens=0",
+    "data=text data.sample_prompt=''": "data.sample_prompt='' gives the model nothing to go on from; "
+    "set data.sample_prompt='def '",
+    "data=bin data.files=[missing.bin]": "data.files=[missing.bin] does not exist; set data.files to files that do, "
+    f"as seen from {Path.cwd()}",
+    "data=text data.files=[missing.txt]": "data.files=[missing.txt] does not exist; set data.files to files that do, "
+    f"as seen from {Path.cwd()}",
+    f"metrics.run_dir={__file__}/x": f"metrics.run_dir={__file__}/x needs a folder at {__file__}, "
+    "which is something else; set metrics.run_dir=runs/NAME",
+    # What the ranks and the device cannot do.
+    "mesh.fsdp_size=3": "mesh.fsdp_size=3 must divide the world size 2; set mesh.fsdp_size=2 or "
+    "launch.nproc_per_node=3",
+    "parallel=single": "parallel=single runs one process, the world size is 2; set parallel=ddp or "
+    "launch.nproc_per_node=1",
+    "parallel=ddp mesh.fsdp_size=2": "mesh.fsdp_size=2 shards parameters, which parallel=ddp does not; "
+    "set parallel=fsdp2 or mesh.fsdp_size=-1",
+    "parallel=fsdp1 memory.cpu_offload=true": "memory.cpu_offload=true needs an accelerator to offload from under "
+    "parallel=fsdp1; set parallel=fsdp2 or memory.cpu_offload=false",
+    "parallel=fsdp1 mesh.fsdp_size=1": "mesh.fsdp_size=1 makes FSDP1 keep whole parameters and skip the all-reduce "
+    "over replicas; set parallel=ddp, or parallel=fsdp2 to keep the mesh",
+    "parallel=fsdp1 parallel.forward_prefetch=2": "parallel.forward_prefetch=2 is deeper than FSDP1 can prefetch; "
+    "set parallel.forward_prefetch=1 or parallel=fsdp2",
+    "parallel.param_dtype=float16": "parallel.param_dtype=float16 needs loss scaling, which is not supported; "
+    "set parallel.param_dtype=bfloat16",
+}
+
+
+def compose_and_validate(words: list[str]) -> None:
+    config = compose_config(words)
+    check_run_dir(config.metrics)
+    config.validate(world_size=2, device_type="cpu")
+
+
+@pytest.mark.parametrize("typed", MISTAKES)
+def test_mistake_gets_its_sentence(typed: str) -> None:
+    """Oracle: the sentence, word for word."""
+    with pytest.raises(ConfigError) as caught:
+        compose_and_validate(typed.split(" "))
+    assert str(caught.value) == MISTAKES[typed]
+
+
+def test_defaults_are_no_mistake() -> None:
+    """Oracle: what the mistakes above are changes of."""
+    compose_and_validate([])
+
+
+@pytest.mark.launcher
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        (["train", "train.lrr=1"], MISTAKES["train.lrr=1"]),
+        (["train", "experiment=null", "train.seq_len=1024"], MISTAKES["train.seq_len=1024"]),
+        (["trian"], "trian is not a command; did you mean fsdptoys train?"),
+    ],
+)
+def test_command_prints_one_line_and_exits_with_2(words: list[str], sentence: str, tmp_path: Path) -> None:
+    """Oracle: stderr of the real command, whole."""
+    done = subprocess.run(
+        [sys.executable, "-m", "fsdptoys", *words],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"fsdptoys: {sentence}\n")
