@@ -1,0 +1,130 @@
+"""The command line: ``fsdptoys train``, the same under ``python -m fsdptoys`` and ``torchrun -m fsdptoys``.
+
+Every mistake ends in one sentence on stderr and status 2. Nothing heavy is imported before it is needed, so that help
+comes at once.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from . import __version__
+from .errors import ConfigError
+
+COMMANDS = ("train",)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        argv: the words after the program's name; None for those of this process.
+
+    Returns:
+        Exit status: 0, 1 after a failure, 2 after a mistake, 128 plus its number after a signal.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    worker = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if worker:
+        # Dying of Ctrl-C at once, also inside a collective, is what the launcher waits for; it tells the user itself.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        return _run(words, worker)
+    except ConfigError as error:
+        print(f"fsdptoys: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("fsdptoys: stopped by SIGINT", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def _run(words: list[str], worker: bool) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        from .usage import command_help
+
+        print(command_help(), end="")
+        return 0
+    if words[0] == "--version":
+        print(f"fsdptoys {__version__}")
+        return 0
+    if words[0] not in COMMANDS:
+        raise ConfigError(_unknown_command(words[0]))
+    words = words[1:]
+    if any(word in ("-h", "--help") for word in words):
+        from .usage import train_help
+
+        print(train_help(), end="")
+        return 0
+    words, show = _take_show(words)
+    from .launch import launch, plan_run, run_as_worker
+
+    if show:
+        _show(words)
+        return 0
+    if worker:
+        return run_as_worker(lambda: _work(words))
+    plan = plan_run(words, os.environ)
+    if plan.composition.config.launch.nnodes == 1:
+        # With several machines, another one's rank 0 may have made the folder by now.
+        from .metrics import check_run_dir
+
+        check_run_dir(plan.composition.config.metrics)
+    return launch(plan)
+
+
+def _work(words: list[str]) -> None:
+    """Be one rank."""
+    from .launch import LAUNCHED, describe, hardware_environment, plan_run
+    from .metrics import check_run_dir
+    from .trainer import train
+
+    plan = plan_run(words, os.environ)
+    config, hardware = plan.composition.config, plan.hardware
+    # Under torchrun nobody has set these before the start; the allocator reads its own with the first allocation.
+    environment = hardware_environment(
+        hardware.device_type, plan.local_ranks, hardware.cores, config.train.deterministic, os.environ
+    )
+    os.environ.update(environment)
+    if os.environ["RANK"] == "0":
+        check_run_dir(config.metrics)
+        if LAUNCHED not in os.environ:
+            print(f"fsdptoys: {describe(plan, environment)}", flush=True)
+    train(config)
+
+
+def _show(words: list[str]) -> None:
+    import yaml
+
+    from .launch import plan_run
+
+    plan = plan_run(words, os.environ)
+    chosen = " ".join(f"{group}={name or 'null'}" for group, name in plan.composition.choices.items())
+    print(f"# {chosen}\n# validated for {plan.world_size} ranks on {plan.hardware.device_type}")
+    print(yaml.safe_dump(plan.composition.config.to_dict(), sort_keys=False, allow_unicode=True), end="")
+
+
+def _take_show(words: list[str]) -> tuple[list[str], bool]:
+    """Take ``--cfg job`` out of the words."""
+    for index, word in enumerate(words):
+        option, equals, value = word.partition("=")
+        if option in ("--cfg", "-c"):
+            taken = 1 if equals else 2
+            value = value if equals else "".join(words[index + 1 : index + 2])
+            if value != "job":
+                raise ConfigError(f"{option}={value} must be job; write {option} job")
+            return words[:index] + words[index + taken :], True
+    return words, False
+
+
+def _unknown_command(word: str) -> str:
+    from .overrides import near_miss
+
+    near = near_miss(word, COMMANDS)
+    if "=" in word:
+        return f"{word} stands where a command is expected; write fsdptoys train {word}"
+    return f"{word} is not a command; " + (f"did you mean fsdptoys {near}?" if near else "write fsdptoys train")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""The command line, held against the dataclasses and the YAML folder."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import fsdptoys
+from fsdptoys.__main__ import main
+from fsdptoys.compose import SCHEMAS, compose_config
+from fsdptoys.config import LaunchConfig, TrainConfig
+from fsdptoys.overrides import list_choices, list_options, plain_text
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(words: list[str], cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    present = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, *words], cwd=cwd, env=present | {"PYTHONPATH": str(ROOT)} | env, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["train", "--help"], ["--version"]])
+def test_help_needs_no_torch(words: list[str], tmp_path: Path) -> None:
+    """Oracle: the modules of the interpreter that printed the help."""
+    code = f"import sys; from fsdptoys.__main__ import main; main({words}); sys.exit('torch' in sys.modules)"
+    done = run(["-c", code], tmp_path)
+    assert (done.returncode, done.stderr) == (0, "") and "fsdptoys" in done.stdout
+
+
+def test_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the package's own."""
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"fsdptoys {fsdptoys.__version__}\n"
+
+
+def test_help_lists_every_key_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the dataclasses themselves, where the help reads their source."""
+    assert main(["train", "--help"]) == 0
+    shown = capsys.readouterr().out
+    schemas = [(group, schema) for group, named in SCHEMAS.items() for schema in named.values()]
+    for section, schema in [*schemas, ("train", TrainConfig), ("launch", LaunchConfig)]:
+        for key, option in list_options(schema, section).items():
+            value = "[...]" if isinstance(option.default, list) and option.default else plain_text(option.default)
+            lines = [line for line in shown.splitlines() if line.startswith(f"  {key}={value} ")]
+            assert lines and all(len(line.split(maxsplit=1)) == 2 for line in lines), f"{key}={value}"
+
+
+def test_help_lists_every_choice(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the names of the YAML files."""
+    main(["train", "--help"])
+    shown = capsys.readouterr().out.replace("*", "").replace(",", "").splitlines()
+    for group, names in list_choices().items():
+        (line,) = [line for line in shown if line.startswith(f"  {group}= ")]
+        assert set(names) <= set(line.split())
+
+
+def test_every_group_but_experiment_has_its_schemas() -> None:
+    """Oracle: the YAML folder."""
+    assert set(list_choices()) == {*SCHEMAS, "experiment"}
+
+
+@pytest.mark.parametrize("parallel", ["single", "ddp", "fsdp1", "fsdp2"])
+@pytest.mark.parametrize("experiment", list_choices()["experiment"])
+def test_every_experiment_runs_under_every_strategy(experiment: str, parallel: str) -> None:
+    """Oracle: ``Config.validate``, for the hardware that the experiment is for."""
+    config = compose_config([f"experiment={experiment}", f"parallel={parallel}"])
+    ranks = 1 if parallel == "single" else 8 if experiment == "llama2_7b" else 2
+    config.validate(ranks, "cpu" if experiment == "cpu_text" else "cuda")
+    assert config.parallel.name == parallel
+
+
+@pytest.mark.parametrize("spelling", [["--cfg", "job"], ["--cfg=job"]])
+def test_cfg_prints_the_resolved_configuration(spelling: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the same words composed and validated in this process."""
+    words = ["experiment=null", "train.steps=7", "train.seed=3", "optim.warmup_steps=${train.grad_accum}"]
+    assert main(["train", *words, *spelling, "launch.device=cpu"]) == 0
+    config = compose_config([*words, "launch.device=cpu"])
+    config.validate(2, "cpu")
+    shown = capsys.readouterr().out
+    assert yaml.safe_load(shown) == config.to_dict()
+    assert config.train.init_seed == 3 and config.optim.warmup_steps == 1
+    assert "model=llama_debug" in shown.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        (["trane"], "trane is not a command; did you mean fsdptoys train?"),
+        (["walk"], "walk is not a command; write fsdptoys train"),
+        (["train.steps=3"], "train.steps=3 stands where a command is expected; write fsdptoys train train.steps=3"),
+        (["train", "--cfg", "hydra"], "--cfg=hydra must be job; write --cfg job"),
+        (["train", "--cfg"], "--cfg= must be job; write --cfg job"),
+        (["train", "train.steps=0"], "train.steps=0 must be at least 1; set train.steps=1"),
+    ],
+)
+def test_mistake_is_one_line_and_status_2(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the sentence, word for word."""
+    assert main(words) == 2
+    assert capsys.readouterr().err == f"fsdptoys: {sentence}\n"
+
+
+SMALL = ["experiment=null", "train.steps=2", "train.seq_len=16", "launch.device=cpu", "metrics.console=plain"]
+
+
+@pytest.mark.launcher
+def test_train_starts_ranks_and_leaves_a_run_directory(tmp_path: Path) -> None:
+    """Oracle: exit status, the one line of hardware, and one line of metrics a step."""
+    done = run(["-m", "fsdptoys", "train", *SMALL, "metrics.run_dir=here"], tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("fsdptoys: ") == 1 and "with fsdp2 on 2 ranks" in done.stdout
+    assert len((tmp_path / "here" / "metrics.jsonl").read_text().splitlines()) == 2
+    again = run(["-m", "fsdptoys", "train", *SMALL, "metrics.run_dir=here"], tmp_path)
+    assert again.returncode == 2 and again.stderr.startswith("fsdptoys: metrics.run_dir=here already holds ")
+    assert again.stdout == ""
+
+
+@pytest.mark.launcher
+@pytest.mark.parametrize("asked", [False, True], ids=["alone", "under a launcher"])
+def test_one_rank_of_an_environment_trains_or_tells_its_mistake(asked: bool, tmp_path: Path) -> None:
+    """Oracle: torchrun's contract: variables in, status out, and errors in the file that it names."""
+    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    if asked:
+        env["TORCHELASTIC_ERROR_FILE"] = str(tmp_path / "error.json")
+    good = run(["-m", "fsdptoys", "train", *SMALL], tmp_path, **env)
+    assert (good.returncode, good.stderr) == (0, "")
+    bad = run(["-m", "fsdptoys", "train", "train.steps=0"], tmp_path, **env)
+    assert bad.returncode == 2
+    written = (tmp_path / "error.json").read_text() if asked else bad.stderr
+    assert "train.steps=0 must be at least 1; set train.steps=1" in written and "Traceback" not in written
