@@ -1,0 +1,229 @@
+"""Is training the same under every strategy? Runs them on the same data and compares every bit.
+
+    python scripts/parity.py --world-sizes 1 2 4 --steps 20
+
+Each row trains the same model with clipping, AdamW, two micro-batches a step and ragged padding, and is held against
+one process that runs the same micro-batches one after another (``parallel=single parallel.simulated_ranks=N``).
+
+- deterministic mode (``train.deterministic=true``, reductions in float64): losses, gradient norms and final parameters
+  must be equal in every bit; with bf16 parameters too.
+- default mode: every loss must be within 1e-6 relative of the one process in float32, and FSDP1 and FSDP2 must agree
+  in every bit on the same mesh wherever a reduction adds two numbers. Over more ranks a ring adds in an order that
+  depends on where in the buffer a number lies, which differs between flat and per-parameter sharding: their last bits
+  then differ, and the table says so. With bf16 parameters FSDP1 adds up micro-batches in bf16, the others in float32.
+
+Exits with status 1 on any breach.
+"""
+
+import argparse
+import hashlib
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from rich.console import Console
+from rich.table import Table
+
+from fsdptoys.compose import compose_config
+from fsdptoys.config import Config
+from fsdptoys.errors import ConfigError
+from fsdptoys.trainer import Trainer
+from scripts.ranks import run_ranks
+
+LOSS_TOLERANCE = 1e-6
+"""Relative, in float32 and default mode."""
+BF16_LOSS_TOLERANCE = 1e-4
+"""Relative, with bf16 parameters in default mode."""
+
+STRATEGIES = {
+    "ddp": ["parallel=ddp"],
+    "fsdp1": ["parallel=fsdp1"],
+    "fsdp1-flat": ["parallel=fsdp1", "parallel.use_orig_params=false"],
+    "fsdp2": ["parallel=fsdp2"],
+    "hsdp1": ["parallel=fsdp1", "mesh.fsdp_size=2"],
+    "hsdp2": ["parallel=fsdp2", "mesh.fsdp_size=2"],
+}
+"""Row of the table → overrides that make it."""
+
+FSDP2_ON_THE_SAME_MESH = {"fsdp1": "fsdp2", "fsdp1-flat": "fsdp2", "hsdp1": "hsdp2"}
+"""Row → the one that it must equal in default mode, where reductions add two numbers."""
+
+
+@dataclass
+class Outcome:
+    """What a training run is compared by."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    parameters: str
+    """Hash of all full parameters."""
+
+
+def overrides(args: argparse.Namespace, deterministic: bool, dtype: str) -> list[str]:
+    """What all rows of a table have in common."""
+    return [
+        f"model={args.model}",
+        "data=synthetic",
+        "data.ragged=true",
+        "train.batch_size=2",
+        f"train.seq_len={args.seq_len}",
+        f"train.steps={args.steps}",
+        "train.grad_accum=2",
+        "train.max_grad_norm=0.5",
+        f"train.deterministic={str(deterministic).lower()}",
+        f"parallel.param_dtype={dtype}",
+        "optim.lr=1e-3",
+        "optim.weight_decay_on=all",
+        "optim.warmup_steps=2",
+        "metrics.console=none",
+        f"launch.device={args.device}",
+    ]
+
+
+def compose_row(overrides: list[str], world_size: int, device: str) -> Config:
+    """Compose and check the configuration of one row."""
+    config = compose_config(overrides)
+    config.validate(world_size, device)
+    return config
+
+
+def train_all(configs: list[Config]) -> list[Outcome]:
+    """Train every row on the ranks that this one belongs to."""
+    outcomes = []
+    for config in configs:
+        trainer = Trainer(config)
+        trainer.train()
+        outcomes.append(
+            Outcome(
+                losses=[step.loss for step in trainer.history],
+                grad_norms=[step.grad_norm for step in trainer.history],
+                parameters=hash_parameters(trainer),
+            )
+        )
+    return outcomes
+
+
+def hash_parameters(trainer: Trainer) -> str:
+    """SHA-256 over the names and bytes of all full parameters, whatever order the strategy yields them in."""
+    digests = {
+        name: hashlib.sha256(param.contiguous().numpy().tobytes()).hexdigest()
+        for name, param in trainer.strategy.full_parameters()
+    }
+    return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()
+
+
+def max_loss_difference(outcome: Outcome, reference: Outcome) -> float:
+    """Largest relative difference of a step's loss."""
+    return max(abs(a - b) / abs(b) for a, b in zip(outcome.losses, reference.losses, strict=True))
+
+
+def max_norm_difference(outcome: Outcome, reference: Outcome) -> float:
+    """Largest absolute difference of a step's gradient norm."""
+    return max(abs(a - b) for a, b in zip(outcome.grad_norms, reference.grad_norms, strict=True))
+
+
+@dataclass
+class Verdict:
+    """What a row of the table says, and what it breaks."""
+
+    text: str
+    breach: str | None = None
+
+
+def judge(
+    name: str, outcomes: dict[str, Outcome], reference: Outcome, world_size: int, dtype: str, deterministic: bool
+) -> Verdict:
+    """Hold one row against one process and, in default mode, FSDP1's against FSDP2's."""
+    outcome = outcomes[name]
+    if outcome == reference:
+        return Verdict("every bit")
+    where = f"{dtype} {'deterministic' if deterministic else 'default'} mode, {world_size} ranks"
+    tolerance = LOSS_TOLERANCE if dtype == "float32" else BF16_LOSS_TOLERANCE
+    if deterministic or max_loss_difference(outcome, reference) > tolerance:
+        return Verdict("BREACH", f"{where}: {name} differs from one process")
+    within = f"loss within {tolerance:g}"
+    twin = FSDP2_ON_THE_SAME_MESH.get(name)
+    if twin is None or twin not in outcomes:
+        return Verdict(within)
+    if outcome == outcomes[twin]:
+        return Verdict(f"{within}; every bit of {twin}")
+    if dtype == "bfloat16":
+        return Verdict(f"{within}; bf16 sums, {twin}'s float32")
+    if world_size == 2 or (world_size == 4 and name.startswith("hsdp")):
+        return Verdict("BREACH", f"{where}: {name} differs from {twin} although each reduction adds two numbers")
+    return Verdict(f"{within}; last bits of {twin} differ")
+
+
+def compare(args: argparse.Namespace, deterministic: bool, dtype: str, console: Console) -> list[str]:
+    """Train and print one table; return what breaks the promise."""
+    mode = "deterministic" if deterministic else "default"
+    table = Table(title=f"{args.model}, {dtype}, {mode} mode, {args.steps} steps, {args.device}")
+    for column in ("ranks", "strategy", "final loss", "max |loss diff| rel", "max |grad-norm diff|"):
+        table.add_column(column, justify="left" if column == "strategy" else "right")
+    table.add_column("parameters equal?")
+    table.add_column("against one process")
+    common = overrides(args, deterministic, dtype)
+    breaches: list[str] = []
+    for world_size in args.world_sizes:
+        names = [name for name in args.strategies if not name.startswith("hsdp") or world_size > 2]
+        simulated = [*common, "parallel=single", f"parallel.simulated_ranks={world_size}"]
+        single = compose_row(simulated, 1, args.device)
+        rows = [compose_row(common + STRATEGIES[name], world_size, args.device) for name in names]
+        reference = run_ranks(1, train_all, [single], device=args.device, timeout_seconds=3600)[0][0]
+        per_rank = run_ranks(world_size, train_all, rows, device=args.device, timeout_seconds=3600)
+        outcomes = dict(zip(names, per_rank[0], strict=True))
+        table.add_section()
+        table.add_row(str(world_size), "single", f"{reference.losses[-1]:.9f}", "", "", "", "")
+        for name, outcome in outcomes.items():
+            verdict = judge(name, outcomes, reference, world_size, dtype, deterministic)
+            breaches += [verdict.breach] if verdict.breach else []
+            table.add_row(
+                str(world_size),
+                name,
+                f"{outcome.losses[-1]:.9f}",
+                f"{max_loss_difference(outcome, reference):.1e}",
+                f"{max_norm_difference(outcome, reference):.1e}",
+                "yes" if outcome.parameters == reference.parameters else "no",
+                verdict.text,
+            )
+    console.print(table)
+    return breaches
+
+
+def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world-sizes", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--seq-len", type=int, default=64)
+    parser.add_argument("--model", default="llama_debug", help="a preset of configs/model")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda", "npu"])
+    parser.add_argument("--strategies", nargs="+", choices=list(STRATEGIES), default=list(STRATEGIES))
+    parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
+    return parser.parse_args(words)
+
+
+def main() -> int:
+    """Print the tables; 1 on any breach, 2 on a mistake in the arguments."""
+    args = parse_arguments()
+    console = Console(width=136)
+    breaches: list[str] = []
+    try:
+        for dtype in args.dtypes:
+            for deterministic in (True, False):
+                breaches += compare(args, deterministic, dtype, console)
+    except ConfigError as error:
+        print(f"parity: {error}", file=sys.stderr)
+        return 2
+    for breach in breaches:
+        print(f"BREACH: {breach}")
+    print("parity: " + (f"{len(breaches)} breaches" if breaches else "every promise kept"))
+    return 1 if breaches else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

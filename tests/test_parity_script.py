@@ -1,0 +1,46 @@
+"""The parity script keeps its word, and can fail."""
+
+import argparse
+import io
+
+import pytest
+from rich.console import Console
+
+from scripts import parity
+
+
+def arguments(*words: str) -> argparse.Namespace:
+    return parity.parse_arguments(["--world-sizes", "2", "--steps", "2", "--seq-len", "16", *words])
+
+
+@pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "default"])
+def test_script_prints_a_row_for_each_strategy_and_finds_no_breach(deterministic: bool) -> None:
+    """Oracle: the promise, in two steps on two ranks."""
+    console = Console(file=io.StringIO(), width=140)
+    args = arguments("--strategies", "ddp", "fsdp1", "fsdp2")
+    assert parity.compare(args, deterministic, "float32", console) == []
+    table = console.file.getvalue()  # type: ignore[attr-defined]
+    assert [line.split("│")[2].strip() for line in table.splitlines() if line.startswith("│")] == [
+        *("single", "ddp", "fsdp1", "fsdp2"),
+    ]
+
+
+def outcome(loss: float, parameters: str = "same") -> parity.Outcome:
+    return parity.Outcome([1.0, loss], [1.0, 1.0], parameters)
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "outcomes", "breaches"),
+    [
+        (True, {"fsdp1": outcome(1.0), "fsdp2": outcome(1.0)}, 0),
+        (True, {"fsdp1": outcome(1.0, "other"), "fsdp2": outcome(1.0)}, 1),
+        (True, {"fsdp1": outcome(1.0), "fsdp2": outcome(1.0 + 1e-9)}, 1),
+        (False, {"fsdp1": outcome(1.0 + 1e-7), "fsdp2": outcome(1.0 + 1e-7)}, 0),
+        (False, {"fsdp1": outcome(1.0 + 1e-5), "fsdp2": outcome(1.0 + 1e-5)}, 2),
+        (False, {"fsdp1": outcome(1.0 + 1e-7), "fsdp2": outcome(1.0)}, 1),
+    ],
+)
+def test_verdicts_find_every_breach(deterministic: bool, outcomes: dict[str, parity.Outcome], breaches: int) -> None:
+    """Oracle: breaches made by hand, on two ranks in float32."""
+    found = [parity.judge(name, outcomes, outcome(1.0), 2, "float32", deterministic).breach for name in outcomes]
+    assert len([breach for breach in found if breach]) == breaches
