@@ -1,0 +1,126 @@
+#!/usr/bin/env bash
+# Starts training: `bash run_fsdp.sh model=llama3_1b mesh.fsdp_size=4`. Needs bash and Python 3.10 or newer, nothing else.
+#
+# All that happens here is finding a Python that can run the project, in this order:
+#   1. the active virtual environment's or PATH's python3 (PYTHON=/path/to/python overrides), if it has what we need;
+#   2. .venv beside this script; where there is none, or an installation was interrupted, it is installed now.
+# Looking for hardware, setting its environment variables, choosing the number of ranks and saying so is done by
+# `fsdptoys train` (fsdptoys/launch.py), so that this script, `python -m fsdptoys train` and torchrun do the same.
+#
+# It kills nothing and, besides .venv and the fsdptoys.egg-info that an editable installation leaves here, writes nothing.
+# Where several machines share this folder, let the first run on one of them finish installing before starting the rest.
+set -euo pipefail
+
+say() { printf 'run_fsdp.sh: %s\n' "$1" >&2; }
+fail() {
+  say "$2"
+  exit "$1"
+}
+
+# The folder of this script, behind any symbolic links; with an empty CDPATH, or `cd` might go elsewhere.
+script=${BASH_SOURCE[0]}
+while [[ -L $script ]]; do
+  target=$(readlink "$script")
+  [[ $target == /* || $script != */* ]] || target=${script%/*}/$target
+  script=$target
+done
+[[ $script == */* ]] || script=./$script
+root=$(CDPATH='' cd -P -- "${script%/*}/" && pwd)
+venv=$root/.venv
+marker=$venv/.fsdptoys-install # says "started", then "done"
+
+# One line about the Python given: "old VERSION", "missing NAMES", "ready", or "checkout" where everything is there but
+# this copy of fsdptoys. Nothing is imported but the standard library, and the current folder is not looked at.
+# A Python of any age can run it, hence the spelling.
+probe() {
+  "$1" - "$root" 2>/dev/null <<'PYTHON'
+import sys
+sys.path[:] = [entry for entry in sys.path if entry]
+if sys.version_info < (3, 10):
+    print("old %d.%d.%d" % sys.version_info[:3])
+    sys.exit()
+import importlib.util, os, re
+from importlib import metadata
+
+def numbers(version):
+    return [int(part) for part in re.findall(r"\d+", version)[:3]]
+
+def is_there(name, floor):
+    try:
+        return numbers(metadata.version(name)) >= numbers(floor)
+    except Exception:  # absent, or half installed
+        return False
+
+root = sys.argv[1]
+with open(os.path.join(root, "pyproject.toml"), encoding="utf-8") as file:
+    dependencies = re.search(r"^dependencies = \[(.*?)\]$", file.read(), re.S | re.M).group(1)
+missing = [n for n, f in re.findall(r'"([\w.-]+)(?:>=([\d.]+))?"', dependencies) if not is_there(n, f)]
+spec = importlib.util.find_spec("fsdptoys")
+if missing:
+    print("missing " + ", ".join(missing))
+elif spec and spec.origin and os.path.realpath(spec.origin).startswith(os.path.realpath(root) + os.sep):
+    print("ready")
+else:
+    print("checkout")
+PYTHON
+}
+
+train() { # python, its probe's answer, arguments for `fsdptoys train`
+  local python=$1 state=$2
+  shift 2
+  if [[ $state == checkout ]]; then
+    say "$python has the dependencies; fsdptoys itself is taken from $root"
+    export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+  fi
+  exec "$python" -m fsdptoys train "$@"
+}
+
+# 1. The Python that the user means, or else any on PATH that is new enough.
+if [[ -n ${PYTHON:-} ]]; then
+  candidates=("$PYTHON")
+elif [[ -n ${VIRTUAL_ENV:-} && -x $VIRTUAL_ENV/bin/python ]]; then
+  candidates=("$VIRTUAL_ENV/bin/python" python3.13 python3.12 python3.11 python3.10)
+else
+  candidates=(python3 python python3.13 python3.12 python3.11 python3.10)
+fi
+base='' old=''
+for candidate in "${candidates[@]}"; do
+  python=$(command -v "$candidate") || continue
+  state=$(probe "$python") || continue # a stub that runs nothing, as version managers leave on PATH
+  case $state in
+    ready | checkout) train "$python" "$state" "$@" ;;
+    missing\ *) base=$python ;;
+    old\ *) old=${old:-"$python (${state#old })"} ;;
+  esac
+  [[ -z $base ]] || break
+done
+if [[ -z $base ]]; then
+  fail 2 "needs Python 3.10 or newer, found ${old:-none that runs (looked for: ${candidates[*]})}; install one or set PYTHON=/path/to/python"
+fi
+
+# 2. The environment of our own.
+state=''
+if [[ -e $venv/bin/python || -L $venv/bin/python ]]; then
+  state=$(probe "$venv/bin/python") || state=broken
+  [[ $state != broken && $state != old\ * ]] ||
+    fail 2 "$venv holds a Python that is too old or does not run; remove that folder and start again"
+fi
+interrupted=$([[ -e $marker && $(<"$marker") != 'done' ]] && echo yes || true)
+case $state in
+  ready | checkout) [[ -n $interrupted ]] || train "$venv/bin/python" "$state" "$@" ;;
+esac
+if [[ -n $interrupted ]]; then
+  say "the installation in $venv was interrupted; installing again"
+else
+  say "$base lacks what fsdptoys needs; installing it into $venv, once"
+fi
+"$base" -c 'import ensurepip, venv' 2>/dev/null ||
+  fail 2 "$base cannot make a virtual environment; install its venv module (Debian, Ubuntu: apt install python3-venv) or set PYTHON to a Python that has fsdptoys's dependencies"
+"$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$base" -m venv "$venv" >&2 ||
+  fail 1 "could not make $venv (see above); set PYTHON to a Python that has fsdptoys's dependencies"
+echo started >"$marker"
+"$venv/bin/python" -m pip install -c "$root/constraints.txt" -e "$root" >&2 ||
+  fail 1 "pip could not install fsdptoys into $venv (see above); start again to try again, or set PYTHON to a Python that has its dependencies"
+echo 'done' >"$marker"
+say "installed into $venv"
+train "$venv/bin/python" "$(probe "$venv/bin/python")" "$@"

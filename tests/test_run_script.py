@@ -1,0 +1,208 @@
+"""run_fsdp.sh: which Python it takes, what it passes on, and what it says when it cannot."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+REPORTING_PACKAGE = """
+import json, os, sys
+print(json.dumps({"python": sys.executable, "file": __file__, "cwd": os.getcwd(), "arguments": sys.argv[1:]}))
+"""
+
+STUB = """#!/usr/bin/env bash
+here=$(dirname "$0")
+name=${0##*/}
+case "$*" in
+  "- "*) cat "$here/$name.state"; exit ;;
+  "-c "*) [ -z "${NO_VENV_MODULE:-}" ]; exit ;;
+  "-m pip --version") exit ;;
+esac
+echo "$name $*" >>"$LOG"
+case "$1 $2" in
+  "-m venv") mkdir -p "$3/bin" && cp "$here/$name" "$3/bin/python" && echo missing torch >"$3/bin/python.state" ;;
+  "-m pip")
+    [ -z "${PIP_FAILS:-}" ] || { echo "no matching distribution"; exit 1; }
+    echo ready >"$here/$name.state"
+    ;;
+esac
+"""
+"""A Python that answers the script's question from NAME.state, makes copies of itself and notes its arguments."""
+
+
+@dataclass
+class Sandbox:
+    """A checkout whose fsdptoys only reports how it was started, and a folder that comes first on PATH."""
+
+    checkout: Path
+    path: Path
+    log: Path
+
+    def add_stub(self, name: str, state: str) -> None:
+        """Put a Python on PATH that answers ``state``."""
+        (self.path / name).write_text(STUB)
+        (self.path / name).chmod(0o755)
+        (self.path / f"{name}.state").write_text(state + "\n")
+
+    def start(
+        self, *arguments: str, script: Path | None = None, cwd: Path | None = None, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run the script with bash; variables of a virtual environment around the tests are taken away."""
+        environment = {k: v for k, v in os.environ.items() if k not in ("PYTHON", "VIRTUAL_ENV", "PYTHONPATH")}
+        environment |= {"PATH": f"{self.path}:{os.environ['PATH']}", "LOG": str(self.log), **variables}
+        return subprocess.run(
+            ["bash", str(script or self.checkout / "run_fsdp.sh"), *arguments],
+            capture_output=True,
+            text=True,
+            env=environment,
+            cwd=cwd or self.path,
+        )
+
+    def calls(self) -> list[str]:
+        """What the stubs were called with, but for questions that change nothing."""
+        return self.log.read_text().splitlines() if self.log.exists() else []
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path) -> Sandbox:
+    checkout = tmp_path / "a checkout with spaces"
+    (checkout / "fsdptoys").mkdir(parents=True)
+    (checkout / "fsdptoys" / "__init__.py").touch()
+    (checkout / "fsdptoys" / "__main__.py").write_text(REPORTING_PACKAGE)
+    for name in ("run_fsdp.sh", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, checkout)
+    (tmp_path / "path").mkdir()
+    return Sandbox(checkout, tmp_path / "path", tmp_path / "log")
+
+
+def test_bare_checkout_runs_where_the_dependencies_are(sandbox: Sandbox, tmp_path: Path) -> None:
+    """Oracle: the argument vector, working directory and interpreter as the started module sees them."""
+    arguments = ["train.batch_size=2", "a b", "", "it's", 'say "x"', "list=[1, 2]", "glob=*", "$HOME", "back\\slash"]
+    elsewhere = tmp_path / "runs go here"
+    elsewhere.mkdir()
+    done = sandbox.start(*arguments, cwd=elsewhere, PYTHON=sys.executable)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {
+        "python": sys.executable,
+        "file": str(sandbox.checkout / "fsdptoys" / "__main__.py"),
+        "cwd": str(elsewhere),
+        "arguments": ["train", *arguments],
+    }
+    assert f"fsdptoys itself is taken from {sandbox.checkout}" in done.stderr
+    assert sorted(path.name for path in sandbox.checkout.iterdir()) == sorted(
+        ["fsdptoys", "run_fsdp.sh", "pyproject.toml", "constraints.txt"]
+    )
+
+
+@pytest.mark.parametrize("kind", ["absolute", "relative", "chain", "called by its bare name"])
+def test_links_lead_to_the_checkout(kind: str, sandbox: Sandbox, tmp_path: Path) -> None:
+    """Oracle: the file of the started module; CDPATH must not lead elsewhere."""
+    script, cwd = tmp_path / "link.sh", tmp_path
+    if kind == "absolute":
+        script.symlink_to(sandbox.checkout / "run_fsdp.sh")
+    elif kind == "called by its bare name":
+        script, cwd = Path("run_fsdp.sh"), sandbox.checkout
+    else:
+        relative = Path(sandbox.checkout.name, "run_fsdp.sh")
+        script.symlink_to(relative)
+        if kind == "chain":
+            (tmp_path / "second.sh").symlink_to("link.sh")
+            script = Path("second.sh")
+    done = sandbox.start(script=script, cwd=cwd, PYTHON=sys.executable, CDPATH="/tmp:/")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["file"] == str(sandbox.checkout / "fsdptoys" / "__main__.py")
+
+
+@pytest.mark.parametrize(
+    ("states", "variables", "taken"),
+    [
+        ({"python3": "ready"}, {}, "python3"),
+        ({"python3": "ready", "chosen": "ready"}, {"PYTHON": "chosen"}, "chosen"),
+        ({"python3": "old 3.9.2", "python": "old 2.7.18", "python3.13": "ready"}, {}, "python3.13"),
+        ({"python3": "ready", "venv/bin/python": "ready"}, {"VIRTUAL_ENV": "venv"}, "python"),
+        ({"python3": "missing torch", "python3.13": "ready", "checkout/.venv/bin/python": "ready"}, {}, "python"),
+    ],
+    ids=["PATH", "PYTHON", "newer on PATH", "active environment", ".venv"],
+)
+def test_python_is_chosen_in_the_order_told(
+    states: dict[str, str], variables: dict[str, str], taken: str, sandbox: Sandbox
+) -> None:
+    """Oracle: the name under which the stub was called, and that it alone was started."""
+    for name, state in states.items():
+        name = name.replace("checkout", str(sandbox.checkout))
+        (sandbox.path / name).parent.mkdir(parents=True, exist_ok=True)
+        sandbox.add_stub(name, state)
+    if "VIRTUAL_ENV" in variables:
+        variables = {"VIRTUAL_ENV": str(sandbox.path / "venv")}
+    done = sandbox.start("--help", **variables)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sandbox.calls() == [f"{taken} -m fsdptoys train --help"]
+
+
+def test_another_copy_of_fsdptoys_does_not_stand_in_for_this_one(sandbox: Sandbox, tmp_path: Path) -> None:
+    """Oracle: the file of the started module, with a second package of the same name ahead on PYTHONPATH."""
+    other = tmp_path / "other"
+    shutil.copytree(sandbox.checkout / "fsdptoys", other / "fsdptoys")
+    done = sandbox.start(PYTHON=sys.executable, PYTHONPATH=str(other))
+    assert json.loads(done.stdout)["file"] == str(sandbox.checkout / "fsdptoys" / "__main__.py")
+
+
+def test_own_environment_is_installed_once_and_repaired(sandbox: Sandbox) -> None:
+    """Oracle: the list of calls, after a failure of pip, a success, and an interruption."""
+    sandbox.add_stub("python3", "missing torch")
+    venv = sandbox.checkout / ".venv"
+    make = f"python3 -m venv {venv}"
+    install = f"python -m pip install -c {sandbox.checkout}/constraints.txt -e {sandbox.checkout}"
+    train = "python -m fsdptoys train x=1"
+
+    done = sandbox.start("x=1", PIP_FAILS="1")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "no matching distribution" in done.stderr
+    assert done.stderr.endswith("start again to try again, or set PYTHON to a Python that has its dependencies\n")
+    assert sandbox.calls() == [make, install]
+
+    for expected in ([install, train], [train]):
+        sandbox.log.unlink()
+        done = sandbox.start("x=1")
+        assert done.returncode == 0, done.stderr
+        assert sandbox.calls() == expected
+
+    sandbox.log.unlink()
+    (venv / ".fsdptoys-install").write_text("started\n")
+    assert "was interrupted; installing again" in sandbox.start("x=1").stderr
+    assert sandbox.calls() == [install, train]
+
+
+@pytest.mark.parametrize(
+    ("states", "variables", "sentence"),
+    [
+        ({"chosen": "old 3.9.2"}, {"PYTHON": "chosen"}, r"chosen (3.9.2); install one or set PYTHON="),
+        ({}, {"PYTHON": "absent"}, "found none that runs (looked for: absent)"),
+        ({"chosen": "missing torch"}, {"PYTHON": "chosen", "NO_VENV_MODULE": "1"}, "apt install python3-venv"),
+        (
+            {"chosen": "missing torch", "checkout/.venv/bin/python": "old 3.8.1"},
+            {"PYTHON": "chosen"},
+            "remove that folder",
+        ),
+    ],
+    ids=["too old", "absent", "no venv module", ".venv too old"],
+)
+def test_refuses_in_one_sentence(
+    states: dict[str, str], variables: dict[str, str], sentence: str, sandbox: Sandbox
+) -> None:
+    """Oracle: exit status 2, one line that says what to do, nothing started."""
+    for name, state in states.items():
+        name = name.replace("checkout", str(sandbox.checkout))
+        (sandbox.path / name).parent.mkdir(parents=True, exist_ok=True)
+        sandbox.add_stub(name, state)
+    done = sandbox.start("--help", **variables)
+    assert done.returncode == 2
+    assert sentence in done.stderr.splitlines()[-1]
+    assert sandbox.calls() == []
