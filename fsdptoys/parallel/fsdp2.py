@@ -15,13 +15,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from fsdptoys.mesh import SHARD_AXIS, build_mesh
+from fsdptoys.errors import ConfigError
+from fsdptoys.mesh import SHARD_AXIS, MeshConfig, build_mesh
 from fsdptoys.models import DecoderModel
 
 from .fsdp import FSDPConfig, ReshardAfterForward, block_units
 from .materialise import init_buffers, materialise, shared_parameters
-from .precision import DType
+from .precision import DType, ReduceDType
 from .strategy import ParallelContext, Strategy
+
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 @dataclass
@@ -29,6 +32,16 @@ class FSDP2Config(FSDPConfig):
     """Per-parameter sharding."""
 
     name: ClassVar[str] = "fsdp2"
+
+    def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
+        """Refuse what the installed torch cannot do."""
+        super().validate(world_size, mesh, device_type, cpu_offload)
+        replicated = mesh.shard_ranks(world_size) < world_size
+        if device_type == "cpu" and replicated and TORCH < (2, 8):
+            raise ConfigError(
+                f"mesh.fsdp_size={mesh.fsdp_size} replicates, which FSDP2 can do on a CPU from torch 2.8 on (found "
+                f"{torch.__version__}); set mesh.fsdp_size=-1 or parallel=fsdp1"
+            )
 
     def build(self, context: ParallelContext) -> "FSDP2":
         """Construct the strategy."""
@@ -42,6 +55,13 @@ class FSDP2(Strategy):
         super().__init__(context)
         self.config = config
         self.mesh = build_mesh(context.mesh, context.world_size, context.device)
+        # FSDP2 divides by itself in float64, and asks the collective for the mean otherwise.
+        self._averages = config.reduce_dtype is ReduceDType.float64 or averages(self.shard_group())
+
+    @property
+    def loss_scale(self) -> float:
+        """The number of ranks where gradients are averaged, 1 where they are summed."""
+        return super().loss_scale if self._averages else 1.0
 
     def parallelize(self, model: DecoderModel, init_seed: int) -> None:
         """Shard each block, then norm and head together, then the root; materialise only the shards."""
@@ -130,6 +150,17 @@ class FSDP2(Strategy):
             assert isinstance(on_mesh, DTensor)
             yield name, on_mesh.full_tensor().to("cpu", torch.float32)
 
-    def shard_group(self) -> dist.ProcessGroup | None:
+    def shard_group(self) -> dist.ProcessGroup:
         """The ranks along the shard axis."""
         return self.mesh.get_group(SHARD_AXIS)
+
+
+def averages(group: dist.ProcessGroup) -> bool:
+    """Whether a group's reduce-scatter divides when it is asked for the mean; gloo's adds up silently in torch 2.7."""
+    if dist.get_backend(group) != "gloo":
+        return True
+    mean = torch.empty(1)
+    # Renamed in torch 2.13, where the old name warns.
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    reduce_scatter(mean, torch.ones(group.size()), op=dist.ReduceOp.AVG, group=group)
+    return mean.item() == 1.0

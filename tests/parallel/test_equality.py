@@ -10,6 +10,7 @@ from fsdptoys.memory import GradientCheckpointing, MemoryConfig
 from fsdptoys.optim import AdamWConfig, Implementation, SGDConfig, WeightDecayOn
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
+from fsdptoys.parallel.fsdp2 import TORCH
 from fsdptoys.parallel.precision import DType
 from fsdptoys.trainer import Trainer
 from scripts.ranks import run_ranks
@@ -26,6 +27,13 @@ STRATEGIES: dict[str, tuple[ParallelConfig, int]] = {
     "hsdp1": (FSDP1Config(), 2),
     "hsdp2": (FSDP2Config(), 2),
 }
+
+
+def strategies_on(world_size: int) -> dict[str, tuple[ParallelConfig, int]]:
+    """HSDP needs two axes, and under FSDP2 on a CPU torch 2.8."""
+    left_out = set() if world_size == 4 else {"hsdp1", "hsdp2"}
+    left_out |= {"hsdp2"} if TORCH < (2, 8) else set()
+    return {name: row for name, row in STRATEGIES.items() if name not in left_out}
 
 
 def assert_equal(outcomes: dict[str, Outcome], reference: Outcome) -> None:
@@ -46,7 +54,7 @@ def with_dtype(config: ParallelConfig, dtype: DType) -> ParallelConfig:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_all_strategies_match_a_single_process_bitwise(world_size: int, dtype: DType) -> None:
     """Oracle: one process that runs the same micro-batches in turn; deterministic mode."""
-    rows = {name: row for name, row in STRATEGIES.items() if world_size == 4 or not name.startswith("hsdp")}
+    rows = strategies_on(world_size)
     configs = [
         make_config(with_dtype(parallel, dtype), world_size, fsdp_size=fsdp_size)
         for parallel, fsdp_size in rows.values()
@@ -128,7 +136,7 @@ def test_initial_values_are_the_same_on_every_layout() -> None:
     (expected,) = run_ranks(1, initial_hashes, [make_config(SingleConfig(), 1)])[0]
     assert len(expected) == 30 and len(set(expected.values())) == 30 - 6
     for world_size in (1, 2, 4):
-        rows = {name: row for name, row in STRATEGIES.items() if world_size == 4 or not name.startswith("hsdp")}
+        rows = strategies_on(world_size)
         configs = [make_config(parallel, world_size, fsdp_size=size) for parallel, size in rows.values()]
         for name, hashes in zip(rows, run_ranks(world_size, initial_hashes, configs)[0], strict=True):
             assert hashes == expected, f"{name} on {world_size} ranks"
