@@ -150,12 +150,12 @@ def judge(
     if twin is None or twin not in outcomes:
         return Verdict(within)
     if outcome == outcomes[twin]:
-        return Verdict(f"{within}; every bit of {twin}")
+        return Verdict(f"{within}, = {twin}")
     if dtype == "bfloat16":
-        return Verdict(f"{within}; bf16 sums, {twin}'s float32")
+        return Verdict(f"{within}, {twin} adds in float32")
     if world_size == 2 or (world_size == 4 and name.startswith("hsdp")):
         return Verdict("BREACH", f"{where}: {name} differs from {twin} although each reduction adds two numbers")
-    return Verdict(f"{within}; last bits of {twin} differ")
+    return Verdict(f"{within}, last bits != {twin}")
 
 
 def compare(args: argparse.Namespace, deterministic: bool, dtype: str, console: Console) -> list[str]:

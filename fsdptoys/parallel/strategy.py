@@ -35,6 +35,9 @@ from fsdptoys.models import DecoderModel
 
 from .precision import DType, ReduceDType
 
+NORM_ELEMENTS = 2**22
+"""Elements of a gradient that are squared at a time, since a CPU makes a float64 copy of them: 32 MiB."""
+
 
 @dataclass
 class ParallelConfig(ABC):
@@ -177,7 +180,8 @@ class Strategy(ABC):
         device = self.context.device
         dtype = torch.float64 if float64_collectives(device.type) else torch.float32
         grads = [_local(param.grad) for _, param in self.named_parameters() if param.grad is not None]
-        norms = [torch.linalg.vector_norm(grad, dtype=dtype) for grad in grads if grad.numel()]
+        parts = [part for grad in grads for part in grad.flatten().split(NORM_ELEMENTS) if part.numel()]
+        norms = [torch.linalg.vector_norm(part, dtype=dtype) for part in parts]
         total = torch.zeros((), dtype=dtype, device=device.torch_device)
         if norms:
             total += torch.stack(norms).square().sum().to(device.torch_device)
@@ -187,8 +191,8 @@ class Strategy(ABC):
         norm = total.sqrt().float()
         if math.isfinite(max_norm):
             scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-            if grads:
-                torch._foreach_mul_(grads, scale.to(grads[0].device))
+            for grad in grads:
+                grad.mul_(scale.to(grad.device))
         return norm
 
 
