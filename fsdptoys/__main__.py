@@ -75,17 +75,22 @@ def _run(words: list[str], worker: bool) -> int:
 
 def _work(words: list[str]) -> None:
     """Be one rank."""
+    import torch
+
     from .launch import LAUNCHED, describe, hardware_environment, plan_run
     from .metrics import check_run_dir
     from .trainer import train
 
     plan = plan_run(words, os.environ)
     config, hardware = plan.composition.config, plan.hardware
-    # Under torchrun nobody has set these before the start; the allocator reads its own with the first allocation.
+    # Under torchrun nobody has set these before the start. Allocators read theirs with the first allocation, OpenMP its
+    # own at import, so threads are set once more.
     environment = hardware_environment(
         hardware.device_type, plan.local_ranks, hardware.cores, config.train.deterministic, os.environ
     )
     os.environ.update(environment)
+    if "OMP_NUM_THREADS" in environment:
+        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     if os.environ["RANK"] == "0":
         check_run_dir(config.metrics)
         if LAUNCHED not in os.environ:
@@ -97,8 +102,10 @@ def _show(words: list[str]) -> None:
     import yaml
 
     from .launch import plan_run
+    from .metrics import check_run_dir
 
     plan = plan_run(words, os.environ)
+    check_run_dir(plan.composition.config.metrics)
     chosen = " ".join(f"{group}={name or 'null'}" for group, name in plan.composition.choices.items())
     print(f"# {chosen}\n# validated for {plan.world_size} ranks on {plan.hardware.device_type}")
     print(yaml.safe_dump(plan.composition.config.to_dict(), sort_keys=False, allow_unicode=True), end="")

@@ -17,8 +17,10 @@ from .memory import GradientCheckpointing, MemoryConfig
 from .mesh import MeshConfig
 from .metrics import MetricsConfig
 from .models import ModelConfig
-from .optim import OptimConfig, WeightDecayOn
+from .optim import Implementation, OptimConfig, WeightDecayOn
 from .parallel import ParallelConfig
+
+MAX_TIMEOUT_SECONDS = 30 * 24 * 3600
 
 
 class DeviceChoice(Enum):
@@ -46,13 +48,13 @@ class TrainConfig:
     max_grad_norm: float | None = 1.0
     """Gradients are scaled down to this norm; null only measures it."""
     max_seconds: float | None = None
-    """Stop after the step in which the loop has run this long; null for no limit."""
+    """Stop after the step in which the loop has run this long; null for no limit. Schedules count ``steps`` alone."""
     eval_every: int = 0
     """Evaluate the held-out part after every so many steps, and after the last; 0 for never."""
     eval_batches: int = 8
     """Micro-batches on each rank an evaluation."""
     deterministic: bool = False
-    """Deterministic kernels and float64 reductions: the same bits whatever the layout."""
+    """Deterministic kernels and float64 reductions: the same bits whatever the layout, on 1, 2, 4, 8, … ranks."""
     seed: int = 0
     """Seed for all purposes that have none of their own."""
     init_seed: int | None = None
@@ -75,8 +77,8 @@ class TrainConfig:
                 )
         for name in ("seed", "init_seed", "data_seed", "sample_seed"):
             value = getattr(self, name)
-            if value is not None:
-                _at_least(f"train.{name}", value, 0)
+            if value is not None and not 0 <= value < 2**63:
+                raise ConfigError(f"train.{name}={value} must be at least 0 and below 2**63; set train.{name}=0")
 
     def resolve(self) -> None:
         """Fill in the seeds that have no value of their own."""
@@ -108,9 +110,9 @@ class LaunchConfig:
                 "set launch.nproc_per_node=-1"
             )
         _at_least("launch.nnodes", self.nnodes, 1)
-        if not (math.isfinite(self.timeout_seconds) and self.timeout_seconds > 0):
+        if not 0 < self.timeout_seconds <= MAX_TIMEOUT_SECONDS:
             raise ConfigError(
-                f"launch.timeout_seconds={self.timeout_seconds} must be a finite number above 0; "
+                f"launch.timeout_seconds={self.timeout_seconds} must be above 0 and at most {MAX_TIMEOUT_SECONDS}; "
                 "set launch.timeout_seconds=600"
             )
         if self.nnodes > 1 and not self.rdzv_endpoint:
@@ -148,7 +150,7 @@ class Config:
         self.train.resolve()
         self.parallel.resolve(self.train.deterministic)
         self._check_model()
-        self._check_optimizer()
+        self._check_optimizer(device_type)
         self.parallel.validate(world_size, self.mesh, device_type, self.memory.cpu_offload)
         self.data.validate(self.train.seq_len, self.model.vocab_size)
         self._check_evaluation()
@@ -167,7 +169,7 @@ class Config:
                 f"{model.n_layers} layers; set memory.checkpointing_start_index=0 to checkpoint every block"
             )
 
-    def _check_optimizer(self) -> None:
+    def _check_optimizer(self, device_type: str) -> None:
         if (
             self.parallel.name == "fsdp1"
             and self.memory.cpu_offload
@@ -178,6 +180,16 @@ class Config:
             raise ConfigError(
                 f"train.grad_accum={self.train.grad_accum} with train.deterministic=true reduces after every "
                 "micro-batch, which FSDP1 cannot add up under memory.cpu_offload=true; set parallel=fsdp2"
+            )
+        fused = self.optim.implementation is Implementation.fused
+        if fused and self.optim.name == "sgd" and self.parallel.name == "fsdp2":
+            raise ConfigError(
+                "optim.implementation=fused has no SGD for FSDP2's sharded parameters; set optim.implementation=foreach"
+            )
+        if fused and self.train.deterministic and device_type == "cpu":
+            raise ConfigError(
+                "optim.implementation=fused rounds by a shard's size on a CPU, which train.deterministic=true rules "
+                "out; set optim.implementation=auto"
             )
         if (
             not self.parallel.keeps_parameters
@@ -193,8 +205,8 @@ class Config:
         train = self.train
         if train.eval_every and not self.data.has_eval:
             raise ConfigError(
-                f"train.eval_every={train.eval_every} needs a held-out part, which data={self.data.name} does not "
-                f"have as set; set {self.data.eval_fix} or train.eval_every=0"
+                f"train.eval_every={train.eval_every} (typed, or set by the experiment) needs a held-out part, which "
+                f"data={self.data.name} does not have as set; set {self.data.eval_fix} or train.eval_every=0"
             )
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,13 +1,13 @@
 """One Device for CUDA, NPU and CPU: backend, memory statistics, synchronisation and peak FLOP/s.
 
 ``torch.accelerator`` serves CUDA and NPU alike; what it lacks on a plain CPU is answered here, so that no other room
-asks which hardware it runs on. Memory on a CPU is the process's resident set, read from ``/proc``.
+asks which hardware it runs on. On a CPU the process's resident set, read from ``/proc``, stands for its memory.
 """
 
 import contextlib
 import os
 import platform
-import sys
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ PEAK_FLOPS = {
     "A100": 312e12,
     "A800": 312e12,
     "H800": 989e12,
+    "H800 PCIe": 756e12,
     "H20": 148e12,
     "B200": 2250e12,
     "L40S": 362e12,
@@ -37,18 +38,18 @@ PEAK_FLOPS = {
     "RTX 4090": 165e12,
     "RTX 3090": 71e12,
 }
-"""Part of the device's name → peak; the longest part that occurs in the name counts."""
+"""Words of the device's name → peak; the longest that occur in the name count."""
 
 DEVICE_TYPES = ("cuda", "npu", "cpu")
 
 
 @dataclass(frozen=True)
 class MemoryStats:
-    """Bytes on the device, or of the process where the device is a CPU (allocated = reserved = resident set)."""
+    """Bytes on an accelerator."""
 
     allocated_bytes: int
     peak_bytes: int
-    """Highest allocated since the last ``reset_peak_memory``; on a CPU since the process started."""
+    """Highest allocated since the last ``reset_peak_memory``."""
     reserved_bytes: int
 
 
@@ -67,8 +68,10 @@ def device_count(device_type: str) -> int:
 
 def peak_flops(device_name: str) -> float | None:
     """Peak dense bf16 FLOP/s of a device by its name, or None where it is not known."""
-    parts = sorted((part for part in PEAK_FLOPS if part in device_name), key=len, reverse=True)
-    return PEAK_FLOPS[parts[0]] if parts else None
+    if re.search(r"\b(MIG|Laptop)\b", device_name):
+        return None
+    known = sorted((words for words in PEAK_FLOPS if re.search(rf"\b{words}\b", device_name)), key=len)
+    return PEAK_FLOPS[known[-1]] if known else None
 
 
 def float64_collectives(device_type: str) -> bool:
@@ -139,12 +142,10 @@ class Device:
             self._module.reset_peak_memory_stats()
 
     def memory(self) -> MemoryStats:
-        """Memory in use now, at its peak, and reserved by the allocator."""
-        if self.is_accelerator:
-            module = self._module
-            return MemoryStats(module.memory_allocated(), module.max_memory_allocated(), module.memory_reserved())
-        resident = resident_set_bytes()
-        return MemoryStats(resident, max(resident, _peak_resident_set_bytes()), resident)
+        """Memory of an accelerator in use now, at its peak, and reserved by the allocator."""
+        assert self.is_accelerator
+        module = self._module
+        return MemoryStats(module.memory_allocated(), module.max_memory_allocated(), module.memory_reserved())
 
 
 def resident_set_bytes() -> int:
@@ -152,13 +153,6 @@ def resident_set_bytes() -> int:
     with contextlib.suppress(OSError), open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
-
-
-def _peak_resident_set_bytes() -> int:
-    import resource  # absent on Windows, where torch's process groups are of little use too
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _cpu_name() -> str:

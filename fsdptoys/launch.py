@@ -39,6 +39,8 @@ from .parallel import SingleConfig
 CPU_RANKS = 2
 """Ranks on a machine without accelerator: the fewest that shard."""
 
+MOST_RANKS_PER_CORE = 32
+
 SHUTDOWN_SECONDS = 5
 """Workers that ignore the signal for so long are killed."""
 
@@ -149,8 +151,11 @@ def plan_run(words: Sequence[str], present: Mapping[str, str]) -> Plan:
     settings = compose([word for word in words if re.match(r"(launch\.|(parallel|experiment)=)", word)]).config
     hardware = find_hardware(settings.launch.device)
     if "RANK" in present and "WORLD_SIZE" in present:
-        world_size = int(present["WORLD_SIZE"])
-        local_ranks = int(present.get("LOCAL_WORLD_SIZE", world_size))
+        world_size = _read_rank_variable(present, "WORLD_SIZE")
+        local_ranks = _read_rank_variable(present, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in present else world_size
+        _read_rank_variable(present, "RANK")
+        if world_size > 1:
+            _read_rank_variable(present, "LOCAL_RANK")
     else:
         local_ranks = _ranks_on_this_machine(settings.launch, hardware, isinstance(settings.parallel, SingleConfig))
         world_size = local_ranks * settings.launch.nnodes
@@ -161,6 +166,16 @@ def plan_run(words: Sequence[str], present: Mapping[str, str]) -> Plan:
     composition = compose(words)
     composition.config.validate(world_size, hardware.device_type)
     return Plan(composition, hardware, local_ranks, world_size, words)
+
+
+def _read_rank_variable(present: Mapping[str, str], name: str) -> int:
+    value = present.get(name, "")
+    if not value.isdecimal():
+        raise ConfigError(
+            f"{name}={value or 'nothing'} in the environment must be a number, as torchrun sets it; start the ranks "
+            "with torchrun, or unset RANK and WORLD_SIZE"
+        )
+    return int(value)
 
 
 def choose_experiment(device_type: str, world_size: int) -> str:
@@ -178,6 +193,11 @@ def _ranks_on_this_machine(launch: LaunchConfig, hardware: Hardware, single: boo
         raise ConfigError(
             f"launch.nproc_per_node={ranks} is over the number of {hardware.device_type} devices of this machine, "
             f"{hardware.devices}; set launch.nproc_per_node={hardware.devices}"
+        )
+    if not hardware.devices and ranks > MOST_RANKS_PER_CORE * hardware.cores:
+        raise ConfigError(
+            f"launch.nproc_per_node={ranks} is over {MOST_RANKS_PER_CORE} for each of {hardware.cores} cores; "
+            f"set launch.nproc_per_node={hardware.cores}"
         )
     return ranks
 

@@ -63,7 +63,7 @@ class OptimConfig(ABC):
     schedule: Schedule = Schedule.cosine
     """Course of the learning rate after the warm-up."""
     warmup_steps: int = 0
-    """Steps over which the learning rate rises linearly to ``lr``."""
+    """Steps over which the learning rate rises linearly to ``lr``; a run of fewer steps does not get there."""
     min_lr_ratio: float = 0.1
     """Last learning rate as a share of ``lr``; for ``cosine`` and ``wsd``."""
     decay_share: float = 0.2
@@ -71,9 +71,9 @@ class OptimConfig(ABC):
 
     def __post_init__(self) -> None:
         """Check each value by itself."""
-        _at_least("lr", self.lr, 0)
-        _at_least("weight_decay", self.weight_decay, 0)
-        _at_least("warmup_steps", self.warmup_steps, 0)
+        _at_least_zero("lr", self.lr, fix=3e-4)
+        _at_least_zero("weight_decay", self.weight_decay)
+        _at_least_zero("warmup_steps", self.warmup_steps)
         for name in ("min_lr_ratio", "decay_share"):
             value = getattr(self, name)
             if not 0 <= value <= 1:
@@ -104,7 +104,8 @@ class AdamWConfig(OptimConfig):
             value = getattr(self, name)
             if not 0 <= value < 1:
                 raise ConfigError(f"optim.{name}={value} must be at least 0 and below 1; set optim.{name}=0.9")
-        _at_least("eps", self.eps, 0)
+        if not (math.isfinite(self.eps) and self.eps > 0):
+            raise ConfigError(f"optim.eps={self.eps} must be a finite number above 0; set optim.eps=1e-08")
 
     def build(self, params: list[dict[str, object]]) -> torch.optim.Optimizer:
         """Construct ``torch.optim.AdamW``."""
@@ -189,6 +190,6 @@ def _implementation(implementation: Implementation) -> dict[str, bool]:
     }[implementation]
 
 
-def _at_least(name: str, value: float, bound: float) -> None:
-    if not (math.isfinite(value) and value >= bound):
-        raise ConfigError(f"optim.{name}={value} must be a finite number of at least {bound}; set optim.{name}={bound}")
+def _at_least_zero(name: str, value: float, fix: float = 0) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise ConfigError(f"optim.{name}={value} must be a finite number of at least 0; set optim.{name}={fix}")

@@ -27,6 +27,9 @@ from .errors import ConfigError
 
 CONFIGS = Path(__file__).parent / "configs"
 
+RESERVED = {"memory.chunk_loss", "memory.chunk_tokens", "memory.activation_offload", "profile", "checkpoint", "patches"}
+"""Keys and sections that a user may know from elsewhere, and that must not be taken for a near miss of another."""
+
 HELP = "see fsdptoys train --help for all keys"
 
 
@@ -210,6 +213,8 @@ def _unknown_key(
                 f"{typed} is not an option of {section}={chosen}, it belongs to {', '.join(belongs)}; "
                 f"set {section}={belongs[0]} or leave it out"
             )
+    if key in RESERVED or section in RESERVED:
+        return f"{typed} names something that this version does not have; leave it out"
     near = _nearest_key(key, [*options, *groups])
     return f"{typed} names a key that does not exist; " + (f"did you mean {near}={raw}?" if near else HELP)
 
@@ -225,7 +230,7 @@ def _nearest_key(key: str, known: Sequence[str]) -> str | None:
         word = near_miss(last, [_split(name)[1] for name in names], cutoff=0.7)
         if word:
             return near_miss(key, [name for name in names if _split(name)[1] == word], cutoff=0.0)
-    return near_miss(key, known)
+    return near_miss(key, known, cutoff=0.75)
 
 
 def _split(key: str) -> tuple[str, str]:

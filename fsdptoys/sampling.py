@@ -21,15 +21,19 @@ def generate(model: nn.Module, prompt_T: Tensor, count: int, context: int, tempe
         seed: of the draws.
 
     Returns:
-        The prompt and what follows, int64 of shape (T + count,).
+        The prompt and what follows, int64 of shape (T + count,); shorter where the model's logits are not finite.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens_T = prompt_T
     for _ in range(count):
-        logits_V = model(tokens_T[-context:].unsqueeze(0))[0, -1].float().cpu()
+        logits_V = model(tokens_T[-context:].unsqueeze(0))[0, -1].double().cpu()
+        if not logits_V.isfinite().all():
+            break
         if temperature == 0:
             token = logits_V.argmax(keepdim=True)
         else:
-            token = torch.multinomial(torch.softmax(logits_V / temperature, dim=-1), 1, generator=generator)
+            # The largest logit becomes 0, so that no temperature is too low to divide by.
+            odds_V = torch.softmax((logits_V - logits_V.max()) / temperature, dim=-1)
+            token = torch.multinomial(odds_V, 1, generator=generator)
         tokens_T = torch.cat([tokens_T, token.to(tokens_T.device)])
     return tokens_T

@@ -180,7 +180,7 @@ class Trainer:
         learning_rate = float(self.schedule.get_last_lr()[0])
         self.optimizer.step()
         self.schedule.step()
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=strategy.frees_gradients)
         self.device.synchronize()
 
         loss, ranks_out_of_time = totals.tolist()

@@ -80,7 +80,22 @@ class LlamaConfig:
                 f"model.n_kv_heads={self.n_kv_heads} must divide model.n_heads={self.n_heads}; "
                 f"set model.n_kv_heads={math.gcd(self.n_heads, self.n_kv_heads)}"
             )
-        if self.rope_scaling.factor < 1:
+        for name, value, fix in (
+            ("init_std", self.init_std, 0.02),
+            ("norm_eps", self.norm_eps, 1e-5),
+            ("rope_theta", self.rope_theta, 10000.0),
+            ("rope_scaling.low_freq_factor", self.rope_scaling.low_freq_factor, 1.0),
+            ("rope_scaling.original_max_seq_len", self.rope_scaling.original_max_seq_len, 8192),
+        ):
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"model.{name}={value} must be a finite number above 0; set model.{name}={fix}")
+        if not self.rope_scaling.low_freq_factor < self.rope_scaling.high_freq_factor < math.inf:
+            raise ValueError(
+                f"model.rope_scaling.high_freq_factor={self.rope_scaling.high_freq_factor} must be above "
+                f"model.rope_scaling.low_freq_factor={self.rope_scaling.low_freq_factor}; "
+                f"set model.rope_scaling.high_freq_factor={4 * self.rope_scaling.low_freq_factor}"
+            )
+        if not 1 <= self.rope_scaling.factor < math.inf:
             raise ValueError(
                 f"model.rope_scaling.factor={self.rope_scaling.factor} must be at least 1; "
                 "set model.rope_scaling.factor=1 for no scaling"

@@ -17,6 +17,7 @@ Exits with status 1 on any breach.
 
 import argparse
 import hashlib
+import math
 import os
 import sys
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from rich.table import Table
 
 from fsdptoys.compose import compose_config
 from fsdptoys.config import Config
+from fsdptoys.device import device_count
 from fsdptoys.errors import ConfigError
 from fsdptoys.trainer import Trainer
 from scripts.ranks import run_ranks
@@ -59,8 +61,8 @@ class Outcome:
 
     losses: list[float]
     grad_norms: list[float]
-    parameters: str
-    """Hash of all full parameters."""
+    parameters: dict[str, str]
+    """Name → hash of the full parameter."""
 
 
 def overrides(args: argparse.Namespace, deterministic: bool, dtype: str) -> list[str]:
@@ -107,18 +109,19 @@ def train_all(configs: list[Config]) -> list[Outcome]:
     return outcomes
 
 
-def hash_parameters(trainer: Trainer) -> str:
-    """SHA-256 over the names and bytes of all full parameters, whatever order the strategy yields them in."""
-    digests = {
-        name: hashlib.sha256(param.contiguous().numpy().tobytes()).hexdigest()
-        for name, param in trainer.strategy.full_parameters()
-    }
-    return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()
+def hash_parameters(trainer: Trainer) -> dict[str, str]:
+    """Name → SHA-256 over the bytes of the full parameter."""
+    hashes: dict[str, str] = {}
+    for name, param in trainer.strategy.full_parameters():
+        assert name not in hashes, "a parameter came twice"
+        hashes[name] = hashlib.sha256(param.contiguous().numpy().tobytes()).hexdigest()
+    return hashes
 
 
 def max_loss_difference(outcome: Outcome, reference: Outcome) -> float:
     """Largest relative difference of a step's loss."""
-    return max(abs(a - b) / abs(b) for a, b in zip(outcome.losses, reference.losses, strict=True))
+    differences = [abs(a - b) / abs(b) for a, b in zip(outcome.losses, reference.losses, strict=True)]
+    return math.nan if any(map(math.isnan, differences)) else max(differences)
 
 
 def max_norm_difference(outcome: Outcome, reference: Outcome) -> float:
@@ -143,7 +146,7 @@ def judge(
         return Verdict("every bit")
     where = f"{dtype} {'deterministic' if deterministic else 'default'} mode, {world_size} ranks"
     tolerance = LOSS_TOLERANCE if dtype == "float32" else BF16_LOSS_TOLERANCE
-    if deterministic or max_loss_difference(outcome, reference) > tolerance:
+    if deterministic or not max_loss_difference(outcome, reference) <= tolerance:  # nan is a breach too
         return Verdict("BREACH", f"{where}: {name} differs from one process")
     within = f"loss within {tolerance:g}"
     twin = FSDP2_ON_THE_SAME_MESH.get(name)
@@ -194,6 +197,24 @@ def compare(args: argparse.Namespace, deterministic: bool, dtype: str, console: 
     return breaches
 
 
+def check_world_sizes(world_sizes: list[int], device: str) -> None:
+    """Refuse numbers of ranks for which nothing is promised, or which have no devices.
+
+    Raises:
+        ConfigError: naming the number and the fix.
+    """
+    for world_size in world_sizes:
+        if world_size < 1 or world_size & (world_size - 1):
+            raise ConfigError(
+                f"--world-sizes {world_size} must be a power of two, where averaging is exact; set 2 or 4"
+            )
+        if device != "cpu" and world_size > device_count(device):
+            raise ConfigError(
+                f"--world-sizes {world_size} needs as many {device} devices, this machine has {device_count(device)}; "
+                "set fewer, or --device cpu"
+            )
+
+
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -213,6 +234,7 @@ def main() -> int:
     console = Console(width=136)
     breaches: list[str] = []
     try:
+        check_world_sizes(args.world_sizes, args.device)
         for dtype in args.dtypes:
             for deterministic in (True, False):
                 breaches += compare(args, deterministic, dtype, console)

@@ -66,7 +66,7 @@ def test_every_group_but_experiment_has_its_schemas() -> None:
 
 @pytest.mark.parametrize("parallel", ["single", "ddp", "fsdp1", "fsdp2"])
 @pytest.mark.parametrize("experiment", list_choices()["experiment"])
-def test_every_experiment_runs_under_every_strategy(experiment: str, parallel: str) -> None:
+def test_every_experiment_is_accepted_by_every_strategy(experiment: str, parallel: str) -> None:
     """Oracle: ``Config.validate``, for the hardware that the experiment is for."""
     config = compose_config([f"experiment={experiment}", f"parallel={parallel}"])
     ranks = 1 if parallel == "single" else 8 if experiment == "llama2_7b" else 2

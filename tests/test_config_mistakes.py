@@ -75,7 +75,7 @@ MISTAKES = {
     "write the value itself",
     # Values.
     "train.batch_size=0": "train.batch_size=0 must be at least 1; set train.batch_size=1",
-    "optim.lr=-1": "optim.lr=-1.0 must be a finite number of at least 0; set optim.lr=0",
+    "optim.lr=-1": "optim.lr=-1.0 must be a finite number of at least 0; set optim.lr=0.0003",
     "model.n_heads=3": "model.n_heads=3 must divide model.dim=64 into heads of even width; "
     "set model.dim to a multiple of 6",
     "memory.cpu_offload=true memory.optimizer_offload=true": "memory.cpu_offload=true and "
@@ -117,8 +117,23 @@ MISTAKES = {
     "over replicas; set parallel=ddp, or parallel=fsdp2 to keep the mesh",
     "parallel=fsdp1 parallel.forward_prefetch=2": "parallel.forward_prefetch=2 is deeper than FSDP1 can prefetch; "
     "set parallel.forward_prefetch=1 or parallel=fsdp2",
-    "parallel.param_dtype=float16": "parallel.param_dtype=float16 needs loss scaling, which is not supported; "
-    "set parallel.param_dtype=bfloat16",
+    "parallel.param_dtype=float16": "parallel.param_dtype=float16 must be one of float32, bfloat16; "
+    "did you mean parallel.param_dtype=bfloat16?",
+    "parallel=fsdp2 optim=sgd optim.implementation=fused": "optim.implementation=fused has no SGD for FSDP2's sharded "
+    "parameters; set optim.implementation=foreach",
+    "train.deterministic=true optim.implementation=fused": "optim.implementation=fused rounds by a shard's size on a "
+    "CPU, which train.deterministic=true rules out; set optim.implementation=auto",
+    "optim.eps=0": "optim.eps=0.0 must be a finite number above 0; set optim.eps=1e-08",
+    "train.seed=18446744073709551616": "train.seed=18446744073709551616 must be at least 0 and below 2**63; "
+    "set train.seed=0",
+    "launch.timeout_seconds=1e30": "launch.timeout_seconds=1e+30 must be above 0 and at most 2592000; "
+    "set launch.timeout_seconds=600",
+    "model.rope_theta=0": "model.rope_theta=0.0 must be a finite number above 0; set model.rope_theta=10000.0",
+    "model.init_std=-1": "model.init_std=-1.0 must be a finite number above 0; set model.init_std=0.02",
+    "model.rope_scaling.high_freq_factor=1": "model.rope_scaling.high_freq_factor=1.0 must be above "
+    "model.rope_scaling.low_freq_factor=1.0; set model.rope_scaling.high_freq_factor=4.0",
+    "memory.chunk_loss=true": "memory.chunk_loss=true names something that this version does not have; leave it out",
+    "checkpoint.resume=auto": "checkpoint.resume=auto names something that this version does not have; leave it out",
 }
 
 

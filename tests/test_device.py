@@ -10,7 +10,6 @@ from fsdptoys.device import (
     Device,
     available_device_type,
     device_count,
-    float64_collectives,
     peak_flops,
     resident_set_bytes,
 )
@@ -27,6 +26,11 @@ from fsdptoys.errors import ConfigError
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA L40S", 362e12),
         ("NVIDIA L4", 121e12),
+        ("NVIDIA H800 PCIe", 756e12),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA GB200", None),
+        ("NVIDIA H200 MIG 1g.18gb", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA GeForce RTX 4090", 165e12),
         ("some other device", None),
     ],
@@ -36,15 +40,13 @@ def test_peak_flops_are_found_by_name(name: str, expected: float | None) -> None
     assert peak_flops(name) == expected
 
 
-def test_cpu_device_has_memory_but_no_known_peak() -> None:
+def test_cpu_device_has_no_known_peak() -> None:
     """Oracle: the operating system's own numbers."""
     device = Device("cpu")
     assert (device.backend, device.torch_device, device.is_accelerator) == ("gloo", torch.device("cpu"), False)
     assert device.name and device.peak_flops is None
     device.synchronize()
     device.reset_peak_memory()
-    memory = device.memory()
-    assert 0 < memory.allocated_bytes <= memory.peak_bytes <= device.total_memory_bytes
     assert device.total_memory_bytes == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -61,8 +63,3 @@ def test_a_device_that_is_not_there_is_a_config_error() -> None:
     assert device_count("cuda") == 0 and device_count("cpu") == 1
     with pytest.raises(ConfigError, match="local rank 0 needs its own cuda device, this machine has 0"):
         Device("cuda", 0)
-
-
-def test_only_hccl_lacks_float64() -> None:
-    """Oracle: HCCL's list of data types, in torch_npu's ProcessGroupHCCL."""
-    assert [float64_collectives(device) for device in ("cuda", "npu", "cpu")] == [True, False, True]

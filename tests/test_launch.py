@@ -221,6 +221,9 @@ def test_cores_are_at_most_those_of_the_affinity() -> None:
     assert 1 <= available_cores() <= (os.cpu_count() or 1)
 
 
+TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+
+
 @pytest.mark.parametrize(
     "words, present, world_size, local_ranks",
     [
@@ -228,13 +231,32 @@ def test_cores_are_at_most_those_of_the_affinity() -> None:
         (["parallel=single"], {}, 1, 1),
         (["launch.nproc_per_node=3"], {}, 3, 3),
         (["launch.nproc_per_node=3", "launch.nnodes=2", "launch.rdzv_endpoint=x:1"], {}, 6, 3),
-        (["launch.nproc_per_node=3"], {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, 4, 2),
+        (["launch.nproc_per_node=3"], TORCHRUN, 4, 2),
     ],
 )
 def test_ranks_of_a_plan(words: list[str], present: dict[str, str], world_size: int, local_ranks: int) -> None:
     """Oracle: two ranks on a CPU, one for ``single``, what is asked for, and above all torchrun's numbers."""
     plan = plan_run([*words, "launch.device=cpu"], present)
     assert (plan.world_size, plan.local_ranks) == (world_size, local_ranks)
+
+
+@pytest.mark.parametrize(
+    "present, told",
+    [
+        (TORCHRUN | {"WORLD_SIZE": "y"}, "WORLD_SIZE=y in the environment must be a number"),
+        ({"RANK": "0", "WORLD_SIZE": "4"}, "LOCAL_RANK=nothing in the environment must be a number"),
+    ],
+)
+def test_ranks_that_nobody_numbered_are_a_mistake(present: dict[str, str], told: str) -> None:
+    """Oracle: the sentence; without LOCAL_RANK every rank would take the first device."""
+    with pytest.raises(ConfigError, match=told):
+        plan_run(["launch.device=cpu"], present)
+
+
+def test_more_ranks_than_a_cpu_can_bear_are_a_mistake() -> None:
+    """Oracle: the sentence."""
+    with pytest.raises(ConfigError, match=r"launch.nproc_per_node=100000 is over 32 for each of \d+ cores; set"):
+        plan_run(["launch.device=cpu", "launch.nproc_per_node=100000"], {})
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,12 @@
 
 import argparse
 import io
+import math
 
 import pytest
 from rich.console import Console
 
+from fsdptoys.errors import ConfigError
 from scripts import parity
 
 
@@ -26,7 +28,7 @@ def test_script_prints_a_row_for_each_strategy_and_finds_no_breach(deterministic
 
 
 def outcome(loss: float, parameters: str = "same") -> parity.Outcome:
-    return parity.Outcome([1.0, loss], [1.0, 1.0], parameters)
+    return parity.Outcome([1.0, loss], [1.0, 1.0], {"weight": parameters})
 
 
 @pytest.mark.parametrize(
@@ -38,9 +40,23 @@ def outcome(loss: float, parameters: str = "same") -> parity.Outcome:
         (False, {"fsdp1": outcome(1.0 + 1e-7), "fsdp2": outcome(1.0 + 1e-7)}, 0),
         (False, {"fsdp1": outcome(1.0 + 1e-5), "fsdp2": outcome(1.0 + 1e-5)}, 2),
         (False, {"fsdp1": outcome(1.0 + 1e-7), "fsdp2": outcome(1.0)}, 1),
+        (False, {"ddp": outcome(math.nan)}, 1),
     ],
 )
 def test_verdicts_find_every_breach(deterministic: bool, outcomes: dict[str, parity.Outcome], breaches: int) -> None:
     """Oracle: breaches made by hand, on two ranks in float32."""
     found = [parity.judge(name, outcomes, outcome(1.0), 2, "float32", deterministic).breach for name in outcomes]
     assert len([breach for breach in found if breach]) == breaches
+
+
+@pytest.mark.parametrize(
+    ("world_sizes", "device", "sentence"),
+    [
+        ([2, 3], "cpu", "--world-sizes 3 must be a power of two"),
+        ([1], "npu", "--world-sizes 1 needs as many npu devices"),
+    ],
+)
+def test_ranks_without_a_promise_or_a_device_are_refused(world_sizes: list[int], device: str, sentence: str) -> None:
+    """Oracle: the sentence."""
+    with pytest.raises(ConfigError, match=sentence):
+        parity.check_world_sizes(world_sizes, device)

@@ -29,4 +29,10 @@ def test_draws_depend_on_the_seed_alone_and_follow_the_temperature() -> None:
     prompt = torch.tensor([1, 2])
     first, again, other = (generate(Counting(1.0), prompt, 50, 2, 1.0, seed).tolist() for seed in (0, 0, 1))
     assert first == again != other
-    assert generate(Counting(1.0), prompt, 4, 2, 0.01, 0).tolist() == [1, 2, 3, 5, 8, 3]
+    for temperature in (0.01, 1e-300):
+        assert generate(Counting(1.0), prompt, 4, 2, temperature, 0).tolist() == [1, 2, 3, 5, 8, 3]
+
+
+def test_a_model_that_diverged_writes_no_more() -> None:
+    """Oracle: the prompt."""
+    assert generate(Counting(float("nan")), torch.tensor([1, 2]), 4, 2, 1.0, 0).tolist() == [1, 2]

@@ -82,6 +82,8 @@ class FSDP1(Strategy):
         super().__init__(context)
         self.config = config
         self.mesh = build_mesh(context.mesh, context.world_size, context.device)
+        # The model's own parameters are views into a flat one, which keeps its offloaded gradient when theirs are None.
+        self.frees_gradients = not context.cpu_offload
 
     def parallelize(self, model: DecoderModel, init_seed: int) -> None:
         """Wrap from the inside out; each unit is materialised, initialised, flattened and sharded in turn."""

@@ -133,10 +133,8 @@ class FSDP2(Strategy):
     @contextmanager
     def microbatch(self, index: int, count: int) -> Iterator[None]:
         """Reduce-scatter once a step, with the last micro-batch; in the deterministic mode, after each."""
-        last = index == count - 1
         assert isinstance(self.model, FSDPModule)
-        self.model.set_requires_gradient_sync(last or self.context.deterministic)
-        self.model.set_is_last_backward(last)
+        self.model.set_requires_gradient_sync(index == count - 1 or self.context.deterministic)
         yield
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

@@ -1,5 +1,6 @@
 """The number formats of a run, and the same mixed precision for models that no FSDP wraps."""
 
+import functools
 from enum import Enum
 
 import torch
@@ -11,7 +12,6 @@ class DType(Enum):
 
     float32 = "float32"
     bfloat16 = "bfloat16"
-    float16 = "float16"
 
     @property
     def torch(self) -> torch.dtype:
@@ -44,16 +44,31 @@ class ReduceDType(Enum):
 class CastParameters(nn.Module):
     """Runs a model on low-precision copies of its float32 parameters, as FSDP's ``param_dtype`` does.
 
-    Gradients come back through the cast and so accumulate in float32. The copies of all parameters live from the
-    forward to the end of the backward.
+    Gradients come back through the cast and so accumulate in float32. Each copy is made once a forward, and stands in
+    for its parameter while a module that owns it runs: also when gradient checkpointing runs it again in the backward.
+    The copies live until the next forward makes others.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
         self.module = module
         self.dtype = dtype
+        self._copies: dict[nn.Parameter, Tensor] = {}
+        for owner in module.modules():
+            own = dict(owner.named_parameters(recurse=False))
+            if own:
+                owner.register_forward_pre_hook(functools.partial(self._swap_in, own))
+                owner.register_forward_hook(functools.partial(self._swap_out, own), always_call=True)
 
     def forward(self, *args: object) -> Tensor:
         """Call the model with its parameters cast."""
-        cast = {name: param.to(self.dtype) for name, param in self.module.named_parameters()}
-        return torch.func.functional_call(self.module, cast, args)
+        self._copies = {param: param.to(self.dtype) for param in self.module.parameters()}
+        output: Tensor = self.module(*args)
+        return output
+
+    def _swap_in(self, own: dict[str, nn.Parameter], owner: nn.Module, *_: object) -> None:
+        for name, param in own.items():
+            owner._parameters[name] = self._copies[param]  # type: ignore[assignment]
+
+    def _swap_out(self, own: dict[str, nn.Parameter], owner: nn.Module, *_: object) -> None:
+        owner._parameters.update(own)

@@ -49,7 +49,7 @@ class ParallelConfig(ABC):
     param_dtype: DType = DType.float32
     """Number format of forward and backward; parameters and optimizer states stay float32."""
     buffer_dtype: DType = DType.float32
-    """Number format of the model's buffers (rotary frequencies)."""
+    """Number format of the model's buffers: rotary frequencies; bf16 makes the angles of late positions wrong."""
 
     @property
     def keeps_parameters(self) -> bool:
@@ -59,17 +59,14 @@ class ParallelConfig(ABC):
     def resolve(self, deterministic: bool) -> None:  # noqa: B027 (not every strategy has such settings)
         """Replace settings that say ``auto`` by what they stand for."""
 
-    def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
+    def validate(  # noqa: B027 (nor does every strategy refuse something)
+        self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool
+    ) -> None:
         """Check this strategy against what else is chosen.
 
         Raises:
             ConfigError: naming key, value and fix.
         """
-        if self.param_dtype is DType.float16:
-            raise ConfigError(
-                "parallel.param_dtype=float16 needs loss scaling, which is not supported; "
-                "set parallel.param_dtype=bfloat16"
-            )
 
     @abstractmethod
     def build(self, context: "ParallelContext") -> "Strategy":
@@ -141,6 +138,9 @@ class Strategy(ABC):
     def __init__(self, context: ParallelContext) -> None:
         self.context = context
         self.data_ranks = context.world_size
+
+    frees_gradients: bool = True
+    """Whether gradients may be set to None after a step, rather than to zero."""
 
     @property
     def loss_scale(self) -> float:

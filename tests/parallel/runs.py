@@ -1,11 +1,7 @@
 """Small training runs for the tests of this folder, made in memory rather than from YAML."""
 
 import copy
-import hashlib
-from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from fsdptoys.config import Config, LaunchConfig, TrainConfig
 from fsdptoys.data import SyntheticConfig
@@ -15,7 +11,6 @@ from fsdptoys.metrics import Console, MetricsConfig
 from fsdptoys.models import LlamaConfig
 from fsdptoys.optim import AdamWConfig, OptimConfig, WeightDecayOn
 from fsdptoys.parallel import ParallelConfig
-from fsdptoys.trainer import Trainer
 
 
 def tiny_model(tie_embeddings: bool = False) -> LlamaConfig:
@@ -59,42 +54,3 @@ def make_config(
     )
     config.validate(world_size, "cpu")
     return config
-
-
-@dataclass
-class Outcome:
-    """What two runs are compared by."""
-
-    losses: list[float]
-    grad_norms: list[float]
-    parameters: dict[str, str]
-    """Name → hash of the full parameter's bytes."""
-
-
-def train_all(configs: list[Config]) -> list[Outcome]:
-    """Train each configuration in turn in the process group that is up."""
-    outcomes = []
-    for config in configs:
-        trainer = Trainer(config)
-        trainer.train()
-        outcomes.append(
-            Outcome(
-                [step.loss for step in trainer.history],
-                [step.grad_norm for step in trainer.history],
-                parameter_hashes(trainer),
-            )
-        )
-    return outcomes
-
-
-def parameter_hashes(trainer: Trainer) -> dict[str, str]:
-    hashes: dict[str, str] = {}
-    for name, param in trainer.strategy.full_parameters():
-        assert name not in hashes, "a parameter came twice"
-        hashes[name] = hashlib.sha256(param.contiguous().numpy().tobytes()).hexdigest()
-    return hashes
-
-
-def full_gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Gradients of a model that nothing shards."""
-    return {name: param.grad.clone() for name, param in trainer.strategy.named_parameters() if param.grad is not None}

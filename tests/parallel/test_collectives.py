@@ -112,11 +112,14 @@ def test_wrapping_decides_how_many_units_there_are(config: type[FSDP1Config] | t
 def test_accumulation_reduces_once_a_step_or_after_each_micro_batch_in_the_deterministic_mode(
     parallel: ParallelConfig, kind: str, units: int, deterministic: bool
 ) -> None:
-    """Oracle: reductions of one micro-batch (all of a tiny model fits one DDP bucket), times those that reduce."""
+    """Oracle: reductions of one micro-batch (a tiny model fits one DDP bucket), and its gathers, times their number."""
     (events,) = record([parallel], grad_accum=3, deterministic=deterministic)
     # Two all-reduces are the trainer's own: valid tokens, and loss; clipping has a third where gradients are sharded.
     own = {SCATTER: 0, REDUCE: 2}[kind]
     assert count(events, kind) - own == units * (3 if deterministic else 1)
+    (once,) = record([parallel])
+    # FSDP1 keeps its root and head gathered until it reduces.
+    assert count(events, GATHER) <= 3 * count(once, GATHER)
 
 
 @pytest.mark.parametrize(

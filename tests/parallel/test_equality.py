@@ -13,8 +13,9 @@ from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
 from fsdptoys.parallel.fsdp2 import TORCH
 from fsdptoys.parallel.precision import DType
 from fsdptoys.trainer import Trainer
+from scripts.parity import Outcome, hash_parameters, train_all
 from scripts.ranks import run_ranks
-from tests.parallel.runs import Outcome, make_config, parameter_hashes, train_all
+from tests.parallel.runs import make_config
 
 CHECKPOINTED = MemoryConfig(gradient_checkpointing=GradientCheckpointing.full, checkpointing_start_index=1)
 OFFLOADED = MemoryConfig(cpu_offload=True)
@@ -100,6 +101,22 @@ def test_no_setting_of_a_strategy_changes_a_bit() -> None:
     assert_equal(outcomes, single(2, tie_embeddings=True))
 
 
+@pytest.mark.parametrize("tie_embeddings", [False, True], ids=["untied", "tied"])
+def test_bf16_parameters_and_checkpointing_go_together_under_every_strategy(tie_embeddings: bool) -> None:
+    """Oracle: one process without checkpointing, bit for bit; recomputation must see the same low-precision copies."""
+    options = {"param_dtype": DType.bfloat16, "tie_embeddings": tie_embeddings}
+    plain = single(2, **options)
+    assert single(2, memory=CHECKPOINTED, **options) == plain
+    names = ["ddp", "fsdp1", "fsdp2"]
+    configs = [
+        make_config(
+            with_dtype(STRATEGIES[name][0], DType.bfloat16), 2, memory=CHECKPOINTED, tie_embeddings=tie_embeddings
+        )
+        for name in names
+    ]
+    assert_equal(dict(zip(names, run_ranks(2, train_all, configs)[0], strict=True)), plain)
+
+
 @pytest.mark.parametrize(
     "optim",
     [
@@ -120,15 +137,15 @@ def test_optimizers_update_shards_as_they_update_whole_parameters(optim: AdamWCo
 
 def test_fused_adamw_matches_a_single_process_closely() -> None:
     """Oracle: one process with the same kernel, whose vector and tail loops round differently: losses to 1e-6."""
-    optim = AdamWConfig(lr=1e-3, implementation=Implementation.fused)
-    configs = [make_config(STRATEGIES[name][0], 2, optim=optim) for name in ("ddp", "fsdp1", "fsdp2")]
-    reference = single(2, optim=optim)
+    options = {"optim": AdamWConfig(lr=1e-3, implementation=Implementation.fused), "deterministic": False}
+    configs = [make_config(STRATEGIES[name][0], 2, **options) for name in ("ddp", "fsdp1", "fsdp2")]
+    reference = single(2, **options)
     for outcome in run_ranks(2, train_all, configs)[0]:
         assert outcome.losses == pytest.approx(reference.losses, rel=1e-6)
 
 
 def initial_hashes(configs: list[Config]) -> list[dict[str, str]]:
-    return [parameter_hashes(Trainer(config)) for config in configs]
+    return [hash_parameters(Trainer(config)) for config in configs]
 
 
 def test_initial_values_are_the_same_on_every_layout() -> None:
@@ -192,3 +209,24 @@ def test_clipping_scales_every_strategys_gradient_to_the_same_norm() -> None:
     for _, norm, clipped in run_ranks(2, first_step, configs)[0]:
         assert norm == pytest.approx(before, rel=1e-6)
         assert clipped == pytest.approx(after, rel=1e-5)
+
+
+def train_offloaded(configs: list[Config]) -> list[Outcome]:
+    """Train with FSDP1's CPU offload, but for its pinned memory and streams, which a CPU does not have."""
+    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign, assignment]
+    torch.cpu.Stream.synchronize = lambda _: None  # type: ignore[attr-defined]
+    for config in configs:
+        config.memory.cpu_offload = True  # after validation, which asks for an accelerator
+    return train_all(configs)
+
+
+@pytest.mark.parametrize("grad_accum", [1, 2])
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["own", "flat"])
+def test_fsdp1_cpu_offload_leaves_no_gradient_behind(use_orig_params: bool, grad_accum: int) -> None:
+    """Oracle: the same training without offload, bit for bit."""
+
+    def config() -> Config:
+        parallel = FSDP1Config(use_orig_params=use_orig_params)
+        return make_config(parallel, 2, grad_accum=grad_accum, deterministic=False)
+
+    assert run_ranks(2, train_offloaded, [config()])[0] == run_ranks(2, train_all, [config()])[0]
