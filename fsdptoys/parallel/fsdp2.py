@@ -65,15 +65,15 @@ class FSDP2(Strategy):
 
     def parallelize(self, model: DecoderModel, init_seed: int) -> None:
         """Shard each block, then norm and head together, then the root; materialise only the shards."""
-        units = self._shard(model)
-        self._set_prefetch(units)
+        tied = bool(shared_parameters(model))
+        self._set_prefetch(self._shard(model, tied), tied)
         device = self.context.device.torch_device
         memory = torch.device("cpu") if self.context.cpu_offload else device
         materialise(model, memory, init_seed)
         init_buffers(model, device, self.config.buffer_dtype.torch)
         self.model = model
 
-    def _shard(self, model: DecoderModel) -> list[FSDPModule]:
+    def _shard(self, model: DecoderModel, tied: bool) -> list[FSDPModule]:
         """Make the units and return them in the order in which the forward uses them."""
         config, context = self.config, self.context
         pin_memory = context.device.is_accelerator
@@ -99,7 +99,6 @@ class FSDP2(Strategy):
 
         inner = config.reshard_after_forward is not ReshardAfterForward.never
         outer = config.reshard_after_forward is ReshardAfterForward.always
-        tied = bool(shared_parameters(model))
         if tied:
             # One weight in two units would be gathered and reduced twice: embedding and head go together.
             shard([model.embed_tokens, model.norm, model.lm_head], outer)
@@ -119,16 +118,18 @@ class FSDP2(Strategy):
         fully_shard(model, mesh=self.mesh, reshard_after_forward=outer, mp_policy=mp_policy)
         return units
 
-    def _set_prefetch(self, units: list[FSDPModule]) -> None:
+    def _set_prefetch(self, units: list[FSDPModule], tied: bool) -> None:
         ahead, behind = self.config.forward_prefetch, self.config.backward_prefetch
         for i, unit in enumerate(units):
             if ahead:
                 unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + ahead])
-            if behind == 0:
-                # An empty list means the default of one unit; a unit that prefetches itself is gathered already.
-                unit.set_modules_to_backward_prefetch([unit])
-            elif behind > 1:
-                unit.set_modules_to_backward_prefetch(units[max(0, i - behind) : i][::-1] or [unit])
+        if behind == 1:
+            return  # what FSDP2 does by itself
+        # The backward starts where the forward ends: with tied embeddings, in the unit of embedding and head.
+        order = [*units[1:], units[0]] if tied else units
+        for i, unit in enumerate(order):
+            # An empty list would mean the default of one unit; a unit that prefetches itself is gathered already.
+            unit.set_modules_to_backward_prefetch(order[max(0, i - behind) : i][::-1] or [unit])
 
     @contextmanager
     def microbatch(self, index: int, count: int) -> Iterator[None]:

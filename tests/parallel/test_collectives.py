@@ -129,7 +129,7 @@ def test_prefetch_depth_decides_how_far_ahead_units_are_gathered(
     config: type[FSDP1Config] | type[FSDP2Config], depth: int
 ) -> None:
     """Oracle: position of the gathers among the blocks' forwards and backwards."""
-    (events,) = record([config(forward_prefetch=depth, backward_prefetch=depth)])
+    events, default = record([config(forward_prefetch=depth, backward_prefetch=depth), config()])
     before_first_block = events[: events.index("forward 0")]
     # Embedding and first block are gathered for themselves, and FSDP1's root, the norm, before all others.
     root = 1 if config is FSDP1Config else 0
@@ -138,6 +138,7 @@ def test_prefetch_depth_decides_how_far_ahead_units_are_gathered(
     later = events[events.index(f"forward {LAYERS - 1}") + 1 : events.index(f"backward {LAYERS - 1}")]
     head = 1 if depth == 0 else 0
     assert count(later, GATHER) == head + 1 + depth
+    assert count(events, GATHER) == count(default, GATHER)
 
 
 def differing_sums() -> int:
