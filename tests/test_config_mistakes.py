@@ -70,7 +70,8 @@ MISTAKES = {
     "launch.device=metal": "launch.device=metal must be one of auto, cuda, npu, cpu; set launch.device=auto",
     "data=text data.files=x.txt": "data.files=x.txt must be a list; set data.files=[x.txt]",
     "data=text data.files=[null]": "data.files=[null] must be a list; set data.files=[stdlib]",
-    "data=text data.sample_prompt=null": "data.sample_prompt=null must be text; set data.sample_prompt='def '",
+    "data=text data.sample_prompt=null": "data.sample_prompt=null must be text; "
+    "set data.sample_prompt='def read(self, size=-1):'",
     "train.steps=${nothing}": "train.steps=${nothing} cannot be resolved (Interpolation key 'nothing' not found); "
     "write the value itself",
     # Values.
@@ -97,7 +98,7 @@ MISTAKES = {
     "set data=text or leave it out",
     "data=text data.sample_tokens=-1": "data.sample_tokens=-1 must be at least 0; set data.sample_tokens=0",
     "data=text data.sample_prompt=''": "data.sample_prompt='' gives the model nothing to go on from; "
-    "set data.sample_prompt='def '",
+    "set data.sample_prompt='def read(self, size=-1):'",
     "data=bin data.files=[missing.bin]": "data.files=[missing.bin] does not exist; set data.files to files that do, "
     f"as seen from {Path.cwd()}",
     "data=text data.files=[missing.txt]": "data.files=[missing.txt] does not exist; set data.files to files that do, "

@@ -41,9 +41,9 @@ class TextConfig(DataConfig):
     """Share of the bytes held out: whole files, and a part of the one at the cut; 0 for none."""
     sample_tokens: int = 300
     """Tokens that the trained model goes on with after the prompt; 0 for no sample."""
-    sample_prompt: str = "def "
+    sample_prompt: str = "def read(self, size=-1):"
     """Text that the sample starts with."""
-    sample_temperature: float = 0.7
+    sample_temperature: float = 0.85
     """Divides the logits before a token is drawn; 0 takes the likeliest."""
 
     def __post_init__(self) -> None:
@@ -55,7 +55,8 @@ class TextConfig(DataConfig):
                 raise ConfigError(f"data.{name}={value} must be at least 0; set data.{name}=0")
         if self.sample_tokens and not self.sample_prompt:
             raise ConfigError(
-                "data.sample_prompt='' gives the model nothing to go on from; set data.sample_prompt='def '"
+                "data.sample_prompt='' gives the model nothing to go on from; "
+                "set data.sample_prompt='def read(self, size=-1):'"
             )
 
     @property
