@@ -245,7 +245,8 @@ def main() -> int:
         print(f"BREACH: {breach}")
     print("parity: " + (f"{len(breaches)} breaches" if breaches else "no breach"))
     print(
-        'Rows that say "last bits !=" are not counted: FSDP1 and FSDP2 are not equal there (see the top of this script).'
+        'Rows that say "last bits !=" are not counted: FSDP1 and FSDP2 are not equal there '
+        "(see the top of this script)."
     )
     return 1 if breaches else 0
 
