@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from . import __version__
 from .errors import ConfigError
 
-COMMANDS = ("train",)
+COMMANDS = ("train", "models", "convert")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +50,25 @@ def _run(words: list[str], worker: bool) -> int:
         return 0
     if words[0] not in COMMANDS:
         raise ConfigError(_unknown_command(words[0]))
-    words = words[1:]
+    command, words = words[0], words[1:]
+    if command == "models":
+        if any(word in ("-h", "--help") for word in words):
+            from .usage import models_help
+
+            print(models_help(), end="")
+            return 0
+        from .listing import list_models
+
+        return list_models(words)
+    if command == "convert":
+        if not words or any(word in ("-h", "--help") for word in words):
+            from .usage import convert_help
+
+            print(convert_help(), end="")
+            return 0
+        from .convert import convert
+
+        return convert(words)
     if any(word in ("-h", "--help") for word in words):
         from .usage import train_help
 
@@ -70,6 +88,7 @@ def _run(words: list[str], worker: bool) -> int:
         from .metrics import check_run_dir
 
         check_run_dir(plan.composition.config.metrics)
+    _verify_weights(plan.composition.config.model.init_from)
     return launch(plan)
 
 
@@ -94,8 +113,17 @@ def _work(words: list[str]) -> None:
     if os.environ["RANK"] == "0":
         check_run_dir(config.metrics)
         if LAUNCHED not in os.environ:
+            _verify_weights(config.model.init_from)
             print(f"fsdptoys: {describe(plan, environment)}", flush=True)
     train(config)
+
+
+def _verify_weights(init_from: str | None) -> None:
+    """Read the folder of initial weights once against its checksums, if it has any, before a worker starts."""
+    from .checkpoint import HuggingFaceFolder
+
+    if init_from is not None:
+        HuggingFaceFolder(init_from).verify_checksums()
 
 
 def _show(words: list[str]) -> None:

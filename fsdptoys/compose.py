@@ -14,26 +14,28 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from .checkpoint import CheckpointConfig
 from .config import Config
 from .data import BinConfig, SyntheticConfig, TextConfig
 from .errors import ConfigError
 from .memory import MemoryConfig
 from .mesh import MeshConfig
 from .metrics import MetricsConfig
-from .models import LlamaConfig
+from .models import FAMILIES, ModelConfig
 from .optim import AdamWConfig, SGDConfig
-from .overrides import check_groups, check_values, list_choices, list_defaults, parse_overrides
+from .overrides import check_groups, check_values, list_choices, list_defaults, parse_overrides, schema_name
 from .parallel import DDPConfig, FSDP1Config, FSDP2Config, SingleConfig
 
 CONFIG_MODULE = "fsdptoys.configs"
 
 SCHEMAS: dict[str, dict[str, type]] = {
-    "model": {"llama": LlamaConfig},
+    "model": dict(FAMILIES),
     "parallel": {"single": SingleConfig, "ddp": DDPConfig, "fsdp1": FSDP1Config, "fsdp2": FSDP2Config},
     "mesh": {"default": MeshConfig},
     "memory": {"default": MemoryConfig},
     "data": {"synthetic": SyntheticConfig, "text": TextConfig, "bin": BinConfig},
     "optim": {"adamw": AdamWConfig, "sgd": SGDConfig},
+    "checkpoint": {"default": CheckpointConfig},
     "metrics": {"default": MetricsConfig},
 }
 """Group → ``base_<name>`` that its YAML files start from → dataclass."""
@@ -73,8 +75,8 @@ def compose(overrides: Sequence[str]) -> Composition:
     sections = {str(key): _schema(tree, str(key)) for key in tree if key != "hydra"}
 
     def others(group: str) -> tuple[str, dict[str, type]]:
-        elsewhere = [word for word in groups if not word.startswith(f"{group}=")]
-        schemas = {name: _schema(_compose_tree([*elsewhere, f"{group}={name}"]), group) for name in choices[group]}
+        of_names = SCHEMAS.get(group, {})  # an experiment has none: it overrides other groups
+        schemas = {name: of_names[schema_name(group, name)] for name in choices[group]} if of_names else {}
         return str(tree.hydra.runtime.choices[group]), schemas
 
     check_values(parsed, sections, list(choices), others)
@@ -83,6 +85,25 @@ def compose(overrides: Sequence[str]) -> Composition:
     with open_dict(tree):
         del tree["hydra"]
     return Composition(_to_config(tree), chosen)
+
+
+def compose_presets(names: Sequence[str]) -> list[ModelConfig]:
+    """The configurations of presets of ``model``, as their YAML files say, and nothing but them.
+
+    Hydra is slow to start, so it composes all of them side by side in one tree.
+
+    Raises:
+        ConfigError: if one of them cannot be composed.
+    """
+    _register_schemas()
+    overrides = [f"+model@preset{index}={name}" for index, name in enumerate(names)]
+    try:
+        with hydra.initialize_config_module(CONFIG_MODULE, version_base="1.3"):
+            tree = hydra.compose(overrides=overrides)
+        configs = [OmegaConf.to_object(tree[f"preset{index}"]) for index in range(len(names))]
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(f"configs/model cannot be composed: {_one_line(error)}") from error
+    return [config for config in configs if isinstance(config, ModelConfig)]
 
 
 def _compose_tree(overrides: Sequence[str]) -> DictConfig:

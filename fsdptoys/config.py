@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import torch
+
+from .checkpoint import CheckpointConfig, open_init_from
 from .data import DataConfig
 from .device import DEVICE_TYPES
 from .errors import ConfigError
@@ -133,6 +136,7 @@ class Config:
     data: DataConfig
     optim: OptimConfig
     train: TrainConfig
+    checkpoint: CheckpointConfig
     metrics: MetricsConfig
     launch: LaunchConfig
 
@@ -154,6 +158,9 @@ class Config:
         self.parallel.validate(world_size, self.mesh, device_type, self.memory.cpu_offload)
         self.data.validate(self.train.seq_len, self.model.vocab_size)
         self._check_evaluation()
+        if self.model.init_from is not None:
+            with torch.device("meta"):
+                open_init_from(self.model.build())
 
     def _check_model(self) -> None:
         train, model, memory = self.train, self.model, self.memory
@@ -219,8 +226,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
     if dataclasses.is_dataclass(value):
-        # Where a section is one of several kinds, which of them is its name.
+        # Where a section is one of several kinds, which of them is its name; a model's is that of the preset.
         kind = {"name": value.name} if isinstance(value, (ParallelConfig, DataConfig, OptimConfig)) else {}
+        kind |= {"family": value.family} if isinstance(value, ModelConfig) else {}
         return kind | {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]

@@ -6,7 +6,9 @@ gradient on the device until the backward ends.
 
 from dataclasses import dataclass
 
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from .device import Device
 from .errors import ConfigError
@@ -56,3 +58,22 @@ def build_mesh(config: MeshConfig, world_size: int, device: Device) -> DeviceMes
     if shard == world_size:
         return init_device_mesh(device.type, (shard,), mesh_dim_names=(SHARD_AXIS,))
     return init_device_mesh(device.type, (world_size // shard, shard), mesh_dim_names=(REPLICATE_AXIS, SHARD_AXIS))
+
+
+def local_bounds(param: Tensor) -> tuple[tuple[int, int], ...]:
+    """First and past-the-last index, in each dim of the full tensor, of what this rank holds.
+
+    Args:
+        param: a plain tensor, or a DTensor whose placements shard evenly-chunked dims (``torch.chunk``) or replicate.
+    """
+    bounds = [(0, size) for size in param.shape]
+    if isinstance(param, DTensor):
+        coordinate = param.device_mesh.get_coordinate()
+        assert coordinate is not None
+        for axis, placement in enumerate(param.placements):
+            if isinstance(placement, Shard):
+                start, stop = bounds[placement.dim]
+                chunk = -(-(stop - start) // param.device_mesh.size(axis))
+                low = min(start + chunk * coordinate[axis], stop)
+                bounds[placement.dim] = (low, min(low + chunk, stop))
+    return tuple(bounds)

@@ -27,7 +27,9 @@ from .errors import ConfigError
 
 CONFIGS = Path(__file__).parent / "configs"
 
-RESERVED = {"memory.chunk_loss", "memory.chunk_tokens", "memory.activation_offload", "profile", "checkpoint", "patches"}
+RESERVED = {"memory.chunk_loss", "memory.chunk_tokens", "memory.activation_offload", "profile", "patches"} | {
+    f"checkpoint.{word}" for word in ("resume", "every", "keep", "async_save")
+}
 """Keys and sections that a user may know from elsewhere, and that must not be taken for a near miss of another."""
 
 HELP = "see fsdptoys train --help for all keys"
@@ -46,6 +48,12 @@ def list_choices() -> dict[str, list[str]]:
     """Group → names of its YAML files."""
     folders = sorted({path.parent for path in CONFIGS.glob("*/*.yaml")})
     return {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in folders}
+
+
+def schema_name(group: str, choice: str) -> str:
+    """Name of the schema that a group's YAML file starts from: ``llama`` where its defaults begin with base_llama."""
+    first = yaml.safe_load((CONFIGS / group / f"{choice}.yaml").read_text(encoding="utf-8"))["defaults"][0]
+    return str(first).removeprefix("base_")
 
 
 def list_defaults() -> dict[str, str | None]:
@@ -132,7 +140,8 @@ def check_groups(
             continue
         near = near_miss(choice, names) if isinstance(choice, str) else None
         fix = f"did you mean {group}={near}?" if near else f"set {group}={plain_text(defaults[group])}"
-        raise ConfigError(f"{typed} must be {_one_of(names)}{' or null' if group == 'experiment' else ''}; {fix}")
+        listed = "a preset that fsdptoys models lists" if group == "model" else _one_of(names)
+        raise ConfigError(f"{typed} must be {listed}{' or null' if group == 'experiment' else ''}; {fix}")
 
 
 def _refuse_plus(override: Override) -> None:

@@ -19,15 +19,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .checkpoint import WEIGHTS_FOLDER, open_init_from, save_weights
 from .config import Config
 from .data import BatchStream, TextConfig, TextDataset, eval_batches
 from .device import Device, available_device_type, float64_collectives
 from .memory import IGNORE_INDEX, apply_checkpointing, cross_entropy_sum
 from .metrics import Recorder, StepMetrics, environment, step_metrics
-from .models import build_model
 from .optim import build_optimizer, build_schedule
-from .parallel import ParallelContext
+from .parallel import ParallelContext, seeded
 from .parallel.precision import DType
+from .routing import build_routing_balance
 from .sampling import generate
 
 
@@ -96,13 +97,18 @@ class Trainer:
 
         # 2. The model: a plan without memory, then checkpointing, then sharding, memory and initial values.
         with torch.device("meta"):
-            model = build_model(config.model)
+            model = config.model.build()
         self.flops_per_token = model.flops_per_token(train.seq_len)
-        self.parameter_count = sum(param.numel() for param in model.parameters())
+        self.parameter_count = model.parameter_counts().total
         matrix_names = {name for name, param in model.named_parameters() if param.ndim >= 2}
         apply_checkpointing(config.memory, model.layers)
         self.strategy = config.parallel.build(context)
-        self.strategy.parallelize(model, train.init_seed)
+        local = self.strategy.local_data_ranks
+        self.routing = build_routing_balance(model, self.device.torch_device, local)
+        self.strategy.parallelize(
+            model,
+            open_init_from(model).fill if config.model.init_from else seeded(model.init_rows, train.init_seed),
+        )
 
         # 3. What updates it.
         self.optimizer = build_optimizer(config.optim, self.strategy.named_parameters(), matrix_names)
@@ -110,7 +116,6 @@ class Trainer:
 
         # 4. What it learns from: this process's share of every global batch.
         self.dataset = config.data.build(train.seq_len, config.model.vocab_size, train.data_seed)
-        local = self.strategy.local_data_ranks
         self.batches = BatchStream(
             self.dataset.train,
             train.batch_size,
@@ -127,8 +132,13 @@ class Trainer:
         with self._recorder() if self.rank == 0 else nullcontext() as recorder:
             stop_reason = self.train(recorder.step if recorder else None)
             sample = self._sample()
-            if recorder:
-                recorder.finish(stop_reason, sample)
+            try:
+                if self.config.checkpoint.final_weights:
+                    self._save_weights(recorder)
+            finally:
+                # A disk that is too full for weights must not cost the results too.
+                if recorder:
+                    recorder.finish(stop_reason, sample)
 
     def train(self, on_step: Callable[[StepMetrics], None] | None = None) -> str:
         """Take the steps, with evaluations in between, and say why they ended.
@@ -145,7 +155,7 @@ class Trainer:
                 last = out_of_time or step == train.steps
                 if train.eval_every and (last or step % train.eval_every == 0):
                     metrics = dataclasses.replace(metrics, eval_loss=self._evaluate())
-                self.history.append(metrics)
+                self.history.append(metrics.without_counts())
                 if on_step:
                     on_step(metrics)
                 if out_of_time and step < train.steps:
@@ -166,9 +176,16 @@ class Trainer:
 
         # 2. Forward and backward of each micro-batch; gradients add up.
         loss_sum = self._zero()
+        if self.routing:
+            local_tokens = sum(tokens_BT.numel() for tokens_BT, _ in microbatches)
+            self.routing.begin_step(local_tokens * self.world_size, strategy.loss_scale)
         for index, (tokens_BT, labels_BT) in enumerate(microbatches):
+            if self.routing:
+                self.routing.before_forward(strategy.model, index, microbatches)
             with strategy.microbatch(index, len(microbatches)):
                 loss = strategy.model(tokens_BT.to(device), labels_BT.to(device), cross_entropy_sum)
+                if self.routing:
+                    self.routing.before_backward()
                 (loss * (strategy.loss_scale / max(1, valid))).backward()
             loss_sum += loss.detach()
         out_of_time = train.max_seconds is not None and time.perf_counter() - run_started > train.max_seconds
@@ -181,7 +198,9 @@ class Trainer:
         self.optimizer.step()
         self.schedule.step()
         self.optimizer.zero_grad(set_to_none=strategy.frees_gradients)
+        routing = self.routing.end_step() if self.routing else None
         self.device.synchronize()
+        seconds = time.perf_counter() - started
 
         loss, ranks_out_of_time = totals.tolist()
         metrics = step_metrics(
@@ -189,13 +208,14 @@ class Trainer:
             loss=loss / max(1, valid),
             grad_norm=grad_norm.item(),
             learning_rate=learning_rate,
-            step_time_seconds=time.perf_counter() - started,
+            step_time_seconds=seconds,
             valid_tokens=valid,
             flops_per_token=self.flops_per_token,
             world_size=self.world_size,
             device=self.device,
             # The published peaks are those of bfloat16.
             peak_flops=self.device.peak_flops if self.config.parallel.param_dtype is DType.bfloat16 else None,
+            routing=routing,
         )
         return metrics, ranks_out_of_time > 0
 
@@ -229,6 +249,15 @@ class Trainer:
         )
         self.strategy.model.train()
         return self.dataset.decode(tokens.cpu().numpy())
+
+    def _save_weights(self, recorder: Recorder | None) -> None:
+        """Write the trained weights from rank 0, which all ranks give their parts of."""
+        parameters = self.strategy.full_parameters()
+        if recorder:
+            save_weights(recorder.run_dir / WEIGHTS_FOLDER, parameters)
+        else:
+            for _ in parameters:
+                pass
 
     def _zero(self) -> Tensor:
         """A sum that is exact enough not to depend on the order of its terms, where the device has float64."""

@@ -7,16 +7,23 @@ import ast
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .overrides import list_choices, list_defaults, plain_text
+from .overrides import list_choices, list_defaults, plain_text, schema_name
 
 HEAD = """\
 usage: fsdptoys train [GROUP=CHOICE ...] [KEY=VALUE ...] [--cfg job]
+"""
+
+MODELS_HEAD = """\
+usage: fsdptoys models [NAME ...] [--json]
 """
 
 COMMANDS = (
     HEAD
     + """\
        fsdptoys train --help
+       fsdptoys models [NAME ...] [--json]
+       fsdptoys convert to-hf RUN OUT_DIR
+       fsdptoys convert from-hf DIR
        fsdptoys --version
 
 Trains a language model, as configured. Without any word it finds the hardware and trains what fits it.
@@ -24,8 +31,30 @@ Trains a language model, as configured. Without any word it finds the hardware a
   train            start one rank a device (two on a CPU) and train; under torchrun, be one of its ranks
   train --cfg job  print the configuration that these words compose to, and stop
   train --help     all groups, choices and keys
+  models           parameters, active parameters and FLOPs a token of the model presets
+  convert          write a run's weights in Hugging Face format, or read such a folder
 """
 )
+
+MODELS = (
+    MODELS_HEAD
+    + """
+Lists the model presets, or those that are named: family, parameters, layers, context and FLOPs a token. None of them is
+made: they are built without memory and counted.
+
+  --json  exact numbers, as a list of objects
+"""
+)
+
+
+CONVERT = """\
+usage: fsdptoys convert to-hf RUN OUT_DIR [dtype=float32|bfloat16|float16]
+       fsdptoys convert from-hf DIR
+
+  to-hf    write the weights that a run left behind (checkpoint.final_weights=true) in Hugging Face format; RUN is the
+           run's directory or the folder weights in it, OUT_DIR does not exist yet
+  from-hf  check a folder in Hugging Face format, every value of it, and tell the command that trains from it
+"""
 
 
 @dataclass
@@ -37,11 +66,32 @@ class _Class:
     fields: list[tuple[str, str, str]] = field(default_factory=list)
     """Name, annotation and default."""
     docs: dict[str, str] = field(default_factory=dict)
+    family: str | None = None
+    """Of a model's configuration: the ``base_<family>`` that its presets start from."""
+
+
+@dataclass
+class _Field:
+    """One key, with the default of the most derived class that has one."""
+
+    annotation: str
+    default: str
+    doc: str
 
 
 def command_help() -> str:
     """The page of ``fsdptoys --help``."""
     return COMMANDS
+
+
+def convert_help() -> str:
+    """The page of ``fsdptoys convert --help``."""
+    return CONVERT
+
+
+def models_help() -> str:
+    """The page of ``fsdptoys models --help``."""
+    return MODELS
 
 
 def train_help() -> str:
@@ -67,37 +117,62 @@ def _keys() -> list[str]:
         base = classes[annotation]
         lines += ["", f"{section}: {base.doc}", *_fields(classes, annotation, section)]
         for name, found in classes.items():
+            if annotation not in _ancestors(classes, name):
+                continue
             choice = name.removesuffix("Config").lower()  # FSDP1Config is what parallel=fsdp1 chooses
-            if choice in choices.get(section, ()) and annotation in _ancestors(classes, name):
-                own = _fields(classes, name, section, without=annotation)
-                lines += [f" with {section}={choice}: {found.doc}", *own] if own else []
+            if found.family:
+                presets = ", ".join(_presets(section, found.family))
+                heading = f"a {found.family} model" + (f" ({presets})" if presets else "")
+            elif choice in choices.get(section, ()):
+                heading = f"{section}={choice}"
+            else:
+                continue
+            own = _fields(classes, name, section, without=annotation)
+            lines += [f" with {heading}: {found.doc}", *own] if own else []
     return lines
+
+
+def _presets(group: str, family: str) -> list[str]:
+    """Names of the YAML files that start from a family's schema."""
+    return [name for name in list_choices()[group] if schema_name(group, name) == family]
 
 
 def _fields(classes: dict[str, _Class], name: str, prefix: str, without: str | None = None) -> list[str]:
+    """Lines of a class's keys, inherited ones too; ``without`` those that another class has with the same default."""
+    shown = _collect(classes, without) if without else {}
     lines = []
-    left_out = [without, *_ancestors(classes, without)] if without else []
-    inherited = [base for base in reversed(_ancestors(classes, name)) if base not in left_out]
-    for owner in [*inherited, name]:
-        for key, annotation, default in classes[owner].fields:
-            doc = classes[owner].docs.get(key, "")
-            if annotation in classes and classes[annotation].fields and "Enum" not in classes[annotation].bases:
-                lines += _fields(classes, annotation, f"{prefix}.{key}")
-                continue
-            if annotation in classes:
-                members = ", ".join(member for member, _, _ in classes[annotation].fields)
-                doc = f"{doc} [{members}]"
-            lines.append(f"  {f'{prefix}.{key}={default}':<42} {doc}")
+    for key, found in _collect(classes, name).items():
+        if shown.get(key) == found:
+            continue
+        annotation, doc = found.annotation, found.doc
+        if annotation in classes and classes[annotation].fields and "Enum" not in classes[annotation].bases:
+            lines += _fields(classes, annotation, f"{prefix}.{key}")
+            continue
+        if annotation in classes:
+            members = ", ".join(member for member, _, _ in classes[annotation].fields)
+            doc = f"{doc} [{members}]"
+        lines.append(f"  {f'{prefix}.{key}={found.default}':<42} {doc}")
     return lines
 
 
+def _collect(classes: dict[str, _Class], name: str) -> dict[str, _Field]:
+    """All keys of a class, in the order and with the defaults that its dataclass has."""
+    collected: dict[str, _Field] = {}
+    for owner in [*reversed(_ancestors(classes, name)), name]:
+        for key, annotation, default in classes[owner].fields:
+            doc = classes[owner].docs.get(key) or (collected[key].doc if key in collected else "")
+            collected[key] = _Field(annotation, default, doc)
+    return collected
+
+
 def _ancestors(classes: dict[str, _Class], name: str) -> list[str]:
-    """Known bases of a class, nearest first."""
+    """Known bases of a class in the order in which Python looks things up, which is nearest first."""
     found: list[str] = []
     for base in classes[name].bases:
         if base in classes:
             found += [base, *_ancestors(classes, base)]
-    return found
+    # A base that several share comes after all of them.
+    return [base for index, base in enumerate(found) if base not in found[index + 1 :]]
 
 
 def _read_classes(root: Path) -> dict[str, _Class]:
@@ -132,6 +207,8 @@ def _read_class(node: ast.ClassDef) -> _Class:
             annotation = ast.unparse(statement.annotation)
             if not annotation.startswith("ClassVar"):
                 found.fields.append((last, annotation, _default(statement.value)))
+            elif last == "family" and isinstance(statement.value, ast.Constant):
+                found.family = str(statement.value.value)
     return found
 
 

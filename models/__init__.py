@@ -1,21 +1,39 @@
 """Plain ``torch.nn`` language models: they know shapes, never ranks, meshes or devices.
 
-Every model is built from a config dataclass and is a ``DecoderModel``. A new family adds its config and class to
-``MODEL_CLASSES``, and its presets to ``configs/model``.
+A family is a configuration and a ``DecoderModel`` that it builds; a new one is entered in ``FAMILIES`` here and gives
+its presets to ``configs/model`` (``docs/models.md``).
 """
 
-from .decoder import DecoderModel
-from .llama import LlamaConfig, LlamaModel
+from .decoder import DecoderModel, ModelConfig, ParameterCounts
+from .gpt2 import GPT2Config
+from .huggingface import HuggingFaceFormat, Piece, whole
+from .llama import LlamaConfig
+from .llama4 import Llama4Config
+from .moe import MoEConfig, Router, routers
+from .qwen3 import Qwen3Config
+from .qwen3_moe import Qwen3MoEConfig
+from .rotary import RotaryConfig
 
-ModelConfig = LlamaConfig
+FAMILIES: dict[str, type[ModelConfig]] = {
+    config.family: config for config in (LlamaConfig, Llama4Config, Qwen3Config, Qwen3MoEConfig, GPT2Config)
+}
+"""Name of a family → its configuration."""
 
-MODEL_CLASSES: dict[type, type[DecoderModel]] = {LlamaConfig: LlamaModel}
-"""Config dataclass → model class: the registry that a new family enters."""
-
-
-def build_model(config: ModelConfig) -> DecoderModel:
-    """Construct the model that ``config`` describes, on the current default device (use ``torch.device("meta")``)."""
-    return MODEL_CLASSES[type(config)](config)
-
-
-__all__ = ["MODEL_CLASSES", "DecoderModel", "LlamaConfig", "LlamaModel", "ModelConfig", "build_model"]
+__all__ = [
+    "FAMILIES",
+    "DecoderModel",
+    "GPT2Config",
+    "HuggingFaceFormat",
+    "Llama4Config",
+    "LlamaConfig",
+    "MoEConfig",
+    "ModelConfig",
+    "ParameterCounts",
+    "Piece",
+    "Qwen3Config",
+    "Qwen3MoEConfig",
+    "RotaryConfig",
+    "Router",
+    "routers",
+    "whole",
+]

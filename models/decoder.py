@@ -1,11 +1,103 @@
-"""The parts that every model has, by the names under which the parallel strategies wrap them."""
+"""What every model has: the shape that configs share, and a decoder whose parts have the names that strategies wrap.
 
+A family is a config class and a model class (see ``docs/models.md``). All of them are stacks of pre-normalised blocks
+between an embedding and a head, so this page holds the walk through them; a family says how its blocks are made.
+
+Shapes: B batch, T sequence, D width, V vocabulary, N = B·T tokens.
+"""
+
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from .layers import LossFn
+from .checks import check_at_least_one, check_positive
+from .huggingface import HuggingFaceFormat
+from .layers import Attention, Block, LMHead, LossFn, RMSNorm
+from .moe import MoE, Router
+
+
+@dataclass
+class ModelConfig(ABC):
+    """Shape and initialisation of a model; its family adds the rest."""
+
+    family: ClassVar[str]
+    """Name of the family: its YAML files start from ``base_<family>``."""
+    hugging_face: ClassVar[HuggingFaceFormat]
+    """How the family's models are written in Hugging Face format."""
+
+    name: str = ""
+    """Name of the preset, for titles."""
+    dim: int = 4096
+    """Width of the residual stream."""
+    n_layers: int = 32
+    """Number of blocks."""
+    n_heads: int = 32
+    """Query heads."""
+    vocab_size: int = 32000
+    """Number of token ids."""
+    max_seq_len: int = 4096
+    """Longest sequence the positions are meant for, in tokens."""
+    norm_eps: float = 1e-5
+    """Added to the mean square, or the variance, in normalisations."""
+    tie_embeddings: bool = False
+    """Share one weight between the token embedding and the head."""
+    init_std: float = 0.02
+    """Standard deviation of the initial weights; projections into the residual stream get it over sqrt(2·n_layers)."""
+    init_from: str | None = None
+    """Folder in Hugging Face format to take the initial weights from; null draws them from train.init_seed."""
+
+    def __post_init__(self) -> None:
+        """Check what holds for every model.
+
+        Raises:
+            ValueError: naming the key, its value and the fix.
+        """
+        check_at_least_one(self, "dim", "n_layers", "n_heads", "vocab_size", "max_seq_len")
+        check_positive(("init_std", self.init_std, 0.02), ("norm_eps", self.norm_eps, 1e-5))
+        if self.init_from is not None and not self.init_from.strip():
+            raise ValueError(
+                f"model.init_from={self.init_from!r} must name a folder; set model.init_from=null to draw values"
+            )
+
+    def implied(self) -> dict[str, int]:
+        """What fields that may be null stand for, since it follows from others."""
+        return {}
+
+    @property
+    def needs_its_context(self) -> bool:
+        """Whether the weights mean something else in a model with another ``max_seq_len``."""
+        return True
+
+    def says_nothing(self, key: str) -> bool:
+        """Whether a field makes no difference to what the weights mean, be it as other settings are."""
+        return key in ("name", "init_std", "init_from", "router_aux_loss_coef", "router_z_loss_coef")
+
+    @abstractmethod
+    def build(self) -> "DecoderModel":
+        """Construct the model on the current default device (use ``torch.device("meta")``)."""
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Numbers of parameters; a weight that is shared counts once."""
+
+    total: int
+    embedding: int
+    """Look-ups of tokens and positions, a shared head included."""
+    experts: int
+    """In experts that tokens are routed to."""
+    active: int
+    """That one token meets: all but the experts it is not routed to."""
+
+    @property
+    def dense(self) -> int:
+        """Outside embeddings and routed experts."""
+        return self.total - self.embedding - self.experts
 
 
 class DecoderModel(nn.Module, ABC):
@@ -20,7 +112,25 @@ class DecoderModel(nn.Module, ABC):
     lm_head: nn.Module
     """``lm_head(hidden_BTD, labels_BT, loss_fn)``: logits, or the loss computed inside the head's own forward."""
 
-    @abstractmethod
+    def __init__(self, config: ModelConfig, blocks: Sequence[Block], norm: nn.Module) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(blocks)
+        self.norm = norm
+        self.lm_head = LMHead(config.dim, config.vocab_size)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def embed(self, tokens_BT: Tensor) -> Tensor:
+        """Token ids to hidden_BTD, before the first block."""
+        hidden_BTD: Tensor = self.embed_tokens(tokens_BT)
+        return hidden_BTD
+
+    def rotations(self, seq_len: int) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines that every block's attention is given; None where positions are not rotated."""
+        return None
+
     def forward(self, tokens_BT: Tensor, labels_BT: Tensor | None = None, loss_fn: LossFn | None = None) -> Tensor:
         """Predict the next token at every position.
 
@@ -32,19 +142,56 @@ class DecoderModel(nn.Module, ABC):
         Returns:
             logits_BTV in the parameters' dtype, or ``loss_fn``'s scalar where labels are given.
         """
+        rotations = self.rotations(tokens_BT.shape[1])
+        hidden_BTD = self.embed(tokens_BT)
+        for layer in self.layers:
+            hidden_BTD = layer(hidden_BTD, rotations)
+        output: Tensor = self.lm_head(self.norm(hidden_BTD), labels_BT, loss_fn)
+        return output
 
-    @abstractmethod
     def init_rows(self, name: str, rows: Tensor, generator: torch.Generator) -> None:
-        """Fill ``rows``, consecutive rows of the parameter called ``name``, with initial values in place."""
+        """Fill ``rows``, consecutive rows of the named parameter seen as a matrix, with initial values in place.
 
-    @abstractmethod
+        Ones for norms, zeros for biases, normal values for the rest, smaller for projections into the residual stream.
+        """
+        if name.endswith("norm.weight"):
+            rows.fill_(1.0)
+        elif name.endswith(".bias"):
+            rows.zero_()
+        elif name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj")):
+            rows.normal_(0.0, self.config.init_std / math.sqrt(2 * self.config.n_layers), generator=generator)
+        else:
+            rows.normal_(0.0, self.config.init_std, generator=generator)
+
     def init_buffers(self, device: torch.device) -> None:
         """Make the non-persistent buffers on ``device``, which a meta-device construction leaves empty."""
 
-    @abstractmethod
     def flops_per_token(self, seq_len: int) -> float:
         """FLOPs of forward and backward a token: 6 for each weight of a matrix product, attention over half the square.
 
-        The embedding look-up counts nothing; recomputation under gradient checkpointing is not counted either, so a
-        utilisation made from this is model FLOPs utilisation (arXiv:2204.02311, appendix B, with the causal half).
+        Of routed experts those of one token count. Look-ups count nothing; recomputation under gradient checkpointing
+        is not counted either, so a utilisation made from this is model FLOPs utilisation (arXiv:2204.02311, appendix B,
+        with the causal half: on average a token attends to half of the positions it could see).
         """
+        weights = sum(module.weight.numel() for module in self.modules() if isinstance(module, (nn.Linear, Router)))
+        routed = sum(module.active_expert_parameters for module in self.modules() if isinstance(module, MoE))
+        attention = sum(module.flops_per_token(seq_len) for module in self.modules() if isinstance(module, Attention))
+        return 6 * (weights + routed) + attention
+
+    def parameter_counts(self) -> ParameterCounts:
+        """Count parameters by what they are for."""
+        moes = [module for module in self.modules() if isinstance(module, MoE)]
+        embeddings = [module for module in self.modules() if isinstance(module, nn.Embedding)]
+        total = sum(param.numel() for param in self.parameters())
+        experts = sum(moe.expert_parameters for moe in moes)
+        return ParameterCounts(
+            total=total,
+            embedding=sum(module.weight.numel() for module in embeddings),
+            experts=experts,
+            active=total - experts + sum(moe.active_expert_parameters for moe in moes),
+        )
+
+
+def rms_norm(config: ModelConfig) -> RMSNorm:
+    """Normalisation of the residual stream."""
+    return RMSNorm(config.dim, config.norm_eps)

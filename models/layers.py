@@ -1,10 +1,11 @@
 """Layers that the model families share.
 
 Shapes: B batch, T sequence, D width, H query heads, G key/value heads, K width of a head, F feed-forward width,
-V vocabulary, N = B·T tokens.
+V vocabulary, C tokens of a chunk, N = B·T tokens.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,9 @@ from torch import Tensor, nn
 
 LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``loss_fn(hidden_ND, weight_VD, labels_N)``: the loss summed over valid labels, a float32 scalar."""
+
+Rotation = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""``rotation(x_BHTK, cos, sin)``: rotary positions; cosines and sines have the shape (T, K/2)."""
 
 
 class RMSNorm(nn.Module):
@@ -28,41 +32,124 @@ class RMSNorm(nn.Module):
 
 
 def rope_tables(inv_freq: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary angles in float32, each of shape (T, K): the two halves of K are alike."""
+    """Cosines and sines of the rotary angles in float32, each of shape (T, K/2)."""
     positions_T = torch.arange(seq_len, device=inv_freq.device, dtype=torch.float32)
-    angles = torch.outer(positions_T, inv_freq.float()).repeat(1, 2)
+    angles = torch.outer(positions_T, inv_freq.float())
     return angles.cos(), angles.sin()
 
 
-def apply_rope(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
+def rotate_halves(x_BHTK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate pairs (i, i + K/2) by their angles, computed in float32 and returned in the input's dtype."""
-    x = x_BHTK.float()
-    first, second = x.chunk(2, dim=-1)
-    return (x * cos_TK + torch.cat((-second, first), dim=-1) * sin_TK).to(x_BHTK.dtype)
+    first, second = x_BHTK.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BHTK.dtype)
+
+
+def rotate_neighbours(x_BHTK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs (2i, 2i + 1) by their angles, computed in float32 and returned in the input's dtype."""
+    first, second = x_BHTK.float().unflatten(-1, (-1, 2)).unbind(-1)
+    rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.flatten(-2).to(x_BHTK.dtype)
+
+
+@dataclass(frozen=True)
+class AttentionTemperature:
+    """Queries at late positions are made longer, so that attention stays sharp (arXiv:2501.19399, as in Llama 4)."""
+
+    scale: float
+    """How much a query grows with the logarithm of its position."""
+    floor: int
+    """Tokens before the first growth, and between two."""
+
+    def factors(self, seq_len: int, device: torch.device) -> Tensor:
+        """What the queries at each position are multiplied by: float32 of shape (T, 1)."""
+        positions_T = torch.arange(1, seq_len + 1, device=device, dtype=torch.float32)
+        return (torch.log1p((positions_T / self.floor).floor()) * self.scale + 1.0).unsqueeze(-1)
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions and grouped key/value heads (arXiv:2305.13245)."""
+    """Causal self-attention with grouped key/value heads (arXiv:2305.13245), for all families.
 
-    def __init__(self, dim: int, n_heads: int, n_kv_heads: int) -> None:
+    Args:
+        dim: width of the residual stream.
+        n_heads: query heads.
+        n_kv_heads: key and value heads; divides ``n_heads``.
+        head_dim: width of a head.
+        bias: whether the projections have biases.
+        qk_norm_eps: normalise the heads' queries and keys with weights of their own before they are rotated (Qwen3).
+        rotation: how positions enter queries and keys; None for not at all.
+        rotated_norm_eps: normalise queries and keys, without weights, after they are rotated (Llama 4).
+        temperature: what queries are multiplied by.
+        chunk_len: a token sees only those before it in its own chunk of so many tokens; None for all before it.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        n_heads: int,
+        n_kv_heads: int,
+        head_dim: int,
+        *,
+        bias: bool = False,
+        qk_norm_eps: float | None = None,
+        rotation: Rotation | None = rotate_halves,
+        rotated_norm_eps: float | None = None,
+        temperature: AttentionTemperature | None = None,
+        chunk_len: int | None = None,
+    ) -> None:
         super().__init__()
-        self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, dim // n_heads
-        self.q_proj = nn.Linear(dim, n_heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(dim, n_kv_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(dim, n_kv_heads * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(n_heads * self.head_dim, dim, bias=False)
+        self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, head_dim
+        self.rotation, self.rotated_norm_eps = rotation, rotated_norm_eps
+        self.temperature, self.chunk_len = temperature, chunk_len
+        self.q_proj = nn.Linear(dim, n_heads * head_dim, bias=bias)
+        self.k_proj = nn.Linear(dim, n_kv_heads * head_dim, bias=bias)
+        self.v_proj = nn.Linear(dim, n_kv_heads * head_dim, bias=bias)
+        self.o_proj = nn.Linear(n_heads * head_dim, dim, bias=bias)
+        self.q_norm = nn.Identity() if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
+        self.k_norm = nn.Identity() if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
 
-    def forward(self, hidden_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
+    def forward(self, hidden_BTD: Tensor, rotations: tuple[Tensor, Tensor] | None) -> Tensor:
         """Attend over positions up to each token's own; returns the shape of the input."""
         B, T, _ = hidden_BTD.shape
-        q_BHTK = self.q_proj(hidden_BTD).view(B, T, self.n_heads, self.head_dim).transpose(1, 2)
-        k_BGTK = self.k_proj(hidden_BTD).view(B, T, self.n_kv_heads, self.head_dim).transpose(1, 2)
-        v_BGTK = self.v_proj(hidden_BTD).view(B, T, self.n_kv_heads, self.head_dim).transpose(1, 2)
-        q_BHTK, k_BGTK = apply_rope(q_BHTK, cos_TK, sin_TK), apply_rope(k_BGTK, cos_TK, sin_TK)
+        q_BTHK = self.q_norm(self.q_proj(hidden_BTD).view(B, T, self.n_heads, self.head_dim))
+        k_BTGK = self.k_norm(self.k_proj(hidden_BTD).view(B, T, self.n_kv_heads, self.head_dim))
+        v_BTGK = self.v_proj(hidden_BTD).view(B, T, self.n_kv_heads, self.head_dim)
+        q_BHTK, k_BGTK, v_BGTK = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
+        if self.rotation is not None:
+            assert rotations is not None
+            q_BHTK, k_BGTK = (self.rotation(x, *rotations) for x in (q_BHTK, k_BGTK))
+        if self.rotated_norm_eps is not None:
+            q_BHTK, k_BGTK = (
+                F.rms_norm(x.float(), (self.head_dim,), None, self.rotated_norm_eps).type_as(x)
+                for x in (q_BHTK, k_BGTK)
+            )
+        if self.temperature is not None:
+            q_BHTK = (q_BHTK * self.temperature.factors(T, q_BHTK.device)).type_as(q_BHTK)
+        return self.o_proj(self._attend(q_BHTK, k_BGTK, v_BGTK).transpose(1, 2).reshape(B, T, -1))
+
+    def _attend(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
+        B, _, T, _ = q_BHTK.shape
+        chunk_len = self.chunk_len or T
+        if chunk_len < T:
+            q_BHTK, k_BGTK, v_BGTK = (_fold_chunks(x, chunk_len) for x in (q_BHTK, k_BGTK, v_BGTK))
         out_BHTK = F.scaled_dot_product_attention(
             q_BHTK, k_BGTK, v_BGTK, is_causal=True, enable_gqa=self.n_kv_heads != self.n_heads
         )
-        return self.o_proj(out_BHTK.transpose(1, 2).reshape(B, T, -1))
+        if chunk_len < T:
+            out_BHTK = out_BHTK.unflatten(0, (B, -1)).transpose(1, 2).flatten(2, 3)[:, :, :T]
+        return out_BHTK
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """FLOPs of forward and backward a token in scores and values, over half the square of each chunk."""
+        chunk_len = min(self.chunk_len or seq_len, seq_len)
+        chunks, rest = divmod(seq_len, chunk_len)
+        keys = (chunks * chunk_len**2 + rest**2) / 2 / seq_len
+        return 12 * self.n_heads * self.head_dim * keys
+
+
+def _fold_chunks(x_BHTK: Tensor, chunk_len: int) -> Tensor:
+    """Make each chunk a sequence of its own: (B·chunks, H, C, K); zeros at the end come after all that see them."""
+    padded = F.pad(x_BHTK, (0, 0, 0, -x_BHTK.shape[2] % chunk_len))
+    return padded.unflatten(2, (-1, chunk_len)).transpose(1, 2).flatten(0, 1)
 
 
 class SwiGLU(nn.Module):
@@ -77,6 +164,35 @@ class SwiGLU(nn.Module):
     def forward(self, hidden_BTD: Tensor) -> Tensor:
         """Apply to the last dim; any leading shape."""
         return self.down_proj(F.silu(self.gate_proj(hidden_BTD)) * self.up_proj(hidden_BTD))
+
+
+class GELUFeedForward(nn.Module):
+    """Feed-forward with the tanh form of GELU (arXiv:1606.08415), and biases."""
+
+    def __init__(self, dim: int, ffn_dim: int) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(dim, ffn_dim)
+        self.down_proj = nn.Linear(ffn_dim, dim)
+
+    def forward(self, hidden_BTD: Tensor) -> Tensor:
+        """Apply to the last dim; any leading shape."""
+        return self.down_proj(F.gelu(self.up_proj(hidden_BTD), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each normalised before and added to the residual stream."""
+
+    def __init__(self, attn_norm: nn.Module, attn: nn.Module, mlp_norm: nn.Module, mlp: nn.Module) -> None:
+        super().__init__()
+        self.attn_norm = attn_norm
+        self.attn = attn
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+
+    def forward(self, hidden_BTD: Tensor, rotations: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Return the residual stream after this block."""
+        hidden_BTD = hidden_BTD + self.attn(self.attn_norm(hidden_BTD), rotations)
+        return hidden_BTD + self.mlp(self.mlp_norm(hidden_BTD))
 
 
 class LMHead(nn.Linear):

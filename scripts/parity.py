@@ -2,6 +2,8 @@
 
     python scripts/parity.py --world-sizes 1 2 4 --steps 20
 
+One small model of every family is trained, unless --models names others.
+
 Each row trains the same model with clipping, AdamW, two micro-batches a step and ragged padding, and is held against
 one process that runs the same micro-batches one after another (``parallel=single parallel.simulated_ranks=N``).
 
@@ -21,6 +23,7 @@ import math
 import os
 import sys
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -33,6 +36,7 @@ from fsdptoys.compose import compose_config
 from fsdptoys.config import Config
 from fsdptoys.device import device_count
 from fsdptoys.errors import ConfigError
+from fsdptoys.models import FAMILIES
 from fsdptoys.trainer import Trainer
 from scripts.ranks import run_ranks
 
@@ -40,6 +44,9 @@ LOSS_TOLERANCE = 1e-6
 """Relative, in float32 and default mode."""
 BF16_LOSS_TOLERANCE = 1e-4
 """Relative, with bf16 parameters in default mode."""
+
+MODELS = [f"{family}_debug" for family in FAMILIES]
+"""One small model of every family."""
 
 STRATEGIES = {
     "ddp": ["parallel=ddp"],
@@ -65,10 +72,10 @@ class Outcome:
     """Name → hash of the full parameter."""
 
 
-def overrides(args: argparse.Namespace, deterministic: bool, dtype: str) -> list[str]:
+def overrides(args: argparse.Namespace, model: str, deterministic: bool, dtype: str) -> list[str]:
     """What all rows of a table have in common."""
     return [
-        f"model={args.model}",
+        f"model={model}",
         "data=synthetic",
         "data.ragged=true",
         "train.batch_size=2",
@@ -161,15 +168,15 @@ def judge(
     return Verdict(f"{within}, last bits != {twin}")
 
 
-def compare(args: argparse.Namespace, deterministic: bool, dtype: str, console: Console) -> list[str]:
+def compare(args: argparse.Namespace, model: str, deterministic: bool, dtype: str, console: Console) -> list[str]:
     """Train and print one table; return what breaks the promise."""
     mode = "deterministic" if deterministic else "default"
-    table = Table(title=f"{args.model}, {dtype}, {mode} mode, {args.steps} steps, {args.device}")
+    table = Table(title=f"{model}, {dtype}, {mode} mode, {args.steps} steps, {args.device}")
     for column in ("ranks", "strategy", "final loss", "max |loss diff| rel", "max |grad-norm diff|"):
         table.add_column(column, justify="left" if column == "strategy" else "right")
     table.add_column("parameters equal?")
     table.add_column("against one process")
-    common = overrides(args, deterministic, dtype)
+    common = overrides(args, model, deterministic, dtype)
     breaches: list[str] = []
     for world_size in args.world_sizes:
         names = [name for name in args.strategies if not name.startswith("hsdp") or world_size > 2]
@@ -221,7 +228,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--world-sizes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seq-len", type=int, default=64)
-    parser.add_argument("--model", default="llama_debug", help="a preset of configs/model")
+    parser.add_argument("--models", nargs="+", default=MODELS, help="presets of configs/model")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda", "npu"])
     parser.add_argument("--strategies", nargs="+", choices=list(STRATEGIES), default=list(STRATEGIES))
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
@@ -235,9 +242,8 @@ def main() -> int:
     breaches: list[str] = []
     try:
         check_world_sizes(args.world_sizes, args.device)
-        for dtype in args.dtypes:
-            for deterministic in (True, False):
-                breaches += compare(args, deterministic, dtype, console)
+        for model, dtype, deterministic in product(args.models, args.dtypes, (True, False)):
+            breaches += [f"{model}: {breach}" for breach in compare(args, model, deterministic, dtype, console)]
     except ConfigError as error:
         print(f"parity: {error}", file=sys.stderr)
         return 2

@@ -9,9 +9,11 @@ import pytest
 import yaml
 
 import fsdptoys
-from fsdptoys.__main__ import main
+from fsdptoys.__main__ import COMMANDS, main
 from fsdptoys.compose import SCHEMAS, compose_config
 from fsdptoys.config import LaunchConfig, TrainConfig
+from fsdptoys.listing import compose_presets
+from fsdptoys.models import FAMILIES
 from fsdptoys.overrides import list_choices, list_options, plain_text
 
 ROOT = Path(__file__).parents[1]
@@ -24,12 +26,27 @@ def run(words: list[str], cwd: Path, **env: str) -> subprocess.CompletedProcess[
     )
 
 
-@pytest.mark.parametrize("words", [[], ["--help"], ["train", "--help"], ["--version"]])
-def test_help_needs_no_torch(words: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "line", ["", "--help", "train --help", "models --help", "convert", "convert to-hf -h", "--version"]
+)
+def test_help_needs_no_torch(line: str, tmp_path: Path) -> None:
     """Oracle: the modules of the interpreter that printed the help."""
-    code = f"import sys; from fsdptoys.__main__ import main; main({words}); sys.exit('torch' in sys.modules)"
+    code = f"import sys; from fsdptoys.__main__ import main; main({line.split()}); sys.exit('torch' in sys.modules)"
     done = run(["-c", code], tmp_path)
     assert (done.returncode, done.stderr) == (0, "") and "fsdptoys" in done.stdout
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the list that the command line dispatches by."""
+    main(["--help"])
+    shown = capsys.readouterr().out
+    for command in COMMANDS:
+        assert f" fsdptoys {command} " in shown and f"\n  {command}  " in shown
+    assert main(["models", "--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: fsdptoys models [NAME ...] [--json]\n")
+    for words in (["convert"], ["convert", "--help"], ["convert", "from-hf", "-h"]):
+        assert main(words) == 0
+        assert capsys.readouterr().out.startswith("usage: fsdptoys convert to-hf RUN OUT_DIR")
 
 
 def test_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,6 +65,24 @@ def test_help_lists_every_key_with_its_default(capsys: pytest.CaptureFixture[str
             value = "[...]" if isinstance(option.default, list) and option.default else plain_text(option.default)
             lines = [line for line in shown.splitlines() if line.startswith(f"  {key}={value} ")]
             assert lines and all(len(line.split(maxsplit=1)) == 2 for line in lines), f"{key}={value}"
+
+
+def test_help_tells_each_family_with_its_presets_and_each_key_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the dataclasses of the families, and the configurations that the presets compose to."""
+    main(["train", "--help"])
+    section = capsys.readouterr().out.partition("\nmodel: ")[2].partition("\n\n")[0]
+    base, *parts = section.split("\n with a ")
+    presets = {config.name: config.family for config in compose_presets(list_choices()["model"])}
+    assert sorted(part.split()[0] for part in parts) == sorted(FAMILIES)
+    for part in parts:
+        heading, *lines = part.splitlines()
+        family = heading.split()[0]
+        names = ", ".join(name for name, of in presets.items() if of == family)
+        assert heading == f"{family} model ({names}): {FAMILIES[family].__doc__}"
+        shown = dict(line.split()[0].split("=") for line in lines)
+        assert len(shown) == len(lines)
+        options = {key: plain_text(option.default) for key, option in list_options(FAMILIES[family], "model").items()}
+        assert dict(line.split()[0].split("=") for line in base.splitlines()[1:]) | shown == options
 
 
 def test_help_lists_every_choice(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,8 +13,6 @@ from fsdptoys.metrics import check_run_dir
 
 ROOT = Path(__file__).parents[1]
 
-MODELS = "llama2_13b, llama2_7b, llama3_1b, llama3_3b, llama3_70b, llama3_8b, llama_bytes, llama_debug"
-
 MISTAKES = {
     # Words that are not key=value.
     "train.steps": "train.steps has no value; write train.steps=VALUE",
@@ -45,13 +43,16 @@ MISTAKES = {
     "it belongs to fsdp1, fsdp2; set parallel=fsdp1 or leave it out",
     "optim.momentum=0.5": "optim.momentum=0.5 is not an option of optim=adamw, it belongs to sgd; "
     "set optim=sgd or leave it out",
+    "model.top_k=2": "model.top_k=2 is not an option of model=llama_debug, it belongs to llama4_debug, llama4_mini, "
+    "llama4_scout, qwen3_moe_30b_a3b, qwen3_moe_debug, qwen3_moe_mini; set model=llama4_debug or leave it out",
+    "experiment.top_k=2": "experiment.top_k=2 names a key that does not exist; did you mean experiment=2?",
     "train=fast": "train=fast sets a whole section, but keys are set one by one; set for example train.batch_size=1",
     "hydra.run.dir=x": "hydra.run.dir=x is Hydra's own setting, which every rank needs as it is; leave it out",
     "+model._target_=os.system": "+model._target_=os.system would run code that the configuration names, "
     "which nothing here does; leave it out",
     # Choices.
-    "model=llama3_9b": f"model=llama3_9b must be one of {MODELS}; did you mean model=llama3_8b?",
-    "model=null": f"model=null must be one of {MODELS}; set model=llama_debug",
+    "model=llama3_9b": "model=llama3_9b must be a preset that fsdptoys models lists; did you mean model=llama3_8b?",
+    "model=null": "model=null must be a preset that fsdptoys models lists; set model=llama_debug",
     "parallel=zero": "parallel=zero must be one of ddp, fsdp1, fsdp2, single; set parallel=fsdp2",
     "experiment=llama_7b": "experiment=llama_7b must be one of cpu_text, llama2_7b, llama3_1b or null; "
     "did you mean experiment=llama2_7b?",
@@ -86,7 +87,26 @@ MISTAKES = {
     "set launch.nproc_per_node=-1",
     "launch.nnodes=2": "launch.nnodes=2 needs a meeting point; set launch.rdzv_endpoint=HOST:29400 to the first "
     "machine's name",
+    "model=qwen3_debug model.head_dim=7": "model.head_dim=7 must be even and at least 2, since its channels are "
+    "rotated in pairs; set model.head_dim=8",
+    "model=gpt2_debug model.n_heads=3": "model.n_heads=3 must divide model.dim=64; set model.dim to a multiple of 3",
+    "model=gpt2_debug model.ffn_dim=0": "model.ffn_dim=0 must be at least 1; set model.ffn_dim=1",
+    "model=qwen3_moe_debug model.n_experts=0": "model.n_experts=0 must be at least 1; set model.n_experts=1",
+    "model=qwen3_moe_debug model.router_z_loss_coef=-1": "model.router_z_loss_coef=-1.0 must be a finite number of at "
+    "least 0; set model.router_z_loss_coef=0",
+    "model=llama4_debug model.attention_chunk_len=0": "model.attention_chunk_len=0 must be at least 1; "
+    "set model.attention_chunk_len=null to attend to the whole sequence",
+    "model=llama4_debug model.temperature_scale=0": "model.temperature_scale=0.0 must be a finite number above 0; "
+    "set model.temperature_scale=0.1",
+    "model.init_from=''": "model.init_from='' must name a folder; set model.init_from=null to draw values",
+    "model.init_from=missing": "model.init_from=missing does not exist, where a folder in Hugging Face format is "
+    "expected; name one that holds config.json and safetensors files",
     # Values that do not go together.
+    "model=qwen3_moe_debug model.top_k=9": "model.top_k=9 is more than model.n_experts=8; set model.top_k=8",
+    "model=qwen3_moe_debug model.moe_every=3": "model.moe_every=3 leaves none of the model.n_layers=2 blocks with "
+    "experts; set model.moe_every=1",
+    "model=gpt2 train.seq_len=2048": "train.seq_len=2048 is over the model's model.max_seq_len=1024; "
+    "set train.seq_len=1024",
     "train.seq_len=1024": "train.seq_len=1024 is over the model's model.max_seq_len=512; set train.seq_len=512",
     "memory.gradient_checkpointing=full memory.checkpointing_start_index=2": "memory.checkpointing_start_index=2 is "
     "past the last of the model's 2 layers; set memory.checkpointing_start_index=0 to checkpoint every block",
@@ -131,7 +151,7 @@ MISTAKES = {
     "set launch.timeout_seconds=600",
     "model.rope_theta=0": "model.rope_theta=0.0 must be a finite number above 0; set model.rope_theta=10000.0",
     "model.init_std=-1": "model.init_std=-1.0 must be a finite number above 0; set model.init_std=0.02",
-    "model.rope_scaling.high_freq_factor=1": "model.rope_scaling.high_freq_factor=1.0 must be above "
+    "model.rope_scaling.high_freq_factor=0.5": "model.rope_scaling.high_freq_factor=0.5 must be at least "
     "model.rope_scaling.low_freq_factor=1.0; set model.rope_scaling.high_freq_factor=4.0",
     "memory.chunk_loss=true": "memory.chunk_loss=true names something that this version does not have; leave it out",
     "checkpoint.resume=auto": "checkpoint.resume=auto names something that this version does not have; leave it out",

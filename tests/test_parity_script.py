@@ -7,7 +7,9 @@ import math
 import pytest
 from rich.console import Console
 
+from fsdptoys.compose import compose_config
 from fsdptoys.errors import ConfigError
+from fsdptoys.models import FAMILIES
 from scripts import parity
 
 
@@ -15,16 +17,23 @@ def arguments(*words: str) -> argparse.Namespace:
     return parity.parse_arguments(["--world-sizes", "2", "--steps", "2", "--seq-len", "16", *words])
 
 
+@pytest.mark.parametrize("model", ["llama_debug", "qwen3_moe_debug"])
 @pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "default"])
-def test_script_prints_a_row_for_each_strategy_and_finds_no_breach(deterministic: bool) -> None:
+def test_script_prints_a_row_for_each_strategy_and_finds_no_breach(deterministic: bool, model: str) -> None:
     """Oracle: the promise, in two steps on two ranks."""
     console = Console(file=io.StringIO(), width=140)
     args = arguments("--strategies", "ddp", "fsdp1", "fsdp2")
-    assert parity.compare(args, deterministic, "float32", console) == []
+    assert parity.compare(args, model, deterministic, "float32", console) == []
     table = console.file.getvalue()  # type: ignore[attr-defined]
     assert [line.split("│")[2].strip() for line in table.splitlines() if line.startswith("│")] == [
         *("single", "ddp", "fsdp1", "fsdp2"),
     ]
+
+
+def test_a_small_model_of_every_family_is_compared() -> None:
+    """Oracle: the families, and the presets there are."""
+    models = parity.parse_arguments([]).models
+    assert [compose_config([f"model={model}"]).model.family for model in models] == list(FAMILIES)
 
 
 def outcome(loss: float, parameters: str = "same") -> parity.Outcome:

@@ -9,23 +9,25 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fsdptoys import trainer as trainer_module
 from fsdptoys.config import Config
 from fsdptoys.data import SyntheticConfig, TextConfig
 from fsdptoys.errors import ConfigError
-from fsdptoys.models import LlamaModel
+from fsdptoys.models import DecoderModel
 from fsdptoys.optim import AdamWConfig
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.trainer import Trainer, deterministic_kernels, train
+from scripts.parity import hash_parameters
 from scripts.ranks import run_ranks
 from tests.parallel.runs import make_config
 
 STRATEGIES: list[ParallelConfig] = [DDPConfig(), FSDP1Config(), FSDP2Config()]
 
 
-def plain_model(trainer: Trainer) -> LlamaModel:
+def plain_model(trainer: Trainer) -> DecoderModel:
     """The trainer's model as a plain module in this process."""
     config = trainer.config.model
-    model = LlamaModel(config)
+    model = config.build()
     model.init_buffers(torch.device("cpu"))
     with torch.no_grad():
         for name, param in trainer.strategy.full_parameters():
@@ -197,3 +199,37 @@ def test_each_seed_serves_its_purpose_and_the_common_one_all() -> None:
     assert data[0] != base[0] and data[1] == base[1]
     assert init[0] != base[0] and init[1] != base[1]
     assert common[1] == init[1] and common[0] not in (init[0], data[0])
+
+
+def hashes_before_and_after_an_evaluation(configs: list[Config]) -> list[tuple[dict[str, str], dict[str, str]]]:
+    results = []
+    for config in configs:
+        trainer = Trainer(config)
+        before = hash_parameters(trainer)
+        trainer._evaluate()
+        results.append((before, hash_parameters(trainer)))
+    return results
+
+
+def test_parameters_can_be_read_after_a_forward_without_a_backward() -> None:
+    """Oracle: the parameters before; units that stay gathered for a backward that never comes are no hindrance."""
+    configs = [make_config(parallel, 2) for parallel in STRATEGIES]
+    for before, after in run_ranks(2, hashes_before_and_after_an_evaluation, configs)[0]:
+        assert after == before
+
+
+def run_without_room_for_weights(config: Config) -> str:
+    def refuse(*_: Any) -> None:
+        raise ConfigError("no room")
+
+    trainer_module.save_weights = refuse
+    with pytest.raises(ConfigError, match="no room"):
+        Trainer(config).run()
+    return (Path(config.metrics.run_dir or "") / "summary.md").read_text(encoding="utf-8")
+
+
+def test_results_are_kept_where_weights_cannot_be_written(tmp_path: Path) -> None:
+    """Oracle: the summary of all steps, although the run ends with an error."""
+    config = make_config(SingleConfig(), 1, steps=2)
+    config.metrics.run_dir, config.checkpoint.final_weights = str(tmp_path / "run"), True
+    assert "2 of 2; all steps done" in run_ranks(1, run_without_room_for_weights, config)[0]

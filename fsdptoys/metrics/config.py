@@ -13,17 +13,24 @@ RUNS_FOLDER = Path("runs")
 CONFIG_FILE = "config.yaml"
 ENVIRONMENT_FILE = "environment.json"
 METRICS_FILE = "metrics.jsonl"
+ROUTING_FILE = "routing.jsonl"
 LOSS_FILE = "loss.png"
+EXPERTS_FILE = "experts.png"
 SUMMARY_FILE = "summary.md"
 
 RUN_FILES = {
     METRICS_FILE: "one line of JSON a step",
+    ROUTING_FILE: "tokens sent to each expert: one line of JSON every so many steps, a row a layer with experts",
     CONFIG_FILE: "every setting of the run",
     ENVIRONMENT_FILE: "versions, machine and command line",
     LOSS_FILE: "loss and gradient norm against the step",
+    EXPERTS_FILE: "load of each expert in the last step, and the balance against the step",
     SUMMARY_FILE: "this page",
 }
 """What a run writes → what it holds."""
+
+EXPERT_FILES = (ROUTING_FILE, EXPERTS_FILE)
+"""Those that only runs of models with experts write."""
 
 
 class Console(Enum):
@@ -48,7 +55,7 @@ class MetricsConfig:
     console: Console = Console.auto
     """What rank 0 prints."""
     log_every: int = 10
-    """Steps between two lines of the plain console; the last step has a line too."""
+    """Steps between two lines of the plain console, and of ``routing.jsonl``; the last step has a line too."""
     warmup_steps: int = 2
     """First steps left out of the summary's medians: they pay for allocation, kernel choice and compilation."""
 

@@ -45,6 +45,10 @@ def _flops(value: float) -> str:
     return f"{value:.3g}" if value < 100 else f"{value:.0f}"
 
 
+def _load(value: float) -> str:
+    return f"{value:.1f}x" if value < 10 else f"{value:.0f}x"
+
+
 def _gib(*values: float | None) -> str:
     return "/".join("?" if value is None else f"{value:.4g}" for value in values)
 
@@ -52,15 +56,21 @@ def _gib(*values: float | None) -> str:
 COLUMNS = (
     Column(("", "loss"), "loss", "", 7, 10, lambda m: f"{m.loss:.4f}"),
     Column(("grad", "norm"), "grad norm", "", 7, 8, lambda m: f"{m.grad_norm:.4g}"),
-    Column(("learning", "rate"), "lr", "", 8, 5, lambda m: f"{m.learning_rate:.2e}"),
+    Column(("learning", "rate"), "lr", "", 8, 4, lambda m: f"{m.learning_rate:.2e}"),
     Column(("step", "time"), "time", "", 8, 9, lambda m: _time(m.step_time_seconds)),
     Column(("tokens", "/s"), "tokens/s", "", 7, 7, lambda m: _count(m.tokens_per_second)),
-    Column(("TFLOP/s", "a rank"), "TFLOP/s a rank", "", 7, 4, lambda m: _flops(m.tflops_per_second_per_rank)),
+    Column(("TFLOP/s", "a rank"), "TFLOP/s a rank", "", 7, 3, lambda m: _flops(m.tflops_per_second_per_rank)),
 )
 """Columns of every device."""
 
-MFU_COLUMN = Column(("", "MFU"), "MFU", "", 5, 3, lambda m: f"{(m.mfu or 0.0):.1%}")
+MFU_COLUMN = Column(("", "MFU"), "MFU", "", 5, 2, lambda m: f"{(m.mfu or 0.0):.1%}")
 """Where the device's peak is known."""
+
+ROUTING_COLUMNS = (
+    Column(("MoE", "load"), "busiest expert", "", 5, 5, lambda m: _load(m.routing.max_load if m.routing else 0.0)),
+    Column(("MoE", "entropy"), "entropy", "", 7, 1, lambda m: f"{m.routing.entropy if m.routing else 0.0:.3f}"),
+)
+"""Of models with experts: tokens of the busiest expert over the mean of its layer, and how even the shares are."""
 
 DEVICE_MEMORY_COLUMN = Column(
     ("GiB allocated/", "peak/reserved"),
@@ -75,10 +85,12 @@ RESIDENT_SET_COLUMN = Column(("resident", "set"), "resident set", "", 9, 6, lamb
 
 
 def columns_for(metrics: StepMetrics) -> list[Column]:
-    """What there is to show of a step on its device."""
+    """What there is to show of a step, on its device and with its model."""
     columns = list(COLUMNS)
     if metrics.mfu is not None:
         columns.append(MFU_COLUMN)
+    if metrics.routing is not None:
+        columns += ROUTING_COLUMNS
     columns.append(RESIDENT_SET_COLUMN if metrics.memory_allocated_gib is None else DEVICE_MEMORY_COLUMN)
     return columns
 

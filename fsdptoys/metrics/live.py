@@ -70,7 +70,7 @@ def metrics_table(metrics: StepMetrics, width: int) -> Table:
 
 
 def _style(cell: str) -> str:
-    number = cell.split(" ")[0].rstrip("%M").replace(",", "")
+    number = cell.split(" ")[0].rstrip("%Mx").replace(",", "")
     try:
         return "bold" if math.isfinite(float(number)) else "bold red"
     except ValueError:

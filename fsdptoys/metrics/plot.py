@@ -33,7 +33,7 @@ def draw_loss(path: Path, title: str, steps: Sequence[StepMetrics], references: 
     figure = Figure(figsize=(9, 6), dpi=150, layout="constrained")
     loss_axes, norm_axes = figure.subplots(2, 1, sharex=True, height_ratios=[3.2, 1])
     numbers = np.array([metrics.step for metrics in steps])
-    loss_axes.set_title(_shorten(title, 90), loc="left", fontsize=12, fontweight="bold", parse_math=False)
+    loss_axes.set_title(shorten(title, 90), loc="left", fontsize=12, fontweight="bold", parse_math=False)
     _draw_losses(loss_axes, numbers, steps)
     for index, (label, nats) in enumerate(references.items()):
         color = REFERENCE_COLORS[index % len(REFERENCE_COLORS)]
@@ -44,7 +44,7 @@ def draw_loss(path: Path, title: str, steps: Sequence[StepMetrics], references: 
         text.set_parse_math(False)
 
     norms = np.array([metrics.grad_norm for metrics in steps], dtype=float)
-    norm_axes.plot(numbers, norms, color=GRAD_NORM_COLOR, linewidth=1.0, **_marker(len(steps), 3))
+    norm_axes.plot(numbers, norms, color=GRAD_NORM_COLOR, linewidth=1.0, **marker(len(steps), 3))
     norm_axes.set_ylabel("gradient norm\n(before clipping)")
     norm_axes.set_xlabel("optimizer step")
     finite = norms[np.isfinite(norms)]
@@ -72,7 +72,7 @@ def _draw_losses(axes: "Axes", numbers: np.ndarray, steps: Sequence[StepMetrics]
         alpha=0.35 if smooth else 1.0,
         linewidth=1.0 if smooth else 1.6,
         label="loss of each step",
-        **_marker(len(steps), 4),
+        **marker(len(steps), 4),
     )
     if smooth:
         window = max(5, len(steps) // 40 | 1)  # odd, so that it has a middle
@@ -93,11 +93,12 @@ def _draw_losses(axes: "Axes", numbers: np.ndarray, steps: Sequence[StepMetrics]
         )
 
 
-def _marker(count: int, size: float) -> dict[str, Any]:
+def marker(count: int, size: float) -> dict[str, Any]:
     """Points beside the line where there are so few steps that a gap could swallow the line whole."""
     return {"marker": "o", "markersize": size} if count <= 30 else {}
 
 
-def _shorten(text: str, width: int) -> str:
+def shorten(text: str, width: int) -> str:
+    """Text on one line of at most so many characters."""
     text = " ".join(text.split())
     return text if len(text) <= width else text[: width - 1] + "…"

@@ -5,7 +5,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from .config import LOSS_FILE, SUMMARY_FILE, MetricsConfig
+from .config import EXPERTS_FILE, LOSS_FILE, SUMMARY_FILE, MetricsConfig
 from .console import Reporter, build_reporter
 from .provenance import hardware_line
 from .run_directory import RunDirectory
@@ -44,6 +44,8 @@ class Recorder:
         self._planned_steps = steps
         self._references = references
         self._steps: list[StepMetrics] = []
+        self._last_counts: list[list[int]] | None = None
+        self._counts_step = 0
         self._started = time.perf_counter()
         self._directory = RunDirectory(config, title, config_tree, environment)
         self._reporter: Reporter = build_reporter(config.console, steps, config.log_every)
@@ -68,8 +70,12 @@ class Recorder:
 
     def step(self, metrics: StepMetrics) -> None:
         """Record a step that was done."""
-        self._steps.append(metrics)
+        self._steps.append(metrics.without_counts())
         self._directory.append(metrics)
+        if metrics.routing is not None:
+            self._last_counts = metrics.routing.counts
+            if metrics.step == 1 or metrics.step % self._config.log_every == 0:
+                self._write_counts()
         self._reporter.step(metrics)
 
     def message(self, text: str) -> None:
@@ -77,7 +83,7 @@ class Recorder:
         self._reporter.message(text)
 
     def finish(self, stop_reason: str, sample: str | None = None) -> None:
-        """Write ``loss.png`` and ``summary.md``, and print how the run ended.
+        """Write the pictures and ``summary.md``, and print how the run ended.
 
         Args:
             stop_reason: why there is no further step, as the end of "15 of 20 steps; …".
@@ -89,6 +95,12 @@ class Recorder:
         self._reporter.close()
         with self._directory.writing():
             draw_loss(self.run_dir / LOSS_FILE, self._title, self._steps, self._references)
+        if self._last_counts is not None:
+            from .plot_experts import draw_experts
+
+            self._write_counts()
+            with self._directory.writing():
+                draw_experts(self.run_dir / EXPERTS_FILE, self._title, self._steps, self._last_counts)
         page = render_summary(
             title=self._title,
             results=results,
@@ -104,6 +116,13 @@ class Recorder:
         if sample is not None:
             self.message(f"a sample of the trained model:\n{sample}\n")
         self.message(closing_lines(results, self._planned_steps, stop_reason, self._references, self.run_dir))
+
+    def _write_counts(self) -> None:
+        """Write the tokens of each expert in the last step, unless they are written already."""
+        step = self._steps[-1].step
+        if self._last_counts is not None and step != self._counts_step:
+            self._directory.append_counts(step, self._last_counts)
+            self._counts_step = step
 
 
 def closing_lines(

@@ -16,6 +16,7 @@ from .config import (
     CONFIG_FILE,
     ENVIRONMENT_FILE,
     METRICS_FILE,
+    ROUTING_FILE,
     RUNS_FOLDER,
     MetricsConfig,
     already_holds,
@@ -60,6 +61,11 @@ class RunDirectory:
         with self.writing():
             self._metrics.write(metrics.to_json() + "\n")
             self._metrics.flush()
+
+    def append_counts(self, step: int, counts: list[list[int]]) -> None:
+        """Add a step to ``routing.jsonl``, which the first of them makes."""
+        with self.writing(), open(self.path / ROUTING_FILE, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "expert_tokens": counts}) + "\n")
 
     def write(self, name: str, text: str) -> None:
         """Write a whole file of text."""

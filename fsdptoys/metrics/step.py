@@ -10,6 +10,16 @@ import math
 from dataclasses import dataclass
 
 from fsdptoys.device import GIB, Device, resident_set_bytes
+from fsdptoys.routing import RoutingMetrics
+
+ROUTING_KEYS = {
+    "aux_loss": "router_aux_loss",
+    "z_loss": "router_z_loss",
+    "entropy": "router_entropy",
+    "max_load": "expert_load_max",
+    "min_load": "expert_load_min",
+}
+"""Number of the routing → its key in ``metrics.jsonl``."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +54,29 @@ class StepMetrics:
     """Host memory of the process after the step; None where the system does not tell."""
     eval_loss: float | None = None
     """Loss on the held-out part after the update, in nats a token; None where there was no evaluation."""
+    routing: RoutingMetrics | None = None
+    """How the routers shared the work out; None for a model without experts."""
 
     def to_json(self) -> str:
-        """One line of strict JSON; what is not a number becomes null and is named under ``non_finite``."""
-        values = dataclasses.asdict(self)
+        """One line of strict JSON; what is not a number becomes null and is named under ``non_finite``.
+
+        Of the routing it has the numbers of the whole step; tokens of each expert are a table of their own.
+        """
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        routing = values.pop("routing")
+        if routing is not None:
+            values |= {key: getattr(routing, name) for name, key in ROUTING_KEYS.items()}
         non_finite = [name for name, value in values.items() if value is not None and not math.isfinite(value)]
         values.update(dict.fromkeys(non_finite))
         if non_finite:
             values["non_finite"] = non_finite
         return json.dumps(values, allow_nan=False)
+
+    def without_counts(self) -> "StepMetrics":
+        """The same without the tokens of each expert, which are too many to keep of every step."""
+        if self.routing is None:
+            return self
+        return dataclasses.replace(self, routing=dataclasses.replace(self.routing, counts=[]))
 
 
 def step_metrics(
@@ -68,6 +92,7 @@ def step_metrics(
     device: Device,
     peak_flops: float | None,
     eval_loss: float | None = None,
+    routing: RoutingMetrics | None = None,
 ) -> StepMetrics:
     """Compute a step's rates and read the memory of this process.
 
@@ -83,6 +108,7 @@ def step_metrics(
         device: whose memory is read.
         peak_flops: peak FLOP/s of one device in the number format of the run; None where it is not known.
         eval_loss: nats a token on the held-out part, if it was evaluated after this step.
+        routing: of a model with experts.
     """
     assert step_time_seconds > 0
     flops_per_second_per_rank = flops_per_token * valid_tokens / step_time_seconds / world_size
@@ -102,4 +128,5 @@ def step_metrics(
         memory_reserved_gib=memory.reserved_bytes / GIB if memory else None,
         resident_set_gib=resident_set_bytes() / GIB or None,
         eval_loss=eval_loss,
+        routing=routing,
     )

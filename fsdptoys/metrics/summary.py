@@ -9,7 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from .config import RUN_FILES
+from fsdptoys.routing import RoutingMetrics
+
+from .config import EXPERT_FILES, RUN_FILES
+from .definitions import definitions
 from .step import StepMetrics
 
 LAST_STEPS = 10
@@ -48,6 +51,8 @@ class RunResults:
     """Highest of the device, on rank 0; None on a CPU."""
     resident_set_gib: float | None
     """Highest seen after a step, on rank 0."""
+    routing: RoutingMetrics | None
+    """Of the last step; None for a model without experts."""
 
 
 def summarize(steps: Sequence[StepMetrics], warmup_steps: int) -> RunResults:
@@ -74,6 +79,7 @@ def summarize(steps: Sequence[StepMetrics], warmup_steps: int) -> RunResults:
         mfu=_spread([metrics.mfu for metrics in measured if metrics.mfu is not None]),
         memory_peak_gib=_highest([metrics.memory_peak_gib for metrics in steps]),
         resident_set_gib=_highest([metrics.resident_set_gib for metrics in steps]),
+        routing=steps[-1].routing if steps else None,
     )
 
 
@@ -122,6 +128,8 @@ def render_summary(
         rows.append(("peak device memory of rank 0", f"{results.memory_peak_gib:.3f} GiB"))
     if results.resident_set_gib is not None:
         rows.append(("largest resident set of rank 0", f"{results.resident_set_gib:.3f} GiB"))
+    if results.routing is not None:
+        rows += _routing_rows(results.routing)
     rows.append(("wall time", f"{wall_seconds:.1f} s"))
 
     parts = [
@@ -132,34 +140,24 @@ def render_summary(
         _table(("result", "value"), rows),
         "![loss and gradient norm against the step](loss.png)",
     ]
+    if results.routing is not None:
+        parts.append("![load of each expert, and the balance against the step](experts.png)")
     if sample is not None:
         parts += ["## A sample of the trained model", fence(sample)]
     parts += [
         "## Files",
-        _table(("file", "what it holds"), [(f"`{name}`", what) for name, what in RUN_FILES.items()]),
+        _table(
+            ("file", "what it holds"),
+            [
+                (f"`{name}`", what)
+                for name, what in RUN_FILES.items()
+                if results.routing is not None or name not in EXPERT_FILES
+            ],
+        ),
         "## How the numbers were made",
-        definitions(results.warmup_steps),
+        definitions(results.warmup_steps, with_experts=results.routing is not None),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def definitions(warmup_steps: int) -> str:
-    """One line on how each number was made."""
-    return "\n".join(
-        [
-            "- Loss: mean cross entropy in nats over the valid tokens of the global batch, before the step's update.",
-            "- Held-out loss: the same mean over tokens that are not trained on, after the update.",
-            "- References: entropies of simple models of the same data; a loss below one has learned more than it.",
-            "- Step time: wall time of a step on rank 0; evaluation, where there is one, is not part of it.",
-            f"- Medians (with 10th and 90th percentile) leave out the first {warmup_steps} steps, which pay for "
-            "allocation, kernel choice and compilation.",
-            "- tokens/s: valid tokens of all ranks over the step time.",
-            "- TFLOP/s: the model's FLOPs for those tokens, without recomputation, over the step time and the ranks.",
-            "- MFU: that over the peak of the device; left out where the peak is not known.",
-            "- Peak device memory: the allocator's highest sum of tensors. Resident set: memory of the process in RAM, "
-            "read after each step.",
-        ]
-    )
 
 
 def fence(text: str) -> str:
@@ -182,6 +180,20 @@ def _render_spread(spread: Spread | None, factor: float, unit: str, digits: int 
         return "not measured: every step was a warm-up step"
     p10, median, p90 = (f"{value * factor:,.{digits}f}" for value in (spread.p10, spread.median, spread.p90))
     return f"{median}{' ' * bool(unit)}{unit} (p10 {p10}, p90 {p90})"
+
+
+def _routing_rows(routing: RoutingMetrics) -> list[tuple[str, str]]:
+    return [
+        ("load-balancing loss, last step", _number(routing.aux_loss)),
+        ("router z-loss, last step", _number(routing.z_loss)),
+        ("router entropy, last step", _number(routing.entropy)),
+        ("busiest expert, last step", f"{routing.max_load:.2f} times the mean"),
+        ("idlest expert, last step", f"{routing.min_load:.2f} times the mean"),
+    ]
+
+
+def _number(value: float) -> str:
+    return f"{value:.4f}" if math.isfinite(value) else f"**{value}**"
 
 
 def _nats(value: float | None) -> str:

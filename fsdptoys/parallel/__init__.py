@@ -3,7 +3,7 @@
 from .ddp import DDPConfig
 from .fsdp1 import FSDP1Config
 from .fsdp2 import FSDP2Config
-from .initialise import seed_of
+from .initialise import Fill, seed_of, seeded
 from .single import SingleConfig
 from .strategy import ParallelConfig, ParallelContext, Strategy
 
@@ -11,9 +11,11 @@ __all__ = [
     "DDPConfig",
     "FSDP1Config",
     "FSDP2Config",
+    "Fill",
     "ParallelConfig",
     "ParallelContext",
     "SingleConfig",
     "Strategy",
     "seed_of",
+    "seeded",
 ]

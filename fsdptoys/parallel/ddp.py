@@ -15,6 +15,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.mesh import MeshConfig
 from fsdptoys.models import DecoderModel
 
+from .initialise import Fill
 from .materialise import init_buffers, materialise
 from .single import cast_parameters, whole_parameters
 from .strategy import ParallelContext, ReducingConfig, Strategy
@@ -64,10 +65,10 @@ class DDP(Strategy):
         self.config = config
         self._over_microbatches: dict[nn.Parameter, Tensor] = {}
 
-    def parallelize(self, model: DecoderModel, init_seed: int) -> None:
+    def parallelize(self, model: DecoderModel, fill: Fill) -> None:
         """Materialise and initialise on every rank alike, then wrap."""
         device = self.context.device
-        materialise(model, device.torch_device, init_seed)
+        materialise(model, device.torch_device, fill)
         init_buffers(model, device.torch_device, self.config.buffer_dtype.torch)
         self._whole = model
         self.model = DistributedDataParallel(

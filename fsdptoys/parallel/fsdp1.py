@@ -28,7 +28,7 @@ from fsdptoys.mesh import SHARD_AXIS, MeshConfig, build_mesh
 from fsdptoys.models import DecoderModel
 
 from .fsdp import FSDPConfig, ReshardAfterForward, block_units
-from .initialise import initialise
+from .initialise import Fill
 from .materialise import init_buffers, shared_parameters
 from .precision import DType
 from .strategy import ParallelContext, Strategy
@@ -85,7 +85,7 @@ class FSDP1(Strategy):
         # The model's own parameters are views into a flat one, which keeps its offloaded gradient when theirs are None.
         self.frees_gradients = not context.cpu_offload
 
-    def parallelize(self, model: DecoderModel, init_seed: int) -> None:
+    def parallelize(self, model: DecoderModel, fill: Fill) -> None:
         """Wrap from the inside out; each unit is materialised, initialised, flattened and sharded in turn."""
         names = {param: name for name, param in model.named_parameters()}
         made: dict[nn.Parameter, nn.Parameter] = {}
@@ -95,9 +95,13 @@ class FSDP1(Strategy):
             for attribute, param in list(module.named_parameters(recurse=False)):
                 if param not in made:
                     made[param] = nn.Parameter(torch.empty_like(param, device=device))
-                    initialise(made[param], names[param], model.init_rows, init_seed)
+                    fill(made[param], names[param])
                 setattr(module, attribute, made[param])
 
+        shared = bool(shared_parameters(model))
+        # On one rank FSDP1 gives the unreduced gradient of a shared weight, which may be bf16, to each of its names,
+        # which are float32, and torch refuses that (seen with 2.13). Reducing costs one rank nothing.
+        self._reduces_always = shared and self.context.world_size == 1
         init_buffers(model, device, self.config.buffer_dtype.torch)
         options = self._options() | {"param_init_fn": materialise_own_parameters}
         policy = self.config.reshard_after_forward
@@ -106,7 +110,7 @@ class FSDP1(Strategy):
             setattr(owner, attribute, _wrap(getattr(owner, attribute), options | more))
             made.clear()
 
-        if not shared_parameters(model):
+        if not shared:
             wrap(model, "embed_tokens")
             head_policy = policy if policy is ReshardAfterForward.always else ReshardAfterForward.never
             wrap(model, "lm_head", sharding_strategy=self._sharding_strategy(head_policy))
@@ -145,7 +149,8 @@ class FSDP1(Strategy):
     @contextmanager
     def microbatch(self, index: int, count: int) -> Iterator[None]:
         """Reduce-scatter once a step, with the last micro-batch; in the deterministic mode, after each."""
-        with nullcontext() if index == count - 1 or self.context.deterministic else self.model.no_sync():
+        reduces = index == count - 1 or self.context.deterministic or self._reduces_always
+        with nullcontext() if reduces else self.model.no_sync():
             yield
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

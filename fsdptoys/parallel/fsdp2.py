@@ -1,9 +1,13 @@
 """FSDP2: PyTorch's ``fully_shard``, which shards every parameter along its first dim as a DTensor.
 
+Stacks of experts are sharded along another dim where the ranks do not divide the number of experts.
+
 A mesh of two axes makes it HSDP: sharded along the second, replicated and all-reduced along the first.
 Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
 
+import functools
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,13 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.mesh import SHARD_AXIS, MeshConfig, build_mesh
 from fsdptoys.models import DecoderModel
 
 from .fsdp import FSDPConfig, ReshardAfterForward, block_units
+from .initialise import Fill
 from .materialise import init_buffers, materialise, shared_parameters
 from .precision import DType, ReduceDType
 from .strategy import ParallelContext, Strategy
@@ -63,13 +68,15 @@ class FSDP2(Strategy):
         """The number of ranks where gradients are averaged, 1 where they are summed."""
         return super().loss_scale if self._averages else 1.0
 
-    def parallelize(self, model: DecoderModel, init_seed: int) -> None:
+    def parallelize(self, model: DecoderModel, fill: Fill) -> None:
         """Shard each block, then norm and head together, then the root; materialise only the shards."""
+        # Blocks add what their parts return to the residual stream out of place, so that a view does no harm.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         tied = bool(shared_parameters(model))
         self._set_prefetch(self._shard(model, tied), tied)
         device = self.context.device.torch_device
         memory = torch.device("cpu") if self.context.cpu_offload else device
-        materialise(model, memory, init_seed)
+        materialise(model, memory, fill)
         init_buffers(model, device, self.config.buffer_dtype.torch)
         self.model = model
 
@@ -91,6 +98,7 @@ class FSDP2(Strategy):
                 modules,
                 mesh=self.mesh,
                 reshard_after_forward=reshard_after_forward,
+                shard_placement_fn=functools.partial(placement, ranks=self.mesh[SHARD_AXIS].size()),
                 mp_policy=mp_policy,
                 offload_policy=offload_policy,
             )
@@ -115,7 +123,10 @@ class FSDP2(Strategy):
             units.insert(len(units) - 1 - len(parts), units.pop())
         if not tied:
             shard([model.norm, model.lm_head], outer)
-        fully_shard(model, mesh=self.mesh, reshard_after_forward=outer, mp_policy=mp_policy)
+        # What is left to the root: GPT-2's positions.
+        fully_shard(
+            model, mesh=self.mesh, reshard_after_forward=outer, mp_policy=mp_policy, offload_policy=offload_policy
+        )
         return units
 
     def _set_prefetch(self, units: list[FSDPModule], tied: bool) -> None:
@@ -144,6 +155,9 @@ class FSDP2(Strategy):
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """All-gather one parameter at a time."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a unit stays gathered after a forward that no backward follows
         for name, param in self.named_parameters():
             on_mesh = param.detach().to(self.mesh.device_type)
             assert isinstance(on_mesh, DTensor)
@@ -152,6 +166,17 @@ class FSDP2(Strategy):
     def shard_group(self) -> dist.ProcessGroup:
         """The ranks along the shard axis."""
         return self.mesh.get_group(SHARD_AXIS)
+
+
+def placement(param: nn.Parameter, ranks: int) -> Shard | None:
+    """Along which dim a parameter is sharded over so many ranks; None for FSDP2's own choice, the first.
+
+    Where the ranks do not divide a stack of experts (more ranks than experts never do), some would hold padding, or
+    nothing else. Other dims than the first must divide evenly; gathering them costs a copy.
+    """
+    if param.ndim < 3 or param.shape[0] % ranks == 0:
+        return None
+    return next((Shard(dim) for dim in range(1, param.ndim) if param.shape[dim] % ranks == 0), None)
 
 
 def averages(group: dist.ProcessGroup) -> bool:

@@ -1,22 +1,35 @@
 """Initial values that do not depend on the layout, made without ever holding more than a block of rows.
 
-Each parameter is cut into blocks of consecutive rows, by its shape alone. The values of a block come from a generator
-seeded by (seed, parameter name, block), so every rank makes just the blocks that overlap its shard, and the same seed
-gives the same model on 1 or 1,000 ranks. A rank's peak of host memory is its shard plus one block.
+Each parameter, seen as a matrix of its last dim, is cut into blocks of consecutive rows, by its shape alone. The values
+of a block come from a generator seeded by (seed, parameter name, block), so every rank makes just the blocks that
+overlap its shard, and the same seed gives the same model on 1 or 1,000 ranks. A rank's peak of host memory is its shard
+plus one block.
 """
 
 import hashlib
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from itertools import product
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
+
+from fsdptoys.mesh import local_bounds
 
 BLOCK_ELEMENTS = 2**22
 """Largest block, unless one row is larger: 16 MiB of float32."""
 
 InitRows = Callable[[str, Tensor, torch.Generator], None]
-"""``init_rows(name, rows, generator)`` fills consecutive rows of the named parameter in place."""
+"""``init_rows(name, rows, generator)`` fills consecutive rows of the named parameter, seen as a matrix, in place."""
+
+Fill = Callable[[Tensor, str], None]
+"""``fill(param, name)`` gives a materialised parameter, or this rank's shard of it, its initial values in place."""
+
+
+def seeded(init_rows: InitRows, seed: int) -> Fill:
+    """Draw initial values from the run's seed; see :func:`initialise`."""
+    return lambda param, name: initialise(param, name, init_rows, seed)
 
 
 def seed_of(*parts: object) -> int:
@@ -30,38 +43,37 @@ def initialise(param: Tensor, name: str, init_rows: InitRows, seed: int) -> None
     """Fill a materialised parameter, or this rank's shard of it, with its initial values in place.
 
     Args:
-        param: a plain tensor, or a DTensor whose placements shard evenly-chunked dims (``torch.chunk``) or replicate.
+        param: a plain tensor, or a DTensor as :func:`~fsdptoys.mesh.local_bounds` takes it.
         name: the model's own name of the parameter.
         init_rows: fills consecutive rows of the named parameter.
         seed: the run's seed for initial values.
     """
     local = param.to_local() if isinstance(param, DTensor) else param
-    bounds = _local_bounds(param)
     if local.numel() == 0:
         return
-    first, last = bounds[0]
-    rows_per_block = max(1, BLOCK_ELEMENTS // param.shape[1:].numel())
-    for block in range(first // rows_per_block, (last - 1) // rows_per_block + 1):
-        start = block * rows_per_block
-        stop = min(start + rows_per_block, param.shape[0])
-        rows = torch.empty(stop - start, *param.shape[1:], dtype=torch.float32)
-        init_rows(name, rows, torch.Generator().manual_seed(seed_of(seed, name, block)))
-        lower, upper = max(first, start), min(last, stop)
-        part = (slice(lower - start, upper - start), *(slice(low, high) for low, high in bounds[1:]))
-        local[lower - first : upper - first].copy_(rows[part])
-        del rows  # before the next block is made, or there would be two
+    bounds = local_bounds(param)
+    columns = param.shape[-1] if param.ndim > 1 else 1
+    first_column, last_column = bounds[-1] if param.ndim > 1 else (0, 1)
+    local_rows = local.view(-1, last_column - first_column)
+    rows_per_block = max(1, BLOCK_ELEMENTS // columns)
+    row_count = param.numel() // columns
+    filled = 0
+    block, rows = -1, torch.empty(0)
+    for first, last in _row_intervals(tuple(param.shape), bounds):
+        for wanted in range(first // rows_per_block, (last - 1) // rows_per_block + 1):
+            start = wanted * rows_per_block
+            if wanted != block:
+                del rows  # before the next block is made, or there would be two
+                block, rows = wanted, torch.empty(min(rows_per_block, row_count - start), columns)
+                init_rows(name, rows, torch.Generator().manual_seed(seed_of(seed, name, block)))
+            part = rows[max(first - start, 0) : last - start, first_column:last_column]
+            local_rows[filled : filled + len(part)].copy_(part)
+            filled += len(part)
 
 
-def _local_bounds(param: Tensor) -> list[tuple[int, int]]:
-    """Bounds of this rank's part of each dim of the full tensor."""
-    bounds = [(0, size) for size in param.shape]
-    if isinstance(param, DTensor):
-        coordinate = param.device_mesh.get_coordinate()
-        assert coordinate is not None
-        for axis, placement in enumerate(param.placements):
-            if isinstance(placement, Shard):
-                start, stop = bounds[placement.dim]
-                chunk = -(-(stop - start) // param.device_mesh.size(axis))
-                low = min(start + chunk * coordinate[axis], stop)
-                bounds[placement.dim] = (low, min(low + chunk, stop))
-    return bounds
+def _row_intervals(shape: tuple[int, ...], bounds: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, int]]:
+    """This rank's rows of the matrix, as intervals in the order in which its shard holds them."""
+    *outer, (first, last) = bounds[:-1] if len(shape) > 1 else bounds
+    for index in product(*(range(low, high) for low, high in outer)):
+        offset = sum(i * math.prod(shape[dim + 1 : len(outer) + 1]) for dim, i in enumerate(index))
+        yield offset + first, offset + last

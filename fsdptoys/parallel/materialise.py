@@ -5,10 +5,10 @@ from torch import nn
 
 from fsdptoys.models import DecoderModel
 
-from .initialise import initialise
+from .initialise import Fill
 
 
-def materialise(model: DecoderModel, device: torch.device, init_seed: int) -> None:
+def materialise(model: DecoderModel, device: torch.device, fill: Fill) -> None:
     """Give every parameter memory on ``device`` and its initial values, one after the other.
 
     Parameters that several modules share stay shared. Sharded parameters (DTensors) get memory for their shard only.
@@ -19,7 +19,7 @@ def materialise(model: DecoderModel, device: torch.device, init_seed: int) -> No
         owner, _, attribute = alias.rpartition(".")
         setattr(model.get_submodule(owner), attribute, model.get_parameter(name))
     for name, param in model.named_parameters():
-        initialise(param, name, model.init_rows, init_seed)
+        fill(param, name)
 
 
 def shared_parameters(model: nn.Module) -> dict[str, str]:

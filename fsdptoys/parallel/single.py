@@ -16,6 +16,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.mesh import MeshConfig
 from fsdptoys.models import DecoderModel
 
+from .initialise import Fill
 from .materialise import init_buffers, materialise
 from .precision import CastParameters, DType
 from .strategy import ParallelConfig, ParallelContext, Strategy
@@ -63,10 +64,10 @@ class Single(Strategy):
         self._over_ranks: dict[nn.Parameter, Tensor] = {}
         self._over_microbatches: dict[nn.Parameter, Tensor] = {}
 
-    def parallelize(self, model: DecoderModel, init_seed: int) -> None:
+    def parallelize(self, model: DecoderModel, fill: Fill) -> None:
         """Materialise and initialise; nothing is wrapped but for mixed precision."""
         device = self.context.device.torch_device
-        materialise(model, device, init_seed)
+        materialise(model, device, fill)
         init_buffers(model, device, self.config.buffer_dtype.torch)
         self._whole = model
         self.model = cast_parameters(model, self.config.param_dtype)

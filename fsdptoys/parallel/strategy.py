@@ -5,7 +5,7 @@ The order of wrapping, the same for every strategy:
 1. the model is constructed on the meta device (no memory);
 2. gradient checkpointing replaces the blocks' forwards;
 3. ``Strategy.parallelize`` wraps or shards: each block, then ``[norm, lm_head]`` together, then the root;
-4. it materialises and initialises one parameter after the other, from generators seeded by name (``initialise``);
+4. it materialises and fills one parameter after the other, from generators seeded by name (``initialise``) or files;
 5. the optimizer is built over what the strategy left as parameters.
 
 Gradients are summed over ranks and micro-batches, never averaged: the loss is divided by the number of valid tokens of
@@ -33,6 +33,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.mesh import MeshConfig
 from fsdptoys.models import DecoderModel
 
+from .initialise import Fill
 from .precision import DType, ReduceDType
 
 NORM_ELEMENTS = 2**22
@@ -148,8 +149,8 @@ class Strategy(ABC):
         return float(self.context.world_size)
 
     @abstractmethod
-    def parallelize(self, model: DecoderModel, init_seed: int) -> None:
-        """Wrap, materialise and initialise a model that was constructed on the meta device."""
+    def parallelize(self, model: DecoderModel, fill: Fill) -> None:
+        """Wrap and materialise a model that was constructed on the meta device; ``fill`` gives it initial values."""
 
     @abstractmethod
     def microbatch(self, index: int, count: int) -> AbstractContextManager[None]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig, apply_checkpointing, cross_entropy_sum
-from fsdptoys.models import LlamaConfig, LlamaModel
+from fsdptoys.models import LlamaConfig
 
 SHAPE = LlamaConfig(dim=32, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=40, max_seq_len=32)
 NONE, FULL = GradientCheckpointing.none, GradientCheckpointing.full
@@ -15,7 +15,7 @@ NONE, FULL = GradientCheckpointing.none, GradientCheckpointing.full
 def gradients(memory: MemoryConfig) -> tuple[dict[str, torch.Tensor], Counter[int], int]:
     """Gradients by name, forwards of each block, and bytes saved for the backward."""
     torch.manual_seed(0)
-    model = LlamaModel(SHAPE)
+    model = SHAPE.build()
     model.init_buffers(torch.device("cpu"))
     for name, param in model.named_parameters():
         model.init_rows(name, param.data, torch.Generator().manual_seed(len(name)))

@@ -13,6 +13,7 @@ from rich.cells import cell_len
 
 from fsdptoys.metrics import Console, StepMetrics
 from fsdptoys.metrics.console import PlainReporter, Reporter, RichReporter, build_reporter, printable
+from fsdptoys.routing import RoutingMetrics
 
 CPU_STEP = StepMetrics(1, 5.54321, 1.2345, 3e-4, 0.1234, 4096, 33193.1, 0.0123, None, None, None, None, 1.5)
 GPU_STEP = StepMetrics(
@@ -23,6 +24,9 @@ EXTREME_STEP = StepMetrics(
 )  # fmt: skip
 NAN = float("nan")
 BROKEN_STEP = replace(GPU_STEP, loss=NAN, grad_norm=float("inf"), eval_loss=NAN)
+ROUTING = RoutingMetrics(2.1, 3.5, 0.98765, max_load=1.84, min_load=0.5, counts=[[92, 25, 25, 58]])
+CPU_EXPERTS_STEP, GPU_EXPERTS_STEP = replace(CPU_STEP, routing=ROUTING), replace(GPU_STEP, routing=ROUTING)
+COLLAPSED_STEP = replace(EXTREME_STEP, routing=replace(ROUTING, entropy=0.0, max_load=128.0))
 
 
 def plain_lines(steps: int, log_every: int, shown: list[StepMetrics]) -> list[str]:
@@ -55,6 +59,10 @@ def test_plain_lines_on_a_cpu_and_on_a_device():
         "step 100/100  loss 2.5000  grad norm 0.75  lr 3.00e-04  time 123.4 ms  tokens/s 531,100  "
         "TFLOP/s a rank 457  MFU 45.7%  memory 112.3/123.5/131.2 GiB allocated/peak/reserved"
     ]
+    assert plain_lines(20, 1, [CPU_EXPERTS_STEP]) == [
+        "step  1/20  loss 5.5432  grad norm 1.234  lr 3.00e-04  time 123.4 ms  tokens/s 33,193  "
+        "TFLOP/s a rank 0.0123  busiest expert 1.8x  entropy 0.988  resident set 1.5 GiB"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +87,17 @@ def test_evaluations_and_values_that_are_not_finite_are_shown_as_such():
 
 
 @pytest.mark.parametrize("width", [40, 60, 79, 80, 100, 200])
-@pytest.mark.parametrize("metrics", [CPU_STEP, GPU_STEP, EXTREME_STEP, BROKEN_STEP], ids=["cpu", "gpu", "big", "nan"])
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        pytest.param(CPU_STEP, id="cpu"),
+        pytest.param(GPU_STEP, id="gpu"),
+        pytest.param(EXTREME_STEP, id="big"),
+        pytest.param(BROKEN_STEP, id="nan"),
+        pytest.param(GPU_EXPERTS_STEP, id="experts"),
+        pytest.param(COLLAPSED_STEP, id="collapsed"),
+    ],
+)
 def test_the_live_table_keeps_within_the_width_without_cutting_numbers(width, metrics):
     """Oracle: the rendered lines: none wider than the terminal, three for the table, and no ellipsis in it."""
     table = rich_lines(width, replace(metrics, eval_loss=None))[-3:]
@@ -96,6 +114,29 @@ def test_everything_fits_a_usual_terminal(width):
     bar, *_, row = rich_lines(width, GPU_STEP, steps=1000)
     assert bar.startswith("step 100/1000 ") and bar.endswith("left") and cell_len(bar) <= width
     assert row.split() == ["2.5000", "0.75", "3.00e-04", "123.4", "ms", "531,100", "457", "45.7%", "112.3/123.5/131.2"]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "width", "cells"),
+    [
+        pytest.param(CPU_EXPERTS_STEP, 80, "5.5432 1.234 3.00e-04 123.4 ms 33,193 0.0123 1.8x 1.5 GiB", id="cpu at 80"),
+        pytest.param(
+            CPU_EXPERTS_STEP, 100, "5.5432 1.234 3.00e-04 123.4 ms 33,193 0.0123 1.8x 0.988 1.5 GiB", id="cpu at 100"
+        ),
+        pytest.param(
+            GPU_EXPERTS_STEP, 80, "2.5000 0.75 3.00e-04 123.4 ms 531,100 457 1.8x 112.3/123.5/131.2", id="gpu at 80"
+        ),
+        pytest.param(
+            GPU_EXPERTS_STEP,
+            100,
+            "2.5000 0.75 3.00e-04 123.4 ms 531,100 457 45.7% 1.8x 0.988 112.3/123.5/131.2",
+            id="gpu at 100",
+        ),
+    ],
+)
+def test_the_busiest_expert_fits_a_usual_terminal(metrics, width, cells):
+    """Oracle: the row; where it does not all fit, first the entropy gives way, then the MFU."""
+    assert rich_lines(width, metrics)[-1].split() == cells.split(" ")
 
 
 def test_columns_keep_their_place_from_step_to_step():

@@ -13,8 +13,11 @@ import pytest
 from fsdptoys.device import Device
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics import Console, MetricsConfig, Recorder, StepMetrics, environment
+from fsdptoys.metrics.config import RUN_FILES
 from fsdptoys.metrics.plot import draw_loss
+from fsdptoys.metrics.plot_experts import draw_experts
 from fsdptoys.metrics.summary import fence, summarize
+from fsdptoys.routing import RoutingMetrics
 
 STEP = StepMetrics(1, 5.5, 1.0, 1e-3, 0.1, 512, 5120.0, 0.1, None, None, None, None, 0.5)
 GPU_STEP = replace(STEP, mfu=0.4, memory_allocated_gib=1.0, memory_peak_gib=2.0, memory_reserved_gib=3.0)
@@ -34,6 +37,24 @@ def run_of(count: int, step: StepMetrics = STEP) -> list[StepMetrics]:
             eval_loss=5.0 if number % 10 == 0 else None,
         )
         for number in range(1, count + 1)
+    ]
+
+
+def run_with_experts(count: int, layers: int = 2, experts: int = 4) -> list[StepMetrics]:
+    """The same, with one more token for the first expert in each step."""
+    return [
+        replace(
+            metrics,
+            routing=RoutingMetrics(
+                aux_loss=2.0 + metrics.step / 100,
+                z_loss=3.5,
+                entropy=0.9,
+                max_load=1.5 + metrics.step / 100,
+                min_load=0.25,
+                counts=[[100 + metrics.step, *[100] * (experts - 1)]] * layers,
+            ),
+        )
+        for metrics in run_of(count)
     ]
 
 
@@ -132,6 +153,55 @@ def test_the_page_tells_what_came_out(tmp_path):
     assert "leave out the first 2 steps" in page
 
 
+@pytest.mark.parametrize(("count", "written"), [(15, [1, 10, 15]), (20, [1, 10, 20]), (1, [1])])
+def test_a_run_of_a_model_with_experts_leaves_its_routing_too(tmp_path, count, written):
+    """Oracle: two files more; the tokens given in the first, every tenth and the last step; rows worked out by hand."""
+    steps = run_with_experts(count)
+    with make_recorder(tmp_path) as recorder:
+        for metrics in steps:
+            recorder.step(metrics)
+        recorder.finish("all done")
+    run_dir = tmp_path / "run"
+    assert sorted(path.name for path in run_dir.iterdir()) == [
+        "config.yaml", "environment.json", "experts.png", "loss.png", "metrics.jsonl", "routing.jsonl", "summary.md",
+    ]  # fmt: skip
+    assert [json.loads(line) for line in (run_dir / "routing.jsonl").read_text().splitlines()] == [
+        {"step": step, "expert_tokens": [[100 + step, 100, 100, 100]] * 2} for step in written
+    ]
+    page = (run_dir / "summary.md").read_text()
+    for row in (
+        f"| load-balancing loss, last step | {2 + count / 100:.4f} |",
+        "| router z-loss, last step | 3.5000 |",
+        "| router entropy, last step | 0.9000 |",
+        f"| busiest expert, last step | {1.5 + count / 100:.2f} times the mean |",
+        "| idlest expert, last step | 0.25 times the mean |",
+        "![load of each expert, and the balance against the step](experts.png)",
+    ):
+        assert f"\n{row}\n" in page, row
+    for path in run_dir.iterdir():
+        assert f"\n| `{path.name}` | " in page and path.name in RUN_FILES
+    assert "Perfect balance gives K, the number of experts that a token is sent to (`model.top_k`)" in page
+
+
+def test_the_page_of_a_model_without_experts_does_not_speak_of_them(tmp_path):
+    """Oracle: the page's words."""
+    with make_recorder(tmp_path) as recorder:
+        recorder.step(STEP)
+        recorder.finish("all done")
+    page = (tmp_path / "run" / "summary.md").read_text().lower()
+    assert not [word for word in ("expert", "rout", "balanc", "entropy,") if word in page]
+
+
+def test_a_router_that_is_not_finite_is_said_to_be(tmp_path):
+    """Oracle: the row of the page."""
+    (step,) = run_with_experts(1)
+    assert step.routing is not None
+    with make_recorder(tmp_path) as recorder:
+        recorder.step(replace(step, routing=replace(step.routing, z_loss=math.inf)))
+        recorder.finish("the loss is not finite")
+    assert "| router z-loss, last step | **inf** |" in (tmp_path / "run" / "summary.md").read_text()
+
+
 @pytest.mark.parametrize("sample", ["", "plain", "```", "a\n`````python\n```\n", "`" * 50])
 def test_no_sample_can_end_its_block(sample):
     """Oracle: CommonMark: a block ends at a line of at least as many backticks as it began with."""
@@ -159,6 +229,32 @@ def test_the_picture_is_a_png_of_its_size(tmp_path, steps):
         warnings.simplefilter("error")
         draw_loss(tmp_path / "loss.png", "a $title$ " * 20, steps, REFERENCES | {"_$x": 1.0})
     assert matplotlib.image.imread(tmp_path / "loss.png").shape[:2] == (900, 1350)
+
+
+@pytest.mark.parametrize(
+    ("steps", "inches"),
+    [
+        pytest.param(run_with_experts(40, layers=2, experts=8), 5.1, id="2x8"),
+        pytest.param(run_with_experts(3, layers=10, experts=20), 7.0, id="10x20"),
+        pytest.param(run_with_experts(3, layers=48, experts=128), 9.5, id="48x128"),
+        pytest.param(run_with_experts(1, layers=1, experts=1), 5.1, id="one expert"),
+        pytest.param(
+            [
+                replace(step, routing=replace(step.routing, entropy=math.nan, max_load=math.inf))
+                for step in run_with_experts(2)
+            ],
+            5.1,
+            id="not finite",
+        ),
+    ],
+)
+def test_the_picture_of_the_experts_is_as_high_as_its_layers_need(tmp_path, steps, inches):
+    """Oracle: matplotlib reads it back as 9 inches by that many, 150 points each, with no warning on the way."""
+    counts = steps[-1].routing.counts
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        draw_experts(tmp_path / "experts.png", "a $title$ " * 20, [step.without_counts() for step in steps], counts)
+    assert matplotlib.image.imread(tmp_path / "experts.png").shape[:2] == (round(inches * 150), 1350)
 
 
 def test_a_run_that_dies_keeps_its_steps(tmp_path, capsys):

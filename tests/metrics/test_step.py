@@ -9,6 +9,7 @@ import torch
 
 from fsdptoys.device import GIB, Device, MemoryStats, resident_set_bytes
 from fsdptoys.metrics import StepMetrics, step_metrics
+from fsdptoys.routing import RoutingMetrics
 
 KEYS = [
     "step",
@@ -26,6 +27,12 @@ KEYS = [
     "resident_set_gib",
     "eval_loss",
 ]
+
+ROUTING_KEYS = ["router_aux_loss", "router_z_loss", "router_entropy", "expert_load_max", "expert_load_min"]
+
+ROUTING = RoutingMetrics(
+    aux_loss=2.1, z_loss=3.5, entropy=0.9, max_load=1.8, min_load=0.25, counts=[[7, 1, 4, 4], [4, 4, 4, 4]]
+)
 
 
 class AcceleratorOnPaper(Device):
@@ -103,14 +110,27 @@ def test_a_line_of_json_holds_exactly_the_keys_and_gives_the_step_back():
     assert StepMetrics(**json.loads(line)) == metrics
 
 
+def test_a_line_of_a_model_with_experts_ends_with_the_numbers_of_its_routing():
+    """Oracle: the published list of keys, and the routing that was given; its table of tokens is not in the line."""
+    metrics = dataclasses.replace(measure(Device("cpu"), None), routing=ROUTING)
+    values = json.loads(metrics.to_json())
+    assert list(values) == [*KEYS, *ROUTING_KEYS]
+    assert [values[key] for key in ROUTING_KEYS] == [2.1, 3.5, 0.9, 1.8, 0.25]
+    slim = metrics.without_counts()
+    assert slim.routing == dataclasses.replace(ROUTING, counts=[]) and slim.to_json() == metrics.to_json()
+
+
 def test_what_is_not_finite_becomes_null_and_is_named():
     """Oracle: a parser of strict JSON, which refuses NaN and Infinity."""
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is no JSON")
 
-    metrics = dataclasses.replace(measure(Device("cpu"), None), loss=math.nan, grad_norm=math.inf, eval_loss=-math.inf)
+    routing = dataclasses.replace(ROUTING, z_loss=math.nan)
+    metrics = dataclasses.replace(
+        measure(Device("cpu"), None), loss=math.nan, grad_norm=math.inf, eval_loss=-math.inf, routing=routing
+    )
     values = json.loads(metrics.to_json(), parse_constant=refuse)
-    assert values["non_finite"] == ["loss", "grad_norm", "eval_loss"]
-    assert [values[name] for name in values["non_finite"]] == [None, None, None]
+    assert values["non_finite"] == ["loss", "grad_norm", "eval_loss", "router_z_loss"]
+    assert [values[name] for name in values["non_finite"]] == [None] * 4
     assert values["learning_rate"] == metrics.learning_rate

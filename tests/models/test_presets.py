@@ -1,36 +1,100 @@
 """The presets, held against the published models."""
 
+from typing import Any
+
 import pytest
 import torch
+import yaml
 
 from fsdptoys.compose import compose_config
-from fsdptoys.models import build_model
+from fsdptoys.models import DecoderModel, Llama4Config, RotaryConfig
+from fsdptoys.overrides import CONFIGS
 
 PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2_medium": 354_823_168,
+    "gpt2_large": 774_030_080,
+    "gpt2_xl": 1_557_611_200,
     "llama2_7b": 6_738_415_616,
     "llama2_13b": 13_015_864_320,
     "llama3_1b": 1_235_814_400,
     "llama3_3b": 3_212_749_824,
     "llama3_8b": 8_030_261_248,
     "llama3_70b": 70_553_706_496,
+    "qwen3_4b": 4_022_468_096,
+    "qwen3_8b": 8_190_735_360,
+    "qwen3_14b": 14_768_307_200,
+    "qwen3_32b": 32_762_123_264,
+    "qwen3_moe_30b_a3b": 30_532_122_624,
 }
+
+
+def build(name: str) -> DecoderModel:
+    with torch.device("meta"):
+        return compose_config([f"model={name}"]).model.build()
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_preset_has_the_published_number_of_parameters(name: str) -> None:
     """Oracle: the counts of the published weights (safetensors headers on the models' pages)."""
-    config = compose_config([f"model={name}"]).model
+    model = build(name)
+    assert model.parameter_counts().total == PUBLISHED[name]
+    assert model.config.name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [("qwen3_moe_30b_a3b", 30.5e9, 3.3e9), ("llama4_scout", 107.8e9, 17e9), ("qwen3_0.6b", 0.6e9, 0.6e9)],
+)
+def test_active_parameters_are_the_published_ones(name: str, total: float, active: float) -> None:
+    """Oracle: the models' pages: 30.5B with 3.3B active; 17B active (109B, of which the vision model is 0.9B); 0.6B."""
+    counts = build(name).parameter_counts()
+    assert counts.total == pytest.approx(total, rel=0.01)
+    assert counts.active == pytest.approx(active, rel=0.02)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", ["gpt2", "llama3_1b", "llama4_scout", "qwen3_0.6b", "qwen3_1.7b", "qwen3_moe_30b_a3b"])
+def test_preset_has_as_many_parameters_as_transformers_model(name: str) -> None:
+    """Oracle: transformers' model on the meta device; Scout's configuration is transformers' default."""
+    transformers = pytest.importorskip("transformers")
+    model = build(name)
+    tree: dict[str, Any] = model.config.hugging_face.write_config(model.config)
+    (architecture,) = tree.pop("architectures")
+    if name == "llama4_scout":
+        tree = {"model_type": "llama4_text"}
     with torch.device("meta"):
-        model = build_model(config)
-    assert sum(param.numel() for param in model.parameters()) == PUBLISHED[name]
-    assert config.name == name
+        oracle = getattr(transformers, architecture)(transformers.AutoConfig.for_model(**tree))
+    assert sum(param.numel() for param in oracle.parameters()) == model.parameter_counts().total
 
 
 @pytest.mark.parametrize("name", ["llama3_1b", "llama3_3b", "llama3_8b", "llama3_70b"])
 def test_llama3_presets_reach_131072_tokens_by_stretching_8192(name: str) -> None:
     """Oracle: ``rope_scaling`` and ``max_position_embeddings`` of the published config.json files."""
     config = compose_config([f"model={name}"]).model
+    assert isinstance(config, RotaryConfig)
     scaling = config.rope_scaling
     assert (config.max_seq_len, config.rope_theta, config.norm_eps) == (131072, 500000.0, 1e-5)
     assert (scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_seq_len) == (1.0, 4.0, 8192)
     assert scaling.factor == (32.0 if config.tie_embeddings else 8.0)
+
+
+@pytest.mark.oracle
+def test_scout_is_transformers_default_llama4_but_for_its_context() -> None:
+    """Oracle: the defaults of transformers' Llama4TextConfig, which are Scout's but for context and rotary scaling."""
+    transformers = pytest.importorskip("transformers")
+    defaults = transformers.AutoConfig.for_model("llama4_text").to_dict()
+    config = compose_config(["model=llama4_scout"]).model
+    assert isinstance(config, Llama4Config)
+    tree = config.hugging_face.write_config(config)
+    theirs = {"architectures", "max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters"}
+    ours = {"router_aux_loss_coef"}  # which transformers does not use for this family
+    assert {key: value for key, value in tree.items() if defaults.get(key, value) != value}.keys() <= theirs | ours
+
+
+def test_every_preset_is_named_after_its_file() -> None:
+    """Titles of runs carry the name."""
+    files = list((CONFIGS / "model").glob("*.yaml"))
+    assert len(files) > 20
+    for file in files:
+        assert yaml.safe_load(file.read_text(encoding="utf-8"))["name"] == file.stem

@@ -3,12 +3,13 @@
 import copy
 from typing import Any
 
+from fsdptoys.checkpoint import CheckpointConfig
 from fsdptoys.config import Config, LaunchConfig, TrainConfig
 from fsdptoys.data import SyntheticConfig
 from fsdptoys.memory import MemoryConfig
 from fsdptoys.mesh import MeshConfig
 from fsdptoys.metrics import Console, MetricsConfig
-from fsdptoys.models import LlamaConfig
+from fsdptoys.models import GPT2Config, Llama4Config, LlamaConfig, ModelConfig, Qwen3Config, Qwen3MoEConfig
 from fsdptoys.optim import AdamWConfig, OptimConfig, WeightDecayOn
 from fsdptoys.parallel import ParallelConfig
 
@@ -28,6 +29,49 @@ def tiny_model(tie_embeddings: bool = False) -> LlamaConfig:
     )
 
 
+TINY: dict[str, ModelConfig] = {
+    "qwen3": Qwen3Config(
+        name="tiny", dim=36, n_layers=2, n_heads=6, n_kv_heads=2, head_dim=10, ffn_dim=50, vocab_size=67, max_seq_len=64
+    ),
+    # Two or four ranks do not divide the experts: their stacks are sharded along another dim.
+    "qwen3_moe": Qwen3MoEConfig(
+        name="tiny",
+        dim=36,
+        n_layers=2,
+        n_heads=6,
+        n_kv_heads=2,
+        head_dim=10,
+        ffn_dim=50,
+        vocab_size=67,
+        max_seq_len=64,
+        n_experts=3,
+        top_k=2,
+        expert_ffn_dim=22,
+        router_aux_loss_coef=0.05,
+        router_z_loss_coef=0.01,
+    ),
+    "llama4": Llama4Config(
+        name="tiny",
+        dim=36,
+        n_layers=4,
+        n_heads=6,
+        n_kv_heads=2,
+        head_dim=10,
+        ffn_dim=50,
+        vocab_size=67,
+        max_seq_len=64,
+        n_experts=5,
+        expert_ffn_dim=22,
+        moe_every=2,
+        attention_chunk_len=10,
+        temperature_floor=7,
+        router_aux_loss_coef=0.05,
+    ),
+    "gpt2": GPT2Config(name="tiny", dim=36, n_layers=2, n_heads=6, vocab_size=67, max_seq_len=64),
+}
+"""The other families, as small."""
+
+
 def make_config(
     parallel: ParallelConfig,
     world_size: int,
@@ -36,12 +80,13 @@ def make_config(
     memory: MemoryConfig | None = None,
     optim: OptimConfig | None = None,
     tie_embeddings: bool = False,
+    model: ModelConfig | None = None,
     **train: Any,
 ) -> Config:
     """A validated configuration: ragged padding, clipping, AdamW, two micro-batches, deterministic mode."""
     settings = {"batch_size": 2, "seq_len": 24, "steps": 4, "grad_accum": 2, "max_grad_norm": 0.5}
     config = Config(
-        model=tiny_model(tie_embeddings),
+        model=model or tiny_model(tie_embeddings),
         # Validation replaces what says auto; the caller's may serve for several configurations.
         parallel=copy.copy(parallel),
         mesh=MeshConfig(fsdp_size),
@@ -49,6 +94,7 @@ def make_config(
         data=SyntheticConfig(branching=4, ragged=True),
         optim=optim or AdamWConfig(lr=1e-2, weight_decay_on=WeightDecayOn.all),
         train=TrainConfig(**{**settings, "deterministic": True, **train}),
+        checkpoint=CheckpointConfig(),
         metrics=MetricsConfig(console=Console.none),
         launch=LaunchConfig(),
     )

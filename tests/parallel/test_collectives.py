@@ -58,7 +58,7 @@ def second_step(configs: list[Config]) -> list[list[str]]:
     recorded = []
     for config in configs:
         trainer = Trainer(config)
-        blocks = [module for module in trainer.strategy.model.modules() if type(module).__name__.endswith("LlamaBlock")]
+        blocks = [module for module in trainer.strategy.model.modules() if type(module).__name__.endswith("Block")]
         assert len(blocks) == LAYERS
         trainer.train()
         recorder = Recorder()

@@ -7,6 +7,7 @@ import torch
 
 from fsdptoys.config import Config
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
+from fsdptoys.models import FAMILIES
 from fsdptoys.optim import AdamWConfig, Implementation, SGDConfig, WeightDecayOn
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
@@ -15,7 +16,7 @@ from fsdptoys.parallel.precision import DType
 from fsdptoys.trainer import Trainer
 from scripts.parity import Outcome, hash_parameters, train_all
 from scripts.ranks import run_ranks
-from tests.parallel.runs import make_config
+from tests.parallel.runs import TINY, make_config, tiny_model
 
 CHECKPOINTED = MemoryConfig(gradient_checkpointing=GradientCheckpointing.full, checkpointing_start_index=1)
 OFFLOADED = MemoryConfig(cpu_offload=True)
@@ -62,6 +63,28 @@ def test_all_strategies_match_a_single_process_bitwise(world_size: int, dtype: D
     ]
     outcomes = dict(zip(rows, run_ranks(world_size, train_all, configs)[0], strict=True))
     assert_equal(outcomes, single(world_size, param_dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16], ids=lambda dtype: dtype.value)
+@pytest.mark.parametrize("family", TINY)
+def test_every_family_matches_a_single_process_bitwise(family: str, dtype: DType) -> None:
+    """Oracle: one process that runs the same micro-batches in turn, on four ranks; with experts and their losses."""
+    rows, options = strategies_on(4), {"model": TINY[family], "steps": 3}
+    configs = [
+        make_config(with_dtype(parallel, dtype), 4, fsdp_size=fsdp_size, **options)
+        for parallel, fsdp_size in rows.values()
+    ]
+    configs.append(make_config(with_dtype(FSDP2Config(), dtype), 4, memory=CHECKPOINTED, **options))
+    configs.append(make_config(with_dtype(FSDP2Config(wrap=Wrap.block_attn_mlp), dtype), 4, **options))
+    configs.append(make_config(with_dtype(FSDP2Config(), dtype), 4, memory=OFFLOADED, **options))
+    names = [*rows, "fsdp2 checkpointing", "fsdp2 parts", "fsdp2 cpu offload"]
+    outcomes = dict(zip(names, run_ranks(4, train_all, configs)[0], strict=True))
+    assert_equal(outcomes, single(4, param_dtype=dtype, **options))
+
+
+def test_all_families_are_among_the_tiny_ones() -> None:
+    """A family that is not would be trained under no strategy."""
+    assert {config.family for config in [tiny_model(), *TINY.values()]} == set(FAMILIES)
 
 
 def test_default_mode_matches_a_single_process_to_1e_6_and_fsdp1_matches_fsdp2_bitwise() -> None:
@@ -115,6 +138,18 @@ def test_bf16_parameters_and_checkpointing_go_together_under_every_strategy(tie_
         for name in names
     ]
     assert_equal(dict(zip(names, run_ranks(2, train_all, configs)[0], strict=True)), plain)
+
+
+def test_tied_bf16_parameters_accumulate_on_one_rank() -> None:
+    """Oracle: one process; FSDP1 cannot keep an unreduced bf16 gradient of a weight with two names."""
+    options = {"param_dtype": DType.bfloat16, "tie_embeddings": True, "deterministic": False, "grad_accum": 3}
+    reference = single(1, **options)
+    dtype = options.pop("param_dtype")
+    configs = [
+        make_config(with_dtype(parallel, dtype), 1, **options)
+        for parallel in (DDPConfig(), FSDP1Config(), FSDP2Config())
+    ]
+    assert all(outcome == reference for outcome in run_ranks(1, train_all, configs)[0])
 
 
 @pytest.mark.parametrize(

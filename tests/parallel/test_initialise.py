@@ -14,8 +14,6 @@ from fsdptoys.trainer import Trainer
 from scripts.ranks import run_ranks
 from tests.parallel.runs import make_config
 
-SHAPE = (23, 5)
-
 
 def fill(name: str, rows: torch.Tensor, generator: torch.Generator) -> None:
     rows.normal_(generator=generator)
@@ -26,29 +24,31 @@ def initialised(param: torch.Tensor) -> torch.Tensor:
     return param
 
 
-def shards_equal_the_whole(block_elements: int) -> None:
+def shards_equal_the_whole(shape: tuple[int, ...], block_elements: int) -> None:
     initialise.BLOCK_ELEMENTS = block_elements
-    whole = initialised(torch.empty(SHAPE))
+    whole = initialised(torch.empty(shape))
     assert whole.std() > 0.5
     flat = init_device_mesh("cpu", (4,))
     grid = init_device_mesh("cpu", (2, 2))
     for mesh, placements in [
         (flat, [Shard(0)]),
         (flat, [Shard(1)]),
+        (flat, [Shard(len(shape) - 1)]),
         (flat, [Replicate()]),
         (grid, [Replicate(), Shard(0)]),
         (grid, [Shard(0), Shard(1)]),
     ]:
-        sharded = distribute_tensor(torch.zeros(SHAPE), mesh, placements)
+        sharded = distribute_tensor(torch.zeros(shape), mesh, placements)
         got = initialised(sharded)
         assert isinstance(got, DTensor)
         assert torch.equal(got.full_tensor(), whole), placements
 
 
 @pytest.mark.parametrize("block_elements", [1, 5, 12, 40, 2**22])
-def test_shards_are_cut_out_of_the_whole_whatever_the_blocks(block_elements: int) -> None:
+@pytest.mark.parametrize("shape", [(23, 5), (5, 8, 12), (3, 7, 4)], ids=str)
+def test_shards_are_cut_out_of_the_whole_whatever_the_blocks(shape: tuple[int, ...], block_elements: int) -> None:
     """Oracle: the parameter initialised in full; uneven shards, empty shards, blocks across shard borders."""
-    run_ranks(4, shards_equal_the_whole, block_elements)
+    run_ranks(4, shards_equal_the_whole, shape, block_elements)
 
 
 def test_values_depend_on_seed_name_and_block() -> None:

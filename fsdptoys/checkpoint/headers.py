@@ -1,0 +1,100 @@
+"""What a safetensors file says of itself, read without its tensors.
+
+The format (https://huggingface.co/docs/safetensors/index): eight bytes with the header's length, a header in JSON, then
+the tensors' bytes one after another without gaps. So a few kilobytes tell which tensors a file holds, and whether all
+of it is there. The library that reads the tensors checks the same, but in words that name neither file nor fix.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdptoys.errors import ConfigError
+
+AGAIN = "download or write the folder again"
+
+LONGEST_HEADER_BYTES = 100_000_000
+"""What the safetensors library reads at most."""
+
+BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
+}
+"""Size of an element by its dtype's name in the header; formats that pack elements into less than a byte are absent."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """What a header says of one tensor."""
+
+    file: str
+    """Name of the file that holds it."""
+    dtype: str
+    """As the format writes it: ``F32``, ``BF16``."""
+    shape: tuple[int, ...]
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Read which tensors a file holds, and check that the file is as long as they need.
+
+    Raises:
+        ConfigError: naming the file and what is wrong with it.
+    """
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8:
+                raise ConfigError(f"{path} is damaged: it holds {size} bytes, too few for a safetensors file; {AGAIN}")
+            if length > min(size - 8, LONGEST_HEADER_BYTES):
+                raise ConfigError(
+                    f"{path} is no safetensors file or is damaged: it holds {size} bytes, and its first eight say "
+                    f"that its header takes {length}; {AGAIN}"
+                )
+            text = file.read(length)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror or error}); {AGAIN}") from error
+    tensors: dict[str, StoredTensor] = {}
+    spans: list[tuple[int, int]] = []
+    for name, entry in _parse(path, text).items():
+        if name == "__metadata__":
+            continue
+        tensor, span = _read_entry(path, name, entry)
+        tensors[name] = tensor
+        spans.append(span)
+    spans.sort()
+    ends = [0, *(stop for _, stop in spans)]
+    if any(start != end for (start, _), end in zip(spans, ends, strict=False)):
+        raise ConfigError(f"{path} is damaged: its header places tensors over one another or leaves gaps; {AGAIN}")
+    expected = 8 + length + ends[-1]
+    if size != expected:
+        raise ConfigError(f"{path} is damaged: it holds {size} bytes, and its header asks for {expected}; {AGAIN}")
+    return tensors
+
+
+def _parse(path: Path, text: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(text.decode("utf-8"))
+        if not isinstance(header, dict):
+            raise ValueError("it is not an object")
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is damaged: its header cannot be read ({error}); {AGAIN}") from error
+    return header
+
+
+def _read_entry(path: Path, name: str, entry: Any) -> tuple[StoredTensor, tuple[int, int]]:
+    try:
+        dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        if not isinstance(dtype, str) or any(type(value) is not int or value < 0 for value in (*shape, start, stop)):
+            raise ValueError
+        if stop < start or (dtype in BYTES and stop - start != math.prod(shape) * BYTES[dtype]):
+            raise ValueError
+    except (TypeError, KeyError, ValueError) as error:
+        raise ConfigError(
+            f"{path} is damaged: its header describes {name} wrongly, as {entry!r:.200}; {AGAIN}"
+        ) from error
+    return StoredTensor(path.name, dtype, shape), (start, stop)

@@ -1,0 +1,146 @@
+"""Model configurations out of files: every value in its type, and two of them compared by what weights mean in them.
+
+A file's values have been through JSON or YAML, perhaps through somebody's editor. One of another type than its field
+would fail late and far away, so it is refused here, by the name it has in the file.
+"""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.models import ModelConfig
+
+EXPECTED = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
+
+
+def build_dataclass(kind: type, values: Mapping[str, Any], where: str, rename: Callable[[str], str] = str) -> Any:
+    """Construct a dataclass, and those nested in it, from a file's values.
+
+    Args:
+        kind: the dataclass.
+        values: of all of its fields, and no others.
+        where: the file, for sentences.
+        rename: field → what the file calls it.
+
+    Raises:
+        ConfigError: for a key that is missing, unknown or of another type, and for what the dataclass itself refuses.
+    """
+    hints = typing.get_type_hints(kind)
+    names = [field.name for field in dataclasses.fields(kind)]
+    for name in names:
+        if name not in values:
+            raise ConfigError(f"{where} lacks {rename(name)}; add it")
+    for name, value in values.items():
+        if name not in names:
+            raise ConfigError(f"{where} says {rename(str(name))}={short(value)}, which nothing here reads; remove it")
+
+    def nested(name: str) -> Callable[[str], str]:
+        return lambda part: rename(f"{name}.{part}")
+
+    typed = {name: check_type(values[name], hints[name], where, rename(name), nested(name)) for name in names}
+    try:
+        return kind(**typed)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{where} describes a model that cannot be built: {error}") from error
+
+
+def check_type(value: Any, annotation: Any, where: str, key: str, rename: Callable[[str], str] = str) -> Any:
+    """Return a file's value in its field's type: an integer becomes a float there, and a mapping a dataclass.
+
+    Raises:
+        ConfigError: naming file, key, value and type.
+    """
+    wanted, nullable = annotation, False
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
+        (wanted,) = (part for part in typing.get_args(annotation) if part is not type(None))
+        nullable = True
+    if (value is None and nullable) or type(value) is wanted:
+        return value
+    if dataclasses.is_dataclass(wanted) and isinstance(value, Mapping):
+        assert isinstance(wanted, type)
+        return build_dataclass(wanted, value, where, rename)
+    if wanted is float and type(value) is int and abs(value) < 2**63:
+        return float(value)
+    expected = EXPECTED.get(wanted, "a mapping") + (" or null" if nullable else "")
+    raise ConfigError(f"{where} says {key}={short(value)}, which must be {expected}; correct it")
+
+
+def short(value: Any) -> str:
+    """A file's value for a sentence."""
+    if isinstance(value, (Mapping, list)):
+        # Spelled out, a few lines of YAML that refer to one another can take minutes.
+        return f"a {'mapping' if isinstance(value, Mapping) else 'list'} of {len(value)}"
+    return f"{value!r:.100}"
+
+
+def differences(chosen: ModelConfig, wanted: ModelConfig) -> dict[str, tuple[Any, Any]]:
+    """What would have to change in a configuration for weights of another one to mean the same in it.
+
+    Args:
+        chosen: the configuration that would change.
+        wanted: that of the weights, of the same family.
+
+    Returns:
+        Key below ``model.`` → value chosen, value wanted; in the order of the fields.
+    """
+    assert type(chosen) is type(wanted)
+    found = {}
+    mine, theirs = _flatten(chosen), _flatten(wanted)
+    my_implied, their_implied = chosen.implied(), wanted.implied()
+    for key, value in theirs.items():
+        value = their_implied.get(key) if value is None else value
+        if mine[key] is None and value == their_implied.get(key):
+            continue  # follows from the other keys, once they are the same
+        my_value = my_implied.get(key) if mine[key] is None else mine[key]
+        if my_value != value and not wanted.says_nothing(key):
+            found[key] = (my_value, value)
+    return found
+
+
+def check_same(chosen: ModelConfig, wanted: ModelConfig) -> None:
+    """Refuse to give a model the weights of ``model.init_from`` where they would mean something else in it.
+
+    Args:
+        chosen: the configuration of the run.
+        wanted: that of the weights.
+
+    Raises:
+        ConfigError: naming the first field that differs, both values and the fix.
+    """
+    folder = chosen.init_from
+    if chosen.family != wanted.family:
+        raise ConfigError(
+            f"model={chosen.name} is of the family {chosen.family}, and model.init_from={folder} holds a "
+            f"{wanted.family} model; set what fsdptoys convert from-hf {folder} tells"
+        )
+    found = differences(chosen, wanted)
+    if not chosen.needs_its_context:
+        found.pop("max_seq_len", None)
+    for key, (mine, theirs) in found.items():
+        rest = f" (fsdptoys convert from-hf {folder} tells the other {len(found) - 1} too)" if len(found) > 1 else ""
+        raise ConfigError(
+            f"model.{key}={_plain(mine)} is not {_plain(theirs)}, with which the weights of model.init_from={folder} "
+            f"were made; set model.{key}={_plain(theirs)}{rest}"
+        )
+
+
+def _flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            flat |= _flatten(value, f"{prefix}{field.name}.")
+        else:
+            flat[prefix + field.name] = value
+    return flat
+
+
+def _plain(value: Any) -> str:
+    return (
+        {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
+    )

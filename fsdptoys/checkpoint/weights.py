@@ -1,0 +1,128 @@
+"""The trained weights in a run's directory: float32, under the model's own names, with what is needed to rebuild it.
+
+``RUN/weights`` holds the tensors, ``RUN/config.yaml`` the model. Neither depends on the strategy or the number of
+ranks, but for the order in which tensors are spread over files. Not covered: optimizer states, so a run cannot go on
+from them.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import yaml
+from torch import Tensor
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.models import FAMILIES, DecoderModel, ModelConfig
+from fsdptoys.models.huggingface import Bounds
+
+from .folder import new_folder, verify_checksums
+from .model_config import build_dataclass, short
+from .tensors import MAX_FILE_BYTES, TensorFolder, Written, write_tensors
+
+WEIGHTS_FOLDER = "weights"
+CONFIG_FILE = "config.yaml"
+STEM = "weights"
+LARGEST_CONFIG_BYTES = 2**20
+
+
+def save_weights(
+    folder: Path, parameters: Iterator[tuple[str, Tensor]], max_file_bytes: int = MAX_FILE_BYTES
+) -> Written:
+    """Write a model's parameters, as a whole or not at all; on one rank, while all others exhaust their iterators.
+
+    Args:
+        folder: ``RUN/weights``.
+        parameters: names and full tensors on the CPU, each in memory of its own that does not change meanwhile;
+            exhausted even where the system refuses to write, since other ranks take part in each step of it.
+        max_file_bytes: of the tensors in one file, which is also about what is held in memory.
+
+    Raises:
+        ConfigError: if the place is taken or the system refuses to write.
+    """
+    try:
+        with new_folder(folder) as temporary:
+            return write_tensors(temporary, STEM, parameters, max_file_bytes)
+    except ConfigError:
+        for _ in parameters:
+            pass
+        raise
+
+
+class RunWeights:
+    """The weights that a run left behind.
+
+    Args:
+        path: the run's directory, or the folder ``weights`` in it.
+
+    Raises:
+        ConfigError: if it holds no weights, or they are not whole or not those of the model in ``config.yaml``.
+    """
+
+    config: ModelConfig
+    tensors: TensorFolder
+
+    def __init__(self, path: str | Path) -> None:
+        given = Path(path).expanduser()
+        if not given.is_dir():
+            raise ConfigError(f"{path} is not a folder, and the directory of a run is expected; name one")
+        is_run = (given / CONFIG_FILE).exists() or (given / WEIGHTS_FOLDER).exists()
+        self.path = given / WEIGHTS_FOLDER if is_run else given
+        if not any(self.path.glob(f"{STEM}*.safetensors*")):
+            raise ConfigError(f"{path} holds no weights; train with checkpoint.final_weights=true")
+        self.config = _read_config(self.path.absolute().parent / CONFIG_FILE)
+        self.tensors = TensorFolder(self.path, STEM)
+        model = self.build()
+        shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+        reader = f"the model of {CONFIG_FILE}"
+        self.tensors.require(shapes, reader)
+        for name, stored in self.tensors.stored.items():
+            if name not in shapes:
+                raise ConfigError(
+                    f"{self.path / stored.file} holds {name}, for which {reader} has no place; use the {CONFIG_FILE} "
+                    "that the run wrote"
+                )
+
+    def build(self) -> DecoderModel:
+        """The model, on the meta device."""
+        with torch.device("meta"):
+            return self.config.build()
+
+    def read(self, name: str, region: Bounds) -> Tensor:
+        """A part of a parameter; the file is opened for each, so that what was read once does not stay in memory."""
+        with self.tensors.reading() as read:
+            return read(name, region)
+
+    def verify_checksums(self) -> int | None:
+        """Read all files once and hold them against ``checksums.json``; see :func:`.folder.verify_checksums`."""
+        return verify_checksums(self.path)
+
+
+def _read_config(path: Path) -> ModelConfig:
+    """The model's part of a run's ``config.yaml``."""
+    try:
+        with open(path, "rb") as file:
+            text = file.read(LARGEST_CONFIG_BYTES + 1)
+        if len(text) > LARGEST_CONFIG_BYTES:
+            raise ValueError(f"it is longer than {LARGEST_CONFIG_BYTES} bytes")
+        tree = yaml.safe_load(text)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(
+            f"{path} cannot be read ({reason}), and says what model the weights are of; put it there"
+        ) from error
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{path} cannot be read as YAML ({reason}); use the file that the run wrote") from error
+    section = tree.get("model") if isinstance(tree, dict) else None
+    if not isinstance(section, dict):
+        raise ConfigError(f"{path} lacks the section model; use the file that the run wrote")
+    section = dict(section)
+    family = section.pop("family", None)
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise ConfigError(
+            f"{path} says model.family={short(family)}, which is none of {', '.join(FAMILIES)}; correct it"
+        )
+    config = build_dataclass(FAMILIES[family], section, str(path), lambda name: f"model.{name}")
+    assert isinstance(config, ModelConfig)
+    return config

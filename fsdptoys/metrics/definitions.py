@@ -1,0 +1,34 @@
+"""How each number of ``summary.md`` was made."""
+
+ROUTING_DEFINITIONS = (
+    "- Load-balancing loss: E · Σ f·P over the E experts of a layer, with f the tokens sent to an expert over all "
+    "tokens and P the mean of its probability; a mean over the layers, without its coefficient. Perfect balance gives "
+    "K, the number of experts that a token is sent to (`model.top_k`).",
+    "- Router z-loss: mean of logsumexp(router logits)² over tokens and layers, without its coefficient.",
+    "- Router entropy: of the experts' shares of the tokens, over that of equal shares; a mean over the layers. 1 is "
+    "balance, 0 would be one expert for all tokens.",
+    "- Busiest expert: its tokens over the mean of its layer, the largest of any layer.",
+    "- Idlest expert: its tokens over the mean of its layer, the smallest of any layer.",
+    "- Numbers of the routing count all ranks, micro-batches and positions of the step, padding included.",
+)
+"""Of models with experts."""
+
+
+def definitions(warmup_steps: int, with_experts: bool) -> str:
+    """One line on how each number was made."""
+    return "\n".join(
+        [
+            "- Loss: mean cross entropy in nats over the valid tokens of the global batch, before the step's update.",
+            "- Held-out loss: the same mean over tokens that are not trained on, after the update.",
+            "- References: entropies of simple models of the same data; a loss below one has learned more than it.",
+            "- Step time: wall time of a step on rank 0; evaluation, where there is one, is not part of it.",
+            f"- Medians (with 10th and 90th percentile) leave out the first {warmup_steps} steps, which pay for "
+            "allocation, kernel choice and compilation.",
+            "- tokens/s: valid tokens of all ranks over the step time.",
+            "- TFLOP/s: the model's FLOPs for those tokens, without recomputation, over the step time and the ranks.",
+            "- MFU: that over the peak of the device; left out where the peak is not known.",
+            "- Peak device memory: the allocator's highest sum of tensors. Resident set: memory of the process in RAM, "
+            "read after each step.",
+            *(ROUTING_DEFINITIONS if with_experts else ()),
+        ]
+    )

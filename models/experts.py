@@ -1,0 +1,247 @@
+"""The experts of a mixture-of-experts layer: every token through its K experts, none dropped, no capacity.
+
+The (token, choice) pairs are sorted by expert, so that each expert's rows are contiguous, and multiplied group by group
+(``grouped.py``). Gradients are written out by hand in one autograd function, for three reasons:
+
+- Nothing is added by scatter. Rows are gathered by the sorting permutation, and results are gathered by its inverse
+  and summed over the K choices, in the forward and in the backward; so equal inputs give equal bits, every time.
+- Little is saved for the backward: the input (N·D, held by its producer too), the gate and up projections (N·K·2F) and
+  the permutation (3·N·K of int64). Gathered rows and the hidden layer are made again.
+- A CPU works expert by expert through pieces that stay in its cache, and memory is touched once.
+
+The gradient of a weight comes from the hidden layer, in which the output is linear, so that no expert's output is kept.
+Likewise ``scale_input`` scales the gate and up projections instead of the gathered input.
+
+Not covered: gradients of gradients; ``torch.compile`` breaks the graph here; fake tensors, whose loads nobody knows.
+Sources: arXiv:1701.06538 (experts), arXiv:2211.15841 (without dropping tokens), arXiv:2002.05202 (gated feed-forward).
+
+Shapes: N tokens, D width, E experts, K experts of a token, F width of an expert's hidden layer, R = N·K rows, M rows of
+a piece.
+"""
+
+import contextlib
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from .grouped import Grouped, Product, Segment, choose_product
+
+
+class Experts(nn.Module):
+    """Gated feed-forwards, stacked."""
+
+    def __init__(self, dim: int, ffn_dim: int, n_experts: int) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(n_experts, 2 * ffn_dim, dim))
+        self.down_proj = nn.Parameter(torch.empty(n_experts, dim, ffn_dim))
+
+    @torch.compiler.disable
+    def forward(
+        self, hidden_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, *, scale_input: bool = False
+    ) -> Tensor:
+        """Sum each token's experts, weighted: ``sum_k w_nk · down(silu(gate(x_n)) · up(x_n))``.
+
+        Args:
+            hidden_ND: input, in the dtype of the parameters.
+            experts_NK: ids of each token's experts, int64, distinct within a token.
+            weights_NK: their weights, in the dtype of ``hidden_ND``.
+            scale_input: scale an expert's input by its weight rather than its output (Llama 4).
+
+        Returns:
+            (N, D), in the dtype of ``hidden_ND``, whatever autocast says.
+
+        Raises:
+            ValueError: if dtypes differ, or an id is not below E.
+        """
+        if not hidden_ND.dtype == weights_NK.dtype == self.gate_up_proj.dtype == self.down_proj.dtype:
+            raise ValueError(
+                f"hidden_ND is {hidden_ND.dtype}, weights_NK {weights_NK.dtype}, the parameters of Experts "
+                f"{self.gate_up_proj.dtype} and {self.down_proj.dtype}; cast them to one dtype"
+            )
+        dim, ffn_dim = self.down_proj.shape[1:]
+        product = choose_product(hidden_ND.device.type, hidden_ND.dtype, dim, ffn_dim)
+        return apply_experts(
+            hidden_ND, experts_NK, weights_NK, self.gate_up_proj, self.down_proj, product, scale_input=scale_input
+        )
+
+
+def apply_experts(
+    hidden_ND: Tensor,
+    experts_NK: Tensor,
+    weights_NK: Tensor,
+    gate_up_EHD: Tensor,
+    down_EDF: Tensor,
+    product: Product,
+    *,
+    scale_input: bool = False,
+) -> Tensor:
+    """``Experts.forward`` with given matrices and a given implementation of their products (H = 2F)."""
+    routes = _sort(experts_NK, gate_up_EHD.shape[0], product)
+    return _Experts.apply(
+        hidden_ND.contiguous(), weights_NK, gate_up_EHD, down_EDF, routes, product, scale_input, torch.is_grad_enabled()
+    )
+
+
+class _Routes(NamedTuple):
+    """Which row belongs to which pair of token and choice. Lengths beyond R pad the last piece."""
+
+    pairs: Tensor
+    """Row → pair n·K + k, ordered by expert."""
+    tokens: Tensor
+    """Row → token n."""
+    rows_NK: Tensor
+    """Pair → row."""
+    pieces: tuple[Segment, ...]
+
+
+def _sort(experts_NK: Tensor, n_experts: int, product: Product) -> _Routes:
+    experts_R, pairs_R = torch.sort(experts_NK.flatten(), stable=True)
+    ids_E = torch.arange(n_experts, device=experts_R.device)
+    ends_E = torch.searchsorted(experts_R, ids_E, right=True, out_int32=True)
+    pairs = F.pad(pairs_R, (0, product.row_multiple - 1 if len(pairs_R) else 0))
+    return _Routes(
+        pairs=pairs,
+        tokens=pairs.div(experts_NK.shape[1], rounding_mode="floor"),
+        rows_NK=torch.argsort(pairs_R).view_as(experts_NK),
+        pieces=tuple(product.pieces(ends_E, pairs_R.numel())),
+    )
+
+
+class _Experts(torch.autograd.Function):
+    """Forward and backward of all experts, piece by piece."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        weights_NK: Tensor,
+        gate_up_EHD: Tensor,
+        down_EDF: Tensor,
+        routes: _Routes,
+        product: Product,
+        scale_input: bool,
+        keep: bool,
+    ) -> Tensor:
+        """``keep``: will there be a backward? Grad mode is always off in here."""
+        weights_R = weights_NK.flatten()[routes.pairs, None]
+        out_RD, kept = _rows_like(hidden_ND, routes, product), []
+        with _without_autocast(hidden_ND):
+            for piece in routes.pieces:
+                rows = slice(piece.start, piece.start + piece.padded)
+                input_MD = _gather(hidden_ND, routes.tokens[rows], piece)
+                gate_up_MH = product.linear(input_MD, gate_up_EHD[piece.experts], piece)
+                if keep:
+                    kept.append(gate_up_MH)
+                gate_MF, up_MF = (gate_up_MH * weights_R[rows] if scale_input else gate_up_MH).chunk(2, dim=1)
+                act_MF = F.silu(gate_MF).mul_(up_MF)
+                out_RD = _put(out_RD, rows, product, act_MF, down_EDF[piece.experts], piece)
+            out_ND = _gather_sum(out_RD, routes.rows_NK, None if scale_input else weights_NK)
+        if keep:
+            ctx.save_for_backward(hidden_ND, weights_NK, gate_up_EHD, down_EDF, *routes[:3], *kept)
+            ctx.pieces, ctx.product, ctx.scale_input = routes.pieces, product, scale_input
+        return out_ND
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of input, weights and both matrices; the latter are zero for experts without a token."""
+        hidden_ND, weights_NK, gate_up_EHD, down_EDF, pairs, tokens, rows_NK, *kept = ctx.saved_tensors
+        product, scale_input = ctx.product, ctx.scale_input
+        routes = _Routes(pairs, tokens, rows_NK, ctx.pieces)
+        weights_R = weights_NK.flatten()[pairs, None]
+        grad_weights_R = torch.empty_like(weights_R)
+        grad_input_RD = _rows_like(hidden_ND, routes, product)
+        grad_gate_up_EHD = _matrices_like(gate_up_EHD, routes, product) if ctx.needs_input_grad[2] else None
+        grad_down_EDF = _matrices_like(down_EDF, routes, product) if ctx.needs_input_grad[3] else None
+        grad_ND = grad_ND.contiguous()
+        with _without_autocast(hidden_ND):
+            for piece, gate_up_MH in zip(routes.pieces, kept, strict=True):
+                rows = slice(piece.start, piece.start + piece.padded)
+                weights_M = weights_R[rows]
+                gate_MF, up_MF = (gate_up_MH * weights_M if scale_input else gate_up_MH).chunk(2, dim=1)
+                silu_MF = F.silu(gate_MF)
+                act_MF = silu_MF * up_MF
+
+                grad_MD = _gather(grad_ND, tokens[rows], piece)
+                grad_act_MF = product.linear(grad_MD, down_EDF[piece.experts].transpose(-2, -1), piece)
+                if not scale_input:
+                    torch.sum(grad_act_MF * act_MF, 1, keepdim=True, out=grad_weights_R[rows])
+                    grad_act_MF.mul_(weights_M)
+                    act_MF.mul_(weights_M)
+                if grad_down_EDF is not None:
+                    grad_down_EDF = _put_outer(grad_down_EDF, product, grad_MD, act_MF, piece)
+
+                grad_gate_up_MH = torch.empty_like(gate_up_MH)
+                grad_gate_MF, grad_up_MF = grad_gate_up_MH.chunk(2, dim=1)
+                torch.mul(grad_act_MF, silu_MF, out=grad_up_MF)
+                torch.ops.aten.silu_backward.grad_input(grad_act_MF.mul_(up_MF), gate_MF, grad_input=grad_gate_MF)
+                if scale_input:
+                    torch.sum(grad_gate_up_MH * gate_up_MH, 1, keepdim=True, out=grad_weights_R[rows])
+                    grad_gate_up_MH.mul_(weights_M)
+                if ctx.needs_input_grad[0]:
+                    weight_HD = gate_up_EHD[piece.experts].transpose(-2, -1)
+                    grad_input_RD = _put(grad_input_RD, rows, product, grad_gate_up_MH, weight_HD, piece)
+                if grad_gate_up_EHD is not None:
+                    input_MD = _gather(hidden_ND, tokens[rows], piece)
+                    grad_gate_up_EHD = _put_outer(grad_gate_up_EHD, product, grad_gate_up_MH, input_MD, piece)
+            grad_hidden_ND = _gather_sum(grad_input_RD, rows_NK) if ctx.needs_input_grad[0] else None
+        grad_weights_NK = grad_weights_R.flatten()[rows_NK] if ctx.needs_input_grad[1] else None
+        return grad_hidden_ND, grad_weights_NK, grad_gate_up_EHD, grad_down_EDF, None, None, None, None
+
+
+def _gather(source_ND: Tensor, tokens_M: Tensor, piece: Segment) -> Tensor:
+    """Rows of the tokens; those that only pad the piece are zero, so that they add nothing to any gradient."""
+    rows_MD = source_ND.index_select(0, tokens_M)
+    if piece.padded > piece.length:
+        rows_MD[piece.length :].zero_()
+    return rows_MD
+
+
+def _gather_sum(source_RD: Tensor, rows_NK: Tensor, weights_NK: Tensor | None = None) -> Tensor:
+    """Sum of each token's K rows, weighted where weights are given, in the order of its choices."""
+    if source_RD.device.type == "cpu" and rows_NK.numel():  # one pass over the rows, and no copy of them
+        return F.embedding_bag(rows_NK, source_RD, mode="sum", per_sample_weights=weights_NK)
+    rows_NKD = source_RD.index_select(0, rows_NK.flatten()).view(*rows_NK.shape, source_RD.shape[1])
+    return (rows_NKD if weights_NK is None else rows_NKD.mul_(weights_NK[..., None])).sum(1)
+
+
+def _rows_like(source_ND: Tensor, routes: _Routes, product: Product) -> Tensor:
+    """Where pieces put their rows, in order, so that what one writes beyond its end is overwritten by the next."""
+    length = 0 if isinstance(product, Grouped) else len(routes.pairs)
+    return source_ND.new_empty(length, source_ND.shape[1])
+
+
+def _put(out_RD: Tensor, rows: slice, product: Product, a_MI: Tensor, weight: Tensor, piece: Segment) -> Tensor:
+    if isinstance(product, Grouped):
+        return product.linear(a_MI, weight, piece)
+    product.linear(a_MI, weight, piece, out_RD[rows])
+    return out_RD
+
+
+def _matrices_like(weight: Tensor, routes: _Routes, product: Product) -> Tensor:
+    """Where pieces put the gradients of their matrices; those of experts without a token are zero."""
+    if not routes.pieces:
+        return torch.zeros_like(weight)
+    if isinstance(product, Grouped):  # brings its own
+        return weight.new_empty(0)
+    grad = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    for expert in set(range(weight.shape[0])).difference(piece.experts for piece in routes.pieces):
+        grad[expert].zero_()
+    return grad
+
+
+def _put_outer(grad: Tensor, product: Product, a_MO: Tensor, b_MI: Tensor, piece: Segment) -> Tensor:
+    if isinstance(product, Grouped):
+        return product.outer(a_MO, b_MI, piece, None)
+    product.outer(a_MO, b_MI, piece, grad[piece.experts])
+    return grad
+
+
+def _without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
+    device_type = tensor.device.type
+    if torch.amp.is_autocast_available(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()

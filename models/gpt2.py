@@ -1,0 +1,137 @@
+"""GPT-2: learned positions, LayerNorm, GELU, biases everywhere and a head tied to the embedding.
+
+Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019); held against transformers'
+GPT2LMHeadModel in ``tests/models/test_families.py``. Not covered: dropout.
+
+Shapes: D width, T sequence.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from .checks import check_at_least_one
+from .decoder import DecoderModel, ModelConfig
+from .huggingface import HuggingFaceFormat, Piece, whole
+from .layers import Attention, Block, GELUFeedForward
+
+
+@dataclass(frozen=True)
+class GPT2Format(HuggingFaceFormat):
+    """Hugging Face's projections are stored (in, out), and queries, keys and values side by side in one."""
+
+    def pieces(self, name: str, shape: tuple[int, ...]) -> list[Piece]:
+        """Transpose projections, and cut the one of queries, keys and values."""
+        parts = name.split(".")
+        projection, kind = parts[-2:]
+        if projection in ("q_proj", "k_proj", "v_proj"):
+            offset = ("q_proj", "k_proj", "v_proj").index(projection) * shape[0]
+            tensor = self.tensor_name(".".join([*parts[:-2], "c_attn", kind]))
+            columns = (offset, offset + shape[0])
+            if kind == "bias":
+                return [Piece(whole(shape), tensor, (3 * shape[0],), (columns,))]
+            whole_shape = (shape[1], 3 * shape[0])
+            return [Piece(whole(shape), tensor, whole_shape, ((0, shape[1]), columns), transposed=True)]
+        tensor = self.tensor_name(name).replace("mlp.down_proj", "mlp.c_proj")
+        if projection.endswith("_proj") and kind == "weight":
+            return [Piece(whole(shape), tensor, shape[::-1], whole(shape[::-1]), transposed=True)]
+        return [Piece(whole(shape), tensor, shape, whole(shape))]
+
+
+@dataclass
+class GPT2Config(ModelConfig):
+    """A GPT-2 model."""
+
+    family: ClassVar[str] = "gpt2"
+    hugging_face: ClassVar[HuggingFaceFormat] = GPT2Format(
+        architecture="GPT2LMHeadModel",
+        model_type="gpt2",
+        keys={
+            "dim": "n_embd",
+            "n_layers": "n_layer",
+            "n_heads": "n_head",
+            "ffn_dim": "n_inner",
+            "vocab_size": "vocab_size",
+            "max_seq_len": "n_positions",
+            "norm_eps": "layer_norm_epsilon",
+            "tie_embeddings": "tie_word_embeddings",
+            "init_std": "initializer_range",
+        },
+        names={
+            "": "transformer.",
+            "embed_tokens": "wte",
+            "embed_positions": "wpe",
+            "layers": "h",
+            "norm": "ln_f",
+            "attn_norm": "ln_1",
+            "mlp_norm": "ln_2",
+            "o_proj": "c_proj",
+            "up_proj": "c_fc",
+        },
+        fixed={
+            "activation_function": "gelu_new",
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+            "add_cross_attention": False,
+        },
+        written={"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+        defaults={"ffn_dim": None, "tie_embeddings": True, "init_std": 0.02, "norm_eps": 1e-5},
+        aliases={"n_positions": "n_ctx"},
+        drops=("transformer.h.{}.attn.bias", "transformer.h.{}.attn.masked_bias"),
+    )
+
+    name: str = "gpt2"
+    dim: int = 768
+    n_layers: int = 12
+    n_heads: int = 12
+    ffn_dim: int | None = None
+    """Width of the feed-forward's hidden layer; null for four times ``dim``."""
+    vocab_size: int = 50257
+    max_seq_len: int = 1024
+    tie_embeddings: bool = True
+
+    def __post_init__(self) -> None:
+        """Check what holds for every GPT-2."""
+        super().__post_init__()
+        if self.dim % self.n_heads:
+            raise ValueError(
+                f"model.n_heads={self.n_heads} must divide model.dim={self.dim}; "
+                f"set model.dim to a multiple of {self.n_heads}"
+            )
+        if self.ffn_dim is not None:
+            check_at_least_one(self, "ffn_dim")
+
+    def implied(self) -> dict[str, int]:
+        """The width of the feed-forward."""
+        return {"ffn_dim": 4 * self.dim}
+
+    def build(self) -> "GPT2Model":
+        """Construct the model."""
+        return GPT2Model(self)
+
+
+class GPT2Model(DecoderModel):
+    """GPT-2 for causal language modelling."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        def norm() -> nn.LayerNorm:
+            return nn.LayerNorm(config.dim, config.norm_eps)
+
+        def attention() -> Attention:
+            head_dim = config.dim // config.n_heads
+            return Attention(config.dim, config.n_heads, config.n_heads, head_dim, bias=True, rotation=None)
+
+        ffn_dim = config.ffn_dim or config.implied()["ffn_dim"]
+        blocks = [
+            Block(norm(), attention(), norm(), GELUFeedForward(config.dim, ffn_dim)) for _ in range(config.n_layers)
+        ]
+        super().__init__(config, blocks, norm())
+        self.embed_positions = nn.Embedding(config.max_seq_len, config.dim)
+
+    def embed(self, tokens_BT: Tensor) -> Tensor:
+        """Add the embedding of each position to that of its token."""
+        positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        hidden_BTD: Tensor = self.embed_tokens(tokens_BT) + self.embed_positions(positions_T)
+        return hidden_BTD

@@ -1,0 +1,127 @@
+"""How a family's parameters and configuration are written in Hugging Face format: names and shapes, no files.
+
+A parameter of ours is cut into pieces, each of which equals a region of one of their tensors: mostly the whole under
+another name, but GPT-2 keeps one transposed tensor for queries, keys and values, and Qwen3-MoE a tensor for each
+expert. The same pieces serve to read (any part of a parameter, so that a rank reads what its shard needs) and to write.
+
+``config.json`` is read and written through tables of keys. What changes the arithmetic and is not covered by a family
+is refused by name, since a model that loads and computes something else is worse than one that does not load.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .decoder import ModelConfig
+
+Bounds = tuple[tuple[int, int], ...]
+"""First and past-the-last index of each dim."""
+
+
+def whole(shape: tuple[int, ...]) -> Bounds:
+    """The bounds of all there is."""
+    return tuple((0, size) for size in shape)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A region of a parameter that equals a region of one Hugging Face tensor.
+
+    Where the parameter has more dims, the first of them have extent 1 in ``region``.
+    """
+
+    region: Bounds
+    """In the parameter."""
+    tensor: str
+    """Name of the Hugging Face tensor."""
+    tensor_shape: tuple[int, ...]
+    """Its whole shape."""
+    tensor_region: Bounds
+    """In the Hugging Face tensor, as it is stored."""
+    transposed: bool = False
+    """Whether the last two dims are swapped."""
+
+    def narrow(self, wanted: Bounds) -> "Piece | None":
+        """The part of this piece within ``wanted`` bounds of the parameter; None where there is none."""
+        region = tuple(
+            (max(low, first), min(high, last)) for (low, high), (first, last) in zip(self.region, wanted, strict=True)
+        )
+        if any(low >= high for low, high in region):
+            return None
+        offsets = [(low - first, high - first) for (low, high), (first, _) in zip(region, self.region, strict=True)][
+            -len(self.tensor_region) :
+        ]
+        if self.transposed:
+            offsets[-2:] = offsets[:-3:-1]
+        tensor_region = tuple(
+            (first + low, first + high) for (first, _), (low, high) in zip(self.tensor_region, offsets, strict=True)
+        )
+        return Piece(region, self.tensor, self.tensor_shape, tensor_region, self.transposed)
+
+
+@dataclass(frozen=True)
+class HuggingFaceFormat:
+    """The format of one family; a family whose parameters are cut differently overrides ``pieces``."""
+
+    architecture: str
+    """The class that transformers loads it with, ``architectures`` in ``config.json``."""
+    model_type: str
+    """``model_type`` in ``config.json``."""
+    keys: Mapping[str, str]
+    """Field of our configuration → key of ``config.json``."""
+    names: Mapping[str, str]
+    """Part of our parameters' names → of theirs."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Key of ``config.json`` → the one value that the family computes; refused where another stands."""
+    written: Mapping[str, Any] = field(default_factory=dict)
+    """Key of ``config.json`` → what we write there, and do not read: dropout, which nothing here has."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Field of our configuration → its value where ``config.json`` lacks the key."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Key of ``config.json`` → another that is read where it is missing."""
+    drops: tuple[str, ...] = ()
+    """Names of tensors that such folders may hold besides and that nothing needs; ``{}`` is the number of a layer."""
+
+    def tensor_name(self, name: str) -> str:
+        """Their name of a parameter that is not cut."""
+        head = "" if name.startswith("lm_head") else self.names[""]
+        return head + ".".join(self.names.get(part, part) for part in name.split("."))
+
+    def pieces(self, name: str, shape: tuple[int, ...]) -> list[Piece]:
+        """Cut a parameter.
+
+        Args:
+            name: our name of it.
+            shape: its full shape.
+        """
+        return [Piece(whole(shape), self.tensor_name(name), shape, whole(shape))]
+
+    def write_config(self, config: "ModelConfig") -> dict[str, Any]:
+        """``config.json`` of a model, as a tree."""
+        tree = {"architectures": [self.architecture], "model_type": self.model_type}
+        tree |= {key: getattr(config, name) for name, key in self.keys.items() if getattr(config, name) is not None}
+        return tree | dict(self.fixed) | dict(self.written)
+
+    def read_config(self, tree: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields of our configuration from a ``config.json``.
+
+        Raises:
+            ValueError: in one sentence, for a key that is missing, or whose value the family does not compute.
+        """
+        for key, value in {"quantization_config": None, **self.fixed}.items():
+            if tree.get(key, value) != value:
+                raise ValueError(
+                    f"config.json says {key}={tree[key]!r}, which {self.model_type} models here do not compute "
+                    f"(only {value!r})"
+                )
+        fields = {}
+        for name, key in self.keys.items():
+            value = tree.get(key, tree.get(self.aliases.get(key, key)))
+            if value is not None:
+                fields[name] = value
+            elif name in self.defaults:
+                fields[name] = self.defaults[name]
+            else:
+                raise ValueError(f"config.json lacks {key}, which a {self.model_type} model needs")
+        return fields

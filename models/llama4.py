@@ -1,0 +1,198 @@
+"""Llama 4's text model: blocks with experts and without in turn, one expert a token plus a shared one, and iRoPE.
+
+iRoPE: three blocks of four rotate their positions and see only their own chunk of the sequence; every fourth rotates
+nothing, sees everything, and its queries grow with the logarithm of their position. Queries and keys of the rotated
+blocks are normalised after the rotation, without weights. The router's sigmoid scales what an expert is given.
+
+Source: the published ``config.json`` and implementation (https://huggingface.co/meta-llama/Llama-4-Scout-17B-16E), held
+against transformers' Llama4ForCausalLM in ``tests/models/test_families.py``. Not covered: the vision model, biases,
+dropout.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import nn
+
+from .checks import check_at_least_one, check_positive
+from .decoder import ModelConfig, rms_norm
+from .huggingface import Piece, whole
+from .layers import Attention, AttentionTemperature, Block, SwiGLU, rotate_neighbours
+from .moe import MoE, MoEConfig, Scores
+from .rotary import ROTARY_DEFAULTS, ROTARY_KEYS, ROTARY_NAMES, RotaryConfig, RotaryFormat, RotaryModel
+
+
+@dataclass(frozen=True)
+class Llama4Format(RotaryFormat):
+    """Hugging Face's experts are stacked like ours, each transposed; which blocks are special is written as lists."""
+
+    def pieces(self, name: str, shape: tuple[int, ...]) -> list[Piece]:
+        """Transpose the stacked parameters."""
+        if ".experts." not in name:
+            return super().pieces(name, shape)
+        transposed = (shape[0], shape[2], shape[1])
+        return [Piece(whole(shape), self.tensor_name(name), transposed, whole(transposed), transposed=True)]
+
+    def write_config(self, config: ModelConfig) -> dict[str, Any]:
+        """``config.json``, with the lists that follow from our settings."""
+        assert isinstance(config, Llama4Config)
+        # transformers refuses a null.
+        chunk_len = config.attention_chunk_len or config.implied()["attention_chunk_len"]
+        return super().write_config(config) | _layer_lists(config) | {"attention_chunk_size": chunk_len}
+
+    def read_config(self, tree: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields of our configuration.
+
+        Raises:
+            ValueError: also where a list says something else than every so many blocks.
+        """
+        fields = super().read_config(tree)
+        fields["attention_temperature"] = bool(fields["attention_temperature"])  # Scout's says 4
+        for key, expected in _layer_lists(Llama4Config(**fields)).items():
+            if tree.get(key, expected) != expected:
+                raise ValueError(
+                    f"config.json says {key}={tree[key]}, which llama4_text models here do not compute "
+                    f"(only {expected}, as its other keys say)"
+                )
+        return fields
+
+
+@dataclass
+class Llama4Config(MoEConfig, RotaryConfig):
+    """A Llama 4 text model."""
+
+    family: ClassVar[str] = "llama4"
+    hugging_face: ClassVar[RotaryFormat] = Llama4Format(
+        architecture="Llama4ForCausalLM",
+        model_type="llama4_text",
+        keys={
+            **ROTARY_KEYS,
+            "ffn_dim": "intermediate_size_mlp",
+            "expert_ffn_dim": "intermediate_size",
+            "n_experts": "num_local_experts",
+            "top_k": "num_experts_per_tok",
+            "moe_every": "interleave_moe_layer_step",
+            "nope_every": "no_rope_layer_interval",
+            "attention_chunk_len": "attention_chunk_size",
+            "qk_norm": "use_qk_norm",
+            "attention_temperature": "attn_temperature_tuning",
+            "temperature_scale": "attn_scale",
+            "temperature_floor": "floor_scale",
+            "router_aux_loss_coef": "router_aux_loss_coef",
+        },
+        names={**ROTARY_NAMES, "mlp": "feed_forward"},
+        fixed={"hidden_act": "silu", "attention_bias": False},
+        written={"attention_dropout": 0.0},
+        default_theta=500000.0,
+        defaults={
+            **ROTARY_DEFAULTS,
+            "head_dim": 128,
+            "nope_every": 4,
+            "attention_chunk_len": 8192,
+            "qk_norm": True,
+            "attention_temperature": True,
+            "temperature_scale": 0.1,
+            "temperature_floor": 8192,
+            "router_aux_loss_coef": 0.001,
+        },
+    )
+
+    name: str = "llama4"
+    rope_theta: float = 500000.0
+    n_experts: int = 16
+    top_k: int = 1
+    expert_ffn_dim: int = 8192
+    """Width of the hidden layer of an expert, the shared one included."""
+    nope_every: int = 4
+    """Every so many blocks, the last of them does not rotate positions and sees the whole sequence."""
+    attention_chunk_len: int | None = 8192
+    """Tokens of a chunk, within which the rotated blocks attend; null for the whole sequence."""
+    qk_norm: bool = True
+    """Normalise queries and keys of the rotated blocks."""
+    attention_temperature: bool = True
+    """Let queries of the unrotated blocks grow with their position."""
+    temperature_scale: float = 0.1
+    """How much they grow with the logarithm."""
+    temperature_floor: int = 8192
+    """Tokens before the first growth, and between two."""
+
+    def __post_init__(self) -> None:
+        """Check what holds for every Llama 4."""
+        super().__post_init__()
+        self.check_experts(self.n_layers)
+        check_at_least_one(self, "nope_every", "temperature_floor")
+        check_positive(("temperature_scale", self.temperature_scale, 0.1))
+        if self.attention_chunk_len is not None and self.attention_chunk_len < 1:
+            raise ValueError(
+                f"model.attention_chunk_len={self.attention_chunk_len} must be at least 1; "
+                "set model.attention_chunk_len=null to attend to the whole sequence"
+            )
+
+    def implied(self) -> dict[str, int]:
+        """The width of a head, and one chunk of the whole context."""
+        return super().implied() | {"attention_chunk_len": self.max_seq_len}
+
+    @property
+    def needs_its_context(self) -> bool:
+        """Where the whole context is one chunk."""
+        return self.attention_chunk_len is None
+
+    def says_nothing(self, key: str) -> bool:
+        """Also what is about a temperature, chunks or a feed-forward that no block has."""
+        layers = range(self.n_layers)
+        if key.startswith("temperature_"):
+            return not self.attention_temperature or all(self.rotates(layer) for layer in layers)
+        if key in ("attention_chunk_len", "qk_norm"):
+            return not any(self.rotates(layer) for layer in layers)
+        return super().says_nothing(key) or (key == "ffn_dim" and self.has_experts_everywhere(self.n_layers))
+
+    def rotates(self, layer: int) -> bool:
+        """Whether the block with that index rotates positions."""
+        return (layer + 1) % self.nope_every != 0
+
+    def build(self) -> "Llama4Model":
+        """Construct the model."""
+        return Llama4Model(self)
+
+
+class Llama4Model(RotaryModel):
+    """Llama 4's text model for causal language modelling."""
+
+    def __init__(self, config: Llama4Config) -> None:
+        blocks = [
+            Block(rms_norm(config), _attention(config, layer), rms_norm(config), _feed_forward(config, layer))
+            for layer in range(config.n_layers)
+        ]
+        super().__init__(config, blocks, rms_norm(config))
+
+
+def _attention(config: Llama4Config, layer: int) -> Attention:
+    rotates = config.rotates(layer)
+    temperature = AttentionTemperature(config.temperature_scale, config.temperature_floor)
+    return Attention(
+        config.dim,
+        config.n_heads,
+        config.n_kv_heads,
+        config.head_width,
+        rotation=rotate_neighbours if rotates else None,
+        rotated_norm_eps=config.norm_eps if rotates and config.qk_norm else None,
+        temperature=temperature if config.attention_temperature and not rotates else None,
+        chunk_len=config.attention_chunk_len if rotates else None,
+    )
+
+
+def _feed_forward(config: Llama4Config, layer: int) -> nn.Module:
+    if not config.has_experts(layer):
+        return SwiGLU(config.dim, config.ffn_dim)
+    width = config.expert_ffn_dim
+    return MoE(config.dim, width, config.n_experts, config.top_k, Scores.sigmoid, shared_ffn_dim=width)
+
+
+def _layer_lists(config: Llama4Config) -> dict[str, list[Any]]:
+    layers = range(config.n_layers)
+    return {
+        "no_rope_layers": [int(config.rotates(layer)) for layer in layers],  # 1 where positions are rotated
+        "moe_layers": [layer for layer in layers if config.has_experts(layer)],
+        "layer_types": ["chunked_attention" if config.rotates(layer) else "full_attention" for layer in layers],
+    }

@@ -1,0 +1,201 @@
+"""Mixtures of experts: a router that sends each token to few of many feed-forwards, and the block around both.
+
+What keeps a router from sending everything to the same experts is a loss over the whole global batch, which a model
+cannot see: it knows no ranks. So the router leaves behind how many tokens it sent to each expert and the sums whose
+gradient the auxiliary losses are, and whoever trains fills in what that gradient is before the backward: both losses
+are linear in the sums once the global counts are known, so nothing else has to leave the block.
+
+    load balancing (arXiv:2101.03961, arXiv:2501.11873):  E · Σ_e f_e · P_e, where f_e is the share of tokens sent to
+        expert e (their sum is K) and P_e the mean of its probability; no gradient flows through f
+    z-loss (arXiv:2202.08906):                            mean of logsumexp(logits)²
+
+Not covered: capacity limits (no token is dropped), expert parallelism, bias-based balancing.
+
+Shapes: N tokens, D width, E experts, K experts a token is sent to.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .checks import check_at_least_one
+from .experts import Experts
+from .layers import SwiGLU
+
+
+class Scores(Enum):
+    """How a router's logits become the weights of the chosen experts."""
+
+    softmax = "softmax"
+    """Over all experts."""
+    normalised_softmax = "normalised_softmax"
+    """Over all experts, then divided by the sum of the chosen."""
+    sigmoid = "sigmoid"
+    """Of each logit by itself; scales what the expert is given rather than what it returns (Llama 4)."""
+
+
+class Router(nn.Module):
+    """Chooses experts and their weights for each token.
+
+    Args:
+        dim: width of the residual stream.
+        n_experts: experts to choose from.
+        top_k: experts that each token is sent to.
+        scores: how logits become weights.
+    """
+
+    counts_E: Tensor
+    """After a forward: how many tokens went to each expert, int64."""
+    sums: Tensor
+    """After a forward: the sum of each expert's probability over the tokens, and of logsumexp², float32 of (E + 1,)."""
+    sums_grad: Tensor
+    """The gradient of the training loss by ``sums``; read in the backward, so it may be filled after the forward."""
+
+    def __init__(self, dim: int, n_experts: int, top_k: int, scores: Scores) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_experts, dim))
+        self.n_experts = n_experts
+        self.top_k = top_k
+        self.scores = scores
+
+    def forward(self, hidden_ND: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the chosen experts as experts_NK, int64, and their weights_NK in the dtype of the input."""
+        logits_NE = F.linear(hidden_ND, self.weight)
+        if self.scores is Scores.sigmoid:
+            chosen_NK, experts_NK = logits_NE.topk(self.top_k, dim=-1)
+            weights_NK = chosen_NK.float().sigmoid()
+            # Sigmoids over their sum, also where all of them are too small for float32.
+            probabilities_NE = F.logsigmoid(logits_NE.float()).softmax(-1)
+        else:
+            probabilities_NE = F.softmax(logits_NE, dim=-1, dtype=torch.float32)
+            weights_NK, experts_NK = probabilities_NE.topk(self.top_k, dim=-1)
+            if self.scores is Scores.normalised_softmax:
+                weights_NK = weights_NK / weights_NK.sum(-1, keepdim=True)
+        squares_N = logits_NE.float().logsumexp(-1).square()
+        sums = torch.cat([probabilities_NE.sum(0), squares_N.sum().unsqueeze(0)])
+        self._remember(experts_NK, sums.detach())
+        if torch.is_grad_enabled():
+            weights_NK = _WithGradient.apply(weights_NK, sums, self.sums_grad)
+        return experts_NK, weights_NK.to(hidden_ND.dtype)
+
+    @torch.no_grad()
+    def _remember(self, experts_NK: Tensor, sums: Tensor) -> None:
+        # Neither bincount nor one_hot: both ask an accelerator for a number before they go on.
+        experts_E = torch.arange(self.n_experts, device=experts_NK.device)
+        self.counts_E = (experts_NK.unsqueeze(-1) == experts_E).sum((0, 1))
+        self.sums = sums
+        if getattr(self, "sums_grad", None) is None or self.sums_grad.device != sums.device:
+            self.sums_grad = torch.zeros_like(sums)
+
+
+class _WithGradient(torch.autograd.Function):
+    """Identity on ``carrier`` that gives ``sums`` the gradient ``sums_grad``, as it stands when the backward comes."""
+
+    @staticmethod
+    def forward(ctx: Any, carrier: Tensor, sums: Tensor, sums_grad: Tensor) -> Tensor:
+        ctx.sums_grad = sums_grad
+        return carrier.view_as(carrier)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, ctx.sums_grad.clone(), None
+
+
+class MoE(nn.Module):
+    """A router, its experts, and optionally one expert that every token meets.
+
+    Args:
+        dim: width of the residual stream.
+        ffn_dim: width of each expert's hidden layer.
+        n_experts: experts to choose from.
+        top_k: experts that each token is sent to.
+        scores: how the router's logits become weights.
+        shared_ffn_dim: hidden width of the expert that every token meets; 0 for none.
+    """
+
+    def __init__(
+        self, dim: int, ffn_dim: int, n_experts: int, top_k: int, scores: Scores, shared_ffn_dim: int = 0
+    ) -> None:
+        super().__init__()
+        self.router = Router(dim, n_experts, top_k, scores)
+        self.experts = Experts(dim, ffn_dim, n_experts)
+        self.shared_expert = SwiGLU(dim, shared_ffn_dim) if shared_ffn_dim else None
+
+    def forward(self, hidden_BTD: Tensor) -> Tensor:
+        """Apply to the last dim; any leading shape."""
+        hidden_ND = hidden_BTD.flatten(0, -2)
+        experts_NK, weights_NK = self.router(hidden_ND)
+        scale_input = self.router.scores is Scores.sigmoid
+        out_ND = self.experts(hidden_ND, experts_NK, weights_NK, scale_input=scale_input)
+        if self.shared_expert is not None:
+            out_ND = self.shared_expert(hidden_ND) + out_ND
+        return out_ND.view_as(hidden_BTD)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of all experts that tokens are routed to."""
+        return sum(param.numel() for param in self.experts.parameters())
+
+    @property
+    def active_expert_parameters(self) -> int:
+        """Parameters of the experts that one token is sent to."""
+        return self.expert_parameters // self.router.n_experts * self.router.top_k
+
+
+@dataclass
+class MoEConfig:
+    """Settings of a family with experts, beside those of its blocks."""
+
+    n_experts: int = 128
+    """Experts of a layer."""
+    top_k: int = 8
+    """Experts that each token is sent to."""
+    expert_ffn_dim: int = 768
+    """Width of an expert's hidden layer."""
+    moe_every: int = 1
+    """Every so many blocks, the last of them has experts; the others have one feed-forward of ``ffn_dim``."""
+    router_aux_loss_coef: float = 0.0
+    """Weight of the load-balancing loss over the global batch, a mean over the layers with experts."""
+    router_z_loss_coef: float = 0.0
+    """Weight of the router's z-loss, a mean over tokens and over the layers with experts."""
+
+    def check_experts(self, n_layers: int) -> None:
+        """Check the experts' settings.
+
+        Raises:
+            ValueError: naming the key, its value and the fix.
+        """
+        check_at_least_one(self, "n_experts", "top_k", "expert_ffn_dim", "moe_every")
+        if self.top_k > self.n_experts:
+            raise ValueError(
+                f"model.top_k={self.top_k} is more than model.n_experts={self.n_experts}; "
+                f"set model.top_k={self.n_experts}"
+            )
+        if self.moe_every > n_layers:
+            raise ValueError(
+                f"model.moe_every={self.moe_every} leaves none of the model.n_layers={n_layers} blocks with experts; "
+                "set model.moe_every=1"
+            )
+        for name in ("router_aux_loss_coef", "router_z_loss_coef"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(
+                    f"model.{name}={getattr(self, name)} must be a finite number of at least 0; set model.{name}=0"
+                )
+
+    def has_experts_everywhere(self, n_layers: int) -> bool:
+        """Whether no block has a feed-forward of ``ffn_dim``."""
+        return all(self.has_experts(layer) for layer in range(n_layers))
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the block with that index has experts."""
+        return (layer + 1) % self.moe_every == 0
+
+
+def routers(model: nn.Module) -> Sequence[Router]:
+    """All routers of a model, in the order of its blocks."""
+    return [module for module in model.modules() if isinstance(module, Router)]

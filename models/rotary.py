@@ -1,0 +1,220 @@
+"""Families with rotary positions: their settings, the frequencies with Llama 3's scaling, and the walk with them.
+
+Source: arXiv:2104.09864; the scaling is arXiv:2407.21783's, published as ``llama3``. Not covered: other scalings.
+
+Shapes: D width, K width of a head.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .checks import check_at_least_one, check_positive
+from .decoder import DecoderModel, ModelConfig
+from .huggingface import HuggingFaceFormat
+from .layers import Block, rope_tables
+
+
+@dataclass
+class RopeScaling:
+    """Llama 3's stretching of rotary frequencies to a longer context (arXiv:2407.21783, published as ``llama3``)."""
+
+    factor: float = 1.0
+    """How many times longer the low frequencies' wavelengths become; 1 switches scaling off."""
+    low_freq_factor: float = 1.0
+    """Wavelengths above ``original_max_seq_len / low_freq_factor`` are stretched in full."""
+    high_freq_factor: float = 4.0
+    """Wavelengths below ``original_max_seq_len / high_freq_factor`` stay as they are."""
+    original_max_seq_len: int = 8192
+    """Context length of the pre-training before the stretch, in tokens."""
+
+    def __post_init__(self) -> None:
+        """Check each value by itself."""
+        check_positive(
+            ("rope_scaling.low_freq_factor", self.low_freq_factor, 1.0),
+            ("rope_scaling.original_max_seq_len", self.original_max_seq_len, 8192),
+        )
+        if not self.low_freq_factor <= self.high_freq_factor < math.inf:
+            raise ValueError(
+                f"model.rope_scaling.high_freq_factor={self.high_freq_factor} must be at least "
+                f"model.rope_scaling.low_freq_factor={self.low_freq_factor}; "
+                f"set model.rope_scaling.high_freq_factor={4 * self.low_freq_factor}"
+            )
+        if not 1 <= self.factor < math.inf:
+            raise ValueError(
+                f"model.rope_scaling.factor={self.factor} must be at least 1; "
+                "set model.rope_scaling.factor=1 for no scaling"
+            )
+
+
+@dataclass
+class RotaryConfig(ModelConfig):
+    """Shape of a model with rotary positions, grouped key/value heads and gated feed-forwards."""
+
+    n_kv_heads: int = 32
+    """Key and value heads; divides ``n_heads``."""
+    head_dim: int | None = None
+    """Width of a head; null for ``dim / n_heads``."""
+    ffn_dim: int = 11008
+    """Width of the feed-forward's hidden layer."""
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    """Stretching of the rotary frequencies."""
+
+    def __post_init__(self) -> None:
+        """Check what holds for every model with rotary positions."""
+        super().__post_init__()
+        check_at_least_one(self, "n_kv_heads", "ffn_dim")
+        if self.head_dim is None and (self.dim % self.n_heads or self.dim // self.n_heads % 2):
+            raise ValueError(
+                f"model.n_heads={self.n_heads} must divide model.dim={self.dim} into heads of even width; "
+                f"set model.dim to a multiple of {2 * self.n_heads}"
+            )
+        if self.head_dim is not None and (self.head_dim < 2 or self.head_dim % 2):
+            raise ValueError(
+                f"model.head_dim={self.head_dim} must be even and at least 2, since its channels are rotated in "
+                f"pairs; set model.head_dim={max(2, self.head_dim + self.head_dim % 2)}"
+            )
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(
+                f"model.n_kv_heads={self.n_kv_heads} must divide model.n_heads={self.n_heads}; "
+                f"set model.n_kv_heads={math.gcd(self.n_heads, self.n_kv_heads)}"
+            )
+        check_positive(("rope_theta", self.rope_theta, 10000.0))
+
+    def implied(self) -> dict[str, int]:
+        """The width of a head."""
+        return {"head_dim": self.dim // self.n_heads}
+
+    @property
+    def needs_its_context(self) -> bool:
+        """Rotary positions have no weights: a longer or shorter context uses the same ones."""
+        return False
+
+    def says_nothing(self, key: str) -> bool:
+        """Also what is about a scaling that is switched off."""
+        if key.startswith("rope_scaling.") and key != "rope_scaling.factor":
+            return self.rope_scaling.factor == 1
+        return super().says_nothing(key)
+
+    @property
+    def head_width(self) -> int:
+        """Channels of a head."""
+        return self.head_dim or self.implied()["head_dim"]
+
+
+def rope_inv_freq(head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
+    """Rotary frequencies in radians a token, float32, shape (K/2,), with Llama 3's scaling applied."""
+    inv_freq = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if scaling.factor == 1:
+        return inv_freq
+    wavelength = 2 * math.pi / inv_freq
+    longest = scaling.original_max_seq_len / scaling.low_freq_factor
+    shortest = scaling.original_max_seq_len / scaling.high_freq_factor
+    scaled = torch.where(wavelength > longest, inv_freq / scaling.factor, inv_freq)
+    if longest == shortest:
+        return scaled
+    unscaled_share = (scaling.original_max_seq_len / wavelength - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    between = (1 - unscaled_share) * inv_freq / scaling.factor + unscaled_share * inv_freq
+    return torch.where((wavelength <= longest) & (wavelength >= shortest), between, scaled)
+
+
+class RotaryModel(DecoderModel):
+    """A decoder whose blocks are given rotary angles."""
+
+    config: RotaryConfig
+    inv_freq: Tensor
+
+    def __init__(self, config: RotaryConfig, blocks: Sequence[Block], norm: nn.Module) -> None:
+        super().__init__(config, blocks, norm)
+        self.register_buffer("inv_freq", torch.empty(config.head_width // 2), persistent=False)
+
+    def rotations(self, seq_len: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of all positions."""
+        return rope_tables(self.inv_freq, seq_len)
+
+    def init_buffers(self, device: torch.device) -> None:
+        """Compute the rotary frequencies on the CPU and put them on ``device``."""
+        config = self.config
+        self.inv_freq = rope_inv_freq(config.head_width, config.rope_theta, config.rope_scaling).to(device)
+
+
+ROTARY_KEYS = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffn_dim": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "max_seq_len": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+    "init_std": "initializer_range",
+}
+"""Field → key of ``config.json``, in all families with rotary positions."""
+
+ROTARY_NAMES = {
+    "": "model.",
+    "attn_norm": "input_layernorm",
+    "attn": "self_attn",
+    "mlp_norm": "post_attention_layernorm",
+}
+"""Part of our parameters' names → of theirs."""
+
+ROTARY_DEFAULTS = {"head_dim": None, "tie_embeddings": False, "init_std": 0.02}
+
+_SCALING_KEYS = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_seq_len": "original_max_position_embeddings",
+}
+
+
+@dataclass(frozen=True)
+class RotaryFormat(HuggingFaceFormat):
+    """Adds the rotary settings, which transformers 5 keeps in ``rope_parameters``, 4 in two keys of their own."""
+
+    default_theta: float = 10000.0
+    """Where ``config.json`` does not say."""
+
+    def write_config(self, config: ModelConfig) -> dict[str, Any]:
+        """``config.json`` with the rotary settings in both spellings."""
+        assert isinstance(config, RotaryConfig)
+        scaling: dict[str, Any] | None = None
+        if config.rope_scaling.factor != 1:
+            values = {key: getattr(config.rope_scaling, name) for name, key in _SCALING_KEYS.items()}
+            scaling = {"rope_type": "llama3", **values}
+        parameters = (scaling or {"rope_type": "default"}) | {"rope_theta": config.rope_theta}
+        rotary = {"rope_theta": config.rope_theta, "rope_scaling": scaling, "rope_parameters": parameters}
+        return super().write_config(config) | {"head_dim": config.head_width} | rotary
+
+    def read_config(self, tree: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields of our configuration, from either spelling."""
+        fields = super().read_config(tree)
+        rotary = dict(tree.get("rope_parameters") or tree.get("rope_scaling") or {})
+        kind = rotary.get("rope_type", rotary.get("type", "default"))
+        if kind not in ("default", "llama3"):
+            raise ValueError(
+                f"config.json says rope_type={kind!r}, which {self.model_type} models here do not compute (only "
+                "'default' and 'llama3')"
+            )
+        theta = rotary.get("rope_theta", tree.get("rope_theta", self.default_theta))
+        scaling = {}
+        if kind == "llama3":
+            missing = [key for key in _SCALING_KEYS.values() if key not in rotary]
+            if missing:
+                raise ValueError(f"config.json lacks {missing[0]} in its rotary scaling")
+            scaling = {name: rotary[key] for name, key in _SCALING_KEYS.items()}
+        if fields["head_dim"] is not None and fields["head_dim"] * fields["n_heads"] == fields["dim"]:
+            fields["head_dim"] = None
+        n_kv_heads = fields["n_kv_heads"] or fields["n_heads"]
+        return fields | {"n_kv_heads": n_kv_heads, "rope_theta": theta, "rope_scaling": RopeScaling(**scaling)}

@@ -1,0 +1,158 @@
+"""Folders that are incomplete, damaged or of another model: refused in one sentence, with the model untouched."""
+
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdptoys.checkpoint import HuggingFaceFolder
+from fsdptoys.errors import ConfigError
+from fsdptoys.models import ModelConfig
+from tests.checkpoint.damages import (
+    AGAIN,
+    CONFIG,
+    DAMAGED_CONFIGS,
+    DAMAGED_FILES,
+    FIRST,
+    GPT2,
+    LLAMA4,
+    NORM,
+    SECOND,
+    THIRD,
+    Damage,
+    Hostile,
+    edit_bytes,
+    edit_json,
+    edit_tensors,
+    make_folder,
+)
+from tests.checkpoint.folders import build_empty
+
+
+def refusal(folder: Path, config: ModelConfig) -> str:
+    """The sentence with which a folder is refused; nothing of the model may have been written."""
+    model = build_empty(config)
+    with pytest.raises(ConfigError) as refused:
+        source = HuggingFaceFolder(folder)
+        source.model_config()
+        source.check(model)
+    assert all(param.isnan().all() for param in model.parameters())
+    with pytest.raises(AssertionError, match="check the folder first"):
+        source.fill(next(model.parameters()), "embed_tokens.weight")
+    return str(refused.value).replace(str(folder), "{}")
+
+
+@pytest.mark.parametrize("case", [*DAMAGED_CONFIGS, *DAMAGED_FILES])
+def test_a_damaged_folder_is_refused_in_one_sentence(case: str, tmp_path: Path) -> None:
+    """Oracle: the sentence; the model keeps its values, and what a pickle would do on opening is not done."""
+    damage, sentence = (DAMAGED_CONFIGS | DAMAGED_FILES)[case]
+    folder = tmp_path / "folder"
+    make_folder(folder)
+    (folder / "checksums.json").unlink()
+    assert sorted(file.name for file in folder.glob("*.safetensors")) == [FIRST, SECOND, THIRD]
+    damage(folder)
+    assert refusal(folder, CONFIG) == sentence
+    assert not (folder / "opened").exists()
+
+
+def test_the_hostile_pickle_is_hostile(tmp_path: Path) -> None:
+    """Oracle: opening it; otherwise that it was not opened would say nothing."""
+    pickle.loads(pickle.dumps(Hostile(tmp_path / "opened")))
+    assert (tmp_path / "opened").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "value", "told"),
+    [
+        (LLAMA4, "num_hidden_layers", "2", "num_hidden_layers='2', which must be an integer; correct it"),
+        (LLAMA4, "attention_chunk_size", 8.0, "attention_chunk_size=8.0, which must be an integer or null; correct it"),
+        (
+            LLAMA4,
+            "moe_layers",
+            [0],
+            "moe_layers=[0], which llama4_text models here do not compute (only [0, 1], as its "
+            "other keys say); use weights of another model",
+        ),
+        (GPT2, "n_inner", "x", "n_inner='x', which must be an integer or null; correct it"),
+        (
+            GPT2,
+            "scale_attn_by_inverse_layer_idx",
+            True,
+            "scale_attn_by_inverse_layer_idx=True, which gpt2 models here do "
+            "not compute (only False); use weights of another model",
+        ),
+    ],
+)
+def test_other_families_refuse_their_own_keys(
+    config: ModelConfig, key: str, value: object, told: str, tmp_path: Path
+) -> None:
+    """Oracle: the sentence."""
+    make_folder(tmp_path / "folder", config)
+    edit_json("config.json", **{key: value})(tmp_path / "folder")
+    (tmp_path / "folder" / "checksums.json").unlink()
+    assert refusal(tmp_path / "folder", config) == f"{{}}/config.json says {told}"
+
+
+CHANGED = "or delete checksums.json if the file was changed on purpose"
+
+
+@pytest.mark.parametrize(
+    ("damage", "checked", "sentence"),
+    [
+        (
+            edit_bytes(lambda content: content[:-1] + bytes([content[-1] ^ 1])),
+            "values",
+            rf"\{{}}/{THIRD} is damaged: its SHA-256 is [0-9a-f]{{12}}…, and checksums.json says [0-9a-f]{{12}}…; "
+            f"{AGAIN}, {CHANGED}",
+        ),
+        (
+            edit_bytes(lambda content: content + b" ", "config.json"),
+            "sizes",
+            rf"\{{}}/config.json is damaged: it holds \d+ bytes, and checksums.json says \d+; {AGAIN}, {CHANGED}",
+        ),
+        (
+            lambda folder: (folder / FIRST).unlink(),
+            "sizes",
+            rf"\{{}}/{FIRST} is not there, though checksums.json speaks of it; {AGAIN}",
+        ),
+        (
+            edit_json("checksums.json", files={"../x": {"bytes": 1, "sha256": ""}}),
+            "sizes",
+            rf"\{{}}/checksums.json is damaged: it does not list names, sizes and SHA-256; {AGAIN}",
+        ),
+        (
+            edit_json("checksums.json", files=["x"]),
+            "sizes",
+            rf"\{{}}/checksums.json is damaged: it does not list names, sizes and SHA-256; {AGAIN}",
+        ),
+    ],
+    ids=["flipped bit", "changed config", "missing file", "path to elsewhere", "list"],
+)
+def test_checksums_tell_what_was_changed(damage: Damage, checked: str, sentence: str, tmp_path: Path) -> None:
+    """Oracle: the sentence. Sizes are looked at before a run, sums where all is read; a flipped bit has its size."""
+    folder = tmp_path / "folder"
+    make_folder(folder)
+    damage(folder)
+    source, model = HuggingFaceFolder(folder), build_empty(CONFIG)
+    with pytest.raises(ConfigError) as refused:
+        if checked == "values":
+            source.check(model)
+        else:
+            with pytest.raises(ConfigError):
+                source.check(model)
+        source.verify_checksums()
+    assert re.fullmatch(sentence, str(refused.value).replace(str(folder), "{}"))
+
+
+def test_values_that_are_not_finite_are_found(tmp_path: Path) -> None:
+    """Oracle: the sentence, for one NaN among many; after a check of all other values of the folder."""
+    folder = tmp_path / "folder"
+    make_folder(folder)
+    source = HuggingFaceFolder(folder)
+    source.check(build_empty(CONFIG))
+    source.check_values()
+    edit_tensors(lambda tensors: tensors[NORM][15:].fill_(torch.inf))(folder)
+    with pytest.raises(ConfigError, match=f"{THIRD} holds {NORM} with values that are not finite; use other weights"):
+        source.check_values()

@@ -1,0 +1,129 @@
+"""Folders in Hugging Face format, through files: what we write transformers reads, and the other way round."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fsdptoys.checkpoint import HuggingFaceFolder
+from fsdptoys.models import GPT2Config, LlamaConfig, ModelConfig
+from tests.checkpoint.folders import build, build_empty, load, write
+from tests.models.families import SMALL
+
+FILE_BYTES = 60_000
+"""Small enough for several files in every case."""
+
+TOKENS_BT = torch.arange(2 * 33).view(2, 33) % 96
+
+
+def named_like(config: ModelConfig, other: ModelConfig) -> ModelConfig:
+    """With the fields that ``config.json`` does not hold."""
+    return dataclasses.replace(config, name=other.name)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("case", SMALL)
+def test_transformers_reads_what_we_write(case: str, tmp_path: Path) -> None:
+    """Oracle: transformers' from_pretrained on a sharded folder of ours: no key left over, logits to 1e-5."""
+    transformers = pytest.importorskip("transformers")
+    model = build(SMALL[case])
+    written = write(tmp_path / "ours", model, max_file_bytes=FILE_BYTES)
+    assert len(written.files) > 2
+
+    oracle, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(info.values()), info
+    assert type(oracle).__name__ == model.config.hugging_face.architecture
+    assert oracle.dtype == torch.float32
+    torch.testing.assert_close(model(TOKENS_BT), oracle(TOKENS_BT, use_cache=False).logits, rtol=1e-5, atol=1e-5)
+    # The same settings after transformers has read and written them; nothing of a vocabulary that is not there.
+    oracle.save_pretrained(tmp_path / "theirs")
+    assert named_like(HuggingFaceFolder(tmp_path / "theirs").model_config(), model.config) == model.config
+    assert oracle.generation_config.eos_token_id is None and oracle.config.bos_token_id is None
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("case", SMALL)
+def test_we_read_what_transformers_writes(case: str, tmp_path: Path) -> None:
+    """Oracle: transformers' model before it was saved in shards: logits to 1e-5."""
+    transformers = pytest.importorskip("transformers")
+    config = SMALL[case]
+    tree = config.hugging_face.write_config(config)
+    torch.manual_seed(1)
+    oracle: Any = getattr(transformers, tree.pop("architectures")[0])(transformers.AutoConfig.for_model(**tree))
+    for name, param in oracle.named_parameters():
+        torch.nn.init.normal_(param, 1.0 if name.endswith(("norm.weight", "ln_1.weight")) else 0.0, 0.2)
+    oracle.save_pretrained(tmp_path / "theirs", max_shard_size=FILE_BYTES)
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
+
+    model = load(tmp_path / "theirs")
+    assert named_like(model.config, config) == config
+    torch.testing.assert_close(model(TOKENS_BT), oracle(TOKENS_BT, use_cache=False).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", SMALL)
+@pytest.mark.parametrize("file_bytes", [2**31, FILE_BYTES])
+def test_what_we_write_we_read_with_equal_bits(case: str, file_bytes: int, tmp_path: Path) -> None:
+    """Oracle: the parameters before they were written; and the same files when they are written once more."""
+    model = build(SMALL[case])
+    write(tmp_path / "first", model, max_file_bytes=file_bytes)
+    again = load(tmp_path / "first")
+    assert named_like(again.config, model.config) == model.config
+    for (name, param), other in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(param, other), name
+
+    write(tmp_path / "second", again, max_file_bytes=file_bytes)
+    contents = [{file.name: file.read_bytes() for file in (tmp_path / f).iterdir()} for f in ("first", "second")]
+    assert contents[0] == contents[1]
+    assert HuggingFaceFolder(tmp_path / "first").verify_checksums() == len(contents[0]) - 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_number_formats_are_converted_on_the_way(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Oracle: PyTorch's own conversion, on the way out and on the way in, into any dtype of the parameter."""
+    model = build(SMALL["gpt2"])
+    write(tmp_path / "folder", model, dtype)
+    assert json.loads((tmp_path / "folder" / "config.json").read_text())["torch_dtype"] == str(dtype)[6:]
+    source = HuggingFaceFolder(tmp_path / "folder")
+    source.check(model)
+    for param_dtype in (torch.float32, torch.bfloat16):
+        for name, param in model.named_parameters():
+            filled = torch.full_like(param, torch.nan, dtype=param_dtype)
+            source.fill(filled, name)
+            assert torch.equal(filled, param.detach().to(dtype).to(param_dtype)), name
+
+
+def test_names_may_lack_what_stands_for_the_base_model(tmp_path: Path) -> None:
+    """Oracle: the folder with full names; the published GPT-2 has names like these, and masks that nothing needs."""
+    model = build(GPT2Config(dim=16, n_layers=1, n_heads=2, vocab_size=32, max_seq_len=16))
+    write(tmp_path / "folder", model)
+    file = tmp_path / "folder" / "model.safetensors"
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
+    masks = {"h.0.attn.bias": torch.ones(1, 1, 16, 16, dtype=torch.uint8), "h.0.attn.masked_bias": torch.ones(())}
+    save_file(bare | masks, file)
+    (tmp_path / "folder" / "checksums.json").unlink()
+    for (name, param), other in zip(model.named_parameters(), load(tmp_path / "folder").parameters(), strict=True):
+        assert torch.equal(param, other), name
+
+
+def test_a_head_beside_tied_embeddings_is_left_alone_if_it_is_equal(tmp_path: Path) -> None:
+    """Oracle: the embedding; a head with other values is refused once values are read."""
+    config = LlamaConfig(
+        dim=16, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=24, vocab_size=32, max_seq_len=16, tie_embeddings=True
+    )
+    model = build(config)
+    write(tmp_path / "folder", model)
+    file = tmp_path / "folder" / "model.safetensors"
+    (tmp_path / "folder" / "checksums.json").unlink()
+    tensors = load_file(file)
+    source = HuggingFaceFolder(tmp_path / "folder")
+    for factor in (1, 2):
+        save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] * factor}, file)
+        source.check(build_empty(config))
+        if factor == 1:
+            source.check_values()
+    with pytest.raises(ValueError, match=r"holds lm_head.weight with other values than model.embed_tokens.weight"):
+        source.check_values()

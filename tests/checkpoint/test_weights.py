@@ -1,0 +1,289 @@
+"""What a run leaves behind of its model: whole or not there, readable by itself, and refused where it is not whole."""
+
+import dataclasses
+import os
+import re
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import torch
+import yaml
+from torch import Tensor
+
+from fsdptoys.checkpoint import RunWeights, save_weights, write_hugging_face
+from fsdptoys.config import Config
+from fsdptoys.device import Device
+from fsdptoys.errors import ConfigError
+from fsdptoys.mesh import MeshConfig
+from fsdptoys.models import LlamaConfig, ModelConfig, whole
+from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, ParallelContext, SingleConfig, seeded
+from scripts.ranks import run_ranks
+from tests.checkpoint.folders import build, regions_of
+from tests.models.families import SMALL
+from tests.parallel.runs import make_config
+from tests.parallel.test_initialise import status_bytes
+
+FILE_BYTES = 60_000
+CONFIG = SMALL["llama3 scaled tied"]
+
+
+def save_run(run: Path, config: ModelConfig, max_file_bytes: int = FILE_BYTES) -> dict[str, Tensor]:
+    """A run's directory with the weights of a random model; returns them."""
+    parameters = {name: param.detach() for name, param in build(config).named_parameters()}
+    write_config(run, config)
+    save_weights(run / "weights", iter(parameters.items()), max_file_bytes)
+    return parameters
+
+
+def write_config(run: Path, config: ModelConfig) -> None:
+    settings: Config = dataclasses.replace(make_config(SingleConfig(), 1), model=config)
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "config.yaml").write_text(yaml.safe_dump(settings.to_dict(), sort_keys=False))
+
+
+def in_child(function: Callable[..., Any], *args: Any) -> int | None:
+    """Run in a forked process and return its exit status."""
+    process = get_context("fork").Process(target=function, args=args)
+    process.start()
+    process.join(60)
+    return process.exitcode
+
+
+@pytest.mark.parametrize("case", SMALL)
+@pytest.mark.parametrize("file_bytes", [2**31, FILE_BYTES])
+def test_saved_weights_are_read_with_equal_bits(case: str, file_bytes: int, tmp_path: Path) -> None:
+    """Oracle: the parameters and the configuration before they were written."""
+    parameters = save_run(tmp_path / "run", SMALL[case], file_bytes)
+    files = sorted(file.name for file in (tmp_path / "run" / "weights").iterdir())
+    assert ("weights.safetensors" in files) == (file_bytes > FILE_BYTES) == (len(files) == 2)
+    for path in (tmp_path / "run", tmp_path / "run" / "weights"):
+        weights = RunWeights(path)
+        assert weights.config == SMALL[case]
+        assert weights.verify_checksums() == len(files) - 1
+        assert set(weights.tensors.stored) == set(parameters)
+        for name, param in parameters.items():
+            assert torch.equal(weights.read(name, whole(tuple(param.shape))), param)
+
+
+def save_under(parallel: ParallelConfig, config: ModelConfig, run: Path) -> None:
+    parallel.resolve(deterministic=False)
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    strategy = parallel.build(ParallelContext(Device("cpu", 0), rank, world_size, MeshConfig()))
+    with torch.device("meta"):
+        model = config.build()
+    strategy.parallelize(model, seeded(model.init_rows, 7))
+    for taken in (False, True):
+        if rank > 0:
+            assert len(list(strategy.full_parameters())) > 0
+        elif taken:
+            with pytest.raises(ConfigError, match="is not empty, and nothing is written over"):
+                save_weights(run / "weights", strategy.full_parameters(), FILE_BYTES)
+        else:
+            save_weights(run / "weights", strategy.full_parameters(), FILE_BYTES)
+    torch.distributed.barrier()
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks"), [(SingleConfig(), 1), (DDPConfig(), 2), (FSDP1Config(), 2), (FSDP2Config(), 2)]
+)
+def test_every_strategy_saves_the_same_weights(parallel: ParallelConfig, ranks: int, tmp_path: Path) -> None:
+    """Oracle: the initial values of one process; and a refusal on one rank that leaves none waiting for it."""
+    expected = CONFIG.build()
+    for name, param in expected.named_parameters():
+        with torch.no_grad():
+            seeded(expected.init_rows, 7)(param, name)
+    write_config(tmp_path / "run", CONFIG)
+    run_ranks(ranks, save_under, parallel, CONFIG, tmp_path / "run", timeout_seconds=60)
+    weights = RunWeights(tmp_path / "run")
+    for name, param in expected.named_parameters():
+        assert torch.equal(weights.read(name, whole(tuple(param.shape))), param)
+
+
+def parameters_until(end: Callable[[], object]) -> Iterator[tuple[str, Tensor]]:
+    """Enough for several files, and then the end."""
+    for index in range(8):
+        yield f"parameter{index}", torch.full((100, 100), float(index))
+    end()
+
+
+def fail() -> None:
+    raise RuntimeError("a rank was lost")
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_weights_that_were_not_written_to_the_end_are_not_there(tmp_path: Path) -> None:
+    """Oracle: the folder's absence, after a kill in the middle and after an error; the next attempt succeeds."""
+    folder = tmp_path / "run" / "weights"
+    assert in_child(save_weights, folder, parameters_until(kill), FILE_BYTES) == -signal.SIGKILL
+    left = [file.name for file in folder.parent.iterdir()]
+    assert len(left) == 1 and re.fullmatch(r"\.weights\.[0-9a-f]{8}\.partial", left[0])
+
+    with pytest.raises(RuntimeError, match="a rank was lost"):
+        save_weights(folder, parameters_until(fail), FILE_BYTES)
+    assert [file.name for file in folder.parent.iterdir()] == left
+
+    written = save_weights(folder, parameters_until(lambda: None), FILE_BYTES)
+    assert (len(written.files), written.parameters, written.tensor_bytes) == (8, 80_000, 320_000)
+
+
+def save_with_little_room(folder: Path, sentences: Path) -> None:
+    # Writing beyond this gives an error, as a full disk does.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
+    exhausted = []
+    try:
+        save_weights(folder, parameters_until(lambda: exhausted.append(True)))
+    except ConfigError as error:
+        assert exhausted
+        sentences.write_text(str(error))
+    model = build(CONFIG)
+    try:
+        write_hugging_face(folder.parent / "export", CONFIG, regions_of(model), torch.float32)
+    except ConfigError as error:
+        sentences.write_text(f"{sentences.read_text()}\n{error}")
+
+
+def test_a_disk_without_room_is_told_in_one_sentence_and_leaves_nothing(tmp_path: Path) -> None:
+    """Oracle: the sentences and the folder, under the system's own limit on the size of a file."""
+    (tmp_path / "run").mkdir()
+    assert in_child(save_with_little_room, tmp_path / "run" / "weights", tmp_path / "sentences") == 0
+    assert list((tmp_path / "run").iterdir()) == []
+    for sentence, name in zip((tmp_path / "sentences").read_text().split("\n"), ("weights", "export"), strict=True):
+        assert re.fullmatch(
+            rf"{tmp_path}/run/{name} cannot be written \(.*File too large.*\), and nothing is left there; name a "
+            "folder on a disk with room",
+            sentence,
+        )
+
+
+def test_nothing_is_written_over(tmp_path: Path) -> None:
+    """Oracle: the sentences, and what was there before; an empty folder may be filled."""
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    for name, what in {"full": "is not empty", "file": "is a file"}.items():
+        with pytest.raises(ConfigError) as refused:
+            save_weights(tmp_path / name, parameters_until(lambda: None))
+        assert str(refused.value) == (
+            f"{tmp_path / name} {what}, and nothing is written over; name a folder that does not exist"
+        )
+    assert (tmp_path / "full" / "mine").read_text() == (tmp_path / "file").read_text() == "mine"
+    (tmp_path / "empty").mkdir()
+    save_weights(tmp_path / "empty", parameters_until(lambda: None))
+    assert sorted(file.name for file in (tmp_path / "empty").iterdir()) == ["checksums.json", "weights.safetensors"]
+
+
+def save_and_measure(folder: Path, result: Path) -> None:
+    def parameters() -> Iterator[tuple[str, Tensor]]:
+        for index in range(48):
+            yield f"parameter{index}", torch.full((1024, 512), float(index))
+
+    save_weights(folder.parent / "first", parameters_until(lambda: None))  # loads what is loaded once
+    Path("/proc/self/clear_refs").write_text("5")  # start a new peak
+    before = status_bytes("VmHWM")
+    save_weights(folder, parameters(), max_file_bytes=16 * 2**20)
+    result.write_text(str(status_bytes("VmHWM") - before))
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the system does not tell a peak")
+def test_writing_holds_one_file_at_a_time(tmp_path: Path) -> None:
+    """Oracle: Linux's own peak: 16 MiB of a file, two parameters of 2 MiB in passing, 8 MiB for all else; of 96 MiB."""
+    # Before 0.8 the library copied what it writes.
+    copies = 1 if tuple(map(int, safetensors.__version__.split(".")[:2])) >= (0, 8) else 2
+    assert in_child(save_and_measure, tmp_path / "weights", tmp_path / "result") == 0
+    assert 2**24 <= int((tmp_path / "result").read_text()) <= copies * 2**24 + 2 * 2**21 + 2**23
+
+
+def edit(**values: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda model: model.update(values)
+
+
+BROKEN: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "unknown family": (
+        edit(family="mamba"),
+        "says model.family='mamba', which is none of llama, llama4, qwen3, qwen3_moe, gpt2; correct it",
+    ),
+    "no family": (
+        lambda model: model.pop("family"),
+        "says model.family=None, which is none of llama, llama4, qwen3, qwen3_moe, gpt2; correct it",
+    ),
+    "missing key": (lambda model: model.pop("rope_theta"), "lacks model.rope_theta; add it"),
+    "unknown key": (edit(colour="red"), "says model.colour='red', which nothing here reads; remove it"),
+    "wrong type": (edit(dim="64"), "says model.dim='64', which must be an integer; correct it"),
+    "null": (edit(n_layers=None), "says model.n_layers=None, which must be an integer; correct it"),
+    "wrong type below": (
+        lambda model: model["rope_scaling"].update(factor=[1, 2]),
+        "says model.rope_scaling.factor=a list of 2, which must be a number; correct it",
+    ),
+    "section that is none": (edit(rope_scaling=3), "says model.rope_scaling=3, which must be a mapping; correct it"),
+    "impossible": (
+        edit(n_kv_heads=3),
+        "describes a model that cannot be built: model.n_kv_heads=3 must divide model.n_heads=4; set "
+        "model.n_kv_heads=1",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_configuration_that_was_edited_wrongly_is_refused(case: str, tmp_path: Path) -> None:
+    """Oracle: the sentence."""
+    save_run(tmp_path, CONFIG)
+    change, told = BROKEN[case]
+    tree = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    change(tree["model"])
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
+    with pytest.raises(ConfigError) as refused:
+        RunWeights(tmp_path)
+    assert str(refused.value) == f"{tmp_path}/config.yaml {told}"
+
+
+def test_runs_without_whole_weights_are_refused(tmp_path: Path) -> None:
+    """Oracle: the sentences."""
+
+    def refusal(path: Path) -> str:
+        with pytest.raises(ConfigError) as refused:
+            RunWeights(path)
+        return str(refused.value).replace(str(tmp_path), "{}")
+
+    assert refusal(tmp_path / "no") == "{}/no is not a folder, and the directory of a run is expected; name one"
+    run = tmp_path / "run"
+    write_config(run, CONFIG)
+    assert refusal(run) == "{}/run holds no weights; train with checkpoint.final_weights=true"
+    save_run(run, CONFIG)
+    other = dataclasses.replace(CONFIG, ffn_dim=100)
+    write_config(run, other)
+    assert refusal(run).endswith(
+        "holds layers.0.mlp.gate_proj.weight in the shape 112×64, and the model of config.yaml needs 100×64; "
+        "download or write the folder again"
+    )
+    write_config(run, dataclasses.replace(CONFIG, n_layers=2))
+    assert "for which the model of config.yaml has no place; use the config.yaml that the run wrote" in refusal(run)
+    (run / "config.yaml").write_text("model: [")
+    assert refusal(run).startswith("{}/run/config.yaml cannot be read as YAML (while parsing")
+    (run / "config.yaml").write_text("model: 3")
+    assert refusal(run) == "{}/run/config.yaml lacks the section model; use the file that the run wrote"
+    (run / "config.yaml").unlink()
+    assert refusal(run) == (
+        "{}/run/config.yaml cannot be read (No such file or directory), and says what model the weights are of; put it "
+        "there"
+    )
+
+
+def test_a_configuration_that_refers_to_itself_does_not_take_minutes(tmp_path: Path) -> None:
+    """Oracle: the sentence; written out, the value would have 9 to the power of 9 parts."""
+    save_run(tmp_path, LlamaConfig(dim=16, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=24, vocab_size=32))
+    lines = ["a0: &a0 [x]"] + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10)]
+    (tmp_path / "config.yaml").write_text("\n".join([*lines, "model: {family: llama, dim: *a9}"]))
+    with pytest.raises(ConfigError, match=r"lacks model\.name; add it"):
+        RunWeights(tmp_path)
+    (tmp_path / "config.yaml").write_text("\n".join([*lines, "model: {family: *a9}"]))
+    with pytest.raises(ConfigError, match=r"says model\.family=a list of 9, which is none"):
+        RunWeights(tmp_path)

@@ -1,0 +1,97 @@
+"""One small model of every family, with all that the family has: dense blocks beside experts, chunks, scaling, ties."""
+
+from fsdptoys.models import (
+    GPT2Config,
+    Llama4Config,
+    LlamaConfig,
+    ModelConfig,
+    Qwen3Config,
+    Qwen3MoEConfig,
+)
+from fsdptoys.models.rotary import RopeScaling
+
+LLAMA2 = LlamaConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=112, vocab_size=96, max_seq_len=128)
+
+SMALL: dict[str, ModelConfig] = {
+    "llama2": LLAMA2,
+    "llama3 scaled tied": LlamaConfig(
+        dim=64,
+        n_layers=3,
+        n_heads=4,
+        n_kv_heads=2,
+        ffn_dim=112,
+        vocab_size=96,
+        max_seq_len=128,
+        rope_theta=500.0,
+        rope_scaling=RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=32),
+        tie_embeddings=True,
+    ),
+    "llama4": Llama4Config(
+        dim=64,
+        n_layers=4,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=32,
+        ffn_dim=112,
+        vocab_size=96,
+        max_seq_len=128,
+        rope_scaling=RopeScaling(factor=16.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_seq_len=32),
+        n_experts=4,
+        expert_ffn_dim=48,
+        moe_every=2,
+        attention_chunk_len=24,
+        temperature_floor=16,
+    ),
+    "llama4 in one chunk without temperature and norms, two experts a token": Llama4Config(
+        dim=64,
+        n_layers=3,
+        n_heads=4,
+        n_kv_heads=4,
+        ffn_dim=112,
+        vocab_size=96,
+        max_seq_len=128,
+        n_experts=4,
+        top_k=2,
+        expert_ffn_dim=48,
+        nope_every=2,
+        attention_chunk_len=128,
+        qk_norm=False,
+        attention_temperature=False,
+    ),
+    "qwen3": Qwen3Config(
+        dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=32, ffn_dim=112, vocab_size=96, max_seq_len=128
+    ),
+    "qwen3_moe": Qwen3MoEConfig(
+        dim=64,
+        n_layers=2,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=32,
+        ffn_dim=112,
+        vocab_size=96,
+        max_seq_len=128,
+        n_experts=8,
+        top_k=2,
+        expert_ffn_dim=40,
+    ),
+    "qwen3_moe dense in turn, not normalised": Qwen3MoEConfig(
+        dim=64,
+        n_layers=4,
+        n_heads=4,
+        n_kv_heads=2,
+        ffn_dim=112,
+        vocab_size=96,
+        max_seq_len=128,
+        n_experts=6,
+        top_k=3,
+        expert_ffn_dim=40,
+        moe_every=2,
+        norm_topk_prob=False,
+        tie_embeddings=True,
+    ),
+    "gpt2": GPT2Config(dim=64, n_layers=2, n_heads=4, vocab_size=96, max_seq_len=128),
+    "gpt2 untied": GPT2Config(
+        dim=64, n_layers=2, n_heads=2, ffn_dim=100, vocab_size=96, max_seq_len=128, tie_embeddings=False
+    ),
+}
+"""What a case has → its configuration."""

@@ -1,0 +1,100 @@
+"""Experts under FSDP: how their stacks are cut, and that experts without a token do no harm."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from fsdptoys.config import Config
+from fsdptoys.models import Qwen3MoEConfig
+from fsdptoys.models.moe import Router
+from fsdptoys.optim import SGDConfig
+from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
+from fsdptoys.parallel.fsdp2 import TORCH, placement
+from fsdptoys.trainer import Trainer
+from scripts.parity import Outcome, train_all
+from scripts.ranks import run_ranks
+from tests.parallel.runs import TINY, make_config
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "dim"),
+    [
+        ((8, 24, 16), 4, None),
+        ((4, 24, 16), 4, None),
+        ((5, 24, 16), 4, 1),
+        ((16, 24, 16), 12, 1),
+        ((3, 24, 16), 4, 1),
+        ((3, 22, 16), 4, 2),
+        ((3, 22, 18), 4, None),
+        ((2, 16), 4, None),
+        ((2,), 4, None),
+    ],
+)
+def test_stacks_that_the_ranks_do_not_divide_are_cut_along_a_dim_that_they_do(
+    shape: tuple[int, ...], ranks: int, dim: int | None
+) -> None:
+    """Oracle: the rule; None is FSDP2's own choice, the first dim."""
+    assert placement(torch.nn.Parameter(torch.empty(shape)), ranks) == (None if dim is None else Shard(dim))
+
+
+def local_shares(config: Config) -> dict[str, tuple[str, float]]:
+    """Placement, and this rank's share, of the parameters of experts."""
+    params = dict(Trainer(config).strategy.named_parameters())
+    return {
+        name: (str(param.placements), param.to_local().numel() / param.numel())
+        for name, param in params.items()
+        if ".experts." in name and isinstance(param, DTensor)
+    }
+
+
+def test_every_rank_holds_an_equal_share_of_fewer_experts_than_ranks() -> None:
+    """Oracle: a quarter on each of four ranks, although there are three experts, and no rank's share is padding."""
+    for shares in run_ranks(4, local_shares, make_config(FSDP2Config(), 4, model=TINY["qwen3_moe"])):
+        assert len(shares) == 4
+        assert all(share == 0.25 and "dim=1" in placements for placements, share in shares.values()), shares
+
+
+def only_the_first(self: Router, hidden_ND: Tensor) -> tuple[Tensor, Tensor]:
+    """A router that sends every token to expert 0, yet is trained."""
+    probabilities_NE = torch.nn.functional.linear(hidden_ND, self.weight).softmax(-1)
+    experts_N1 = torch.zeros(len(hidden_ND), 1, dtype=torch.int64)
+    sums = torch.cat([probabilities_NE.sum(0), torch.zeros(1)])
+    self._remember(experts_N1, sums.detach())
+    return experts_N1, probabilities_NE[:, :1]
+
+
+def train_with_idle_experts(configs: list[Config]) -> tuple[list[Outcome], list[list[float]]]:
+    """Outcomes, and the norm of each expert's first update."""
+    Router.forward = only_the_first  # type: ignore[method-assign]
+    return train_all(configs), [first_updates(config) for config in configs]
+
+
+def first_updates(config: Config) -> list[float]:
+    trainer = Trainer(config)
+    before = {name: param.clone() for name, param in trainer.strategy.full_parameters()}
+    trainer.config.train.steps = 1
+    trainer.train()
+    name = "layers.0.mlp.experts.down_proj"
+    update = dict(trainer.strategy.full_parameters())[name] - before[name]
+    return [norm.item() for norm in update.flatten(1).norm(dim=1)]
+
+
+def test_idle_experts_neither_hang_nor_skew_gradients() -> None:
+    """Oracle: one process; every token goes to expert 0, so the others are not updated at all, on any rank."""
+
+    def config(parallel: ParallelConfig, world_size: int, fsdp_size: int = -1) -> Config:
+        model = Qwen3MoEConfig(**{**vars(TINY["qwen3_moe"]), "top_k": 1, "n_experts": 3})
+        return make_config(
+            parallel, world_size, fsdp_size=fsdp_size, model=model, optim=SGDConfig(lr=0.1, weight_decay=0.0), steps=3
+        )
+
+    strategies = [DDPConfig(), FSDP1Config(), FSDP1Config(use_orig_params=False), FSDP2Config()]
+    configs = [config(parallel, 4) for parallel in strategies]
+    if TORCH >= (2, 8):  # which HSDP needs under FSDP2 on a CPU
+        configs.append(config(FSDP2Config(), 4, fsdp_size=2))
+    ((expected,), _) = run_ranks(1, train_with_idle_experts, [config(SingleConfig(simulated_ranks=4), 1)])[0]
+    outcomes, updates = run_ranks(4, train_with_idle_experts, configs)[0]
+    assert all(outcome == expected for outcome in outcomes)
+    for first, *others in updates:
+        assert first > 0 and others == [0.0, 0.0]
