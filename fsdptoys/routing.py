@@ -82,7 +82,7 @@ class RoutingBalance:
         """Where this process runs several ranks' micro-batches in turn, route all that would run at the same time.
 
         Args:
-            model: called with token ids_BT.
+            model: called with token ids_BT, labels_BT and a loss that computes nothing.
             index: of the micro-batch that comes next.
             microbatches: all of the step, as (tokens_BT, labels_BT).
         """

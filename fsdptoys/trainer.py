@@ -128,13 +128,14 @@ class Trainer:
         self.history: list[StepMetrics] = []
 
     def run(self) -> None:
-        """Take the steps, evaluate, sample, and leave the run directory behind."""
+        """Take the steps, evaluate, keep the weights, sample, and leave the run directory behind."""
         with self._recorder() if self.rank == 0 else nullcontext() as recorder:
             stop_reason = self.train(recorder.step if recorder else None)
-            sample = self._sample()
+            sample = None
             try:
                 if self.config.checkpoint.final_weights:
                     self._save_weights(recorder)
+                sample = self._sample()
             finally:
                 # A disk that is too full for weights must not cost the results too.
                 if recorder:

@@ -233,3 +233,21 @@ def test_results_are_kept_where_weights_cannot_be_written(tmp_path: Path) -> Non
     config = make_config(SingleConfig(), 1, steps=2)
     config.metrics.run_dir, config.checkpoint.final_weights = str(tmp_path / "run"), True
     assert "2 of 2; all steps done" in run_ranks(1, run_without_room_for_weights, config)[0]
+
+
+def weights_before_the_sample(config: Config) -> list[str]:
+    found: list[str] = []
+
+    def look(self: Trainer) -> None:
+        found.extend(file.name for file in (Path(config.metrics.run_dir or "") / "weights").glob("*"))
+
+    Trainer._sample = look  # type: ignore[method-assign]
+    Trainer(config).run()
+    return sorted(found)
+
+
+def test_weights_are_kept_before_a_sample_is_drawn(tmp_path: Path) -> None:
+    """Oracle: the folder, as the sampling finds it: sampling may take minutes, and be broken off."""
+    config = make_config(SingleConfig(), 1, steps=1)
+    config.metrics.run_dir, config.checkpoint.final_weights = str(tmp_path / "run"), True
+    assert run_ranks(1, weights_before_the_sample, config)[0] == ["checksums.json", "weights.safetensors"]
