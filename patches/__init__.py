@@ -1,1 +1,7 @@
-"""Guarded fixes of PyTorch internals, one file a patch. No supported version needs one for what is here now."""
+"""Guarded fixes of PyTorch internals, one file a patch."""
+
+from .patch import Patch as Patch
+from .registry import PATCHES as PATCHES
+from .registry import AppliedPatches as AppliedPatches
+from .registry import apply_patches as apply_patches
+from .registry import check_patches as check_patches

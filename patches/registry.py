@@ -1,0 +1,139 @@
+"""Patches by name: which ones a run takes, putting them in place, and taking them out again.
+
+``auto`` takes every patch that concerns the strategy and that the installed torch is in the range of. A patch that is
+named is refused, with a sentence, where it would do nothing; that needs no process group and is meant for the checks
+before any worker starts. Several holders in one process may ask for the same patch: it stays until the last one lets
+go, whatever the order.
+
+Patches are process-wide. They come before the model is wrapped; what a root was given before its first forward it
+keeps when the patch is undone.
+"""
+
+import difflib
+from collections import Counter
+from collections.abc import Sequence
+from types import TracebackType
+
+import torch
+
+from . import fsdp1_stream_reuse, fsdp2_backward_prefetch, fsdp2_stream_reuse
+from .patch import Patch, Undo
+
+AUTO = "auto"
+
+PATCHES: dict[str, Patch] = {
+    module.PATCH.name: module.PATCH for module in (fsdp1_stream_reuse, fsdp2_stream_reuse, fsdp2_backward_prefetch)
+}
+"""All patches, in the order in which they are put in place."""
+
+NEVER_NEEDED: dict[str, str] = {
+    "fsdp2_cpu_offload_clip": (
+        "is needed by no torch: PyTorch's clip_grad_norm_ wants a process group that can reduce host tensors when "
+        "gradients are offloaded, and FSDPToys does not call it, but sums up the norm on the accelerator"
+    )
+}
+"""Names of what others patch, and why there is no such patch here."""
+
+_holders: Counter[str] = Counter()
+_undo: dict[str, Undo] = {}
+
+
+class AppliedPatches:
+    """What one holder has put in place; a context manager that undoes it."""
+
+    report: list[tuple[str, str]]
+    """Name of each patch that was asked for, and what became of it: "applied: ...", or "not needed because ..." or
+    "not applied because ...", which only ``auto`` leads to."""
+
+    def __init__(self) -> None:
+        self.report = []
+        self._held: list[str] = []
+
+    def undo(self) -> None:
+        """Let go of the patches; PyTorch's own attributes are back when nobody holds them. Twice does no harm."""
+        while self._held:
+            name = self._held.pop()
+            _holders[name] -= 1
+            if not _holders[name]:
+                _undo.pop(name)()
+
+    def _hold(self, patch: Patch) -> None:
+        if not _holders[patch.name]:
+            _undo[patch.name] = patch.install()
+        _holders[patch.name] += 1
+        self._held.append(patch.name)
+
+    def __enter__(self) -> "AppliedPatches":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.undo()
+
+
+def apply_patches(names: Sequence[str] | str, strategy: str) -> AppliedPatches:
+    """Put patches in place, in every worker, before the model is wrapped.
+
+    Args:
+        names: names of patches, or ``auto``.
+        strategy: the word after ``parallel=``.
+
+    Raises:
+        ValueError: as ``check_patches`` does.
+    """
+    check_patches(names, strategy)
+    applied = AppliedPatches()
+    try:
+        for patch in PATCHES.values():
+            if patch.strategy != strategy if names == AUTO else patch.name not in names:
+                continue
+            reason = patch.reason_against(torch.__version__)
+            if reason is None:
+                applied._hold(patch)
+            applied.report.append((patch.name, reason or f"applied: {patch.effect}"))
+    except BaseException:
+        applied.undo()
+        raise
+    return applied
+
+
+def check_patches(names: Sequence[str] | str, strategy: str) -> None:
+    """Refuse names that no patch has, and patches that would do nothing here.
+
+    Args:
+        names: names of patches, or ``auto``.
+        strategy: the word after ``parallel=``.
+
+    Raises:
+        ValueError: in one sentence that names key, value and fix.
+    """
+    if names == AUTO:
+        return
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        hint = f"patches=[{names}] or " if isinstance(names, str) else ""
+        raise ValueError(f"patches={names} must be auto or a list of names; set {hint}patches=auto")
+    for name in names:
+        patch = PATCHES.get(name)
+        if patch is None:
+            raise ValueError(_unknown(name))
+        if patch.strategy != strategy:
+            raise ValueError(
+                f"patches=[{name}] concerns parallel={patch.strategy}, and parallel={strategy} is chosen; leave it "
+                "out or set patches=auto"
+            )
+        reason = patch.reason_against(torch.__version__)
+        if reason is not None:
+            raise ValueError(
+                f"patches=[{name}] applies to {patch.versions}, and is {reason}; leave it out or set patches=auto"
+            )
+
+
+def _unknown(name: str) -> str:
+    if name in NEVER_NEEDED:
+        return f"patches=[{name}] {NEVER_NEEDED[name]}; leave it out or set patches=auto"
+    if name == AUTO:
+        return "patches=[auto] holds a word that stands alone; set patches=auto"
+    near = difflib.get_close_matches(name, [*PATCHES, *NEVER_NEEDED], n=1)
+    hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(PATCHES)}, or set patches=auto"
+    return f"patches=[{name}] is not the name of a patch; {hint}"

@@ -1,0 +1,199 @@
+"""Patches are chosen by name or version, refused in a sentence, and undone by the last who holds them."""
+
+import itertools
+
+import pytest
+import torch
+from torch.distributed.fsdp import _runtime_utils
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
+
+from fsdptoys.patches import PATCHES, apply_patches, check_patches
+from fsdptoys.patches.patch import parse_version
+
+ALL = ["fsdp1_stream_reuse", "fsdp2_stream_reuse", "fsdp2_backward_prefetch"]
+
+
+def targets() -> list[object]:
+    """What the three patches replace, in the order of ``ALL``."""
+    return [_runtime_utils._init_streams, FSDPCommContext.lazy_init, FSDPParamGroup.post_forward]
+
+
+def test_every_patch_replaces_its_target_alone_and_undoing_brings_the_original_object_back() -> None:
+    """Oracle: the identity of PyTorch's attributes before."""
+    assert list(PATCHES) == ALL
+    before = targets()
+    for index, name in enumerate(ALL):
+        undo = PATCHES[name].install()
+        assert [now is then for now, then in zip(targets(), before, strict=True)] == [i != index for i in range(3)]
+        undo()
+        assert targets() == before
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_a_patch_stays_until_the_last_of_its_holders_lets_go_in_any_order(
+    order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the identity of PyTorch's attributes; three holders, one of them with one patch more."""
+    monkeypatch.setattr(torch, "__version__", "2.7.1")
+    before = targets()
+    holders = [
+        apply_patches(["fsdp2_stream_reuse"], "fsdp2"),
+        apply_patches("auto", "fsdp2"),
+        apply_patches(["fsdp2_stream_reuse"], "fsdp2"),
+    ]
+    patched = targets()
+    assert [now is then for now, then in zip(patched, before, strict=True)] == [True, False, False]
+    left = set(range(3))
+    for index in order:
+        assert targets()[1] is patched[1]
+        assert targets()[2] is (patched if 1 in left else before)[2]
+        holders[index].undo()
+        holders[index].undo()
+        left.discard(index)
+    assert targets() == before
+
+
+def test_leaving_the_context_undoes_and_so_does_a_patch_that_cannot_be_put_in_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Oracle: the identity of PyTorch's attributes."""
+    monkeypatch.setattr(torch, "__version__", "2.7.1")
+    before = targets()
+    with apply_patches("auto", "fsdp2"):
+        assert targets() != before
+    assert targets() == before
+    # The second patch of the strategy finds its target gone.
+    monkeypatch.delattr(FSDPParamGroup, "post_forward")
+    with pytest.raises(AttributeError):
+        apply_patches("auto", "fsdp2")
+    monkeypatch.undo()
+    assert targets() == before
+
+
+def test_undoing_keeps_what_somebody_else_has_put_around_a_patch_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: identity; other libraries replace the same methods when they are first used."""
+
+    def around(*args: object) -> None:
+        """Stand for another library's."""
+
+    monkeypatch.setattr(FSDPCommContext, "lazy_init", FSDPCommContext.lazy_init)  # comes back after this test
+    patches = apply_patches(["fsdp2_stream_reuse"], "fsdp2")
+    monkeypatch.setattr(FSDPCommContext, "lazy_init", around)
+    patches.undo()
+    assert FSDPCommContext.lazy_init is around
+
+
+SHARED = "applied: the {} roots of a process share their streams"
+ORDER = "applied: recomputed forwards do not disturb the order of backward prefetching"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "version", "report"),
+    [
+        ("fsdp1", "2.7.1+cu126", [("fsdp1_stream_reuse", SHARED.format("FSDP1"))]),
+        (
+            "fsdp2",
+            "2.9.1",
+            [("fsdp2_stream_reuse", SHARED.format("FSDP2")), ("fsdp2_backward_prefetch", ORDER)],
+        ),
+        (
+            "fsdp2",
+            "2.10.0a0+git1a2b3c",
+            [
+                ("fsdp2_stream_reuse", SHARED.format("FSDP2")),
+                (
+                    "fsdp2_backward_prefetch",
+                    "not needed because torch 2.10.0a0+git1a2b3c keeps recomputed forwards out of the prefetch order "
+                    "itself",
+                ),
+            ],
+        ),
+        (
+            "fsdp1",
+            "2.16.0",
+            [
+                (
+                    "fsdp1_stream_reuse",
+                    "not applied because torch 2.16.0 is newer than the versions it was written against",
+                )
+            ],
+        ),
+        ("ddp", "2.13.0+cpu", []),
+        ("single", "2.7.0", []),
+    ],
+)
+def test_auto_takes_what_the_strategy_and_the_version_need_and_reports_the_rest(
+    strategy: str, version: str, report: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: written by hand; what is reported as applied is what replaces its target."""
+    before = targets()
+    monkeypatch.setattr(torch, "__version__", version)
+    with apply_patches("auto", strategy) as applied:
+        assert applied.report == report
+        took = {name for name, what in report if what.startswith("applied")}
+        assert {name for name, now, then in zip(ALL, targets(), before, strict=True) if now is not then} == took
+
+
+def test_no_names_apply_nothing_and_one_name_applies_that_patch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: written by hand; a name that is given twice counts once."""
+    monkeypatch.setattr(torch, "__version__", "2.8.0")
+    before = targets()
+    with apply_patches([], "fsdp2") as applied:
+        assert applied.report == [] and targets() == before
+    with apply_patches(["fsdp2_backward_prefetch"] * 2, "fsdp2") as applied:
+        assert applied.report == [("fsdp2_backward_prefetch", ORDER)]
+    assert targets() == before
+
+
+@pytest.mark.parametrize(
+    ("names", "strategy", "sentence"),
+    [
+        (["fsdp2_steam_reuse"], "fsdp2", "patches=[fsdp2_steam_reuse] is not the name of a patch; did you mean "
+         "fsdp2_stream_reuse?"),
+        (["x"], "fsdp2", "patches=[x] is not the name of a patch; choose from fsdp1_stream_reuse, fsdp2_stream_reuse, "
+         "fsdp2_backward_prefetch, or set patches=auto"),
+        (["auto"], "fsdp2", "patches=[auto] holds a word that stands alone; set patches=auto"),
+        ("fsdp2_stream_reuse", "fsdp2", "patches=fsdp2_stream_reuse must be auto or a list of "
+         "names; set patches=[fsdp2_stream_reuse] or patches=auto"),
+        (3, "fsdp2", "patches=3 must be auto or a list of names; set patches=auto"),
+        ([3], "fsdp2", "patches=[3] must be auto or a list of names; set patches=auto"),
+        (["fsdp2_stream_reuse", "fsdp1_stream_reuse"], "fsdp2", "patches=[fsdp1_stream_reuse] concerns parallel=fsdp1, "
+         "and parallel=fsdp2 is chosen; leave it out or set patches=auto"),
+        (["fsdp2_backward_prefetch"], "fsdp2", "patches=[fsdp2_backward_prefetch] applies to torch >=2.7,<2.10, and is "
+         "not needed because torch 2.13.0+cpu keeps recomputed forwards out of the prefetch order itself; leave it out "
+         "or set patches=auto"),
+        (["fsdp2_cpu_offload_clip"], "fsdp2", "patches=[fsdp2_cpu_offload_clip] is needed by no torch: PyTorch's "
+         "clip_grad_norm_ wants a process group that can reduce host tensors when gradients are offloaded, and "
+         "FSDPToys does not call it, but sums up the norm on the accelerator; leave it out or set patches=auto"),
+    ],
+)  # fmt: skip
+def test_a_patch_that_would_do_nothing_is_refused_in_a_sentence_before_anything_is_replaced(
+    names: list[str] | str, strategy: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: written by hand; the check and the application say the same."""
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
+    before = targets()
+    for call in (check_patches, apply_patches):
+        with pytest.raises(ValueError) as refusal:
+            call(names, strategy)
+        assert str(refusal.value) == sentence
+    assert targets() == before
+
+
+@pytest.mark.parametrize(
+    ("version", "numbers"),
+    [("2.13.0+cpu", (2, 13)), ("2.12.0a0+git3f1b2c4", (2, 12)), ("2.7.1", (2, 7)), ("2.10", (2, 10)),
+     ("2.8.0.dev20250601+cu128", (2, 8)), ("3.0.0rc1", (3, 0))],
+)  # fmt: skip
+def test_versions_of_every_kind_of_build_are_compared_as_numbers(version: str, numbers: tuple[int, int]) -> None:
+    """Oracle: written by hand; as text 2.10 would come before 2.7."""
+    assert parse_version(version) == numbers
+
+
+def test_a_version_outside_the_range_is_told_on_either_side() -> None:
+    """Oracle: written by hand."""
+    patch = PATCHES["fsdp2_stream_reuse"]
+    assert patch.reason_against("2.6.0") == "not applied because torch 2.6.0 is older than 2.7"
+    assert patch.reason_against("2.7.0") is None and patch.reason_against("2.15.0") is None
+    with pytest.raises(ValueError, match=r"torch.__version__='unknown' does not start with two numbers"):
+        patch.reason_against("unknown")
