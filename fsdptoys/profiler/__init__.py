@@ -1,0 +1,31 @@
+"""Where time and memory go: traces of a few steps, memory snapshots, and what to do when memory runs out."""
+
+from .config import NPULevel, ProfileConfig
+from .live import LiveBytes, Placed, live_bytes
+from .out_of_memory import (
+    ExplainedOutOfMemoryError,
+    Failure,
+    Situation,
+    explain_out_of_memory,
+    is_out_of_memory,
+    out_of_memory_report,
+)
+from .profiler import Profiler
+from .savings import Saving, Switches
+
+__all__ = [
+    "ExplainedOutOfMemoryError",
+    "Failure",
+    "LiveBytes",
+    "NPULevel",
+    "Placed",
+    "ProfileConfig",
+    "Profiler",
+    "Saving",
+    "Situation",
+    "Switches",
+    "explain_out_of_memory",
+    "is_out_of_memory",
+    "live_bytes",
+    "out_of_memory_report",
+]

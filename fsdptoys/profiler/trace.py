@@ -1,0 +1,248 @@
+"""A trace of a few steps by ``torch.profiler``, or by ``torch_npu.profiler`` on NPU, and a table of operators.
+
+The profiler sleeps for ``skip_steps``, traces and throws away ``warmup_steps``, keeps ``active_steps``, writes the file
+and is gone. A run that ends within the window keeps what was traced until then.
+
+torch_npu's profiler has the same phases and calls; it writes through its own handler, logs its errors rather than raise
+them, and has no ``key_averages``: its table is read from the CSV that its analysis leaves. Its names and keywords were
+held against the Python of the torch_npu 2.13.0 wheel; it has not been run on an NPU.
+
+Source: https://docs.pytorch.org/docs/stable/profiler.html
+"""
+
+import csv
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.autograd import DeviceType
+
+from .config import ProfileConfig
+
+TOP_OPS = 20
+"""Operators in the table."""
+
+
+@dataclass(frozen=True)
+class TopOp:
+    """One operator over all traced steps; times in microseconds, None where the profiler does not tell."""
+
+    name: str
+    calls: int
+    self_cpu_us: float | None
+    """Without the operators that it called."""
+    cpu_us: float | None
+    self_device_us: float | None
+    """Of the kernels that it launched itself; None on a CPU."""
+    self_memory_bytes: int | None
+    """Allocated less freed, on the device or on a CPU; None unless memory was recorded."""
+
+
+class Trace:
+    """Traces the window of steps that ``config`` names, on this rank.
+
+    Args:
+        config: which steps, and how closely.
+        device_type: ``cuda``, ``npu`` or ``cpu``.
+        rank: for the file's name.
+        folder: where the file goes; made if missing.
+        first_step: the number of the first step that ``step`` will report.
+        message: told where the trace was written, or why it was not.
+    """
+
+    def __init__(
+        self,
+        config: ProfileConfig,
+        device_type: str,
+        rank: int,
+        folder: Path,
+        first_step: int,
+        message: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._device_type = device_type
+        self._folder = folder
+        self._first_step = first_step
+        self._message = message
+        self._first_traced = first_step + config.skip_steps + config.warmup_steps
+        self._last_step = self._first_traced + config.active_steps - 1
+        self._last_done = first_step - 1
+        self._profiler: Any = None
+        self._is_empty = False
+        self._worker_name = f"rank{rank}"
+        self.path: Path | None = None
+        """The trace once it is written: a file, or torch_npu's folder."""
+        self.traced_steps: tuple[int, int] | None = None
+        """First and last step of the trace once it is written."""
+        self.top_ops: list[TopOp] = []
+        """Operators with the largest self time once the trace is written, the largest first."""
+
+    def start(self) -> None:
+        """Make the profiler, in the phase of ``first_step``."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._profiler = self._build_npu() if self._device_type == "npu" else self._build()
+        self._profiler.start()
+        # The profiler counts calls from 0, and its marks should bear the numbers of our steps; none was traced yet.
+        self._profiler.step_num = self._first_step - 1
+        self._profiler.step()
+
+    def step(self, step: int) -> None:
+        """Say that the step of that number is done."""
+        if self._profiler is None:
+            return
+        self._last_done = step
+        self._profiler.step()  # after the last step of the window it writes
+        if step >= self._last_step:
+            profiler, self._profiler = self._profiler, None
+            profiler.stop()
+
+    def close(self, within_step: bool) -> None:
+        """Write what was traced of a window that the run did not finish, or say that it was not reached.
+
+        Args:
+            within_step: whether the run ended in a step, by an error, rather than between two.
+        """
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return
+        self._is_empty = self._last_done + within_step < self._first_traced
+        profiler.stop()  # writes if the window has begun
+        if self.traced_steps is None:
+            self._message(
+                f"nothing was traced: the run ended after step {self._last_done}, and profile.skip_steps and "
+                f"warmup_steps set the first traced one to {self._first_traced}"
+            )
+
+    def _options(self) -> dict[str, Any]:
+        """What both profilers take under the same names."""
+        config = self._config
+        return {
+            "record_shapes": config.shapes,
+            "profile_memory": config.memory,
+            "with_stack": config.stacks,
+        }
+
+    def _phases(self) -> dict[str, int]:
+        """Keywords of both ``schedule`` functions, whose positional orders differ."""
+        config = self._config
+        return {
+            "skip_first": self._first_step,
+            "wait": config.skip_steps,
+            "warmup": config.warmup_steps,
+            "active": config.active_steps,
+            "repeat": 1,
+        }
+
+    def _build(self) -> Any:
+        from torch.profiler import ProfilerActivity, profile, schedule
+
+        activities = [ProfilerActivity.CPU]
+        if self._device_type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        return profile(
+            activities=activities,
+            schedule=schedule(**self._phases()),
+            on_trace_ready=self._write,
+            **self._options(),
+        )
+
+    def _build_npu(self) -> Any:
+        from torch_npu import profiler as npu  # only here: importing torch loads the rest of torch_npu by itself
+
+        level = {"level0": "Level0", "level1": "Level1", "level2": "Level2"}[self._config.npu_level.value]
+        write = npu.tensorboard_trace_handler(
+            dir_name=str(self._folder), worker_name=self._worker_name, analyse_flag=True
+        )
+
+        def written(profiler: Any) -> None:
+            if not self._is_empty:
+                write(profiler)
+                self._find_npu_files()
+
+        return npu.profile(
+            activities=[npu.ProfilerActivity.CPU, npu.ProfilerActivity.NPU],
+            schedule=npu.schedule(**self._phases()),
+            on_trace_ready=written,
+            experimental_config=npu._ExperimentalConfig(
+                profiler_level=getattr(npu.ProfilerLevel, level), export_type=npu.ExportType.Text
+            ),
+            **self._options(),
+        )
+
+    def _write(self, profiler: Any) -> None:
+        """Export what ``torch.profiler`` traced."""
+        if self._is_empty:
+            return
+        path = self._folder / f"{self._worker_name}.json.gz"
+        try:
+            profiler.export_chrome_trace(str(path))
+        except OSError as error:
+            self._message(f"{path} cannot be written ({error.strerror or error}); the run goes on without the trace")
+            return
+        self.top_ops = top_ops(profiler.key_averages(), self._device_type != "cpu", self._config.memory)
+        self._done(path, "open it at https://ui.perfetto.dev or in chrome://tracing")
+
+    def _find_npu_files(self) -> None:
+        """Find what torch_npu's handler wrote, which does not tell."""
+        folders = sorted(self._folder.glob(f"{self._worker_name}_*_ascend_pt"), key=lambda path: path.stat().st_mtime)
+        if not folders:
+            self._message(f"torch_npu's profiler left no trace in {self._folder}; its own messages say why")
+            return
+        output = folders[-1] / "ASCEND_PROFILER_OUTPUT"
+        if (output / "op_statistic.csv").exists():
+            self.top_ops = npu_top_ops((output / "op_statistic.csv").read_text(encoding="utf-8"))
+        self._done(folders[-1], "MindStudio Insight opens it; trace_view.json in it is for chrome://tracing")
+
+    def _done(self, path: Path, how: str) -> None:
+        last = min(self._last_step, self._last_done)
+        # An exception may leave the first traced step unfinished: then that step is all there is.
+        self.traced_steps = (self._first_traced, max(self._first_traced, last))
+        self.path = path
+        self._message(f"trace of {self.window}: {path} ({how})")
+
+    @property
+    def window(self) -> str:
+        """The traced steps, in words."""
+        assert self.traced_steps is not None
+        first, last = self.traced_steps
+        steps = f"steps {first} to {last}" if last > first else f"step {first}"
+        return steps if last == self._last_step else f"{steps} (the run ended before step {self._last_step} was done)"
+
+
+def top_ops(averages: Any, on_device: bool, with_memory: bool, count: int = TOP_OPS) -> list[TopOp]:
+    """The operators with the largest self time: of their kernels on an accelerator, else of the CPU.
+
+    Args:
+        averages: of ``profile.key_averages()``.
+        on_device: whether operators launch kernels.
+        with_memory: whether allocations were recorded.
+        count: rows at most.
+    """
+    ops = [
+        TopOp(
+            # The mark of a step: its self time is what no operator accounts for.
+            name="Python, outside operators" if event.key.startswith("ProfilerStep") else event.key,
+            calls=event.count,
+            self_cpu_us=event.self_cpu_time_total,
+            cpu_us=event.cpu_time_total,
+            self_device_us=event.self_device_time_total if on_device else None,
+            self_memory_bytes=(event.self_device_memory_usage if on_device else event.self_cpu_memory_usage)
+            if with_memory
+            else None,
+        )
+        for event in averages
+        # Kernels have rows of their own beside the operators that launched them; adding both would count them twice.
+        if event.device_type == DeviceType.CPU
+    ]
+    ops.sort(key=lambda op: -((op.self_device_us if on_device else op.self_cpu_us) or 0))
+    return ops[:count]
+
+
+def npu_top_ops(op_statistic: str, count: int = TOP_OPS) -> list[TopOp]:
+    """The same from the text of ``op_statistic.csv``, which CANN writes from ``level1`` on; it knows kernels alone."""
+    ops = [
+        TopOp(row["OP Type"], int(row["Count"]), None, None, float(row["Total Time(us)"]), None)
+        for row in csv.DictReader(op_statistic.splitlines())
+    ]
+    return sorted(ops, key=lambda op: -(op.self_device_us or 0))[:count]

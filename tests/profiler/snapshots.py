@@ -1,0 +1,72 @@
+"""A caching allocator's history, made by hand in the form of ``torch.cuda.memory._snapshot()``.
+
+Device 1 has a segment of 64 MiB: 8 MiB of weights from before the history, then 24 MiB of logits and 2 MiB of a norm in
+the forward, of which the logits are freed in the backward, then the weights, then 1 MiB comes in the
+place of the logits, and 40 MiB more are asked for in vain.
+"""
+
+from typing import Any
+
+MIB = 2**20
+BASE = 0x7F0000000000
+
+INNER = {"filename": "/venv/lib/torch/nn/functional.py", "line": 100, "name": "linear"}
+LOSS = {"filename": "/src/fsdptoys/memory/loss.py", "line": 17, "name": "cross_entropy_sum"}
+NORM = {"filename": "/src/models/norm.py", "line": 9, "name": "forward"}
+MAIN = {"filename": "/src/fsdptoys/trainer.py", "line": 180, "name": "_train_step"}
+BACKWARD = {"filename": "/venv/lib/torch/autograd/graph.py", "line": 829, "name": "<run_backward>"}
+
+
+def event(action: str, addr: int, mib: int, *frames: dict[str, Any]) -> dict[str, Any]:
+    return {"action": action, "addr": addr, "size": mib * MIB, "stream": 0, "time_us": 0, "frames": list(frames)}
+
+
+def make_snapshot() -> dict[str, Any]:
+    weights, logits, norm = BASE, BASE + 8 * MIB, BASE + 32 * MIB
+    trace = [
+        event("segment_alloc", BASE, 64, LOSS, MAIN),
+        event("alloc", logits, 24, INNER, LOSS, MAIN),
+        event("alloc", norm, 2, NORM, MAIN),
+        event("free_requested", logits, 24, BACKWARD),
+        event("free_completed", logits, 24, BACKWARD),
+        event("free_requested", weights, 8, BACKWARD),
+        event("free_completed", weights, 8, BACKWARD),
+        event("alloc", logits + 8 * MIB, 1, MAIN),
+        {
+            "action": "oom",
+            "size": 40 * MIB,
+            "stream": 0,
+            "device_free": MIB,
+            "time_us": 0,
+            "frames": [INNER, LOSS, MAIN],
+        },
+        {"action": "snapshot", "addr": 0, "size": 0, "stream": 0, "time_us": 0, "frames": []},
+    ]
+    blocks = [
+        {"address": BASE, "size": 16 * MIB, "requested_size": 0, "state": "inactive", "frames": []},
+        {"address": BASE + 16 * MIB, "size": MIB, "requested_size": MIB, "state": "active_allocated", "frames": [MAIN]},
+        {"address": BASE + 17 * MIB, "size": 15 * MIB, "requested_size": 0, "state": "inactive", "frames": []},
+        {
+            "address": norm,
+            "size": 2 * MIB,
+            "requested_size": 2 * MIB - 512,
+            "state": "active_allocated",
+            "frames": [NORM, MAIN],
+        },
+        {"address": norm + 2 * MIB, "size": 30 * MIB, "requested_size": 0, "state": "inactive", "frames": []},
+    ]
+    segment = {
+        "device": 1,
+        "address": BASE,
+        "total_size": 64 * MIB,
+        "allocated_size": 3 * MIB,
+        "active_size": 3 * MIB,
+        "requested_size": 3 * MIB - 512,
+        "stream": 0,
+        "segment_type": "large",
+        "segment_pool_id": (0, 0),
+        "is_expandable": False,
+        "frames": [LOSS, MAIN],
+        "blocks": blocks,
+    }
+    return {"segments": [segment], "device_traces": [[], trace]}

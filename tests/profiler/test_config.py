@@ -1,0 +1,97 @@
+"""The sentences for settings that cannot be, and for those that would do nothing."""
+
+import pytest
+from omegaconf import OmegaConf
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.profiler import NPULevel, ProfileConfig
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"enabled": True, "skip_steps": -1}, "profile.skip_steps=-1 must be at least 0; set profile.skip_steps=0"),
+        ({"enabled": True, "active_steps": 0}, "profile.active_steps=0 must be at least 1; set profile.active_steps=1"),
+        (
+            {"enabled": True, "ranks": [1, 1]},
+            "profile.ranks=[1,1] must name at least one rank, each once and from 0; set profile.ranks=[0]",
+        ),
+        ({"stacks": True}, "profile.stacks=true does nothing as set; set profile.enabled=true or leave it out"),
+        (
+            {"snapshot": True, "npu_level": NPULevel.level2},
+            "profile.npu_level=level2 does nothing as set; set profile.enabled=true or leave it out",
+        ),
+        (
+            {"enabled": True, "snapshot_steps": 2},
+            "profile.snapshot_steps=2 does nothing as set; set profile.snapshot=true or leave it out",
+        ),
+        (
+            {"ranks": [1]},
+            "profile.ranks=[1] does nothing as set; set profile.enabled=true or profile.snapshot=true or leave it out",
+        ),
+    ],
+)
+def test_values_that_cannot_be_or_do_nothing_are_refused_in_one_sentence(values, sentence):
+    """Oracle: the sentence."""
+    with pytest.raises(ConfigError) as error:
+        ProfileConfig(**values)
+    assert str(error.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("values", "device_type", "sentence"),
+    [
+        (
+            {"enabled": True, "ranks": [0, 4]},
+            "cpu",
+            "profile.ranks=[0,4] names rank 4, and the last of 4 is 3; set profile.ranks=[0]",
+        ),
+        (
+            {"snapshot": True},
+            "cpu",
+            "profile.snapshot=true records the allocator of an accelerator, and this run is on a CPU; set "
+            "profile.snapshot=false, or profile.enabled=true profile.memory=true for a trace with allocations",
+        ),
+        (
+            {"enabled": True, "npu_level": NPULevel.level0},
+            "cuda",
+            "profile.npu_level=level0 does nothing on cuda; leave it out, which keeps profile.npu_level=level1",
+        ),
+        (
+            {"enabled": True, "skip_steps": 5},
+            "cuda",
+            "profile.skip_steps=5, warmup_steps=1 and active_steps=3 need 9 steps, and train.steps=8; set "
+            "profile.skip_steps=4 profile.warmup_steps=1 profile.active_steps=3",
+        ),
+        (
+            {"enabled": True, "active_steps": 9},
+            "cuda",
+            "profile.skip_steps=3, warmup_steps=1 and active_steps=9 need 13 steps, and train.steps=8; set "
+            "profile.skip_steps=0 profile.warmup_steps=0 profile.active_steps=8",
+        ),
+        (
+            {"snapshot": True, "snapshot_first_step": 7},
+            "npu",
+            "profile.snapshot_first_step=7 and snapshot_steps=3 end at step 9, and train.steps=8; set "
+            "profile.snapshot_first_step=1 profile.snapshot_steps=3",
+        ),
+    ],
+)
+def test_what_the_run_does_not_have_is_refused_in_one_sentence(values, device_type, sentence):
+    """Oracle: the sentence, for a run of 8 steps on 4 ranks."""
+    with pytest.raises(ConfigError) as error:
+        ProfileConfig(**values).validate(world_size=4, device_type=device_type, steps=8)
+    assert str(error.value) == sentence
+
+
+def test_nothing_is_refused_while_all_is_off():
+    """Oracle: a run of one step on one rank, which has no room for any window."""
+    for device_type in ("cuda", "npu", "cpu"):
+        ProfileConfig().validate(world_size=1, device_type=device_type, steps=1)
+
+
+def test_the_config_is_a_schema_for_omegaconf():
+    """Oracle: OmegaConf builds the dataclass from text as it stands in YAML."""
+    schema = OmegaConf.structured(ProfileConfig)
+    config = OmegaConf.to_object(OmegaConf.merge(schema, {"enabled": True, "ranks": [0, 1], "npu_level": "level0"}))
+    assert config == ProfileConfig(enabled=True, ranks=[0, 1], npu_level=NPULevel.level0)

@@ -1,0 +1,298 @@
+"""Out of memory: which errors are turned, what the report counts, and which switches it advises."""
+
+import dataclasses
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+from fsdptoys.device import Device, MemoryStats
+from fsdptoys.profiler import (
+    ExplainedOutOfMemoryError,
+    Failure,
+    LiveBytes,
+    Placed,
+    Situation,
+    Switches,
+    explain_out_of_memory,
+    is_out_of_memory,
+    live_bytes,
+    out_of_memory_report,
+)
+from fsdptoys.profiler.out_of_memory import read_failure
+from fsdptoys.profiler.savings import device_savings
+from scripts.ranks import run_ranks
+
+GIB, MIB = 2**30, 2**20
+
+DDP = Switches(
+    parallel="ddp",
+    world_size=4,
+    fsdp_size=1,
+    batch_size=4,
+    seq_len=1024,
+    grad_accum=2,
+    dim=512,
+    n_layers=8,
+    vocab_size=32_000,
+    param_dtype="float32",
+)
+FSDP = dataclasses.replace(DDP, parallel="fsdp2", fsdp_size=4, param_dtype="bfloat16")
+LIVE = LiveBytes(Placed(2 * GIB), Placed(GIB), Placed(4 * GIB))
+REST = 10 * GIB
+
+CUDA_MESSAGE = (
+    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 1 has a total capacity of 24.00 GiB of which 1.25 GiB is free."
+    " Including non-PyTorch memory, this process has 22.75 GiB memory in use. Of the allocated memory 20.00 GiB is "
+    "allocated by PyTorch, with 16.00 MiB allocated in private pools (e.g., CUDA Graphs), and 512.00 MiB is reserved by"
+    " PyTorch but unallocated. If reserved but unallocated memory is large try setting "
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+)
+NPU_MESSAGE = (
+    "NPU out of memory. Tried to allocate 2.50 GiB (NPU 1; 24.00 GiB total capacity; 20.00 GiB already allocated; "
+    "20.00 GiB current active; 1.25 GiB free; 20.50 GiB reserved in total by PyTorch) If reserved memory is >>"
+)
+
+
+def accelerator(device_type: str = "cuda") -> types.SimpleNamespace:
+    return types.SimpleNamespace(
+        type=device_type,
+        is_accelerator=True,
+        total_memory_bytes=24 * GIB,
+        memory=lambda: MemoryStats(GIB, 22 * GIB, 21 * GIB),
+    )
+
+
+def situation(switches: Switches = DDP, phase: str = "backward", live: LiveBytes = LIVE) -> Situation:
+    return Situation(step=3, phase=phase, rank=2, live=live, switches=switches)
+
+
+def advised(switches: Switches, phase: str = "backward", live: LiveBytes = LIVE, rest: int = REST) -> dict[str, int]:
+    savings = device_savings(live, rest, phase, switches)
+    assert [saving.saved_bytes for saving in savings] == sorted((s.saved_bytes for s in savings), reverse=True)
+    return {saving.switch: saving.saved_bytes for saving in savings}
+
+
+def test_savings_are_the_arithmetic_of_the_sizes():
+    """Oracle: by hand, for DDP on four ranks in float32."""
+    assert advised(DDP) == {
+        "memory.gradient_checkpointing=full": REST - 4 * 1024 * 512 * 8 * 4,
+        "memory.chunk_loss=true": 4 * 1024 * 32_000 * 12,
+        "train.batch_size=2 train.grad_accum=4": REST // 2,
+        "parallel.param_dtype=bfloat16": REST // 2,
+        "parallel=fsdp2 mesh.fsdp_size=-1": 7 * GIB * 3 // 4,
+        "memory.optimizer_offload=true": 4 * GIB,
+    }
+    assert advised(FSDP) == {
+        "memory.gradient_checkpointing=full": REST - 4 * 1024 * 512 * 8 * 2,
+        "memory.chunk_loss=true": 4 * 1024 * 32_000 * 12,
+        "train.batch_size=2 train.grad_accum=4": REST // 2,
+        "memory.cpu_offload=true": 7 * GIB,
+        "memory.optimizer_offload=true": 4 * GIB,
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "gone", "come"),
+    [
+        ({"chunk_loss": True}, {"memory.chunk_loss=true"}, {}),
+        (
+            {"gradient_checkpointing": "full"},
+            {"memory.gradient_checkpointing=full"},
+            {"memory.activation_offload=true": 4 * 1024 * 512 * 8 * 2},
+        ),
+        (
+            {"gradient_checkpointing": "selective", "activation_offload": True},
+            {"memory.gradient_checkpointing=full"},
+            {},
+        ),
+        ({"cpu_offload": True}, {"memory.cpu_offload=true", "memory.optimizer_offload=true"}, {}),
+        (
+            {"optimizer_offload": True},
+            {"memory.cpu_offload=true", "memory.optimizer_offload=true"},
+            {"memory.cpu_offload=true memory.optimizer_offload=false": 7 * GIB},
+        ),
+        ({"batch_size": 1}, {"train.batch_size=2 train.grad_accum=4"}, {}),
+        (
+            {"batch_size": 9, "grad_accum": 2},
+            {"train.batch_size=2 train.grad_accum=4"},
+            {"train.batch_size=3 train.grad_accum=6": round(REST * 2 / 3)},
+        ),
+        ({"fsdp_size": 2}, set(), {"mesh.fsdp_size=-1": 7 * GIB // 2}),
+        ({"param_dtype": "float32"}, set(), {"parallel.param_dtype=bfloat16": REST // 2}),
+    ],
+)
+def test_a_switch_that_is_on_is_not_advised_and_another_may_take_its_place(change, gone, come):
+    """Oracle: the advice before the change, for FSDP2 over all ranks."""
+    before, after = advised(FSDP), advised(dataclasses.replace(FSDP, **change))
+    assert gone <= set(before) | set(come)
+    assert not (gone - set(come)) & set(after)
+    assert {switch: after.get(switch) for switch in come} == come
+    assert set(after) - set(before) <= set(come)
+
+
+def test_outside_of_forward_and_backward_no_activations_are_promised():
+    """Oracle: in the optimizer's step only what it keeps is live."""
+    assert set(advised(FSDP, phase="optimizer")) == {"memory.cpu_offload=true", "memory.optimizer_offload=true"}
+
+
+def test_states_that_are_still_to_come_are_told_and_count_where_they_are_made():
+    """Oracle: 6 GiB in all, of which none is there; offloading them makes no room in the forward before."""
+    live = dataclasses.replace(LIVE, states=Placed())
+    switches = dataclasses.replace(FSDP, states_bytes=6 * GIB)
+    assert advised(switches, "optimizer", live)["memory.optimizer_offload=true"] == 6 * GIB
+    assert "memory.optimizer_offload=true" not in advised(switches, "forward", live)
+    failure = Failure(False, None, None, 13 * GIB, None)
+    words = "still to come in the first step of the optimizer: 6.00 GiB of states"
+    assert words in out_of_memory_report(failure, situation(switches, "forward", live), "cuda")
+    assert words not in out_of_memory_report(failure, situation(switches, "optimizer", live), "cuda")
+    assert words not in out_of_memory_report(failure, situation(FSDP, "forward"), "cuda")
+
+
+@pytest.mark.parametrize(("device_type", "message"), [("cuda", CUDA_MESSAGE), ("npu", NPU_MESSAGE)])
+def test_the_report_has_the_numbers_of_the_failure_and_of_each_category(device_type, message):
+    """Oracle: the allocator's message; the device's own statistics, read later, are others."""
+    device = accelerator(device_type)
+    with pytest.raises(ExplainedOutOfMemoryError) as caught, explain_out_of_memory(device, situation):
+        raise torch.OutOfMemoryError(message)
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    lines = [" ".join(line.split()) for line in str(caught.value).splitlines()]
+    assert lines[:9] == [
+        f"the memory of the {device_type} device ran out on rank 2 in the backward of step 3",
+        "2.50 GiB asked for, 24.00 GiB in all, 20.00 GiB allocated, 20.50 GiB reserved",
+        "live in the device memory of this rank:",
+        "2.00 GiB parameters",
+        "1.00 GiB gradients",
+        "4.00 GiB optimizer states",
+        "13.00 GiB the rest: activations, temporaries, gathered parameters",
+        "what would make room, each by itself and at most:",
+        "12.94 GiB memory.gradient_checkpointing=full the rest, less the inputs of the blocks, which it keeps",
+    ]
+    assert max(map(len, str(caught.value).splitlines())) <= 120
+
+
+def test_a_message_without_numbers_takes_those_of_the_device():
+    """Oracle: the device's statistics."""
+    failure = read_failure(RuntimeError("CUDA error: out of memory"), accelerator())
+    assert failure == Failure(False, None, 24 * GIB, GIB, 21 * GIB)
+
+
+def test_states_in_host_memory_are_told_apart():
+    """Oracle: the line of the report."""
+    live = LiveBytes(Placed(GIB), Placed(GIB), Placed(0, 4 * GIB))
+    failure = Failure(False, None, None, 3 * GIB, None)
+    switches = dataclasses.replace(FSDP, optimizer_offload=True)
+    report = out_of_memory_report(failure, situation(switches, live=live), "cuda")
+    assert "and in host memory 4.00 GiB of the first three" in report
+    assert "memory.optimizer_offload=true" not in report
+
+
+def test_host_memory_of_an_accelerator_is_freed_by_switching_offload_off():
+    """Oracle: the states that are in host memory."""
+    live = LiveBytes(Placed(GIB), Placed(GIB), Placed(0, 4 * GIB))
+    failure = Failure(True, None, None, 6 * GIB, None)
+    switches = dataclasses.replace(FSDP, optimizer_offload=True)
+    report = out_of_memory_report(failure, situation(switches, live=live), "cuda")
+    (advice,) = report.split("at most:\n")[1].splitlines()
+    assert advice.split()[:3] == ["4.00", "GiB", "memory.optimizer_offload=false"]
+
+
+def test_where_nothing_is_left_the_report_says_so():
+    """Oracle: one process with everything on, in the optimizer's step."""
+    switches = dataclasses.replace(FSDP, cpu_offload=True)
+    report = out_of_memory_report(Failure(False, None, None, GIB, None), situation(switches, "optimizer"), "cuda")
+    assert report.splitlines()[-1].startswith("no switch is left that would make room")
+
+
+def test_a_real_allocation_that_fails_on_a_cpu_is_explained():
+    """Oracle: PyTorch's own allocator, asked for a petabyte; no switch may send anything to host memory."""
+    live = LiveBytes(Placed(0, MIB), Placed(0, MIB), Placed(0, 2 * MIB))
+    device = Device("cpu")
+    with (
+        pytest.raises(ExplainedOutOfMemoryError) as caught,
+        explain_out_of_memory(device, lambda: situation(FSDP, live=live)),
+    ):
+        torch.empty(2**50, dtype=torch.uint8)
+    report = str(caught.value)
+    assert "host memory ran out on rank 2 in the backward of step 3\n1048576.00 GiB asked for" in report
+    assert "memory.chunk_loss=true" in report and "offload" not in report
+
+
+@pytest.mark.parametrize("error", [RuntimeError("size mismatch"), ValueError("out of memory"), KeyboardInterrupt()])
+def test_other_errors_pass_untouched(error):
+    """Oracle: the very object."""
+    with pytest.raises(type(error)) as caught, explain_out_of_memory(Device("cpu"), situation):
+        raise error
+    assert caught.value is error and not is_out_of_memory(error)
+
+
+def test_an_explained_error_is_not_explained_again():
+    """Oracle: the message of the inner one."""
+    device = Device("cpu")
+    with (
+        pytest.raises(ExplainedOutOfMemoryError, match="forward of step 3") as caught,
+        explain_out_of_memory(device, lambda: situation(phase="outer")),
+        explain_out_of_memory(device, lambda: situation(phase="forward")),
+    ):
+        torch.empty(2**50, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+
+
+def test_storages_are_counted_once_and_whole():
+    """Oracle: the sizes of the tensors; two parameters are views of one storage, and a third has no gradient."""
+    flat = torch.zeros(100)
+    first, second = (torch.nn.Parameter(part) for part in (flat[:60], flat[60:]))
+    frozen, planned = torch.nn.Parameter(torch.zeros(10)), torch.nn.Parameter(torch.zeros(10, device="meta"))
+    optimizer = torch.optim.AdamW([first, second])
+    for param in (first, second):
+        param.grad = torch.ones_like(param)
+    before = live_bytes([first, second, frozen, planned], optimizer)
+    assert before == LiveBytes(Placed(0, 440), Placed(0, 400), Placed(0, 0))
+    optimizer.step()
+    after = live_bytes([first, second, frozen, planned], optimizer)
+    assert after.states.host_bytes == 2 * 400 + 2 * 4  # two moments and the number of the step
+    assert after.on_host().device_bytes == 440 + 400 + 808
+    assert live_bytes([first], None).states == Placed()
+
+
+def _count_sharded() -> LiveBytes:
+    model = torch.nn.Linear(64, 32, bias=False)
+    fully_shard(model, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    return live_bytes(model.parameters(), optimizer)
+
+
+def test_of_sharded_parameters_the_shard_counts():
+    """Oracle: half of 64 x 32 float32 numbers on each of two real ranks; states have the number of the step too."""
+    shard = 64 * 32 * 4 // 2
+    counted = run_ranks(2, _count_sharded)
+    assert [live.parameters.host_bytes for live in counted] == [shard] * 2
+    assert [live.gradients.host_bytes for live in counted] == [shard] * 2
+    assert all(2 * shard < live.states.host_bytes <= 2 * shard + 64 for live in counted)
+
+
+def test_logits_take_what_the_advice_says():
+    """Oracle: the loss's own peak, as the profiler counts allocations: 12 bytes a logit in both number formats."""
+    from fsdptoys.memory import cross_entropy_sum
+
+    tokens, dim, vocab = 256, 16, 4000
+    for dtype in (torch.float32, torch.bfloat16):
+        hidden_ND = torch.randn(tokens, dim, dtype=dtype, requires_grad=True)
+        weight_VD = torch.randn(vocab, dim, dtype=dtype, requires_grad=True)
+        labels_N = torch.randint(0, vocab, (tokens,))
+        with torch.profiler.profile(profile_memory=True) as profiler:
+            cross_entropy_sum(hidden_ND, weight_VD, labels_N).backward()
+        sizes = [
+            (event.start_ns(), event.nbytes())
+            for event in profiler.profiler.kineto_results.events()
+            if event.name() == "[memory]"
+        ]
+        live = peak = 0
+        for _, size in sorted(sizes):
+            live += size
+            peak = max(peak, live)
+        assert peak == pytest.approx(12 * tokens * vocab, rel=0.02)

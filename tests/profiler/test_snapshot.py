@@ -1,0 +1,192 @@
+"""Memory snapshots: when they are recorded and written, and what the page makes of one.
+
+There is no accelerator here, so the allocator's two functions are stand-ins that hold every call against the signatures
+of PyTorch's own; the history is made by hand, and PyTorch's own visualiser runs on it.
+"""
+
+import inspect
+import pickle
+import re
+import types
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdptoys.profiler import ProfileConfig, Profiler
+from fsdptoys.profiler.snapshot import MAX_ENTRIES, Snapshot
+from fsdptoys.profiler.snapshot_page import UNKNOWN, read_timeline, render_snapshot
+
+from .snapshots import MIB, make_snapshot
+
+
+class Memory:
+    """The functions of ``torch.cuda.memory``, which note when they were called."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def _record_memory_history(self, *args, **kwargs) -> None:
+        bound = inspect.signature(torch.cuda.memory._record_memory_history).bind(*args, **kwargs)
+        bound.apply_defaults()
+        if bound.arguments["enabled"]:
+            assert bound.arguments["stacks"] == "python" and bound.arguments["max_entries"] == MAX_ENTRIES
+        self.calls.append("record" if bound.arguments["enabled"] else "stop")
+
+    def _snapshot(self) -> dict:
+        self.calls.append("snapshot")
+        return make_snapshot()
+
+
+def take_steps(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, last: int, fail_in: int | None = None, error: str = ""
+) -> tuple[list[str], list[str], str | None]:
+    """Steps of a run whose window is 2 to 3: the allocator's calls, the messages, and the summary."""
+    memory, said = Memory(), []
+    monkeypatch.setattr(torch, "get_device_module", lambda _: types.SimpleNamespace(memory=memory))
+    device = types.SimpleNamespace(type="cuda", torch_device=torch.device("cuda", 1))
+    config = ProfileConfig(snapshot=True, snapshot_first_step=2, snapshot_steps=2)
+    profiler = Profiler(config, device, 0, folder / "profile", message=said.append)
+    with profiler:
+        for step in range(1, last + 1):
+            memory.calls.append(f"step {step}")
+            if step == fail_in:
+                raise torch.OutOfMemoryError(error)
+            profiler.step(step)
+    return memory.calls, said, profiler.summary_markdown()
+
+
+def test_the_history_is_that_of_the_chosen_steps_and_is_written_once(tmp_path, monkeypatch):
+    """Oracle: the order of calls: emptied before step 2, read after step 3."""
+    calls, said, summary = take_steps(monkeypatch, tmp_path, 4)
+    assert calls == ["record", "step 1", "stop", "record", "step 2", "step 3", "snapshot", "step 4", "stop"]
+    folder = tmp_path / "profile"
+    names = ["memory-rank0-interactive.html", "memory-rank0.html", "memory-rank0.pickle"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    assert pickle.loads((folder / "memory-rank0.pickle").read_bytes()) == make_snapshot()
+    assert said == [f"memory snapshot (steps 2 to 3): {folder / 'memory-rank0.html'}"]
+    assert summary == "Memory of rank 0: [profile/memory-rank0.html](profile/memory-rank0.html)."
+
+
+@pytest.mark.parametrize(
+    ("last", "words"),
+    [
+        (2, "memory snapshot (steps 2 to 2, where the run ended)"),
+        (1, "no memory snapshot: the run ended after step 1, before profile.snapshot_first_step=2"),
+    ],
+)
+def test_a_run_that_ends_early_keeps_the_history_or_says_that_there_is_none(tmp_path, monkeypatch, last, words):
+    """Oracle: the message; the window is 2 to 3."""
+    calls, said, _ = take_steps(monkeypatch, tmp_path, last)
+    assert calls[-1] == "stop" and len(said) == 1 and said[0].startswith(words)
+    assert ("snapshot" in calls) == (last == 2)
+
+
+@pytest.mark.parametrize("step", [1, 4])
+def test_what_led_to_an_out_of_memory_is_written_in_and_outside_of_the_window(tmp_path, monkeypatch, step):
+    """Oracle: the files, and that the error itself goes on."""
+    with pytest.raises(torch.OutOfMemoryError, match="tried"):
+        take_steps(monkeypatch, tmp_path, 6, fail_in=step, error="tried")
+    assert (tmp_path / "profile" / "memory-rank0-out-of-memory.pickle").exists()
+    page = (tmp_path / "profile" / "memory-rank0-out-of-memory.html").read_text()
+    assert f"out of memory in step {step}" in page
+
+
+def test_a_disk_that_refuses_the_snapshot_does_not_hide_the_error(tmp_path, monkeypatch):
+    """Oracle: the error that ends the run."""
+    (tmp_path / "profile" / "memory-rank0-out-of-memory.pickle").mkdir(parents=True)
+    with pytest.raises(torch.OutOfMemoryError, match="tried"):
+        take_steps(monkeypatch, tmp_path, 6, fail_in=1, error="tried")
+
+
+def test_torch_still_has_the_functions_that_are_called():
+    """Oracle: the installed torch: signatures of the history, and of the visualiser's functions."""
+    assert set(inspect.signature(torch.cuda.memory._record_memory_history).parameters) >= {
+        "enabled",
+        "context",
+        "stacks",
+        "max_entries",
+    }
+    assert not [p for p in inspect.signature(torch.cuda.memory._snapshot).parameters.values() if p.default is p.empty]
+    assert "format_flamegraph" in inspect.signature(torch.cuda._memory_viz.memory).parameters
+
+
+def test_the_timeline_reaches_back_to_what_was_live_before_the_history():
+    """Oracle: by hand; the norm asked for 512 bytes less than its block, which the history does not know."""
+    timeline = read_timeline(make_snapshot(), 1)
+    mib = [round(count / MIB, 2) for count in timeline.live_bytes]
+    assert mib == [8, 32, 34, 10, 2, 3, 3]
+    assert timeline.peak_index == 2 and timeline.out_of_memory == [6]
+    held = [(holder.live_bytes // MIB, [frame["name"] for frame in holder.frames]) for holder in timeline.holders]
+    assert held == [(24, ["linear", "cross_entropy_sum", "_train_step"]), (8, []), (1, ["forward", "_train_step"])]
+
+
+class Page(HTMLParser):
+    """Collects what a browser would load, and the text."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.text = ""
+        self.open_tags: list[str] = []
+        self.feed(source)
+
+    def handle_starttag(self, tag, attrs):  # noqa: D102
+        self.loads += [value for name, value in attrs if name == "src" or (name == "href" and tag != "a")]
+        self.loads += [tag] if tag in ("script", "iframe", "object", "link") else []
+        if tag != "meta":
+            self.open_tags.append(tag)
+
+    def handle_startendtag(self, tag, attrs):  # noqa: D102
+        pass  # such a tag has no end to wait for
+
+    def handle_endtag(self, tag):  # noqa: D102
+        assert self.open_tags.pop() == tag
+
+    def handle_data(self, data):  # noqa: D102
+        self.text += data
+
+
+def test_the_page_tells_who_held_the_memory_and_loads_nothing():
+    """Oracle: the history made by hand, and PyTorch's own summary of it."""
+    source = render_snapshot(make_snapshot(), 1, "steps 2 & 3", "memory-rank0.pickle", "memory-rank0-interactive.html")
+    page = Page(source)
+    assert page.loads == [] and page.open_tags == [] and "url(" not in source and "@import" not in source
+    assert "steps 2 & 3" in page.text
+    assert "34.00 MiB at the peak" in page.text and "Reserved by the allocator at the end: 64.00 MiB" in page.text
+    rows = re.findall(r"<tr><td>([^<]+)</td><td>([^<]+)</td>.*?<summary>([^<]+)</summary>", source)
+    assert rows == [
+        ("24.00 MiB", "70.6%", "loss.py:17 cross_entropy_sum"),
+        ("8.00 MiB", "23.5%", UNKNOWN),
+        ("2.00 MiB", "5.9%", "norm.py:9 forward"),
+    ]
+    assert "3.00 MiB stream_0 › trainer.py:180:_train_step2.00 MiB norm.py:9:forward" in page.text
+    assert torch.cuda._memory_viz.segsum(make_snapshot()) in page.text
+    assert "Red: memory ran out." in page.text
+
+
+def test_an_empty_history_has_a_page_too():
+    """Oracle: an allocator that was never asked for anything."""
+    page = Page(render_snapshot({"segments": [], "device_traces": [[]]}, 0, "nothing", "a", "b"))
+    assert "Nothing is live." in page.text
+
+
+def test_many_events_are_thinned_without_losing_the_peak():
+    """Oracle: the height of the one allocation among 50,000 small ones."""
+    trace = []
+    for index in range(25_000):
+        size = 2**30 if index == 12_345 else 512
+        trace += [{"action": action, "addr": index, "size": size} for action in ("alloc", "free_completed")]
+    source = render_snapshot({"segments": [], "device_traces": [trace]}, 0, "many", "a", "b")
+    points = re.search(r'points="([^"]+)"', source)[1].split()
+    assert len(points) < 2100 and min(float(point.split(",")[1]) for point in points) == 0.0
+    assert "1.00 GiB at the peak" in source
+
+
+def test_the_snapshot_records_on_the_device_that_it_is_given(tmp_path):
+    """Oracle: the page of device 0, which has neither segments nor events in the history."""
+    snapshot = Snapshot(Memory(), 0, 2, tmp_path, 1, 1, lambda _: None)
+    snapshot.start(1)
+    snapshot.step(1)
+    assert "Nothing is live." in (tmp_path / "memory-rank2.html").read_text()

@@ -1,0 +1,209 @@
+"""Traces of real loops on the CPU: what is in them, what is not, and what an early end leaves."""
+
+import gzip
+import json
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdptoys.device import Device
+from fsdptoys.profiler import NPULevel, ProfileConfig, Profiler
+from fsdptoys.profiler.trace import npu_top_ops
+from scripts.ranks import run_ranks
+
+
+def take_steps(profiler: Profiler, first: int, last: int, fail_in: int | None = None) -> None:
+    """Steps that differ in what they call: each multiplies matrices, and adds as often as its number says."""
+    a = torch.randn(32, 32)
+    with profiler:
+        for step in range(first, last + 1):
+            torch.mm(a, a)
+            for _ in range(step):
+                torch.add(a, a)
+            if step == fail_in:
+                raise RuntimeError("the step failed")
+            profiler.step(step)
+
+
+def read_trace(path: Path) -> list[dict]:
+    with gzip.open(path, "rt") as file:
+        return json.load(file)["traceEvents"]
+
+
+def count(events: list[dict], name: str) -> int:
+    return sum(event.get("name") == name and event.get("ph") == "X" for event in events)
+
+
+def marks(events: list[dict]) -> set[int]:
+    """Numbers of the steps that the trace has marks of."""
+    return {int(event["name"].split("#")[1]) for event in events if event.get("name", "").startswith("ProfilerStep#")}
+
+
+@pytest.mark.parametrize("first", [1, 11], ids=["from the start", "resumed"])
+def test_the_trace_holds_the_chosen_steps_alone_under_their_numbers(tmp_path, first):
+    """Oracle: the calls of the loop; step n adds n times."""
+    said: list[str] = []
+    config = ProfileConfig(enabled=True, skip_steps=1, warmup_steps=1, active_steps=2, memory=True)
+    profiler = Profiler(config, Device("cpu"), 0, tmp_path / "profile", first_step=first, message=said.append)
+    take_steps(profiler, first, first + 6)
+    path = tmp_path / "profile" / "rank0.json.gz"
+    events = read_trace(path)
+    active = [first + 2, first + 3]
+    assert marks(events) == set(active)
+    assert count(events, "aten::mm") == 2
+    assert count(events, "aten::add") == sum(active)
+    assert list(path.parent.iterdir()) == [path]
+    assert said == [
+        f"trace of steps {active[0]} to {active[1]}: {path} (open it at https://ui.perfetto.dev or in chrome://tracing)"
+    ]
+    page = profiler.summary_markdown()
+    assert f"Rank 0, steps {active[0]} to {active[1]}; the trace is `profile/rank0.json.gz`." in page
+    assert "| operator | calls | self CPU time | CPU time with what it calls | self memory |" in page
+    calls = dict(re.findall(r"^\| `([^`]+)` \| ([\d,]+) \|", page, re.MULTILINE))
+    assert calls["aten::mm"] == "2" and calls["aten::add"] == str(sum(active))
+    assert calls["Python, outside operators"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("last", "fail_in", "traced", "words"),
+    [
+        (4, None, {3, 4}, "trace of steps 3 to 4 (the run ended before step 6 was done)"),
+        (6, 5, {3, 4, 5}, "trace of steps 3 to 4 (the run ended before step 6 was done)"),
+        (6, 3, {3}, "trace of step 3 (the run ended before step 6 was done)"),
+        (2, None, set(), "nothing was traced: the run ended after step 2"),
+        (6, 1, set(), "nothing was traced: the run ended after step 0"),
+    ],
+)
+def test_a_run_that_ends_early_keeps_what_was_traced_or_says_that_nothing_was(tmp_path, last, fail_in, traced, words):
+    """Oracle: the steps that the loop began within the window 3 to 6."""
+    said: list[str] = []
+    config = ProfileConfig(enabled=True, skip_steps=1, warmup_steps=1, active_steps=4)
+    profiler = Profiler(config, Device("cpu"), 0, tmp_path, message=said.append)
+    if fail_in is None:
+        take_steps(profiler, 1, last)
+    else:
+        with pytest.raises(RuntimeError, match="the step failed"):
+            take_steps(profiler, 1, last, fail_in)
+    path = tmp_path / "rank0.json.gz"
+    assert (marks(read_trace(path)) - {last + 1} if path.exists() else set()) == traced
+    assert len(said) == 1 and said[0].startswith(words)
+    assert (profiler.summary_markdown() is None) == (not traced)
+
+
+@pytest.mark.parametrize(
+    ("switch", "field"), [("stacks", "Python parent id"), ("shapes", "Input Dims"), ("memory", "Bytes")]
+)
+def test_a_switch_adds_its_field_to_the_trace(tmp_path, switch, field):
+    """Oracle: the same loop without the switch, whose trace has no such field."""
+
+    def fields(config: ProfileConfig, folder: Path) -> set[str]:
+        take_steps(Profiler(config, Device("cpu"), 0, folder), 1, 3)
+        return {name for event in read_trace(folder / "rank0.json.gz") for name in event.get("args", {})}
+
+    window = {"enabled": True, "skip_steps": 0, "warmup_steps": 1, "active_steps": 2}
+    assert field not in fields(ProfileConfig(**window), tmp_path / "without")
+    assert field in fields(ProfileConfig(**window, **{switch: True}), tmp_path / "with")
+
+
+def test_a_disk_that_refuses_the_trace_does_not_end_the_run(tmp_path):
+    """Oracle: a folder where the file should be."""
+    (tmp_path / "rank0.json.gz").mkdir()
+    said: list[str] = []
+    config = ProfileConfig(enabled=True, skip_steps=0, warmup_steps=0, active_steps=1)
+    profiler = Profiler(config, Device("cpu"), 0, tmp_path, message=said.append)
+    take_steps(profiler, 1, 3)
+    assert "cannot be written" in said[0] and profiler.summary_markdown() is None
+
+
+def _profile_rank(folder: Path, ranks: list[int], enabled: bool) -> bool:
+    config = ProfileConfig(enabled=enabled, ranks=ranks, skip_steps=0, warmup_steps=1, active_steps=1)
+    profiler = Profiler(config, Device("cpu"), dist.get_rank(), folder)
+    total = torch.ones(4)
+    with profiler:
+        for step in range(1, 4):
+            dist.all_reduce(total)
+            profiler.step(step)
+    return profiler.summary_markdown() is not None
+
+
+def test_ranks_that_are_not_chosen_write_nothing(tmp_path):
+    """Oracle: the folder, after two real ranks of which the second is chosen."""
+    assert run_ranks(2, _profile_rank, tmp_path / "profile", [1], True) == [False, True]
+    (path,) = (tmp_path / "profile").iterdir()
+    assert path.name == "rank1.json.gz"
+    assert any("all_reduce" in event.get("name", "") for event in read_trace(path))
+
+
+def test_a_profiler_that_is_off_leaves_no_folder_behind(tmp_path):
+    """Oracle: the file system."""
+    take_steps(Profiler(ProfileConfig(), Device("cpu"), 0, None), 1, 2)
+    assert list(tmp_path.iterdir()) == []
+
+
+OP_STATISTIC = """OP Type,Core Type,Count,Total Time(us),Min Time(us),Avg Time(us),Max Time(us),Ratio(%)
+Add,AI_VECTOR_CORE,4,8.5,2,2.125,2.5,7.8
+MatMulV2,AI_CORE,2,100.25,50,50.125,50.25,92.2
+"""
+
+
+def test_npu_trace_uses_the_names_and_keywords_of_torch_npu(tmp_path, monkeypatch):
+    """Oracle: keyword-only stand-ins with torch_npu 2.13.0's parameter names; they trace with torch's own profiler.
+
+    What it does not show: that torch_npu accepts the values and writes what its analysis is read for.
+    """
+    levels: list[str] = []
+
+    def experimental_config(*, profiler_level, export_type):
+        levels.append(f"{profiler_level} {export_type}")
+
+    def tensorboard_trace_handler(*, dir_name, worker_name, analyse_flag):
+        def write(profiler):
+            output = Path(dir_name) / f"{worker_name}_1_2_ascend_pt" / "ASCEND_PROFILER_OUTPUT"
+            output.mkdir(parents=True)
+            (output / "op_statistic.csv").write_text(OP_STATISTIC)
+
+        return write
+
+    def profile(
+        *, activities, schedule, on_trace_ready, record_shapes, profile_memory, with_stack, experimental_config
+    ):
+        assert activities == ["CPU", "NPU"]
+        return torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], schedule=schedule, on_trace_ready=on_trace_ready
+        )
+
+    def schedule(*, wait, active, warmup=0, repeat=0, skip_first=0, skip_first_wait=0):
+        return torch.profiler.schedule(wait=wait, active=active, warmup=warmup, repeat=repeat, skip_first=skip_first)
+
+    fake = types.ModuleType("torch_npu")
+    fake.profiler = types.SimpleNamespace(
+        profile=profile,
+        schedule=schedule,
+        tensorboard_trace_handler=tensorboard_trace_handler,
+        ProfilerActivity=types.SimpleNamespace(CPU="CPU", NPU="NPU"),
+        ProfilerLevel=types.SimpleNamespace(Level0="Level0", Level1="Level1", Level2="Level2"),
+        ExportType=types.SimpleNamespace(Text="text"),
+        _ExperimentalConfig=experimental_config,
+    )
+    monkeypatch.setitem(sys.modules, "torch_npu", fake)
+    device = types.SimpleNamespace(type="npu")
+    config = ProfileConfig(
+        enabled=True, skip_steps=0, warmup_steps=1, active_steps=1, npu_level=NPULevel.level2, ranks=[3]
+    )
+    profiler = Profiler(config, device, 3, tmp_path)
+    take_steps(profiler, 1, 3)
+    assert levels == ["Level2 text"]
+    assert "Rank 3, step 2; the trace is `profile/rank3_1_2_ascend_pt`." in profiler.summary_markdown()
+    assert "| `MatMulV2` | 2 | 0.10 ms |" in profiler.summary_markdown()
+
+
+def test_operators_of_an_npu_come_from_its_table_the_longest_first():
+    """Oracle: the text, which has the header that torch_npu 2.13.0's reader names."""
+    first, second = npu_top_ops(OP_STATISTIC)
+    assert (first.name, first.calls, first.self_device_us) == ("MatMulV2", 2, 100.25)
+    assert (second.name, second.self_cpu_us) == ("Add", None)
