@@ -1,0 +1,115 @@
+"""The three products of a linear head for one chunk of tokens: logits, gradient of the hidden states, of the weight.
+
+The gradient of the weight is added up over chunks, in a number format of its own. cuBLAS adds a bf16 product to a
+float32 sum as part of the product. Where nothing does, the product of some classes at a time goes through a small
+buffer in the inputs' dtype, so that nothing the size of the weight is made beside the sum; each chunk's share is then
+rounded once more than on CUDA.
+
+On CPUs all products go over some classes at a time, and through whatever ``models.grouped`` found fastest: oneDNN's
+float32 product returns fresh tensors, which are best kept small.
+
+Shapes: C tokens of a chunk, D width, V vocabulary, B classes at a time.
+"""
+
+import functools
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fsdptoys.models.grouped import Segment, choose_product
+
+BLOCK_CLASSES = 2048
+"""Classes that are multiplied at a time. Between 512 and 4096 the CPU's products were equally fast."""
+
+
+class HeadProducts(Protocol):
+    """What a device multiplies with."""
+
+    def logits(self, hidden_CD: Tensor, weight_VD: Tensor, out_CV: Tensor) -> None:
+        """``hidden @ weight.T``."""
+
+    def hidden_gradient(self, gradient_CV: Tensor, weight_VD: Tensor, out_CD: Tensor) -> None:
+        """``gradient @ weight``."""
+
+    def weight_gradient(self, gradient_CV: Tensor, hidden_CD: Tensor, sum_VD: Tensor, first: bool) -> None:
+        """Add ``gradient.T @ hidden`` to the sum, which the first chunk overwrites."""
+
+
+def choose_products(hidden_ND: Tensor, weight_VD: Tensor) -> HeadProducts:
+    """The products for the device and dtype of these tensors."""
+    if hidden_ND.device.type == "cpu":
+        return CPUProducts(hidden_ND.dtype, *weight_VD.shape)
+    return DeviceProducts()
+
+
+class CPUProducts:
+    """Products over some classes at a time."""
+
+    def __init__(self, dtype: torch.dtype, *widths: int) -> None:
+        self.product = choose_product("cpu", dtype, *widths)
+
+    def logits(self, hidden_CD: Tensor, weight_VD: Tensor, out_CV: Tensor) -> None:
+        """See ``HeadProducts``."""
+        piece = _piece(hidden_CD)
+        for weight_BD, out_CB in zip(weight_VD.split(BLOCK_CLASSES), out_CV.split(BLOCK_CLASSES, dim=1), strict=True):
+            self.product.linear(hidden_CD, weight_BD, piece, out_CB)
+
+    def hidden_gradient(self, gradient_CV: Tensor, weight_VD: Tensor, out_CD: Tensor) -> None:
+        """See ``HeadProducts``."""
+        self.product.linear(gradient_CV, weight_VD.t(), _piece(gradient_CV), out_CD)
+
+    def weight_gradient(self, gradient_CV: Tensor, hidden_CD: Tensor, sum_VD: Tensor, first: bool) -> None:
+        """See ``HeadProducts``."""
+        piece = _piece(hidden_CD)
+        for gradient_CB, sum_BD in zip(
+            gradient_CV.split(BLOCK_CLASSES, dim=1), sum_VD.split(BLOCK_CLASSES), strict=True
+        ):
+            share_BD = self.product.outer(gradient_CB, hidden_CD, piece, None)
+            _ = sum_BD.copy_(share_BD) if first else sum_BD.add_(share_BD)
+
+
+class DeviceProducts:
+    """Whole products, as few and as large as they come."""
+
+    def logits(self, hidden_CD: Tensor, weight_VD: Tensor, out_CV: Tensor) -> None:
+        """See ``HeadProducts``."""
+        torch.mm(hidden_CD, weight_VD.t(), out=out_CV)
+
+    def hidden_gradient(self, gradient_CV: Tensor, weight_VD: Tensor, out_CD: Tensor) -> None:
+        """See ``HeadProducts``."""
+        torch.mm(gradient_CV, weight_VD, out=out_CD)
+
+    def weight_gradient(self, gradient_CV: Tensor, hidden_CD: Tensor, sum_VD: Tensor, first: bool) -> None:
+        """See ``HeadProducts``."""
+        beta = 0 if first else 1
+        if sum_VD.dtype == hidden_CD.dtype:
+            sum_VD.addmm_(gradient_CV.t(), hidden_CD, beta=beta)
+        elif sum_VD.dtype == torch.float32 and sum_VD.is_cuda and type(sum_VD) is Tensor and _adds_to_float32():
+            torch.addmm(
+                sum_VD,
+                gradient_CV.t(),
+                hidden_CD,
+                out_dtype=torch.float32,
+                beta=beta,
+                out=sum_VD,
+            )
+        else:
+            for gradient_CB, sum_BD in zip(
+                gradient_CV.split(BLOCK_CLASSES, dim=1), sum_VD.split(BLOCK_CLASSES), strict=True
+            ):
+                share_BD = torch.mm(gradient_CB.t(), hidden_CD)
+                _ = sum_BD.copy_(share_BD) if first else sum_BD.add_(share_BD)
+
+
+@functools.cache
+def _adds_to_float32() -> bool:
+    """Whether ``torch.addmm`` takes bf16 factors and a float32 sum on CUDA.
+
+    It does from 2.10 (https://github.com/pytorch/pytorch/pull/167931); 2.8 has ``out_dtype`` but refuses such a sum.
+    """
+    return torch.torch_version.TorchVersion(torch.__version__) >= "2.10"
+
+
+def _piece(rows_CD: Tensor) -> Segment:
+    return Segment(experts=0, start=0, length=len(rows_CD), padded=len(rows_CD), ends_E=None)
