@@ -1,14 +1,24 @@
 """Gradient checkpointing: blocks drop their activations in the forward and compute them again in the backward.
 
 Memory for activations falls from every block's to one block's plus each block's input; the forward of the checkpointed
-blocks runs twice (arXiv:1604.06174). PyTorch's own non-reentrant ``checkpoint`` does the work.
+blocks runs twice (arXiv:1604.06174). In between lie ``every=k``, which leaves the other blocks alone, and
+``selective``, which keeps the results of the operators that cost most and computes the cheap rest again
+(arXiv:2205.05198).
+
+PyTorch's non-reentrant ``checkpoint`` does the work. It restores the random state, and stops once it has what the
+backward needs, so that the last product of a block is not made again. ``selective`` keeps that product's result all the
+same, though no backward asks for it.
 """
 
 import functools
+from collections.abc import Sequence
 from enum import Enum
 
+import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from .activation_offload import ActivationOffload
 
 
 class GradientCheckpointing(Enum):
@@ -16,13 +26,74 @@ class GradientCheckpointing(Enum):
 
     none = "none"
     full = "full"
+    """Whole blocks."""
+    selective = "selective"
+    """All but the results of some operators."""
 
 
-def checkpoint_blocks(blocks: nn.ModuleList, start_index: int) -> None:
-    """Recompute every block from ``start_index`` on; must come before anything wraps the blocks.
+def _operators(*names: str) -> tuple[torch._ops.OpOverload, ...]:
+    """The operators of those names that this torch, with the extensions that are loaded, has."""
+    packets = (getattr(getattr(torch.ops, library), name, None) for library, name in (n.split(".") for n in names))
+    return tuple(packet.default for packet in packets if packet is not None)
+
+
+SAVED_OPERATORS = {
+    # Also the first of an expert's two products where experts are multiplied one by one; the second is written in
+    # place, which cannot be replayed.
+    "mm": _operators("aten.mm", "aten.addmm", "aten._scaled_mm", "aten.linear", "aten.mkldnn_linear"),
+    "bmm": _operators("aten.bmm", "aten.baddbmm"),
+    "attention": _operators(
+        "aten._scaled_dot_product_flash_attention",
+        "aten._scaled_dot_product_efficient_attention",
+        "aten._scaled_dot_product_cudnn_attention",
+        "aten._scaled_dot_product_flash_attention_for_cpu",
+        "aten._scaled_dot_product_fused_attention_overrideable",
+        "npu.npu_fusion_attention",
+        "npu.npu_fusion_attention_v2",
+        "npu.npu_fusion_attention_v3",
+    ),
+    # The latter is how a CPU multiplies experts in float32; nothing else calls it but compiled code.
+    "grouped_mm": _operators("aten._grouped_mm", "mkldnn._linear_pointwise"),
+}
+"""Name in ``memory.checkpointing_save`` → the operators that it stands for."""
+
+
+def checkpoint_blocks(
+    blocks: Sequence[nn.Module] | nn.ModuleList,
+    mode: GradientCheckpointing,
+    *,
+    start_index: int = 0,
+    every: int = 1,
+    save: Sequence[str] = tuple(SAVED_OPERATORS),
+    offload: ActivationOffload | None = None,
+) -> None:
+    """Recompute blocks in the backward; must come before anything wraps the blocks.
 
     Only ``forward`` is replaced, on the instance: parameter names stay as they are, and hooks that a strategy puts on
-    the block run outside the recomputation.
+    the block run outside the recomputation, so that it gathers nothing by itself.
+
+    Args:
+        blocks: in the order of the forward.
+        mode: what is computed again.
+        start_index: first block that is checkpointed.
+        every: the distance from there to the next, and so on.
+        save: names of ``SAVED_OPERATORS`` whose results ``selective`` keeps.
+        offload: keeps what the checkpointed blocks save in host memory.
     """
-    for block in list(blocks)[start_index:]:
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    if mode is GradientCheckpointing.none:
+        return
+    chosen = list(blocks)[start_index::every]
+    selective = mode is GradientCheckpointing.selective
+    # A list, not a function, since torch.compile reads it (torch 2.7 cannot read a set).
+    kept = [operator for name in save for operator in SAVED_OPERATORS[name]] if selective else []
+    for index, block in enumerate(chosen):
+        if offload is not None:
+            is_last = index == len(chosen) - 1
+            block.forward = functools.partial(
+                offload.checkpoint, block.forward, index=index, is_last=is_last, operators=kept
+            )
+        elif kept:
+            contexts = functools.partial(create_selective_checkpoint_contexts, kept)
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+        else:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)

@@ -1,63 +1,130 @@
-"""Gradient checkpointing: which blocks run twice, and that nothing else changes."""
+"""Gradient checkpointing: what runs twice, what is kept, and that nothing else changes."""
 
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from fsdptoys.memory import GradientCheckpointing, MemoryConfig, apply_checkpointing, cross_entropy_sum
-from fsdptoys.models import LlamaConfig
+from fsdptoys.memory.activation_offload import ActivationOffload
+from fsdptoys.memory.checkpointing import SAVED_OPERATORS, GradientCheckpointing, checkpoint_blocks
+from fsdptoys.models import routers
+from tests.memory.blocks import LLAMA, Operators, assert_equal, build, forward, gradients
+from tests.models.families import SMALL
 
-SHAPE = LlamaConfig(dim=32, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=40, max_seq_len=32)
-NONE, FULL = GradientCheckpointing.none, GradientCheckpointing.full
+NONE, FULL, SELECTIVE = GradientCheckpointing
+ATEN = torch.ops.aten
 
 
-def gradients(memory: MemoryConfig) -> tuple[dict[str, torch.Tensor], Counter[int], int]:
-    """Gradients by name, forwards of each block, and bytes saved for the backward."""
-    torch.manual_seed(0)
-    model = SHAPE.build()
-    model.init_buffers(torch.device("cpu"))
-    for name, param in model.named_parameters():
-        model.init_rows(name, param.data, torch.Generator().manual_seed(len(name)))
-    apply_checkpointing(memory, model.layers)
+@pytest.mark.parametrize(
+    ("start", "every", "twice"), [(0, 1, {0, 1, 2, 3}), (3, 1, {3}), (0, 2, {0, 2}), (1, 2, {1, 3}), (1, 3, {1})]
+)
+def test_every_kth_block_from_the_start_index_runs_twice(start: int, every: int, twice: set[int]) -> None:
+    """Oracle: forwards counted by hooks, and the same model without checkpointing, bit for bit."""
+    expected = build()
+    forward(expected).backward()
+    model = build()
+    checkpoint_blocks(model.layers, FULL, start_index=start, every=every)
     forwards: Counter[int] = Counter()
     for index, block in enumerate(model.layers):
         block.attn.register_forward_hook(lambda *_, i=index: forwards.update([i]))
-    tokens_BT = torch.randint(0, SHAPE.vocab_size, (2, 16), generator=torch.Generator().manual_seed(1))
-    saved: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = model(tokens_BT, tokens_BT, cross_entropy_sum)
-    loss.backward()
-    return {name: param.grad for name, param in model.named_parameters()}, forwards, sum(saved.values())
+    forward(model).backward()
+    assert forwards == {index: 1 + (index in twice) for index in range(LLAMA.n_layers)}
+    assert_equal(gradients(model), gradients(expected))
 
 
-@pytest.mark.parametrize("start", [0, 1, 3])
-def test_blocks_from_the_start_index_run_twice_and_gradients_stay_the_same(start: int) -> None:
-    """Oracle: the same model without checkpointing, bit for bit."""
-    expected, forwards, saved_bytes = gradients(MemoryConfig(gradient_checkpointing=NONE))
-    assert forwards == {0: 1, 1: 1, 2: 1, 3: 1}
-    got, forwards, fewer_bytes = gradients(MemoryConfig(gradient_checkpointing=FULL, checkpointing_start_index=start))
-    assert forwards == {index: 1 + (index >= start) for index in range(4)}
-    assert fewer_bytes < saved_bytes
-    for name, gradient in expected.items():
-        assert torch.equal(got[name], gradient), name
+@pytest.mark.parametrize("offload", [False, True], ids=["device", "offload"])
+@pytest.mark.parametrize("mode", [FULL, SELECTIVE], ids=lambda mode: mode.value)
+@pytest.mark.parametrize("family", SMALL)
+def test_gradients_and_routing_of_every_family_stay_the_same(
+    family: str, mode: GradientCheckpointing, offload: bool
+) -> None:
+    """Oracle: the same model without checkpointing, bit for bit; two micro-batches, with losses of the routers."""
+    results = []
+    for checkpointing in (NONE, mode):
+        model = build(SMALL[family])
+        host = ActivationOffload(torch.device("cpu"), min_bytes=0) if offload else None
+        checkpoint_blocks(model.layers, checkpointing, offload=host)
+        counts = []
+        for seed in (1, 2):
+            forward(model, seed).backward()
+            counts += [router.counts_E.tolist() for router in routers(model)]
+        results.append((gradients(model), counts))
+    (expected, expected_counts), (got, got_counts) = results
+    assert_equal(got, expected)
+    assert got_counts == expected_counts
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_cross_entropy_sum_leaves_out_ignored_labels(dtype: torch.dtype) -> None:
-    """Oracle: F.cross_entropy over the rows that count, in float32."""
-    generator = torch.Generator().manual_seed(0)
-    hidden_ND = torch.randn(10, 8, generator=generator).to(dtype)
-    weight_VD = torch.randn(12, 8, generator=generator).to(dtype)
-    labels_N = torch.arange(10)
-    labels_N[[0, 4]] = -100
-    loss = cross_entropy_sum(hidden_ND, weight_VD, labels_N)
-    kept = labels_N >= 0
-    logits = (hidden_ND[kept] @ weight_VD.T).float()
-    assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits, labels_N[kept], reduction="sum"))
+def operators_of(
+    family: str, mode: GradientCheckpointing, save: Sequence[str] = tuple(SAVED_OPERATORS)
+) -> tuple[Counter, Counter, int]:
+    """Operators of forward and of backward, and bytes that wait for the backward."""
+    model = build(SMALL[family])
+    checkpoint_blocks(model.layers, mode, save=save)
+    with Operators() as seen:
+        loss = forward(model)
+        in_forward, waiting = Counter(seen.calls), seen.alive_bytes()
+        loss.backward()
+    return in_forward, seen.calls - in_forward, waiting
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("llama2", "mm"), ("gpt2", "mm"), ("llama2", "attention"), ("qwen3_moe", "grouped_mm"), ("qwen3_moe", "mm")],
+)
+def test_selective_runs_no_saved_operator_again_and_the_others_do(family: str, name: str) -> None:
+    """Oracle: the operators of a backward without checkpointing, and with that of whole blocks."""
+    if name == "grouped_mm" and not operators_of(family, NONE)[0][torch.ops.mkldnn._linear_pointwise.default]:
+        pytest.skip("this CPU multiplies experts by torch.mm")
+    _, without, _ = operators_of(family, NONE)
+    _, full, _ = operators_of(family, FULL)
+    _, selective, _ = operators_of(family, SELECTIVE, [name])
+    saved = [operator for operator in SAVED_OPERATORS[name] if full[operator] > without[operator]]
+    assert saved
+    for operator in saved:
+        assert selective[operator] == without[operator]
+    others = {operator for operator in full if full[operator] > without[operator]} - set(saved)
+    assert len(others) > 3
+    for operator in others - {ATEN.detach.default}:
+        assert selective[operator] > without[operator], operator
+
+
+def test_selective_keeps_less_than_no_checkpointing_and_more_than_that_of_whole_blocks() -> None:
+    """Oracle: bytes of the tensors that are alive between forward and backward."""
+    none, full = (operators_of("llama2", mode)[2] for mode in (NONE, FULL))
+    both, products = (operators_of("llama2", SELECTIVE, save)[2] for save in (("mm", "attention"), ("mm",)))
+    assert full < products < both < none
+    assert operators_of("llama2", SELECTIVE, [])[2] == full
+
+
+class NoisyBlock(nn.Module):
+    """Draws random numbers in two ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, hidden_BD: Tensor) -> Tensor:  # noqa: D102
+        return hidden_BD + self.dropout(self.linear(hidden_BD)).relu() * torch.rand_like(hidden_BD)
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["device", "offload"])
+@pytest.mark.parametrize("mode", [FULL, SELECTIVE], ids=lambda mode: mode.value)
+def test_random_operators_draw_the_same_numbers_again(mode: GradientCheckpointing, offload: bool) -> None:
+    """Oracle: the same blocks and seed without checkpointing, bit for bit, and the generator's state afterwards."""
+    results = []
+    for checkpointing in (NONE, mode):
+        torch.manual_seed(0)
+        blocks = [NoisyBlock() for _ in range(3)]
+        host = ActivationOffload(torch.device("cpu"), min_bytes=0) if offload else None
+        checkpoint_blocks(blocks, checkpointing, offload=host)
+        hidden_BD = torch.randn(4, 16)
+        for block in blocks:
+            hidden_BD = block(hidden_BD)
+        hidden_BD.square().sum().backward()
+        results.append(([block.linear.weight.grad for block in blocks], torch.get_rng_state()))
+    (expected, expected_state), (got, got_state) = results
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert torch.equal(got_state, expected_state)

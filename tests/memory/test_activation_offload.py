@@ -1,0 +1,286 @@
+"""Activation offload: what leaves the device, when it comes back, and what becomes of the host's buffers.
+
+There is no stream here. Copies that are put off until somebody waits for them stand for those that take their time.
+"""
+
+import dataclasses
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fsdptoys.memory.activation_offload import ActivationOffload, HostCopies, StreamCopies
+from fsdptoys.memory.checkpointing import GradientCheckpointing, checkpoint_blocks
+from fsdptoys.memory.compile import compile_blocks
+from fsdptoys.models import DecoderModel
+from tests.memory.blocks import LLAMA, assert_equal, build, forward, gradients
+
+_, FULL, SELECTIVE = GradientCheckpointing
+BLOCKS = 6
+DEEP = dataclasses.replace(LLAMA, n_layers=BLOCKS)
+LAST = BLOCKS - 1
+
+
+class LateCopies(HostCopies):
+    """Copies in order and as late as waiting allows; until then a tensor on its way back is not a number."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.buffers: set[int] = set()
+        self._pending: list[Callable[[], Any]] = []
+        self._done = 0
+
+    def empty_host(self, nbytes: int) -> Tensor:  # noqa: D102
+        buffer = torch.full((nbytes,), 255, dtype=torch.uint8)
+        self.buffers.add(buffer.data_ptr())
+        return buffer
+
+    def start(self, target: Tensor, source: Tensor) -> int:  # noqa: D102
+        returns = source.data_ptr() in self.buffers
+        self.events.append("back" if returns else "away")
+        if returns:
+            target.fill_(float("nan"))
+        self._pending.append(lambda: target.data.copy_(source))
+        return self._done + len(self._pending)
+
+    def wait(self, mark: int) -> None:  # noqa: D102
+        while self._done < mark:
+            self._pending.pop(0)()
+            self._done += 1
+
+    def abandon(self, tensor: Tensor) -> None:  # noqa: D102
+        self.events.append("abandoned")
+        self.wait(self._done + len(self._pending))
+
+
+def offloaded(mode: GradientCheckpointing = FULL, **which: int) -> tuple[DecoderModel, LateCopies]:
+    model, copies = build(DEEP), LateCopies()
+    checkpoint_blocks(
+        model.layers, mode, offload=ActivationOffload(torch.device("cpu"), min_bytes=0, copies=copies), **which
+    )
+    return model, copies
+
+
+def expected(*seeds: int) -> dict[str, Tensor]:
+    model = build(DEEP)
+    for seed in seeds:
+        forward(model, seed).backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("which", [{}, {"every": 2}, {"start_index": 3}, {"start_index": LAST}], ids=str)
+@pytest.mark.parametrize("mode", [FULL, SELECTIVE], ids=lambda mode: mode.value)
+def test_copies_that_end_as_late_as_streams_allow_give_the_same_bits(
+    mode: GradientCheckpointing, which: dict[str, int]
+) -> None:
+    """Oracle: the same model without checkpointing, over accumulated micro-batches, one of them without a backward."""
+    model, _ = offloaded(mode, **which)
+    for seed in (1, 2, 3):
+        forward(model, 9)
+        forward(model, seed).backward()
+    assert_equal(gradients(model), expected(1, 2, 3))
+
+
+def test_two_forwards_before_their_backwards_in_any_order_give_the_same_bits() -> None:
+    """Oracle: the same model without checkpointing; and a graph that is kept serves twice."""
+    for mode in (FULL, SELECTIVE):
+        for first in (0, 1):
+            model, _ = offloaded(mode)
+            losses = [forward(model, 1), forward(model, 1)]
+            losses[first].backward(retain_graph=True)
+            losses[first].backward()
+            losses[1 - first].backward()
+            assert_equal(gradients(model), expected(1, 1, 1))
+
+
+def test_inputs_of_all_blocks_but_the_last_two_are_freed_in_the_forward() -> None:
+    """Oracle: weak references to what each block was given."""
+    model, _ = offloaded()
+    inputs: list[StorageWeakRef] = []
+    for block in model.layers:
+        block.register_forward_pre_hook(lambda _, args: inputs.append(StorageWeakRef(args[0].untyped_storage())))
+    loss = forward(model)
+    alive = [index for index, storage in enumerate(inputs) if not storage.expired()]
+    loss.backward()
+    assert alive == [LAST - 1, LAST]
+
+
+@pytest.mark.parametrize(("mode", "a_block"), [(FULL, 1), (SELECTIVE, 10)], ids=["full", "selective"])
+def test_each_block_comes_back_before_the_backward_of_the_one_after_it_ends(
+    mode: GradientCheckpointing, a_block: int
+) -> None:
+    """Oracle: hooks on the blocks among the copies; a block has an input, seven products, an attention's two.
+
+    Neither the rotations that all blocks share travel nor what the last block saves; the block before it is still here.
+    """
+    model, copies = offloaded(mode)
+    for index, block in enumerate(model.layers):
+        block.register_full_backward_pre_hook(lambda *_, i=index: copies.events.append(f"asks {i}"))
+        block.register_full_backward_hook(lambda *_, i=index: copies.events.append(f"done {i}"))
+    forward(model).backward()
+    in_backward = copies.events[copies.events.index(f"asks {LAST}") :]
+    # Nobody asks for the result of a block's last product.
+    in_backward = [event for event in in_backward if event != "abandoned"]
+    want: list[str] = []
+    for index in reversed(range(BLOCKS)):
+        ahead = a_block if 0 < index < LAST else 0
+        want += [f"asks {index}", *["back"] * ahead, f"done {index}"]
+    assert in_backward == want
+
+
+@pytest.mark.parametrize("mode", [FULL, SELECTIVE], ids=lambda mode: mode.value)
+def test_host_buffers_are_made_in_the_first_step_and_reused_in_all_others(mode: GradientCheckpointing) -> None:
+    """Oracle: allocations counted, with a shorter batch and an evaluation in between."""
+    model, copies = offloaded(mode)
+    forward(model).backward()
+    made, copied = len(copies.buffers), copies.events.count("away")
+    assert made == copied > 0
+    for seed in (2, 3):
+        forward(model, seed).backward()
+        with torch.no_grad():
+            forward(model)
+    assert len(copies.buffers) == made
+    assert copies.events.count("away") == 3 * copied
+    # Calls of blocks are linked from the last to the first of one forward, and no further.
+    gc.collect()
+    assert sum(type(thing).__name__ == "_Block" for thing in gc.get_objects()) <= BLOCKS
+
+
+class Squashed(nn.Module):
+    """Writes to the result of a product, which selective checkpointing keeps, or to its own input."""
+
+    def __init__(self, writes_to_input: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, bias=False)
+        self.writes_to_input = writes_to_input
+
+    def forward(self, hidden_BD: Tensor) -> Tensor:  # noqa: D102
+        result_BD = self.linear(hidden_BD)
+        if self.writes_to_input:
+            hidden_BD.add_(1.0)
+            return result_BD.exp()
+        return result_BD.add_(1.0).exp()
+
+
+@pytest.mark.parametrize("writes_to_input", [False, True], ids=["result", "input"])
+def test_writing_in_place_to_what_is_saved_is_refused(writes_to_input: bool) -> None:
+    """Oracle: autograd, which refuses it without offload too."""
+    blocks = [Squashed(writes_to_input) for _ in range(4)]
+    host = ActivationOffload(torch.device("cpu"), min_bytes=0)
+    checkpoint_blocks(blocks, SELECTIVE, offload=host)
+    hidden_BD = torch.randn(4, 8, requires_grad=True) * 1.0
+    with pytest.raises(RuntimeError, match="written to in place"):
+        for block in blocks:
+            hidden_BD = block(hidden_BD)
+        hidden_BD.sum().backward()
+
+
+@pytest.mark.parametrize("fails_in", ["forward", "backward"])
+def test_after_a_failure_in_the_middle_the_next_step_is_right_and_reuses_the_buffers(fails_in: str) -> None:
+    """Oracle: the same model without checkpointing, bit for bit."""
+    model, copies = offloaded(SELECTIVE)
+    forward(model).backward()
+    made = len(copies.buffers)
+    model.zero_grad()
+
+    def fail(*_: Any) -> None:
+        raise KeyError("in the middle")
+
+    block = model.layers[2]
+    handle = block.register_forward_hook(fail) if fails_in == "forward" else block.register_full_backward_hook(fail)
+    with pytest.raises(KeyError, match="in the middle"):
+        forward(model).backward()
+    handle.remove()
+    model.zero_grad()
+    gc.collect()
+    forward(model).backward()
+    assert_equal(gradients(model), expected(1))
+    assert len(copies.buffers) == made
+    if fails_in == "backward":
+        assert "abandoned" in copies.events
+
+
+class Masked(nn.Module):
+    """Takes a tensor that needs no gradient and is the same for all blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, bias=False)
+
+    def forward(self, hidden_BD: Tensor, mask_BD: Tensor) -> Tensor:  # noqa: D102
+        return self.linear(hidden_BD).exp() * mask_BD
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+def test_parameters_and_inputs_that_need_no_gradient_stay(is_compiled: bool) -> None:
+    """Oracle: one copy a block, of what the block before it returned."""
+    blocks, copies = [Masked() for _ in range(4)], LateCopies()
+    checkpoint_blocks(blocks, FULL, offload=ActivationOffload(torch.device("cpu"), min_bytes=0, copies=copies))
+    if is_compiled:
+        compile_blocks(blocks, backend="aot_eager")
+    hidden_BD, mask_BD = torch.randn(4, 8, requires_grad=True) * 1.0, torch.ones(4, 8)
+    for block in blocks:
+        hidden_BD = block(hidden_BD, mask_BD)
+    hidden_BD.sum().backward()
+    assert copies.events == ["away"] * 3 + ["back"] * 2
+
+
+def test_small_tensors_stay() -> None:
+    """Oracle: of what a block saves, the results of its gate and up projections are as large as the limit."""
+    model, copies = build(DEEP), LateCopies()
+    host = ActivationOffload(torch.device("cpu"), min_bytes=2 * 24 * 48 * 4, copies=copies)
+    checkpoint_blocks(model.layers, SELECTIVE, save=["mm"], offload=host)
+    forward(model).backward()
+    assert copies.events.count("away") == 2 * LAST
+
+
+class Streams:
+    """What ``StreamCopies`` asks of a device's module, noted down."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        asked = self.asked
+
+        class Stream:
+            def __init__(self, device: torch.device | None = None, name: str = "side") -> None:
+                self.name = name
+
+            def wait_stream(self, other: "Stream") -> None:
+                asked.append(f"{self.name} waits for {other.name}")
+
+            def wait_event(self, event: str) -> None:
+                asked.append(f"{self.name} waits for {event}")
+
+            def record_event(self) -> str:
+                asked.append(f"{self.name} marks")
+                return f"mark of {self.name}"
+
+        self.Stream = Stream
+        self.stack = [Stream(name="compute")]
+
+    def current_stream(self, device: torch.device) -> Any:  # noqa: D102
+        return self.stack[-1]
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:  # noqa: D102
+        self.stack.append(stream)
+        yield
+        self.stack.pop()
+        self.asked.append(f"copied on {stream.name}")
+
+
+def test_streams_wait_for_events_and_the_host_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: what is asked of the streams, in order; no accelerator is needed to see it."""
+    streams = Streams()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: streams)
+    copies = StreamCopies(torch.device("cuda", 0))
+    target = torch.zeros(3)
+    mark = copies.start(target, torch.ones(3))
+    copies.wait(mark)
+    assert streams.asked == ["side waits for compute", "copied on side", "side marks", "compute waits for mark of side"]
+    assert torch.equal(target, torch.ones(3))

@@ -1,0 +1,172 @@
+"""Gradient checkpointing under the strategies: it gathers no more than PyTorch's own, and changes no bit."""
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+
+from fsdptoys.config import Config
+from fsdptoys.memory.activation_offload import ActivationOffload
+from fsdptoys.memory.checkpointing import GradientCheckpointing, checkpoint_blocks
+from fsdptoys.memory.compile import compile_blocks
+from fsdptoys.models import DecoderModel
+from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig
+from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
+from fsdptoys.parallel.fsdp2 import TORCH
+from fsdptoys.parallel.precision import DType
+from fsdptoys.trainer import Trainer
+from scripts.ranks import run_ranks
+from tests.parallel.runs import TINY, make_config
+from tests.parallel.test_collectives import GATHER, LAYERS, count, second_step
+
+NONE, FULL, SELECTIVE = GradientCheckpointing
+Prepare = Callable[[nn.ModuleList], None]
+
+
+def ours(mode: GradientCheckpointing, offload: bool = False, **options: Any) -> Prepare:
+    """``checkpoint_blocks`` with an offload of its own for each model."""
+
+    def prepare(blocks: nn.ModuleList) -> None:
+        host = ActivationOffload(torch.device("cpu"), min_bytes=0) if offload else None
+        checkpoint_blocks(blocks, mode, offload=host, **options)
+
+    return prepare
+
+
+def pytorchs(blocks: nn.ModuleList, every: int = 1) -> None:
+    """PyTorch's own wrapper, as a block's forward rather than in its place, where strategies look for the block."""
+    for block in list(blocks)[::every]:
+        inner = _Forward(block.forward)
+        block.forward = checkpoint_wrapper(inner, CheckpointImpl.NO_REENTRANT).forward
+
+
+class _Forward(nn.Module):
+    """A function as a module without parameters."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+def configs_of(
+    parallel: ParallelConfig, prepares: list[Prepare], world_size: int = 2, model: str | None = None, **train: Any
+) -> list[Config]:
+    """One configuration for each way to prepare the blocks of a model, which is otherwise the same."""
+    configs = []
+    for prepare in prepares:
+        family = copy.copy(TINY[model]) if model else None
+        config = make_config(parallel, world_size, model=family, **train)
+        config.model.build = functools.partial(_build, config.model.build, prepare)  # type: ignore[method-assign]
+        configs.append(config)
+    return configs
+
+
+def _build(build: Callable[[], DecoderModel], prepare: Prepare) -> DecoderModel:
+    model = build()
+    prepare(model.layers)
+    return model
+
+
+@pytest.mark.parametrize("wrap", Wrap, ids=lambda wrap: wrap.value)
+@pytest.mark.parametrize("config", [FSDP1Config, FSDP2Config])
+def test_recomputation_gathers_nothing_that_pytorchs_own_does_not(
+    config: type[FSDP1Config] | type[FSDP2Config], wrap: Wrap
+) -> None:
+    """Oracle: the all-gathers of a step without checkpointing, and with PyTorch's wrapper around the same blocks."""
+    ways = {
+        "none": ours(NONE),
+        "full": ours(FULL),
+        "selective": ours(SELECTIVE),
+        "full, every 2": ours(FULL, every=2),
+        "full, offload": ours(FULL, offload=True),
+        "selective, offload": ours(SELECTIVE, offload=True),
+        "PyTorch's": pytorchs,
+        "PyTorch's, every 2": functools.partial(pytorchs, every=2),
+    }
+    configs = configs_of(config(wrap=wrap), list(ways.values()), deterministic=False, steps=1, grad_accum=1)
+    events = run_ranks(2, second_step, configs)[0]
+    gathers = {way: count(of_way, GATHER) for way, of_way in zip(ways, events, strict=True)}
+    for way in ("full", "selective", "full, offload", "selective, offload"):
+        assert gathers[way] == gathers["PyTorch's"], way
+    assert gathers["full, every 2"] == gathers["PyTorch's, every 2"]
+    # FSDP1 gathers one of a block's two inner units once more when it is computed again, whoever checkpoints. FSDP2
+    # does not from some torch between 2.8 and 2.11 on.
+    again = 1 if config is FSDP1Config and wrap is Wrap.block_attn_mlp else 0
+    if TORCH >= (2, 11) or wrap is Wrap.block:
+        assert gathers["full"] - gathers["none"] == LAYERS * again
+        assert gathers["full, every 2"] - gathers["none"] == 2 * again
+
+
+def train(configs: list[Config]) -> list[tuple[list[tuple[float, float]], dict[str, bytes], int]]:
+    """Losses, norms, the bits of the trained parameters, and graphs that were compiled, for each configuration."""
+    results = []
+    for config in configs:
+        torch._dynamo.reset()
+        counters.clear()
+        trainer = Trainer(config)
+        trainer.train()
+        history = [(step.loss, step.grad_norm) for step in trainer.history]
+        parameters = {name: param.numpy().tobytes() for name, param in trainer.strategy.full_parameters()}
+        results.append((history, parameters, counters["stats"]["unique_graphs"]))
+    return results
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world_size", "fsdp_size", "model"),
+    [
+        (FSDP2Config(wrap=Wrap.block_attn_mlp, forward_prefetch=1), 2, -1, "qwen3_moe"),
+        (FSDP2Config(param_dtype=DType.bfloat16, reshard_after_forward=ReshardAfterForward.never), 2, -1, "gpt2"),
+        pytest.param(
+            *(FSDP2Config(), 4, 2, "qwen3"),
+            marks=pytest.mark.skipif(TORCH < (2, 8), reason="FSDP2 replicates on a CPU from torch 2.8 on"),
+        ),
+        (FSDP1Config(wrap=Wrap.block_attn_mlp), 2, -1, "llama4"),
+        (FSDP1Config(param_dtype=DType.bfloat16, use_orig_params=False), 2, -1, "qwen3_moe"),
+        (DDPConfig(), 2, -1, "qwen3_moe"),
+    ],
+    ids=["fsdp2 parts", "fsdp2 bf16", "hsdp", "fsdp1 parts", "fsdp1 bf16 flat", "ddp"],
+)
+def test_training_is_equal_in_every_bit_to_that_without_checkpointing(
+    parallel: ParallelConfig, world_size: int, fsdp_size: int, model: str
+) -> None:
+    """Oracle: the same strategy without it: losses, norms and parameters after two steps of two micro-batches."""
+    ways = [ours(NONE), ours(FULL, every=2, offload=True), ours(SELECTIVE), ours(SELECTIVE, offload=True)]
+    configs = configs_of(parallel, ways, world_size, model, fsdp_size=fsdp_size, steps=2)
+    (history, parameters, _), *others = run_ranks(world_size, train, configs)[0]
+    for other_history, other_parameters, _ in others:
+        assert other_history == history
+        for name, bits in parameters.items():
+            assert other_parameters[name] == bits, name
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [FSDP2Config(), FSDP1Config(wrap=Wrap.block_attn_mlp)],
+    ids=["fsdp2", "fsdp1 parts"],
+)
+def test_compiled_blocks_train_as_others_do(parallel: ParallelConfig) -> None:
+    """Oracle: the same strategy with blocks in eager mode, losses to 1e-6 relative."""
+    inner = getattr(parallel, "wrap", Wrap.block) is Wrap.block_attn_mlp
+
+    def compiled(blocks: nn.ModuleList, mode: GradientCheckpointing, budget: float | None) -> None:
+        checkpoint_blocks(blocks, mode)
+        compile_blocks(blocks, budget, inner_hooks=inner, backend="aot_eager_decomp_partition")
+
+    ways = [ours(NONE)] + [
+        functools.partial(compiled, mode=mode, budget=budget) for mode, budget in ((NONE, 0.0), (FULL, None))
+    ]
+    configs = configs_of(parallel, ways, deterministic=False, steps=2)
+    (expected, _, _), *others = run_ranks(2, train, configs)[0]
+    for history, _, graphs in others:
+        assert graphs >= 1
+        assert history == [pytest.approx(step, rel=1e-6) for step in expected]
