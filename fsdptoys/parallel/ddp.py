@@ -17,8 +17,8 @@ from fsdptoys.models import DecoderModel
 
 from .initialise import Fill
 from .materialise import init_buffers, materialise
-from .single import cast_parameters, whole_parameters
-from .strategy import ParallelContext, ReducingConfig, Strategy
+from .single import cast_parameters, whole_parameters, whole_units
+from .strategy import ParallelContext, ReducingConfig, Strategy, Unit
 
 _SYNC_BUFFERS = (
     "forward_sync_buffers"
@@ -102,6 +102,10 @@ class DDP(Strategy):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The model's own."""
         return self._whole.named_parameters()
+
+    def units(self) -> list[Unit]:
+        """Those of the model that is wrapped."""
+        return whole_units(self._whole, self.model.module)
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The model's own."""

@@ -46,6 +46,11 @@ class FSDPConfig(ReducingConfig):
     backward_prefetch: int = 1
     """Units gathered ahead of the one that computes, in the backward."""
 
+    @property
+    def hooks_parts_of_blocks(self) -> bool:
+        """Where attention and feed-forward are units of their own."""
+        return self.wrap is Wrap.block_attn_mlp
+
     def __post_init__(self) -> None:
         """Check each value by itself."""
         for name in ("forward_prefetch", "backward_prefetch"):

@@ -31,7 +31,7 @@ from .fsdp import FSDPConfig, ReshardAfterForward, block_units
 from .initialise import Fill
 from .materialise import init_buffers, shared_parameters
 from .precision import DType
-from .strategy import ParallelContext, Strategy
+from .strategy import ParallelContext, Strategy, Unit, own_parameters
 
 
 @dataclass
@@ -47,6 +47,11 @@ class FSDP1Config(FSDPConfig):
     def keeps_parameters(self) -> bool:
         """Flat parameters mix those that decay with those that do not."""
         return self.use_orig_params
+
+    @property
+    def defers_updates(self) -> bool:
+        """Its streams wait for the one that updates parameters once a forward, in the root."""
+        return False
 
     def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
         """Refuse what FSDP1 cannot do, or does silently wrong."""
@@ -157,6 +162,15 @@ class FSDP1(Strategy):
         """This rank's part of each parameter, flattened, or of each unit's flat parameter."""
         for name, param in self.model.named_parameters():
             yield _own_name(name), param
+
+    def units(self) -> list[Unit]:
+        """FSDP1's own, the root first."""
+        modules = list(FullyShardedDataParallel.fsdp_modules(self.model))
+        return [
+            (module, params)
+            for module, params in zip(modules, own_parameters([[m] for m in modules]), strict=True)
+            if params
+        ]
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """All-gather one unit at a time."""

@@ -8,10 +8,10 @@ Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -26,8 +26,9 @@ from fsdptoys.models import DecoderModel
 from .fsdp import FSDPConfig, ReshardAfterForward, block_units
 from .initialise import Fill
 from .materialise import init_buffers, materialise, shared_parameters
+from .mirror import mirror_parameters
 from .precision import DType, ReduceDType
-from .strategy import ParallelContext, Strategy
+from .strategy import ParallelContext, Strategy, Unit, own_parameters
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
@@ -61,6 +62,7 @@ class FSDP2(Strategy):
         self.config = config
         self.mesh = build_mesh(context.mesh, context.world_size, context.device)
         # FSDP2 divides by itself in float64, and asks the collective for the mean otherwise.
+        self.units_ahead = config.forward_prefetch
         self._averages = config.reduce_dtype is ReduceDType.float64 or averages(self.shard_group())
 
     @property
@@ -92,6 +94,7 @@ class FSDP2(Strategy):
             cast_forward_inputs=False,
         )
         units: list[FSDPModule] = []
+        members: list[list[nn.Module]] = []
 
         def shard(modules: list[nn.Module], reshard_after_forward: bool) -> None:
             fully_shard(
@@ -104,6 +107,7 @@ class FSDP2(Strategy):
             )
             assert isinstance(modules[0], FSDPModule)
             units.append(modules[0])
+            members.append(modules)
 
         inner = config.reshard_after_forward is not ReshardAfterForward.never
         outer = config.reshard_after_forward is ReshardAfterForward.always
@@ -121,12 +125,15 @@ class FSDP2(Strategy):
             shard([block], inner)
             # A block is made after its parts, but its forward comes before theirs.
             units.insert(len(units) - 1 - len(parts), units.pop())
+            members.insert(len(members) - 1 - len(parts), members.pop())
         if not tied:
             shard([model.norm, model.lm_head], outer)
-        # What is left to the root: GPT-2's positions.
+        # What is left to the root.
         fully_shard(
             model, mesh=self.mesh, reshard_after_forward=outer, mp_policy=mp_policy, offload_policy=offload_policy
         )
+        # The root's forward begins before any other; its own unit is empty but for GPT-2's positions.
+        self._modules: list[list[nn.Module]] = [[model], *members]
         return units
 
     def _set_prefetch(self, units: list[FSDPModule], tied: bool) -> None:
@@ -153,6 +160,28 @@ class FSDP2(Strategy):
         """DTensors with the model's own names."""
         return self.model.named_parameters()
 
+    def units(self) -> list[Unit]:
+        """Those of ``fully_shard``; of several modules that are gathered together, the one that runs first."""
+        owned = own_parameters(self._modules)
+        return [(modules[0], params) for modules, params in zip(self._modules, owned, strict=True) if params]
+
+    def gather_after(self, module: nn.Module, event: Any) -> None:
+        """Let the stream that copies shards into the all-gather wait."""
+        stream = gathering_stream(module)
+        if stream is None:
+            event.synchronize()
+        else:
+            stream.wait_event(event)
+
+    def mirror_parameters(self) -> Callable[[list[nn.Parameter]], None] | None:
+        """Make a mirror where parameters are offloaded and the forward does not compute in float32."""
+        if not self.context.cpu_offload or self.config.param_dtype is DType.float32:
+            return None
+        modules = [module for module, _ in self.units()]
+        pin_memory = self.context.device.is_accelerator
+        mirror = mirror_parameters(modules, self.units_ahead, self.config.param_dtype.torch, pin_memory)
+        return mirror.refresh if mirror else None
+
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """All-gather one parameter at a time."""
         for module in self.model.modules():
@@ -177,6 +206,18 @@ def placement(param: nn.Parameter, ranks: int) -> Shard | None:
     if param.ndim < 3 or param.shape[0] % ranks == 0:
         return None
     return next((Shard(dim) for dim in range(1, param.ndim) if param.shape[dim] % ranks == 0), None)
+
+
+def gathering_stream(module: nn.Module) -> Any:
+    """The stream on which FSDP2 reads a unit's shards for an all-gather in the forward; None where it cannot be found.
+
+    PyTorch has no public way to it; it was found so in torch 2.7 and 2.13. FSDP2 lets it wait for the computing stream
+    in the root's forward only, and makes it there the first time.
+    """
+    try:
+        return module._get_fsdp_state()._comm_ctx.all_gather_copy_in_stream  # type: ignore[operator]
+    except AttributeError:
+        return None
 
 
 def averages(group: dist.ProcessGroup) -> bool:

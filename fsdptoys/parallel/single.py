@@ -19,7 +19,7 @@ from fsdptoys.models import DecoderModel
 from .initialise import Fill
 from .materialise import init_buffers, materialise
 from .precision import CastParameters, DType
-from .strategy import ParallelConfig, ParallelContext, Strategy
+from .strategy import ParallelConfig, ParallelContext, Strategy, Unit
 
 
 @dataclass
@@ -98,6 +98,10 @@ class Single(Strategy):
         """The model's own."""
         return self._whole.named_parameters()
 
+    def units(self) -> list[Unit]:
+        """The blocks, with what comes before and after them."""
+        return whole_units(self._whole, self.model)
+
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The model's own."""
         return whole_parameters(self._whole)
@@ -106,6 +110,26 @@ class Single(Strategy):
 def cast_parameters(model: nn.Module, dtype: DType) -> nn.Module:
     """Wrap a model so that it computes in ``dtype``; the model itself for float32."""
     return model if dtype is DType.float32 else CastParameters(model, dtype.torch)
+
+
+def whole_units(whole: DecoderModel, computing: nn.Module) -> list[Unit]:
+    """Units of a model that nothing shards.
+
+    Args:
+        whole: the model.
+        computing: the model, or what casts its parameters, all of them before its first part computes.
+    """
+    tail = [whole.norm, whole.lm_head]
+    later = {param for module in [*whole.layers, *tail] for param in module.parameters()}
+    first = [param for param in whole.parameters() if param not in later]
+    # A weight that embedding and head share is needed by the embedding first.
+    seen = dict.fromkeys([*first, *whole.embed_tokens.parameters()])
+    units: list[Unit] = [(whole, list(seen))]
+    units += [(layer, list(layer.parameters())) for layer in whole.layers]
+    units.append((whole.norm, [param for module in tail for param in module.parameters() if param not in seen]))
+    if computing is not whole:
+        return [(computing, [param for _, params in units for param in params])]
+    return units
 
 
 def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

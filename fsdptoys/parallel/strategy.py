@@ -16,12 +16,13 @@ In the deterministic mode gradients are reduced after every micro-batch in float
 float32: the bits then depend neither on the layout nor on the order in which a collective adds.
 """
 
+import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,9 @@ from fsdptoys.models import DecoderModel
 
 from .initialise import Fill
 from .precision import DType, ReduceDType
+
+Unit = tuple[nn.Module, list[nn.Parameter]]
+"""A module, and the parameters that its forward is the first to need."""
 
 NORM_ELEMENTS = 2**22
 """Elements of a gradient that are squared at a time, since a CPU makes a float64 copy of them: 32 MiB."""
@@ -56,6 +60,16 @@ class ParallelConfig(ABC):
     def keeps_parameters(self) -> bool:
         """Whether the optimizer sees the model's own parameters, so that they can be grouped."""
         return True
+
+    @property
+    def defers_updates(self) -> bool:
+        """Whether parameters may be updated as late as the next forward, unit by unit."""
+        return True
+
+    @property
+    def hooks_parts_of_blocks(self) -> bool:
+        """Whether the strategy puts hooks on parts of a block, besides the block."""
+        return False
 
     def resolve(self, deterministic: bool) -> None:  # noqa: B027 (not every strategy has such settings)
         """Replace settings that say ``auto`` by what they stand for."""
@@ -142,6 +156,8 @@ class Strategy(ABC):
 
     frees_gradients: bool = True
     """Whether gradients may be set to None after a step, rather than to zero."""
+    units_ahead: int = 0
+    """How many units after its own a unit's forward begins to gather."""
 
     @property
     def loss_scale(self) -> float:
@@ -167,22 +183,50 @@ class Strategy(ABC):
         A collective: all ranks must exhaust it.
         """
 
+    @abstractmethod
+    def units(self) -> list[Unit]:
+        """Every parameter once, by the module whose forward needs it first, in the order of the forward."""
+
+    def gather_after(self, module: nn.Module, event: Any) -> None:  # noqa: B027 (only who gathers on streams must wait)
+        """Let what gathers parameters for ``module``'s forward wait for an event of the device's module.
+
+        Where parameters are read on the computing stream, whoever updated them there has waited already.
+        """
+
+    def mirror_parameters(self) -> Callable[[list[nn.Parameter]], None] | None:
+        """Let offloaded parameters travel in the number format of the forward, where the strategy can.
+
+        Returns:
+            What to call, from any thread, with parameters that were updated; None where nothing is to be kept up.
+        """
+        return None
+
     def shard_group(self) -> dist.ProcessGroup | None:
         """The ranks whose local gradients together make one whole gradient; None where each has the whole."""
         return None
 
     @torch.no_grad()
-    def clip_grad_norm(self, max_norm: float) -> Tensor:
+    def clip_grad_norm(
+        self,
+        max_norm: float,
+        scale_by: Callable[[Tensor], None] | None = None,
+        map_parts: Callable[[Callable[[Tensor], Tensor], list[Tensor]], Iterable[Tensor]] = map,
+    ) -> Tensor:
         """Scale all gradients so that their norm is at most ``max_norm``; return the norm before, as float32.
 
         The squares are added up in float64, where the device can, and rounded once at the end: the norm is then the
         same number however the gradients are sharded. ``max_norm`` of infinity only measures.
+
+        Args:
+            max_norm: the largest norm that is left as it is.
+            scale_by: takes the factor instead of the gradients being multiplied by it here.
+            map_parts: applies a function to parts of gradients, in order, as ``map`` does; may use threads.
         """
         device = self.context.device
         dtype = torch.float64 if float64_collectives(device.type) else torch.float32
         grads = [_local(param.grad) for _, param in self.named_parameters() if param.grad is not None]
         parts = [part for grad in grads for part in grad.flatten().split(NORM_ELEMENTS) if part.numel()]
-        norms = [torch.linalg.vector_norm(part, dtype=dtype) for part in parts]
+        norms = list(map_parts(functools.partial(torch.linalg.vector_norm, dtype=dtype), parts))
         total = torch.zeros((), dtype=dtype, device=device.torch_device)
         if norms:
             total += torch.stack(norms).square().sum().to(device.torch_device)
@@ -192,10 +236,24 @@ class Strategy(ABC):
         norm = total.sqrt().float()
         if math.isfinite(max_norm):
             scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-            for grad in grads:
-                grad.mul_(scale.to(grad.device))
+            if scale_by is not None:
+                scale_by(scale)
+            else:
+                for grad in grads:
+                    grad.mul_(scale.to(grad.device))
         return norm
 
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def own_parameters(modules: list[list[nn.Module]]) -> list[list[nn.Parameter]]:
+    """Parameters of each group of modules that no later group has; give outer modules before those within them."""
+    seen: set[nn.Parameter] = set()
+    owned: list[list[nn.Parameter]] = []
+    for group in reversed(modules):
+        params = [param for module in group for param in module.parameters()]
+        owned.append([param for param in dict.fromkeys(params) if param not in seen])
+        seen.update(params)
+    return owned[::-1]

@@ -1,0 +1,180 @@
+"""A ``torch.optim.Optimizer`` that updates its parameters bucket by bucket, now or as late as the next forward.
+
+It takes the place of a finished optimizer and shares its ``param_groups``, so schedules and checkpoints see what they
+always see: ``state[param]`` holds the counter of steps and tensors laid out as the parameter, views of the buckets'
+slabs wherever these live. Who updates a bucket is an executor: streams (``streaming``) or host threads
+(``cpu_offload``).
+
+An executor that defers makes ``step`` fix hyperparameters, clip scale and gradients only; hooks before the forward of
+each unit have the updates done that the unit needs. The gradients are then the optimizer's: ``param.grad`` is None
+after ``step``. Whoever reads or writes parameters otherwise than by a forward, ``state_dict`` or ``load_state_dict`` of
+the model must call ``flush`` first.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from .buckets import Bucket, Unit, local_tensor, sharded_like
+
+RUNS_CHOICE = ("params", "foreach", "fused", "capturable", "differentiable")
+"""Keys of a parameter group that a checkpoint has no say in: how an update runs, not what it does."""
+
+
+class Executor(Protocol):
+    """Who updates buckets."""
+
+    defers: bool
+    """Whether updates may still run when ``step`` has returned."""
+    lead: int
+    """Units to update ahead of those that a forward gathers."""
+
+    def start(self, buckets: Sequence[Bucket], step: int) -> None:
+        """Begin the updates of the step with that number, in this order."""
+
+    def finish(self, last_unit: int | None) -> None:
+        """Have the units up to ``last_unit`` updated, or all."""
+
+    def updated(self, last_unit: int) -> Any:
+        """The device's event that gathering the units up to ``last_unit`` must wait for; None for none."""
+
+    def settle(self) -> None:
+        """Return once all states may be read by the host."""
+
+
+class BucketedOptimizer(torch.optim.Optimizer):
+    """Updates buckets through an executor.
+
+    Args:
+        optimizer: a finished optimizer that works element by element; its parameter groups become this one's too.
+        units: modules with their parameters, in the order of the forward.
+        buckets: of these units, in order, each with its ``slab``.
+        executor: who updates them.
+        model: what contains all modules.
+        units_ahead: units after its own that a unit's forward begins to gather.
+        gather_after: lets what gathers for a module's forward wait for an event.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        units: Sequence[Unit],
+        buckets: Sequence[Bucket],
+        executor: Executor,
+        *,
+        model: nn.Module,
+        units_ahead: int = 0,
+        gather_after: Callable[[nn.Module, Any], None] | None = None,
+    ) -> None:
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.buckets = list(buckets)
+        self.executor = executor
+        self.steps_taken = 0
+        """Steps so far; a loaded state dict sets it where the states count steps. Stochastic rounding depends on it."""
+        self._units_ahead = units_ahead
+        self._gather_after = gather_after
+        self._scale: Tensor | None = None
+        self._may_be_pending = False
+        self._expose_states()
+        if executor.defers:
+            self._hook(model, [module for module, _ in units])
+
+    def scale_gradients(self, scale: Tensor) -> None:
+        """Multiply the gradients by a factor when they are used in the next step, instead of now."""
+        device = local_tensor(self.buckets[0].params[0]).device
+        self._scale = scale.to(device)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update, or where the executor defers, fix what the updates depend on and begin."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._finish()
+        scale, self._scale = self._scale, None
+        defers = self.executor.defers
+        taken = [bucket for bucket in self.buckets if bucket.take(self.param_groups, scale, release=defers)]
+        self.steps_taken += 1
+        self.executor.start(taken, self.steps_taken)
+        self._may_be_pending = defers
+        if not defers:
+            self.executor.finish(None)
+        return loss
+
+    def flush(self) -> None:
+        """Have every update done that a step left pending, and every state whole in the memory where it stays."""
+        self._finish()
+        self.executor.settle()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As every optimizer's, after all updates."""
+        self.flush()
+        return super().state_dict()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy states and hyperparameters into place; the state dict of the optimizer without buckets will do as well.
+
+        How an update runs (``fused``, ``foreach``) stays as it was chosen for this run.
+
+        Raises:
+            ValueError: if the parameter groups or the shapes do not fit.
+        """
+        self.flush()
+        state_dict = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
+        saved_groups = state_dict["param_groups"]
+        if [len(group["params"]) for group in saved_groups] != [len(group["params"]) for group in self.param_groups]:
+            raise ValueError("the loaded state dict has other parameter groups than the optimizer")
+        ids = chain.from_iterable(group["params"] for group in saved_groups)
+        params = chain.from_iterable(group["params"] for group in self.param_groups)
+        saved = {param: state_dict["state"].get(key, {}) for param, key in zip(params, ids, strict=True)}
+        for bucket in self.buckets:
+            for index, param in enumerate(bucket.params):
+                bucket.load(index, saved[param])
+        for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
+            group.update({key: value for key, value in saved_group.items() if key not in RUNS_CHOICE})
+        counted = [int(scalars["step"]) for b in self.buckets for scalars in b.scalars if "step" in scalars]
+        self.steps_taken = max(counted, default=self.steps_taken)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _expose_states(self) -> None:
+        for bucket in self.buckets:
+            views = bucket.views(bucket.slab)
+            for param, scalars, tensors in zip(bucket.params, bucket.scalars, views, strict=True):
+                state = {**scalars, **{name: sharded_like(param, view) for name, view in tensors.items()}}
+                # FSDP1 gives a rank that holds nothing of a parameter no gradient, and expects no state there.
+                if state and (param.numel() or isinstance(param, DTensor)):
+                    self.state[param] = state
+
+    def _hook(self, model: nn.Module, modules: list[nn.Module]) -> None:
+        for unit, module in enumerate(modules):
+            # Before the hook in which FSDP2 gathers the unit.
+            module.register_forward_pre_hook(self._before_forward(unit), prepend=True)
+        for module in dict.fromkeys([model, *modules]):
+            module.register_state_dict_pre_hook(lambda *_: self.flush())
+            module.register_load_state_dict_pre_hook(lambda *_: self.flush())
+
+    def _before_forward(self, unit: int) -> Callable[..., None]:
+        @torch.compiler.disable
+        def hook(module: nn.Module, *_: Any) -> None:
+            gathered = unit + self._units_ahead
+            if self._may_be_pending:
+                self.executor.finish(gathered + self.executor.lead)
+            event = self.executor.updated(gathered)
+            if event is not None and self._gather_after is not None:
+                self._gather_after(module, event)
+
+        return hook
+
+    def _finish(self) -> None:
+        if self._may_be_pending:
+            self.executor.finish(None)
+            self._may_be_pending = False

@@ -1,0 +1,183 @@
+"""Overlapped CPU offload: the bits of PyTorch's own, worker threads, and the low-precision mirror."""
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from fsdptoys.config import Config
+from fsdptoys.memory import MemoryConfig, cross_entropy_sum
+from fsdptoys.memory.bucketed_optimizer import BucketedOptimizer
+from fsdptoys.memory.cpu_offload import Workers, cpu_threads, overlap_cpu_offload, threads_per_rank
+from fsdptoys.optim import AdamWConfig, Implementation, SGDConfig, WeightDecayOn
+from fsdptoys.parallel import FSDP2Config
+from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
+from fsdptoys.parallel.fsdp2 import FSDP2, TORCH
+from fsdptoys.parallel.mirror import Mirror, mirror_parameters
+from fsdptoys.parallel.precision import DType
+from scripts.ranks import run_ranks
+from tests.memory.offloaded import OVERLAPPED, interrupted, take_steps, train_all, trainer
+from tests.parallel.runs import TINY, make_config, tiny_model
+
+SMALL = replace(tiny_model(), n_layers=2)
+
+
+def config(dtype: DType = DType.bfloat16, ranks: int = 2, **options: Any) -> Config:
+    parallel = FSDP2Config(param_dtype=dtype, **options.pop("parallel", {}))
+    settings = {"model": SMALL, "steps": 4, "seq_len": 8, "batch_size": 1, **options}
+    return make_config(parallel, ranks, memory=MemoryConfig(cpu_offload=True), **settings)
+
+
+def variants() -> dict[str, dict[str, Any]]:
+    """What could meet the hooks, the threads or the mirror."""
+    made: dict[str, dict[str, Any]] = {
+        "20 steps": {"steps": 20, "deterministic": False},
+        "deterministic": {},
+        "no clipping": {"max_grad_norm": None},
+        "one micro-batch": {"grad_accum": 1},
+        "parts, prefetch": {"parallel": {"wrap": Wrap.block_attn_mlp, "forward_prefetch": 2}},
+        "never resharded": {"parallel": {"reshard_after_forward": ReshardAfterForward.never}},
+        "tied": {"model": tiny_model(tie_embeddings=True)},
+        "sgd": {"optim": SGDConfig(lr=0.1, weight_decay_on=WeightDecayOn.all)},
+        "experts": {"model": TINY["qwen3_moe"]},
+        "positions": {"model": TINY["gpt2"]},
+    }
+    for implementation in (Implementation.fused, Implementation.foreach):
+        optim = AdamWConfig(lr=1e-2, implementation=implementation)
+        made[implementation.value] = {"optim": optim, "deterministic": False}
+    return made
+
+
+IN_FLOAT32 = ["20 steps", "deterministic", "parts, prefetch", "fused"]
+
+
+@pytest.mark.parametrize("dtype", list(DType), ids=lambda dtype: dtype.value)
+def test_overlapped_gives_the_bits_of_native(dtype: DType) -> None:
+    """Oracle: CPUOffloadPolicy and the plain optimizer: losses, norms, parameters."""
+    # With float32 there is no mirror, and so less to go wrong.
+    made = {name: row for name, row in variants().items() if dtype is DType.bfloat16 or name in IN_FLOAT32}
+    rows = [(config(dtype, **options), how, {}) for options in made.values() for how in (None, OVERLAPPED)]
+    outcomes = run_ranks(2, train_all, rows)[0]
+    pairs = zip(made, outcomes[::2], outcomes[1::2], strict=True)
+    assert [name for name, native, overlapped in pairs if native != overlapped] == []
+
+
+@pytest.mark.skipif(TORCH < (2, 8), reason="HSDP on a CPU came with torch 2.8")
+def test_overlapped_gives_the_bits_of_native_with_replicas() -> None:
+    """Oracle: the same on a 2x2 mesh of four ranks."""
+    rows = [(config(ranks=4, fsdp_size=2), how, {}) for how in (None, OVERLAPPED)]
+    native, overlapped = run_ranks(4, train_all, rows)[0]
+    assert native == overlapped
+
+
+def test_a_checkpoint_in_the_middle_changes_no_bit_with_either_executor_on_either_side() -> None:
+    """Oracle: the native run that nothing interrupted; loading must reach the mirror."""
+    pairs = [(OVERLAPPED, OVERLAPPED), (None, OVERLAPPED), (OVERLAPPED, None)]
+    whole = run_ranks(2, train_all, [(config(), None, {})])[0][0]
+    assert run_ranks(2, interrupted, [(config(), *pair) for pair in pairs], {})[0] == [whole] * len(pairs)
+
+
+def losses_of_written_mirrors(config: Config) -> dict[str, tuple[float, bool]]:
+    """Loss of the same batch, and whether mirror and master agree: as it is, and after writing to one of them."""
+    made = trainer(config, OVERLAPPED)
+    assert isinstance(made.strategy, FSDP2) and isinstance(made.optimizer, BucketedOptimizer)
+    take_steps(made, 1, 2)
+    made.optimizer.flush()
+    tokens_BT, labels_BT = made.batches.next_step()[0]
+    refresh = made.optimizer.executor._on_updated  # type: ignore[attr-defined]
+    mirror: Mirror = refresh.__self__
+
+    @torch.no_grad()
+    def loss() -> tuple[float, bool]:
+        value = float(made.strategy.model(tokens_BT, labels_BT, cross_entropy_sum))
+        for module in made.strategy.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # the last unit stays gathered where no backward follows
+        agree = all(torch.equal(entry.mirror, entry.master.to(entry.mirror.dtype)) for entry in entries)
+        return value, agree
+
+    entries = [entry for unit in mirror._entries for entry in unit]
+    losses = {"as it is": loss()}
+    with torch.no_grad():
+        for entry in entries:
+            assert entry.fsdp_param._sharded_param_data is entry.mirror and entry.mirror.dtype == torch.bfloat16
+            entry.mirror.mul_(1.5)
+        losses["mirror written"] = loss()
+        for _, param in made.strategy.named_parameters():
+            param.mul_(1.25)
+        losses["master written"] = loss()
+        state = {name: value / 1.25 for name, value in made.strategy.model.state_dict().items()}
+    made.strategy.model.load_state_dict(state)
+    losses["loaded"] = loss()
+    return losses
+
+
+def test_the_mirror_is_what_is_gathered_and_follows_the_master() -> None:
+    """Oracle: the loss changes with the mirror alone, alike with the master, and back when the weights are loaded."""
+    losses = run_ranks(2, losses_of_written_mirrors, config())[0]
+    assert [agree for _, agree in losses.values()] == [True, False, True, True]
+    values = {name: value for name, (value, _) in losses.items()}
+    assert values["as it is"] != values["mirror written"] != values["master written"] != values["as it is"]
+    assert values["loaded"] == pytest.approx(values["as it is"], rel=1e-3)
+
+
+def test_an_unknown_fsdp2_travels_in_float32_with_a_warning() -> None:
+    """Oracle: a module that keeps its shards under no name that is known."""
+
+    class Unknown(nn.Module):
+        def _get_fsdp_state(self) -> object:
+            return object()
+
+    with pytest.warns(UserWarning, match="parameters travel in float32"):
+        assert mirror_parameters([Unknown()], 0, torch.bfloat16, False) is None
+
+
+def layer_and_optimizer(threads: int = 1) -> tuple[nn.Sequential, BucketedOptimizer]:
+    """Two layers, each a unit, under workers."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    units = [(layer, list(layer.parameters())) for layer in model]
+    return model, overlap_cpu_offload(plain, units, model=model, threads=threads)
+
+
+def test_what_a_worker_raises_stops_the_forward_that_needs_it_with_the_workers_traceback() -> None:
+    """Oracle: the frame that failed is in the traceback; a unit that is not reached raises at the next flush."""
+    for failing, reached in ((0, 2), (1, 1)):
+        model, optimizer = layer_and_optimizer()
+
+        def burst(flat: Tensor) -> None:
+            raise ArithmeticError("burst")
+
+        optimizer.buckets[failing].update = burst  # type: ignore[method-assign]
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        with pytest.raises(ArithmeticError, match="burst") as raised:
+            if reached == 1:
+                model[0](torch.ones(1, 4))
+                optimizer.flush()
+            else:
+                model(torch.ones(1, 4))
+        assert any(entry.name == "burst" for entry in raised.traceback)
+
+
+def test_workers_share_the_threads_and_leave_those_of_others_alone() -> None:
+    """Oracle: torch.get_num_threads in the workers, in this thread, and in one that starts afterwards."""
+    before = torch.get_num_threads()
+    for threads, expected in ((1, [1]), (6, [3, 3]), (7, [3, 3])):
+        workers = Workers(threads)
+        seen = list(workers.map(lambda _: torch.tensor(torch.get_num_threads()), [torch.ones(())] * len(expected)))
+        assert [int(number) for number in seen] == expected
+        assert torch.get_num_threads() == before
+    with cpu_threads(before + 1):
+        assert torch.get_num_threads() == before + 1
+    assert torch.get_num_threads() == before
+
+
+def test_a_rank_gets_its_share_of_the_cores_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: eight cores, of one rank, two and sixteen."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    assert [threads_per_rank(ranks) for ranks in (1, 2, 16)] == [8, 4, 1]

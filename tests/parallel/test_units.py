@@ -1,0 +1,58 @@
+"""Units: what a strategy says about which forward needs which parameters."""
+
+import pytest
+from torch import nn
+
+from fsdptoys.config import Config
+from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
+from fsdptoys.parallel.fsdp import Wrap
+from fsdptoys.parallel.precision import DType
+from fsdptoys.trainer import Trainer
+from scripts.ranks import run_ranks
+from tests.parallel.runs import TINY, make_config, tiny_model
+
+PARALLELS: dict[str, ParallelConfig] = {
+    "single": SingleConfig(),
+    "ddp": DDPConfig(),
+    "ddp bf16": DDPConfig(param_dtype=DType.bfloat16),
+    "fsdp1": FSDP1Config(),
+    "fsdp1 flat": FSDP1Config(use_orig_params=False),
+    "fsdp2": FSDP2Config(),
+    "fsdp2 parts": FSDP2Config(wrap=Wrap.block_attn_mlp),
+}
+
+
+def walk(configs: list[Config]) -> list[tuple[list[int], list[int], bool]]:
+    """Order of units, order in which their modules' forwards began, and whether each parameter came once."""
+    rows = []
+    for config in configs:
+        trainer = Trainer(config)
+        units = trainer.strategy.units()
+        began: list[int] = []
+
+        def hook(module: nn.Module, *_: object, began: list[int] = began, units: list = units) -> None:
+            began.append([unit for unit, _ in units].index(module))
+
+        for module, _ in units:
+            module.register_forward_pre_hook(hook)
+        trainer.train()
+        named = [param for _, params in units for param in params]
+        whole = [param for _, param in trainer.strategy.named_parameters()]
+        once = len(named) == len(set(named)) and set(named) == set(whole)
+        rows.append((list(range(len(units))), began, once))
+    return rows
+
+
+@pytest.mark.parametrize("name", PARALLELS)
+def test_units_hold_every_parameter_once_in_the_order_of_the_forward(name: str) -> None:
+    """Oracle: forward hooks during a step, and the strategy's own list of parameters; every family, tied weights."""
+    parallel = PARALLELS[name]
+    ranks = 1 if name == "single" else 2
+    models = [tiny_model(), tiny_model(tie_embeddings=True), *TINY.values()]
+    configs = [make_config(parallel, ranks, model=model, steps=1, grad_accum=1, seq_len=8) for model in models]
+    for config, (units, began, once) in zip(configs, run_ranks(ranks, walk, configs)[0], strict=True):
+        smallest = config.model.n_layers * (3 if name == "fsdp2 parts" else 1) + 1
+        assert once
+        assert len(units) >= smallest or name == "ddp bf16"
+        if parallel.defers_updates:
+            assert began == units
