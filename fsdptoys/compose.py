@@ -4,6 +4,7 @@ Every group's YAML starts from a ``base_<name>`` schema that is registered here,
 get in. ``experiment`` is the one group without a schema: it overrides the others.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ from .mesh import MeshConfig
 from .metrics import MetricsConfig
 from .models import FAMILIES, ModelConfig
 from .optim import AdamWConfig, SGDConfig
-from .overrides import check_groups, check_values, list_choices, list_defaults, parse_overrides, schema_name
+from .overrides import Option, check_groups, check_values, list_choices, list_defaults, parse_overrides, schema_name
 from .parallel import DDPConfig, FSDP1Config, FSDP2Config, SingleConfig
 
 CONFIG_MODULE = "fsdptoys.configs"
@@ -39,6 +40,13 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "metrics": {"default": MetricsConfig},
 }
 """Group → ``base_<name>`` that its YAML files start from → dataclass."""
+
+ROOT_OPTIONS = {
+    field.name: Option(Any, field.default)
+    for field in dataclasses.fields(Config)
+    if field.default is not dataclasses.MISSING
+}
+"""Keys that stand in no section."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +80,14 @@ def compose(overrides: Sequence[str]) -> Composition:
     check_groups(parsed, choices, list_defaults())
     groups = [str(override.input_line) for override in parsed if override.key_or_group in choices]
     tree = _compose_tree(groups)
-    sections = {str(key): _schema(tree, str(key)) for key in tree if key != "hydra"}
+    sections = {str(key): _schema(tree, str(key)) for key in tree if key not in ("hydra", *ROOT_OPTIONS)}
 
     def others(group: str) -> tuple[str, dict[str, type]]:
         of_names = SCHEMAS.get(group, {})  # an experiment has none: it overrides other groups
         schemas = {name: of_names[schema_name(group, name)] for name in choices[group]} if of_names else {}
         return str(tree.hydra.runtime.choices[group]), schemas
 
-    check_values(parsed, sections, list(choices), others)
+    check_values(parsed, sections, ROOT_OPTIONS, list(choices), others)
     tree = _compose_tree(overrides)
     chosen = {group: tree.hydra.runtime.choices[group] for group in choices}
     with open_dict(tree):

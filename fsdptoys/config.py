@@ -16,12 +16,14 @@ from .checkpoint import CheckpointConfig, open_init_from
 from .data import DataConfig
 from .device import DEVICE_TYPES
 from .errors import ConfigError
-from .memory import GradientCheckpointing, MemoryConfig
+from .memory import CPUOffloadExecutor, GradientCheckpointing, MemoryConfig, resolve_schedule
 from .mesh import MeshConfig
 from .metrics import MetricsConfig
-from .models import ModelConfig
+from .models import ModelConfig, MoEConfig
 from .optim import Implementation, OptimConfig, WeightDecayOn
 from .parallel import ParallelConfig
+from .patches import check_patches
+from .profiler import ProfileConfig
 
 MAX_TIMEOUT_SECONDS = 30 * 24 * 3600
 
@@ -56,6 +58,12 @@ class TrainConfig:
     """Evaluate the held-out part after every so many steps, and after the last; 0 for never."""
     eval_batches: int = 8
     """Micro-batches on each rank an evaluation."""
+    label_smoothing: float = 0.0
+    """Share of each label that is spread evenly over the vocabulary; evaluation does without."""
+    z_loss_coef: float = 0.0
+    """Weight of logsumexp(logits)², which keeps the logits from drifting; evaluation does without."""
+    compile: bool = False
+    """Compile each block with ``torch.compile``."""
     deterministic: bool = False
     """Deterministic kernels and float64 reductions: the same bits whatever the layout, on 1, 2, 4, 8, … ranks."""
     seed: int = 0
@@ -72,6 +80,12 @@ class TrainConfig:
         for name in ("batch_size", "seq_len", "steps", "grad_accum", "eval_batches"):
             _at_least(f"train.{name}", getattr(self, name), 1)
         _at_least("train.eval_every", self.eval_every, 0)
+        _at_least("train.z_loss_coef", self.z_loss_coef, 0)
+        if not 0 <= self.label_smoothing < 1:
+            raise ConfigError(
+                f"train.label_smoothing={self.label_smoothing} must be at least 0 and below 1; "
+                "set train.label_smoothing=0.1"
+            )
         for name in ("max_grad_norm", "max_seconds"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value > 0):
@@ -138,7 +152,10 @@ class Config:
     train: TrainConfig
     checkpoint: CheckpointConfig
     metrics: MetricsConfig
+    profile: ProfileConfig
     launch: LaunchConfig
+    patches: Any = "auto"
+    """Fixes of PyTorch to apply, [NAME,...]; auto for those that its version and the strategy need, [] for none."""
 
     def validate(self, world_size: int, device_type: str) -> None:
         """Replace every ``auto`` by its value and check all rooms against each other, before any worker starts.
@@ -156,8 +173,14 @@ class Config:
         self._check_model()
         self._check_optimizer(device_type)
         self.parallel.validate(world_size, self.mesh, device_type, self.memory.cpu_offload)
+        self._check_memory()
         self.data.validate(self.train.seq_len, self.model.vocab_size)
         self._check_evaluation()
+        self.profile.validate(world_size, device_type, self.train.steps)
+        try:
+            check_patches(self.patches, self.parallel.name)
+        except ValueError as mistake:  # patches know no ConfigError, but their sentences are made the same way
+            raise ConfigError(str(mistake)) from mistake
         if self.model.init_from is not None:
             with torch.device("meta"):
                 open_init_from(self.model.build())
@@ -169,11 +192,37 @@ class Config:
                 f"train.seq_len={train.seq_len} is over the model's model.max_seq_len={model.max_seq_len}; "
                 f"set train.seq_len={model.max_seq_len}"
             )
-        checkpointed = memory.gradient_checkpointing is not GradientCheckpointing.none
-        if checkpointed and memory.checkpointing_start_index >= model.n_layers:
+        if memory.checkpoints and memory.checkpointing_start_index >= model.n_layers:
             raise ConfigError(
                 f"memory.checkpointing_start_index={memory.checkpointing_start_index} is past the last of the model's "
                 f"{model.n_layers} layers; set memory.checkpointing_start_index=0 to checkpoint every block"
+            )
+
+    def _check_memory(self) -> None:
+        memory, parallel = self.memory, self.parallel
+        if memory.cpu_offload_executor is CPUOffloadExecutor.overlapped and parallel.name != "fsdp2":
+            raise ConfigError(
+                f"memory.cpu_offload_executor=overlapped is not an option of parallel={parallel.name}; set "
+                "parallel=fsdp2 or memory.cpu_offload_executor=native"
+            )
+        if memory.optimizer_offload and self.optim.state_bytes == 0:
+            raise ConfigError(
+                f"memory.optimizer_offload=true moves states, of which optim={self.optim.name} keeps none as set; "
+                "leave it out or set optim.momentum=0.9"
+            )
+        if memory.optimizer_offload:
+            memory.offload_schedule = resolve_schedule(memory.offload_schedule, parallel.name, parallel.defers_updates)
+        if memory.checkpointing_budget is not None and not self.train.compile:
+            raise ConfigError(
+                f"memory.checkpointing_budget={memory.checkpointing_budget} acts through the compiler; set "
+                "train.compile=true"
+            )
+        hidden = parallel.hooks_parts_of_blocks or memory.activation_offload or isinstance(self.model, MoEConfig)
+        if self.train.compile and memory.gradient_checkpointing is GradientCheckpointing.selective and hidden:
+            raise ConfigError(
+                "memory.gradient_checkpointing=selective cannot see into what train.compile=true compiles where there "
+                "are experts, parallel.wrap=block_attn_mlp or memory.activation_offload=true; set "
+                "memory.gradient_checkpointing=full"
             )
 
     def _check_optimizer(self, device_type: str) -> None:
@@ -188,6 +237,9 @@ class Config:
                 f"train.grad_accum={self.train.grad_accum} with train.deterministic=true reduces after every "
                 "micro-batch, which FSDP1 cannot add up under memory.cpu_offload=true; set parallel=fsdp2"
             )
+        if self._updates_on_cpu and self.optim.implementation is Implementation.auto:
+            # On a CPU it is several times as fast as what PyTorch would choose.
+            self.optim.implementation = Implementation.fused
         fused = self.optim.implementation is Implementation.fused
         if fused and self.optim.name == "sgd" and self.parallel.name == "fsdp2":
             raise ConfigError(
@@ -207,6 +259,11 @@ class Config:
                 "optim.weight_decay_on=matrices cannot tell parameters apart under parallel.use_orig_params=false; "
                 "set optim.weight_decay_on=all or parallel.use_orig_params=true"
             )
+
+    @property
+    def _updates_on_cpu(self) -> bool:
+        """Whether AdamW runs over offloaded parameters, and may round as it likes."""
+        return self.memory.cpu_offload and self.optim.name == "adamw" and not self.train.deterministic
 
     def _check_evaluation(self) -> None:
         train = self.train

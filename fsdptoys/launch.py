@@ -35,6 +35,7 @@ from .config import DeviceChoice, LaunchConfig
 from .device import Device, available_device_type, device_count
 from .errors import ConfigError
 from .parallel import SingleConfig
+from .profiler import ExplainedOutOfMemoryError
 
 CPU_RANKS = 2
 """Ranks on a machine without accelerator: the fewest that shard."""
@@ -311,6 +312,8 @@ def run_as_worker(work: Callable[[], None]) -> int:
     except Exception as error:
         mistake = isinstance(error, ConfigError)
         told = f"fsdptoys: {error}" if mistake else traceback.format_exc()
+        if isinstance(error, ExplainedOutOfMemoryError):
+            told = str(error)  # it says what was being done
         rank = os.environ.get("RANK", "0")
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
             _record(Path(os.environ["TORCHELASTIC_ERROR_FILE"]), int(rank), error, told)

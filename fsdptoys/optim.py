@@ -79,6 +79,11 @@ class OptimConfig(ABC):
             if not 0 <= value <= 1:
                 raise ConfigError(f"optim.{name}={value} must be between 0 and 1; set optim.{name}=0.1")
 
+    @property
+    @abstractmethod
+    def state_bytes(self) -> int:
+        """Bytes of state for each element of a parameter."""
+
     @abstractmethod
     def build(self, params: list[dict[str, object]]) -> torch.optim.Optimizer:
         """Construct the optimizer over parameter groups."""
@@ -107,6 +112,11 @@ class AdamWConfig(OptimConfig):
         if not (math.isfinite(self.eps) and self.eps > 0):
             raise ConfigError(f"optim.eps={self.eps} must be a finite number above 0; set optim.eps=1e-08")
 
+    @property
+    def state_bytes(self) -> int:
+        """Two means in float32."""
+        return 8
+
     def build(self, params: list[dict[str, object]]) -> torch.optim.Optimizer:
         """Construct ``torch.optim.AdamW``."""
         return torch.optim.AdamW(
@@ -132,6 +142,11 @@ class SGDConfig(OptimConfig):
             raise ConfigError(f"optim.momentum={self.momentum} must be at least 0 and below 1; set optim.momentum=0.9")
         if self.nesterov and self.momentum == 0:
             raise ConfigError("optim.nesterov=true needs momentum; set optim.momentum=0.9 or optim.nesterov=false")
+
+    @property
+    def state_bytes(self) -> int:
+        """The running sum in float32, where there is momentum."""
+        return 4 if self.momentum else 0
 
     def build(self, params: list[dict[str, object]]) -> torch.optim.Optimizer:
         """Construct ``torch.optim.SGD``."""

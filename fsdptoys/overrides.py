@@ -27,9 +27,7 @@ from .errors import ConfigError
 
 CONFIGS = Path(__file__).parent / "configs"
 
-RESERVED = {"memory.chunk_loss", "memory.chunk_tokens", "memory.activation_offload", "profile", "patches"} | {
-    f"checkpoint.{word}" for word in ("resume", "every", "keep", "async_save")
-}
+RESERVED = {f"checkpoint.{word}" for word in ("resume", "every", "keep", "async_save")}
 """Keys and sections that a user may know from elsewhere, and that must not be taken for a near miss of another."""
 
 HELP = "see fsdptoys train --help for all keys"
@@ -151,13 +149,18 @@ def _refuse_plus(override: Override) -> None:
 
 
 def check_values(
-    overrides: Sequence[Override], sections: Mapping[str, type], groups: Sequence[str], others: "Others"
+    overrides: Sequence[Override],
+    sections: Mapping[str, type],
+    roots: Mapping[str, Option],
+    groups: Sequence[str],
+    others: "Others",
 ) -> None:
     """Check every key and the type of its value.
 
     Args:
         overrides: all of them; groups are left out here.
         sections: first part of a key → dataclass that holds the rest, as chosen.
+        roots: keys that stand in no section.
         groups: names of the groups, for suggestions.
         others: called for a section, returns dataclass and name of each choice of that group, and what is chosen.
 
@@ -166,7 +169,7 @@ def check_values(
     """
     options = {
         key: option for section, schema in sections.items() for key, option in list_options(schema, section).items()
-    }
+    } | dict(roots)
     for override in overrides:
         key = override.key_or_group
         if key in groups:
@@ -287,6 +290,9 @@ def _mismatch(wanted: Any, value: Any, raw: str) -> tuple[str | None, str | None
         if isinstance(value, list) and not any(isinstance(item, (list, dict)) or item is None for item in value):
             return None, None
         return "a list", f"[{raw}]" if isinstance(value, (str, int, float)) else None
+    if wanted is Any:  # one word, or several
+        words = value if isinstance(value, list) else [value]
+        return (None if all(isinstance(word, str) for word in words) else "a word or a list of words"), None
     assert wanted is str, f"no option may have the type {wanted}"
     return (None if isinstance(value, (str, int, float)) else "text"), None
 

@@ -7,13 +7,13 @@ Every rank runs the same page. Rank 0 alone has a recorder, which prints and wri
 """
 
 import dataclasses
+import functools
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from datetime import timedelta
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -22,14 +22,34 @@ from torch import Tensor
 from .checkpoint import WEIGHTS_FOLDER, open_init_from, save_weights
 from .config import Config
 from .data import BatchStream, TextConfig, TextDataset, eval_batches
-from .device import Device, available_device_type, float64_collectives
-from .memory import IGNORE_INDEX, apply_checkpointing, cross_entropy_sum
-from .metrics import Recorder, StepMetrics, environment, step_metrics
+from .device import float64_collectives
+from .memory import (
+    IGNORE_INDEX,
+    ActivationOffload,
+    BucketedOptimizer,
+    CPUOffloadExecutor,
+    Objective,
+    Workers,
+    build_loss,
+    checkpoint_blocks,
+    compile_blocks,
+    cpu_threads,
+    cross_entropy_sum,
+    offload_optimizer,
+    overlap_cpu_offload,
+    threads_per_rank,
+)
+from .metrics import PROFILE_FOLDER, Recorder, StepMetrics, environment, step_metrics
+from .models import DecoderModel
 from .optim import build_optimizer, build_schedule
 from .parallel import ParallelContext, seeded
 from .parallel.precision import DType
+from .patches import apply_patches
+from .process import deterministic_kernels, device_of, process_group
+from .profiler import Profiler, Situation, explain_out_of_memory
 from .routing import build_routing_balance
 from .sampling import generate
+from .situation import situation
 
 
 def train(config: Config) -> "Trainer":
@@ -43,36 +63,11 @@ def train(config: Config) -> "Trainer":
     """
     with process_group(config):
         trainer = Trainer(config)
-        trainer.run()
+        try:
+            trainer.run()
+        finally:
+            trainer.patches.undo()
         return trainer
-
-
-@contextmanager
-def process_group(config: Config) -> Iterator[None]:
-    """Join the ranks that the environment names (as torchrun sets it), unless a process group is up already."""
-    if dist.is_initialized():
-        yield
-        return
-    device = _device(config)
-    os.environ.setdefault("MASTER_ADDR", "localhost")
-    os.environ.setdefault("MASTER_PORT", "0")
-    dist.init_process_group(
-        device.backend,
-        rank=int(os.environ.get("RANK", 0)),
-        world_size=int(os.environ.get("WORLD_SIZE", 1)),
-        timeout=timedelta(seconds=config.launch.timeout_seconds),
-        device_id=device.torch_device if device.is_accelerator else None,
-    )
-    try:
-        yield
-    finally:
-        # After an exception the other ranks may hang in a collective; destroying would wait for them.
-        if sys.exc_info()[0] is None:
-            # gloo's threads need the interpreter to free the tensors of the last collective. A group that is destroyed
-            # before they did (or an interpreter that ends) waits for them while they wait for it: seen with torch
-            # 2.13 as a hang or "terminate called". Waiting for the others lets them; a barrier has no tensors.
-            dist.barrier()
-            dist.destroy_process_group()
 
 
 class Trainer:
@@ -80,11 +75,13 @@ class Trainer:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        train = config.train
+        train, memory = config.train, config.memory
         assert train.init_seed is not None and train.data_seed is not None, "the config must have been validated"
 
         # 1. Where we run.
-        self.device = _device(config)
+        self.device = device_of(config)
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        self._cpu_threads = memory.cpu_threads or threads_per_rank(local_ranks)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         context = ParallelContext(
             device=self.device,
@@ -96,22 +93,31 @@ class Trainer:
         )
 
         # 2. The model: a plan without memory, then checkpointing, then sharding, memory and initial values.
+        self.patches = apply_patches(config.patches, config.parallel.name)
         with torch.device("meta"):
             model = config.model.build()
         self.flops_per_token = model.flops_per_token(train.seq_len)
         self.parameter_count = model.parameter_counts().total
         matrix_names = {name for name, param in model.named_parameters() if param.ndim >= 2}
-        apply_checkpointing(config.memory, model.layers)
+        self._prepare_blocks(model)
         self.strategy = config.parallel.build(context)
         local = self.strategy.local_data_ranks
         self.routing = build_routing_balance(model, self.device.torch_device, local)
-        self.strategy.parallelize(
-            model,
-            open_init_from(model).fill if config.model.init_from else seeded(model.init_rows, train.init_seed),
-        )
+        fill = open_init_from(model).fill if config.model.init_from else seeded(model.init_rows, train.init_seed)
+        with explain_out_of_memory(
+            self.device, lambda: situation(config, self.world_size, self.rank, 0, "construction")
+        ):
+            self.strategy.parallelize(model, fill)
 
-        # 3. What updates it.
-        self.optimizer = build_optimizer(config.optim, self.strategy.named_parameters(), matrix_names)
+        # 3. What is minimised, and what updates it.
+        self.loss_fn = build_loss(
+            memory.chunk_loss,
+            None if memory.chunk_tokens == "auto" else int(memory.chunk_tokens),
+            memory.chunk_grad_dtype,
+            Objective(train.label_smoothing, train.z_loss_coef),
+        )
+        optimizer = build_optimizer(config.optim, self.strategy.named_parameters(), matrix_names)
+        self.optimizer = self._offload(optimizer)
         self.schedule = build_schedule(config.optim, self.optimizer, train.steps)
 
         # 4. What it learns from: this process's share of every global batch.
@@ -126,11 +132,57 @@ class Trainer:
             fingerprint=self.dataset.fingerprint,
         )
         self.history: list[StepMetrics] = []
+        self._phase = "forward"
+
+    def _prepare_blocks(self, model: DecoderModel) -> None:
+        """Checkpoint and compile the blocks, in this order, before anything wraps them."""
+        memory, train = self.config.memory, self.config.train
+        checkpoint_blocks(
+            model.layers,
+            memory.gradient_checkpointing,
+            start_index=memory.checkpointing_start_index,
+            every=memory.checkpointing_every,
+            save=memory.checkpointing_save,
+            offload=ActivationOffload(self.device.torch_device) if memory.activation_offload else None,
+        )
+        if train.compile:
+            compile_blocks(
+                model.layers, memory.checkpointing_budget, inner_hooks=self.config.parallel.hooks_parts_of_blocks
+            )
+
+    def _offload(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Let the optimizer's states, or all its work, take place elsewhere, if that is asked for."""
+        memory, strategy = self.config.memory, self.strategy
+        if memory.optimizer_offload:
+            assert self.config.train.init_seed is not None
+            return offload_optimizer(
+                optimizer,
+                strategy.units(),
+                memory,
+                device=self.device,
+                model=strategy.model,
+                schedule=memory.offload_schedule,
+                seed=self.config.train.init_seed,
+                rank=self.rank,
+                units_ahead=strategy.units_ahead,
+                gather_after=strategy.gather_after,
+            )
+        if memory.cpu_offload_executor is CPUOffloadExecutor.overlapped:
+            return overlap_cpu_offload(
+                optimizer,
+                strategy.units(),
+                model=strategy.model,
+                threads=self._cpu_threads,
+                units_ahead=strategy.units_ahead,
+                on_updated=strategy.mirror_parameters(),
+            )
+        return optimizer
 
     def run(self) -> None:
         """Take the steps, evaluate, keep the weights, sample, and leave the run directory behind."""
         with self._recorder() if self.rank == 0 else nullcontext() as recorder:
-            stop_reason = self.train(recorder.step if recorder else None)
+            profiler = self._profiler(recorder)
+            stop_reason = self.train(recorder.step if recorder else None, profiler)
             sample = None
             try:
                 if self.config.checkpoint.final_weights:
@@ -139,29 +191,34 @@ class Trainer:
             finally:
                 # A disk that is too full for weights must not cost the results too.
                 if recorder:
-                    recorder.finish(stop_reason, sample)
+                    recorder.finish(stop_reason, sample, profiler.summary_markdown())
 
-    def train(self, on_step: Callable[[StepMetrics], None] | None = None) -> str:
+    def train(self, on_step: Callable[[StepMetrics], None] | None = None, profiler: Profiler | None = None) -> str:
         """Take the steps, with evaluations in between, and say why they ended.
 
         Args:
             on_step: called after each step, on this rank.
+            profiler: a ``Profiler`` that is told of each step.
         """
         train = self.config.train
         started = time.perf_counter()
         self.device.reset_peak_memory()
-        with deterministic_kernels(train.deterministic):
+        with deterministic_kernels(train.deterministic), profiler or nullcontext() as watching:
             for step in range(1, train.steps + 1):
-                metrics, out_of_time = self._train_step(step, started)
-                last = out_of_time or step == train.steps
-                if train.eval_every and (last or step % train.eval_every == 0):
-                    metrics = dataclasses.replace(metrics, eval_loss=self._evaluate())
+                with explain_out_of_memory(self.device, functools.partial(self._situation, step)):
+                    metrics, out_of_time = self._train_step(step, started)
+                    last = out_of_time or step == train.steps
+                    if train.eval_every and (last or step % train.eval_every == 0):
+                        metrics = dataclasses.replace(metrics, eval_loss=self._evaluate())
                 self.history.append(metrics.without_counts())
                 if on_step:
                     on_step(metrics)
-                if out_of_time and step < train.steps:
-                    return f"train.max_seconds={train.max_seconds:g} reached"
-        return "all steps done"
+                if watching:
+                    watching.step(step)
+                if last:
+                    break
+            self._finish_updates()
+        return "all steps done" if step == train.steps else f"train.max_seconds={train.max_seconds:g} reached"
 
     def _train_step(self, step: int, run_started: float) -> tuple[StepMetrics, bool]:
         """One optimizer step over a global batch, and whether any rank is out of time after it."""
@@ -184,9 +241,11 @@ class Trainer:
             if self.routing:
                 self.routing.before_forward(strategy.model, index, microbatches)
             with strategy.microbatch(index, len(microbatches)):
-                loss = strategy.model(tokens_BT.to(device), labels_BT.to(device), cross_entropy_sum)
+                self._phase = "forward"
+                loss = strategy.model(tokens_BT.to(device), labels_BT.to(device), self.loss_fn)
                 if self.routing:
                     self.routing.before_backward()
+                self._phase = "backward"
                 (loss * (strategy.loss_scale / max(1, valid))).backward()
             loss_sum += loss.detach()
         out_of_time = train.max_seconds is not None and time.perf_counter() - run_started > train.max_seconds
@@ -194,9 +253,9 @@ class Trainer:
         dist.all_reduce(totals)
 
         # 3. Clip and update.
-        grad_norm = strategy.clip_grad_norm(train.max_grad_norm or math.inf)
+        self._phase = "optimizer"
         learning_rate = float(self.schedule.get_last_lr()[0])
-        self.optimizer.step()
+        grad_norm = self._clip_and_update(train.max_grad_norm or math.inf)
         self.schedule.step()
         self.optimizer.zero_grad(set_to_none=strategy.frees_gradients)
         routing = self.routing.end_step() if self.routing else None
@@ -220,11 +279,31 @@ class Trainer:
         )
         return metrics, ranks_out_of_time > 0
 
+    def _clip_and_update(self, max_norm: float) -> Tensor:
+        """Take the optimizer's step, or begin it, and return the norm of the gradients before clipping."""
+        strategy, optimizer = self.strategy, self.optimizer
+        on_cpu = self.config.memory.cpu_offload_executor is CPUOffloadExecutor.native and self.config.memory.cpu_offload
+        with cpu_threads(self._cpu_threads) if on_cpu else nullcontext():
+            if isinstance(optimizer, BucketedOptimizer):
+                map_parts = optimizer.executor.map if isinstance(optimizer.executor, Workers) else map
+                grad_norm = strategy.clip_grad_norm(max_norm, optimizer.scale_gradients, map_parts)
+            else:
+                grad_norm = strategy.clip_grad_norm(max_norm)
+            optimizer.step()
+        return grad_norm
+
+    def _finish_updates(self) -> None:
+        """Have the parameters as the last step left them, before anything but a forward reads them."""
+        if isinstance(self.optimizer, BucketedOptimizer):
+            self.optimizer.flush()
+
     @torch.no_grad()
     def _evaluate(self) -> float:
         """Mean loss over the first batches of the held-out part, in nats a token."""
         train, device = self.config.train, self.device.torch_device
         assert self.dataset.eval is not None
+        self._phase = "evaluation"
+        self._finish_updates()
         self.strategy.model.eval()
         loss_sum, valid = self._zero(), self._zero()
         for tokens_BT, labels_BT in eval_batches(
@@ -265,6 +344,19 @@ class Trainer:
         dtype = torch.float64 if float64_collectives(self.device.type) else torch.float32
         return torch.zeros((), dtype=dtype, device=self.device.torch_device)
 
+    def _situation(self, step: int) -> Situation:
+        params = (param for _, param in self.strategy.named_parameters())
+        return situation(self.config, self.world_size, self.rank, step, self._phase, params, self.optimizer)
+
+    def _profiler(self, recorder: Recorder | None) -> Profiler:
+        """Every chosen rank writes into the run directory, of which rank 0 alone knows the name."""
+        profile, folder = self.config.profile, None
+        if profile.enabled or profile.snapshot:
+            told = [recorder.run_dir / PROFILE_FOLDER if recorder else None]
+            dist.broadcast_object_list(told, device=self.device.torch_device)
+            folder = told[0]
+        return Profiler(profile, self.device, self.rank, folder, message=recorder.message if recorder else None)
+
     def _recorder(self) -> Recorder:
         references = {
             "unigram entropy of the data": self.dataset.unigram_entropy_nats,
@@ -274,31 +366,8 @@ class Trainer:
             self.config.metrics,
             title=f"{self.config.model.name}-{self.config.parallel.name}",
             config_tree=self.config.to_dict(),
-            environment=environment(self.device, self.world_size, sys.argv),
+            environment=environment(self.device, self.world_size, sys.argv)
+            | {"patches_of_pytorch": dict(self.patches.report) or "none"},
             steps=self.config.train.steps,
             references={label: nats for label, nats in references.items() if nats is not None},
         )
-
-
-@contextmanager
-def deterministic_kernels(wanted: bool) -> Iterator[None]:
-    """Let PyTorch choose deterministic kernels only, and leave its settings as they were."""
-    if not wanted:
-        yield
-        return
-    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
-    # cuBLAS reads this when its first handle is made; without it PyTorch refuses deterministic matrix products.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0])
-        torch.backends.cudnn.benchmark = before[1]
-
-
-def _device(config: Config) -> Device:
-    chosen = config.launch.device.value
-    device_type = available_device_type() if chosen == "auto" else chosen
-    return Device(device_type, int(os.environ.get("LOCAL_RANK", 0)))

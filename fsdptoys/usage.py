@@ -113,7 +113,11 @@ def _groups() -> list[str]:
 def _keys() -> list[str]:
     classes, choices = _read_classes(Path(__file__).parent), list_choices()
     lines = []
-    for section, annotation, _ in classes["Config"].fields:
+    roots = []
+    for section, annotation, default in classes["Config"].fields:
+        if annotation not in classes:  # a key of its own
+            roots.append(f"  {f'{section}={default}':<42} {classes['Config'].docs[section]}")
+            continue
         base = classes[annotation]
         lines += ["", f"{section}: {base.doc}", *_fields(classes, annotation, section)]
         for name, found in classes.items():
@@ -129,7 +133,7 @@ def _keys() -> list[str]:
                 continue
             own = _fields(classes, name, section, without=annotation)
             lines += [f" with {heading}: {found.doc}", *own] if own else []
-    return lines
+    return ["", *roots, *lines] if roots else lines
 
 
 def _presets(group: str, family: str) -> list[str]:

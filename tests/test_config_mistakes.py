@@ -9,6 +9,7 @@ import pytest
 
 from fsdptoys.compose import compose_config
 from fsdptoys.errors import ConfigError
+from fsdptoys.memory import SAVED_OPERATORS
 from fsdptoys.metrics import check_run_dir
 
 ROOT = Path(__file__).parents[1]
@@ -153,7 +154,52 @@ MISTAKES = {
     "model.init_std=-1": "model.init_std=-1.0 must be a finite number above 0; set model.init_std=0.02",
     "model.rope_scaling.high_freq_factor=0.5": "model.rope_scaling.high_freq_factor=0.5 must be at least "
     "model.rope_scaling.low_freq_factor=1.0; set model.rope_scaling.high_freq_factor=4.0",
-    "memory.chunk_loss=true": "memory.chunk_loss=true names something that this version does not have; leave it out",
+    "train.label_smoothing=1": "train.label_smoothing=1.0 must be at least 0 and below 1; "
+    "set train.label_smoothing=0.1",
+    "train.z_loss_coef=-1": "train.z_loss_coef=-1.0 must be at least 0; set train.z_loss_coef=0",
+    "patches=3": "patches=3 must be a word or a list of words; set patches=auto",
+    # Switches of memory.
+    "memory.chunk_loss=true memory.chunk_tokens=many": "memory.chunk_tokens=many must be auto or a number of tokens; "
+    "set memory.chunk_tokens=auto",
+    "memory.chunk_loss=true memory.chunk_tokens=0": "memory.chunk_tokens=0 must be at least 1; "
+    "set memory.chunk_tokens=1",
+    "memory.chunk_tokens=512": "memory.chunk_tokens=512 does nothing as set; set memory.chunk_loss=true or leave it "
+    "out",
+    "memory.chunk_grad_dtype=bfloat16": "memory.chunk_grad_dtype=bfloat16 does nothing as set; "
+    "set memory.chunk_loss=true or leave it out",
+    "memory.checkpointing_start_index=1": "memory.checkpointing_start_index=1 does nothing as set; "
+    "set memory.gradient_checkpointing=full or leave it out",
+    "memory.gradient_checkpointing=full memory.checkpointing_every=0": "memory.checkpointing_every=0 must be at least "
+    "1; set memory.checkpointing_every=1",
+    "memory.gradient_checkpointing=full memory.checkpointing_save=[mm]": "memory.checkpointing_save=[mm] does nothing "
+    "as set; set memory.gradient_checkpointing=selective or leave it out",
+    "memory.gradient_checkpointing=selective memory.checkpointing_save=[mul]": "memory.checkpointing_save names mul, "
+    f"which is none of {', '.join(SAVED_OPERATORS)}; set memory.checkpointing_save=[{','.join(SAVED_OPERATORS)}]",
+    "train.compile=true memory.checkpointing_budget=2": "memory.checkpointing_budget=2.0 must be between 0 and 1; "
+    "set memory.checkpointing_budget=0.5",
+    "memory.checkpointing_budget=0.5": "memory.checkpointing_budget=0.5 acts through the compiler; "
+    "set train.compile=true",
+    "train.compile=true memory.checkpointing_budget=0.5 memory.gradient_checkpointing=full": "memory."
+    "checkpointing_budget=0.5 lets the compiler choose what is computed again, which "
+    "memory.gradient_checkpointing=full does already; set memory.gradient_checkpointing=none",
+    "memory.activation_offload=true": "memory.activation_offload=true moves what checkpointed blocks save, and none is "
+    "checkpointed; set memory.gradient_checkpointing=full",
+    "memory.offload_fraction=0.5": "memory.offload_fraction=0.5 does nothing as set; set memory.optimizer_offload=true "
+    "or leave it out",
+    "memory.optimizer_offload=true memory.offload_fraction=1.5": "memory.offload_fraction=1.5 must be between 0 and 1; "
+    "set memory.offload_fraction=0.5",
+    "memory.optimizer_offload=true memory.offload_bucket_mib=0": "memory.offload_bucket_mib=0 must be at least 1; "
+    "set memory.offload_bucket_mib=1",
+    "parallel=fsdp1 memory.optimizer_offload=true memory.offload_schedule=lazy": "memory.offload_schedule=lazy is not "
+    "an option of parallel=fsdp1; set memory.offload_schedule=pipelined or parallel=fsdp2",
+    "train.compile=true memory.gradient_checkpointing=selective parallel.wrap=block_attn_mlp": "memory."
+    "gradient_checkpointing=selective cannot see into what train.compile=true compiles where there are experts, "
+    "parallel.wrap=block_attn_mlp or memory.activation_offload=true; set memory.gradient_checkpointing=full",
+    "memory.optimizer_offload=true optim=sgd optim.momentum=0": "memory.optimizer_offload=true moves states, of which "
+    "optim=sgd keeps none as set; leave it out or set optim.momentum=0.9",
+    "memory.cpu_offload=true memory.cpu_threads=0": "memory.cpu_threads=0 must be at least 1; set memory.cpu_threads=1",
+    "memory.cpu_offload_executor=overlapped": "memory.cpu_offload_executor=overlapped does nothing as set; "
+    "set memory.cpu_offload=true or leave it out",
     "checkpoint.resume=auto": "checkpoint.resume=auto names something that this version does not have; leave it out",
 }
 

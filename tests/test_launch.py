@@ -33,6 +33,7 @@ import os, signal, sys, time
 from pathlib import Path
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch import run_as_worker
+from fsdptoys.profiler import ExplainedOutOfMemoryError
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 rank, how = int(os.environ["RANK"]), sys.argv[1]
@@ -46,6 +47,8 @@ def work():
         dist.all_reduce(torch.ones(1))
     if how == "mistake":
         raise ConfigError("train.steps=0 must be at least 1; set train.steps=1")
+    if how == "memory" and rank == 1:
+        raise ExplainedOutOfMemoryError("host memory ran out on rank 1 in the forward of step 1")
     if how == "kill" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "exit" and rank == 1:
@@ -101,11 +104,12 @@ def test_exception_of_a_worker_is_shown_once_with_its_rank(folder: Path) -> None
     "how, status, told",
     [
         ("mistake", 2, "train.steps=0 must be at least 1; set train.steps=1"),
+        ("memory", 1, "rank 1 failed:\nhost memory ran out on rank 1 in the forward of step 1"),
         ("kill", 1, "rank 1 was ended by SIGKILL, as the system does where host memory runs out"),
         ("exit", 1, "rank 1 ended with status 7 and left no traceback"),
     ],
 )
-def test_failure_without_traceback_is_one_line(folder: Path, how: str, status: int, told: str) -> None:
+def test_failure_that_needs_no_traceback_has_none(folder: Path, how: str, status: int, told: str) -> None:
     """Oracle: stderr, whole."""
     process = start(folder, how)
     _, stderr = process.communicate(timeout=120)

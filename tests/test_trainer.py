@@ -8,15 +8,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
 
 from fsdptoys import trainer as trainer_module
 from fsdptoys.config import Config
 from fsdptoys.data import SyntheticConfig, TextConfig
 from fsdptoys.errors import ConfigError
+from fsdptoys.memory import MemoryConfig
 from fsdptoys.models import DecoderModel
 from fsdptoys.optim import AdamWConfig
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
-from fsdptoys.trainer import Trainer, deterministic_kernels, train
+from fsdptoys.process import deterministic_kernels
+from fsdptoys.profiler import ExplainedOutOfMemoryError, ProfileConfig
+from fsdptoys.trainer import Trainer, train
 from scripts.parity import hash_parameters
 from scripts.ranks import run_ranks
 from tests.parallel.runs import make_config
@@ -45,7 +49,9 @@ def first_step_and_oracle(configs: list[Config]) -> list[tuple[float, float, flo
             trainer.dataset.train[i] for i in range(trainer.strategy.data_ranks * train.batch_size * train.grad_accum)
         ]
         tokens, labels = (torch.stack([torch.from_numpy(row[i]) for row in rows]) for i in (0, 1))
-        loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=-100)
+        logits, flat = model(tokens).flatten(0, 1), labels.flatten()
+        loss = F.cross_entropy(logits, flat, ignore_index=-100, label_smoothing=train.label_smoothing)
+        loss = loss + train.z_loss_coef * logits.logsumexp(-1)[flat != -100].square().mean()
         loss.backward()
         norm = torch.nn.utils.get_total_norm([param.grad for param in model.parameters() if param.grad is not None])
         trainer.train()
@@ -60,6 +66,29 @@ def test_a_step_is_the_mean_over_all_valid_tokens_of_the_global_batch(determinis
     for loss, norm, oracle_loss, oracle_norm in run_ranks(2, first_step_and_oracle, configs)[0]:
         assert loss == pytest.approx(oracle_loss, rel=1e-6)
         assert norm == pytest.approx(oracle_norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("chunk_loss", [False, True], ids=["whole", "chunks"])
+def test_label_smoothing_and_z_loss_are_part_of_what_is_minimised(chunk_loss: bool) -> None:
+    """Oracle: F.cross_entropy with label smoothing plus the mean squared logsumexp, in one plain module."""
+    memory = MemoryConfig(chunk_loss=chunk_loss, chunk_tokens="7" if chunk_loss else "auto")
+    configs = [
+        make_config(parallel, 2, steps=1, memory=memory, label_smoothing=0.2, z_loss_coef=0.01, deterministic=False)
+        for parallel in STRATEGIES
+    ]
+    for loss, norm, oracle_loss, oracle_norm in run_ranks(2, first_step_and_oracle, configs)[0]:
+        assert loss == pytest.approx(oracle_loss, rel=1e-6)
+        assert norm == pytest.approx(oracle_norm, rel=1e-5)
+
+
+def test_evaluation_is_plain_cross_entropy_whatever_is_minimised() -> None:
+    """Oracle: a run whose learning rate is 0, too, and that minimises cross entropy alone."""
+    sizes = {"eval_every": 1, "steps": 1, "optim": AdamWConfig(lr=0.0, weight_decay=0.0)}
+    changed = {"label_smoothing": 0.2, "z_loss_coef": 0.01, "memory": MemoryConfig(chunk_loss=True)}
+    configs = [make_config(SingleConfig(), 1, **sizes, **more) for more in ({}, changed)]
+    (plain,), (smoothed,) = run_ranks(1, histories, configs)[0]
+    assert smoothed[1] == plain[1]
+    assert smoothed[0] > plain[0]
 
 
 def histories(configs: list[Config]) -> list[list[tuple[float, float | None]]]:
@@ -251,3 +280,65 @@ def test_weights_are_kept_before_a_sample_is_drawn(tmp_path: Path) -> None:
     config = make_config(SingleConfig(), 1, steps=1)
     config.metrics.run_dir, config.checkpoint.final_weights = str(tmp_path / "run"), True
     assert run_ranks(1, weights_before_the_sample, config)[0] == ["checksums.json", "weights.safetensors"]
+
+
+def run_out_of_memory(config: Config, part: str) -> str:
+    """Let a part of the second step ask for more memory than there is, and return what the run says."""
+    trainer = Trainer(config)
+    owner, name = {
+        "forward": (trainer.strategy.model, "forward"),
+        "backward": (torch.Tensor, "backward"),
+        "optimizer": (trainer.optimizer, "step"),
+        "evaluation": (trainer.strategy.model, "eval"),
+    }[part]
+    original = getattr(owner, name)
+
+    def greedy(*args: Any, **options: Any) -> Any:
+        if len(trainer.history) == 1:
+            torch.empty(2**50, dtype=torch.uint8)
+        return original(*args, **options)
+
+    setattr(owner, name, greedy)
+    with pytest.raises(ExplainedOutOfMemoryError) as caught:
+        trainer.train()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("part", ["forward", "backward", "optimizer", "evaluation"])
+def test_running_out_of_memory_tells_where_what_was_live_and_what_would_help(part: str) -> None:
+    """Oracle: a real allocation of 1 PiB that fails there; activations are live in forward and backward alone."""
+    config = make_config(FSDP2Config(), 2, grad_accum=1, eval_every=2)
+    told = run_ranks(2, run_out_of_memory, config, part)[1]
+    assert f"on rank 1 in the {part} of step 2\n1048576.00 GiB asked for" in told
+    assert "optimizer states" in told
+    assert ("memory.chunk_loss=true" in told) == (part in ("forward", "backward"))
+
+
+def profiled(folder: Path, config: Config) -> list[str]:
+    config.metrics.run_dir = str(folder / "run")
+    config.profile = ProfileConfig(enabled=True, ranks=[1], skip_steps=1, active_steps=2)
+    Trainer(config).run()
+    return sorted(path.name for path in (folder / "run" / "profile").iterdir())
+
+
+def test_chosen_ranks_write_their_traces_into_the_run_directory(tmp_path: Path) -> None:
+    """Oracle: the run directory's listing; rank 1, which is not told the directory's name, was chosen."""
+    assert run_ranks(2, profiled, tmp_path, make_config(FSDP2Config(), 2))[1] == ["rank1.json.gz"]
+
+
+def patched(config: Config) -> tuple[dict[str, str], bool]:
+    """What the run says of its patches, and whether PyTorch is as before after it."""
+    before = FSDPCommContext.lazy_init
+    trainer = trainer_module.train(config)
+    return dict(trainer.patches.report), FSDPCommContext.lazy_init is before
+
+
+def test_patches_are_told_in_the_summary_and_undone_after_the_run(tmp_path: Path) -> None:
+    """Oracle: PyTorch's own attribute; the summary's text."""
+    config = make_config(FSDP2Config(), 1)
+    config.metrics.run_dir = str(tmp_path / "run")
+    report, undone = run_ranks(1, patched, config)[0]
+    assert report["fsdp2_stream_reuse"].startswith("applied: ")
+    assert undone
+    summary = (tmp_path / "run" / "summary.md").read_text()
+    assert all(f"{name}={what}" in summary for name, what in report.items())

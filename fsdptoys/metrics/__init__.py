@@ -4,13 +4,14 @@ Rank 0 alone makes a ``Recorder``; nothing here knows of other ranks. Each step 
 console shows and ``metrics.jsonl`` keeps; at the end the same numbers become ``loss.png`` and ``summary.md``.
 """
 
-from .config import Console, MetricsConfig, check_run_dir
+from .config import PROFILE_FOLDER, Console, MetricsConfig, check_run_dir
 from .provenance import environment
 from .recorder import Recorder
 from .run_directory import RunDirectory
 from .step import StepMetrics, step_metrics
 
 __all__ = [
+    "PROFILE_FOLDER",
     "Console",
     "MetricsConfig",
     "Recorder",

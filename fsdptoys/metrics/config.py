@@ -17,6 +17,7 @@ ROUTING_FILE = "routing.jsonl"
 LOSS_FILE = "loss.png"
 EXPERTS_FILE = "experts.png"
 SUMMARY_FILE = "summary.md"
+PROFILE_FOLDER = "profile"
 
 RUN_FILES = {
     METRICS_FILE: "one line of JSON a step",
@@ -25,6 +26,7 @@ RUN_FILES = {
     ENVIRONMENT_FILE: "versions, machine and command line",
     LOSS_FILE: "loss and gradient norm against the step",
     EXPERTS_FILE: "load of each expert in the last step, and the balance against the step",
+    PROFILE_FOLDER: "traces and memory snapshots of the chosen ranks",
     SUMMARY_FILE: "this page",
 }
 """What a run writes → what it holds."""

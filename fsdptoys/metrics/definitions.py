@@ -18,8 +18,9 @@ def definitions(warmup_steps: int, with_experts: bool) -> str:
     """One line on how each number was made."""
     return "\n".join(
         [
-            "- Loss: mean cross entropy in nats over the valid tokens of the global batch, before the step's update.",
-            "- Held-out loss: the same mean over tokens that are not trained on, after the update.",
+            "- Loss: mean over the valid tokens of the global batch, before the step's update, of what is minimised: "
+            "cross entropy in nats, with label smoothing and z-loss where these are on.",
+            "- Held-out loss: mean cross entropy over tokens that are not trained on, after the update.",
             "- References: entropies of simple models of the same data; a loss below one has learned more than it.",
             "- Step time: wall time of a step on rank 0; evaluation, where there is one, is not part of it.",
             f"- Medians (with 10th and 90th percentile) leave out the first {warmup_steps} steps, which pay for "

@@ -82,12 +82,13 @@ class Recorder:
         """Show text on the console alone."""
         self._reporter.message(text)
 
-    def finish(self, stop_reason: str, sample: str | None = None) -> None:
+    def finish(self, stop_reason: str, sample: str | None = None, profile: str | None = None) -> None:
         """Write the pictures and ``summary.md``, and print how the run ended.
 
         Args:
             stop_reason: why there is no further step, as the end of "15 of 20 steps; …".
             sample: text that the trained model wrote.
+            profile: what the profiler found, as Markdown.
         """
         from .plot import draw_loss  # matplotlib takes most of a second to import
 
@@ -111,6 +112,7 @@ class Recorder:
             config_tree=self._config_tree,
             environment=self._environment,
             sample=sample,
+            profile=profile,
         )
         self._directory.write(SUMMARY_FILE, page)
         if sample is not None:

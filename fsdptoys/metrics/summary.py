@@ -11,7 +11,7 @@ import numpy as np
 
 from fsdptoys.routing import RoutingMetrics
 
-from .config import EXPERT_FILES, RUN_FILES
+from .config import EXPERT_FILES, PROFILE_FOLDER, RUN_FILES
 from .definitions import definitions
 from .step import StepMetrics
 
@@ -94,6 +94,7 @@ def render_summary(
     config_tree: dict[str, Any],
     environment: dict[str, Any],
     sample: str | None,
+    profile: str | None = None,
 ) -> str:
     """The page as Markdown.
 
@@ -107,6 +108,7 @@ def render_summary(
         config_tree: every setting.
         environment: where and with what the run took place.
         sample: text that the trained model wrote, if it did.
+        profile: what the profiler found, as Markdown, if it was on.
     """
     rows = [
         ("steps", f"{results.steps} of {planned_steps}; {_line(stop_reason)}"),
@@ -144,6 +146,8 @@ def render_summary(
         parts.append("![load of each expert, and the balance against the step](experts.png)")
     if sample is not None:
         parts += ["## A sample of the trained model", fence(sample)]
+    if profile is not None:
+        parts += ["## Where the time and the memory went", profile]
     parts += [
         "## Files",
         _table(
@@ -151,7 +155,8 @@ def render_summary(
             [
                 (f"`{name}`", what)
                 for name, what in RUN_FILES.items()
-                if results.routing is not None or name not in EXPERT_FILES
+                if (results.routing is not None or name not in EXPERT_FILES)
+                and (profile is not None or name != PROFILE_FOLDER)
             ],
         ),
         "## How the numbers were made",

@@ -12,6 +12,7 @@ from fsdptoys.metrics import Console, MetricsConfig
 from fsdptoys.models import GPT2Config, Llama4Config, LlamaConfig, ModelConfig, Qwen3Config, Qwen3MoEConfig
 from fsdptoys.optim import AdamWConfig, OptimConfig, WeightDecayOn
 from fsdptoys.parallel import ParallelConfig
+from fsdptoys.profiler import ProfileConfig
 
 
 def tiny_model(tie_embeddings: bool = False) -> LlamaConfig:
@@ -90,12 +91,13 @@ def make_config(
         # Validation replaces what says auto; the caller's may serve for several configurations.
         parallel=copy.copy(parallel),
         mesh=MeshConfig(fsdp_size),
-        memory=memory or MemoryConfig(),
+        memory=copy.copy(memory) if memory else MemoryConfig(),
         data=SyntheticConfig(branching=4, ragged=True),
-        optim=optim or AdamWConfig(lr=1e-2, weight_decay_on=WeightDecayOn.all),
+        optim=copy.copy(optim) if optim else AdamWConfig(lr=1e-2, weight_decay_on=WeightDecayOn.all),
         train=TrainConfig(**{**settings, "deterministic": True, **train}),
         checkpoint=CheckpointConfig(),
         metrics=MetricsConfig(console=Console.none),
+        profile=ProfileConfig(),
         launch=LaunchConfig(),
     )
     config.validate(world_size, "cpu")

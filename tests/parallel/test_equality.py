@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fsdptoys.config import Config
-from fsdptoys.memory import GradientCheckpointing, MemoryConfig
+from fsdptoys.memory import CPUOffloadExecutor, GradientCheckpointing, MemoryConfig
 from fsdptoys.models import FAMILIES
 from fsdptoys.optim import AdamWConfig, Implementation, SGDConfig, WeightDecayOn
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
@@ -122,6 +122,30 @@ def test_no_setting_of_a_strategy_changes_a_bit() -> None:
     made = variants()
     outcomes = dict(zip(made, run_ranks(2, train_all, list(made.values()))[0], strict=True))
     assert_equal(outcomes, single(2, tie_embeddings=True))
+
+
+@pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16], ids=lambda dtype: dtype.value)
+def test_all_switches_of_memory_together_change_no_bit_under_any_strategy(dtype: DType) -> None:
+    """Oracle: one process with the chunked loss alone, which is the one switch that adds in another order."""
+    chunks = {"chunk_loss": True, "chunk_tokens": "20"}
+    switches = {
+        **chunks,
+        "gradient_checkpointing": GradientCheckpointing.selective,
+        "checkpointing_every": 2,
+        "activation_offload": True,
+        "optimizer_offload": True,
+        "offload_fraction": 0.8,
+        "offload_bucket_mib": 1,
+    }
+    options = {"label_smoothing": 0.1, "z_loss_coef": 1e-3, "eval_every": 2, "eval_batches": 1, "tie_embeddings": True}
+    configs = {
+        name: make_config(with_dtype(parallel, dtype), 2, fsdp_size=size, memory=MemoryConfig(**switches), **options)
+        for name, (parallel, size) in strategies_on(2).items()
+    }
+    on_cpu = MemoryConfig(**chunks, cpu_offload=True, cpu_offload_executor=CPUOffloadExecutor.overlapped)
+    configs["fsdp2 on the cpu"] = make_config(with_dtype(FSDP2Config(), dtype), 2, memory=on_cpu, **options)
+    outcomes = dict(zip(configs, run_ranks(2, train_all, list(configs.values()))[0], strict=True))
+    assert_equal(outcomes, single(2, param_dtype=dtype, memory=MemoryConfig(**chunks), **options))
 
 
 @pytest.mark.parametrize("tie_embeddings", [False, True], ids=["untied", "tied"])

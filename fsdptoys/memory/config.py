@@ -1,0 +1,167 @@
+"""The switches of ``configs/memory``, and what can be said about them without any other room."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from fsdptoys.errors import ConfigError
+
+from .checkpointing import SAVED_OPERATORS, GradientCheckpointing
+from .chunked_loss import GradientDType
+
+
+class OffloadSchedule(Enum):
+    """When optimizer states travel between host and device, and parameters are updated."""
+
+    auto = "auto"
+    """``lazy`` where the strategy can, else ``pipelined``."""
+    serial = "serial"
+    """In ``step``, one bucket after the other: load, update, store."""
+    pipelined = "pipelined"
+    """In ``step``, the loads and stores of neighbouring buckets beside the update of one."""
+    lazy = "lazy"
+    """Each bucket just before the next forward needs its parameters, so that transfers hide behind compute."""
+
+
+class StateDType(Enum):
+    """Number formats of optimizer states in host memory."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    """Half the memory and traffic; rounded stochastically, so that small updates are not lost on average."""
+
+
+class CPUOffloadExecutor(Enum):
+    """Who updates parameters that live in host memory."""
+
+    native = "native"
+    """PyTorch's policy: float32 parameters travel, the optimizer runs after the backward."""
+    overlapped = "overlapped"
+    """Parameters travel in ``parallel.param_dtype``; worker threads update them while the device computes (FSDP2)."""
+
+
+@dataclass
+class MemoryConfig:
+    """Switches that trade time for memory."""
+
+    chunk_loss: bool = False
+    """Compute the loss and its gradients over chunks of tokens, so that the logits are never whole."""
+    chunk_tokens: str = "auto"
+    """Tokens a chunk; ``auto`` chooses by the size of the vocabulary and the device."""
+    chunk_grad_dtype: GradientDType = GradientDType.float32
+    """In what the gradient of the head's weight is added up over chunks."""
+    gradient_checkpointing: GradientCheckpointing = GradientCheckpointing.none
+    """Compute the activations of blocks again in the backward: ``full``, or all but some operators' (``selective``)."""
+    checkpointing_start_index: int = 0
+    """First block that is checkpointed; the ones before it keep their activations."""
+    checkpointing_every: int = 1
+    """Checkpoint every so many blocks, counted from the first; the others keep their activations."""
+    checkpointing_save: list[str] = field(default_factory=lambda: list(SAVED_OPERATORS))
+    """``selective``: the operators whose results are kept; the rest is computed again."""
+    checkpointing_budget: float | None = None
+    """Share of the activations, 0 to 1, that PyTorch's partitioner keeps under ``train.compile``; null for all."""
+    activation_offload: bool = False
+    """Keep what checkpointed blocks save in host memory; it comes back one block ahead of its use."""
+    optimizer_offload: bool = False
+    """Keep optimizer states in host memory and stream them through the device, bucket by bucket."""
+    offload_schedule: OffloadSchedule = OffloadSchedule.auto
+    """When the states of ``optimizer_offload`` travel."""
+    offload_fraction: float = 1.0
+    """Share of the optimizer states, by bytes, that ``optimizer_offload`` keeps in host memory; the rest stays put."""
+    offload_bucket_mib: int = 256
+    """Optimizer states that travel at a time; a bucket holds at least one parameter."""
+    offload_state_dtype: StateDType = StateDType.float32
+    """Number format of the states that ``optimizer_offload`` keeps in host memory."""
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer states in host memory and update them there."""
+    cpu_offload_executor: CPUOffloadExecutor = CPUOffloadExecutor.native
+    """Who does ``cpu_offload``."""
+    cpu_threads: int | None = None
+    """Threads of a rank's optimizer under ``cpu_offload``; null for the machine's cores over its ranks."""
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without the other rooms."""
+        if self.chunk_tokens != "auto" and not (self.chunk_tokens.isascii() and self.chunk_tokens.isdecimal()):
+            raise ConfigError(
+                f"memory.chunk_tokens={self.chunk_tokens} must be auto or a number of tokens; "
+                "set memory.chunk_tokens=auto"
+            )
+        if self.chunk_tokens != "auto":
+            _at_least_one("chunk_tokens", int(self.chunk_tokens))
+        for name in ("checkpointing_every", "offload_bucket_mib", "cpu_threads"):
+            if getattr(self, name) is not None:
+                _at_least_one(name, getattr(self, name))
+        for name in ("offload_fraction", "checkpointing_budget"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 1:
+                raise ConfigError(f"memory.{name}={value} must be between 0 and 1; set memory.{name}=0.5")
+        self._check_checkpointing()
+        self._check_offload()
+        self._refuse_without_owner()
+
+    @property
+    def checkpoints(self) -> bool:
+        """Whether any block computes activations again."""
+        return self.gradient_checkpointing is not GradientCheckpointing.none
+
+    def _check_checkpointing(self) -> None:
+        if self.checkpointing_start_index < 0:
+            raise ConfigError(
+                f"memory.checkpointing_start_index={self.checkpointing_start_index} must be at least 0; set it to 0 "
+                "to checkpoint every block"
+            )
+        unknown = [name for name in self.checkpointing_save if name not in SAVED_OPERATORS]
+        if unknown:
+            raise ConfigError(
+                f"memory.checkpointing_save names {unknown[0]}, which is none of {', '.join(SAVED_OPERATORS)}; "
+                f"set memory.checkpointing_save=[{','.join(SAVED_OPERATORS)}]"
+            )
+        if self.checkpoints and self.checkpointing_budget is not None:
+            raise ConfigError(
+                f"memory.checkpointing_budget={self.checkpointing_budget} lets the compiler choose what is computed "
+                f"again, which memory.gradient_checkpointing={self.gradient_checkpointing.value} does already; set "
+                "memory.gradient_checkpointing=none"
+            )
+
+    def _check_offload(self) -> None:
+        if self.cpu_offload and self.optimizer_offload:
+            raise ConfigError(
+                "memory.cpu_offload=true and memory.optimizer_offload=true exclude each other, since CPU offload "
+                "already keeps the optimizer states in host memory; set memory.optimizer_offload=false"
+            )
+        if self.activation_offload and not self.checkpoints:
+            raise ConfigError(
+                "memory.activation_offload=true moves what checkpointed blocks save, and none is checkpointed; "
+                "set memory.gradient_checkpointing=full"
+            )
+
+    def _refuse_without_owner(self) -> None:
+        """Refuse options that would do nothing as the switch that they belong to is set."""
+        owners = {
+            "chunk_tokens": (self.chunk_loss, "chunk_loss=true"),
+            "chunk_grad_dtype": (self.chunk_loss, "chunk_loss=true"),
+            "checkpointing_start_index": (self.checkpoints, "gradient_checkpointing=full"),
+            "checkpointing_every": (self.checkpoints, "gradient_checkpointing=full"),
+            "checkpointing_save": (
+                self.gradient_checkpointing is GradientCheckpointing.selective,
+                "gradient_checkpointing=selective",
+            ),
+            "offload_schedule": (self.optimizer_offload, "optimizer_offload=true"),
+            "offload_fraction": (self.optimizer_offload, "optimizer_offload=true"),
+            "offload_bucket_mib": (self.optimizer_offload, "optimizer_offload=true"),
+            "offload_state_dtype": (self.optimizer_offload, "optimizer_offload=true"),
+            "cpu_offload_executor": (self.cpu_offload, "cpu_offload=true"),
+            "cpu_threads": (self.cpu_offload, "cpu_offload=true"),
+        }
+        untouched = {spec.name: spec for spec in self.__dataclass_fields__.values()}
+        for name, (used, fix) in owners.items():
+            spec, value = untouched[name], getattr(self, name)
+            default = spec.default_factory() if callable(spec.default_factory) else spec.default
+            if not used and value != default:
+                shown = value.value if isinstance(value, Enum) else value
+                shown = f"[{','.join(value)}]" if isinstance(value, list) else shown
+                raise ConfigError(f"memory.{name}={shown} does nothing as set; set memory.{fix} or leave it out")
+
+
+def _at_least_one(name: str, value: int) -> None:
+    if value < 1:
+        raise ConfigError(f"memory.{name}={value} must be at least 1; set memory.{name}=1")

@@ -1,0 +1,66 @@
+"""This process as one rank: its group, its device, and the kernels that PyTorch chooses in it."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from .config import Config
+from .device import Device, available_device_type
+
+
+@contextmanager
+def process_group(config: Config) -> Iterator[None]:
+    """Join the ranks that the environment names (as torchrun sets it), unless a process group is up already."""
+    if dist.is_initialized():
+        yield
+        return
+    device = device_of(config)
+    os.environ.setdefault("MASTER_ADDR", "localhost")
+    os.environ.setdefault("MASTER_PORT", "0")
+    dist.init_process_group(
+        device.backend,
+        rank=int(os.environ.get("RANK", 0)),
+        world_size=int(os.environ.get("WORLD_SIZE", 1)),
+        timeout=timedelta(seconds=config.launch.timeout_seconds),
+        device_id=device.torch_device if device.is_accelerator else None,
+    )
+    try:
+        yield
+    finally:
+        # After an exception the other ranks may hang in a collective; destroying would wait for them.
+        if sys.exc_info()[0] is None:
+            # gloo's threads need the interpreter to free the tensors of the last collective. A group that is destroyed
+            # before they did (or an interpreter that ends) waits for them while they wait for it: seen with torch
+            # 2.13 as a hang or "terminate called". Waiting for the others lets them; a barrier has no tensors.
+            dist.barrier()
+            dist.destroy_process_group()
+
+
+@contextmanager
+def deterministic_kernels(wanted: bool) -> Iterator[None]:
+    """Let PyTorch choose deterministic kernels only, and leave its settings as they were."""
+    if not wanted:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    # cuBLAS reads this when its first handle is made; without it PyTorch refuses deterministic matrix products.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]
+
+
+def device_of(config: Config) -> Device:
+    """The device of this rank."""
+    chosen = config.launch.device.value
+    device_type = available_device_type() if chosen == "auto" else chosen
+    return Device(device_type, int(os.environ.get("LOCAL_RANK", 0)))
