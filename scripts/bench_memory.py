@@ -1,0 +1,271 @@
+"""What each memory switch costs in time and saves in memory, on one device that stands for one of many ranks.
+
+    python scripts/bench_memory.py --write benchmarks/memory_h200.md
+    python scripts/bench_memory.py --strategies fsdp2 --rows plain gc "gc chunk oo"
+    python scripts/bench_memory.py --device cpu --model llama_debug --seq-len 64
+
+One process is rank 0 of a world of ``--world-size`` whose collectives do nothing (PyTorch's ``fake`` process group):
+kernels, streams and the allocator are real, communication takes no time, and the values are of no meaning. Each row is
+the project's own trainer in a process of its own, with fp32 parameters, bf16 compute, fp32 reduction and AdamW, as in
+the table that the memory columns are held against: the first README of this project, 8 Ascend A2 NPUs, Llama2-7B, batch
+1, sequence 4096, torch 2.7.1. Its times were those of another device with communication, so they are not compared.
+
+Columns: median seconds of the steps after the warm-up; that over the time of the row that the offload was added to;
+GiB allocated at the end of a step, at the peak of a step, and reserved by the allocator. On a CPU there is no allocator
+to ask, and the memory columns stay empty. Exits with status 1 where a target of the last lines, which are an
+accelerator's, is missed.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+
+from fsdptoys.compose import compose_config
+from fsdptoys.device import Device, available_device_type
+from fsdptoys.errors import ConfigError
+from fsdptoys.metrics import StepMetrics
+from fsdptoys.trainer import Trainer
+
+GC = "memory.gradient_checkpointing=full"
+CHUNK = "memory.chunk_loss=true"
+OO = "memory.optimizer_offload=true"
+CO = "memory.cpu_offload=true"
+PARTS = "parallel.wrap=block_attn_mlp"
+
+OPTIMIZER_OFFLOAD_TARGET = 1.10
+"""Time of the quickest optimizer offload over that of the same row without."""
+CPU_OFFLOAD_TARGET = 1.5
+CHUNK_SAVES_GIB = 0.5
+NO_COST = 1.02
+"""Two runs of one row differ by this much."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One combination of switches."""
+
+    words: tuple[str, ...]
+    base: str | None = None
+    """The row that its time is divided by."""
+    published_end_gib: dict[str, float] = field(default_factory=dict)
+    """Allocated after a step in the classic table, by strategy."""
+    published_reserved_gib: dict[str, float] = field(default_factory=dict)
+    only: str | None = None
+    """The one strategy that has it."""
+
+
+def published(fsdp1: float, fsdp2: float) -> dict[str, float]:
+    """One cell of the classic table for both strategies."""
+    return {"fsdp1": fsdp1, "fsdp2": fsdp2}
+
+
+ROWS = {
+    "plain": Row((), None, published(9.72, 9.72), published(44.92, 40.78)),
+    "gc": Row((GC,), None, published(9.72, 9.72), published(21.90, 18.17)),
+    "gc chunk": Row((GC, CHUNK), "gc", published(9.48, 9.48), published(21.59, 17.78)),
+    "gc chunk oo": Row((GC, CHUNK, OO), "gc chunk", published(3.20, 3.20), published(20.20, 13.62)),
+    "gc chunk co": Row((GC, CHUNK, CO), "gc chunk", published(0.06, 0.06), published(12.31, 8.44)),
+    "parts gc chunk co": Row((PARTS, GC, CHUNK, CO), "parts gc", published(0.06, 0.06), published(9.36, 7.64)),
+    "parts": Row((PARTS,), None, published(9.72, 9.72), published(42.80, 40.36)),
+    "parts gc": Row((PARTS, GC), None, published(9.72, 9.72), published(19.85, 17.45)),
+    # What the classic table did not have.
+    "gc chunk oo serial": Row((GC, CHUNK, OO, "memory.offload_schedule=serial"), "gc chunk"),
+    "gc chunk oo pipelined": Row((GC, CHUNK, OO, "memory.offload_schedule=pipelined"), "gc chunk"),
+    "gc chunk oo half": Row((GC, CHUNK, OO, "memory.offload_fraction=0.5"), "gc chunk"),
+    "gc chunk co overlapped": Row((GC, CHUNK, CO, "memory.cpu_offload_executor=overlapped"), "gc chunk", only="fsdp2"),
+    "gc chunk ao": Row((GC, CHUNK, "memory.activation_offload=true"), "gc chunk"),
+    "selective chunk": Row(("memory.gradient_checkpointing=selective", CHUNK), "gc chunk"),
+}
+"""Name → switches; the first eight are those of the classic table, in its order."""
+
+CLASSIC = ("llama2_7b", 8, 4096)
+"""Model, ranks and sequence of the classic table, beside which alone its figures stand."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one row measured, or why it did not."""
+
+    seconds: float | None = None
+    end_gib: float | None = None
+    peak_gib: float | None = None
+    reserved_gib: float | None = None
+    failure: str | None = None
+
+
+def main() -> int:
+    """Run the rows, print and write the table; 0 if every target that could be asked is met."""
+    args = parse_arguments()
+    if args.one:
+        print(json.dumps(vars(measure(args))), flush=True)
+        return 0
+    results: dict[tuple[str, str], Result] = {}
+    for strategy in args.strategies:
+        for name in args.rows:
+            if ROWS[name].only not in (None, strategy):
+                continue
+            results[strategy, name] = result = run_row(args, strategy, name)
+            told = result.failure or f"{result.seconds:.3f} s, reserved {gib(result.reserved_gib)} GiB"
+            print(f"{strategy} {name}: {told}", file=sys.stderr, flush=True)
+    classic = (args.model, args.world_size, args.seq_len) == CLASSIC
+    if args.device == "cpu":
+        verdicts = ["The targets are those of an accelerator; on a CPU nothing is held against them."]
+    else:
+        verdicts = judge(results, classic)
+    page = render(args, results, verdicts, classic)
+    print(page)
+    if args.write:
+        args.write.write_text(page)
+    return 1 if any(verdict.startswith("missed") for verdict in verdicts) else 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "npu", "cpu"], default=available_device_type())
+    parser.add_argument("--model", default="llama2_7b")
+    parser.add_argument("--world-size", type=int, default=8)
+    parser.add_argument("--seq-len", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--warmup-steps", type=int, default=3)
+    parser.add_argument("--strategies", nargs="+", choices=["fsdp1", "fsdp2"], default=["fsdp1", "fsdp2"])
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS), metavar="ROW")
+    parser.add_argument("--write", type=Path, help="a Markdown file for the table")
+    parser.add_argument("--one", nargs=2, metavar=("STRATEGY", "ROW"), help="measure one row here and print JSON")
+    args = parser.parse_args()
+    if args.warmup_steps >= args.steps:
+        parser.error("--warmup-steps must leave a step to measure")
+    return args
+
+
+def run_row(args: argparse.Namespace, strategy: str, name: str) -> Result:
+    """Measure one row in a fresh process, so that no row sees the allocator of another."""
+    words = [sys.executable, __file__, "--one", strategy, name]
+    for option in ("device", "model", "world_size", "seq_len", "steps", "warmup_steps"):
+        words += [f"--{option.replace('_', '-')}", str(getattr(args, option))]
+    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // args.world_size))}
+    if args.device != "cpu":
+        environment[f"PYTORCH_{args.device.upper()}_ALLOC_CONF"] = "expandable_segments:True"
+    done = subprocess.run(words, capture_output=True, text=True, env=environment | os.environ)
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        return Result(failure=(done.stderr.strip().splitlines() or ["no output"])[-1])
+    return Result(**json.loads(lines[-1]))
+
+
+def measure(args: argparse.Namespace) -> Result:
+    """Be rank 0 of a world whose collectives do nothing, and take the steps of one row."""
+    strategy, name = args.one
+    words = [f"model={args.model}", f"parallel={strategy}", "experiment=null", f"launch.device={args.device}"]
+    words += ["parallel.param_dtype=bfloat16", "optim.implementation=auto", "metrics.console=none"]
+    words += [f"train.seq_len={args.seq_len}", "train.batch_size=1", f"train.steps={args.steps}", *ROWS[name].words]
+    config = compose_config(words)
+    try:
+        config.validate(args.world_size, args.device)
+    except ConfigError as error:
+        return Result(failure=str(error))
+    # Registers the backend: PyTorch's own test helper, which stands in torch 2.7 to 2.13.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if args.device == "cpu":
+        torch.set_num_threads(1)
+    Device(args.device, 0)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.world_size)
+    steps: list[StepMetrics] = []
+    try:
+        Trainer(config).train(steps.append)
+    except Exception as error:
+        traceback.print_exc()
+        return Result(failure=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+    measured = steps[args.warmup_steps :]
+    times = sorted(step.step_time_seconds for step in measured)
+    last = measured[-1]
+    return Result(
+        seconds=times[len(times) // 2],
+        end_gib=last.memory_allocated_gib,
+        peak_gib=last.memory_peak_gib,
+        reserved_gib=last.memory_reserved_gib,
+    )
+
+
+def judge(results: dict[tuple[str, str], Result], classic: bool) -> list[str]:
+    """Each target, met or missed, as far as the rows for it were measured; ``classic``: as in the classic table."""
+    verdicts: list[str] = []
+
+    def verdict(met: bool, text: str) -> None:
+        verdicts.append(f"{'met' if met else 'missed'}: {text}")
+
+    for strategy in sorted({strategy for strategy, _ in results}):
+        of = {name: result for (owner, name), result in results.items() if owner == strategy and not result.failure}
+        for name, target in (
+            ("gc chunk oo", OPTIMIZER_OFFLOAD_TARGET),
+            ("gc chunk co", CPU_OFFLOAD_TARGET),
+            ("gc chunk co overlapped", CPU_OFFLOAD_TARGET),
+        ):
+            if name in of and "gc chunk" in of:
+                ratio = of[name].seconds / of["gc chunk"].seconds
+                verdict(ratio <= target, f"{strategy} {name} takes {ratio:.2f} times as long as without, bar {target}")
+        if "gc" in of and "gc chunk" in of:
+            ratio = of["gc chunk"].seconds / of["gc"].seconds
+            verdict(ratio <= NO_COST, f"{strategy} chunked loss takes {ratio:.3f} of the time without, bar {NO_COST}")
+            if of["gc"].peak_gib is not None and classic:
+                saved = of["gc"].peak_gib - of["gc chunk"].peak_gib
+                verdict(saved >= CHUNK_SAVES_GIB, f"{strategy} chunked loss saves {saved:.2f} GiB, {CHUNK_SAVES_GIB}")
+        for name, result in of.items() if classic else ():
+            for what, got, wanted in (
+                ("allocated at the end", result.end_gib, ROWS[name].published_end_gib),
+                ("reserved", result.reserved_gib, ROWS[name].published_reserved_gib),
+            ):
+                if got is not None and strategy in wanted:
+                    told = f"{strategy} {name}: {got:.2f} GiB {what}, published {wanted[strategy]:.2f}"
+                    verdict(got <= wanted[strategy] + 0.005, told)
+    return verdicts
+
+
+def render(args: argparse.Namespace, results: dict[tuple[str, str], Result], verdicts: list[str], classic: bool) -> str:
+    """The page as Markdown."""
+    device = Device(args.device)
+    lines = [
+        f"# Memory switches: {args.model}, rank 0 of {args.world_size}, batch 1, sequence {args.seq_len}",
+        "",
+        "gc: gradient checkpointing; chunk: chunked loss; oo: optimizer offload; co: CPU offload; ao: activation",
+        "offload; parts: `parallel.wrap=block_attn_mlp`. The collectives are fake: no communication, and no loss",
+        "to speak of.",
+        "",
+        f"- Command: `python {shlex.join(sys.argv)}`",
+        f"- torch {torch.__version__}, Python {sys.version.split()[0]}, {device.name}, {os.cpu_count()} CPU cores",
+        "- Published: the first README of this project (8 Ascend A2 NPUs, torch 2.7.1), where it ran the same.",
+        "",
+        "| strategy | row | s a step | × row without | GiB at end | GiB peak | GiB reserved | published reserved |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for (strategy, name), result in results.items():
+        if result.failure:
+            lines.append(f"| {strategy} | {name} | not run: {result.failure} | | | | | |")
+            continue
+        base = results.get((strategy, ROWS[name].base or ""))
+        ratio = f"{result.seconds / base.seconds:.2f} of {ROWS[name].base}" if base and base.seconds else ""
+        wanted = ROWS[name].published_reserved_gib if classic else {}
+        cells = [f"{result.seconds:.3f}", ratio, gib(result.end_gib), gib(result.peak_gib), gib(result.reserved_gib)]
+        lines.append(f"| {strategy} | {name} | {' | '.join(cells)} | {gib(wanted.get(strategy))} |")
+    return "\n".join([*lines, "", *(f"- {verdict}" for verdict in verdicts)]) + "\n"
+
+
+def gib(value: float | None) -> str:
+    """A cell of memory."""
+    return "" if value is None else f"{value:.2f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
