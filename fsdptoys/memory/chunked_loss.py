@@ -197,9 +197,9 @@ def _chunks(n_kept: int, chunk_tokens: int, kept: Tensor | None) -> Iterator[tup
 
 def _scale(gradient: Tensor, upstream: Tensor, dtype: torch.dtype, in_place: bool) -> Tensor:
     """``gradient * upstream`` in a dtype, rounded once."""
-    if gradient.dtype == dtype:
-        return gradient.mul_(upstream) if in_place else gradient * upstream
-    scaled = torch.empty_like(gradient, dtype=dtype)
+    # A factor without dims would be rounded to the gradient's dtype first on CUDA.
+    upstream = upstream.reshape(1)
+    scaled = gradient if in_place and gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
     # In blocks, since a CPU makes the product of each call in float32 before it rounds it.
     for rows, scaled_rows in zip(gradient.split(SCALE_ROWS), scaled.split(SCALE_ROWS), strict=True):
         torch.mul(rows, upstream, out=scaled_rows)

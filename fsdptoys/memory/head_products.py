@@ -104,11 +104,18 @@ class DeviceProducts:
 
 @functools.cache
 def _adds_to_float32() -> bool:
-    """Whether ``torch.addmm`` takes bf16 factors and a float32 sum on CUDA.
+    """Whether ``torch.addmm`` takes bf16 factors and a float32 sum on CUDA, asked once a process.
 
-    It does from 2.10 (https://github.com/pytorch/pytorch/pull/167931); 2.8 has ``out_dtype`` but refuses such a sum.
+    It should from 2.10 (https://github.com/pytorch/pytorch/pull/167931); 2.8 has ``out_dtype`` but refuses such a sum.
     """
-    return torch.torch_version.TorchVersion(torch.__version__) >= "2.10"
+    ones = torch.ones(16, 16, dtype=torch.bfloat16, device="cuda")
+    total = torch.full((16, 16), float("nan"), device="cuda")
+    try:
+        for beta in (0, 1):
+            torch.addmm(total, ones.t(), ones, out_dtype=torch.float32, beta=beta, out=total)
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False
+    return bool((total == 32).all())
 
 
 def _piece(rows_CD: Tensor) -> Segment:

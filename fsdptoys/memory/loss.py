@@ -42,7 +42,7 @@ def build_loss(
 def cross_entropy_sum(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
     """Cross entropy of ``hidden @ weight.T`` summed over valid labels, in nats, as a float32 scalar.
 
-    Makes the logits whole, once in the parameters' dtype and once in float32: N·V·(2 + 4) bytes in bf16.
+    Makes the logits whole, once in the parameters' dtype and twice in float32: N·V·(2 + 4 + 4) bytes in bf16.
     """
     return loss_sum(hidden_ND, weight_VD, labels_N, Objective())
 
