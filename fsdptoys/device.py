@@ -9,6 +9,7 @@ import os
 import platform
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,6 +65,22 @@ def device_count(device_type: str) -> int:
     if device_type == "cpu":
         return 1
     return torch.accelerator.device_count() if available_device_type() == device_type else 0
+
+
+def available_cores() -> int:
+    """Physical cores that this process may use: its affinity, hyper-threads counted once, and its container's quota."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    cores = set()
+    for cpu in os.sched_getaffinity(0):
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        cores.add(siblings.read_text() if siblings.exists() else str(cpu))
+    quota = Path("/sys/fs/cgroup/cpu.max")
+    with contextlib.suppress(OSError, ValueError):
+        limit_us, period_us = quota.read_text().split()
+        if limit_us != "max":
+            return max(1, min(len(cores), int(limit_us) // int(period_us)))
+    return len(cores)
 
 
 def peak_flops(device_name: str) -> float | None:
@@ -132,9 +149,12 @@ class Device:
         return peak_flops(self.name) if self.is_accelerator else None
 
     def synchronize(self) -> None:
-        """Wait for everything that was issued to the device; a CPU has nothing to wait for."""
+        """Wait for what was given to the computing stream; a CPU has nothing to wait for.
+
+        Copies on other streams that nothing on it waits for yet go on: they belong to what comes next.
+        """
         if self.is_accelerator:
-            torch.accelerator.synchronize()
+            torch.accelerator.current_stream().synchronize()
 
     def reset_peak_memory(self) -> None:
         """Start a new peak."""

@@ -32,7 +32,7 @@ from torch.distributed.launcher import api as launcher
 
 from .compose import Composition, compose
 from .config import DeviceChoice, LaunchConfig
-from .device import Device, available_device_type, device_count
+from .device import Device, available_cores, available_device_type, device_count
 from .errors import ConfigError
 from .parallel import SingleConfig
 from .profiler import ExplainedOutOfMemoryError
@@ -96,22 +96,6 @@ def find_hardware(choice: DeviceChoice) -> Hardware:
             f"launch.device={device_type} finds no such device on this machine; set launch.device={found}"
         )
     return Hardware(device_type, devices, str(torch.get_device_module(device_type).get_device_name(0)), cores)
-
-
-def available_cores() -> int:
-    """Physical cores that this process may use: its affinity, hyper-threads counted once, and its container's quota."""
-    if not hasattr(os, "sched_getaffinity"):
-        return os.cpu_count() or 1
-    cores = set()
-    for cpu in os.sched_getaffinity(0):
-        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        cores.add(siblings.read_text() if siblings.exists() else str(cpu))
-    quota = Path("/sys/fs/cgroup/cpu.max")
-    with contextlib.suppress(OSError, ValueError):
-        limit_us, period_us = quota.read_text().split()
-        if limit_us != "max":
-            return max(1, min(len(cores), int(limit_us) // int(period_us)))
-    return len(cores)
 
 
 def hardware_environment(

@@ -14,10 +14,10 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from fsdptoys.config import DeviceChoice
+from fsdptoys.device import available_cores
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch import (
     Hardware,
-    available_cores,
     choose_experiment,
     describe,
     find_hardware,

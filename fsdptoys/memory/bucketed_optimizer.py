@@ -8,7 +8,7 @@ slabs wherever these live. Who updates a bucket is an executor: streams (``strea
 An executor that defers makes ``step`` fix hyperparameters, clip scale and gradients only; hooks before the forward of
 each unit have the updates done that the unit needs. The gradients are then the optimizer's: ``param.grad`` is None
 after ``step``. Whoever reads or writes parameters otherwise than by a forward, ``state_dict`` or ``load_state_dict`` of
-the model must call ``flush`` first.
+the model must call ``finish_updates`` first.
 """
 
 from collections.abc import Callable, Sequence
@@ -79,6 +79,7 @@ class BucketedOptimizer(torch.optim.Optimizer):
         self._gather_after = gather_after
         self._scale: Tensor | None = None
         self._may_be_pending = False
+        self._failed = False
         self._expose_states()
         if executor.defers:
             self._hook(model, [module for module, _ in units])
@@ -95,7 +96,7 @@ class BucketedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._finish()
+        self.finish_updates()
         scale, self._scale = self._scale, None
         defers = self.executor.defers
         taken = [bucket for bucket in self.buckets if bucket.take(self.param_groups, scale, release=defers)]
@@ -103,12 +104,27 @@ class BucketedOptimizer(torch.optim.Optimizer):
         self.executor.start(taken, self.steps_taken)
         self._may_be_pending = defers
         if not defers:
-            self.executor.finish(None)
+            self._finish_units(None)
         return loss
+
+    @property
+    def held_gradients(self) -> list[Tensor]:
+        """Gradients of updates that are pending."""
+        return [gradient for bucket in self.buckets for gradient in bucket.gradients if gradient is not None]
+
+    def finish_updates(self) -> None:
+        """Have every update done that a step left pending: the parameters are then as after that step.
+
+        Raises:
+            RuntimeError: if an update failed, now or before.
+        """
+        if self._may_be_pending or self._failed:
+            self._finish_units(None)
+            self._may_be_pending = False
 
     def flush(self) -> None:
         """Have every update done that a step left pending, and every state whole in the memory where it stays."""
-        self._finish()
+        self.finish_updates()
         self.executor.settle()
 
     def state_dict(self) -> dict[str, Any]:
@@ -159,22 +175,26 @@ class BucketedOptimizer(torch.optim.Optimizer):
             # Before the hook in which FSDP2 gathers the unit.
             module.register_forward_pre_hook(self._before_forward(unit), prepend=True)
         for module in dict.fromkeys([model, *modules]):
-            module.register_state_dict_pre_hook(lambda *_: self.flush())
-            module.register_load_state_dict_pre_hook(lambda *_: self.flush())
+            module.register_state_dict_pre_hook(lambda *_: self.finish_updates())
+            module.register_load_state_dict_pre_hook(lambda *_: self.finish_updates())
 
     def _before_forward(self, unit: int) -> Callable[..., None]:
         @torch.compiler.disable
         def hook(module: nn.Module, *_: Any) -> None:
             gathered = unit + self._units_ahead
             if self._may_be_pending:
-                self.executor.finish(gathered + self.executor.lead)
+                self._finish_units(gathered + self.executor.lead)
             event = self.executor.updated(gathered)
             if event is not None and self._gather_after is not None:
                 self._gather_after(module, event)
 
         return hook
 
-    def _finish(self) -> None:
-        if self._may_be_pending:
-            self.executor.finish(None)
-            self._may_be_pending = False
+    def _finish_units(self, last_unit: int | None) -> None:
+        if self._failed:
+            raise RuntimeError("an update failed before, so that some parameters are old and some new")
+        try:
+            self.executor.finish(last_unit)
+        except BaseException:
+            self._failed = True
+            raise

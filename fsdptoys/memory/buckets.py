@@ -89,7 +89,8 @@ class Bucket:
         self.scalars = [{name: torch.zeros_like(value) for name, value in kinds.scalars.items()} for _ in self.params]
         self.elements = sum(self._state_elements(shape) * len(kinds.tensors) for shape in self._shapes)
         self._stand_ins = [nn.Parameter(torch.empty(0, dtype=local.dtype, device=local.device)) for local in locals_]
-        self._gradients: list[Tensor | None] = []
+        self.gradients: list[Tensor | None] = []
+        """Of the parameters, between ``take`` and ``update``."""
         self._scale: Tensor | None = None
         by_group: dict[int, list[nn.Parameter]] = {}
         group_of = {param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
@@ -120,14 +121,14 @@ class Bucket:
             scale: a factor on the gradients that is still to be applied, on their device.
             release: take the gradients away from the parameters, so that nothing else changes them until the update.
         """
-        self._gradients = [param.grad for param in self.params]
+        self.gradients = [param.grad for param in self.params]
         self._scale = scale
         if release:
             for param in self.params:
                 param.grad = None
         for inner, index in zip(self._inner.param_groups, self._group_indices, strict=True):
             inner.update(_hyperparameters(groups[index]))
-        return any(gradient is not None for gradient in self._gradients)
+        return any(gradient is not None for gradient in self.gradients)
 
     @torch.no_grad()
     def update(self, flat: Tensor) -> None:
@@ -136,7 +137,7 @@ class Bucket:
         first = set()
         # The local tensors are looked up anew, since a strategy may have replaced them.
         for index, (param, stand_in) in enumerate(zip(self.params, self._stand_ins, strict=True)):
-            gradient = self._gradients[index]
+            gradient = self.gradients[index]
             if gradient is None:
                 continue
             stand_in.data = local_tensor(param)
@@ -147,7 +148,7 @@ class Bucket:
                 first.add(index)
             else:
                 self._inner.state[stand_in] = {**self.scalars[index], **views[index]}
-        self._gradients = []
+        self.gradients = []
         self._inner.step()
         for index in first:
             for name, view in views[index].items():

@@ -13,7 +13,6 @@ In both, torchrun's ``OMP_NUM_THREADS=1`` would leave the optimizer one thread, 
 ``native`` around the step alone, for ``overlapped`` in the workers alone. Source: ZeRO-Offload (arXiv:2101.06840).
 """
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,6 +21,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+
+from fsdptoys.device import Device, available_cores
 
 from .bucketed_optimizer import BucketedOptimizer
 from .buckets import Bucket, Unit, cut_buckets
@@ -34,8 +35,7 @@ WORKERS = 2
 
 def threads_per_rank(local_ranks: int) -> int:
     """Cores that this process may use, divided by the ranks of this machine; at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // local_ranks)
+    return max(1, available_cores() // local_ranks)
 
 
 @contextmanager
@@ -55,12 +55,18 @@ class Workers:
     Args:
         threads: of PyTorch, for all workers together.
         on_updated: called in the worker, with the parameters of each bucket that was updated.
+        device: of this rank, which an optimizer's step asks about although its parameters are elsewhere.
     """
 
     defers = True
     lead = 0
 
-    def __init__(self, threads: int, on_updated: Callable[[list[nn.Parameter]], None] | None = None) -> None:
+    def __init__(
+        self,
+        threads: int,
+        on_updated: Callable[[list[nn.Parameter]], None] | None = None,
+        device: Device | None = None,
+    ) -> None:
         self._on_updated = on_updated
         self._pending: deque[tuple[int, Future[None]]] = deque()
         workers = min(WORKERS, threads)
@@ -71,6 +77,9 @@ class Workers:
         together = threading.Barrier(workers)
 
         def begin() -> None:
+            if device is not None and device.is_accelerator:
+                # A thread starts with device 0, which is another rank's.
+                torch.accelerator.set_device_index(device.torch_device.index)
             torch.get_num_threads()
             torch.set_num_threads(threads // workers)
             together.wait()
@@ -120,6 +129,7 @@ def overlap_cpu_offload(
     threads: int,
     units_ahead: int = 0,
     on_updated: Callable[[list[nn.Parameter]], None] | None = None,
+    device: Device | None = None,
 ) -> BucketedOptimizer:
     """Let worker threads do what an optimizer over host memory does, and return what to call instead of it.
 
@@ -130,10 +140,11 @@ def overlap_cpu_offload(
         threads: of PyTorch, for all workers together.
         units_ahead: units after its own that a unit's forward begins to gather.
         on_updated: called in a worker with parameters that were updated.
+        device: of this rank.
     """
     assert not optimizer.state
     buckets = cut_buckets(optimizer, units, BUCKET_BYTES, torch.float32)
     for bucket in buckets:
         bucket.slab = torch.zeros(bucket.elements)
-    executor = Workers(threads, on_updated)
+    executor = Workers(threads, on_updated, device)
     return BucketedOptimizer(optimizer, units, buckets, executor, model=model, units_ahead=units_ahead)

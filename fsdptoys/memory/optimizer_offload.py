@@ -35,19 +35,23 @@ from .transfers import Transfers, transfers_for
 MIB = 2**20
 
 
-def resolve_schedule(schedule: OffloadSchedule, strategy: str, defers_updates: bool) -> OffloadSchedule:
+def resolve_schedule(
+    schedule: OffloadSchedule, strategy: str, defers_updates: bool, reads_unit_by_unit: bool = True
+) -> OffloadSchedule:
     """Replace ``auto`` by the best schedule that a strategy can.
 
     Args:
         schedule: what was asked for.
         strategy: the word after ``parallel=``.
         defers_updates: whether it may update parameters as late as the next forward.
+        reads_unit_by_unit: whether that forward reads them late, so that it can hide anything.
 
     Raises:
         ConfigError: for ``lazy`` where it cannot.
     """
     if schedule is OffloadSchedule.auto:
-        return OffloadSchedule.lazy if defers_updates else OffloadSchedule.pipelined
+        hides = defers_updates and reads_unit_by_unit
+        return OffloadSchedule.lazy if hides else OffloadSchedule.pipelined
     if schedule is OffloadSchedule.lazy and not defers_updates:
         raise ConfigError(
             f"memory.offload_schedule=lazy is not an option of parallel={strategy}; set "

@@ -1,9 +1,10 @@
 """Buckets of optimizer states that stream through device buffers: load, update, store.
 
-A ring of buffers, made once, is all the device holds of the states. A bucket takes a free buffer when it is loaded and
-gives it back when it is stored. One buffer makes the schedule serial; with more, the loads of the next buckets and the
-stores of the last ones run beside the update of the one between, in both directions at once. When an update is asked
-for is the caller's affair: all within ``step``, or unit by unit in the next forward.
+A ring of buffers is all the device holds of the states: within ``step``, or for good where updates are deferred. A
+bucket takes a free buffer when it is loaded and gives it back when it is stored. One buffer makes the schedule serial;
+with more, the loads of the next buckets and the stores of the last ones run beside the update of the one between, in
+both directions at once. When an update is asked for is the caller's affair: all within ``step``, or unit by unit in the
+next forward.
 
 What orders the streams, for a bucket b and the buffer that it uses:
 
@@ -61,15 +62,11 @@ class Streaming:
         self._numbers = {bucket: number for number, bucket in enumerate(buckets)}
         self._rounding_seed = rounding_seed
         self._step = 0
-        largest = max((bucket.elements for bucket in buckets if bucket.on_host), default=0)
-        made = [transfers.device_tensor(largest, dtype) for _ in range(buffers)] if largest else []
-        # Their memory may have been somebody's on the computing stream before.
-        free_from = transfers.mark()
-        self._free: deque[tuple[Tensor, Event]] = deque((buffer, free_from) for buffer in made)
-        self._work = None
-        if largest and dtype != torch.float32:
-            self._work = torch.empty(largest, dtype=torch.float32, device=transfers.device)
-            self._generator = torch.Generator(transfers.device)
+        self._largest = max((bucket.elements for bucket in buckets if bucket.on_host), default=0)
+        self._buffers, self._dtype = min(buffers, sum(bucket.on_host for bucket in buckets)), dtype
+        self._free: deque[tuple[Tensor, Event]] = deque()
+        self._work: Tensor | None = None
+        self._generator = torch.Generator(transfers.device)
         self._waiting: deque[Bucket] = deque()
         self._not_loaded: deque[Bucket] = deque()
         self._loaded: dict[Bucket, tuple[Tensor, Event]] = {}
@@ -82,17 +79,23 @@ class Streaming:
         self._waiting.extend(buckets)
         self._not_loaded.extend(bucket for bucket in buckets if bucket.on_host and bucket.elements)
         self._updated.clear()
+        if self._not_loaded and not self._free:
+            self._make_buffers()
         self._load_ahead()
 
     def finish(self, last_unit: int | None) -> None:
         """Update the buckets of the units up to ``last_unit``, or all; the computing stream then has the parameters."""
         while self._waiting and (last_unit is None or self._waiting[0].unit <= last_unit):
             bucket = self._waiting.popleft()
-            if bucket in self._loaded or bucket in self._not_loaded:
+            if bucket.on_host and bucket.elements:
                 self._update_streamed(bucket)
             else:
                 bucket.update(bucket.slab)
                 self._updated.append((bucket.unit, self._transfers.mark()))
+        if not self.defers:
+            # Forward and backward may have the memory.
+            self._free.clear()
+            self._work = None
 
     def updated(self, last_unit: int) -> Event:
         """The event at which the units up to ``last_unit`` are updated; None where nobody needs to wait any more."""
@@ -105,6 +108,14 @@ class Streaming:
         """Return once all states are in host memory."""
         for bucket in self._numbers:
             self._transfers.wait_on_host(bucket.stored)
+
+    def _make_buffers(self) -> None:
+        made = [self._transfers.device_tensor(self._largest, self._dtype) for _ in range(self._buffers)]
+        # Their memory may have been somebody's on the computing stream before.
+        free_from = self._transfers.mark()
+        self._free.extend((buffer, free_from) for buffer in made)
+        if self._dtype != torch.float32:
+            self._work = torch.empty(self._largest, dtype=torch.float32, device=self._transfers.device)
 
     def _load_ahead(self) -> None:
         while self._free and self._not_loaded:

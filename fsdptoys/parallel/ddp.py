@@ -17,6 +17,7 @@ from fsdptoys.models import DecoderModel
 
 from .initialise import Fill
 from .materialise import init_buffers, materialise
+from .precision import DType
 from .single import cast_parameters, whole_parameters, whole_units
 from .strategy import ParallelContext, ReducingConfig, Strategy, Unit
 
@@ -36,6 +37,11 @@ class DDPConfig(ReducingConfig):
 
     bucket_cap_mb: int = 25
     """Gradients are all-reduced in buckets of this many MiB while the backward goes on."""
+
+    @property
+    def reads_unit_by_unit(self) -> bool:
+        """Lower precision casts all parameters before the first module computes."""
+        return self.param_dtype is DType.float32
 
     def __post_init__(self) -> None:
         """Check the value by itself."""

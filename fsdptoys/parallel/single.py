@@ -31,6 +31,11 @@ class SingleConfig(ParallelConfig):
     simulated_ranks: int = 1
     """Data-parallel ranks whose micro-batches the one process runs one after another."""
 
+    @property
+    def reads_unit_by_unit(self) -> bool:
+        """Lower precision casts all parameters before the first module computes."""
+        return self.param_dtype is DType.float32
+
     def __post_init__(self) -> None:
         """Check the value by itself."""
         if self.simulated_ranks < 1:

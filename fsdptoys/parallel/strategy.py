@@ -2,8 +2,8 @@
 
 The order of wrapping, the same for every strategy:
 
-1. the model is constructed on the meta device (no memory);
-2. gradient checkpointing replaces the blocks' forwards;
+1. patches of PyTorch are in place; the model is constructed on the meta device (no memory);
+2. gradient checkpointing replaces the blocks' forwards, and ``train.compile`` compiles them;
 3. ``Strategy.parallelize`` wraps or shards: each block, then ``[norm, lm_head]`` together, then the root;
 4. it materialises and fills one parameter after the other, from generators seeded by name (``initialise``) or files;
 5. the optimizer is built over what the strategy left as parameters.
@@ -64,6 +64,11 @@ class ParallelConfig(ABC):
     @property
     def defers_updates(self) -> bool:
         """Whether parameters may be updated as late as the next forward, unit by unit."""
+        return True
+
+    @property
+    def reads_unit_by_unit(self) -> bool:
+        """Whether the forward reads parameters as late as their module needs them."""
         return True
 
     @property
@@ -240,7 +245,8 @@ class Strategy(ABC):
                 scale_by(scale)
             else:
                 for grad in grads:
-                    grad.mul_(scale.to(grad.device))
+                    scale = scale.to(grad.device)  # one wait for the device, where gradients are offloaded
+                    grad.mul_(scale)
         return norm
 
 

@@ -1,6 +1,5 @@
 """Overlapped CPU offload: the bits of PyTorch's own, worker threads, and the low-precision mirror."""
 
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fsdptoys.config import Config
-from fsdptoys.memory import MemoryConfig, cross_entropy_sum
+from fsdptoys.memory import MemoryConfig, cpu_offload, cross_entropy_sum
 from fsdptoys.memory.bucketed_optimizer import BucketedOptimizer
 from fsdptoys.memory.cpu_offload import Workers, cpu_threads, overlap_cpu_offload, threads_per_rank
 from fsdptoys.optim import AdamWConfig, Implementation, SGDConfig, WeightDecayOn
@@ -179,5 +178,5 @@ def test_workers_share_the_threads_and_leave_those_of_others_alone() -> None:
 
 def test_a_rank_gets_its_share_of_the_cores_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: eight cores, of one rank, two and sixteen."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(cpu_offload, "available_cores", lambda: 8)
     assert [threads_per_rank(ranks) for ranks in (1, 2, 16)] == [8, 4, 1]

@@ -93,7 +93,7 @@ def variants() -> tuple[dict[str, Config], dict[str, Variant]]:
     made["fsdp2 tied"] = Variant(config(FSDP2Config(**bf16), model=tied), "tied")
     made["ddp checkpointing"] = Variant(config(DDPConfig(), memory=CHECKPOINTED), "ddp")
     for how in (PIPELINED, LAZY):
-        for share in (0.0, 0.5):
+        for share in (0.1, 0.5):
             made[f"{share} {how}"] = Variant(config(fsdp2), "", how, {"offload_fraction": share})
         made[f"no clipping {how}"] = Variant(config(fsdp2, max_grad_norm=None), "no clipping", how)
         for nesterov, optim in sgd.items():
@@ -157,10 +157,14 @@ def test_bfloat16_states_train_alike_repeat_themselves_and_survive_a_checkpoint(
     assert run_ranks(2, interrupted, [(config(), LAZY, LAZY)], BFLOAT16)[0] == [lazy]
 
 
-def test_auto_is_lazy_but_for_fsdp1_which_refuses_it() -> None:
+def test_auto_is_lazy_where_that_hides_anything_and_fsdp1_refuses_it() -> None:
     """Oracle: what the strategies say of themselves."""
     for parallel in (SingleConfig(), DDPConfig(), FSDP2Config()):
         assert resolve_schedule(OffloadSchedule.auto, parallel.name, parallel.defers_updates) is OffloadSchedule.lazy
+    for parallel in (SingleConfig(param_dtype=DType.bfloat16), DDPConfig(param_dtype=DType.bfloat16)):
+        hides = parallel.reads_unit_by_unit
+        chosen = resolve_schedule(OffloadSchedule.auto, parallel.name, parallel.defers_updates, hides)
+        assert chosen is OffloadSchedule.pipelined
     fsdp1 = FSDP1Config()
     chosen = resolve_schedule(OffloadSchedule.auto, fsdp1.name, fsdp1.defers_updates)
     assert chosen is OffloadSchedule.pipelined
