@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdptoys.config import Config
-from fsdptoys.profiler import Situation, Switches, live_bytes
+from fsdptoys.memory import BucketedOptimizer
+from fsdptoys.profiler import LiveBytes, Placed, Situation, Switches, live_bytes
 
 
 def situation(
@@ -18,8 +19,13 @@ def situation(
     phase: str,
     parameters: Iterable[Tensor] = (),
     optimizer: torch.optim.Optimizer | None = None,
+    *,
+    on_cpu: bool = False,
+    parameter_count: int = 0,
 ) -> Situation:
     """Count what is live.
+
+    Of the construction, in which nothing can be counted yet, the parameters that this rank is to hold are told.
 
     Args:
         config: validated, of the run.
@@ -29,6 +35,8 @@ def situation(
         phase: ``construction``, ``forward``, ``backward``, ``optimizer`` or ``evaluation``.
         parameters: as the strategy left them; none before it has any.
         optimizer: None where there is none yet.
+        on_cpu: whether the device is the CPU.
+        parameter_count: of the whole model, for the construction.
     """
     parameters = list(parameters)
     model, memory, train = config.model, config.memory, config.train
@@ -53,4 +61,11 @@ def situation(
         cpu_offload=memory.cpu_offload,
         states_bytes=0 if offloads else config.optim.state_bytes * local_elements,
     )
-    return Situation(step, phase, rank, live_bytes(parameters, optimizer), switches)
+    if phase == "construction":
+        planned = 4 * -(-parameter_count // switches.fsdp_size)
+        on_host = on_cpu or memory.cpu_offload
+        live = LiveBytes(parameters=Placed(device_bytes=0 if on_host else planned, host_bytes=planned * on_host))
+    else:
+        held = optimizer.held_gradients if isinstance(optimizer, BucketedOptimizer) else ()
+        live = live_bytes(parameters, optimizer, held)
+    return Situation(step, phase, rank, live, switches)

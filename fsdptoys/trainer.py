@@ -34,7 +34,6 @@ from .memory import (
     checkpoint_blocks,
     compile_blocks,
     cpu_threads,
-    cross_entropy_sum,
     offload_optimizer,
     overlap_cpu_offload,
     threads_per_rank,
@@ -104,20 +103,30 @@ class Trainer:
         local = self.strategy.local_data_ranks
         self.routing = build_routing_balance(model, self.device.torch_device, local)
         fill = open_init_from(model).fill if config.model.init_from else seeded(model.init_rows, train.init_seed)
-        with explain_out_of_memory(
-            self.device, lambda: situation(config, self.world_size, self.rank, 0, "construction")
-        ):
+        constructing = functools.partial(
+            situation,
+            config,
+            self.world_size,
+            self.rank,
+            0,
+            "construction",
+            on_cpu=not self.device.is_accelerator,
+            parameter_count=self.parameter_count,
+        )
+        with explain_out_of_memory(self.device, constructing):
             self.strategy.parallelize(model, fill)
 
         # 3. What is minimised, and what updates it.
-        self.loss_fn = build_loss(
+        chunks = (
             memory.chunk_loss,
             None if memory.chunk_tokens == "auto" else int(memory.chunk_tokens),
             memory.chunk_grad_dtype,
-            Objective(train.label_smoothing, train.z_loss_coef),
         )
+        self.loss_fn = build_loss(*chunks, Objective(train.label_smoothing, train.z_loss_coef))
+        self.eval_loss_fn = build_loss(*chunks)
         optimizer = build_optimizer(config.optim, self.strategy.named_parameters(), matrix_names)
-        self.optimizer = self._offload(optimizer)
+        with explain_out_of_memory(self.device, constructing):
+            self.optimizer = self._offload(optimizer)
         self.schedule = build_schedule(config.optim, self.optimizer, train.steps)
 
         # 4. What it learns from: this process's share of every global batch.
@@ -175,6 +184,7 @@ class Trainer:
                 threads=self._cpu_threads,
                 units_ahead=strategy.units_ahead,
                 on_updated=strategy.mirror_parameters(),
+                device=self.device,
             )
         return optimizer
 
@@ -208,7 +218,7 @@ class Trainer:
                 with explain_out_of_memory(self.device, functools.partial(self._situation, step)):
                     metrics, out_of_time = self._train_step(step, started)
                     last = out_of_time or step == train.steps
-                    if train.eval_every and (last or step % train.eval_every == 0):
+                    if self._evaluates_after(step) or (train.eval_every and last):
                         metrics = dataclasses.replace(metrics, eval_loss=self._evaluate())
                 self.history.append(metrics.without_counts())
                 if on_step:
@@ -223,6 +233,7 @@ class Trainer:
     def _train_step(self, step: int, run_started: float) -> tuple[StepMetrics, bool]:
         """One optimizer step over a global batch, and whether any rank is out of time after it."""
         started = time.perf_counter()
+        self._phase = "forward"
         train, strategy, device = self.config.train, self.strategy, self.device.torch_device
         microbatches = self.batches.next_step()
 
@@ -256,6 +267,8 @@ class Trainer:
         self._phase = "optimizer"
         learning_rate = float(self.schedule.get_last_lr()[0])
         grad_norm = self._clip_and_update(train.max_grad_norm or math.inf)
+        if self._evaluates_after(step):
+            self._finish_updates()  # in the evaluation they would be counted nowhere
         self.schedule.step()
         self.optimizer.zero_grad(set_to_none=strategy.frees_gradients)
         routing = self.routing.end_step() if self.routing else None
@@ -279,6 +292,9 @@ class Trainer:
         )
         return metrics, ranks_out_of_time > 0
 
+    def _evaluates_after(self, step: int) -> bool:
+        return self.config.train.eval_every > 0 and step % self.config.train.eval_every == 0
+
     def _clip_and_update(self, max_norm: float) -> Tensor:
         """Take the optimizer's step, or begin it, and return the norm of the gradients before clipping."""
         strategy, optimizer = self.strategy, self.optimizer
@@ -295,7 +311,7 @@ class Trainer:
     def _finish_updates(self) -> None:
         """Have the parameters as the last step left them, before anything but a forward reads them."""
         if isinstance(self.optimizer, BucketedOptimizer):
-            self.optimizer.flush()
+            self.optimizer.finish_updates()
 
     @torch.no_grad()
     def _evaluate(self) -> float:
@@ -309,7 +325,7 @@ class Trainer:
         for tokens_BT, labels_BT in eval_batches(
             self.dataset.eval, train.batch_size, train.eval_batches, self.rank, self.world_size
         ):
-            loss_sum += self.strategy.model(tokens_BT.to(device), labels_BT.to(device), cross_entropy_sum)
+            loss_sum += self.strategy.model(tokens_BT.to(device), labels_BT.to(device), self.eval_loss_fn)
             valid += int((labels_BT != IGNORE_INDEX).sum())
         dist.all_reduce(loss_sum)
         dist.all_reduce(valid)
@@ -355,7 +371,8 @@ class Trainer:
             told = [recorder.run_dir / PROFILE_FOLDER if recorder else None]
             dist.broadcast_object_list(told, device=self.device.torch_device)
             folder = told[0]
-        return Profiler(profile, self.device, self.rank, folder, message=recorder.message if recorder else None)
+        message = recorder.message if recorder else functools.partial(print, f"rank {self.rank}:", flush=True)
+        return Profiler(profile, self.device, self.rank, folder, message=message)
 
     def _recorder(self) -> Recorder:
         references = {

@@ -35,7 +35,9 @@ class LiveBytes:
         return LiveBytes(*(Placed(part.host_bytes) for part in (self.parameters, self.gradients, self.states)))
 
 
-def live_bytes(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer | None) -> LiveBytes:
+def live_bytes(
+    parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer | None, held_gradients: Iterable[Tensor] = ()
+) -> LiveBytes:
     """Count what is allocated now.
 
     A storage counts once, whole, for the first of parameters, gradients and states that has it. Of sharded parameters
@@ -44,13 +46,14 @@ def live_bytes(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer | 
     Args:
         parameters: as the strategy left them.
         optimizer: whose states count, wherever in ``optimizer.state`` they are; None before there is one.
+        held_gradients: those that are no parameter's any more, and that the optimizer still needs.
     """
     parameters = list(parameters)
     seen: set[tuple[torch.device, int]] = set()
     states = optimizer.state.values() if optimizer is not None else ()
     return LiveBytes(
         parameters=_count(iter(parameters), seen),
-        gradients=_count((param.grad for param in parameters if param.grad is not None), seen),
+        gradients=_count(iter([*(p.grad for p in parameters if p.grad is not None), *held_gradients]), seen),
         states=_count(_tensors(states), seen),
     )
 

@@ -33,9 +33,9 @@ class Situation:
     """What the run was doing, and what it held."""
 
     step: int
-    """Number of the step, from 1."""
+    """Number of the step, from 1; none in the construction."""
     phase: str
-    """``forward``, ``backward``, ``optimizer``, ``evaluation``, …"""
+    """``construction``, where ``live`` is what is planned, or ``forward``, ``backward``, ``optimizer``, …"""
     rank: int
     live: LiveBytes
     switches: Switches
@@ -124,9 +124,13 @@ def out_of_memory_report(failure: Failure, situation: Situation, device_type: st
         (held.states.device_bytes, "optimizer states"),
         (rest_bytes, REST + (", Python and its libraries" if failure.on_host else "")),
     ]
+    constructing = situation.phase == "construction"
+    if constructing:
+        rows = [(held.parameters.device_bytes, "parameters, once all are made")]
+    memory = "host memory" if failure.on_host else "the device memory"
     lines = [
         *_headline(failure, situation, device_type),
-        f"live in {'host memory' if failure.on_host else 'the device memory'} of this rank:",
+        f"{'planned' if constructing else 'live'} in {memory} of this rank:",
         *(f"  {row}" for row in _columns([(in_words(count), what) for count, what in rows])),
     ]
     if not failure.on_host and live.on_host().device_bytes:
@@ -157,8 +161,9 @@ def _headline(failure: Failure, situation: Situation, device_type: str) -> list[
         "reserved": failure.reserved_bytes,
     }
     known = [f"{in_words(count)} {what}" for what, count in numbers.items() if count is not None]
+    when = "construction" if situation.phase == "construction" else f"{situation.phase} of step {situation.step}"
     return [
-        f"{where} ran out on rank {situation.rank} in the {situation.phase} of step {situation.step}",
+        f"{where} ran out on rank {situation.rank} in the {when}",
         *([", ".join(known)] if known else []),
     ]
 

@@ -38,7 +38,8 @@ class Profiler:
         message: Callable[[str], None] | None = None,
     ) -> None:
         self._first_step = first_step
-        self._rank = rank
+        self._rank, self._ranks = rank, config.ranks
+        self._is_on = config.enabled or config.snapshot
         self._trace: Trace | None = None
         self._snapshot: Snapshot | None = None
         if rank not in config.ranks or not (config.enabled or config.snapshot):
@@ -88,6 +89,9 @@ class Profiler:
 
     def summary_markdown(self) -> str | None:
         """What this rank wrote and the operators that took most time, as Markdown below a heading; None if nothing."""
+        if self._is_on and self._rank not in self._ranks:
+            others = ", ".join(map(str, self._ranks))
+            return f"Chosen were the ranks {others}, which wrote into `profile/`; rank {self._rank} was not."
         parts = []
         if self._trace and self._trace.path:
             parts.append(
