@@ -14,9 +14,9 @@ import torch
 
 from .checkpoint import CheckpointConfig, open_init_from
 from .data import DataConfig
-from .device import DEVICE_TYPES
+from .device import DEVICE_TYPES, available_cores
 from .errors import ConfigError
-from .memory import CPUOffloadExecutor, GradientCheckpointing, MemoryConfig, resolve_schedule
+from .memory import CPUOffloadExecutor, GradientCheckpointing, MemoryConfig, StateDType, resolve_schedule
 from .mesh import MeshConfig
 from .metrics import MetricsConfig
 from .models import ModelConfig, MoEConfig
@@ -197,6 +197,13 @@ class Config:
                 f"memory.checkpointing_start_index={memory.checkpointing_start_index} is past the last of the model's "
                 f"{model.n_layers} layers; set memory.checkpointing_start_index=0 to checkpoint every block"
             )
+        checkpointed = len(range(memory.checkpointing_start_index, model.n_layers, memory.checkpointing_every))
+        if memory.activation_offload and checkpointed < 3:
+            # The last one's tensors stay, and those of the one before it until they are used.
+            raise ConfigError(
+                f"memory.activation_offload=true saves nothing with fewer than 3 checkpointed blocks, of which there "
+                f"are {checkpointed}; set memory.activation_offload=false"
+            )
 
     def _check_memory(self) -> None:
         memory, parallel = self.memory, self.parallel
@@ -205,13 +212,26 @@ class Config:
                 f"memory.cpu_offload_executor=overlapped is not an option of parallel={parallel.name}; set "
                 "parallel=fsdp2 or memory.cpu_offload_executor=native"
             )
+        if memory.offload_state_dtype is StateDType.bfloat16 and self.train.deterministic:
+            raise ConfigError(
+                "memory.offload_state_dtype=bfloat16 draws random numbers on each rank, which train.deterministic=true "
+                "rules out; set memory.offload_state_dtype=float32"
+            )
+        cores = available_cores()
+        if memory.cpu_threads is not None and memory.cpu_threads > cores:
+            raise ConfigError(
+                f"memory.cpu_threads={memory.cpu_threads} is over the {cores} cores of this machine; set "
+                f"memory.cpu_threads={cores}"
+            )
         if memory.optimizer_offload and self.optim.state_bytes == 0:
             raise ConfigError(
                 f"memory.optimizer_offload=true moves states, of which optim={self.optim.name} keeps none as set; "
                 "leave it out or set optim.momentum=0.9"
             )
         if memory.optimizer_offload:
-            memory.offload_schedule = resolve_schedule(memory.offload_schedule, parallel.name, parallel.defers_updates)
+            memory.offload_schedule = resolve_schedule(
+                memory.offload_schedule, parallel.name, parallel.defers_updates, parallel.reads_unit_by_unit
+            )
         if memory.checkpointing_budget is not None and not self.train.compile:
             raise ConfigError(
                 f"memory.checkpointing_budget={memory.checkpointing_budget} acts through the compiler; set "
@@ -245,7 +265,7 @@ class Config:
             raise ConfigError(
                 "optim.implementation=fused has no SGD for FSDP2's sharded parameters; set optim.implementation=foreach"
             )
-        if fused and self.train.deterministic and device_type == "cpu":
+        if fused and self.train.deterministic and (device_type == "cpu" or self.memory.cpu_offload):
             raise ConfigError(
                 "optim.implementation=fused rounds by a shard's size on a CPU, which train.deterministic=true rules "
                 "out; set optim.implementation=auto"

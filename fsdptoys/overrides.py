@@ -287,14 +287,20 @@ def _mismatch(wanted: Any, value: Any, raw: str) -> tuple[str | None, str | None
         names = [member.name for member in wanted]
         return (None, None) if value in names else (_one_of(names), near_miss(str(value), names))
     if typing.get_origin(wanted) is list:
-        if isinstance(value, list) and not any(isinstance(item, (list, dict)) or item is None for item in value):
+        of_integers = typing.get_args(wanted) == (int,)
+        if isinstance(value, list) and all(_is_item(item, of_integers) for item in value):
             return None, None
-        return "a list", f"[{raw}]" if isinstance(value, (str, int, float)) else None
+        mended = f"[{raw}]" if _is_item(value, of_integers) else None
+        return "a list of integers" if of_integers else "a list", mended
     if wanted is Any:  # one word, or several
         words = value if isinstance(value, list) else [value]
         return (None if all(isinstance(word, str) for word in words) else "a word or a list of words"), None
     assert wanted is str, f"no option may have the type {wanted}"
     return (None if isinstance(value, (str, int, float)) else "text"), None
+
+
+def _is_item(value: Any, integer: bool) -> bool:
+    return type(value) is int if integer else isinstance(value, (str, int, float))
 
 
 def _without_none(annotation: Any) -> tuple[Any, bool]:

@@ -225,5 +225,9 @@ def _default(node: ast.expr | None) -> str:
     if isinstance(node, ast.Attribute):
         return node.attr
     if isinstance(node, ast.Call):  # field(default_factory=...)
+        factory = node.keywords[0].value
+        listed = factory.body.elts if isinstance(factory, ast.Lambda) and isinstance(factory.body, ast.List) else []
+        if listed and all(isinstance(item, ast.Constant) for item in listed):
+            return plain_text([item.value for item in listed if isinstance(item, ast.Constant)])
         return "[]" if ast.unparse(node).endswith("=list)") else "[...]"
     return ast.unparse(node)

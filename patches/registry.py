@@ -111,8 +111,12 @@ def check_patches(names: Sequence[str] | str, strategy: str) -> None:
     if names == AUTO:
         return
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
-        hint = f"patches=[{names}] or " if isinstance(names, str) else ""
-        raise ValueError(f"patches={names} must be auto or a list of names; set {hint}patches=auto")
+        fix = (
+            f"patches=[{names}]"
+            if isinstance(names, str) and names in PATCHES
+            else "patches=auto, or patches=[] for none"
+        )
+        raise ValueError(f"patches={names} must be auto or a list of names; set {fix}")
     for name in names:
         patch = PATCHES.get(name)
         if patch is None:

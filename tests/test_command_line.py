@@ -15,6 +15,7 @@ from fsdptoys.config import LaunchConfig, TrainConfig
 from fsdptoys.listing import compose_presets
 from fsdptoys.models import FAMILIES
 from fsdptoys.overrides import list_choices, list_options, plain_text
+from fsdptoys.profiler import ProfileConfig
 
 ROOT = Path(__file__).parents[1]
 
@@ -60,9 +61,9 @@ def test_help_lists_every_key_with_its_default(capsys: pytest.CaptureFixture[str
     assert main(["train", "--help"]) == 0
     shown = capsys.readouterr().out
     schemas = [(group, schema) for group, named in SCHEMAS.items() for schema in named.values()]
-    for section, schema in [*schemas, ("train", TrainConfig), ("launch", LaunchConfig)]:
+    for section, schema in [*schemas, ("train", TrainConfig), ("profile", ProfileConfig), ("launch", LaunchConfig)]:
         for key, option in list_options(schema, section).items():
-            value = "[...]" if isinstance(option.default, list) and option.default else plain_text(option.default)
+            value = "[...]" if key == "data.files" and option.default else plain_text(option.default)
             lines = [line for line in shown.splitlines() if line.startswith(f"  {key}={value} ")]
             assert lines and all(len(line.split(maxsplit=1)) == 2 for line in lines), f"{key}={value}"
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fsdptoys.compose import compose_config
+from fsdptoys.device import available_cores
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import SAVED_OPERATORS
 from fsdptoys.metrics import check_run_dir
@@ -197,6 +198,18 @@ MISTAKES = {
     "parallel.wrap=block_attn_mlp or memory.activation_offload=true; set memory.gradient_checkpointing=full",
     "memory.optimizer_offload=true optim=sgd optim.momentum=0": "memory.optimizer_offload=true moves states, of which "
     "optim=sgd keeps none as set; leave it out or set optim.momentum=0.9",
+    "memory.optimizer_offload=true memory.offload_fraction=0": "memory.offload_fraction=0.0 moves nothing; "
+    "set memory.optimizer_offload=false or memory.offload_fraction=1",
+    "train.deterministic=true memory.optimizer_offload=true memory.offload_state_dtype=bfloat16": "memory."
+    "offload_state_dtype=bfloat16 draws random numbers on each rank, which train.deterministic=true rules out; "
+    "set memory.offload_state_dtype=float32",
+    "memory.gradient_checkpointing=full memory.activation_offload=true": "memory.activation_offload=true saves nothing "
+    "with fewer than 3 checkpointed blocks, of which there are 2; set memory.activation_offload=false",
+    "memory.cpu_offload=true memory.cpu_threads=100000": "memory.cpu_threads=100000 is over the "
+    f"{available_cores()} cores of this machine; set memory.cpu_threads={available_cores()}",
+    "profile.enabled=true profile.ranks=[a]": "profile.ranks=[a] must be a list of integers; set profile.ranks=[0]",
+    "profile.enabled=true profile.ranks=all": "profile.ranks=all must be a list of integers; set profile.ranks=[0]",
+    "patches=none": "patches=none must be auto or a list of names; set patches=auto, or patches=[] for none",
     "memory.cpu_offload=true memory.cpu_threads=0": "memory.cpu_threads=0 must be at least 1; set memory.cpu_threads=1",
     "memory.cpu_offload_executor=overlapped": "memory.cpu_offload_executor=overlapped does nothing as set; "
     "set memory.cpu_offload=true or leave it out",

@@ -55,8 +55,8 @@ class MemoryConfig:
     """First block that is checkpointed; the ones before it keep their activations."""
     checkpointing_every: int = 1
     """Checkpoint every so many blocks, counted from the first; the others keep their activations."""
-    checkpointing_save: list[str] = field(default_factory=lambda: list(SAVED_OPERATORS))
-    """``selective``: the operators whose results are kept; the rest is computed again."""
+    checkpointing_save: list[str] = field(default_factory=lambda: ["mm", "bmm", "attention", "grouped_mm"])
+    """``selective``: the operators whose results are kept, any of these; the rest is computed again."""
     checkpointing_budget: float | None = None
     """Share of the activations, 0 to 1, that PyTorch's partitioner keeps under ``train.compile``; null for all."""
     activation_offload: bool = False
@@ -127,6 +127,11 @@ class MemoryConfig:
             raise ConfigError(
                 "memory.cpu_offload=true and memory.optimizer_offload=true exclude each other, since CPU offload "
                 "already keeps the optimizer states in host memory; set memory.optimizer_offload=false"
+            )
+        if self.optimizer_offload and self.offload_fraction == 0:
+            raise ConfigError(
+                f"memory.offload_fraction={self.offload_fraction} moves nothing; set memory.optimizer_offload=false or "
+                "memory.offload_fraction=1"
             )
         if self.activation_offload and not self.checkpoints:
             raise ConfigError(

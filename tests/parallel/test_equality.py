@@ -5,8 +5,10 @@ from itertools import product
 import pytest
 import torch
 
+from fsdptoys import trainer as trainer_module
 from fsdptoys.config import Config
-from fsdptoys.memory import CPUOffloadExecutor, GradientCheckpointing, MemoryConfig
+from fsdptoys.memory import ActivationOffload, CPUOffloadExecutor, GradientCheckpointing, MemoryConfig
+from fsdptoys.memory.activation_offload import HostCopies
 from fsdptoys.models import FAMILIES
 from fsdptoys.optim import AdamWConfig, Implementation, SGDConfig, WeightDecayOn
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
@@ -124,6 +126,23 @@ def test_no_setting_of_a_strategy_changes_a_bit() -> None:
     assert_equal(outcomes, single(2, tie_embeddings=True))
 
 
+def train_moving_all(configs: list[Config]) -> tuple[list[Outcome], int]:
+    """Train with activation offload that moves small tensors too; also how many copies it made."""
+    copies = 0
+
+    class Counting(HostCopies):
+        def start(self, target: torch.Tensor, source: torch.Tensor) -> None:
+            nonlocal copies
+            copies += 1
+            super().start(target, source)
+
+    def build(device: torch.device) -> ActivationOffload:
+        return ActivationOffload(device, min_bytes=0, copies=Counting())
+
+    trainer_module.ActivationOffload = build  # type: ignore[assignment, misc]
+    return train_all(configs), copies
+
+
 @pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16], ids=lambda dtype: dtype.value)
 def test_all_switches_of_memory_together_change_no_bit_under_any_strategy(dtype: DType) -> None:
     """Oracle: one process with the chunked loss alone, which is the one switch that adds in another order."""
@@ -131,7 +150,6 @@ def test_all_switches_of_memory_together_change_no_bit_under_any_strategy(dtype:
     switches = {
         **chunks,
         "gradient_checkpointing": GradientCheckpointing.selective,
-        "checkpointing_every": 2,
         "activation_offload": True,
         "optimizer_offload": True,
         "offload_fraction": 0.8,
@@ -144,7 +162,9 @@ def test_all_switches_of_memory_together_change_no_bit_under_any_strategy(dtype:
     }
     on_cpu = MemoryConfig(**chunks, cpu_offload=True, cpu_offload_executor=CPUOffloadExecutor.overlapped)
     configs["fsdp2 on the cpu"] = make_config(with_dtype(FSDP2Config(), dtype), 2, memory=on_cpu, **options)
-    outcomes = dict(zip(configs, run_ranks(2, train_all, list(configs.values()))[0], strict=True))
+    results, copies = run_ranks(2, train_moving_all, list(configs.values()))[0]
+    assert copies > 0
+    outcomes = dict(zip(configs, results, strict=True))
     assert_equal(outcomes, single(2, param_dtype=dtype, memory=MemoryConfig(**chunks), **options))
 
 

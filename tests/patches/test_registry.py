@@ -154,9 +154,9 @@ def test_no_names_apply_nothing_and_one_name_applies_that_patch_alone(monkeypatc
          "fsdp2_backward_prefetch, or set patches=auto"),
         (["auto"], "fsdp2", "patches=[auto] holds a word that stands alone; set patches=auto"),
         ("fsdp2_stream_reuse", "fsdp2", "patches=fsdp2_stream_reuse must be auto or a list of "
-         "names; set patches=[fsdp2_stream_reuse] or patches=auto"),
-        (3, "fsdp2", "patches=3 must be auto or a list of names; set patches=auto"),
-        ([3], "fsdp2", "patches=[3] must be auto or a list of names; set patches=auto"),
+         "names; set patches=[fsdp2_stream_reuse]"),
+        (3, "fsdp2", "patches=3 must be auto or a list of names; set patches=auto, or patches=[] for none"),
+        ([3], "fsdp2", "patches=[3] must be auto or a list of names; set patches=auto, or patches=[] for none"),
         (["fsdp2_stream_reuse", "fsdp1_stream_reuse"], "fsdp2", "patches=[fsdp1_stream_reuse] concerns parallel=fsdp1, "
          "and parallel=fsdp2 is chosen; leave it out or set patches=auto"),
         (["fsdp2_backward_prefetch"], "fsdp2", "patches=[fsdp2_backward_prefetch] applies to torch >=2.7,<2.10, and is "
