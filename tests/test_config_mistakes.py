@@ -231,6 +231,16 @@ def test_mistake_gets_its_sentence(typed: str) -> None:
     assert str(caught.value) == MISTAKES[typed]
 
 
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_fused_updates_on_the_cpu_are_refused_in_the_deterministic_mode_on_every_device(device_type: str) -> None:
+    """Oracle: CPU offload updates on the CPU whatever the device is; without it fused is no mistake on CUDA."""
+    words = ["train.deterministic=true", "optim.implementation=fused"]
+    with pytest.raises(ConfigError, match="rounds by a shard's size on a CPU"):
+        compose_config([*words, "memory.cpu_offload=true"]).validate(2, device_type)
+    if device_type == "cuda":
+        compose_config(words).validate(2, device_type)
+
+
 def test_defaults_are_no_mistake() -> None:
     """Oracle: what the mistakes above are changes of."""
     compose_and_validate([])

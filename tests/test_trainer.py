@@ -93,6 +93,28 @@ def test_evaluation_is_plain_cross_entropy_whatever_is_minimised() -> None:
     assert smoothed[0] > plain[0]
 
 
+def whole_losses(config: Config) -> int:
+    """How often a run with evaluations makes its logits whole."""
+    calls, original = 0, F.cross_entropy
+
+    def counted(*args: Any, **options: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return original(*args, **options)
+
+    F.cross_entropy = counted
+    Trainer(config).train()
+    return calls
+
+
+@pytest.mark.parametrize("chunk_loss", [False, True], ids=["whole", "chunks"])
+def test_evaluation_goes_over_chunks_as_training_does(chunk_loss: bool) -> None:
+    """Oracle: calls of F.cross_entropy, which wants whole logits: two steps of two micro-batches, two evaluations."""
+    memory = MemoryConfig(chunk_loss=chunk_loss)
+    config = make_config(SingleConfig(), 1, steps=2, eval_every=1, eval_batches=1, memory=memory)
+    assert run_ranks(1, whole_losses, config)[0] == (0 if chunk_loss else 6)
+
+
 def histories(configs: list[Config]) -> list[list[tuple[float, float | None]]]:
     results = []
     for config in configs:
