@@ -22,7 +22,9 @@ def definitions(warmup_steps: int, with_experts: bool) -> str:
             "cross entropy in nats, with label smoothing and z-loss where these are on.",
             "- Held-out loss: mean cross entropy over tokens that are not trained on, after the update.",
             "- References: entropies of simple models of the same data; a loss below one has learned more than it.",
-            "- Step time: wall time of a step on rank 0; evaluation, where there is one, is not part of it.",
+            "- Step time: wall time of a step on rank 0; evaluation, where there is one, is not part of it. "
+            "Updates that are deferred (`memory.offload_schedule=lazy`, `memory.cpu_offload_executor=overlapped`) "
+            "count in the step whose forward waits for them, or before an evaluation in their own.",
             f"- Medians (with 10th and 90th percentile) leave out the first {warmup_steps} steps, which pay for "
             "allocation, kernel choice and compilation.",
             "- tokens/s: valid tokens of all ranks over the step time.",
