@@ -62,6 +62,12 @@ class TrainConfig:
     """Share of each label that is spread evenly over the vocabulary; evaluation does without."""
     z_loss_coef: float = 0.0
     """Weight of logsumexp(logits)², which keeps the logits from drifting; evaluation does without."""
+    skip_nonfinite: bool = True
+    """Leave a step without update where its loss or gradients are not finite, on all ranks alike."""
+    max_skipped: int = 20
+    """Stop, with a checkpoint, after so many steps without update in the whole run."""
+    max_skipped_in_a_row: int = 5
+    """Stop, with a checkpoint, after so many steps without update one after the other."""
     compile: bool = False
     """Compile each block with ``torch.compile``."""
     deterministic: bool = False
@@ -77,7 +83,15 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Check each value by itself."""
-        for name in ("batch_size", "seq_len", "steps", "grad_accum", "eval_batches"):
+        for name in (
+            "batch_size",
+            "seq_len",
+            "steps",
+            "grad_accum",
+            "eval_batches",
+            "max_skipped",
+            "max_skipped_in_a_row",
+        ):
             _at_least(f"train.{name}", getattr(self, name), 1)
         _at_least("train.eval_every", self.eval_every, 0)
         _at_least("train.z_loss_coef", self.z_loss_coef, 0)
@@ -118,6 +132,8 @@ class LaunchConfig:
     """host:port of the machine that the others meet at; needed for more than one machine."""
     timeout_seconds: float = 600.0
     """A collective that takes longer ends the run."""
+    max_restarts: int = 0
+    """After a lost or failed worker start all of them again, so many times, from the newest checkpoint."""
 
     def __post_init__(self) -> None:
         """Check each value by itself."""
@@ -127,6 +143,7 @@ class LaunchConfig:
                 "set launch.nproc_per_node=-1"
             )
         _at_least("launch.nnodes", self.nnodes, 1)
+        _at_least("launch.max_restarts", self.max_restarts, 0)
         if not 0 < self.timeout_seconds <= MAX_TIMEOUT_SECONDS:
             raise ConfigError(
                 f"launch.timeout_seconds={self.timeout_seconds} must be above 0 and at most {MAX_TIMEOUT_SECONDS}; "
