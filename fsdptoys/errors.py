@@ -1,4 +1,4 @@
-"""The one class of error for what a user can mend in a configuration, a file or a command line."""
+"""The errors that have a name of their own: what a user can mend, and how a run may end that nobody can."""
 
 
 class ConfigError(ValueError):
@@ -6,3 +6,11 @@ class ConfigError(ValueError):
 
     The command line prints the sentence alone, without a traceback, and exits with status 2.
     """
+
+
+class GivenUpError(RuntimeError):
+    """The run ended itself, since going on, or starting again, makes no sense; the message says why."""
+
+
+class LostRanksError(RuntimeError):
+    """A collective timed out or broke; the message says which ranks did not arrive."""

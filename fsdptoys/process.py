@@ -11,24 +11,39 @@ import torch.distributed as dist
 
 from .config import Config
 from .device import Device, available_device_type
+from .errors import LostRanksError
+from .heartbeat import is_lost
 
 
 @contextmanager
 def process_group(config: Config) -> Iterator[None]:
-    """Join the ranks that the environment names (as torchrun sets it), unless a process group is up already."""
+    """Join the ranks that the environment names (as torchrun sets it), unless a process group is up already.
+
+    Raises:
+        LostRanksError: if not all of them come.
+    """
     if dist.is_initialized():
         yield
         return
     device = device_of(config)
     os.environ.setdefault("MASTER_ADDR", "localhost")
     os.environ.setdefault("MASTER_PORT", "0")
-    dist.init_process_group(
-        device.backend,
-        rank=int(os.environ.get("RANK", 0)),
-        world_size=int(os.environ.get("WORLD_SIZE", 1)),
-        timeout=timedelta(seconds=config.launch.timeout_seconds),
-        device_id=device.torch_device if device.is_accelerator else None,
-    )
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    try:
+        dist.init_process_group(
+            device.backend,
+            rank=int(os.environ.get("RANK", 0)),
+            world_size=world_size,
+            timeout=timedelta(seconds=config.launch.timeout_seconds),
+            device_id=device.torch_device if device.is_accelerator else None,
+        )
+    except RuntimeError as error:
+        if not is_lost(str(error)):
+            raise
+        raise LostRanksError(
+            f"not all {world_size} ranks joined the process group within "
+            f"launch.timeout_seconds={config.launch.timeout_seconds:g} [{str(error).splitlines()[0]}]"
+        ) from error
     try:
         yield
     finally:

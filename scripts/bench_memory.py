@@ -34,7 +34,7 @@ import torch.distributed as dist
 from fsdptoys.compose import compose_config
 from fsdptoys.device import Device, available_cores, available_device_type
 from fsdptoys.errors import ConfigError
-from fsdptoys.launch import hardware_environment
+from fsdptoys.hardware import hardware_environment
 from fsdptoys.metrics import StepMetrics
 from fsdptoys.trainer import Trainer
 

@@ -1,0 +1,123 @@
+"""This process as one that a launcher started: what it was told, what it leaves for others, and how it ends.
+
+A worker's exception goes into the error file that the launcher names, in the form that torch's elastic launcher reads,
+with more beside it: when exactly, and whether starting again could help. The launcher's own folder holds what has to
+outlive a restart of the workers.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
+from .errors import ConfigError, GivenUpError, LostRanksError
+from .profiler import ExplainedOutOfMemoryError
+
+LAUNCHED = "FSDPTOYS_LAUNCHED"
+"""The launcher's process id, for workers that it starts; its command has printed already what it found."""
+
+LAUNCH_FOLDER = "FSDPTOYS_LAUNCH_FOLDER"
+"""The launcher's folder on this machine, which ends with it."""
+
+RESTARTS = "FSDPTOYS_RESTARTS"
+"""How many times the launcher has started the workers again."""
+
+PR_SET_PDEATHSIG = 1
+
+
+def launch_folder() -> Path | None:
+    """The launcher's folder on this machine; None under another launcher, or none."""
+    named = os.environ.get(LAUNCH_FOLDER)
+    return Path(named) if named else None
+
+
+def restart_count() -> int:
+    """How many times the ranks have been started again, by our launcher or by torchrun."""
+    # torch counts the failures on this machine alone; when another one's worker fails, all start again nevertheless.
+    told = os.environ.get(RESTARTS) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return int(told) if told.isdecimal() else 0
+
+
+def remember_run_dir(path: Path) -> None:
+    """Tell the launcher, and workers that are started after this one, where the run directory is.
+
+    Every rank may tell it, and one of each machine has to.
+    """
+    folder = launch_folder()
+    if folder is not None:
+        part = folder / f"run_dir.{os.getpid()}"
+        part.write_text(str(path.absolute()))
+        part.replace(folder / "run_dir")
+
+
+def remembered_run_dir(folder: Path | None = None) -> Path | None:
+    """The run directory that :func:`remember_run_dir` was told.
+
+    Args:
+        folder: the launcher's; None for that of this worker.
+    """
+    folder = folder or launch_folder()
+    try:
+        return Path((folder / "run_dir").read_text()) if folder is not None else None
+    except FileNotFoundError:
+        return None
+
+
+def run_as_worker(work: Callable[[], None]) -> int:
+    """Do the work of one rank; its exception is recorded for whoever started it, or printed if nobody asked for it.
+
+    Returns:
+        An exit status; a failure ends the process here, since leaving the interpreter may wait for other ranks.
+    """
+    _end_with_launcher()
+    handler = ErrorHandler()
+    handler.initialize()
+    try:
+        work()
+    except Exception as error:
+        mistake = isinstance(error, ConfigError)
+        # These say what was being done.
+        explained = isinstance(error, (ExplainedOutOfMemoryError, GivenUpError, LostRanksError))
+        told = f"fsdptoys: {error}" if mistake else str(error) if explained else traceback.format_exc()
+        rank = os.environ.get("RANK", "0")
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:
+            _record(Path(os.environ["TORCHELASTIC_ERROR_FILE"]), int(rank), error, told)
+        else:
+            print(told if mistake else f"fsdptoys: rank {rank} failed:\n{told}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(2 if mistake else 1)
+    return 0
+
+
+def _record(path: Path, rank: int, error: Exception, told: str) -> None:
+    """Write what ``ErrorHandler`` would, with a finer time and our own words for a mistake in the configuration."""
+    now_ns = time.time_ns()
+    extra = {"py_callstack": told, "timestamp": str(now_ns // 10**9), "time_ns": now_ns, "rank": rank}
+    extra |= {"config_error": str(error) if isinstance(error, ConfigError) else None}
+    # These come again, however often the run is started.
+    extra |= {"final": isinstance(error, (ConfigError, ExplainedOutOfMemoryError, GivenUpError))}
+    # A record that is read half-written would hide the failure.
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}))
+    part.replace(path)
+
+
+def _end_with_launcher() -> None:
+    """Have the system end this process when our launcher is killed; on Linux alone, which has such a thing."""
+    launcher = os.environ.get(LAUNCHED, "")
+    if sys.platform != "linux" or not launcher.isdecimal():
+        return
+    try:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    except (OSError, AttributeError):
+        return
+    if os.getppid() != int(launcher):  # it was killed before
+        os._exit(1)

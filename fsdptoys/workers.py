@@ -1,0 +1,391 @@
+"""The ranks of this machine as processes: started, watched, started again, and ended, all of them or none.
+
+PyTorch's own elastic agent (what torchrun is made of) starts the workers, meets other machines and starts the workers
+again. It runs in a thread, where it takes no signals, so that the main thread has them:
+
+- SIGTERM and SIGUSR1 are passed on once, as a request to stop. Ranks in their loop finish the step, save and end well,
+  and so does the launcher; others end at once.
+- A second one, and any SIGINT, SIGHUP or SIGQUIT, kills all workers at once.
+
+Once a worker has failed, the agent sends SIGTERM to the others and waits for them half a minute; the main thread kills
+those that have not ended after a few seconds. Where the launcher itself is killed, Linux ends its workers (``worker``).
+
+Starting again takes up torch's own count of restarts. A failure that would come again (a mistake in the configuration,
+memory that ran out, a run that gave itself up) ends the run at once.
+
+Not covered: a restart with fewer ranks, and a machine that is lost for good.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import queue
+import shutil
+import signal
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.launcher import LaunchConfig
+
+from .failures import FirstFailure, first_failure
+from .flight_recorder import keep_recordings, name_recordings
+from .heartbeat import HEARTBEATS_FOLDER, last_signs
+from .meeting import meet, no_meeting
+from .signals import SAME_REQUEST_SECONDS, STOP_SIGNALS
+from .worker import LAUNCH_FOLDER, LAUNCHED, RESTARTS, remembered_run_dir
+
+SHUTDOWN_SECONDS = 5
+"""Workers that ignore the signal for so long are killed."""
+
+POLL_SECONDS = 0.1
+
+END_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""All workers are killed at once."""
+
+
+def run_workers(
+    module: str,
+    arguments: Sequence[str],
+    local_ranks: int,
+    *,
+    nnodes: int = 1,
+    rdzv_endpoint: str | None = None,
+    environment: Mapping[str, str] | None = None,
+    max_restarts: int = 0,
+) -> int:
+    """Run ``python -m module arguments`` once for each rank of this machine, and wait for all of them.
+
+    Args:
+        module: what each worker runs.
+        arguments: its command line.
+        local_ranks: workers on this machine.
+        nnodes: machines that meet at ``rdzv_endpoint``.
+        rdzv_endpoint: host:port; None on one machine.
+        environment: added to the workers' environment.
+        max_restarts: how many times all workers are started again after one has failed.
+
+    Returns:
+        0 after success, 1 after a worker's exception, 2 after a ``ConfigError``, 128 plus its number after a signal.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="fsdptoys-"))
+    os.environ.update({**_import_environment(os.environ), **(environment or {})})
+    os.environ.update({LAUNCHED: str(os.getpid()), LAUNCH_FOLDER: str(folder)})
+    _quieten_elastic()
+    name_recordings(folder)
+    if max_restarts:
+        # A store that is shared by all starts holds addresses of ranks that are gone, which a late rank would read.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    launch = LaunchConfig(
+        min_nodes=nnodes,
+        max_nodes=nnodes,
+        nproc_per_node=local_ranks,
+        run_id="fsdptoys" if nnodes > 1 else uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint=rdzv_endpoint or "localhost:0",
+        local_addr="localhost" if nnodes == 1 else None,
+        max_restarts=max_restarts,
+    )
+    workers = _Workers(folder, launch, ("-m", module, *arguments))
+    try:
+        with workers.taking_signals():
+            status, told = workers.run()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if told:
+        if sys.stdout.isatty():
+            print("\x1b[?25h", end="", flush=True)  # a worker that was ended may have left the cursor hidden
+        print(f"fsdptoys: {told}", file=sys.stderr, flush=True)
+    if workers.left_behind:
+        sys.stdout.flush()
+        os._exit(status)  # leaving the interpreter aborts where a thread is inside the rendezvous
+    return status
+
+
+class _EndedError(Exception):
+    """No worker runs any more, and none is to be started."""
+
+
+class _Agent(LocalElasticAgent):
+    """Torch's agent, which tells what it does to the one who owns the signals."""
+
+    def __init__(self, workers: "_Workers", spec: WorkerSpec, logs_specs: DefaultLogsSpecs) -> None:
+        super().__init__(spec, logs_specs)
+        self._workers = workers
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._workers.before_start()
+        pids = super()._start_workers(worker_group)
+        self._workers.after_start({worker.global_rank: pids[worker.local_rank] for worker in worker_group.workers})
+        return pids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        with self._workers.no_longer_than_it_may():
+            result = super()._monitor_workers(worker_group)
+        if result.is_failed():
+            self._workers.after_failure(result.failures)
+        return result
+
+    def _shutdown(self, *args: Any, **options: Any) -> None:
+        with self._workers.no_longer_than_it_may():
+            super()._shutdown(*args, **options)
+
+
+class _Workers:
+    """What the agent's thread and the main thread, which owns the signals, know of each other."""
+
+    def __init__(self, folder: Path, launch: LaunchConfig, command: Sequence[str]) -> None:
+        self.folder, self.launch, self.command = folder, launch, command
+        self._events: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # signals; None: the agent is done
+        self._lock = threading.Lock()
+        self._pids: dict[int, int] = {}  # of this start, by rank
+        self._killed: set[int] = set()
+        self._starts = self._failed_starts = 0
+        self._starting = False
+        self._busy_since: float | None = None  # for as long as the agent may be waiting for workers to end
+        self._stop: int | None = None  # signal that asked the workers to stop
+        self._end: int | None = None  # signal that killed them
+        self._failures: dict[int, ProcessFailure] = {}
+        self._succeeded = False
+        self._error: Exception | None = None
+        self._agent = threading.Thread(target=self._run_agent, name="elastic agent", daemon=True)
+
+    # In the main thread.
+
+    @contextlib.contextmanager
+    def taking_signals(self) -> Iterator[None]:
+        """Have the signals of this process, and put back the handlers that were there before."""
+        numbers = [
+            number
+            for number in (*STOP_SIGNALS, *END_SIGNALS)
+            # nohup's wish that a closed terminal should not matter
+            if not (number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN)
+        ]
+        before = {number: signal.signal(number, lambda number, _: self._events.put(number)) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def run(self) -> tuple[int, str | None]:
+        """Start the workers and wait for them; returns an exit status and what to tell."""
+        agent = self._agent
+        agent.start()
+        stopped_at = 0.0
+        while agent.is_alive():
+            try:
+                number = self._events.get(timeout=POLL_SECONDS)
+            except queue.Empty:
+                self._kill_what_hangs()
+                continue
+            if number is None:
+                agent.join()
+            elif number in STOP_SIGNALS and self._stop is None:
+                stopped_at = time.monotonic()
+                self._pass_on(number)
+            elif number in STOP_SIGNALS and time.monotonic() - stopped_at < SAME_REQUEST_SECONDS:
+                continue
+            else:
+                self._end = number
+                self._kill(self._pids)
+            if self._end is not None:
+                # Where no worker runs, the agent may be waiting for another machine, and is left behind.
+                waits = self.launch.min_nodes > 1 and not (self._pids or self._starting)
+                agent.join(POLL_SECONDS if waits else SHUTDOWN_SECONDS)
+                break
+        return self._outcome()
+
+    @property
+    def left_behind(self) -> bool:
+        """Whether the agent still runs, which is so where it waits for another machine."""
+        return self._agent.is_alive()
+
+    def _pass_on(self, number: int) -> None:
+        with self._lock:
+            self._stop = number
+            if not self._pids:
+                self._end = number  # nothing has begun that could end well
+            for pid in self._pids.values():
+                if _runs(pid):
+                    os.kill(pid, number)
+
+    def _kill(self, ranks: Mapping[int, int]) -> None:
+        with self._lock:
+            for rank, pid in ranks.items():
+                if _runs(pid):
+                    self._killed.add(rank)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(pid, signal.SIGKILL)  # each worker leads a group, with its loader's processes
+
+    def _kill_what_hangs(self) -> None:
+        since = self._busy_since
+        if since is not None and time.monotonic() - since > SHUTDOWN_SECONDS:
+            self._kill(self._pids)
+
+    def _outcome(self) -> tuple[int, str | None]:
+        if self._end is not None:
+            return 128 + self._end, _stopped(self._end)
+        if self._succeeded:
+            return 0, None
+        if self._failures:
+            first = first_failure(self._failures, self.folder, self._killed)
+            if self._stop is not None and (first.of_others or self._died_of_the_request()):
+                return 128 + self._stop, _stopped(self._stop)
+            return first.status, first.told + self._traces(first)
+        if isinstance(self._error, RendezvousError) or (self._error is not None and not self._starts):
+            return 2, no_meeting(self._error, self.launch)
+        if self._error is not None:
+            raise self._error
+        return 1, "another machine ended the run; its output says why"
+
+    def _died_of_the_request(self) -> bool:
+        """Whether ranks that could not stop well yet died of the signal, and nothing else happened."""
+        assert self._stop is not None
+        expected = {-self._stop, 128 + self._stop, -signal.SIGTERM, 128 + signal.SIGTERM}
+        return all(
+            failure.exitcode in expected or rank in self._killed
+            for rank, failure in self._failures.items()
+            if failure.error_file == "<N/A>"
+        ) and not list(self.folder.glob("**/error.json"))
+
+    def _traces(self, first: FirstFailure) -> str:
+        """Where all ranks were, if the failed one did not say so, and what the collectives were."""
+        told, run_dir = "", remembered_run_dir(self.folder)
+        if run_dir is None:
+            return told
+        if first.silent:
+            signs = last_signs(run_dir / HEARTBEATS_FOLDER, self._pids)
+            told += f"; {signs}" if signs else ""
+        kept = keep_recordings(self.folder, run_dir)
+        return f"{told}\n{kept}" if kept else told
+
+    # In the agent's thread.
+
+    def _run_agent(self) -> None:
+        handler = None
+        try:
+            launch = self.launch
+            handler = meet(launch)
+            # torch 2.7 binds no memory; newer ones choose in LaunchConfig
+            known = {field.name for field in dataclasses.fields(WorkerSpec)}
+            options: dict[str, Any] = {"numa_options": launch.numa_options} if "numa_options" in known else {}
+            spec = WorkerSpec(
+                role=launch.role,
+                local_world_size=launch.nproc_per_node,
+                rdzv_handler=handler,
+                entrypoint=sys.executable,
+                args=tuple(self.command),
+                max_restarts=launch.max_restarts,
+                monitor_interval=POLL_SECONDS,
+                local_addr=launch.local_addr,
+                **options,
+            )
+            result = _Agent(self, spec, DefaultLogsSpecs(log_dir=str(self.folder))).run()
+            self._succeeded = result is not None and not result.is_failed()
+        except _EndedError:
+            pass
+        except Exception as error:
+            self._error = error
+        finally:
+            if handler is not None:
+                handler.shutdown()
+            self._events.put(None)
+
+    def before_start(self) -> None:
+        """Make room for a start of all workers, unless none is wanted any more."""
+        if self._stop is not None or self._end is not None:
+            raise _EndedError
+        if self._starts > self._failed_starts:
+            print("fsdptoys: another machine starts again, and so do the workers here", file=sys.stderr, flush=True)
+        os.environ[RESTARTS] = str(self._starts)
+        self._starts += 1
+        self._starting = True
+        for path in self.folder.glob("**/error.json"):
+            path.unlink()
+
+    def after_start(self, pids: dict[int, int]) -> None:
+        """Take note of the workers of this start.
+
+        Args:
+            pids: by rank.
+        """
+        with self._lock:
+            self._pids = pids
+            self._starting = False
+            self._killed = set()
+            if self._stop is not None or self._end is not None:
+                raise _EndedError  # the agent ends them, none of which is in its loop yet
+
+    def after_failure(self, failures: dict[int, ProcessFailure]) -> None:
+        """Decide whether the agent goes on to start the workers again, and tell so.
+
+        Args:
+            failures: by rank.
+
+        Raises:
+            _EndedError: if it is not to.
+        """
+        self._failures = failures
+        again = self._failed_starts < self.launch.max_restarts and self._stop is None and self._end is None
+        if not again or not failures:
+            raise _EndedError
+        first = first_failure(failures, self.folder, self._killed)
+        if first.final:
+            raise _EndedError
+        self._failed_starts += 1
+        with self._lock:
+            self._pids = {}
+        self._failures = {}
+        count = f"({self._failed_starts} of {self.launch.max_restarts})"
+        print(f"fsdptoys: {first.in_short}; starting again {count}", file=sys.stderr, flush=True)
+
+    @contextlib.contextmanager
+    def no_longer_than_it_may(self) -> Iterator[None]:
+        """Have the main thread kill the workers if the agent waits in here for them to end."""
+        self._busy_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._busy_since = None
+
+
+def _stopped(number: int) -> str:
+    return f"stopped by {signal.Signals(number).name}; all workers have ended"
+
+
+def _runs(pid: int) -> bool:
+    """Whether a child of ours still runs; looks without taking its status, which is the agent's to take."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:
+        return False
+
+
+def _import_environment(present: Mapping[str, str]) -> dict[str, str]:
+    """Let workers import this very package, whatever the current directory holds."""
+    root = str(Path(__file__).resolve().parents[1])
+    wanted = {"PYTHONSAFEPATH": "1"}  # Python 3.10 ignores it
+    if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        wanted["PYTHONPATH"] = os.pathsep.join(filter(None, [root, present.get("PYTHONPATH")]))
+    return wanted
+
+
+def _quieten_elastic() -> None:
+    """Leave the agent's own log to those who ask for it with LOGLEVEL; what matters of it is told here."""
+    if "LOGLEVEL" not in os.environ:
+        logger = logging.getLogger("torch.distributed.elastic")
+        logger.addHandler(logging.NullHandler())
+        logger.propagate = False
