@@ -42,6 +42,7 @@ class BinConfig(DataConfig):
 
     def __post_init__(self) -> None:
         """Check each value by itself."""
+        super().__post_init__()
         check_eval_fraction(self.eval_fraction)
         if self.eval_files and self.eval_fraction:
             raise ConfigError(

@@ -14,8 +14,13 @@ from typing import ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from fsdptoys.errors import ConfigError
+
 IGNORE_INDEX = -100
 """Label of positions that do not count, as in ``torch.nn.functional.cross_entropy``."""
+
+MOST_WORKERS = 64
+"""Background processes of a rank; each holds a Python interpreter."""
 
 Tokens = NDArray[np.int64]
 
@@ -63,7 +68,7 @@ class TokenDataset(ABC):
         """Compute ``unigram_entropy_nats``."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class DataConfig(ABC):
     """What every kind of data has."""
 
@@ -72,6 +77,17 @@ class DataConfig(ABC):
 
     eval_fix: ClassVar[str] = "data.eval_fraction=0.05"
     """The override that holds a part out."""
+
+    workers: int = 0
+    """Processes on each rank that make batches ahead of the loop; 0 to make each when it is its turn."""
+
+    def __post_init__(self) -> None:
+        """Check each value by itself."""
+        if not 0 <= self.workers <= MOST_WORKERS:
+            raise ConfigError(
+                f"data.workers={self.workers} must be at least 0 and at most {MOST_WORKERS}; "
+                f"set data.workers={0 if self.workers < 0 else MOST_WORKERS}"
+            )
 
     @property
     @abstractmethod

@@ -4,7 +4,8 @@ All samples of a step, over every rank and micro-batch, are consecutive places o
 epoch; where an epoch ends within a step, the next one's permutation goes on, so that nothing is left out or seen twice.
 Place (micro-batch · ranks + rank) · batch_size + row of the step belongs to that row: as long as the product of ranks,
 micro-batches and batch size stays the same, so does every step, and a checkpoint needs one number and no rank's state.
-The permutation costs 8 bytes a sample on every rank. Each batch is read when it is asked for, in this process.
+The permutation costs 8 bytes a sample on every rank, and in each of its workers. A step is read when it is asked for,
+or, with workers, before that: since the order is a function, neither the batches nor the state can tell which.
 """
 
 from collections.abc import Iterator
@@ -16,7 +17,50 @@ from torch import Tensor
 
 from fsdptoys.errors import ConfigError
 
+from .ahead import StepsAhead
 from .dataset import IGNORE_INDEX, Samples, Tokens
+
+
+class StepReader:
+    """Makes the batches of this process's ranks for any step, in whatever process it is."""
+
+    def __init__(
+        self, samples: Samples, batch_size: int, microbatches: int, ranks: range, data_ranks: int, seed: int
+    ) -> None:
+        assert len(samples) > 0
+        assert all(0 <= rank < data_ranks for rank in ranks)
+        self.samples = samples
+        self.batch_size = batch_size
+        self.microbatches = microbatches
+        self.ranks = ranks
+        self.data_ranks = data_ranks
+        self.seed = seed
+        self.stride = microbatches * data_ranks * batch_size
+        """Samples of a step, over all ranks."""
+        self._epoch = -1
+        self._permutation: Tokens = np.empty(0, dtype=np.int64)
+
+    def read(self, place: int) -> Tensor:
+        """Tokens and labels of the step whose first sample is at a place of the order.
+
+        Returns:
+            int64 of shape (micro-batches · own ranks, 2, B, T).
+        """
+        batches = []
+        for microbatch in range(self.microbatches):
+            for rank in self.ranks:
+                first = place + (microbatch * self.data_ranks + rank) * self.batch_size
+                batches.append(_stack([self.samples[self._index(first + row)] for row in range(self.batch_size)]))
+        return torch.from_numpy(np.stack(batches))
+
+    def _index(self, place: int) -> int:
+        if self.samples.endless:
+            return place
+        epoch, place = divmod(place, len(self.samples))
+        if epoch != self._epoch:
+            self._permutation = _permute(len(self.samples), self.seed, epoch)
+            self._epoch = epoch
+        return int(self._permutation[place])
 
 
 class BatchStream:
@@ -31,6 +75,7 @@ class BatchStream:
         data_ranks: int,
         seed: int,
         fingerprint: str = "",
+        workers: int = 0,
     ) -> None:
         """Start at the first step.
 
@@ -42,35 +87,40 @@ class BatchStream:
             data_ranks: ranks that share a step's samples.
             seed: decides the order.
             fingerprint: of the data, so that a checkpoint of other data is refused.
+            workers: background processes that read ahead; they start with the first step that is taken.
         """
-        assert len(samples) > 0
-        assert all(0 <= rank < data_ranks for rank in ranks)
-        self.samples = samples
-        self.batch_size = batch_size
-        self.microbatches = microbatches
-        self.ranks = ranks
-        self.data_ranks = data_ranks
-        self.seed = seed
         self.fingerprint = fingerprint
         self.samples_seen = 0
-        """Samples of all steps so far, over all ranks."""
-        self._epoch = -1
-        self._permutation: Tokens = np.empty(0, dtype=np.int64)
+        """Samples of all steps that were taken so far, over all ranks."""
+        self._reader = StepReader(samples, batch_size, microbatches, ranks, data_ranks, seed)
+        self._workers = workers
+        self._ahead: StepsAhead | None = None
 
     def next_step(self) -> list[tuple[Tensor, Tensor]]:
         """Take the next step's batches.
 
         Returns:
-            ``(tokens_BT, labels_BT)``, int64 on the CPU, for each micro-batch and within it for each of ``ranks``.
+            ``(tokens_BT, labels_BT)``, int64 on the CPU, for each micro-batch and within it for each of this process's
+            ranks.
+
+        Raises:
+            ConfigError: if the data can no longer be read.
+            RuntimeError: if a worker has ended.
         """
-        batches = []
-        for microbatch in range(self.microbatches):
-            for rank in self.ranks:
-                place = self.samples_seen + (microbatch * self.data_ranks + rank) * self.batch_size
-                rows = [self.samples[self._index(place + row)] for row in range(self.batch_size)]
-                batches.append(_stack(rows))
-        self.samples_seen += self.microbatches * self.data_ranks * self.batch_size
-        return batches
+        if self._workers:
+            if self._ahead is None:
+                self._ahead = StepsAhead(self._reader, self.samples_seen, self._workers)
+            step = self._ahead.next()
+        else:
+            step = self._reader.read(self.samples_seen)
+        self.samples_seen += self._reader.stride
+        return [(tokens_BT, labels_BT) for tokens_BT, labels_BT in step]
+
+    def close(self) -> None:
+        """End the workers, if there are any; the next step that is taken would start them again."""
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
 
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to go on, the same on every rank."""
@@ -88,16 +138,8 @@ class BatchStream:
                 f"{state['fingerprint'][:12]}), so the order cannot go on; set data.*, train.seq_len and "
                 "train.data_seed to what they were and put the same files back, or start a new run"
             )
+        self.close()  # what was made ahead of the old place
         self.samples_seen = int(state["samples"])
-
-    def _index(self, place: int) -> int:
-        if self.samples.endless:
-            return place
-        epoch, place = divmod(place, len(self.samples))
-        if epoch != self._epoch:
-            self._permutation = _permute(len(self.samples), self.seed, epoch)
-            self._epoch = epoch
-        return int(self._permutation[place])
 
 
 def eval_batches(
@@ -117,7 +159,8 @@ def eval_batches(
         rows = [samples[index] for index in range(first, min(first + batch_size, len(samples)))]
         blank_T = np.zeros_like(rows[0][0] if rows else samples[0][0])
         rows += [(blank_T, np.full_like(blank_T, IGNORE_INDEX))] * (batch_size - len(rows))
-        yield _stack(rows)
+        tokens_BT, labels_BT = torch.from_numpy(_stack(rows))
+        yield tokens_BT, labels_BT
 
 
 def _permute(count: int, seed: int, epoch: int) -> Tokens:
@@ -126,7 +169,6 @@ def _permute(count: int, seed: int, epoch: int) -> Tokens:
     return np.argsort(bits, kind="stable")
 
 
-def _stack(rows: list[tuple[Tokens, Tokens]]) -> tuple[Tensor, Tensor]:
-    tokens_BT = np.stack([tokens_T for tokens_T, _ in rows])
-    labels_BT = np.stack([labels_T for _, labels_T in rows])
-    return torch.from_numpy(tokens_BT), torch.from_numpy(labels_BT)
+def _stack(rows: list[tuple[Tokens, Tokens]]) -> Tokens:
+    """Tokens and labels of several samples, shape (2, B, T)."""
+    return np.stack([np.stack(part) for part in zip(*rows, strict=True)])

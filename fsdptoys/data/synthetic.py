@@ -43,6 +43,7 @@ class SyntheticConfig(DataConfig):
 
     def __post_init__(self) -> None:
         """Check each value by itself."""
+        super().__post_init__()
         if self.branching < 1:
             raise ConfigError(f"data.branching={self.branching} must be at least 1; set data.branching=8")
         if self.eval_samples < 0:

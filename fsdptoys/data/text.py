@@ -48,6 +48,7 @@ class TextConfig(DataConfig):
 
     def __post_init__(self) -> None:
         """Check each value by itself."""
+        super().__post_init__()
         check_eval_fraction(self.eval_fraction)
         for name in ("sample_tokens", "sample_temperature"):
             value = getattr(self, name)

@@ -4,10 +4,12 @@ Rank 0 alone makes a ``Recorder``; nothing here knows of other ranks. Each step 
 console shows and ``metrics.jsonl`` keeps; at the end the same numbers become ``loss.png`` and ``summary.md``.
 """
 
-from .config import PROFILE_FOLDER, Console, MetricsConfig, check_run_dir
+from .config import PROFILE_FOLDER, Console, MetricsConfig, check_run_dir, run_dir_path
 from .provenance import environment
 from .recorder import Recorder
-from .run_directory import RunDirectory
+from .resumes import Resumed
+from .run_directory import RunDirectory, new_run_dir
+from .spikes import SpikeDetector
 from .step import StepMetrics, step_metrics
 
 __all__ = [
@@ -15,9 +17,13 @@ __all__ = [
     "Console",
     "MetricsConfig",
     "Recorder",
+    "Resumed",
     "RunDirectory",
+    "SpikeDetector",
     "StepMetrics",
     "check_run_dir",
     "environment",
+    "new_run_dir",
+    "run_dir_path",
     "step_metrics",
 ]

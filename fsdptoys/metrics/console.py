@@ -109,7 +109,7 @@ class Reporter:
 
 
 class PlainReporter(Reporter):
-    """One line every ``log_every`` steps and for the last one; evaluations have lines of their own."""
+    """One line every ``log_every`` steps and for the last one; evaluations and what went wrong have lines beside."""
 
     def __init__(self, steps: int, log_every: int, stream: IO[str]) -> None:
         self._steps = steps
@@ -122,8 +122,8 @@ class PlainReporter(Reporter):
         self._unprinted = metrics
         if metrics.step % self._log_every == 0 or metrics.step == self._steps:
             self._print_step()
-        if metrics.eval_loss is not None:
-            self.message(eval_line(metrics))
+        for line in event_lines(metrics):
+            self.message(line)
 
     def message(self, text: str) -> None:
         """Print text on lines of its own."""
@@ -139,24 +139,25 @@ class PlainReporter(Reporter):
         assert metrics is not None
         width = len(str(self._steps))
         cells = [f"{column.label} {column.render(metrics)}{column.unit}" for column in columns_for(metrics)]
-        self.message(f"step {metrics.step:>{width}}/{self._steps}  " + "  ".join(cells))
+        mark = "  no update" * metrics.skipped
+        self.message(f"step {metrics.step:>{width}}/{self._steps}{mark}  " + "  ".join(cells))
 
 
 class RichReporter(Reporter):
     """A progress bar with elapsed and remaining time over a table of the latest step."""
 
-    def __init__(self, steps: int, console: "RichConsole") -> None:
+    def __init__(self, steps: int, console: "RichConsole", done: int = 0) -> None:
         from .live import StepProgress  # rich is imported only where it draws
 
         self._console = console
-        self._progress = StepProgress(steps, console)
+        self._progress = StepProgress(steps, console, done)
         self._progress.start()
 
     def step(self, metrics: StepMetrics) -> None:
         """Move the bar and show the step."""
         self._progress.show(metrics)
-        if metrics.eval_loss is not None:
-            self.message(eval_line(metrics))
+        for line in event_lines(metrics):
+            self.message(line)
 
     def message(self, text: str) -> None:
         """Print text above the bar."""
@@ -169,21 +170,34 @@ class RichReporter(Reporter):
             self._progress.stop()
 
 
-def build_reporter(choice: Console, steps: int, log_every: int) -> Reporter:
-    """Construct the reporter that the config asks for, on standard output."""
+def build_reporter(choice: Console, steps: int, log_every: int, done: int = 0) -> Reporter:
+    """Construct the reporter that the config asks for, on standard output, for a run of which some steps are done."""
     if choice is Console.auto:
         can_draw = sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
         choice = Console.rich if can_draw else Console.plain
     if choice is Console.rich:
         import rich.console
 
-        return RichReporter(steps, rich.console.Console(file=sys.stdout))
+        return RichReporter(steps, rich.console.Console(file=sys.stdout), done)
     return PlainReporter(steps, log_every, sys.stdout) if choice is Console.plain else Reporter()
 
 
-def eval_line(metrics: StepMetrics) -> str:
-    """The line of an evaluation."""
-    return f"step {metrics.step}: held-out loss {metrics.eval_loss:.4f} nats a token"
+def event_lines(metrics: StepMetrics) -> list[str]:
+    """Lines on what not every step has: an evaluation, no update, a loss that stands out."""
+    lines = []
+    if metrics.skipped:
+        lines.append(
+            f"no update, since the loss ({metrics.loss:.4g}) or the gradient norm ({metrics.grad_norm:.4g}) is not "
+            f"finite; steps without update so far: {metrics.skipped_steps}"
+        )
+    if metrics.loss_spike is not None:
+        lines.append(
+            f"the loss {metrics.loss:.4f} is a spike, {metrics.loss_spike:.1f} robust standard deviations over the "
+            "median of those before"
+        )
+    if metrics.eval_loss is not None:
+        lines.append(f"held-out loss {metrics.eval_loss:.4f} nats a token")
+    return [f"step {metrics.step}: {line}" for line in lines]
 
 
 def printable(text: str, stream: IO[str]) -> str:

@@ -13,8 +13,18 @@ ROUTING_DEFINITIONS = (
 )
 """Of models with experts."""
 
+SKIPPED_DEFINITION = (
+    "- Steps without update: those whose loss or gradient was not finite (`train.skip_nonfinite`). Medians and the "
+    "mean of the last losses leave them out."
+)
 
-def definitions(warmup_steps: int, with_experts: bool) -> str:
+SPIKES_DEFINITION = (
+    "- Loss spike: a loss more than `metrics.spike_threshold` robust standard deviations (1.4826 times the median "
+    "absolute deviation, 0.01 nats at least) over the median of up to 64 losses before it."
+)
+
+
+def definitions(warmup_steps: int, with_experts: bool, with_skipped: bool = False, with_spikes: bool = False) -> str:
     """One line on how each number was made."""
     return "\n".join(
         [
@@ -25,13 +35,15 @@ def definitions(warmup_steps: int, with_experts: bool) -> str:
             "- Step time: wall time of a step on rank 0; evaluation, where there is one, is not part of it. "
             "Updates that are deferred (`memory.offload_schedule=lazy`, `memory.cpu_offload_executor=overlapped`) "
             "count in the step whose forward waits for them, or before an evaluation in their own.",
-            f"- Medians (with 10th and 90th percentile) leave out the first {warmup_steps} steps, which pay for "
-            "allocation, kernel choice and compilation.",
+            f"- Medians (with 10th and 90th percentile) leave out the first {warmup_steps} steps of each start, which "
+            "pay for allocation, kernel choice and compilation.",
             "- tokens/s: valid tokens of all ranks over the step time.",
             "- TFLOP/s: the model's FLOPs for those tokens, without recomputation, over the step time and the ranks.",
             "- MFU: that over the peak of the device; left out where the peak is not known.",
             "- Peak device memory: the allocator's highest sum of tensors. Resident set: memory of the process in RAM, "
             "read after each step.",
+            *([SKIPPED_DEFINITION] if with_skipped else ()),
+            *([SPIKES_DEFINITION] if with_spikes else ()),
             *(ROUTING_DEFINITIONS if with_experts else ()),
         ]
     )

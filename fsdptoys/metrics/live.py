@@ -18,7 +18,7 @@ GAP = 2
 class StepProgress(Progress):
     """Bar with steps, elapsed and remaining time; the row below follows ``show``."""
 
-    def __init__(self, steps: int, console: Console) -> None:
+    def __init__(self, steps: int, console: Console, done: int = 0) -> None:
         self._latest: StepMetrics | None = None
         super().__init__(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
@@ -31,7 +31,7 @@ class StepProgress(Progress):
             expand=True,
             refresh_per_second=4,  # the drawing thread shares rank 0's core with the training on a CPU
         )
-        self._task = self.add_task("steps", total=steps)
+        self._task = self.add_task("steps", total=steps, completed=done)
 
     def start(self) -> None:
         """Start drawing, and show the cursor that rich has hidden: a killed process could not."""

@@ -76,7 +76,10 @@ def _draw_losses(axes: "Axes", numbers: np.ndarray, steps: Sequence[StepMetrics]
     )
     if smooth:
         window = max(5, len(steps) // 40 | 1)  # odd, so that it has a middle
-        mean = np.convolve(losses, np.full(window, 1 / window), mode="valid")
+        finite = np.isfinite(losses)
+        sums = np.convolve(np.where(finite, losses, 0.0), np.ones(window), mode="valid")
+        counts = np.convolve(finite, np.ones(window), mode="valid")
+        mean = np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts > 0.5)
         label = f"running mean over {window} steps"
         axes.plot(numbers[window // 2 : len(steps) - window // 2], mean, color=LOSS_COLOR, linewidth=1.8, label=label)
     evaluated = [(metrics.step, metrics.eval_loss) for metrics in steps if metrics.eval_loss is not None]

@@ -8,6 +8,7 @@ from typing import Any
 from .config import EXPERTS_FILE, LOSS_FILE, SUMMARY_FILE, MetricsConfig
 from .console import Reporter, build_reporter
 from .provenance import hardware_line
+from .resumes import Resumed, starts
 from .run_directory import RunDirectory
 from .step import StepMetrics
 from .summary import RunResults, render_summary, summarize
@@ -23,6 +24,7 @@ class Recorder:
         environment: what :func:`~fsdptoys.metrics.provenance.environment` returned.
         steps: optimizer steps planned.
         references: label → nats a token that the loss is shown next to.
+        resumed: what the run goes on from, in a folder that may hold its earlier steps; None for a new run.
 
     Raises:
         ConfigError: if the run directory cannot be made or written, here and in every method.
@@ -36,6 +38,7 @@ class Recorder:
         environment: dict[str, Any],
         steps: int,
         references: dict[str, float],
+        resumed: Resumed | None = None,
     ) -> None:
         self._config = config
         self._title = title
@@ -43,13 +46,18 @@ class Recorder:
         self._environment = environment
         self._planned_steps = steps
         self._references = references
-        self._steps: list[StepMetrics] = []
         self._last_counts: list[list[int]] | None = None
         self._counts_step = 0
         self._started = time.perf_counter()
-        self._directory = RunDirectory(config, title, config_tree, environment)
-        self._reporter: Reporter = build_reporter(config.console, steps, config.log_every)
+        self._directory = RunDirectory(config, title, config_tree, environment, resumed)
+        self._steps = self._directory.earlier_steps
+        done = resumed.step if resumed is not None else 0
+        self._reporter: Reporter = build_reporter(config.console, steps, config.log_every, done)
         self.message(f"{title}\n{hardware_line(environment)}, {steps} steps into {self.run_dir}")
+        if resumed is not None and done:
+            self.message(f"going on after step {done}" + f" from {resumed.checkpoint}" * bool(resumed.checkpoint))
+        for note in self._directory.notes:
+            self.message(note)
 
     @property
     def run_dir(self) -> Path:
@@ -78,6 +86,14 @@ class Recorder:
                 self._write_counts()
         self._reporter.step(metrics)
 
+    def offsets(self) -> dict[str, int]:
+        """What ``Resumed.offsets`` of a checkpoint after the last recorded step must be.
+
+        Returns:
+            File of the run directory → bytes of it that are on the disk for good.
+        """
+        return self._directory.offsets()
+
     def message(self, text: str) -> None:
         """Show text on the console alone."""
         self._reporter.message(text)
@@ -92,7 +108,8 @@ class Recorder:
         """
         from .plot import draw_loss  # matplotlib takes most of a second to import
 
-        results = summarize(self._steps, self._config.warmup_steps)
+        resumes = self._directory.resumes
+        results = summarize(self._steps, self._config.warmup_steps, starts(resumes))
         self._reporter.close()
         with self._directory.writing():
             draw_loss(self.run_dir / LOSS_FILE, self._title, self._steps, self._references)
@@ -113,6 +130,7 @@ class Recorder:
             environment=self._environment,
             sample=sample,
             profile=profile,
+            resumes=resumes,
         )
         self._directory.write(SUMMARY_FILE, page)
         if sample is not None:
@@ -142,7 +160,7 @@ def closing_lines(
         lines.append(
             f"median step {results.step_time_seconds.median * 1e3:,.1f} ms, "
             f"{results.tokens_per_second.median:,.0f} tokens/s over all ranks "
-            f"(without the first {results.warmup_steps} steps)"
+            f"(without the first {results.warmup_steps} steps{' of each start' * (len(results.starts) > 1)})"
         )
     lines.append(f"run directory: {run_dir}")
     return "\n".join(lines)

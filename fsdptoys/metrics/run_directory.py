@@ -1,7 +1,9 @@
-"""The folder of one run: made once, never shared, and valid on disk at every moment of the run."""
+"""The folder of one run: never written by two at once, and valid on disk at every moment of the run."""
 
 import contextlib
+import dataclasses
 import json
+import os
 import re
 from collections.abc import Iterator
 from datetime import datetime
@@ -16,6 +18,7 @@ from .config import (
     CONFIG_FILE,
     ENVIRONMENT_FILE,
     METRICS_FILE,
+    RESUMES_FILE,
     ROUTING_FILE,
     RUNS_FOLDER,
     MetricsConfig,
@@ -23,6 +26,8 @@ from .config import (
     check_run_dir,
     run_dir_path,
 )
+from .lock import FolderLock
+from .resumes import LINE_FILES, Resumed, describe_resume, put_in_place, read_resumes, read_steps
 from .step import StepMetrics
 
 
@@ -34,27 +39,62 @@ class RunDirectory:
         title: part of the folder's name where the config does not name it.
         config_tree: every setting of the run, as plain dicts, lists, strings and numbers.
         environment: where and with what the run takes place.
+        resumed: what the run goes on from; None for a run of its own, whose folder must not hold another.
 
     Raises:
-        ConfigError: if the folder cannot be made or already holds a run.
+        ConfigError: if the folder cannot be made, is being written by another process, or already holds a run that is
+            not to be gone on with.
     """
 
     def __init__(
-        self, config: MetricsConfig, title: str, config_tree: dict[str, Any], environment: dict[str, Any]
+        self,
+        config: MetricsConfig,
+        title: str,
+        config_tree: dict[str, Any],
+        environment: dict[str, Any],
+        resumed: Resumed | None = None,
     ) -> None:
-        check_run_dir(config)
+        check_run_dir(config, resumes=resumed is not None)
         self.path = RUNS_FOLDER if config.run_dir is None else run_dir_path(config.run_dir)
+        self.notes: list[str] = []
+        """Sentences for the user on what was found."""
+        self.earlier_steps: list[StepMetrics] = []
+        """What ``metrics.jsonl`` holds already, without the tokens of each expert."""
         with self.writing():
-            self.path.mkdir(parents=True, exist_ok=True)
             if config.run_dir is None:
-                self.path = _new_folder(title)
+                self.path = new_run_dir(title)
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = FolderLock(self.path)
             try:
-                # "x": of two runs that start into one folder at once, the second must not write over the first.
-                self._metrics: TextIO = open(self.path / METRICS_FILE, "x", encoding="utf-8")  # noqa: SIM115
-            except FileExistsError as error:
-                raise ConfigError(already_holds(config.run_dir, METRICS_FILE)) from error
-            self.write(CONFIG_FILE, yaml.safe_dump(config_tree, sort_keys=False, allow_unicode=True))
-            self.write(ENVIRONMENT_FILE, json.dumps(environment, indent=2) + "\n")
+                if resumed is not None:
+                    self._go_on(resumed, config_tree, environment)
+                try:
+                    if resumed is None:
+                        # Whatever the check above has seen: what is there must not be written over.
+                        (self.path / METRICS_FILE).touch(exist_ok=False)
+                    self._metrics: TextIO = open(self.path / METRICS_FILE, "a", encoding="utf-8")  # noqa: SIM115
+                except FileExistsError as error:
+                    raise ConfigError(already_holds(config.run_dir, METRICS_FILE)) from error
+                self.write(CONFIG_FILE, yaml.safe_dump(config_tree, sort_keys=False, allow_unicode=True))
+                self.write(ENVIRONMENT_FILE, json.dumps(environment, indent=2) + "\n")
+            except BaseException:
+                self._lock.release()
+                raise
+        self.resumes = read_resumes(self.path / RESUMES_FILE)
+        """How the run went on, this start included."""
+
+    def _go_on(self, resumed: Resumed, config_tree: dict[str, Any], environment: dict[str, Any]) -> None:
+        """Put what an earlier start has left in its place, and write down that this one goes on."""
+        resume = describe_resume(self.path, resumed, config_tree, environment)
+        cut = put_in_place(self.path, resumed)
+        self.earlier_steps, unread = read_steps(self.path / METRICS_FILE)
+        self.notes += [*cut.notes, *unread]
+        if resume is not None:
+            line = json.dumps(dataclasses.asdict(dataclasses.replace(resume, moved_to=cut.moved_to)))
+            path = self.path / RESUMES_FILE
+            torn = path.exists() and not path.read_bytes().endswith(b"\n")  # a start was killed while it wrote
+            with open(path, "a", encoding="utf-8") as file:
+                file.write("\n" * torn + line + "\n")
 
     def append(self, metrics: StepMetrics) -> None:
         """Add a step to ``metrics.jsonl`` and hand the line to the system at once."""
@@ -68,36 +108,74 @@ class RunDirectory:
             file.write(json.dumps({"step": step, "expert_tokens": counts}) + "\n")
 
     def write(self, name: str, text: str) -> None:
-        """Write a whole file of text."""
+        """Write a whole file of text, or leave what was there as it was."""
+        part = self.path / f".{name}.part"
         with self.writing():
-            (self.path / name).write_text(text, encoding="utf-8")
+            try:
+                part.write_text(text, encoding="utf-8")
+                os.replace(part, self.path / name)
+            except OSError:
+                part.unlink(missing_ok=True)
+                raise
+
+    def offsets(self) -> dict[str, int]:
+        """File of lines → its bytes, all of which outlive a loss of power from here on."""
+        sizes = {}
+        with self.writing():
+            for name in LINE_FILES:
+                path = self.path / name
+                sizes[name] = _size_on_disk(path) if path.exists() else 0
+            _size_on_disk(self.path)
+        return sizes
 
     def close(self) -> None:
         """Close ``metrics.jsonl``; every step is in it already, so there is nothing that could fail to be written."""
         with contextlib.suppress(OSError):
             self._metrics.close()
+        self._lock.release()
 
-    @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
+    def writing(self) -> contextlib.AbstractContextManager[None]:
         """Turn what the system refuses (disk full, folder gone) into the one sentence for the user."""
-        try:
-            yield
-        except OSError as error:
-            raise ConfigError(
-                f"metrics.run_dir={self.path} cannot be written ({error.strerror or error}); "
-                "set metrics.run_dir to a folder that can be written, on a disk with room"
-            ) from error
+        return _writing(self.path)
 
 
-def _new_folder(title: str) -> Path:
-    """Make ``runs/<date>-<time>-<title>``, numbered where another run has taken the name."""
+def new_run_dir(title: str) -> Path:
+    """Make ``runs/<date>-<time>-<title>``, numbered where another run has taken the name.
+
+    Raises:
+        ConfigError: if it cannot be made.
+    """
     words = re.sub(r"[^A-Za-z0-9._]+", "-", title).strip("-.")[:80] or "run"
     name = f"{datetime.now():%Y%m%d-%H%M%S}-{words}"
     number = 1
-    while True:
-        path = RUNS_FOLDER / (name if number == 1 else f"{name}-{number}")
-        try:
-            path.mkdir()
-            return path
-        except FileExistsError:
-            number += 1
+    with _writing(RUNS_FOLDER):
+        RUNS_FOLDER.mkdir(parents=True, exist_ok=True)
+        while True:
+            path = RUNS_FOLDER / (name if number == 1 else f"{name}-{number}")
+            try:
+                path.mkdir()
+                return path
+            except FileExistsError:
+                number += 1
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Turn what the system refuses (disk full, folder gone) into the one sentence for the user."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"metrics.run_dir={path} cannot be written ({error.strerror or error}); "
+            "set metrics.run_dir to a folder that can be written, on a disk with room"
+        ) from error
+
+
+def _size_on_disk(path: Path) -> int:
+    """Bytes of a file or folder after the system has put all of it on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        return os.fstat(descriptor).st_size
+    finally:
+        os.close(descriptor)

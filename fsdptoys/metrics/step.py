@@ -8,6 +8,7 @@ import dataclasses
 import json
 import math
 from dataclasses import dataclass
+from typing import Any, get_args
 
 from fsdptoys.device import GIB, Device, resident_set_bytes
 from fsdptoys.routing import RoutingMetrics
@@ -56,6 +57,12 @@ class StepMetrics:
     """Loss on the held-out part after the update, in nats a token; None where there was no evaluation."""
     routing: RoutingMetrics | None = None
     """How the routers shared the work out; None for a model without experts."""
+    skipped: bool = False
+    """Whether there was no update, since the loss or the gradient was not finite."""
+    skipped_steps: int = 0
+    """Steps without update so far in the run, this one included."""
+    loss_spike: float | None = None
+    """Robust standard deviations over the median of the losses before; None where that is no spike."""
 
     def to_json(self) -> str:
         """One line of strict JSON; what is not a number becomes null and is named under ``non_finite``.
@@ -71,6 +78,31 @@ class StepMetrics:
         if non_finite:
             values["non_finite"] = non_finite
         return json.dumps(values, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, line: str) -> "StepMetrics":
+        """Read a line that ``to_json`` wrote, in this version or another.
+
+        What is named as not finite is read as nan, keys of later versions are left out, and those that earlier
+        versions did not have take their defaults. The tokens of each expert are not in the line.
+
+        Raises:
+            ValueError: if a key is missing, or a value is not of its kind.
+        """
+        values = json.loads(line, parse_constant=_refuse)
+        if not isinstance(values, dict) or not isinstance(values.get("non_finite", []), list):
+            raise ValueError("a step is an object, and non_finite a list")
+        values |= dict.fromkeys(map(str, values.get("non_finite", [])), math.nan)
+        routing = None
+        if any(key in values for key in ROUTING_KEYS.values()):
+            parts = {name: _checked(values, key, float) for name, key in ROUTING_KEYS.items()}
+            routing = RoutingMetrics(**parts, counts=[])
+        known = {
+            field.name: _checked(values, field.name, field.type)
+            for field in dataclasses.fields(cls)
+            if field.name != "routing" and (field.name in values or field.default is dataclasses.MISSING)
+        }
+        return cls(**known, routing=routing)
 
     def without_counts(self) -> "StepMetrics":
         """The same without the tokens of each expert, which are too many to keep of every step."""
@@ -93,6 +125,9 @@ def step_metrics(
     peak_flops: float | None,
     eval_loss: float | None = None,
     routing: RoutingMetrics | None = None,
+    skipped: bool = False,
+    skipped_steps: int = 0,
+    loss_spike: float | None = None,
 ) -> StepMetrics:
     """Compute a step's rates and read the memory of this process.
 
@@ -109,6 +144,9 @@ def step_metrics(
         peak_flops: peak FLOP/s of one device in the number format of the run; None where it is not known.
         eval_loss: nats a token on the held-out part, if it was evaluated after this step.
         routing: of a model with experts.
+        skipped: whether there was no update.
+        skipped_steps: steps without update so far in the run.
+        loss_spike: score of a loss that stands out.
     """
     assert step_time_seconds > 0
     flops_per_second_per_rank = flops_per_token * valid_tokens / step_time_seconds / world_size
@@ -129,4 +167,21 @@ def step_metrics(
         resident_set_gib=resident_set_bytes() / GIB or None,
         eval_loss=eval_loss,
         routing=routing,
+        skipped=skipped,
+        skipped_steps=skipped_steps,
+        loss_spike=loss_spike,
     )
+
+
+def _checked(values: dict[str, Any], name: str, kind: Any) -> Any:
+    """A value that is there and of the kind that its field's annotation allows."""
+    kinds = get_args(kind) or (kind,)
+    if name not in values:
+        raise ValueError(f"{name} is missing")
+    if type(values[name]) not in kinds and not (float in kinds and type(values[name]) is int):
+        raise ValueError(f"{name} is {values[name]!r}")
+    return values[name]
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")

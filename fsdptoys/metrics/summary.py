@@ -11,8 +11,9 @@ import numpy as np
 
 from fsdptoys.routing import RoutingMetrics
 
-from .config import EXPERT_FILES, PROFILE_FOLDER, RUN_FILES
+from .config import EXPERT_FILES, PROFILE_FOLDER, RESUMES_FILE, RUN_FILES
 from .definitions import definitions
+from .resumes import Resume, flatten
 from .step import StepMetrics
 
 LAST_STEPS = 10
@@ -35,11 +36,15 @@ class RunResults:
     steps: int
     """Optimizer steps done."""
     warmup_steps: int
-    """First steps left out of the spreads."""
+    """First steps of each start left out of the spreads."""
+    starts: Sequence[int]
+    """Steps after which the run was begun or gone on with."""
     first_loss: float | None
     last_loss: float | None
     mean_last_loss: float | None
-    """Mean over the last ``LAST_STEPS`` steps."""
+    """Mean over the last steps that made an update."""
+    mean_last_steps: int
+    """How many these are, ``LAST_STEPS`` at most."""
     eval_loss: float | None
     """Of the last evaluation."""
     eval_step: int | None
@@ -53,24 +58,34 @@ class RunResults:
     """Highest seen after a step, on rank 0."""
     routing: RoutingMetrics | None
     """Of the last step; None for a model without experts."""
+    skipped_steps: int
+    """Steps without update."""
+    spikes: int
+    """Steps whose loss stood out from those before."""
 
 
-def summarize(steps: Sequence[StepMetrics], warmup_steps: int) -> RunResults:
+def summarize(steps: Sequence[StepMetrics], warmup_steps: int, starts: Sequence[int] = (0,)) -> RunResults:
     """Reduce a run's steps to its results.
 
     Args:
         steps: all of them, in order.
-        warmup_steps: how many first ones are left out of medians and percentiles.
+        warmup_steps: how many first ones of each start are left out of medians and percentiles.
+        starts: steps after which the run was begun or gone on with.
     """
-    measured = steps[warmup_steps:]
+    updated = [metrics for metrics in steps if not metrics.skipped]
+    measured = [
+        metrics for metrics in updated if not any(start < metrics.step <= start + warmup_steps for start in starts)
+    ]
     evaluated = [metrics for metrics in steps if metrics.eval_loss is not None]
-    last = [metrics.loss for metrics in steps[-LAST_STEPS:]]
+    last = [metrics.loss for metrics in updated[-LAST_STEPS:]]
     return RunResults(
-        steps=len(steps),
+        steps=steps[-1].step if steps else max(starts),
         warmup_steps=warmup_steps,
+        starts=starts,
         first_loss=steps[0].loss if steps else None,
         last_loss=steps[-1].loss if steps else None,
         mean_last_loss=sum(last) / len(last) if last else None,
+        mean_last_steps=len(last),
         eval_loss=evaluated[-1].eval_loss if evaluated else None,
         eval_step=evaluated[-1].step if evaluated else None,
         step_time_seconds=_spread([metrics.step_time_seconds for metrics in measured]),
@@ -80,6 +95,8 @@ def summarize(steps: Sequence[StepMetrics], warmup_steps: int) -> RunResults:
         memory_peak_gib=_highest([metrics.memory_peak_gib for metrics in steps]),
         resident_set_gib=_highest([metrics.resident_set_gib for metrics in steps]),
         routing=steps[-1].routing if steps else None,
+        skipped_steps=len(steps) - len(updated),
+        spikes=sum(metrics.loss_spike is not None for metrics in steps),
     )
 
 
@@ -95,6 +112,7 @@ def render_summary(
     environment: dict[str, Any],
     sample: str | None,
     profile: str | None = None,
+    resumes: Sequence[Resume] = (),
 ) -> str:
     """The page as Markdown.
 
@@ -103,19 +121,25 @@ def render_summary(
         results: what its steps add up to.
         planned_steps: how many steps it was to have.
         stop_reason: why it ended.
-        wall_seconds: from the recorder's start to its end.
+        wall_seconds: from the recorder's start to its end, which is the last start's time alone.
         references: label → nats a token.
         config_tree: every setting.
         environment: where and with what the run took place.
         sample: text that the trained model wrote, if it did.
         profile: what the profiler found, as Markdown, if it was on.
+        resumes: how the run went on.
     """
+    without = " that made an update" if results.skipped_steps else ""
     rows = [
         ("steps", f"{results.steps} of {planned_steps}; {_line(stop_reason)}"),
         ("first loss", _nats(results.first_loss)),
         ("last loss", _nats(results.last_loss)),
-        (f"mean loss of the last {min(LAST_STEPS, results.steps)} steps", _nats(results.mean_last_loss)),
+        (f"mean loss of the last {results.mean_last_steps} steps{without}", _mean(results)),
     ]
+    if results.skipped_steps:
+        rows.append(("steps without update", str(results.skipped_steps)))
+    if results.spikes:
+        rows.append(("loss spikes", str(results.spikes)))
     if results.eval_loss is not None:
         rows.append((f"held-out loss after step {results.eval_step}", _nats(results.eval_loss)))
     rows += [(f"reference: {_line(label)}", _nats(nats)) for label, nats in references.items()]
@@ -132,7 +156,7 @@ def render_summary(
         rows.append(("largest resident set of rank 0", f"{results.resident_set_gib:.3f} GiB"))
     if results.routing is not None:
         rows += _routing_rows(results.routing)
-    rows.append(("wall time", f"{wall_seconds:.1f} s"))
+    rows.append((f"wall time{' of the last start' if resumes else ''}", f"{wall_seconds:.1f} s"))
 
     parts = [
         f"# {_line(title)}",
@@ -144,6 +168,8 @@ def render_summary(
     ]
     if results.routing is not None:
         parts.append("![load of each expert, and the balance against the step](experts.png)")
+    if resumes:
+        parts += ["## How it went on", _resumes_table(resumes)]
     if sample is not None:
         parts += ["## A sample of the trained model", fence(sample)]
     if profile is not None:
@@ -157,10 +183,16 @@ def render_summary(
                 for name, what in RUN_FILES.items()
                 if (results.routing is not None or name not in EXPERT_FILES)
                 and (profile is not None or name != PROFILE_FOLDER)
+                and (resumes or name != RESUMES_FILE)
             ],
         ),
         "## How the numbers were made",
-        definitions(results.warmup_steps, with_experts=results.routing is not None),
+        definitions(
+            results.warmup_steps,
+            with_experts=results.routing is not None,
+            with_skipped=results.skipped_steps > 0,
+            with_spikes=results.spikes > 0,
+        ),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -197,8 +229,37 @@ def _routing_rows(routing: RoutingMetrics) -> list[tuple[str, str]]:
     ]
 
 
+def _resumes_table(resumes: Sequence[Resume]) -> str:
+    rows = []
+    for resume in resumes:
+        begun = f"after step {resume.step}" if resume.step else "anew"
+        ranks = f"{_plain(resume.world_size_before)} → {_plain(resume.world_size)}"
+        if resume.world_size_before in (None, resume.world_size):
+            ranks = _plain(resume.world_size)
+        changed = [f"{key}: {_plain(old)} → {_plain(new)}" for key, (old, new) in (resume.changed or {}).items()]
+        rows.append(
+            (
+                resume.time,
+                begun,
+                _code(resume.checkpoint) if resume.checkpoint else "",
+                ranks,
+                " ".join(map(_code, changed)) if resume.changed is not None else "not known",
+                _code(f"{resume.moved_to}/") if resume.moved_to else "",
+            )
+        )
+    return _table(("time", "gone on", "from", "ranks", "settings changed", "earlier files moved to"), rows)
+
+
 def _number(value: float) -> str:
     return f"{value:.4f}" if math.isfinite(value) else f"**{value}**"
+
+
+def _mean(results: RunResults) -> str:
+    return (
+        "no step made an update"
+        if results.skipped_steps and not results.mean_last_steps
+        else _nats(results.mean_last_loss)
+    )
 
 
 def _nats(value: float | None) -> str:
@@ -211,16 +272,9 @@ def _flat_rows(tree: dict[str, Any]) -> list[tuple[str, str]]:
     """One row for each entry of the tree; what is below it goes into one cell."""
     rows = []
     for name, value in tree.items():
-        settings = _flatten(value, "") if isinstance(value, dict) else [("", value)]
+        settings = flatten(value) if isinstance(value, dict) else [("", value)]
         rows.append((name, " ".join(_code(f"{key}={_plain(item)}" if key else _plain(item)) for key, item in settings)))
     return rows
-
-
-def _flatten(tree: dict[str, Any], prefix: str) -> list[tuple[str, Any]]:
-    flat: list[tuple[str, Any]] = []
-    for name, value in tree.items():
-        flat += _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else [(f"{prefix}{name}", value)]
-    return flat
 
 
 def _plain(value: Any) -> str:
@@ -234,11 +288,9 @@ def _code(text: str) -> str:
     return f"`{text.replace('`', chr(39))}`"
 
 
-def _table(head: tuple[str, str], rows: Sequence[tuple[str, str]]) -> str:
-    lines = [head, ("---", "---"), *rows]
-    return "\n".join(
-        f"| {name.replace('|', chr(92) + '|')} | {value.replace('|', chr(92) + '|')} |" for name, value in lines
-    )
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", chr(92) + "|") for cell in line) + " |" for line in lines)
 
 
 def _line(text: str) -> str:

@@ -41,6 +41,11 @@ def open_run(run_dir: str | None = None, title: str = "tiny") -> RunDirectory:
         ("run_dir", "  ", f"metrics.run_dir='  ' {UNNAMED}"),
         ("log_every", 0, "metrics.log_every=0 must be at least 1; set metrics.log_every=1"),
         ("warmup_steps", -1, "metrics.warmup_steps=-1 must be at least 0; set metrics.warmup_steps=0"),
+        (
+            "spike_threshold",
+            float("nan"),
+            "metrics.spike_threshold=nan must be at least 0; set metrics.spike_threshold=8, or 0 for none",
+        ),
     ],
 )
 def test_bad_values_are_refused_in_one_sentence(field, value, sentence):
@@ -109,15 +114,16 @@ def test_a_run_never_writes_over_files_of_the_same_name(name):
         with pytest.raises(ConfigError) as error:
             attempt()
         assert str(error.value) == (
-            f"metrics.run_dir=taken already holds {name}, which a run would overwrite; set metrics.run_dir to a new "
-            "folder, or metrics.run_dir=null for one named by time and title"
+            f"metrics.run_dir=taken already holds {name}, which a run would overwrite; set "
+            "checkpoint.resume=auto to go on with it, or metrics.run_dir to a new folder (null for one named by time "
+            "and title)"
         )
     assert (folder / name).read_text() == "mine"
 
 
 def test_of_two_runs_that_start_into_one_folder_the_second_is_refused(monkeypatch):
     """Oracle: the sentence, with the earlier check passed by both as in a race."""
-    monkeypatch.setattr("fsdptoys.metrics.run_directory.check_run_dir", lambda config: None)
+    monkeypatch.setattr("fsdptoys.metrics.run_directory.check_run_dir", lambda config, resumes: None)
     open_run("run")
     with pytest.raises(ConfigError, match=r"^metrics\.run_dir=run already holds metrics\.jsonl, which"):
         open_run("run")

@@ -26,6 +26,9 @@ KEYS = [
     "memory_reserved_gib",
     "resident_set_gib",
     "eval_loss",
+    "skipped",
+    "skipped_steps",
+    "loss_spike",
 ]
 
 ROUTING_KEYS = ["router_aux_loss", "router_z_loss", "router_entropy", "expert_load_max", "expert_load_min"]
@@ -107,7 +110,7 @@ def test_a_line_of_json_holds_exactly_the_keys_and_gives_the_step_back():
     line = metrics.to_json()
     assert "\n" not in line
     assert list(json.loads(line)) == KEYS
-    assert StepMetrics(**json.loads(line)) == metrics
+    assert StepMetrics(**json.loads(line)) == StepMetrics.from_json(line) == metrics
 
 
 def test_a_line_of_a_model_with_experts_ends_with_the_numbers_of_its_routing():
@@ -118,6 +121,7 @@ def test_a_line_of_a_model_with_experts_ends_with_the_numbers_of_its_routing():
     assert [values[key] for key in ROUTING_KEYS] == [2.1, 3.5, 0.9, 1.8, 0.25]
     slim = metrics.without_counts()
     assert slim.routing == dataclasses.replace(ROUTING, counts=[]) and slim.to_json() == metrics.to_json()
+    assert StepMetrics.from_json(metrics.to_json()) == slim
 
 
 def test_what_is_not_finite_becomes_null_and_is_named():
@@ -134,3 +138,33 @@ def test_what_is_not_finite_becomes_null_and_is_named():
     assert values["non_finite"] == ["loss", "grad_norm", "eval_loss", "router_z_loss"]
     assert [values[name] for name in values["non_finite"]] == [None] * 4
     assert values["learning_rate"] == metrics.learning_rate
+    back = StepMetrics.from_json(metrics.to_json())
+    assert back.routing is not None and back.eval_loss is not None
+    assert all(math.isnan(value) for value in (back.loss, back.grad_norm, back.eval_loss, back.routing.z_loss))
+    assert back.routing.aux_loss == ROUTING.aux_loss
+
+
+def test_lines_of_other_versions_are_read():
+    """Oracle: the defaults for keys that an earlier version did not write; those of a later one are left out."""
+    metrics = measure(Device("cpu"), None)
+    values = json.loads(metrics.to_json()) | {"of_a_later_version": [1]}
+    for name in ("eval_loss", "skipped", "skipped_steps", "loss_spike"):
+        del values[name]
+    assert StepMetrics.from_json(json.dumps(values)) == metrics
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": None}, {"step": 1.5}, {"step": True}, {"loss": "2"}, {"loss": None}, {"mfu": [1]}, {"skipped": 1},
+        {"non_finite": 1}, {"router_z_loss": 1.0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_line_with_a_value_of_another_kind_is_refused(change):
+    """Oracle: ``ValueError``; so are a missing key, half a line, and a constant that is not JSON."""
+    values = json.loads(measure(Device("cpu"), None).to_json())
+    missing = {name: value for name, value in values.items() if name not in change} if change == {"step": None} else {}
+    for line in (json.dumps(values | change), json.dumps(missing), json.dumps(values)[:-1], '{"loss": NaN}', "[]"):
+        with pytest.raises(ValueError):
+            StepMetrics.from_json(line)

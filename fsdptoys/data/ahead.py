@@ -1,0 +1,155 @@
+"""Steps' batches made ahead of the loop, by PyTorch's ``DataLoader`` in background processes.
+
+The loader's samples are whole steps, numbered by the place of their first sample, so that its order is counting and a
+worker needs no state. Workers are forked by a server that is started for them (``forkserver``), not by the rank: a rank
+has threads, gloo's or NCCL's among them, whose locks a fork would copy in whatever state they are, memory that a
+network card writes to, and perhaps a CUDA context; and no child may use that. The price is that the first step waits
+for the server to import PyTorch, once for each rank.
+
+Not covered: memory pinned in the background, and evaluation, whose batches are read in place.
+"""
+
+import itertools
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+import warnings
+from collections.abc import Iterator
+from multiprocessing import resource_tracker, util
+from multiprocessing.connection import wait
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from fsdptoys.errors import ConfigError
+
+STEPS_AHEAD = 2
+"""Steps that each worker has ready or is about to make."""
+
+UNHEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Signals that are the rank's to answer, though a terminal or a scheduler may send them to all processes at once."""
+
+PRELOADED = ["torch.utils.data", "numpy", "fsdptoys.data"]
+"""Imported once by the server and shared by its workers."""
+
+
+class ReadsSteps(Protocol):
+    """What makes the batches of a step; is pickled once for each worker."""
+
+    stride: int
+    """Places from one step to the next."""
+
+    def read(self, place: int) -> Tensor:
+        """All batches of the step that begins at a place, as one tensor."""
+
+
+class StepsAhead:
+    """Steps from a place on, one after the other.
+
+    Args:
+        reader: what the workers do.
+        place: of the first step.
+        workers: background processes.
+    """
+
+    def __init__(self, reader: ReadsSteps, place: int, workers: int) -> None:
+        others = set(multiprocessing.active_children())
+        # What is started here inherits that these signals wait, from before its first instruction on.
+        unheard = signal.pthread_sigmask(signal.SIG_BLOCK, UNHEARD)
+        try:
+            resource_tracker.ensure_running()
+            signal.pthread_sigmask(signal.SIG_BLOCK, UNHEARD)  # starting the tracker has taken away some of them
+            with warnings.catch_warnings():
+                # More workers than cores are of use where they wait for a disk or a network.
+                warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
+                self._steps: Iterator[Any] = iter(_loader(reader, place, workers))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, unheard)
+        self._workers = [child for child in multiprocessing.active_children() if child not in others]
+        # At exit, before multiprocessing waits for children that its own SIGTERM does not reach; atexit would not do,
+        # which processes of multiprocessing do not run.
+        self._at_exit = util.Finalize(None, self.close, exitpriority=10)
+
+    def next(self) -> Tensor:
+        """The next step's batches.
+
+        Raises:
+            ConfigError: the one that reading them raised.
+            RuntimeError: if a worker has ended.
+        """
+        try:
+            step = next(self._steps)
+        except (RuntimeError, OSError, EOFError) as error:
+            # A worker's tensors are handed over by the worker itself, so its end may show as a connection that breaks.
+            ended = wait([worker.sentinel for worker in self._workers], timeout=1.0)
+            pids = [str(worker.pid) for worker in self._workers if worker.sentinel in ended]
+            if not pids:
+                raise
+            raise RuntimeError(
+                f"a data worker has ended (pid {', '.join(pids)}): it was killed, or there was too little host memory "
+                "or shared memory (/dev/shm); data.workers=0 reads without workers"
+            ) from error
+        if isinstance(step, str):
+            raise ConfigError(step)
+        return step
+
+    def close(self) -> None:
+        """End the workers, whatever they are doing; may be called twice."""
+        self._at_exit.cancel()
+        self._steps = iter(())  # the loader's iterator ends its workers when nobody holds it any more
+        for worker in self._workers:
+            worker.kill()
+            worker.join()
+        self._workers = []
+
+
+def _loader(reader: ReadsSteps, place: int, workers: int) -> "DataLoader[Any]":
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return DataLoader(
+        _Steps(reader),
+        batch_size=None,
+        sampler=itertools.count(place, reader.stride),
+        num_workers=workers,
+        collate_fn=_as_it_is,
+        prefetch_factor=STEPS_AHEAD,
+        worker_init_fn=_prepare_worker,
+        multiprocessing_context=context,
+        generator=torch.Generator(),  # the loader draws a seed, which must not come from the run's own numbers
+    )
+
+
+class _Steps(Dataset[Any]):
+    """The reader as ``DataLoader`` wants it; a mistake is handed over as its sentence, to be raised in its turn."""
+
+    def __init__(self, reader: ReadsSteps) -> None:
+        self._reader = reader
+
+    def __getitem__(self, place: int) -> Tensor | str:
+        try:
+            return self._reader.read(place)
+        except ConfigError as mistake:
+            return str(mistake)
+
+
+def _as_it_is(step: Any) -> Any:
+    return step
+
+
+def _prepare_worker(index: int) -> None:
+    """End with the rank: the server would outlive it for as long as it has workers."""
+    for number in UNHEARD:
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, name="end-with-parent", daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    shutil.rmtree(util.get_temp_dir(), ignore_errors=True)  # of this process alone: the socket its tensors go through
+    os._exit(1)

@@ -1,0 +1,228 @@
+"""A run directory that an earlier start has left: what of it is gone on with, and what is put aside.
+
+The checkpoint says how many bytes of each file of lines it saw, and which step was the last. What came after that is
+done again and cut off, so that in the end each step has one line. Files that end otherwise than the checkpoint says are
+another run's, or another attempt's: these are moved to a folder ``attempt-<n>`` beside them, never overwritten.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .config import CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, RESUMES_FILE, ROUTING_FILE, RUN_FILES
+from .step import StepMetrics
+
+LINE_FILES = (METRICS_FILE, ROUTING_FILE)
+"""Files that grow by lines, each with its step."""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a run goes on from."""
+
+    step: int
+    """Last step that the checkpoint holds; 0 where there is none, so that the run begins anew."""
+    offsets: Mapping[str, int]
+    """File of the run directory → bytes that it had at the checkpoint, as ``Recorder.offsets`` told."""
+    checkpoint: str | None
+    """Name of the checkpoint, for people; None where there is none."""
+
+
+@dataclass(frozen=True)
+class Resume:
+    """A line of ``resumes.jsonl``: one start that went on, or began anew over the files of an earlier one."""
+
+    time: str
+    """UTC, ISO 8601."""
+    step: int
+    checkpoint: str | None
+    world_size_before: int | None
+    """Ranks of the start before; None where its environment is not there."""
+    world_size: int | None
+    changed: dict[str, list[Any]] | None
+    """Setting → [old, new], with None for one that is not there; None where the earlier settings are not there."""
+    moved_to: str | None
+    """Folder to which the earlier files went; None where they were gone on with."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What became of the files."""
+
+    moved_to: str | None
+    notes: list[str]
+    """Sentences for the user."""
+
+
+def put_in_place(folder: Path, resumed: Resumed) -> Cut:
+    """Cut the files of lines back to what the checkpoint saw, or move all that a run writes out of the way.
+
+    Args:
+        folder: the run directory, which is there.
+        resumed: what the run goes on from.
+    """
+    if not resumed.step:
+        return Cut(move_aside(folder), [])
+    if not (folder / METRICS_FILE).exists():
+        # From a checkpoint of another folder: this one's lines begin with the step after it.
+        return Cut(move_aside(folder) if (folder / ROUTING_FILE).exists() else None, [])
+    kept, notes = {}, []
+    for name in LINE_FILES:
+        path, offset = folder / name, resumed.offsets.get(name)
+        content = path.read_bytes() if path.exists() else b""
+        if offset is not None and offset <= len(content):
+            if offset and not _ends_with_step(content[:offset], resumed.step, exactly=name == METRICS_FILE):
+                moved_to = move_aside(folder)
+                return Cut(
+                    moved_to,
+                    [
+                        f"{path} is not what the checkpoint {resumed.checkpoint} saw at step {resumed.step}; it was "
+                        f"moved to {folder / str(moved_to)} with the other files of that run"
+                    ],
+                )
+            kept[path] = offset
+        elif content or offset:
+            has = f"has {len(content)} of the {offset} bytes" if offset else "has not the length"
+            notes.append(
+                f"{path} {has} that the checkpoint {resumed.checkpoint} saw; its whole lines up to step "
+                f"{resumed.step} are kept"
+            )
+            kept[path] = _whole_lines(content, resumed.step)
+    for path, length in kept.items():
+        if path.exists():
+            with open(path, "r+b") as file:
+                file.truncate(length)
+                os.fsync(file.fileno())
+    return Cut(None, notes)
+
+
+def move_aside(folder: Path) -> str | None:
+    """Move what a run writes, but for the list of its resumes, to ``attempt-1`` or the next that is free.
+
+    Returns:
+        Name of the new folder; None where there was nothing to move.
+    """
+    names = [name for name in RUN_FILES if name != RESUMES_FILE and os.path.lexists(folder / name)]
+    if not names:
+        return None
+    number = 1
+    while os.path.lexists(folder / f"attempt-{number}"):
+        number += 1
+    target = folder / f"attempt-{number}"
+    target.mkdir()
+    for name in names:
+        os.rename(folder / name, target / name)
+    return target.name
+
+
+def read_steps(path: Path) -> tuple[list[StepMetrics], list[str]]:
+    """The steps of ``metrics.jsonl``, and a sentence on lines that are none."""
+    steps, unread = [], []
+    if path.exists():
+        for number, line in enumerate(path.read_bytes().splitlines(), 1):
+            try:
+                steps.append(StepMetrics.from_json(line.decode()))
+            except ValueError:
+                unread.append(str(number))
+    notes = []
+    if unread:
+        shown = ", ".join(unread[:5]) + ", …" * (len(unread) > 5)
+        notes.append(f"{path} cannot be read in line {shown}, which the results and pictures leave out")
+    return steps, notes
+
+
+def read_resumes(path: Path) -> list[Resume]:
+    """The lines of ``resumes.jsonl``; those that are not whole, or of another version, are left out."""
+    resumes = []
+    if path.exists():
+        for line in path.read_bytes().splitlines():
+            try:
+                resumes.append(Resume(**json.loads(line)))
+            except (ValueError, TypeError):
+                continue
+    return resumes
+
+
+def starts(resumes: Sequence[Resume]) -> list[int]:
+    """Steps after which what is in ``metrics.jsonl`` was begun or gone on with; 0 is the first start."""
+    after = [0]
+    for resume in resumes:
+        # What came after an earlier step was cut off.
+        after = [step for step in after if step < resume.step] + [resume.step]
+    return after
+
+
+def describe_resume(
+    folder: Path, resumed: Resumed, config_tree: dict[str, Any], environment: dict[str, Any]
+) -> Resume | None:
+    """Compare with what the folder holds of the start before; None where nothing is gone on with."""
+    if not resumed.step and not any(os.path.lexists(folder / name) for name in RUN_FILES):
+        return None
+    before_tree, before = _read_tree(folder / CONFIG_FILE), _read_tree(folder / ENVIRONMENT_FILE) or {}
+    return Resume(
+        time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        step=resumed.step,
+        checkpoint=resumed.checkpoint,
+        world_size_before=before.get("world_size"),
+        world_size=environment.get("world_size"),
+        changed=changed_settings(before_tree, config_tree) if before_tree is not None else None,
+        moved_to=None,
+    )
+
+
+def changed_settings(before: dict[str, Any], after: dict[str, Any]) -> dict[str, list[Any]]:
+    """Dotted key → [old, new] of each setting that differs, with None where there is none."""
+    old, new = dict(flatten(before)), dict(flatten(after))
+    return {
+        key: [old.get(key), new.get(key)]
+        for key in [*old, *(key for key in new if key not in old)]
+        if old.get(key) != new.get(key) or (key in old) != (key in new)
+    }
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Dotted keys and values of a tree of dicts."""
+    flat: list[tuple[str, Any]] = []
+    for name, value in tree.items():
+        flat += flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else [(f"{prefix}{name}", value)]
+    return flat
+
+
+def _read_tree(path: Path) -> dict[str, Any] | None:
+    """A YAML or JSON file that an earlier start wrote; None where it is not there or not whole."""
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    return tree if isinstance(tree, dict) else None
+
+
+def _ends_with_step(content: bytes, step: int, exactly: bool) -> bool:
+    """Whether the last line is whole and of that step, or, if not exactly, of that or an earlier one."""
+    last = _step_of(content[content.rfind(b"\n", 0, -1) + 1 :])
+    return last is not None and content.endswith(b"\n") and (last == step or (not exactly and last < step))
+
+
+def _whole_lines(content: bytes, step: int) -> int:
+    """Bytes of the whole lines before the first one of a later step."""
+    length = 0
+    for line in content.splitlines(keepends=True):
+        if not line.endswith(b"\n") or (_step_of(line) or 0) > step:
+            break
+        length += len(line)
+    return length
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step of a line; None where it is not whole."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError):
+        return None
+    return step if type(step) is int else None
