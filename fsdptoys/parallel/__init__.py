@@ -5,6 +5,7 @@ from .fsdp1 import FSDP1Config
 from .fsdp2 import FSDP2Config
 from .initialise import Fill, seed_of, seeded
 from .single import SingleConfig
+from .state import host_copy, whole_tensors
 from .strategy import ParallelConfig, ParallelContext, Strategy
 
 __all__ = [
@@ -16,6 +17,8 @@ __all__ = [
     "ParallelContext",
     "SingleConfig",
     "Strategy",
+    "host_copy",
     "seed_of",
     "seeded",
+    "whole_tensors",
 ]

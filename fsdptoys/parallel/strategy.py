@@ -34,6 +34,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.mesh import MeshConfig
 from fsdptoys.models import DecoderModel
 
+from . import state
 from .initialise import Fill
 from .precision import DType, ReduceDType
 
@@ -205,6 +206,14 @@ class Strategy(ABC):
             What to call, from any thread, with parameters that were updated; None where nothing is to be kept up.
         """
         return None
+
+    def state_tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """Parameters and optimizer states, as ``state.state_tensors`` names them. A collective."""
+        return state.state_tensors(self.model, self.named_parameters, optimizer)
+
+    def load_state_tensors(self, optimizer: torch.optim.Optimizer, load: Callable[[dict[str, Tensor]], None]) -> None:
+        """Let ``load`` fill the tensors of ``state_tensors`` in place, and install them. A collective."""
+        state.load_state_tensors(self.model, self.named_parameters, optimizer, load)
 
     def shard_group(self) -> dist.ProcessGroup | None:
         """The ranks whose local gradients together make one whole gradient; None where each has the whole."""

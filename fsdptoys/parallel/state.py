@@ -1,0 +1,257 @@
+"""A run's parameters and optimizer states as tensors with plain names: what a checkpoint holds, whatever the strategy.
+
+``model.<parameter>`` and ``optim.<parameter>.<state>``, with the names that the model has before anything wraps it; a
+shared parameter stands once, under its first name. The keys depend on model and optimizer alone, so that what one
+strategy saved on N ranks another loads on M. Buffers are derived from the configuration and left out.
+
+- Where parameters keep their shape (one process, DDP, FSDP2) the tensors are the live ones, plain or DTensors, and
+  loading writes into them: no copy is made on either way.
+- FSDP1 keeps flat shards, which no box within a parameter describes. Its own state dicts gather unit by unit and cut
+  parameters along the first dim: a copy of this rank's share, in host memory, and collectives on either way.
+
+An optimizer that took no step yet has states all the same: those that its first step would start from, so that a
+checkpoint of it is like any other. For a momentum without a counter of steps that is -0.0, the number that adds nothing
+to any other: PyTorch's SGD takes its first gradient as it is, and 0.0 would turn a gradient of -0.0 into 0.0.
+
+Not covered: optimizer states that are not tensors, and those of another shape than their parameter or a number. An
+optimizer that is not PyTorch's must show its states before its first step.
+Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+)
+from torch.distributed.tensor import DTensor
+
+from .materialise import shared_parameters
+
+NamedParameters = Callable[[], Iterable[tuple[str, nn.Parameter]]]
+"""Gives what the optimizer updates, by name, in the order of the model."""
+Load = Callable[[dict[str, Tensor]], None]
+"""Fills every tensor in place."""
+
+
+@torch.no_grad()
+def state_tensors(
+    model: nn.Module, named_parameters: NamedParameters, optimizer: torch.optim.Optimizer
+) -> dict[str, Tensor]:
+    """Parameters and optimizer states as they are now. A collective under FSDP1.
+
+    Args:
+        model: as a strategy wrapped it.
+        named_parameters: with the names of the model before it was wrapped, but for flat parameters.
+        optimizer: over these.
+
+    Returns:
+        Plain tensors, the same on all ranks, and DTensors. They may be the live ones, which the next step changes:
+        ``host_copy`` gives others.
+    """
+    _settle(model, optimizer)
+    if isinstance(model, FullyShardedDataParallel):
+        return _FlatState(model, optimizer).tensors()
+    return _live_tensors(named_parameters(), optimizer)
+
+
+@torch.no_grad()
+def load_state_tensors(
+    model: nn.Module, named_parameters: NamedParameters, optimizer: torch.optim.Optimizer, load: Load
+) -> None:
+    """Replace parameters and optimizer states. A collective under FSDP1, and wherever ``load`` is one.
+
+    Hyperparameters stay those of this run, and states stay in the memory and the number format where it keeps them.
+
+    Args:
+        model, named_parameters, optimizer: as for ``state_tensors``.
+        load: is given tensors with the same keys and must fill each in place. Where it raises, parameters and states
+            may be half replaced.
+    """
+    _settle(model, optimizer)
+    if isinstance(model, FullyShardedDataParallel):
+        flat = _FlatState(model, optimizer)
+        load(flat.tensors())
+        flat.install()
+        return
+    named = list(named_parameters())
+    load(_live_tensors(named, optimizer))
+    # Whoever keeps copies of parameters tells by their versions that they were written.
+    torch.autograd.graph.increment_version([_local(param) for _, param in named])
+    # The states are in place; an optimizer may keep more than them, such as how many steps it took.
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+@torch.no_grad()
+def whole_tensors(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor | None]]:
+    """Every tensor in full, one at a time, in the order of the names.
+
+    A collective: all ranks must exhaust it. A tensor that is gathered passes through every rank's device.
+
+    Yields:
+        The name, and on rank 0 the tensor, on the CPU, where it may share memory with the one given; on the other ranks
+        None.
+    """
+    first_rank = not dist.is_initialized() or dist.get_rank() == 0
+    for name, tensor in sorted(tensors.items()):
+        whole = tensor
+        if isinstance(tensor, DTensor):
+            on_mesh = tensor.to(tensor.device_mesh.device_type)
+            assert isinstance(on_mesh, DTensor)
+            whole = on_mesh.full_tensor()
+        yield name, whole.to("cpu") if first_rank else None
+
+
+@torch.no_grad()
+def host_copy(tensors: dict[str, Tensor], into: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Copy tensors to host memory, as they are now: what is done to them after the call does not change the copies.
+
+    Args:
+        tensors: of ``state_tensors``.
+        into: what an earlier call returned, and nobody reads any more; its memory is used again where it fits.
+
+    Returns:
+        Plain tensors for plain ones, DTensors with the same placements for DTensors, with contiguous local parts;
+        pinned where they come from an accelerator.
+    """
+    copies: dict[str, Tensor] = {}
+    devices = set()
+    for name, tensor in tensors.items():
+        earlier = (into or {}).get(name)
+        copies[name] = earlier if earlier is not None and _fits(earlier, tensor) else _host_memory(tensor)
+        source = _local(tensor)
+        _local(copies[name]).copy_(source, non_blocking=True)
+        if source.device.type != "cpu":
+            devices.add(source.device)
+    # Each copy was given to the stream that updates its tensor, behind the updates.
+    for device in devices:
+        torch.accelerator.current_stream(device).synchronize()
+    return copies
+
+
+class _FlatState:
+    """The state of FSDP1, gathered and cut anew. Public functions of FSDP1, tried with torch 2.7.1 and 2.13."""
+
+    def __init__(self, model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+        with _sharded_form(model):
+            self._weights: dict[str, Tensor] = model.state_dict()
+            # Not torch.distributed.checkpoint's: it lets an optimizer that keeps no states take a step.
+            self._optim: dict[str, Any] = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+        # A shared weight is in model.state_dict() under each of its names, here under the first.
+        self._names = [name for group in self._optim["param_groups"] for name in group["params"]]
+
+    def tensors(self) -> dict[str, Tensor]:
+        tensors = {f"model.{name}": self._weights[name] for name in self._names}
+        for name, state in self._optim["state"].items():
+            tensors |= {f"optim.{name}.{kind}": value for kind, value in state.items() if isinstance(value, Tensor)}
+        return tensors
+
+    def install(self) -> None:
+        """Scatter what ``tensors`` gave, after it was filled."""
+        if self._weights.keys() > set(self._names):
+            with FullyShardedDataParallel.summon_full_params(self._model, recurse=False, writeback=False):
+                shared = shared_parameters(self._model)
+            for alias, name in shared.items():
+                self._weights[_own_name(alias)] = self._weights[_own_name(name)]
+        with _sharded_form(self._model):
+            self._model.load_state_dict(self._weights)
+            states = FullyShardedDataParallel.optim_state_dict_to_load(self._model, self._optimizer, self._optim)
+        self._optimizer.load_state_dict(states)
+
+
+@contextmanager
+def _sharded_form(model: FullyShardedDataParallel) -> Iterator[None]:
+    with warnings.catch_warnings():
+        # It is told that the functions are those of the older FSDP, and what one rank makes of sharding.
+        warnings.simplefilter("ignore")
+        with FullyShardedDataParallel.state_dict_type(
+            model,
+            StateDictType.SHARDED_STATE_DICT,
+            ShardedStateDictConfig(offload_to_cpu=True),
+            ShardedOptimStateDictConfig(offload_to_cpu=True),
+        ):
+            yield
+
+
+def _own_name(name: str) -> str:
+    return name.replace("_fsdp_wrapped_module.", "")
+
+
+def _settle(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Have pending updates done and units resharded, and give the optimizer the states that it lacks."""
+    optimizer.state_dict()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # a unit stays gathered after a forward that no backward follows
+    # FSDP1 gives a rank that holds nothing of a parameter no state.
+    params = [param for group in optimizer.param_groups for param in group["params"] if param.numel()]
+    without = [param for param in params if not optimizer.state.get(param)]
+    kinds = _kept_states(optimizer) if without else {}
+    nothing = 0.0 if any(not example.ndim for example in kinds.values()) else -0.0
+    for param in without if kinds else []:
+        for kind, example in kinds.items():
+            state = torch.zeros_like(param.detach() if example.ndim else example)
+            if example.ndim:
+                _local(state).fill_(nothing)
+            optimizer.state[param][kind] = state
+
+
+def _kept_states(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """What an optimizer keeps for a parameter, with an example of each: of a step on a stand-in of two numbers."""
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return {}
+    group = optimizer.param_groups[0]
+    first = _local(group["params"][0])
+    stand_in = nn.Parameter(torch.zeros(2, dtype=first.dtype, device=first.device))
+    stand_in.grad = torch.zeros_like(stand_in)
+    kind: Any = type(optimizer)
+    inner = kind([{**group, "params": [stand_in]}])
+    inner.step()
+    return {name: value for name, value in inner.state[stand_in].items() if isinstance(value, Tensor)}
+
+
+def _live_tensors(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer
+) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for name, param in named_parameters:
+        tensors[f"model.{name}"] = param.detach()
+        state = optimizer.state.get(param, {})
+        tensors |= {f"optim.{name}.{kind}": value for kind, value in state.items() if isinstance(value, Tensor)}
+    return tensors
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _host_memory(tensor: Tensor) -> Tensor:
+    """Host memory for a tensor, laid out as it is, with nothing in it."""
+    source = _local(tensor)
+    local = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.device.type != "cpu")
+    if not isinstance(tensor, DTensor):
+        return local
+    # DTensor.from_local would move it to the mesh's device.
+    made = torch.empty_like(tensor, device="cpu")
+    assert isinstance(made, DTensor)
+    made.to_local().set_(local)  # type: ignore[call-overload]
+    return made
+
+
+def _fits(copy: Tensor, tensor: Tensor) -> bool:
+    if isinstance(copy, DTensor) and isinstance(tensor, DTensor):
+        same = copy.placements == tensor.placements and copy.device_mesh == tensor.device_mesh
+    else:
+        same = isinstance(copy, DTensor) == isinstance(tensor, DTensor)
+    return same and copy.shape == tensor.shape and copy.dtype == tensor.dtype

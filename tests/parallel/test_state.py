@@ -1,0 +1,295 @@
+"""State as tensors: every strategy gives and takes the same, and what goes on from it is the run that went on."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdptoys.config import Config
+from fsdptoys.memory import MemoryConfig
+from fsdptoys.memory.config import StateDType
+from fsdptoys.mesh import local_bounds
+from fsdptoys.optim import AdamWConfig, Implementation, SGDConfig, WeightDecayOn, set_schedule
+from fsdptoys.parallel import (
+    DDPConfig,
+    FSDP1Config,
+    FSDP2Config,
+    ParallelConfig,
+    SingleConfig,
+    host_copy,
+    whole_tensors,
+)
+from fsdptoys.parallel.fsdp import Wrap
+from fsdptoys.parallel.fsdp2 import TORCH
+from fsdptoys.parallel.precision import DType
+from fsdptoys.parallel.state import state_tensors
+from fsdptoys.trainer import Trainer
+from scripts.parity import Outcome
+from scripts.ranks import run_ranks
+from tests.memory.offloaded import OVERLAPPED, outcome, take_steps, trainer
+from tests.parallel.runs import TINY, make_config, tiny_model
+
+MIDDLE, STEPS = 2, 4
+
+STRATEGIES: dict[str, tuple[ParallelConfig, int]] = {
+    "ddp": (DDPConfig(), -1),
+    "fsdp1": (FSDP1Config(), -1),
+    "fsdp1 flat": (FSDP1Config(use_orig_params=False), -1),
+    "fsdp1 parts": (FSDP1Config(wrap=Wrap.block_attn_mlp), -1),
+    "fsdp2": (FSDP2Config(), -1),
+    "hsdp1": (FSDP1Config(), 2),
+    "hsdp1 flat": (FSDP1Config(use_orig_params=False), 2),
+    "hsdp2": (FSDP2Config(), 2),
+}
+MODELS = {
+    "llama": replace(tiny_model(), n_layers=2),
+    "tied": replace(tiny_model(tie_embeddings=True), n_layers=2),
+    # FSDP2 cuts its experts along another dim than the first.
+    "qwen3_moe": TINY["qwen3_moe"],
+    "gpt2": TINY["gpt2"],
+}
+
+
+def config(parallel: ParallelConfig, ranks: int, **options: Any) -> Config:
+    return make_config(parallel, ranks, steps=STEPS, seq_len=8, batch_size=1, **options)
+
+
+def strategies_on(ranks: int) -> list[str]:
+    left_out = [name for name in STRATEGIES if name.startswith("hsdp") and ranks < 4]
+    left_out += ["hsdp2"] if TORCH < (2, 8) else []  # which HSDP needs under FSDP2 on a CPU
+    return [name for name in STRATEGIES if name not in left_out]
+
+
+@dataclass
+class Saved:
+    """A run in its middle, and what it came to."""
+
+    tensors: dict[str, numpy.ndarray]
+    batches: dict[str, Any]
+    end: Outcome
+    end_tensors: dict[str, numpy.ndarray]
+
+
+def in_full(made: Trainer) -> dict[str, numpy.ndarray]:
+    """The state in full, on rank 0."""
+    tensors = made.strategy.state_tensors(made.optimizer)
+    named = {name: whole.numpy().copy() for name, whole in whole_tensors(tensors) if whole is not None}
+    assert bool(named) == (dist.get_rank() == 0)
+    return named
+
+
+def run_saved(configs: list[Config]) -> list[Saved]:
+    """Runs that are looked at in their middle."""
+    saved = []
+    for each in configs:
+        made = trainer(each, None)
+        take_steps(made, 1, MIDDLE)
+        middle = in_full(made), made.batches.state_dict()
+        take_steps(made, MIDDLE + 1, STEPS)
+        saved.append(Saved(*middle, outcome(made), in_full(made)))
+    return saved
+
+
+def filler(saved: dict[str, numpy.ndarray]) -> Callable[[dict[str, Tensor]], None]:
+    """Fills tensors by the bounds of what a rank holds."""
+
+    def fill(tensors: dict[str, Tensor]) -> None:
+        assert tensors.keys() == saved.keys()
+        for name, tensor in tensors.items():
+            region = tuple(slice(*bounds) for bounds in local_bounds(tensor))
+            assert tensor.shape == saved[name].shape
+            local(tensor).copy_(torch.from_numpy(saved[name])[region])
+
+    return fill
+
+
+def differing(got: dict[str, numpy.ndarray], expected: dict[str, numpy.ndarray]) -> list[str]:
+    """Names under which two states differ in a bit."""
+    names = {name for name in got.keys() & expected.keys() if got[name].tobytes() != expected[name].tobytes()}
+    return sorted(names | got.keys() ^ expected.keys())
+
+
+def go_on(rows: list[tuple[Config, Saved, bool]]) -> list[dict[str, Any]]:
+    """Load into a trainer, which may have taken steps, and take the second half of the steps."""
+    results = []
+    for each, saved, used in rows:
+        made = trainer(each, None)
+        if used:
+            take_steps(made, 1, 1)
+            made.history.clear()
+        made.strategy.load_state_tensors(made.optimizer, filler(saved.tensors))
+        set_schedule(made.schedule, MIDDLE)
+        made.batches.load_state_dict(saved.batches)
+        loaded = differing(in_full(made), saved.tensors)
+        take_steps(made, MIDDLE + 1, STEPS)
+        end, losses = outcome(made), saved.end.losses[MIDDLE:]
+        same = end.losses == losses and end.parameters == saved.end.parameters
+        results.append({"loaded": loaded, "same": same, "end": differing(in_full(made), saved.end_tensors)})
+    return results
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_strategy_goes_on_from_the_state_of_one_process_in_every_bit(ranks: int) -> None:
+    """Oracle: one process that went on; states too, read back right after loading and at the end; tied, experts."""
+    names = ["llama", "gpt2"] if ranks == 2 else ["tied", "qwen3_moe"]
+    single = SingleConfig(simulated_ranks=ranks)
+    saved = run_ranks(1, run_saved, [config(single, 1, model=MODELS[name]) for name in names])[0]
+    rows = {}
+    for model, state in zip(names, saved, strict=True):
+        # Their experts are what is special, and most ranks are slow.
+        of_experts = ["fsdp1 flat", "fsdp2", "hsdp2"] if model == "qwen3_moe" else STRATEGIES
+        for name in strategies_on(ranks):
+            if name not in of_experts:
+                continue
+            parallel, fsdp_size = STRATEGIES[name]
+            rows[model, name] = (
+                config(parallel, ranks, fsdp_size=fsdp_size, model=MODELS[model]),
+                state,
+                model == "tied",
+            )
+    results = run_ranks(ranks, go_on, list(rows.values()))[0]
+    wrong = {key: result for key, result in zip(rows, results, strict=True) if any(result["loaded"] + result["end"])}
+    assert wrong == {}
+    assert [key for key, result in zip(rows, results, strict=True) if not result["same"]] == []
+
+
+@dataclass
+class Row:
+    """A run that is interrupted."""
+
+    config: Config
+    how: str | None = None
+    offload: dict[str, Any] = field(default_factory=dict)
+
+
+def rows_on_two_ranks() -> dict[str, Row]:
+    def row(
+        parallel: ParallelConfig, how: str | None = None, offload: dict[str, Any] | None = None, **more: Any
+    ) -> Row:
+        return Row(config(parallel, 2, **{"model": MODELS["llama"], **more}), how, offload or {})
+
+    bf16, half = {"param_dtype": DType.bfloat16}, {"offload_state_dtype": StateDType.bfloat16}
+    sgd = {"optim": SGDConfig(lr=0.1, weight_decay_on=WeightDecayOn.all)}
+    flat = FSDP1Config(use_orig_params=False)
+    offloaded = {"memory": MemoryConfig(cpu_offload=True)}
+    rows = {
+        "bf16 fsdp1": row(FSDP1Config(**bf16), model=MODELS["tied"]),
+        "bf16 fsdp2": row(FSDP2Config(**bf16), model=MODELS["tied"]),
+        "native": row(FSDP2Config(**bf16), **offloaded),
+        "overlapped": row(FSDP2Config(**bf16), OVERLAPPED, **offloaded),
+        "lazy ddp": row(DDPConfig(), "lazy"),
+        "pipelined flat": row(flat, "pipelined", half),
+        "pipelined half": row(FSDP1Config(), "pipelined", half),
+        "lazy fsdp2": row(FSDP2Config(), "lazy", half),
+        "lazy sgd": row(FSDP2Config(), "lazy", **sgd),
+    }
+    for name, parallel in {"fsdp1": FSDP1Config(), "flat": flat, "fsdp2": FSDP2Config()}.items():
+        rows[f"sgd {name}"] = row(parallel, **sgd)
+        implementation = Implementation.foreach if name == "flat" else Implementation.fused
+        adamw = AdamWConfig(lr=1e-2, implementation=implementation, weight_decay_on=WeightDecayOn.all)
+        rows[f"{implementation.value} {name}"] = row(parallel, optim=adamw, deterministic=False)
+    for name, parallel in {"flat": flat, "fsdp2": FSDP2Config()}.items():
+        optim = SGDConfig(lr=0.1, momentum=0.0, weight_decay_on=WeightDecayOn.all)
+        rows[f"no momentum {name}"] = row(parallel, optim=optim)
+    return rows
+
+
+def interrupt(rows: list[Row], folder: Path) -> list[list[Outcome]]:
+    """Of each row: a run, the same one copied in its middle, and one that goes on from the copies."""
+    outcomes = []
+    for number, row in enumerate(rows):
+        undisturbed, copied, resumed = (trainer(row.config, row.how, **row.offload) for _ in range(3))
+        take_steps(undisturbed, 1, STEPS)
+        take_steps(copied, 1, 1)
+        copies = host_copy(copied.strategy.state_tensors(copied.optimizer))
+        addresses = {name: address(copy) for name, copy in copies.items()}
+        take_steps(copied, 2, MIDDLE)
+        forward_only(copied)
+        copies = host_copy(copied.strategy.state_tensors(copied.optimizer), into=copies)
+        assert {name: address(copy) for name, copy in copies.items()} == addresses
+        batches = copied.batches.state_dict()
+        take_steps(copied, MIDDLE + 1, STEPS)  # which must not change the copies
+        where = folder / str(number)
+        dcp.save(copies, checkpoint_id=where)
+        take_steps(resumed, 1, 1)  # what is loaded must replace everything
+        resumed.strategy.load_state_tensors(resumed.optimizer, functools.partial(load_unseen, where))
+        set_schedule(resumed.schedule, MIDDLE)
+        resumed.batches.load_state_dict(batches)
+        resumed.history = copied.history[:MIDDLE]
+        take_steps(resumed, MIDDLE + 1, STEPS)
+        outcomes.append([outcome(undisturbed), outcome(copied), outcome(resumed)])
+    return outcomes
+
+
+def forward_only(made: Trainer) -> None:
+    """As an evaluation: FSDP2 leaves units gathered that only a backward would free."""
+    tokens_BT = torch.arange(16).view(2, 8)
+    with torch.no_grad():
+        made.strategy.model(tokens_BT, tokens_BT, made.loss_fn)
+
+
+def load_unseen(where: Path, tensors: dict[str, Tensor]) -> None:
+    """Fill tensors without their version counters telling it, as who reads a file into their memory does."""
+    read = host_copy(tensors)
+    dcp.load(read, checkpoint_id=where)
+    for name, tensor in tensors.items():
+        local(tensor).data.copy_(local(read[name]))
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def address(tensor: Tensor) -> int:
+    return local(tensor).data_ptr()
+
+
+def test_neither_optimizers_nor_offloads_lose_a_bit_over_a_checkpoint(tmp_path: Path) -> None:
+    """Oracle: the run that nothing interrupted; through torch's distributed checkpoint, from copies on the host."""
+    rows = rows_on_two_ranks()
+    outcomes = dict(zip(rows, run_ranks(2, interrupt, list(rows.values()), tmp_path)[0], strict=True))
+    assert [name for name, (run, copied, _) in outcomes.items() if copied != run] == []
+    assert [name for name, (run, _, resumed) in outcomes.items() if resumed != run] == []
+
+
+@pytest.mark.parametrize("kept", ["adamw", "adamw fused", "sgd", "sgd without momentum"])
+def test_an_optimizer_that_is_saved_before_its_first_step_takes_that_step_as_if_it_were_not(kept: str) -> None:
+    """Oracle: another one that was not saved; bits, since 0.0 + -0.0 is not -0.0; the keys are those after a step."""
+
+    def make() -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 4)
+        params = [
+            {"params": [param], "weight_decay": decay}
+            for param, decay in zip(model.parameters(), (0.1, 0.0), strict=True)
+        ]
+        if kept.startswith("sgd"):
+            return model, torch.optim.SGD(params, lr=0.1, momentum=0.9 if kept == "sgd" else 0.0)
+        return model, torch.optim.AdamW(params, lr=0.1, fused="fused" in kept or None)
+
+    def step(model: torch.nn.Linear, optimizer: torch.optim.Optimizer) -> dict[str, numpy.ndarray]:
+        for param in model.parameters():
+            param.grad = torch.linspace(-1, 1, param.numel()).view_as(param)
+            param.grad.view(-1)[0] = -0.0
+        optimizer.step()
+        tensors = state_tensors(model, model.named_parameters, optimizer)
+        return {name: tensor.numpy().copy() for name, tensor in tensors.items()}
+
+    model, optimizer = make()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    first = state_tensors(model, model.named_parameters, optimizer)
+    assert all(torch.equal(first[f"model.{name}"], value) for name, value in before.items())
+    assert not any(tensor.any() for name, tensor in first.items() if name.startswith("optim."))
+    keys = set(first)
+    got, expected = step(model, optimizer), step(*make())
+    assert keys == set(expected)
+    assert differing(got, expected) == []
