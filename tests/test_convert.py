@@ -227,4 +227,4 @@ def test_a_chunk_of_any_length_comes_back_as_the_same_model(chunk_len: int | Non
     assert differences(config, wanted) == {}
     longer = dataclasses.replace(config, max_seq_len=4096)
     with contextlib.nullcontext() if chunk_len else pytest.raises(ConfigError, match=r"set model\.max_seq_len=128"):
-        check_same(longer, wanted)
+        check_same(longer, wanted, "the folder", "nobody")

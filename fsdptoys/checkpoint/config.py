@@ -36,7 +36,7 @@ class CheckpointConfig:
     form: Form = Form.sharded
     """How a checkpoint's tensors are laid out."""
     resume: str = "never"
-    """``auto``: go on from the newest whole checkpoint, if there is one; ``must``: or refuse; or a checkpoint's folder."""
+    """``auto``: from the newest whole checkpoint, if there is one; ``must``: or refuse; or a checkpoint's folder."""
     final_weights: bool = False
     """At the end of the run write the trained weights into the run directory; ``fsdptoys convert to-hf`` reads them."""
 

@@ -3,13 +3,10 @@
 It is filled under another name beside its place, handed to the disk, and renamed. A process that is killed before the
 rename leaves a hidden ``.NAME.….partial`` behind, which nothing reads and anybody may delete.
 
-safetensors has no checksums of its own: of 300 flipped bits its reader noticed one. ``checksums.json`` names size and
-SHA-256 of every file; it protects against damage, not against somebody who rewrites it too.
+``checksums.json`` names size and SHA-256 of every file.
 """
 
-import hashlib
 import json
-import os
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -21,10 +18,11 @@ from safetensors import SafetensorError
 from fsdptoys.errors import ConfigError
 
 from .headers import AGAIN
-from .tensors import is_file_name, read_json
+from .storage import hand_to_disk
+from .sums import FileSum, sum_file, sums_from_json, sums_to_json
+from .tensors import read_json
 
 CHECKSUMS_FILE = "checksums.json"
-BLOCK_BYTES = 2**20
 
 
 def check_new_folder(path: Path) -> None:
@@ -60,10 +58,10 @@ def new_folder(path: Path) -> Iterator[Path]:
         yield temporary
         _write_checksums(temporary)
         for file in temporary.iterdir():
-            _hand_to_disk(file)
-        _hand_to_disk(temporary)
+            hand_to_disk(file)
+        hand_to_disk(temporary)
         temporary.rename(place)
-        _hand_to_disk(place.parent)
+        hand_to_disk(place.parent)
     except (OSError, SafetensorError) as error:
         raise ConfigError(_cannot_be_written(path, error)) from error
     finally:
@@ -82,13 +80,13 @@ def verify_checksums(path: Path) -> int | None:
     if not (path / CHECKSUMS_FILE).exists():
         return None
     files = _read_checksums(path)
-    for name, (size, digest) in files.items():
-        check_size(path, name, size)
-        found = _digest(path / name)
-        if found != digest:
+    for name, said in files.items():
+        check_size(path, name, said.size)
+        found = _sum(path / name)
+        if found != said:
             raise ConfigError(
-                f"{path / name} is damaged: its SHA-256 is {found[:12]}…, and {CHECKSUMS_FILE} says {digest[:12]}…; "
-                f"{AGAIN}, or delete {CHECKSUMS_FILE} if the file was changed on purpose"
+                f"{path / name} is damaged: its SHA-256 is {found.sha256[:12]}…, and {CHECKSUMS_FILE} says "
+                f"{said.sha256[:12]}…; {AGAIN}, or delete {CHECKSUMS_FILE} if the file was changed on purpose"
             )
     return len(files)
 
@@ -96,8 +94,8 @@ def verify_checksums(path: Path) -> int | None:
 def check_sizes(path: Path) -> None:
     """Hold the sizes of a folder's files against its checksums, if it has any, without reading the files."""
     if (path / CHECKSUMS_FILE).exists():
-        for name, (size, _) in _read_checksums(path).items():
-            check_size(path, name, size)
+        for name, said in _read_checksums(path).items():
+            check_size(path, name, said.size)
 
 
 def check_size(path: Path, name: str, size: int) -> None:
@@ -113,46 +111,27 @@ def check_size(path: Path, name: str, size: int) -> None:
         )
 
 
-def _read_checksums(path: Path) -> dict[str, tuple[int, str]]:
+def _read_checksums(path: Path) -> dict[str, FileSum]:
     manifest = path / CHECKSUMS_FILE
+    tree = read_json(manifest)
     try:
-        files = {name: (entry["bytes"], entry["sha256"]) for name, entry in read_json(manifest)["files"].items()}
-        if not all(is_file_name(n) and type(size) is int and isinstance(d, str) for n, (size, d) in files.items()):
-            raise ValueError
-    except ConfigError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        return sums_from_json(tree.get("files"))
+    except ValueError as error:
         raise ConfigError(f"{manifest} is damaged: it does not list names, sizes and SHA-256; {AGAIN}") from error
-    return files
 
 
 def _write_checksums(folder: Path) -> None:
-    files = {file.name: {"bytes": file.stat().st_size, "sha256": _digest(file)} for file in sorted(folder.iterdir())}
-    text = json.dumps({"files": files}, indent=2) + "\n"
+    files = {file.name: _sum(file) for file in folder.iterdir()}
+    text = json.dumps({"files": sums_to_json(files)}, indent=2) + "\n"
     (folder / CHECKSUMS_FILE).write_text(text, encoding="utf-8")
 
 
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
+def _sum(path: Path) -> FileSum:
     try:
         with open(path, "rb") as file:
-            while block := file.read(BLOCK_BYTES):
-                digest.update(block)
+            return sum_file(file)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror or error}); {AGAIN}") from error
-    return digest.hexdigest()
-
-
-def _hand_to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError:
-        # Some network file systems refuse this for folders.
-        if not path.is_dir():
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def _cannot_be_written(path: Path, error: Exception) -> str:

@@ -206,7 +206,9 @@ def open_init_from(model: DecoderModel) -> HuggingFaceFolder:
         folder = HuggingFaceFolder(init_from)
     except ConfigError as error:
         raise ConfigError(f"model.init_from={error}") from error
-    check_same(model.config, folder.model_config())
+    check_same(
+        model.config, folder.model_config(), f"model.init_from={init_from}", f"fsdptoys convert from-hf {init_from}"
+    )
     folder.check(model)
     return folder
 

@@ -102,30 +102,31 @@ def differences(chosen: ModelConfig, wanted: ModelConfig) -> dict[str, tuple[Any
     return found
 
 
-def check_same(chosen: ModelConfig, wanted: ModelConfig) -> None:
-    """Refuse to give a model the weights of ``model.init_from`` where they would mean something else in it.
+def check_same(chosen: ModelConfig, wanted: ModelConfig, holder: str, teller: str) -> None:
+    """Refuse to give a model weights that would mean something else in it.
 
     Args:
         chosen: the configuration of the run.
         wanted: that of the weights.
+        holder: what holds the weights, for the sentence.
+        teller: what tells all settings of the weights.
 
     Raises:
         ConfigError: naming the first field that differs, both values and the fix.
     """
-    folder = chosen.init_from
     if chosen.family != wanted.family:
         raise ConfigError(
-            f"model={chosen.name} is of the family {chosen.family}, and model.init_from={folder} holds a "
-            f"{wanted.family} model; set what fsdptoys convert from-hf {folder} tells"
+            f"model={chosen.name} is of the family {chosen.family}, and {holder} holds a {wanted.family} model; "
+            f"set what {teller} tells"
         )
     found = differences(chosen, wanted)
     if not chosen.needs_its_context:
         found.pop("max_seq_len", None)
     for key, (mine, theirs) in found.items():
-        rest = f" (fsdptoys convert from-hf {folder} tells the other {len(found) - 1} too)" if len(found) > 1 else ""
+        rest = f" ({teller} tells the other {len(found) - 1} too)" if len(found) > 1 else ""
         raise ConfigError(
-            f"model.{key}={_plain(mine)} is not {_plain(theirs)}, with which the weights of model.init_from={folder} "
-            f"were made; set model.{key}={_plain(theirs)}{rest}"
+            f"model.{key}={_plain(mine)} is not {_plain(theirs)}, with which the weights of {holder} were made; "
+            f"set model.{key}={_plain(theirs)}{rest}"
         )
 
 

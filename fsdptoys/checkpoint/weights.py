@@ -114,15 +114,30 @@ def _read_config(path: Path) -> ModelConfig:
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"{path} cannot be read as YAML ({reason}); use the file that the run wrote") from error
-    section = tree.get("model") if isinstance(tree, dict) else None
-    if not isinstance(section, dict):
+    if not isinstance(tree, dict):
         raise ConfigError(f"{path} lacks the section model; use the file that the run wrote")
-    section = dict(section)
-    family = section.pop("family", None)
+    return model_config_of(tree.get("model"), str(path), "use the file that the run wrote")
+
+
+def model_config_of(section: object, where: str, fix: str) -> ModelConfig:
+    """The configuration of a model out of what a run wrote of it.
+
+    Args:
+        section: its part of the run's settings.
+        where: what was read, for sentences.
+        fix: what mends a missing section.
+
+    Raises:
+        ConfigError: if it is missing or describes no model.
+    """
+    if not isinstance(section, dict):
+        raise ConfigError(f"{where} lacks the section model; {fix}")
+    values = dict(section)
+    family = values.pop("family", None)
     if not isinstance(family, str) or family not in FAMILIES:
         raise ConfigError(
-            f"{path} says model.family={short(family)}, which is none of {', '.join(FAMILIES)}; correct it"
+            f"{where} says model.family={short(family)}, which is none of {', '.join(FAMILIES)}; correct it"
         )
-    config = build_dataclass(FAMILIES[family], section, str(path), lambda name: f"model.{name}")
+    config = build_dataclass(FAMILIES[family], values, where, lambda name: f"model.{name}")
     assert isinstance(config, ModelConfig)
     return config

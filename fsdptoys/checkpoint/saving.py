@@ -1,0 +1,159 @@
+"""One save of all ranks: all of it is committed, or none of it counts and training goes on.
+
+1. Rank 0 makes the working folder.
+2. Every rank writes its tensors and facts; each file is handed to the disk and summed up on the way.
+3. Rank 0 gathers sizes and sums, or errors, and puts the folder in its place with a manifest (see ``series``).
+4. All are told the verdict. Then rank 0 deletes what is not to be kept.
+
+Where the system refuses on any rank, what was written is removed, and earlier checkpoints are as they were. An error
+of the communication is none of the system's, and is raised.
+"""
+
+import errno
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .config import CheckpointConfig
+from .manifest import STATE_FILE, Manifest, rank_file, reason_of, step_name
+from .ranks import Ranks
+from .series import LATEST_FILE, Series, write_file
+from .storage import Storage
+from .sums import FileSum, SummingStorage
+
+Put = Callable[[Storage, str], object]
+"""Writes this rank's tensors into a folder of a storage; collective."""
+
+FULL = {os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
+"""What the system says of a disk or a quota without room."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a rank wrote."""
+
+    rank: int
+    sums: dict[str, FileSum]
+    """File name → size and sum."""
+    problem: str | None
+    """Why not all of it."""
+    is_own: bool
+    """Whether the problem is this rank's own, rather than what it was told of another's."""
+
+
+class Saver:
+    """Saves checkpoints, one at a time.
+
+    Args:
+        ranks: all that save together.
+        series: where to.
+        config: says which are kept.
+        tell: told one sentence at a time, on rank 0.
+
+    Attributes:
+        committed: step of the newest checkpoint of this run; another of the same step is not saved again.
+        damaged: names of checkpoints that do not count, whatever their sizes say.
+    """
+
+    def __init__(self, ranks: Ranks, series: Series, config: CheckpointConfig, tell: Callable[[str], None]) -> None:
+        self.committed: int | None = None
+        self.damaged: set[str] = set()
+        self._ranks = ranks
+        self._series = series
+        self._storage = series.storage
+        self._config = config
+        self._tell = tell
+
+    def save(self, step: int, put: Put, state: bytes, own: bytes) -> bool:
+        """Save a checkpoint; collective.
+
+        Args:
+            step: the number of steps that were taken.
+            put: writes the tensors.
+            state: the facts of all ranks, as JSON.
+            own: those of this one.
+
+        Returns:
+            Whether it is committed, on all ranks alike.
+        """
+        ranks = self._ranks
+        working, problem = ranks.broadcast(self._begin(step) if ranks.rank == 0 else (None, None))
+        if problem is not None:
+            self._tell_failure(step, [problem])
+            return False
+        if working is not None:
+            answers = ranks.gather(self._write(working, put, state, own))
+            if not ranks.broadcast(ranks.rank == 0 and self._commit(step, working, answers)):
+                return False
+            if ranks.rank == 0:
+                self._tidy(step)
+        self.committed = step
+        return True
+
+    def _begin(self, step: int) -> tuple[str | None, str | None]:
+        """The working folder, or a problem; neither where there is nothing to do."""
+        name = step_name(step)
+        try:
+            if self.committed == step and self._series.is_complete(name):
+                return None, None
+            return self._series.begin(name), None
+        except OSError as error:
+            return None, self._place_of(error)
+
+    def _write(self, working: str, put: Put, state: bytes, own: bytes) -> Answer:
+        storage, rank = SummingStorage(self._storage), self._ranks.rank
+        problem = None
+        try:
+            put(storage, working)
+            write_file(storage, f"{working}/{rank_file(rank)}", own)
+            if rank == 0:
+                write_file(storage, f"{working}/{STATE_FILE}", state)
+        except OSError as error:
+            problem = self._place_of(storage.refused or error, rank)
+        sums = {path.removeprefix(f"{working}/"): said for path, said in storage.sums.items()}
+        return Answer(rank, sums, problem, storage.refused is not None)
+
+    def _commit(self, step: int, working: str, answers: list[Answer]) -> bool:
+        failed = [answer for answer in answers if answer.problem is not None]
+        problems = [answer.problem for answer in failed if answer.is_own] or [answer.problem for answer in failed[:1]]
+        told = [problem for problem in problems if problem is not None]
+        if not told:
+            files = {path: said for answer in answers for path, said in answer.sums.items()}
+            try:
+                self._series.commit(working, Manifest(step_name(step), files))
+                return True
+            except OSError as error:
+                told = [self._place_of(error)]
+        try:
+            self._series.discard(working)
+        except OSError as error:
+            told.append(f"what was written could not be removed: {self._place_of(error)}")
+        self._tell_failure(step, told)
+        return False
+
+    def _tidy(self, step: int) -> None:
+        name = step_name(step)
+        self.damaged.discard(name)
+        try:
+            self._series.point_to(name)
+        except OSError as error:
+            self._tell(f"{LATEST_FILE} does not name {name}: {self._place_of(error)}")
+        problem = self._series.prune(step, self._config.keep, self._config.keep_every, self.damaged)
+        if problem is not None:
+            self._tell(problem)
+
+    def _tell_failure(self, step: int, problems: list[str]) -> None:
+        if self._ranks.rank != 0:
+            return
+        try:
+            newest = self._series.newest_complete()
+        except OSError:
+            newest = None
+        have = f"the newest one is {newest}" if newest else "there is none yet"
+        is_full = any(words in problem for words in FULL for problem in problems)
+        fix = "free space or set checkpoint.folder to another disk" if is_full else "see to it that it can be written"
+        self._tell(f"checkpoint of step {step} was not saved: {', '.join(problems)}; {have}; {fix}")
+
+    def _place_of(self, error: OSError, rank: int = 0) -> str:
+        of_rank = f" (rank {rank})" if self._ranks.size > 1 else ""
+        return f"{reason_of(error)} in {self._storage.where}{of_rank}"

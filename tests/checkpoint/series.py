@@ -1,0 +1,101 @@
+"""Small checkpoints for the tests of this folder: every number of one is made of its step."""
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from fsdptoys.checkpoint import Checkpoint, CheckpointConfig, Checkpoints
+
+ROWS, COLUMNS = 7, 5
+
+
+def whole_tensors(step: int) -> dict[str, Tensor]:
+    """Of several dtypes and shapes, none of which divides evenly over 2 or 4 ranks."""
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "model.embed.weight": torch.randn(ROWS, COLUMNS, generator=generator),
+        "model.norm.weight": torch.randn(COLUMNS, generator=generator).bfloat16(),
+        "optim.embed.weight.exp_avg": torch.randn(ROWS, COLUMNS, generator=generator),
+        "optim.embed.weight.step": torch.tensor(float(step)),
+        "optim.norm.weight.count": torch.tensor([step, -step]),
+    }
+
+
+def facts(step: int) -> dict[str, Any]:
+    """Floats whose last bits matter, and all else that JSON knows."""
+    return {
+        "loss": 1 / (step + 3),
+        "tiny": 5e-324,
+        "minus": -0.0,
+        "config": {"optim": {"lr": 1e-3}, "files": ["a", "ü"], "none": None, "yes": True},
+        "offsets": {"metrics.jsonl": 2**60 + step},
+    }
+
+
+def own_facts(step: int, rank: int = 0) -> dict[str, Any]:
+    return {"rng": bytes([step % 256, rank, 255]).hex(), "rank": rank}
+
+
+def distributed(tensors: dict[str, Tensor], placements: Sequence[Placement] = (Shard(0),)) -> dict[str, Tensor]:
+    """The same over all ranks; those with fewer dims than a placement has stay plain."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {
+        name: distribute_tensor(tensor, mesh, placements)
+        if all(isinstance(placement, Replicate) or placement.dim < tensor.ndim for placement in placements)  # type: ignore[attr-defined]
+        else tensor.clone()
+        for name, tensor in tensors.items()
+    }
+
+
+def whole(tensors: dict[str, Tensor]) -> Any:
+    """Gathers one after the other for rank 0."""
+    for name in sorted(tensors):
+        tensor = tensors[name].full_tensor() if isinstance(tensors[name], DTensor) else tensors[name]
+        yield name, tensor if dist.get_rank() == 0 else None
+
+
+def save(checkpoints: Checkpoints, step: int) -> bool:
+    return checkpoints.save(step, whole_tensors(step), facts(step), own_facts(step))
+
+
+def check(found: Checkpoint | None, step: int) -> None:
+    """It holds exactly what was saved of this step by one process."""
+    assert found is not None and (found.step, found.name) == (step, f"step-{step:08d}")
+    assert found.facts == facts(step) | {"step": step, "world_size": 1}
+    assert found.own_facts == own_facts(step)
+    check_tensors(found, step)
+
+
+def check_tensors(found: Checkpoint, step: int) -> None:
+    tensors = {name: torch.full_like(tensor, 77) for name, tensor in whole_tensors(step).items()}
+    found.load(tensors)
+    for name, tensor in whole_tensors(step).items():
+        assert tensors[name].dtype == tensor.dtype and torch.equal(tensors[name], tensor), name
+
+
+def make_series(folder: Path, steps: Sequence[int] = (1, 2, 3), **config: Any) -> None:
+    checkpoints = Checkpoints(CheckpointConfig(every=1, keep=len(steps), **config), str(folder))
+    for step in steps:
+        assert save(checkpoints, step)
+
+
+def resume(folder: Path | str, resume: str = "auto", restarted: bool = False) -> tuple[Checkpoint | None, list[str]]:
+    """What one process goes on from, and what it was told."""
+    told: list[str] = []
+    config = CheckpointConfig(every=1, resume=resume)
+    return Checkpoints(config, str(folder), message=told.append).resume(restarted), told
+
+
+Damage = Callable[[Path], object]
+
+
+def copied(folder: Path, to: Path) -> Path:
+    shutil.copytree(folder, to, symlinks=True)
+    return to

@@ -1,0 +1,153 @@
+"""Whenever a process is killed or power is lost, the newest committed checkpoint is there, as it was saved."""
+
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdptoys.checkpoint import CheckpointConfig, Checkpoints, keeper
+from fsdptoys.checkpoint.storage import LocalStorage, Storage
+from tests.checkpoint.disks import KillingStorage, LossyDisk, PowerLoss
+
+KEPT = 2
+
+
+@pytest.fixture
+def memory_folder(tmp_path: Path) -> Iterator[Path]:
+    """Where handing to the disk takes no time, which a process that is killed does not depend on."""
+    memory = Path("/dev/shm")
+    if not os.access(memory, os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        yield Path(folder)
+
+
+def make_checkpoints(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> Checkpoints:
+    monkeypatch.setattr(keeper, "open_storage", lambda where: storage)
+    return Checkpoints(CheckpointConfig(every=1, keep=KEPT, resume="auto"), storage.where)
+
+
+def save(checkpoints: Checkpoints, step: int, value: float) -> bool:
+    tensors = {"model.a": torch.full((3, 5), value), "optim.a.step": torch.tensor(value)}
+    return checkpoints.save(step, tensors, {"value": value}, {"own": value})
+
+
+def newest(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> tuple[int, float] | None:
+    """Step and value of what ``resume`` takes, all parts of which must be of one save."""
+    found = make_checkpoints(storage, monkeypatch).resume()
+    if found is None:
+        return None
+    tensors = {"model.a": torch.zeros(3, 5), "optim.a.step": torch.zeros(())}
+    found.load(tensors)
+    values = {*tensors["model.a"].flatten().tolist(), tensors["optim.a.step"].item()}
+    assert found.own_facts is not None
+    values |= {found.facts["value"], found.own_facts["own"]}
+    assert len(values) == 1
+    return found.step, values.pop()
+
+
+def go_on(storage: Storage, found: tuple[int, float] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a crash the next steps are saved as ever, and nothing of the crash is left."""
+    checkpoints = make_checkpoints(storage, monkeypatch)
+    checkpoints.resume()
+    step = 1 + (found[0] if found else 0)
+    assert save(checkpoints, step, -1.0) and save(checkpoints, step + 1, -2.0)
+    assert newest(storage, monkeypatch) == (step + 1, -2.0)
+    assert storage.names() == ["latest", f"step-{step:08d}", f"step-{step + 1:08d}"]
+
+
+# What was saved before as (step, value), what is being saved in the moment of the crash, and what may be found after.
+CASES: dict[str, tuple[list[tuple[int, float]], tuple[int, float], list[tuple[int, float] | None]]] = {
+    "the first": ([], (1, 1.0), [None, (1, 1.0)]),
+    "one that makes another go": ([(1, 1.0), (2, 2.0)], (3, 3.0), [(2, 2.0), (3, 3.0)]),
+    "one in the place of another": ([(1, 1.0), (2, 2.0)], (2, 9.0), [(2, 2.0), (2, 9.0)]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_process_killed_at_any_moment_leaves_the_newest(
+    case: str, memory_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the values that were saved; a forked process sends itself SIGKILL within each of its operations."""
+    before, saving, allowed = CASES[case]
+    start = memory_folder / "start"
+    start.mkdir()
+    for step, value in before:
+        assert save(make_checkpoints(LocalStorage(str(start)), monkeypatch), step, value)
+    outcomes, moment, killed = [], 0, True
+    while killed:
+        place = memory_folder / str(moment)
+        shutil.copytree(start, place)
+        checkpoints = make_checkpoints(KillingStorage(str(place), moment), monkeypatch)
+        killed = _is_killed(partial(save, checkpoints, *saving))
+        storage = LocalStorage(str(place))
+        found = newest(storage, monkeypatch)
+        assert found in allowed, (moment, found)
+        outcomes.append(found)
+        go_on(storage, found, monkeypatch)
+        moment += 1
+    _check_outcomes(outcomes, allowed)
+
+
+@pytest.mark.parametrize("keeps", ["none", "all", "any"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_loss_of_power_at_any_moment_leaves_the_newest(
+    case: str, keeps: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the values that were saved; the disk keeps nothing, all or anything of what was not synced."""
+    before, saving, allowed = CASES[case]
+    start = LossyDisk()
+    for step, value in before:
+        assert save(make_checkpoints(start, monkeypatch), step, value)
+    outcomes: list[tuple[int, float] | None] = []
+    for seed in range(3 if keeps == "any" else 1):
+        done = False
+        moment = 0
+        while not done:
+            disk = start.copy()
+            disk.moment = disk.operations + moment
+            try:
+                done = save(make_checkpoints(disk, monkeypatch), *saving)
+                assert done
+            except PowerLoss:
+                pass
+            disk = disk.lose_power(keeps, seed + 10 * moment)
+            found = newest(disk, monkeypatch)
+            assert found in allowed, (moment, found)
+            assert not done or found == saving
+            outcomes.append(found)
+            go_on(disk, found, monkeypatch)
+            moment += 1
+    if keeps != "any":
+        _check_outcomes(outcomes, allowed)
+
+
+def _check_outcomes(outcomes: list[tuple[int, float] | None], allowed: list[tuple[int, float] | None]) -> None:
+    """The old one until the new one is committed, and never again afterwards; and many moments of each."""
+    turn = outcomes.index(allowed[1])
+    assert outcomes == [allowed[0]] * turn + [allowed[1]] * (len(outcomes) - turn)
+    assert turn > 15 and len(outcomes) - turn > 3
+
+
+def _is_killed(body: Callable[[], bool]) -> bool:
+    """Whether a forked process that runs this killed itself; otherwise it must have ended well."""
+    process = os.fork()
+    if process == 0:
+        status = 1
+        try:
+            status = 0 if body() else 1
+        finally:
+            os._exit(status)
+    status = os.waitpid(process, 0)[1]
+    if os.WIFSIGNALED(status):
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        return True
+    assert os.waitstatus_to_exitcode(status) == 0
+    return False

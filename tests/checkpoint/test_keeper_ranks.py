@@ -1,0 +1,276 @@
+"""Ranks that save and resume together: what one of them finds or fails at, all of them go by."""
+
+import errno
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+from fsdptoys.checkpoint import Checkpoint, CheckpointConfig, Checkpoints, Form
+from fsdptoys.errors import ConfigError
+from scripts.ranks import run_ranks
+from tests.checkpoint.disks import tree
+from tests.checkpoint.series import distributed, facts, make_series, own_facts, resume, whole, whole_tensors
+
+NUMBERS = 120_000
+"""Numbers of the large tensor of the full disk: two ranks' halves of it twice are over its MiB."""
+
+
+def save(checkpoints: Checkpoints, step: int) -> bool:
+    rank = dist.get_rank()
+    return checkpoints.save(step, distributed(whole_tensors(step)), facts(step), own_facts(step, rank))
+
+
+def check_sharded(found: Checkpoint | None, step: int, dim: int) -> None:
+    """Loaded into other shards than those that were saved."""
+    assert found is not None and found.step == step
+    assert found.facts == facts(step) | {"step": step, "world_size": found.facts["world_size"]}
+    expected = whole_tensors(step)
+    tensors = distributed({name: torch.full_like(tensor, 77) for name, tensor in expected.items()}, [Shard(dim)])
+    found.load(tensors)
+    for name, tensor in tensors.items():
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        assert torch.equal(full, expected[name]), name
+
+
+def on_first(action: Callable[[], object]) -> None:
+    """Rank 0 does something that all see afterwards."""
+    if dist.get_rank() == 0:
+        action()
+    dist.barrier()
+
+
+class Cases:
+    """One process group; every case gets a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.group = dist.new_group(backend="gloo")
+
+    def run(self) -> None:
+        """All of them."""
+        self.saves_and_resumes()
+        self.trains_while_it_saves()
+        self.agrees_on_a_failure()
+        self.agrees_on_damage()
+        self.agrees_on_a_refusal()
+        self.sees_one_folder()
+
+    def make(self, folder: Path, told: list[str] | None = None, **config: Any) -> Checkpoints:
+        """As a run would, after every step."""
+        message = None if told is None else told.append
+        return Checkpoints(CheckpointConfig(every=1, **config), str(folder), self.group, message, None, whole)
+
+    def saves_and_resumes(self) -> None:
+        """Into other shards than those that were saved; every rank gets its own facts back."""
+        for form in Form:
+            folder = self.folder / f"saves {form.value}"
+            checkpoints = self.make(folder, form=form)
+            assert all(save(checkpoints, step) for step in (1, 2))
+            found = self.make(folder, resume="auto").resume()
+            check_sharded(found, 2, dim=1)
+            assert found is not None and found.own_facts == own_facts(2, self.rank)
+            files = set(os.listdir(folder / "step-00000002"))
+            shards = {f"tensors-{rank:05d}.safetensors" for rank in range(self.size if form is Form.sharded else 1)}
+            ranks = {f"rank-{rank:05d}.json" for rank in range(self.size)}
+            assert files == {"manifest.json", "state.json", "tensors.json"} | shards | ranks
+
+    def trains_while_it_saves(self) -> None:
+        """Collectives of training go on over the other groups; with whole tensors, too."""
+        for form in Form:
+            folder = self.folder / f"trains {form.value}"
+            told: list[str] = []
+            checkpoints = self.make(folder, told, form=form, async_save=True)
+            for step in (1, 2, 3):
+                tensors = distributed(whole_tensors(step))
+                assert checkpoints.save(step, tensors, facts(step), own_facts(step, self.rank))
+                for tensor in tensors.values():
+                    tensor.zero_()
+                for _ in range(20):
+                    total = torch.full((1000,), float(self.rank))
+                    dist.all_reduce(total)
+                    assert (total == sum(range(self.size))).all()
+            assert checkpoints.last_step == 3 and checkpoints.finish() and told == []
+            check_sharded(self.make(folder, resume="must").resume(), 3, dim=1)
+
+    def agrees_on_a_failure(self) -> None:
+        """Whichever file fails on the last rank, nothing of it stays, and the next save is as ever."""
+        last = self.size - 1
+        for name in ("tensors-", "rank-", "manifest", "state", "tensors.json"):
+            rank = last if name in ("tensors-", "rank-") else 0
+            for in_background in (False, True):
+                folder = self.folder / f"fails {name} {in_background}"
+                told: list[str] = []
+                checkpoints = self.make(folder, told, async_save=in_background)
+                assert save(checkpoints, 1) and checkpoints.finish()
+                with refusing(name, rank, self.rank, checkpoints):
+                    begun = save(checkpoints, 2)
+                    assert begun == in_background
+                    assert not checkpoints.finish() and checkpoints.last_step == 1
+                sentence = (
+                    f"checkpoint of step 2 was not saved: Input/output error in {folder} (rank {rank}); the newest one "
+                    "is step-00000001; see to it that it can be written"
+                )
+                assert told == ([sentence] if self.rank == 0 else []), told
+                assert sorted(os.listdir(folder)) == ["latest", "step-00000001"]
+                dist.barrier()
+                assert save(checkpoints, 2) and checkpoints.finish() and checkpoints.last_step == 2
+                check_sharded(self.make(folder, resume="auto").resume(), 2, dim=0)
+
+    def agrees_on_damage(self) -> None:
+        """A file is read by one rank alone, and all pass over the checkpoint that it is of."""
+        folder = self.folder / "damaged"
+        checkpoints = self.make(folder, keep=20)
+        assert save(checkpoints, 1)
+        names = sorted(os.listdir(folder / "step-00000001"))
+        for step, name in enumerate(names, start=2):
+            assert save(checkpoints, step)
+            on_first(lambda step=step, name=name: flip(folder / f"step-{step:08d}" / name))  # type: ignore[misc]
+        told: list[str] = []
+        found = self.make(folder, told, resume="auto").resume()
+        check_sharded(found, 1, dim=1)
+        assert len(told) == (len(names) if self.rank == 0 else 0)
+        assert all("is damaged: " in sentence and "going on from step-00000001" in sentence for sentence in told)
+
+    def agrees_on_a_refusal(self) -> None:
+        """All ranks raise the same sentence."""
+        folder = self.folder / "damaged"
+        words = ["never", f"{folder}/step-00000003", str(self.folder / "none")]
+        for word in words:
+            with pytest.raises(ConfigError) as refused:
+                self.make(folder, resume=word).resume()
+            sentences: list[str] = [""] * self.size
+            dist.all_gather_object(sentences, str(refused.value))
+            assert set(sentences) == {str(refused.value)}
+        with pytest.raises(ConfigError, match="must finds no whole"):
+            self.make(self.folder / "none", resume="must").resume()
+
+    def sees_one_folder(self) -> None:
+        """A folder of each machine's own is refused before the first step, unless nothing is saved on the way."""
+        folder = self.folder / f"of rank {self.rank}"
+        on_first(folder.mkdir)
+        with pytest.raises(ConfigError, match="where rank 1 does not see what rank 0 writes; set"):
+            self.make(folder, resume="auto").resume()
+        assert not folder.exists() or os.listdir(folder) == []
+        config = CheckpointConfig(resume="auto")
+        assert Checkpoints(config, str(folder), self.group).resume() is None
+
+
+@contextmanager
+def refusing(name: str, rank: int, own_rank: int, checkpoints: Checkpoints) -> Iterator[None]:
+    """A disk that gives an error when one rank writes its file of this name."""
+    storage = checkpoints._storage
+    original = storage.writing
+
+    def writing(path: str) -> Any:
+        if own_rank == rank and path.rpartition("/")[2].startswith(name):
+            return refused(path)
+        return original(path)
+
+    @contextmanager
+    def refused(path: str) -> Iterator[BinaryIO]:
+        with original(path) as file:
+            yield file
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    storage.writing = writing  # type: ignore[method-assign]
+    yield
+    storage.writing = original  # type: ignore[method-assign]
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) * 2 // 3] ^= 4
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_all_ranks_go_by_what_one_of_them_finds(world_size: int, tmp_path: Path) -> None:
+    """Oracle: the whole tensors, sentences and verdicts, in real processes."""
+    run_ranks(world_size, lambda: Cases(tmp_path).run())
+
+
+def test_a_checkpoint_is_loaded_by_any_number_of_ranks(tmp_path: Path) -> None:
+    """Oracle: the whole tensors. The facts of a rank are there for as many ranks as saved them only."""
+
+    def four() -> None:
+        assert save(Checkpoints(CheckpointConfig(every=1), str(tmp_path / "four"), dist.new_group()), 3)
+
+    def two(name: str) -> None:
+        config = CheckpointConfig(every=1, resume="auto")
+        checkpoints = Checkpoints(config, str(tmp_path / name), dist.new_group())
+        found = checkpoints.resume()
+        check_sharded(found, 3, dim=1)
+        assert found is not None and found.own_facts is None
+        assert save(checkpoints, 4)
+
+    run_ranks(4, four)
+    make_series(tmp_path / "one", (3,))
+    run_ranks(2, two, "four")
+    run_ranks(2, two, "one")
+    found, _ = resume(tmp_path / "four")
+    assert found is not None and found.own_facts is None and found.facts["world_size"] == 2
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in whole_tensors(4).items()}
+    found.load(tensors)
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in whole_tensors(4).items())
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("mounting a file system needs root")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_full_disk_costs_one_checkpoint(in_background: bool, small_disk: Path) -> None:
+    """Oracle: a file system of one MiB: the sentence, the checkpoint before, and the next once there is room."""
+    folder = small_disk / "checkpoints"
+
+    def save_large(checkpoints: Checkpoints, step: int, numbers: int) -> bool:
+        tensors = distributed({"a": torch.full((numbers,), float(step))})
+        checkpoints.save(step, tensors, {}, {})
+        return checkpoints.finish()
+
+    def body() -> None:
+        told: list[str] = []
+        config = CheckpointConfig(every=1, async_save=in_background, resume="auto")
+        checkpoints = Checkpoints(config, str(folder), dist.new_group(), told.append)
+        assert save_large(checkpoints, 1, NUMBERS)
+        dist.barrier()
+        before = tree(folder)
+        dist.barrier()
+        assert not save_large(checkpoints, 2, 2 * NUMBERS)
+        if dist.get_rank() == 0:
+            assert len(told) == 1
+            start, end = told[0].split(f"No space left on device in {folder} (rank ", 1)
+            assert start == "checkpoint of step 2 was not saved: "
+            assert end.endswith(
+                "; the newest one is step-00000001; free space or set checkpoint.folder to another disk"
+            )
+        dist.barrier()
+        assert tree(folder) == before
+        dist.barrier()
+        assert save_large(checkpoints, 2, NUMBERS // 2)
+        found = Checkpoints(config, str(folder), checkpoints._ranks.group).resume()
+        tensors = distributed({"a": torch.zeros(NUMBERS // 2)})
+        assert found is not None
+        found.load(tensors)
+        assert (tensors["a"] == 2).all()
+
+    run_ranks(2, body)

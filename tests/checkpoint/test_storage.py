@@ -1,0 +1,202 @@
+"""A local folder and what fsspec reaches are the same few operations."""
+
+import builtins
+import errno
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdptoys.checkpoint.storage import Storage, open_storage
+from fsdptoys.errors import ConfigError
+
+KINDS = ("path", "file", "memory")
+
+
+def make_storage(kind: str, folder: Path) -> Storage:
+    where = {"path": f"{folder}/a/b", "file": f"file://{folder}/a/b", "memory": f"memory:/{folder}/a/b"}
+    return open_storage(where[kind])
+
+
+def write(storage: Storage, path: str, content: bytes = b"0123456789") -> None:
+    with storage.writing(path) as file:
+        file.write(content)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_operations_do_what_the_interface_says(kind: str, tmp_path: Path) -> None:
+    """The oracle is a table of what was made, written over and removed."""
+    storage = make_storage(kind, tmp_path)
+    assert storage.names() == [] and storage.names("gone/deep") == [] and not storage.exists("gone")
+    storage.remove("gone/deep")
+    storage.make("step-1/inner")
+    storage.make("step-1/inner")
+    write(storage, "step-1/b", b"older and longer")
+    write(storage, "step-1/b")
+    write(storage, "step-1/inner/a")
+    write(storage, "step-10", b"")
+    storage.sync("")
+    storage.sync("step-1")
+    assert storage.names() == ["step-1", "step-10"] and storage.names("step-1") == ["b", "inner"]
+    assert storage.names("step-1/b") == []
+    assert storage.exists("step-1") and storage.exists("step-1/b") and not storage.exists("step-1/b/c")
+    assert (storage.size("step-1/b"), storage.size("step-10")) == (10, 0)
+    with storage.reading("step-1/b") as file:
+        file.seek(7)
+        buffer = bytearray(5)
+        assert file.readinto(buffer) == 3 and buffer == b"789\0\0"  # type: ignore[attr-defined]
+        file.seek(0)
+        assert file.read() == b"0123456789"
+    with pytest.raises(FileNotFoundError):
+        storage.reading("step-1/c")
+    with pytest.raises(FileNotFoundError):
+        storage.size("step-1/c")
+    storage.remove("step-1")
+    storage.remove("step-1")
+    assert storage.names() == ["step-10"] and not storage.exists("step-1/inner/a")
+    assert open_storage(storage.where).names() == ["step-10"]
+
+
+def test_local_folders_and_files_are_renamed_and_links_are_not_followed(tmp_path: Path) -> None:
+    """Held against the file system itself."""
+    storage = open_storage(str(tmp_path))
+    (tmp_path / "aim").mkdir()
+    (tmp_path / "aim" / "kept").touch()
+    (tmp_path / "link").symlink_to("aim")
+    storage.make("new")
+    write(storage, "new/a")
+    storage.rename("new", "old")
+    write(storage, "latest", b"1")
+    write(storage, "latest.new", b"2")
+    storage.rename("latest.new", "latest")
+    storage.remove("link")
+    assert storage.renames and storage.names() == ["aim", "latest", "old"]
+    assert (tmp_path / "old" / "a").read_bytes() == b"0123456789" and (tmp_path / "latest").read_bytes() == b"2"
+    assert (tmp_path / "aim" / "kept").exists()
+
+
+def test_a_written_local_file_was_handed_to_the_disk_and_one_that_failed_was_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Held against the calls of fsync and the size of the file by then."""
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
+    storage = open_storage(str(tmp_path))
+    with storage.writing("a") as file:
+        file.write(b"abc")
+        assert synced == []
+    assert synced == [3]
+    with pytest.raises(KeyError), storage.writing("b") as file:
+        raise KeyError
+    assert synced == [3]
+
+
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    """The kernel's own device that is always full."""
+    (tmp_path / "full").symlink_to("/dev/full")
+    storage = open_storage(str(tmp_path))
+    with pytest.raises(OSError) as caught:
+        write(storage, "full")
+    assert caught.value.errno == errno.ENOSPC and caught.value.filename == f"{tmp_path}/full"
+
+
+@pytest.mark.parametrize("path", ["../a", "/etc/passwd", "a/../../b", "a//b", "."])
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_outside_can_be_named(kind: str, path: str, tmp_path: Path) -> None:
+    """By no operation; that would be a mistake of ours."""
+    storage = make_storage(kind, tmp_path)
+    for operation in (storage.names, storage.exists, storage.size, storage.reading, storage.remove, storage.make):
+        with pytest.raises(AssertionError):
+            operation(path)
+
+
+def test_the_home_folder_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``~`` as in a shell."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    open_storage("~/runs").make("")
+    assert (tmp_path / "runs").is_dir()
+
+
+def test_url_of_an_unknown_kind_or_a_missing_package_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """s3fs is hidden, whether or not it is installed here."""
+    with pytest.raises(ConfigError, match=r"nonsense://x .*nonsense"):
+        open_storage("nonsense://x")
+    real = importlib.import_module
+
+    def hide(name: str, *args: Any) -> Any:
+        if name.split(".")[0] == "s3fs":
+            raise ImportError(name)
+        return real(name, *args)
+
+    monkeypatch.delitem(sys.modules, "s3fs", raising=False)
+    monkeypatch.setattr(importlib, "import_module", hide)
+    registry = real("fsspec.registry")
+    monkeypatch.delitem(registry._registry, "s3", raising=False)
+    with pytest.raises(ConfigError, match=r"s3://bucket/x needs .*s3fs.*install it"):
+        open_storage("s3://bucket/x")
+
+
+class ServiceError(Exception):
+    """Of a package that need not be here."""
+
+
+@pytest.mark.parametrize("when", ["open", "write", "close", "ls", "info"])
+def test_errors_of_a_service_become_the_systems(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that one except clause is enough; an unreachable place is no empty one."""
+    from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
+
+    storage = make_storage("memory", tmp_path)
+    storage.make("")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ServiceError("403")
+
+    owner: Any = MemoryFile if when in ("write", "close") else MemoryFileSystem
+    monkeypatch.setattr(owner, when, fail)
+    with pytest.raises(OSError, match="ServiceError: 403"):
+        if when == "ls":
+            storage.names()
+        elif when == "info":
+            storage.exists("a")
+        else:
+            write(storage, "a")
+
+
+def test_listings_are_never_taken_from_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a file system that remembers them as those of the clouds do, in fsspec's own cache."""
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    class Remembering(MemoryFileSystem):  # type: ignore[misc]
+        @classmethod
+        def _strip_protocol(cls, path: str) -> str:
+            return str(super()._strip_protocol(path.replace("remembering://", "memory://")))
+
+        def ls(self, path: str, detail: bool = True, **kwargs: Any) -> Any:
+            entries = self.dircache[path] if path in self.dircache else super().ls(path, detail=True)
+            self.dircache[path] = entries
+            return entries if detail else [entry["name"] for entry in entries]
+
+    monkeypatch.setitem(importlib.import_module("fsspec.registry")._registry, "remembering", Remembering)
+    place = str(tmp_path)
+    storage, other = open_storage(f"remembering:/{place}"), open_storage(f"memory:/{place}")
+    other.make("")
+    assert storage.names() == []
+    write(other, "a")
+    assert storage.names() == ["a"]
+
+
+def test_a_local_folder_does_without_fsspec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its import takes time that a local run need not spend."""
+    real = builtins.__import__
+
+    def refuse(name: str, *args: Any) -> Any:
+        assert not name.startswith("fsspec")
+        return real(name, *args)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    storage = open_storage(str(tmp_path))
+    write(storage, "a")
+    assert (tmp_path / "a").read_bytes() == b"0123456789"
