@@ -8,9 +8,13 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from . import __version__
 from .errors import ConfigError
+
+if TYPE_CHECKING:
+    from .config import Config
 
 COMMANDS = ("train", "models", "convert")
 
@@ -75,7 +79,8 @@ def _run(words: list[str], worker: bool) -> int:
         print(train_help(), end="")
         return 0
     words, show = _take_show(words)
-    from .launch import launch, plan_run, run_as_worker
+    from .launch import launch, plan_run
+    from .worker import run_as_worker
 
     if show:
         _show(words)
@@ -85,9 +90,7 @@ def _run(words: list[str], worker: bool) -> int:
     plan = plan_run(words, os.environ)
     if plan.composition.config.launch.nnodes == 1:
         # With several machines, another one's rank 0 may have made the folder by now.
-        from .metrics import check_run_dir
-
-        check_run_dir(plan.composition.config.metrics)
+        _check_places(plan.composition.config)
     _verify_weights(plan.composition.config.model.init_from)
     return launch(plan)
 
@@ -96,9 +99,10 @@ def _work(words: list[str]) -> None:
     """Be one rank."""
     import torch
 
-    from .launch import LAUNCHED, describe, hardware_environment, plan_run
-    from .metrics import check_run_dir
-    from .trainer import train
+    from .hardware import hardware_environment
+    from .launch import describe, plan_run
+    from .run import train
+    from .worker import LAUNCHED
 
     plan = plan_run(words, os.environ)
     config, hardware = plan.composition.config, plan.hardware
@@ -111,11 +115,22 @@ def _work(words: list[str]) -> None:
     if "OMP_NUM_THREADS" in environment:
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     if os.environ["RANK"] == "0":
-        check_run_dir(config.metrics)
+        _check_places(config)
         if LAUNCHED not in os.environ:
             _verify_weights(config.model.init_from)
             print(f"fsdptoys: {describe(plan, environment)}", flush=True)
     train(config)
+
+
+def _check_places(config: "Config") -> None:
+    """Check where the run writes, and what it would go on from."""
+    from .metrics import check_run_dir
+    from .resume import check_resume
+    from .worker import restart_count
+
+    restarted = restart_count() > 0
+    check_run_dir(config.metrics, resumes=config.checkpoint.resumes or restarted)
+    check_resume(config, restarted)
 
 
 def _verify_weights(init_from: str | None) -> None:
@@ -130,10 +145,9 @@ def _show(words: list[str]) -> None:
     import yaml
 
     from .launch import plan_run
-    from .metrics import check_run_dir
 
     plan = plan_run(words, os.environ)
-    check_run_dir(plan.composition.config.metrics)
+    _check_places(plan.composition.config)
     chosen = " ".join(f"{group}={name or 'null'}" for group, name in plan.composition.choices.items())
     print(f"# {chosen}\n# validated for {plan.world_size} ranks on {plan.hardware.device_type}")
     print(yaml.safe_dump(plan.composition.config.to_dict(), sort_keys=False, allow_unicode=True), end="")

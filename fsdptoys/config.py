@@ -193,6 +193,7 @@ class Config:
         self._check_memory()
         self.data.validate(self.train.seq_len, self.model.vocab_size)
         self._check_evaluation()
+        self._check_going_on()
         self.profile.validate(world_size, device_type, self.train.steps)
         try:
             check_patches(self.patches, self.parallel.name)
@@ -308,6 +309,19 @@ class Config:
             raise ConfigError(
                 f"train.eval_every={train.eval_every} (typed, or set by the experiment) needs a held-out part, which "
                 f"data={self.data.name} does not have as set; set {self.data.eval_fix} or train.eval_every=0"
+            )
+
+    def _check_going_on(self) -> None:
+        checkpoint = self.checkpoint
+        if checkpoint.resume in ("auto", "must") and checkpoint.folder is None and self.metrics.run_dir is None:
+            raise ConfigError(
+                f"checkpoint.resume={checkpoint.resume} looks for checkpoints in the run directory, which is a new one "
+                "each time; set metrics.run_dir=runs/NAME"
+            )
+        if self.launch.max_restarts and not checkpoint.every:
+            raise ConfigError(
+                f"launch.max_restarts={self.launch.max_restarts} would start from step 1 each time without "
+                "checkpoints; set checkpoint.every=100"
             )
 
     def to_dict(self) -> dict[str, Any]:

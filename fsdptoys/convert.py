@@ -12,11 +12,16 @@ import torch
 
 from .checkpoint import (
     CHECKSUMS_FILE,
+    MANIFEST_FILE,
+    RUN_FOLDER,
+    WEIGHTS_FOLDER,
+    CheckpointWeights,
     HuggingFaceFolder,
     RunWeights,
     check_new_folder,
     differences,
     dtype_name,
+    step_of,
     write_hugging_face,
 )
 from .compose import compose_presets
@@ -75,15 +80,28 @@ def _read_to_hf_words(words: list[str]) -> tuple[str, str, torch.dtype]:
 def _to_hf(source: str, target: str, dtype: torch.dtype) -> None:
     out_dir = Path(target).expanduser()
     check_new_folder(out_dir)
-    run = RunWeights(source)
-    run.verify_checksums()
-    written = write_hugging_face(out_dir, run.config, run.read, dtype)
+    weights = _open_weights(source)
+    written = write_hugging_face(out_dir, weights.config, weights.read, dtype)
     files = f"{len(written.files)} files" if len(written.files) > 1 else written.files[0]
     print(
         f"wrote {out_dir}: {files} with {written.parameters:,} parameters in {dtype_name(dtype)}, "
         f"{written.tensor_bytes:,} bytes\n"
         f"load it with transformers.AutoModelForCausalLM.from_pretrained({str(out_dir)!r}); a tokenizer is not in it"
     )
+
+
+def _open_weights(source: str) -> RunWeights | CheckpointWeights:
+    """What a run left behind at its end, or else its newest checkpoint; read once against its checksums."""
+    run = Path(source).expanduser()
+    if "://" in source or run.name == RUN_FOLDER or step_of(run.name) is not None or (run / MANIFEST_FILE).exists():
+        return CheckpointWeights(source)
+    if not (run / WEIGHTS_FOLDER).exists() and (run / RUN_FOLDER).is_dir():
+        weights = CheckpointWeights(source)
+        print(f"{source} holds no final weights; taking those of its newest checkpoint, {weights.name}")
+        return weights
+    final = RunWeights(source)
+    final.verify_checksums()
+    return final
 
 
 def _from_hf(path: str) -> None:

@@ -196,6 +196,14 @@ def build_schedule(config: OptimConfig, optimizer: torch.optim.Optimizer, steps:
     return LambdaLR(optimizer, lambda step: learning_rate_ratio(config, step, steps))
 
 
+def set_schedule(schedule: LambdaLR, step: int) -> None:
+    """Put a schedule where it is after ``step`` steps, learning rates included."""
+    rates = [base * ratio(step) for base, ratio in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
+    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    schedule.load_state_dict(schedule.state_dict() | {"last_epoch": step, "_step_count": step + 1, "_last_lr": rates})
+
+
 def _implementation(implementation: Implementation) -> dict[str, bool]:
     return {
         Implementation.auto: {},

@@ -27,9 +27,6 @@ from .errors import ConfigError
 
 CONFIGS = Path(__file__).parent / "configs"
 
-RESERVED = {f"checkpoint.{word}" for word in ("resume", "every", "keep", "async_save")}
-"""Keys and sections that a user may know from elsewhere, and that must not be taken for a near miss of another."""
-
 HELP = "see fsdptoys train --help for all keys"
 
 
@@ -225,8 +222,6 @@ def _unknown_key(
                 f"{typed} is not an option of {section}={chosen}, it belongs to {', '.join(belongs)}; "
                 f"set {section}={belongs[0]} or leave it out"
             )
-    if key in RESERVED or section in RESERVED:
-        return f"{typed} names something that this version does not have; leave it out"
     near = _nearest_key(key, [*options, *groups])
     return f"{typed} names a key that does not exist; " + (f"did you mean {near}={raw}?" if near else HELP)
 

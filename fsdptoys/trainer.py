@@ -1,72 +1,63 @@
 """The training loop, to be read from top to bottom like a recipe.
 
-``Trainer(config)`` prepares everything in the order in which it happens; ``run`` takes the steps. The same code runs
+``Trainer(config)`` prepares everything in the order in which it happens; ``train`` takes the steps. The same code runs
 under every strategy: what differs is behind ``Strategy``, and nothing here asks which one it has.
 
-Every rank runs the same page. Rank 0 alone has a recorder, which prints and writes.
+Every rank runs the same page. What is written on the way (``run``) is told of each step, and asked for checkpoints.
 """
 
 import dataclasses
 import functools
 import math
 import os
-import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .checkpoint import WEIGHTS_FOLDER, open_init_from, save_weights
+from .checkpoint import open_init_from
 from .config import Config
 from .data import BatchStream, TextConfig, TextDataset, eval_batches
 from .device import float64_collectives
 from .memory import (
     IGNORE_INDEX,
-    ActivationOffload,
     BucketedOptimizer,
     CPUOffloadExecutor,
     Objective,
     Workers,
     build_loss,
-    checkpoint_blocks,
-    compile_blocks,
     cpu_threads,
-    offload_optimizer,
-    overlap_cpu_offload,
     threads_per_rank,
 )
-from .metrics import PROFILE_FOLDER, Recorder, StepMetrics, environment, step_metrics
-from .models import DecoderModel
-from .optim import build_optimizer, build_schedule
+from .metrics import SpikeDetector, StepMetrics, step_metrics
+from .optim import build_optimizer, build_schedule, set_schedule
 from .parallel import ParallelContext, seeded
 from .parallel.precision import DType
 from .patches import apply_patches
-from .process import deterministic_kernels, device_of, process_group
+from .prepare import offload, prepare_blocks
+from .process import deterministic_kernels, device_of
 from .profiler import Profiler, Situation, explain_out_of_memory
 from .routing import build_routing_balance
 from .sampling import generate
+from .signals import STOP_SIGNALS, StopRequest
 from .situation import situation
 
 
-def train(config: Config) -> "Trainer":
-    """Train as ``config`` says, in this process as one of the ranks that the environment names.
+@dataclass(frozen=True)
+class Stop:
+    """Why a run takes no further step, agreed by all ranks."""
 
-    Args:
-        config: validated for the world size in the environment.
-
-    Returns:
-        The trainer after its last step, with the history of all steps.
-    """
-    with process_group(config):
-        trainer = Trainer(config)
-        try:
-            trainer.run()
-        finally:
-            trainer.patches.undo()
-        return trainer
+    reason: str
+    """As the end of "15 of 20 steps; …"."""
+    signal: bool = False
+    """Whether somebody outside wants the process to end soon."""
+    gave_up: bool = False
+    """Whether going on made no sense."""
 
 
 class Trainer:
@@ -98,7 +89,7 @@ class Trainer:
         self.flops_per_token = model.flops_per_token(train.seq_len)
         self.parameter_count = model.parameter_counts().total
         matrix_names = {name for name, param in model.named_parameters() if param.ndim >= 2}
-        self._prepare_blocks(model)
+        prepare_blocks(model, config, self.device)
         self.strategy = config.parallel.build(context)
         local = self.strategy.local_data_ranks
         self.routing = build_routing_balance(model, self.device.torch_device, local)
@@ -126,7 +117,7 @@ class Trainer:
         self.eval_loss_fn = build_loss(*chunks)
         optimizer = build_optimizer(config.optim, self.strategy.named_parameters(), matrix_names)
         with explain_out_of_memory(self.device, constructing):
-            self.optimizer = self._offload(optimizer)
+            self.optimizer = offload(optimizer, self.strategy, config, self._cpu_threads)
         self.schedule = build_schedule(config.optim, self.optimizer, train.steps)
 
         # 4. What it learns from: this process's share of every global batch.
@@ -139,101 +130,100 @@ class Trainer:
             data_ranks=self.strategy.data_ranks,
             seed=train.data_seed,
             fingerprint=self.dataset.fingerprint,
+            workers=config.data.workers,
         )
+        self.steps_done = 0
+        self.skipped_steps = self._skipped_in_a_row = 0
+        self.spikes = SpikeDetector(config.metrics.spike_threshold)
         self.history: list[StepMetrics] = []
+        """Of the steps that this object took."""
+        self.on_phase: Callable[[int, str], None] = lambda step, phase: None
+        """Told the step and what it is at: forward, backward, optimizer, evaluation."""
         self._phase = "forward"
 
-    def _prepare_blocks(self, model: DecoderModel) -> None:
-        """Checkpoint and compile the blocks, in this order, before anything wraps them."""
-        memory, train = self.config.memory, self.config.train
-        checkpoint_blocks(
-            model.layers,
-            memory.gradient_checkpointing,
-            start_index=memory.checkpointing_start_index,
-            every=memory.checkpointing_every,
-            save=memory.checkpointing_save,
-            offload=ActivationOffload(self.device.torch_device) if memory.activation_offload else None,
-        )
-        if train.compile:
-            compile_blocks(
-                model.layers, memory.checkpointing_budget, inner_hooks=self.config.parallel.hooks_parts_of_blocks
-            )
+    def facts(self) -> dict[str, Any]:
+        """Where this run is, as JSON can hold it; with the tensors of the strategy it is all that going on needs."""
+        optimizer = self.optimizer
+        return {
+            "step": self.steps_done,
+            "data": self.batches.state_dict(),
+            "optimizer_steps": optimizer.steps_taken if isinstance(optimizer, BucketedOptimizer) else None,
+            "skipped_steps": self.skipped_steps,
+            "skipped_in_a_row": self._skipped_in_a_row,
+            "spikes": self.spikes.state_dict(),
+        }
 
-    def _offload(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Let the optimizer's states, or all its work, take place elsewhere, if that is asked for."""
-        memory, strategy = self.config.memory, self.strategy
-        if memory.optimizer_offload:
-            assert self.config.train.init_seed is not None
-            return offload_optimizer(
-                optimizer,
-                strategy.units(),
-                memory,
-                device=self.device,
-                model=strategy.model,
-                schedule=memory.offload_schedule,
-                seed=self.config.train.init_seed,
-                rank=self.rank,
-                units_ahead=strategy.units_ahead,
-                gather_after=strategy.gather_after,
-            )
-        if memory.cpu_offload_executor is CPUOffloadExecutor.overlapped:
-            return overlap_cpu_offload(
-                optimizer,
-                strategy.units(),
-                model=strategy.model,
-                threads=self._cpu_threads,
-                units_ahead=strategy.units_ahead,
-                on_updated=strategy.mirror_parameters(),
-                device=self.device,
-            )
-        return optimizer
+    def go_on_from(self, facts: dict[str, Any], load: Callable[[dict[str, Tensor]], None]) -> None:
+        """Be where another run was.
 
-    def run(self) -> None:
-        """Take the steps, evaluate, keep the weights, sample, and leave the run directory behind."""
-        with self._recorder() if self.rank == 0 else nullcontext() as recorder:
-            profiler = self._profiler(recorder)
-            stop_reason = self.train(recorder.step if recorder else None, profiler)
-            sample = None
-            try:
-                if self.config.checkpoint.final_weights:
-                    self._save_weights(recorder)
-                sample = self._sample()
-            finally:
-                # A disk that is too full for weights must not cost the results too.
-                if recorder:
-                    recorder.finish(stop_reason, sample, profiler.summary_markdown())
+        Args:
+            facts: what it told of itself.
+            load: fills tensors, given by name, with what they were there.
 
-    def train(self, on_step: Callable[[StepMetrics], None] | None = None, profiler: Profiler | None = None) -> str:
-        """Take the steps, with evaluations in between, and say why they ended.
+        Raises:
+            ConfigError: if the data or the tensors are others.
+        """
+        self.batches.load_state_dict(facts["data"])
+        self.strategy.load_state_tensors(self.optimizer, load)
+        self.steps_done = facts["step"]
+        set_schedule(self.schedule, self.steps_done)
+        if isinstance(self.optimizer, BucketedOptimizer):
+            # Whoever has run without offload so far has counted none, and has lost none by rounding.
+            self.optimizer.steps_taken = facts["optimizer_steps"] or self.optimizer.steps_taken
+        self.skipped_steps, self._skipped_in_a_row = facts["skipped_steps"], facts["skipped_in_a_row"]
+        self.spikes.load_state_dict(facts["spikes"])
+
+    def train(
+        self,
+        on_step: Callable[[StepMetrics], None] | None = None,
+        profiler: Profiler | None = None,
+        save: Callable[[], None] | None = None,
+        request: StopRequest | None = None,
+    ) -> Stop:
+        """Take the steps that are left, with evaluations in between, and say why they ended.
 
         Args:
             on_step: called after each step, on this rank.
             profiler: a ``Profiler`` that is told of each step.
+            save: called, on all ranks, where a checkpoint is due.
+            request: may ask this rank to stop, which makes all ranks stop.
         """
         train = self.config.train
         started = time.perf_counter()
         self.device.reset_peak_memory()
-        with deterministic_kernels(train.deterministic), profiler or nullcontext() as watching:
-            for step in range(1, train.steps + 1):
+        stop = Stop("all steps done") if self.steps_done >= train.steps else None
+        with (
+            closing(self.batches),
+            deterministic_kernels(train.deterministic),
+            profiler or nullcontext() as watching,
+        ):
+            while stop is None:
+                step = self.steps_done + 1
                 with explain_out_of_memory(self.device, functools.partial(self._situation, step)):
-                    metrics, out_of_time = self._train_step(step, started)
-                    last = out_of_time or step == train.steps
-                    if self._evaluates_after(step) or (train.eval_every and last):
-                        metrics = dataclasses.replace(metrics, eval_loss=self._evaluate())
+                    metrics, stop = self._train_step(step, started, request)
+                    if stop is None and step == train.steps:
+                        stop = Stop("all steps done")
+                    hurries = stop is not None and stop.signal
+                    if not hurries and (self._evaluates_after(step) or (train.eval_every and stop)):
+                        metrics = dataclasses.replace(metrics, eval_loss=self._evaluate(step))
+                self.steps_done = step
                 self.history.append(metrics.without_counts())
                 if on_step:
                     on_step(metrics)
                 if watching:
                     watching.step(step)
-                if last:
-                    break
+                if save and self._saves_after(step, stop):
+                    self._enter(step, "checkpoint")
+                    save()
             self._finish_updates()
-        return "all steps done" if step == train.steps else f"train.max_seconds={train.max_seconds:g} reached"
+        return stop
 
-    def _train_step(self, step: int, run_started: float) -> tuple[StepMetrics, bool]:
-        """One optimizer step over a global batch, and whether any rank is out of time after it."""
+    def _train_step(
+        self, step: int, run_started: float, request: StopRequest | None = None
+    ) -> tuple[StepMetrics, Stop | None]:
+        """One optimizer step over a global batch, and whether any rank has a reason to make it the last."""
         started = time.perf_counter()
-        self._phase = "forward"
+        self._enter(step, "data")
         train, strategy, device = self.config.train, self.strategy, self.device.torch_device
         microbatches = self.batches.next_step()
 
@@ -252,33 +242,42 @@ class Trainer:
             if self.routing:
                 self.routing.before_forward(strategy.model, index, microbatches)
             with strategy.microbatch(index, len(microbatches)):
-                self._phase = "forward"
+                self._enter(step, "forward")
                 loss = strategy.model(tokens_BT.to(device), labels_BT.to(device), self.loss_fn)
                 if self.routing:
                     self.routing.before_backward()
-                self._phase = "backward"
+                self._enter(step, "backward")
                 (loss * (strategy.loss_scale / max(1, valid))).backward()
             loss_sum += loss.detach()
-        out_of_time = train.max_seconds is not None and time.perf_counter() - run_started > train.max_seconds
-        totals = torch.stack([loss_sum, torch.full_like(loss_sum, out_of_time)])
-        dist.all_reduce(totals)
 
-        # 3. Clip and update.
-        self._phase = "optimizer"
+        # 3. Clip, and have all ranks agree: on the loss, on whether to update, and on whether to go on.
+        self._enter(step, "optimizer")
         learning_rate = float(self.schedule.get_last_lr()[0])
-        grad_norm = self._clip_and_update(train.max_grad_norm or math.inf)
-        if self._evaluates_after(step):
-            self._finish_updates()  # in the evaluation they would be counted nowhere
+        grad_norm = self._clip(train.max_grad_norm or math.inf)
+        received = request.received if request else None
+        out_of_time = train.max_seconds is not None and time.perf_counter() - run_started > train.max_seconds
+        mine = [float(received == number.name) for number in STOP_SIGNALS] + [float(out_of_time)]
+        totals = torch.cat(
+            [loss_sum.view(1), (~grad_norm.isfinite()).to(loss_sum).view(1), torch.tensor(mine).to(loss_sum)]
+        )
+        dist.all_reduce(totals)
+        total_loss, ranks_not_finite, *votes = totals.tolist()
+        loss = total_loss / max(1, valid)
+        skipped = train.skip_nonfinite and not (math.isfinite(loss) and ranks_not_finite == 0)
+        if not skipped:
+            self._update()
+            if self._evaluates_after(step):
+                self._finish_updates()  # in the evaluation they would be counted nowhere
         self.schedule.step()
         self.optimizer.zero_grad(set_to_none=strategy.frees_gradients)
+        self.skipped_steps += skipped
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         routing = self.routing.end_step() if self.routing else None
         self.device.synchronize()
         seconds = time.perf_counter() - started
-
-        loss, ranks_out_of_time = totals.tolist()
         metrics = step_metrics(
             step=step,
-            loss=loss / max(1, valid),
+            loss=loss,
             grad_norm=grad_norm.item(),
             learning_rate=learning_rate,
             step_time_seconds=seconds,
@@ -289,24 +288,61 @@ class Trainer:
             # The published peaks are those of bfloat16.
             peak_flops=self.device.peak_flops if self.config.parallel.param_dtype is DType.bfloat16 else None,
             routing=routing,
+            skipped=skipped,
+            skipped_steps=self.skipped_steps,
+            loss_spike=self.spikes.spike(loss),
         )
-        return metrics, ranks_out_of_time > 0
+        return metrics, self._agreed_stop(skipped, *votes)
+
+    def _agreed_stop(self, skipped: bool, *votes: float) -> Stop | None:
+        """Why to stop after this step, if any rank has a reason.
+
+        Args:
+            skipped: whether the step made no update.
+            votes: how many ranks received each of ``STOP_SIGNALS``, and how many are out of time.
+        """
+        train = self.config.train
+        for number, ranks in zip(STOP_SIGNALS, votes, strict=False):
+            if ranks:
+                return Stop(f"{number.name} received", signal=True)
+        for name, limit, count, how in (
+            ("max_skipped_in_a_row", train.max_skipped_in_a_row, self._skipped_in_a_row, "in a row"),
+            ("max_skipped", train.max_skipped, self.skipped_steps, "in all"),
+        ):
+            if skipped and count >= limit:
+                return Stop(
+                    f"{count} steps {how} had a loss or gradients that are not finite (train.{name})", gave_up=True
+                )
+        return Stop(f"train.max_seconds={train.max_seconds:g} reached") if votes[-1] else None
+
+    def _saves_after(self, step: int, stop: Stop | None) -> bool:
+        """Whether a checkpoint is due."""
+        checkpoint = self.config.checkpoint
+        if stop is not None and (stop.gave_up or (stop.signal and checkpoint.on_signal)):
+            return True
+        return checkpoint.every > 0 and (stop is not None or step % checkpoint.every == 0)
 
     def _evaluates_after(self, step: int) -> bool:
         return self.config.train.eval_every > 0 and step % self.config.train.eval_every == 0
 
-    def _clip_and_update(self, max_norm: float) -> Tensor:
-        """Take the optimizer's step, or begin it, and return the norm of the gradients before clipping."""
+    def _clip(self, max_norm: float) -> Tensor:
+        """Scale the gradients down to ``max_norm``, or have them scaled by the update; return their norm before."""
         strategy, optimizer = self.strategy, self.optimizer
-        on_cpu = self.config.memory.cpu_offload_executor is CPUOffloadExecutor.native and self.config.memory.cpu_offload
-        with cpu_threads(self._cpu_threads) if on_cpu else nullcontext():
+        with self._threads_for_cpu_offload():
             if isinstance(optimizer, BucketedOptimizer):
                 map_parts = optimizer.executor.map if isinstance(optimizer.executor, Workers) else map
-                grad_norm = strategy.clip_grad_norm(max_norm, optimizer.scale_gradients, map_parts)
-            else:
-                grad_norm = strategy.clip_grad_norm(max_norm)
-            optimizer.step()
-        return grad_norm
+                return strategy.clip_grad_norm(max_norm, optimizer.scale_gradients, map_parts)
+            return strategy.clip_grad_norm(max_norm)
+
+    def _update(self) -> None:
+        """Take the optimizer's step, or begin it."""
+        with self._threads_for_cpu_offload():
+            self.optimizer.step()
+
+    def _threads_for_cpu_offload(self) -> AbstractContextManager[None]:
+        memory = self.config.memory
+        on_cpu = memory.cpu_offload and memory.cpu_offload_executor is CPUOffloadExecutor.native
+        return cpu_threads(self._cpu_threads) if on_cpu else nullcontext()
 
     def _finish_updates(self) -> None:
         """Have the parameters as the last step left them, before anything but a forward reads them."""
@@ -314,11 +350,11 @@ class Trainer:
             self.optimizer.finish_updates()
 
     @torch.no_grad()
-    def _evaluate(self) -> float:
+    def _evaluate(self, step: int) -> float:
         """Mean loss over the first batches of the held-out part, in nats a token."""
         train, device = self.config.train, self.device.torch_device
         assert self.dataset.eval is not None
-        self._phase = "evaluation"
+        self._enter(step, "evaluation")
         self._finish_updates()
         self.strategy.model.eval()
         loss_sum, valid = self._zero(), self._zero()
@@ -332,7 +368,7 @@ class Trainer:
         self.strategy.model.train()
         return loss_sum.item() / max(1.0, valid.item())
 
-    def _sample(self) -> str | None:
+    def sample(self) -> str | None:
         """The prompt and what the model goes on with, where the data is text and a sample is asked for."""
         train, data = self.config.train, self.config.data
         if not isinstance(data, TextConfig) or data.sample_tokens == 0:
@@ -346,14 +382,9 @@ class Trainer:
         self.strategy.model.train()
         return self.dataset.decode(tokens.cpu().numpy())
 
-    def _save_weights(self, recorder: Recorder | None) -> None:
-        """Write the trained weights from rank 0, which all ranks give their parts of."""
-        parameters = self.strategy.full_parameters()
-        if recorder:
-            save_weights(recorder.run_dir / WEIGHTS_FOLDER, parameters)
-        else:
-            for _ in parameters:
-                pass
+    def _enter(self, step: int, phase: str) -> None:
+        self._phase = phase
+        self.on_phase(step, phase)
 
     def _zero(self) -> Tensor:
         """A sum that is exact enough not to depend on the order of its terms, where the device has float64."""
@@ -363,28 +394,3 @@ class Trainer:
     def _situation(self, step: int) -> Situation:
         params = (param for _, param in self.strategy.named_parameters())
         return situation(self.config, self.world_size, self.rank, step, self._phase, params, self.optimizer)
-
-    def _profiler(self, recorder: Recorder | None) -> Profiler:
-        """Every chosen rank writes into the run directory, of which rank 0 alone knows the name."""
-        profile, folder = self.config.profile, None
-        if profile.enabled or profile.snapshot:
-            told = [recorder.run_dir / PROFILE_FOLDER if recorder else None]
-            dist.broadcast_object_list(told, device=self.device.torch_device)
-            folder = told[0]
-        message = recorder.message if recorder else functools.partial(print, f"rank {self.rank}:", flush=True)
-        return Profiler(profile, self.device, self.rank, folder, message=message)
-
-    def _recorder(self) -> Recorder:
-        references = {
-            "unigram entropy of the data": self.dataset.unigram_entropy_nats,
-            "conditional entropy of the data": self.dataset.conditional_entropy_nats,
-        }
-        return Recorder(
-            self.config.metrics,
-            title=f"{self.config.model.name}-{self.config.parallel.name}",
-            config_tree=self.config.to_dict(),
-            environment=environment(self.device, self.world_size, sys.argv)
-            | {"patches_of_pytorch": dict(self.patches.report) or "none"},
-            steps=self.config.train.steps,
-            references={label: nats for label, nats in references.items() if nats is not None},
-        )

@@ -51,8 +51,9 @@ CONVERT = """\
 usage: fsdptoys convert to-hf RUN OUT_DIR [dtype=float32|bfloat16|float16]
        fsdptoys convert from-hf DIR
 
-  to-hf    write the weights that a run left behind (checkpoint.final_weights=true) in Hugging Face format; RUN is the
-           run's directory or the folder weights in it, OUT_DIR does not exist yet
+  to-hf    write the weights that a run left behind (checkpoint.final_weights=true), or those of a checkpoint, in
+           Hugging Face format; RUN is the run's directory, the folder weights in it, or a checkpoint's folder or URL;
+           OUT_DIR does not exist yet
   from-hf  check a folder in Hugging Face format, every value of it, and tell the command that trains from it
 """
 

@@ -213,7 +213,33 @@ MISTAKES = {
     "memory.cpu_offload=true memory.cpu_threads=0": "memory.cpu_threads=0 must be at least 1; set memory.cpu_threads=1",
     "memory.cpu_offload_executor=overlapped": "memory.cpu_offload_executor=overlapped does nothing as set; "
     "set memory.cpu_offload=true or leave it out",
-    "checkpoint.resume=auto": "checkpoint.resume=auto names something that this version does not have; leave it out",
+    "checkpoint.resume=auto": "checkpoint.resume=auto looks for checkpoints in the run directory, which is a new one "
+    "each time; set metrics.run_dir=runs/NAME",
+    "checkpoint.resume=must": "checkpoint.resume=must looks for checkpoints in the run directory, which is a new one "
+    "each time; set metrics.run_dir=runs/NAME",
+    "checkpoint.resume=''": "checkpoint.resume='' must not be empty; leave it out",
+    "checkpoint.folder=''": "checkpoint.folder='' must not be empty; leave it out",
+    "checkpoint.every=-1": "checkpoint.every=-1 must be at least 0; set checkpoint.every=0",
+    "checkpoint.every=1e2": "checkpoint.every=1e2 must be an integer; set checkpoint.every=100",
+    "checkpoint.keep=0": "checkpoint.keep=0 must be at least 1; set checkpoint.keep=1",
+    "checkpoint.keep_every=100": "checkpoint.keep_every=100 keeps some of the checkpoints of checkpoint.every, which "
+    "is 0; set checkpoint.every=100",
+    "checkpoint.every=30 checkpoint.keep_every=100": "checkpoint.keep_every=100 must be a multiple of "
+    "checkpoint.every=30; set checkpoint.keep_every=90",
+    "checkpoint.form=ful": "checkpoint.form=ful must be one of sharded, full; did you mean checkpoint.form=full?",
+    "checkpoint.async=true": "checkpoint.async=true names a key that does not exist; did you mean "
+    "checkpoint.async_save=true?",
+    "checkpoint.on_signal=maybe": "checkpoint.on_signal=maybe must be true or false; set checkpoint.on_signal=true or "
+    "checkpoint.on_signal=false",
+    "resume=auto": "resume=auto names a key that does not exist; did you mean checkpoint.resume=auto?",
+    "launch.max_restarts=-1": "launch.max_restarts=-1 must be at least 0; set launch.max_restarts=0",
+    "launch.max_restarts=3": "launch.max_restarts=3 would start from step 1 each time without checkpoints; set "
+    "checkpoint.every=100",
+    "launch.restarts=3": "launch.restarts=3 names a key that does not exist; did you mean launch.max_restarts=3?",
+    "train.max_skipped=0": "train.max_skipped=0 must be at least 1; set train.max_skipped=1",
+    "train.max_skipped_in_a_row=0": "train.max_skipped_in_a_row=0 must be at least 1; set train.max_skipped_in_a_row=1",
+    "train.skip_nonfinite=null": "train.skip_nonfinite=null must be true or false; set train.skip_nonfinite=true or "
+    "train.skip_nonfinite=false",
 }
 
 

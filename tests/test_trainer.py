@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
 
-from fsdptoys import trainer as trainer_module
+from fsdptoys import run as run_module
 from fsdptoys.config import Config
 from fsdptoys.data import SyntheticConfig, TextConfig
 from fsdptoys.errors import ConfigError
@@ -22,7 +22,8 @@ from fsdptoys.parallel.ddp import DDP
 from fsdptoys.parallel.fsdp2 import FSDP2
 from fsdptoys.process import deterministic_kernels
 from fsdptoys.profiler import ExplainedOutOfMemoryError, ProfileConfig, live_bytes
-from fsdptoys.trainer import Trainer, train
+from fsdptoys.run import Run, train
+from fsdptoys.trainer import Trainer
 from scripts.parity import hash_parameters
 from scripts.ranks import run_ranks
 from tests.parallel.runs import make_config
@@ -259,7 +260,7 @@ def hashes_before_and_after_an_evaluation(configs: list[Config]) -> list[tuple[d
     for config in configs:
         trainer = Trainer(config)
         before = hash_parameters(trainer)
-        trainer._evaluate()
+        trainer._evaluate(0)
         results.append((before, hash_parameters(trainer)))
     return results
 
@@ -275,9 +276,9 @@ def run_without_room_for_weights(config: Config) -> str:
     def refuse(*_: Any) -> None:
         raise ConfigError("no room")
 
-    trainer_module.save_weights = refuse
+    run_module.save_weights = refuse
     with pytest.raises(ConfigError, match="no room"):
-        Trainer(config).run()
+        Run(Trainer(config)).run()
     return (Path(config.metrics.run_dir or "") / "summary.md").read_text(encoding="utf-8")
 
 
@@ -294,8 +295,8 @@ def weights_before_the_sample(config: Config) -> list[str]:
     def look(self: Trainer) -> None:
         found.extend(file.name for file in (Path(config.metrics.run_dir or "") / "weights").glob("*"))
 
-    Trainer._sample = look  # type: ignore[method-assign]
-    Trainer(config).run()
+    Trainer.sample = look  # type: ignore[method-assign]
+    Run(Trainer(config)).run()
     return sorted(found)
 
 
@@ -378,7 +379,7 @@ def test_running_out_of_memory_tells_where_what_was_live_and_what_would_help(par
 def profiled(folder: Path, config: Config) -> list[str]:
     config.metrics.run_dir = str(folder / "run")
     config.profile = ProfileConfig(enabled=True, ranks=[1], skip_steps=1, active_steps=2)
-    Trainer(config).run()
+    Run(Trainer(config)).run()
     return sorted(path.name for path in (folder / "run" / "profile").iterdir())
 
 
@@ -394,7 +395,7 @@ def test_chosen_ranks_write_their_traces_into_the_run_directory(
 def patched(config: Config) -> tuple[dict[str, str], bool]:
     """What the run says of its patches, and whether PyTorch is as before after it."""
     before = FSDPCommContext.lazy_init
-    trainer = trainer_module.train(config)
+    trainer = run_module.train(config)
     return dict(trainer.patches.report), FSDPCommContext.lazy_init is before
 
 

@@ -61,6 +61,7 @@ def second_step(configs: list[Config]) -> list[list[str]]:
         blocks = [module for module in trainer.strategy.model.modules() if type(module).__name__.endswith("Block")]
         assert len(blocks) == LAYERS
         trainer.train()
+        trainer.config.train.steps += 1
         recorder = Recorder()
         with recorder, block_hooks(blocks, recorder.events):
             trainer.train()

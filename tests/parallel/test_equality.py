@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from fsdptoys import trainer as trainer_module
+from fsdptoys import prepare as prepare_module
 from fsdptoys.config import Config
 from fsdptoys.memory import ActivationOffload, CPUOffloadExecutor, GradientCheckpointing, MemoryConfig
 from fsdptoys.memory.activation_offload import HostCopies
@@ -139,7 +139,7 @@ def train_moving_all(configs: list[Config]) -> tuple[list[Outcome], int]:
     def build(device: torch.device) -> ActivationOffload:
         return ActivationOffload(device, min_bytes=0, copies=Counting())
 
-    trainer_module.ActivationOffload = build  # type: ignore[assignment, misc]
+    prepare_module.ActivationOffload = build  # type: ignore[assignment, misc]
     return train_all(configs), copies
 
 

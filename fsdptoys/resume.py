@@ -1,0 +1,139 @@
+"""What a checkpoint says of its run besides tensors, and whether a run may go on from it.
+
+The facts of all ranks are plain numbers and words: which step, which settings, where in the data. Each rank adds the
+states of its random number generators, which only the same rank of as many can go on with; in another layout they start
+anew from the seed and the step. Nothing that trains draws from them but where a model or a strategy of one's own does.
+"""
+
+import base64
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import __version__
+from .checkpoint import RUN_FOLDER, check_same, model_config_of, peek
+from .config import Config
+from .device import Device
+from .errors import ConfigError
+from .metrics import run_dir_path
+
+
+def checkpoint_folder(config: Config, run_dir: Path | None) -> str | None:
+    """Where checkpoints of a run go; None where nothing says so before the run directory has a name."""
+    if config.checkpoint.folder is not None:
+        return config.checkpoint.folder
+    return str(run_dir / RUN_FOLDER) if run_dir is not None else None
+
+
+def check_resume(config: Config, restarted: bool) -> None:
+    """Check what the run would go on from, before any worker starts.
+
+    Args:
+        config: of the run.
+        restarted: whether torchrun or the launcher has started its workers before.
+
+    Raises:
+        ConfigError: where that is missing, damaged, or of another model or optimizer.
+    """
+    named = config.metrics.run_dir
+    folder = checkpoint_folder(config, run_dir_path(named) if named is not None else None)
+    facts = peek(config.checkpoint, folder, restarted)
+    if facts is not None:
+        check_same_run(config, facts)
+
+
+def check_same_run(config: Config, facts: dict[str, Any]) -> list[str]:
+    """Check that a checkpoint's tensors mean the same in this run.
+
+    Args:
+        config: of this run.
+        facts: of the checkpoint.
+
+    Returns:
+        What may surprise, a sentence each.
+
+    Raises:
+        ConfigError: if they do not.
+    """
+    where = f"the checkpoint of step {facts['step']}"
+    before = facts["config"]
+    wanted = model_config_of(before["model"], where, "start a new run in another folder")
+    check_same(config.model, wanted, where, "the config.yaml of its run")
+    if before["optim"]["name"] != config.optim.name:
+        raise ConfigError(
+            f"optim={config.optim.name} has other states than optim={before['optim']['name']}, with which {where} was "
+            f"made; set optim={before['optim']['name']} or start a new run in another folder"
+        )
+    formats = _states_format(before["memory"]), _states_format(config.to_dict()["memory"])
+    if formats[0] != formats[1]:
+        raise ConfigError(
+            f"memory.offload_state_dtype={formats[1]} is not {formats[0]}, in which {where} holds the optimizer's "
+            f"states; set memory.offload_state_dtype={formats[0]}"
+            + (" and memory.optimizer_offload=true" if formats[0] != "float32" else "")
+        )
+    told = []
+    if before["train"]["steps"] != config.train.steps:
+        told.append(
+            f"train.steps was {before['train']['steps']} and is {config.train.steps}: the schedule goes on as if it "
+            "had always been so"
+        )
+    return told
+
+
+def _states_format(memory: dict[str, Any]) -> str:
+    return str(memory["offload_state_dtype"]) if memory["optimizer_offload"] else "float32"
+
+
+def run_facts(config: Config, world_size: int) -> dict[str, Any]:
+    """What every checkpoint of a run says of it."""
+    return {
+        "world_size": world_size,
+        "config": config.to_dict(),
+        "versions": {"fsdptoys": __version__, "torch": torch.__version__, "python": sys.version.split()[0]},
+    }
+
+
+def rng_facts(device: Device) -> dict[str, Any]:
+    """States of this process's random number generators, as JSON can hold them."""
+    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    version, internal, gauss = random.getstate()
+    return {
+        "torch": _encode(torch.get_rng_state()),
+        "device": _encode(torch.get_device_module(device.type).get_rng_state()) if device.is_accelerator else None,
+        "numpy": {
+            "keys": base64.b64encode(np.asarray(keys, dtype="<u4").tobytes()).decode(),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+        "python": {"version": version, "internal": list(internal), "gauss": gauss},
+    }
+
+
+def restore_rng(own_facts: dict[str, Any] | None, device: Device, seed: int, step: int, rank: int) -> None:
+    """Put the generators back to what :func:`rng_facts` told, or where it told nothing, to what the seed says."""
+    if own_facts is None:
+        mixed = int(np.random.SeedSequence(seed, spawn_key=(step, rank)).generate_state(1)[0])
+        torch.manual_seed(mixed)  # of all devices
+        np.random.seed(mixed)
+        random.seed(mixed)
+        return
+    torch.set_rng_state(_decode(own_facts["torch"]))
+    if device.is_accelerator and own_facts["device"] is not None:
+        torch.get_device_module(device.type).set_rng_state(_decode(own_facts["device"]))
+    numpy, python = own_facts["numpy"], own_facts["python"]
+    keys = np.frombuffer(base64.b64decode(numpy["keys"]), dtype="<u4")
+    np.random.set_state(("MT19937", keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))
+    random.setstate((python["version"], tuple(python["internal"]), python["gauss"]))
+
+
+def _encode(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _decode(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

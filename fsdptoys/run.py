@@ -1,0 +1,232 @@
+"""One run in its directory: what a trainer's steps are recorded in, what they go on from, and what is left at the end.
+
+Every rank has one. Rank 0 alone has a recorder, which prints and writes; checkpoints are written by all.
+"""
+
+import dataclasses
+import functools
+import sys
+import time
+from contextlib import ExitStack, suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from .checkpoint import WEIGHTS_FOLDER, Checkpoints, save_weights
+from .config import Config
+from .errors import GivenUpError
+from .heartbeat import HEARTBEATS_FOLDER, Heartbeat, explain_lost_ranks
+from .metrics import PROFILE_FOLDER, Recorder, Resumed, StepMetrics, environment, new_run_dir, run_dir_path
+from .parallel import host_copy, whole_tensors
+from .process import process_group
+from .profiler import Profiler
+from .resume import check_same_run, checkpoint_folder, restore_rng, rng_facts, run_facts
+from .signals import StopRequest
+from .trainer import Stop, Trainer
+from .worker import remember_run_dir, remembered_run_dir, restart_count
+
+
+def train(config: Config) -> Trainer:
+    """Train as ``config`` says, in this process as one of the ranks that the environment names.
+
+    Args:
+        config: validated for the world size in the environment.
+
+    Returns:
+        The trainer after its last step, with the history of all steps that it took.
+
+    Raises:
+        GivenUpError: if going on made no sense, or what was to be saved at the end could not be.
+    """
+    with process_group(config):
+        trainer = Trainer(config)
+        try:
+            Run(trainer).run()
+        finally:
+            trainer.patches.undo()
+        return trainer
+
+
+class Run:
+    """A trainer's way through its steps and what is written of it."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.config = trainer.config
+        self.rank, self.world_size = trainer.rank, trainer.world_size
+        self.run_dir = self._claim_run_dir()
+        self._recorder: Recorder | None = None
+        self._resumed: Resumed | None = None
+        self._saved = True
+
+    def run(self) -> None:
+        """Go on from a checkpoint where there is one, take the steps, keep the weights, sample, and sum up."""
+        trainer, config = self.trainer, self.config
+        heartbeats = self.run_dir / HEARTBEATS_FOLDER
+        with ExitStack() as stack:
+            heartbeat = Heartbeat(heartbeats, self.rank)
+            stack.callback(heartbeat.close)
+            trainer.on_phase = heartbeat.beat
+            stack.enter_context(
+                explain_lost_ranks(heartbeats, self.rank, self.world_size, config.launch.timeout_seconds)
+            )
+            heartbeat.beat(0, "start")
+            self.checkpoints = self._open_checkpoints()
+            self._go_on()
+            if self.rank == 0:
+                self._recorder = stack.enter_context(self._open_recorder())
+            dist.barrier()  # whoever writes into the run directory from here on finds it claimed
+            profiler = self._profiler()
+            # A signal that comes twice must not end the process before the last checkpoint is written.
+            request = stack.enter_context(StopRequest())
+            stop = trainer.train(self._on_step, profiler, self._save, request)
+            heartbeat.beat(trainer.steps_done, "end")
+            self._finish(stop, profiler)
+        with suppress(OSError):  # the folder goes with the last one
+            heartbeat.path.unlink()
+            heartbeats.rmdir()
+
+    def _finish(self, stop: Stop, profiler: Profiler) -> None:
+        """Leave behind what a run leaves behind; where the process is to end soon, no more than it must."""
+        if not self.checkpoints.finish():
+            self._saved = False
+        self._report()
+        reason, sample = stop.reason, None
+        if stop.signal or stop.gave_up:
+            newest = self.checkpoints.last_step
+            reason += (
+                f"; the newest checkpoint is that of step {newest}" if newest is not None else "; nothing is saved"
+            )
+        try:
+            if not (stop.signal or stop.gave_up):
+                if self.config.checkpoint.final_weights:
+                    self._save_weights()
+                sample = self.trainer.sample()
+        finally:
+            # A disk that is too full for weights must not cost the results too.
+            if self._recorder:
+                self._recorder.finish(reason, sample, profiler.summary_markdown())
+        if stop.gave_up:
+            raise GivenUpError(
+                f"stopped after step {self.trainer.steps_done}: {reason}; lower optim.lr, or look at the data of these "
+                "steps"
+            )
+        if not self._saved:
+            raise GivenUpError(f"the checkpoint of step {self.trainer.steps_done}, the last one, was not saved")
+
+    def _claim_run_dir(self) -> Path:
+        """Settle on a directory, which rank 0 makes where it has no name yet, and tell it to all ranks."""
+        told: list[str | None] = [None]
+        if self.rank == 0:
+            named = self.config.metrics.run_dir
+            path = remembered_run_dir() or (run_dir_path(named) if named is not None else None)
+            told = [str(path if path is not None else new_run_dir(self.title))]
+        dist.broadcast_object_list(told, device=self.trainer.device.torch_device)
+        assert told[0] is not None
+        path = Path(told[0])
+        remember_run_dir(path)
+        return path
+
+    @property
+    def title(self) -> str:
+        """What the run is, for people."""
+        return f"{self.config.model.name}-{self.config.parallel.name}"
+
+    def _open_checkpoints(self) -> Checkpoints:
+        folder = checkpoint_folder(self.config, self.run_dir)
+        assert folder is not None
+        # Nothing else talks over this group, so that a background thread may.
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.config.launch.timeout_seconds))
+        return Checkpoints(
+            self.config.checkpoint,
+            folder,
+            group,
+            message=self._say,
+            copy=host_copy,
+            whole=whole_tensors,
+        )
+
+    def _go_on(self) -> None:
+        """Load the checkpoint that the settings, or a restart, ask for."""
+        trainer, config = self.trainer, self.config
+        restarted = restart_count() > 0
+        found = self.checkpoints.resume(restarted=restarted)
+        if found is None:
+            if restarted or config.checkpoint.resumes:
+                self._resumed = Resumed(0, {}, None)
+            return
+        for sentence in check_same_run(config, found.facts):
+            self._say(sentence)
+        trainer.go_on_from(found.facts, found.load)
+        assert config.train.init_seed is not None
+        restore_rng(found.own_facts, trainer.device, config.train.init_seed, found.step, self.rank)
+        self._resumed = Resumed(found.step, found.facts["metrics"], found.name)
+
+    def _open_recorder(self) -> Recorder:
+        dataset = self.trainer.dataset
+        references = {
+            "unigram entropy of the data": dataset.unigram_entropy_nats,
+            "conditional entropy of the data": dataset.conditional_entropy_nats,
+        }
+        return Recorder(
+            dataclasses.replace(self.config.metrics, run_dir=str(self.run_dir)),
+            title=self.title,
+            config_tree=self.config.to_dict(),
+            environment=environment(self.trainer.device, self.world_size, sys.argv)
+            | {"patches_of_pytorch": dict(self.trainer.patches.report) or "none"},
+            steps=self.config.train.steps,
+            references={label: nats for label, nats in references.items() if nats is not None},
+            resumed=self._resumed,
+        )
+
+    def _profiler(self) -> Profiler:
+        say = self._recorder.message if self._recorder else functools.partial(print, f"rank {self.rank}:", flush=True)
+        return Profiler(
+            self.config.profile,
+            self.trainer.device,
+            self.rank,
+            self.run_dir / PROFILE_FOLDER,
+            first_step=self.trainer.steps_done + 1,
+            message=say,
+        )
+
+    def _on_step(self, metrics: StepMetrics) -> None:
+        if self._recorder:
+            self._recorder.step(metrics)
+        self._report()
+
+    def _save(self) -> None:
+        """Save a checkpoint, or begin to; all ranks call this after the same step."""
+        started = time.perf_counter()
+        trainer = self.trainer
+        facts = run_facts(self.config, self.world_size) | trainer.facts()
+        facts["metrics"] = self._recorder.offsets() if self._recorder else {}
+        tensors = trainer.strategy.state_tensors(trainer.optimizer)
+        self._saved = self.checkpoints.save(trainer.steps_done, tensors, facts, rng_facts(trainer.device))
+        if self._saved:
+            seconds = time.perf_counter() - started
+            how = "being written, the steps stood still for" if self.config.checkpoint.async_save else "saved in"
+            self._say(f"checkpoint of step {trainer.steps_done} {how} {seconds:.2f} s")
+
+    def _report(self) -> None:
+        for sentence in self.checkpoints.report():
+            self._say(sentence)
+
+    def _save_weights(self) -> None:
+        """Write the trained weights from rank 0, which all ranks give their parts of."""
+        parameters = self.trainer.strategy.full_parameters()
+        if self.rank == 0:
+            folder = self.run_dir / WEIGHTS_FOLDER
+            if self._resumed and folder.exists():
+                folder.rename(folder.with_name(f"{WEIGHTS_FOLDER}-before-step-{self._resumed.step + 1}"))
+            save_weights(folder, parameters)
+        else:
+            for _ in parameters:
+                pass
+
+    def _say(self, text: str) -> None:
+        if self._recorder:
+            self._recorder.message(text)
+        elif self.rank == 0:
+            print(f"fsdptoys: {text}", file=sys.stderr, flush=True)

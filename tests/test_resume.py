@@ -1,0 +1,324 @@
+"""Going on from a checkpoint: what is resumed must be what was never disturbed."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdptoys.checkpoint import CheckpointConfig
+from fsdptoys.checkpoint.config import Form
+from fsdptoys.config import Config
+from fsdptoys.convert import convert
+from fsdptoys.errors import ConfigError, GivenUpError
+from fsdptoys.memory import CPUOffloadExecutor, MemoryConfig, OffloadSchedule, StateDType
+from fsdptoys.memory.buckets import local_tensor
+from fsdptoys.optim import SGDConfig
+from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
+from fsdptoys.parallel.precision import DType
+from fsdptoys.run import Run
+from fsdptoys.trainer import Trainer
+from scripts.parity import hash_parameters
+from scripts.ranks import run_ranks
+from tests.parallel.runs import TINY, make_config
+
+STEPS = 6
+KEPT = ("step", "loss", "grad_norm", "learning_rate", "valid_tokens", "skipped", "skipped_steps")
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+def kept(config: Config, folder: Path, every: int = 3, url: str | None = None, **checkpoint: Any) -> Config:
+    """The configuration with checkpoints, in a run directory or at a URL; going on where it can."""
+    if url is not None:
+        checkpoint["folder"] = f"{url}{folder}/elsewhere"
+    return dataclasses.replace(
+        config,
+        checkpoint=CheckpointConfig(every=every, resume="auto", **checkpoint),
+        metrics=dataclasses.replace(config.metrics, run_dir=str(folder)),
+    )
+
+
+def run_to_the_end(config: Config, prepare: Callable[[Trainer], None] = lambda trainer: None) -> Trainer:
+    trainer = Trainer(config)
+    prepare(trainer)
+    Run(trainer).run()
+    return trainer
+
+
+def run_until(config: Config, killed_in: int, prepare: Callable[[Trainer], None] = lambda trainer: None) -> None:
+    """Take steps and end at the beginning of the one numbered ``killed_in``."""
+    trainer = Trainer(config)
+    prepare(trainer)
+    run = Run(trainer)
+    take = trainer.batches.next_step
+
+    def next_step() -> Any:
+        if trainer.steps_done + 1 == killed_in:
+            run.checkpoints.finish()
+            raise Killed
+        return take()
+
+    trainer.batches.next_step = next_step  # type: ignore[method-assign]
+    try:
+        run.run()
+    except Killed:
+        dist.barrier()
+    else:
+        raise AssertionError("it came to its end")
+
+
+def steps_of(folder: Path) -> list[list[Any]]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [[json.loads(line)[name] for name in KEPT] for line in lines]
+
+
+@pytest.fixture(autouse=True)
+def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out what takes most of the time of such small runs; their other files are looked at."""
+    monkeypatch.setattr("fsdptoys.metrics.plot.draw_loss", lambda *_: None)
+    monkeypatch.setattr("fsdptoys.metrics.plot_experts.draw_experts", lambda *_: None)
+
+
+def resumed_and_undisturbed(rows: dict[str, tuple[Config, dict[str, Any]]], folder: Path) -> dict[str, Any]:
+    """For each row, steps and parameters of an undisturbed run and of one that was killed in its fifth step."""
+    outcomes = {}
+    for label, (config, checkpoint) in rows.items():
+        whole, killed = folder / label / "whole", folder / label / "killed"
+        undisturbed = run_to_the_end(kept(config, whole, **checkpoint))
+        run_until(kept(config, killed, **checkpoint), 5)
+        resumed = run_to_the_end(kept(config, killed, **checkpoint))
+        took = len(resumed.history)
+        outcomes[label] = took, hash_parameters(undisturbed), hash_parameters(resumed)
+    return outcomes
+
+
+def two_ranks() -> dict[str, tuple[Config, dict[str, Any]]]:
+    def row(parallel: ParallelConfig, memory: dict[str, Any] | None = None, **more: Any) -> tuple[Config, dict]:
+        workers, checkpoint = more.pop("workers", 0), more.pop("checkpoint", {})
+        config = make_config(
+            parallel, 2, memory=MemoryConfig(**(memory or {})), steps=STEPS, **{"deterministic": False, **more}
+        )
+        config.data.workers = workers
+        return config, checkpoint
+
+    background = {"async_save": True, "every": 1}
+    lazy = {"optimizer_offload": True, "offload_schedule": OffloadSchedule.lazy}
+    rounded = {"optimizer_offload": True, "offload_state_dtype": StateDType.bfloat16}
+    overlapped = {"cpu_offload": True, "cpu_offload_executor": CPUOffloadExecutor.overlapped, "cpu_threads": 2}
+    return {
+        "ddp, at a URL": row(DDPConfig(), checkpoint={"url": "file://"}),
+        "ddp, in the background": row(DDPConfig(), checkpoint=background),
+        "fsdp1": row(FSDP1Config(), checkpoint=background),
+        "fsdp1, flat": row(FSDP1Config(use_orig_params=False)),
+        "fsdp2": row(FSDP2Config(), checkpoint=background, workers=1),
+        "fsdp2, bf16, whole tensors": row(FSDP2Config(param_dtype=DType.bfloat16), checkpoint={"form": Form.full}),
+        "fsdp2, experts": row(FSDP2Config(), model=TINY["qwen3_moe"]),
+        "fsdp2, tied": row(FSDP2Config(), model=TINY["gpt2"], checkpoint={"form": Form.full, **background}),
+        "fsdp2, no state": row(FSDP2Config(), optim=SGDConfig(lr=1e-2, momentum=0.0)),
+        "fsdp2, lazy offload": row(FSDP2Config(), lazy, checkpoint=background),
+        "fsdp2, rounded offload": row(FSDP2Config(), rounded, optim=SGDConfig(lr=1e-2)),
+        "fsdp2, overlapped CPU offload": row(FSDP2Config(), overlapped, checkpoint=background),
+    }
+
+
+def four_ranks() -> dict[str, tuple[Config, dict[str, Any]]]:
+    config = {"steps": STEPS, "deterministic": False}
+    return {
+        "fsdp2": (make_config(FSDP2Config(), 4, **config), {}),
+        "hsdp2": (make_config(FSDP2Config(), 4, fsdp_size=2, **config), {"async_save": True}),
+        "hsdp1": (make_config(FSDP1Config(), 4, fsdp_size=2, **config), {}),
+    }
+
+
+def one_rank() -> dict[str, tuple[Config, dict[str, Any]]]:
+    return {
+        "single": (make_config(SingleConfig(), 1, steps=STEPS), {}),
+        "single, at a URL": (make_config(SingleConfig(), 1, steps=STEPS), {"url": "memory://", "async_save": True}),
+        "single that follows two": (make_config(SingleConfig(simulated_ranks=2), 1, steps=STEPS), {}),
+    }
+
+
+@pytest.mark.parametrize("ranks, rows", [(1, one_rank), (2, two_ranks), (4, four_ranks)], ids=["1", "2", "4"])
+def test_a_resumed_run_is_the_undisturbed_one_in_every_bit(ranks: int, rows: Any, tmp_path: Path) -> None:
+    """Oracle: the same run in one go: losses, norms, learning rates, tokens, final parameters."""
+    outcomes = run_ranks(ranks, resumed_and_undisturbed, rows(), tmp_path)
+    for label in rows():
+        undisturbed = steps_of(tmp_path / label / "whole")
+        assert steps_of(tmp_path / label / "killed") == undisturbed, label
+        assert [step[0] for step in undisturbed] == list(range(1, STEPS + 1))
+        for outcome in outcomes:
+            took, whole, resumed = outcome[label]
+            assert 2 <= took <= 3, label
+            assert resumed == whole, label
+
+
+def train_and_tell(config: Config, killed_in: int | None) -> list[str]:
+    """Train, and tell a hash of every sample that was trained on."""
+    seen: list[str] = []
+
+    def prepare(trainer: Trainer) -> None:
+        take = trainer.batches.next_step
+
+        def next_step() -> Any:
+            batches = take()
+            for tokens_BT, labels_BT in batches:
+                seen.extend(
+                    hashlib.sha256(tokens.numpy().tobytes() + labels.numpy().tobytes()).hexdigest()
+                    for tokens, labels in zip(tokens_BT, labels_BT, strict=True)
+                )
+            return batches
+
+        trainer.batches.next_step = next_step  # type: ignore[method-assign]
+
+    if killed_in is None:
+        run_to_the_end(config, prepare)
+    else:
+        run_until(config, killed_in, prepare)
+    return seen
+
+
+@pytest.mark.parametrize("ranks, parallel", [(4, FSDP2Config()), (1, SingleConfig()), (4, DDPConfig())])
+def test_another_number_of_ranks_goes_on_with_the_same_samples(
+    ranks: int, parallel: ParallelConfig, tmp_path: Path
+) -> None:
+    """Oracle: the undisturbed run on two ranks with the same global batch; losses within 1e-6, each sample once."""
+    two = make_config(FSDP1Config(), 2, steps=STEPS, grad_accum=2, deterministic=False)
+    other = make_config(parallel, ranks, steps=STEPS, grad_accum=4 // ranks, deterministic=False)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    wanted = [row for rank in run_ranks(2, train_and_tell, kept(two, whole), None) for row in rank]
+    first = [row for rank in run_ranks(2, train_and_tell, kept(two, killed), 4) for row in rank]
+    rest = [row for rank in run_ranks(ranks, train_and_tell, kept(other, killed), None) for row in rank]
+    assert sorted(first + rest) == sorted(wanted)
+    assert len(set(wanted)) == len(wanted) == STEPS * 8
+    for found, undisturbed in zip(steps_of(killed), steps_of(whole), strict=True):
+        assert found[0] == undisturbed[0]
+        assert found[1] == pytest.approx(undisturbed[1], abs=1e-6)
+
+
+def poisoned(config: Config, steps: set[int], rank: int) -> tuple[Trainer, list[bool]]:
+    """Train with gradients of one rank that are not finite in some steps; tell whether these left the parameters."""
+    trainer = Trainer(config)
+    clip, same, before = trainer._clip, [], [""]
+
+    def clip_poisoned(max_norm: float) -> torch.Tensor:
+        step = trainer.steps_done + 1
+        if step - 1 in steps:
+            same.append(hash_parameters(trainer) == before[0])
+        before[0] = hash_parameters(trainer)
+        if step in steps and trainer.rank == rank:
+            grads = [
+                local_tensor(param.grad) for _, param in trainer.strategy.named_parameters() if param.grad is not None
+            ]
+            next(grad for grad in grads if grad.numel()).view(-1)[0] = float("inf")
+        return clip(max_norm)
+
+    trainer._clip = clip_poisoned  # type: ignore[method-assign]
+    try:
+        Run(trainer).run()
+    except GivenUpError as error:
+        trainer.given_up = str(error)  # type: ignore[attr-defined]
+    return trainer, same
+
+
+def poison_all(rows: dict[str, Config], folder: Path) -> dict[str, Any]:
+    outcomes = {}
+    for label, config in rows.items():
+        trainer, same = poisoned(kept(config, folder / label, every=0), {2, 4}, rank=1)
+        outcomes[label] = [step.skipped for step in trainer.history], same, hash_parameters(trainer)
+    return outcomes
+
+
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(tmp_path: Path) -> None:
+    """Oracle: the parameters before the step, and the other ranks."""
+    lazy = MemoryConfig(optimizer_offload=True, offload_schedule=OffloadSchedule.lazy)
+    rows = {
+        "ddp": make_config(DDPConfig(), 2, steps=5),
+        "fsdp1": make_config(FSDP1Config(), 2, steps=5),
+        "fsdp2": make_config(FSDP2Config(), 2, steps=5),
+        "fsdp2, default": make_config(FSDP2Config(), 2, steps=5, deterministic=False, max_grad_norm=None),
+        "fsdp2, lazy": make_config(FSDP2Config(), 2, steps=5, memory=lazy),
+    }
+    first, second = run_ranks(2, poison_all, rows, tmp_path)
+    for label in rows:
+        assert first[label][:2] == second[label][:2] == ([False, True, False, True, False], [True, True]), label
+        assert first[label][2] == second[label][2]
+        assert [step[-1] for step in steps_of(tmp_path / label)] == [0, 1, 1, 2, 2]
+
+
+def give_up(config: Config) -> tuple[str, int, str]:
+    trainer, _ = poisoned(config, {2, 3, 4, 5, 6}, rank=0)
+    return trainer.given_up, trainer.steps_done, hash_parameters(trainer)  # type: ignore[attr-defined]
+
+
+def load_and_hash(config: Config) -> tuple[int, str]:
+    trainer = Trainer(config)
+    run = Run(trainer)
+    run.checkpoints = run._open_checkpoints()
+    run._go_on()
+    return trainer.steps_done, hash_parameters(trainer)
+
+
+def test_too_many_skipped_steps_end_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+    """Oracle: the parameters at the end, loaded from what was saved though no checkpoints were asked for."""
+    config = make_config(FSDP2Config(), 2, steps=8, max_skipped_in_a_row=3)
+    kept_config = kept(config, tmp_path, every=0)
+    (told, steps, hashed), _ = run_ranks(2, give_up, kept_config)
+    assert steps == 4
+    assert told.startswith("stopped after step 4: 3 steps in a row had a loss or gradients that are not finite")
+    assert "the newest checkpoint is that of step 4" in told
+    assert run_ranks(2, load_and_hash, kept_config)[0] == (4, hashed)
+
+
+def refused(config: Config) -> str:
+    with pytest.raises(ConfigError) as caught:
+        run_to_the_end(config)
+    return str(caught.value)
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+    """Oracle: the sentence."""
+    config = kept(make_config(SingleConfig(), 1, steps=2), tmp_path, every=1)
+    run_ranks(1, train_and_tell, config, None)
+    more = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=4))
+    wider = dataclasses.replace(more, model=dataclasses.replace(more.model, vocab_size=71))
+    other = dataclasses.replace(more, optim=SGDConfig())
+    data = dataclasses.replace(more, data=dataclasses.replace(more.data, branching=5))
+    assert run_ranks(1, refused, wider)[0] == (
+        "model.vocab_size=71 is not 67, with which the weights of the checkpoint of step 2 were made; set "
+        "model.vocab_size=67"
+    )
+    assert run_ranks(1, refused, other)[0] == (
+        "optim=sgd has other states than optim=adamw, with which the checkpoint of step 2 was made; set optim=adamw or "
+        "start a new run in another folder"
+    )
+    assert run_ranks(1, refused, data)[0].startswith("data has changed since the checkpoint (fingerprint ")
+
+
+@pytest.mark.parametrize("form", list(Form), ids=lambda form: form.value)
+def test_a_checkpoint_converts_to_what_the_final_weights_convert_to(
+    form: Form, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the folder in Hugging Face format made from the final weights, byte for byte."""
+    config = kept(make_config(FSDP2Config(), 2, steps=2, model=TINY["qwen3_moe"]), tmp_path / "run", 2, form=form)
+    config.checkpoint.final_weights = True
+    run_ranks(2, train_and_tell, config, None)
+    for source, target in (("run", "final"), ("run/checkpoints", "newest"), ("run/checkpoints/step-00000002", "named")):
+        assert convert(["to-hf", str(tmp_path / source), str(tmp_path / target)]) == 0
+    (tmp_path / "run" / "weights").rename(tmp_path / "weights")
+    assert convert(["to-hf", str(tmp_path / "run"), str(tmp_path / "run_without_weights")]) == 0
+    assert "holds no final weights; taking those of its newest checkpoint, step-00000002" in capsys.readouterr().out
+    final = {path.name: path.read_bytes() for path in (tmp_path / "final").iterdir()}
+    for target in ("newest", "named", "run_without_weights"):
+        assert {path.name: path.read_bytes() for path in (tmp_path / target).iterdir()} == final
+    manifest = tmp_path / "run" / "checkpoints" / "step-00000002" / "manifest.json"
+    manifest.unlink()
+    with pytest.raises(ConfigError, match=r"step-00000002 is incomplete: it has no manifest\.json"):
+        convert(["to-hf", str(manifest.parent), str(tmp_path / "refused")])
