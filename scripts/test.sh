@@ -2,7 +2,8 @@
 # The one test command, which continuous integration runs too: `bash scripts/test.sh [arguments for pytest]`.
 #
 # In order, stopping at the first failure: ruff, import floors, mypy, pytest under coverage. With no arguments the whole
-# suite runs and at least 90% of the lines must be covered; with arguments (`tests/data -k resume`) coverage is only told.
+# suite runs, as two processes side by side, and at least 90% of the lines must be covered; with arguments
+# (`tests/data -k resume`) one process runs what they name, and coverage is only told. CHAOS_KILLS=10 kills real runs too.
 #
 # The tests run on the checkout with the active virtual environment's or PATH's python3 (PYTHON=/path/to/python
 # overrides) where that has all that pyproject.toml asks for, else with .venv-test, which is made here, kept, and
@@ -11,6 +12,9 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD
 minimum_percent=90
+# What the second process runs; the first runs all the rest of tests/. They should take about as long as each other, as
+# their closing lines tell. Not pytest-xdist: its workers have threads, and the tests fork ranks.
+second_half=(tests/memory tests/models tests/parallel)
 
 say() { printf 'test.sh: %s\n' "$1"; }
 fail() {
@@ -61,7 +65,8 @@ if [[ -n $missing ]]; then
 fi
 
 scratch=$(mktemp -d)
-trap 'rm -rf "$scratch"' EXIT
+second=''
+trap '[[ -z $second ]] || kill -- "-$second" 2>/dev/null || true; rm -rf "$scratch"' EXIT
 export COVERAGE_FILE=$scratch/coverage
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # Processes that the tests start elsewhere find this checkout too, and no other copy of fsdptoys.
@@ -77,34 +82,81 @@ part() { # name, command: run it, remember how long it took, stop the whole wher
   [[ $status == 0 ]] || finish "$status" "FAILED: $name"
 }
 
-finish() { # exit status, what to say: pytest's closing line comes last, for it counts the tests
+finish() { # exit status, what to say: pytest's closing line comes last, for it counts the tests of all processes
   printf '\n'
   say "$2; ${times%; }"
-  [[ ! -e $scratch/pytest.log ]] ||
-    sed 's/\x1b\[[0-9;]*m//g' "$scratch/pytest.log" | grep -E '^=* ?([0-9]+ [a-z]+(, )?)+ in [0-9.]+s|^=* ?no tests ran' | tail -n 1 || true
+  [[ ! -e $scratch/pytest.log ]] || closing_line "$scratch/pytest.log" "$scratch/pytest-second.log"
   exit "$1"
 }
 
-# shellcheck disable=SC2329  # called through `part`, like the next
+closing_line() { # logs of pytest
+  "$python" - "$@" <<'PYTHON'
+import collections
+import os
+import re
+import sys
+
+total, longest = collections.Counter(), 0.0
+paths = [path for path in sys.argv[1:] if os.path.exists(path)]
+for path in paths:
+    with open(path, encoding="utf-8", errors="replace") as log:
+        text = re.sub(r"\x1b\[[0-9;]*m", "", log.read())
+    found = re.findall(r"^=* ?((?:\d+ [a-z]+(?:, )?)+|no tests ran) in ([0-9.]+)s", text, re.M)
+    counts, seconds = found[-1] if found else ("ended without a closing line", "0")
+    if len(paths) > 1:
+        print(f"test.sh: {path.rsplit('/', 1)[-1].removesuffix('.log')}: {counts}" + f" in {seconds}s" * bool(found))
+    longest = max(longest, float(seconds))
+    for number, outcome in re.findall(r"(\d+) ([a-z]+)", counts):
+        total[outcome] += int(number)
+if total:
+    print(", ".join(f"{number} {outcome}" for outcome, number in total.items()), f"in {longest:.2f}s")
+PYTHON
+}
+
+color=no
+[[ ! -t 1 ]] || color=yes
+
+# shellcheck disable=SC2329  # called through `part`, like the next two
 run_pytest() {
-  local color=no
-  [[ ! -t 1 ]] || color=yes
   "$python" -m coverage run -m pytest --color="$color" "$@" | tee "$scratch/pytest.log"
 }
 
 # shellcheck disable=SC2329
+run_halves() { # the first is shown as it goes, the second when both are done; each has coverage data of its own
+  local status=0 second_status=0
+  set -m # without job control bash has what runs in the background ignore Ctrl-C, which tests send their own processes
+  COVERAGE_FILE=$scratch/coverage-second "$python" -m coverage run -m pytest --color="$color" \
+    "${second_half[@]}" >"$scratch/pytest-second.log" 2>&1 </dev/null &
+  second=$!
+  set +m
+  trap 'kill -INT -- "-$second"' INT
+  run_pytest tests "${second_half[@]/#/--ignore=}" || status=$?
+  wait "$second" || second_status=$?
+  ! kill -0 "$second" 2>/dev/null || wait "$second" || second_status=$? # Ctrl-C ends a wait, and both processes later
+  trap - INT
+  second=''
+  say "pytest ${second_half[*]}"
+  cat "$scratch/pytest-second.log"
+  return $((status ? status : second_status))
+}
+
+# shellcheck disable=SC2329
 report_coverage() {
-  "$python" -m coverage combine --quiet && "$python" -m coverage report --skip-covered "$@"
+  "$python" -m coverage combine --quiet "$scratch"/coverage* && "$python" -m coverage report --skip-covered "$@"
 }
 
 part 'ruff check' "$python" -m ruff check .
 part 'ruff format' "$python" -m ruff format --check .
 part 'import floors' "$python" -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
 part 'mypy' "$python" -m mypy
-part 'pytest' run_pytest "$@"
 if [[ $# == 0 ]]; then
+  part 'pytest' run_halves
   part "coverage, at least $minimum_percent%" report_coverage --fail-under="$minimum_percent"
 else
+  part 'pytest' run_pytest "$@"
   part 'coverage' report_coverage
+fi
+if [[ -n ${CHAOS_KILLS:-} ]]; then
+  part "chaos, $CHAOS_KILLS kills" "$python" scripts/chaos.py --kills "$CHAOS_KILLS"
 fi
 finish 0 'passed'
