@@ -46,7 +46,7 @@ def offload(
             model=strategy.model,
             schedule=memory.offload_schedule,
             seed=config.train.init_seed,
-            rank=context.rank,
+            rank=strategy.shard_rank,  # replicas must round alike, or they drift apart
             units_ahead=strategy.units_ahead,
             gather_after=strategy.gather_after,
         )

@@ -20,6 +20,7 @@ from .config import Config
 from .device import Device
 from .errors import ConfigError
 from .metrics import run_dir_path
+from .worker import launch_folder, restart_count
 
 
 def checkpoint_folder(config: Config, run_dir: Path | None) -> str | None:
@@ -44,6 +45,22 @@ def check_resume(config: Config, restarted: bool) -> None:
     facts = peek(config.checkpoint, folder, restarted)
     if facts is not None:
         check_same_run(config, facts)
+
+
+def check_restart(config: Config) -> None:
+    """Refuse to start again in a new run directory, as if nothing had been done.
+
+    Our own launcher remembers the directory; torchrun does not.
+
+    Raises:
+        ConfigError: if ranks were started again and nothing says where their run is.
+    """
+    of_torchrun = restart_count() > 0 and launch_folder() is None
+    if of_torchrun and config.checkpoint.every and config.checkpoint.folder is None:
+        raise ConfigError(
+            "metrics.run_dir=null is a new folder at each start, and the ranks were started again; set "
+            "metrics.run_dir=runs/NAME, so that they find their checkpoints"
+        )
 
 
 def check_same_run(config: Config, facts: dict[str, Any]) -> list[str]:

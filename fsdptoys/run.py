@@ -5,6 +5,7 @@ Every rank has one. Rank 0 alone has a recorder, which prints and writes; checkp
 
 import dataclasses
 import functools
+import itertools
 import sys
 import time
 from contextlib import ExitStack, suppress
@@ -17,11 +18,21 @@ from .checkpoint import WEIGHTS_FOLDER, Checkpoints, save_weights
 from .config import Config
 from .errors import GivenUpError
 from .heartbeat import HEARTBEATS_FOLDER, Heartbeat, explain_lost_ranks
-from .metrics import PROFILE_FOLDER, Recorder, Resumed, StepMetrics, environment, new_run_dir, run_dir_path
+from .metrics import (
+    PROFILE_FOLDER,
+    FolderLock,
+    Recorder,
+    Resumed,
+    StepMetrics,
+    environment,
+    lock_run_dir,
+    new_run_dir,
+    run_dir_path,
+)
 from .parallel import host_copy, whole_tensors
 from .process import process_group
 from .profiler import Profiler
-from .resume import check_same_run, checkpoint_folder, restore_rng, rng_facts, run_facts
+from .resume import check_restart, check_same_run, checkpoint_folder, restore_rng, rng_facts, run_facts
 from .signals import StopRequest
 from .trainer import Stop, Trainer
 from .worker import remember_run_dir, remembered_run_dir, restart_count
@@ -55,6 +66,7 @@ class Run:
         self.trainer = trainer
         self.config = trainer.config
         self.rank, self.world_size = trainer.rank, trainer.world_size
+        self._lock: FolderLock | None = None
         self.run_dir = self._claim_run_dir()
         self._recorder: Recorder | None = None
         self._resumed: Resumed | None = None
@@ -65,6 +77,8 @@ class Run:
         trainer, config = self.trainer, self.config
         heartbeats = self.run_dir / HEARTBEATS_FOLDER
         with ExitStack() as stack:
+            if self._lock is not None:
+                stack.callback(self._lock.release)
             heartbeat = Heartbeat(heartbeats, self.rank)
             stack.callback(heartbeat.close)
             trainer.on_phase = heartbeat.beat
@@ -121,7 +135,11 @@ class Run:
         if self.rank == 0:
             named = self.config.metrics.run_dir
             path = remembered_run_dir() or (run_dir_path(named) if named is not None else None)
-            told = [str(path if path is not None else new_run_dir(self.title))]
+            if path is None:
+                check_restart(self.config)
+                path = new_run_dir(self.title)
+            self._lock = lock_run_dir(path)  # before anything there is touched
+            told = [str(path)]
         dist.broadcast_object_list(told, device=self.trainer.device.torch_device)
         assert told[0] is not None
         path = Path(told[0])
@@ -137,7 +155,7 @@ class Run:
         folder = checkpoint_folder(self.config, self.run_dir)
         assert folder is not None
         # Nothing else talks over this group, so that a background thread may.
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.config.launch.timeout_seconds))
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.config.checkpoint.timeout_seconds))
         return Checkpoints(
             self.config.checkpoint,
             folder,
@@ -155,9 +173,13 @@ class Run:
         if found is None:
             if restarted or config.checkpoint.resumes:
                 self._resumed = Resumed(0, {}, None)
+                if self.rank == 0:
+                    self._set_weights_aside()
             return
         for sentence in check_same_run(config, found.facts):
             self._say(sentence)
+        if self.rank == 0 and found.step < config.train.steps:
+            self._set_weights_aside()
         trainer.go_on_from(found.facts, found.load)
         assert config.train.init_seed is not None
         restore_rng(found.own_facts, trainer.device, config.train.init_seed, found.step, self.rank)
@@ -178,6 +200,8 @@ class Run:
             steps=self.config.train.steps,
             references={label: nats for label, nats in references.items() if nats is not None},
             resumed=self._resumed,
+            lock=self._lock,
+            make_room=self.checkpoints.wait,
         )
 
     def _profiler(self) -> Profiler:
@@ -216,14 +240,19 @@ class Run:
     def _save_weights(self) -> None:
         """Write the trained weights from rank 0, which all ranks give their parts of."""
         parameters = self.trainer.strategy.full_parameters()
-        if self.rank == 0:
-            folder = self.run_dir / WEIGHTS_FOLDER
-            if self._resumed and folder.exists():
-                folder.rename(folder.with_name(f"{WEIGHTS_FOLDER}-before-step-{self._resumed.step + 1}"))
+        folder = self.run_dir / WEIGHTS_FOLDER
+        if self.rank == 0 and not folder.exists():  # else no step was taken since they were written
             save_weights(folder, parameters)
         else:
             for _ in parameters:
                 pass
+
+    def _set_weights_aside(self) -> None:
+        """Rename the weights that an earlier end has left, so that nobody takes them for those of the steps to come."""
+        folder = self.run_dir / WEIGHTS_FOLDER
+        names = (folder.with_name(f"{WEIGHTS_FOLDER}-{number}") for number in itertools.count(1))
+        if folder.exists():
+            folder.rename(next(name for name in names if not name.exists()))
 
     def _say(self, text: str) -> None:
         if self._recorder:

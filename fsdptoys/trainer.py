@@ -261,14 +261,16 @@ class Trainer:
             [loss_sum.view(1), (~grad_norm.isfinite()).to(loss_sum).view(1), torch.tensor(mine).to(loss_sum)]
         )
         dist.all_reduce(totals)
+        if not train.skip_nonfinite:
+            self._update()  # without waiting for what the device has to tell
         total_loss, ranks_not_finite, *votes = totals.tolist()
         loss = total_loss / max(1, valid)
         skipped = train.skip_nonfinite and not (math.isfinite(loss) and ranks_not_finite == 0)
-        if not skipped:
+        if train.skip_nonfinite and not skipped:
             self._update()
-            if self._evaluates_after(step):
-                self._finish_updates()  # in the evaluation they would be counted nowhere
-        self.schedule.step()
+        if self._evaluates_after(step):
+            self._finish_updates()  # in the evaluation they would be counted nowhere
+        set_schedule(self.schedule, step)
         self.optimizer.zero_grad(set_to_none=strategy.frees_gradients)
         self.skipped_steps += skipped
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
@@ -318,8 +320,8 @@ class Trainer:
     def _saves_after(self, step: int, stop: Stop | None) -> bool:
         """Whether a checkpoint is due."""
         checkpoint = self.config.checkpoint
-        if stop is not None and (stop.gave_up or (stop.signal and checkpoint.on_signal)):
-            return True
+        if stop is not None and (stop.gave_up or stop.signal):
+            return stop.gave_up or checkpoint.on_signal
         return checkpoint.every > 0 and (stop is not None or step % checkpoint.every == 0)
 
     def _evaluates_after(self, step: int) -> bool:

@@ -182,7 +182,9 @@ def read_steps(folder: Path) -> list[dict]:
 def hash_weights(folder: Path) -> str:
     """SHA-256 of the final weights' files."""
     digest = hashlib.sha256()
-    for path in sorted((folder / "weights").glob("*.safetensors")):
+    paths = sorted((folder / "weights").glob("*.safetensors"))
+    assert paths, f"{folder} holds no weights"
+    for path in paths:
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

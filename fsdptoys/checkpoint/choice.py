@@ -67,7 +67,8 @@ def peek(config: CheckpointConfig, folder: str | None, restarted: bool = False) 
     if storage is not None:
         if config.every or config.on_signal:
             check_writable(storage)
-        Series(storage).recover()
+        if Series(storage).newest_complete() is None:  # else a run that is saving just now may be at it
+            Series(storage).recover()
     if restarted and storage is not None and (facts := _peek_newest(storage, [])) is not None:
         return facts
     if config.resume in RESUME_WORDS:

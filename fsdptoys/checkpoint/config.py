@@ -7,6 +7,8 @@ from fsdptoys.errors import ConfigError
 
 RESUME_WORDS = ("never", "auto", "must")
 
+LONGEST_TIMEOUT_SECONDS = 30 * 24 * 3600
+
 
 class Form(Enum):
     """How a checkpoint's tensors are laid out; either is loaded by any number of ranks."""
@@ -35,6 +37,8 @@ class CheckpointConfig:
     """Stop the steps only to copy to host memory, and write in the background."""
     form: Form = Form.sharded
     """How a checkpoint's tensors are laid out."""
+    timeout_seconds: float = 7200.0
+    """A save, or reading a checkpoint, that keeps one rank waiting for another for longer ends the run."""
     resume: str = "never"
     """``auto``: from the newest whole checkpoint, if there is one; ``must``: or refuse; or a checkpoint's folder."""
     final_weights: bool = False
@@ -46,6 +50,11 @@ class CheckpointConfig:
             value = getattr(self, name)
             if value < bound:
                 raise ConfigError(f"checkpoint.{name}={value} must be at least {bound}; set checkpoint.{name}={bound}")
+        if not 0 < self.timeout_seconds <= LONGEST_TIMEOUT_SECONDS:
+            raise ConfigError(
+                f"checkpoint.timeout_seconds={self.timeout_seconds} must be above 0 and at most "
+                f"{LONGEST_TIMEOUT_SECONDS}; set checkpoint.timeout_seconds=7200"
+            )
         for name in ("folder", "resume"):
             value = getattr(self, name)
             if value is not None and not value.strip():

@@ -113,6 +113,13 @@ class Checkpoints:
         self._thread.start()
         return True
 
+    def wait(self) -> bool:
+        """Wait for this rank's part of a save in the background, whatever comes of it; whether there was one."""
+        if self._thread is None or not self._thread.is_alive():
+            return False
+        self._thread.join()
+        return True
+
     def finish(self) -> bool:
         """Wait for a save in the background; collective.
 
@@ -150,7 +157,7 @@ class Checkpoints:
             ConfigError: on all ranks, as ``peek``, or if a rank does not see the folder where checkpoints go.
         """
         self._clean()
-        if self._config.every and self._ranks.size > 1:
+        if (self._config.every or self._config.on_signal) and self._ranks.size > 1:
             self._check_shared()
         passed: list[str] = []
         word = self._config.resume if self._config.resume in RESUME_WORDS else None
@@ -243,11 +250,16 @@ class Checkpoints:
         if self._ranks.rank == 0:
             with suppress(OSError):
                 self._storage.remove(probe)
-        if blind:
-            raise ConfigError(
-                f"checkpoints go to {self._storage.where}, where rank {blind[0]} does not see what rank 0 writes; set "
-                "checkpoint.folder to a place that all machines share"
-            )
+        if not blind:
+            return
+        sentence = (
+            f"checkpoints go to {self._storage.where}, where rank {blind[0]} does not see what rank 0 writes; set "
+            "checkpoint.folder to a place that all machines share"
+        )
+        if self._config.every:
+            raise ConfigError(sentence)
+        if self._message is not None and self._ranks.rank == 0:
+            self._message(f"a signal could save nothing: {sentence}")
 
     def _write_probe(self) -> str:
         # A new name each time: network file systems remember for a while what is not there.

@@ -12,6 +12,7 @@ new one begins.
 All of this is done by one process, rank 0.
 """
 
+import errno
 from contextlib import suppress
 
 from .manifest import MANIFEST_FILE, Manifest, NotWholeError, read_manifest, reason_of, step_name, step_of
@@ -104,6 +105,9 @@ class Series:
             OSError: as the system refuses; then the older one is there still, unless the new one is.
         """
         storage, name = self.storage, manifest.name
+        for path, said in manifest.files.items():
+            if storage.size(f"{working}/{path}") != said.size:
+                raise OSError(errno.EIO, "what was written has changed since", f"{working}/{path}")
         write_file(storage, f"{working}/{MANIFEST_FILE}", manifest.to_bytes())
         storage.sync(working)
         if not storage.renames:

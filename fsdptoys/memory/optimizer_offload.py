@@ -84,7 +84,7 @@ def offload_optimizer(
         model: what contains all units.
         schedule: not ``auto``.
         seed: for stochastic rounding.
-        rank: likewise; ranks must not round alike.
+        rank: likewise; shards must not round alike, and replicas must.
         units_ahead: units after its own that a unit's forward begins to gather.
         gather_after: lets what gathers parameters for a module's forward wait for an event.
         transfers: who copies; by default what the device has.

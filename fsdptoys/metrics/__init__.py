@@ -5,16 +5,18 @@ console shows and ``metrics.jsonl`` keeps; at the end the same numbers become ``
 """
 
 from .config import PROFILE_FOLDER, Console, MetricsConfig, check_run_dir, run_dir_path
+from .lock import FolderLock
 from .provenance import environment
 from .recorder import Recorder
 from .resumes import Resumed
-from .run_directory import RunDirectory, new_run_dir
+from .run_directory import RunDirectory, lock_run_dir, new_run_dir
 from .spikes import SpikeDetector
 from .step import StepMetrics, step_metrics
 
 __all__ = [
     "PROFILE_FOLDER",
     "Console",
+    "FolderLock",
     "MetricsConfig",
     "Recorder",
     "Resumed",
@@ -23,6 +25,7 @@ __all__ = [
     "StepMetrics",
     "check_run_dir",
     "environment",
+    "lock_run_dir",
     "new_run_dir",
     "run_dir_path",
     "step_metrics",

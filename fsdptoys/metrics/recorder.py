@@ -1,12 +1,14 @@
 """The one thing that the trainer talks to, on rank 0: steps and messages in, console and run directory out."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from .config import EXPERTS_FILE, LOSS_FILE, SUMMARY_FILE, MetricsConfig
 from .console import Reporter, build_reporter
+from .lock import FolderLock
 from .provenance import hardware_line
 from .resumes import Resumed, starts
 from .run_directory import RunDirectory
@@ -25,6 +27,8 @@ class Recorder:
         steps: optimizer steps planned.
         references: label → nats a token that the loss is shown next to.
         resumed: what the run goes on from, in a folder that may hold its earlier steps; None for a new run.
+        lock: of the run directory, where it is held already.
+        make_room: called where a step cannot be written; says whether there may be room now.
 
     Raises:
         ConfigError: if the run directory cannot be made or written, here and in every method.
@@ -39,6 +43,8 @@ class Recorder:
         steps: int,
         references: dict[str, float],
         resumed: Resumed | None = None,
+        lock: FolderLock | None = None,
+        make_room: Callable[[], bool] = lambda: False,
     ) -> None:
         self._config = config
         self._title = title
@@ -49,7 +55,7 @@ class Recorder:
         self._last_counts: list[list[int]] | None = None
         self._counts_step = 0
         self._started = time.perf_counter()
-        self._directory = RunDirectory(config, title, config_tree, environment, resumed)
+        self._directory = RunDirectory(config, title, config_tree, environment, resumed, lock, make_room)
         self._steps = self._directory.earlier_steps
         done = resumed.step if resumed is not None else 0
         self._reporter: Reporter = build_reporter(config.console, steps, config.log_every, done)

@@ -5,10 +5,10 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import yaml
 
@@ -40,6 +40,8 @@ class RunDirectory:
         config_tree: every setting of the run, as plain dicts, lists, strings and numbers.
         environment: where and with what the run takes place.
         resumed: what the run goes on from; None for a run of its own, whose folder must not hold another.
+        lock: of the folder, where it is held already; released by ``close``.
+        make_room: called where a step cannot be written; says whether there may be room now.
 
     Raises:
         ConfigError: if the folder cannot be made, is being written by another process, or already holds a run that is
@@ -53,7 +55,10 @@ class RunDirectory:
         config_tree: dict[str, Any],
         environment: dict[str, Any],
         resumed: Resumed | None = None,
+        lock: FolderLock | None = None,
+        make_room: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._make_room = make_room
         check_run_dir(config, resumes=resumed is not None)
         self.path = RUNS_FOLDER if config.run_dir is None else run_dir_path(config.run_dir)
         self.notes: list[str] = []
@@ -64,7 +69,7 @@ class RunDirectory:
             if config.run_dir is None:
                 self.path = new_run_dir(title)
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = FolderLock(self.path)
+            self._lock = lock or FolderLock(self.path)
             try:
                 if resumed is not None:
                     self._go_on(resumed, config_tree, environment)
@@ -72,7 +77,7 @@ class RunDirectory:
                     if resumed is None:
                         # Whatever the check above has seen: what is there must not be written over.
                         (self.path / METRICS_FILE).touch(exist_ok=False)
-                    self._metrics: TextIO = open(self.path / METRICS_FILE, "a", encoding="utf-8")  # noqa: SIM115
+                    self._metrics = open(self.path / METRICS_FILE, "ab", buffering=0)  # noqa: SIM115
                 except FileExistsError as error:
                     raise ConfigError(already_holds(config.run_dir, METRICS_FILE)) from error
                 self.write(CONFIG_FILE, yaml.safe_dump(config_tree, sort_keys=False, allow_unicode=True))
@@ -98,9 +103,26 @@ class RunDirectory:
 
     def append(self, metrics: StepMetrics) -> None:
         """Add a step to ``metrics.jsonl`` and hand the line to the system at once."""
+        line = (metrics.to_json() + "\n").encode()
         with self.writing():
-            self._metrics.write(metrics.to_json() + "\n")
-            self._metrics.flush()
+            try:
+                self._append_line(line)
+            except OSError:
+                if not self._make_room():
+                    raise
+                self._append_line(line)
+
+    def _append_line(self, line: bytes) -> None:
+        """Add all of a line, or nothing."""
+        before = os.fstat(self._metrics.fileno()).st_size
+        try:
+            written = 0
+            while written < len(line):
+                written += self._metrics.write(line[written:])
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._metrics.fileno(), before)
+            raise
 
     def append_counts(self, step: int, counts: list[list[int]]) -> None:
         """Add a step to ``routing.jsonl``, which the first of them makes."""
@@ -137,6 +159,17 @@ class RunDirectory:
     def writing(self) -> contextlib.AbstractContextManager[None]:
         """Turn what the system refuses (disk full, folder gone) into the one sentence for the user."""
         return _writing(self.path)
+
+
+def lock_run_dir(path: Path) -> FolderLock:
+    """Make a run's directory if it is missing, and hold it against every other process.
+
+    Raises:
+        ConfigError: if it cannot be made, or is another run's at the moment.
+    """
+    with _writing(path):
+        path.mkdir(parents=True, exist_ok=True)
+        return FolderLock(path)
 
 
 def new_run_dir(title: str) -> Path:

@@ -219,6 +219,12 @@ class Strategy(ABC):
         """The ranks whose local gradients together make one whole gradient; None where each has the whole."""
         return None
 
+    @property
+    def shard_rank(self) -> int:
+        """Which shard this rank holds; 0 where each holds the whole."""
+        group = self.shard_group()
+        return dist.get_rank(group) if group is not None else 0
+
     @torch.no_grad()
     def clip_grad_norm(
         self,

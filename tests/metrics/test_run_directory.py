@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -169,7 +170,7 @@ def test_what_the_system_refuses_becomes_a_sentence():
 def test_a_full_disk_becomes_a_sentence():
     """Oracle: the sentence with the system's own words, from a device that is always full."""
     directory = open_run("run")
-    with open("/dev/full", "w") as full:
+    with open("/dev/full", "wb", buffering=0) as full:
         directory._metrics = full
         with pytest.raises(
             ConfigError, match=r"^metrics\.run_dir=run cannot be written \(No space left on device\); set"
@@ -234,3 +235,30 @@ def test_the_commit_is_the_checkouts_own(tmp_path, monkeypatch):
     assert checkout_commit(root / "installed") is None
     monkeypatch.setenv("PATH", "")
     assert checkout_commit(root) is None
+
+
+@pytest.mark.parametrize("there_is_room", [True, False])
+def test_a_step_is_written_whole_once_there_is_room(there_is_room: bool, tmp_path: Path) -> None:
+    """Oracle: the file, with a limit on its size in the middle of the second line, which may be lifted."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def make_room() -> bool:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        return there_is_room
+
+    config = MetricsConfig(run_dir=str(tmp_path / "run"))
+    directory = RunDirectory(config, "tiny", {}, {}, make_room=make_room)
+    directory.append(replace(STEP, step=1))
+    first = (tmp_path / "run" / "metrics.jsonl").read_text()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(first) + 20, before[1]))
+    try:
+        if there_is_room:
+            directory.append(replace(STEP, step=2))
+        else:
+            with pytest.raises(ConfigError, match="File too large"):
+                directory.append(replace(STEP, step=2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    directory.close()
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert lines == first + (replace(STEP, step=2).to_json() + "\n" if there_is_room else "")
