@@ -12,5 +12,9 @@ class GivenUpError(RuntimeError):
     """The run ended itself, since going on, or starting again, makes no sense; the message says why."""
 
 
+class LostWorkerError(RuntimeError):
+    """A process that made batches ahead has ended; the message says which, and what may have ended it."""
+
+
 class LostRanksError(RuntimeError):
     """A collective timed out or broke; the message says which ranks did not arrive."""

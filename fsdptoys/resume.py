@@ -92,6 +92,11 @@ def check_same_run(config: Config, facts: dict[str, Any]) -> list[str]:
             f"states; set memory.offload_state_dtype={formats[0]}"
             + (" and memory.optimizer_offload=true" if formats[0] != "float32" else "")
         )
+    if facts["step"] > config.train.steps:
+        raise ConfigError(
+            f"train.steps={config.train.steps} is behind {where}; set train.steps={before['train']['steps']}, or more "
+            "to go on"
+        )
     told = []
     if before["train"]["steps"] != config.train.steps:
         told.append(

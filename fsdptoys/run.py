@@ -71,6 +71,7 @@ class Run:
         self._recorder: Recorder | None = None
         self._resumed: Resumed | None = None
         self._saved = True
+        self._problem: str | None = None
 
     def run(self) -> None:
         """Go on from a checkpoint where there is one, take the steps, keep the weights, sample, and sum up."""
@@ -96,10 +97,12 @@ class Run:
             request = stack.enter_context(StopRequest())
             stop = trainer.train(self._on_step, profiler, self._save, request)
             heartbeat.beat(trainer.steps_done, "end")
-            self._finish(stop, profiler)
-        with suppress(OSError):  # the folder goes with the last one
-            heartbeat.path.unlink()
-            heartbeats.rmdir()
+            try:
+                self._finish(stop, profiler)
+            except GivenUpError:
+                _take_away(heartbeat)
+                raise
+            _take_away(heartbeat)
 
     def _finish(self, stop: Stop, profiler: Profiler) -> None:
         """Leave behind what a run leaves behind; where the process is to end soon, no more than it must."""
@@ -123,11 +126,13 @@ class Run:
                 self._recorder.finish(reason, sample, profiler.summary_markdown())
         if stop.gave_up:
             raise GivenUpError(
-                f"stopped after step {self.trainer.steps_done}: {reason}; lower optim.lr, or look at the data of these "
-                "steps"
+                f"stopped after step {self.trainer.steps_done}: {reason}; lower optim.lr or look at the data of these "
+                "steps, and to go back to an older checkpoint, move the newer ones away"
             )
         if not self._saved:
-            raise GivenUpError(f"the checkpoint of step {self.trainer.steps_done}, the last one, was not saved")
+            told = [self._problem]
+            dist.broadcast_object_list(told, device=self.trainer.device.torch_device)
+            raise GivenUpError(told[0] or "the last checkpoint was not saved")
 
     def _claim_run_dir(self) -> Path:
         """Settle on a directory, which rank 0 makes where it has no name yet, and tell it to all ranks."""
@@ -160,7 +165,7 @@ class Run:
             self.config.checkpoint,
             folder,
             group,
-            message=self._say,
+            message=self._tell_problem,
             copy=host_copy,
             whole=whole_tensors,
         )
@@ -178,6 +183,12 @@ class Run:
             return
         for sentence in check_same_run(config, found.facts):
             self._say(sentence)
+        before, now = found.facts["global_batch"], trainer.batches.global_batch
+        if before != now:
+            self._say(
+                f"the global batch was {before} sequences and is {now}, so the steps are not those that they would "
+                "have been; train.batch_size and train.grad_accum set it"
+            )
         if self.rank == 0 and found.step < config.train.steps:
             self._set_weights_aside()
         trainer.go_on_from(found.facts, found.load)
@@ -220,14 +231,15 @@ class Run:
             self._recorder.step(metrics)
         self._report()
 
-    def _save(self) -> None:
+    def _save(self, stop: Stop | None) -> None:
         """Save a checkpoint, or begin to; all ranks call this after the same step."""
         started = time.perf_counter()
         trainer = self.trainer
         facts = run_facts(self.config, self.world_size) | trainer.facts()
         facts["metrics"] = self._recorder.offsets() if self._recorder else {}
         tensors = trainer.strategy.state_tensors(trainer.optimizer)
-        self._saved = self.checkpoints.save(trainer.steps_done, tensors, facts, rng_facts(trainer.device))
+        prunes = stop is None or not stop.gave_up  # what went wrong may have begun before the oldest that is kept
+        self._saved = self.checkpoints.save(trainer.steps_done, tensors, facts, rng_facts(trainer.device), prunes)
         if self._saved:
             seconds = time.perf_counter() - started
             how = "being written, the steps stood still for" if self.config.checkpoint.async_save else "saved in"
@@ -254,8 +266,19 @@ class Run:
         if folder.exists():
             folder.rename(next(name for name in names if not name.exists()))
 
+    def _tell_problem(self, sentence: str) -> None:
+        self._problem = sentence
+        self._say(sentence)
+
     def _say(self, text: str) -> None:
         if self._recorder:
             self._recorder.message(text)
         elif self.rank == 0:
             print(f"fsdptoys: {text}", file=sys.stderr, flush=True)
+
+
+def _take_away(heartbeat: Heartbeat) -> None:
+    """Remove the file of a rank that has come to its end, and with the last one the folder."""
+    with suppress(OSError):
+        heartbeat.path.unlink()
+        heartbeat.path.parent.rmdir()

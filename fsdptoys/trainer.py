@@ -147,6 +147,7 @@ class Trainer:
         return {
             "step": self.steps_done,
             "data": self.batches.state_dict(),
+            "global_batch": self.batches.global_batch,
             "optimizer_steps": optimizer.steps_taken if isinstance(optimizer, BucketedOptimizer) else None,
             "skipped_steps": self.skipped_steps,
             "skipped_in_a_row": self._skipped_in_a_row,
@@ -177,7 +178,7 @@ class Trainer:
         self,
         on_step: Callable[[StepMetrics], None] | None = None,
         profiler: Profiler | None = None,
-        save: Callable[[], None] | None = None,
+        save: Callable[[Stop | None], None] | None = None,
         request: StopRequest | None = None,
     ) -> Stop:
         """Take the steps that are left, with evaluations in between, and say why they ended.
@@ -185,7 +186,7 @@ class Trainer:
         Args:
             on_step: called after each step, on this rank.
             profiler: a ``Profiler`` that is told of each step.
-            save: called, on all ranks, where a checkpoint is due.
+            save: called, on all ranks, where a checkpoint is due, with why it is the last, if it is.
             request: may ask this rank to stop, which makes all ranks stop.
         """
         train = self.config.train
@@ -214,7 +215,7 @@ class Trainer:
                     watching.step(step)
                 if save and self._saves_after(step, stop):
                     self._enter(step, "checkpoint")
-                    save()
+                    save(stop)
             self._finish_updates()
         return stop
 
@@ -307,13 +308,14 @@ class Trainer:
         for number, ranks in zip(STOP_SIGNALS, votes, strict=False):
             if ranks:
                 return Stop(f"{number.name} received", signal=True)
-        for name, limit, count, how in (
+        for key, limit, count, how in (
             ("max_skipped_in_a_row", train.max_skipped_in_a_row, self._skipped_in_a_row, "in a row"),
             ("max_skipped", train.max_skipped, self.skipped_steps, "in all"),
         ):
             if skipped and count >= limit:
                 return Stop(
-                    f"{count} steps {how} had a loss or gradients that are not finite (train.{name})", gave_up=True
+                    f"{count} steps {how} had a loss or gradients that are not finite (train.{key}={limit})",
+                    gave_up=True,
                 )
         return Stop(f"train.max_seconds={train.max_seconds:g} reached") if votes[-1] else None
 

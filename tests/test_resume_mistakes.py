@@ -20,7 +20,9 @@ NEWEST = CHECKPOINTS / "step-00000003"
 ELSEWHERE = "set checkpoint.folder to a place that can be"
 OLDER = "set checkpoint.resume=run/checkpoints/step-00000002"
 IS_REFUSED = "checkpoint.resume=run/checkpoints/step-00000003 is refused: step-00000003 in run/checkpoints is"
-NOTHING_THERE = "holds no checkpoint; set it to a checkpoint's folder, the folder of several, or a run's directory"
+NOTHING_THERE = (
+    "holds no checkpoint; set it to never, auto or must, or to the folder of a checkpoint, of several, or of a run"
+)
 
 
 def flip(name: str) -> Callable[[], None]:
@@ -163,6 +165,11 @@ MISTAKES: list[tuple[str, Callable[[], object], str]] = [
         nothing,
         "memory.offload_state_dtype=bfloat16 is not float32, in which the checkpoint of step 3 holds the optimizer's "
         "states; set memory.offload_state_dtype=float32",
+    ),
+    (
+        "metrics.run_dir=run checkpoint.resume=auto train.steps=2",
+        nothing,
+        "train.steps=2 is behind the checkpoint of step 3; set train.steps=3, or more to go on",
     ),
     (
         "metrics.run_dir=new checkpoint.folder=run/config.yaml",

@@ -114,8 +114,8 @@ def locate(config: CheckpointConfig, storage: Storage | None) -> Place:
     found = _find(config.resume)
     if found is None:
         raise ConfigError(
-            f"checkpoint.resume={config.resume} holds no checkpoint; set it to a checkpoint's folder, the folder of "
-            "several, or a run's directory"
+            f"checkpoint.resume={config.resume} holds no checkpoint; set it to never, auto or must, or to the folder "
+            "of a checkpoint, of several, or of a run"
         )
     place, name = found
     own = storage is not None and _is_same(place, storage)

@@ -81,7 +81,9 @@ class Checkpoints:
         self._verdict = True
         self._failure: BaseException | None = None
 
-    def save(self, step: int, tensors: Tensors, facts: dict[str, Any], own_facts: dict[str, Any]) -> bool:
+    def save(
+        self, step: int, tensors: Tensors, facts: dict[str, Any], own_facts: dict[str, Any], prunes: bool = True
+    ) -> bool:
         """Save a checkpoint, or with ``async_save`` wait for the one before, and begin; collective.
 
         Args:
@@ -89,6 +91,7 @@ class Checkpoints:
             tensors: by name; DTensors, or plain ones that are the same on all ranks. May change once this returns.
             facts: what else is the same for all ranks, as JSON knows it; ``step`` and ``world_size`` are added.
             own_facts: what is this rank's own.
+            prunes: whether old checkpoints may be deleted after it.
 
         Returns:
             Whether it is committed, on all ranks alike; True once a save in the background has begun. Why not is one
@@ -99,12 +102,12 @@ class Checkpoints:
         state = to_json(facts | {"step": step, "world_size": self._ranks.size})
         own = to_json(own_facts)
         if not self._config.async_save:
-            return self._settle(self._saver.save(step, self._writer(tensors), state, own))
+            return self._settle(self._saver.save(step, self._writer(tensors), state, own, prunes))
         put = self._background_writer(tensors)
 
         def work() -> None:
             try:
-                self._verdict = self._saver.save(step, put, state, own)
+                self._verdict = self._saver.save(step, put, state, own, prunes)
             except BaseException as error:
                 self._failure = error
 

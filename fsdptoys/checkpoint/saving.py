@@ -64,7 +64,7 @@ class Saver:
         self._config = config
         self._tell = tell
 
-    def save(self, step: int, put: Put, state: bytes, own: bytes) -> bool:
+    def save(self, step: int, put: Put, state: bytes, own: bytes, prunes: bool = True) -> bool:
         """Save a checkpoint; collective.
 
         Args:
@@ -72,6 +72,7 @@ class Saver:
             put: writes the tensors.
             state: the facts of all ranks, as JSON.
             own: those of this one.
+            prunes: whether old checkpoints may be deleted after it.
 
         Returns:
             Whether it is committed, on all ranks alike.
@@ -86,7 +87,7 @@ class Saver:
             if not ranks.broadcast(ranks.rank == 0 and self._commit(step, working, answers)):
                 return False
             if ranks.rank == 0:
-                self._tidy(step)
+                self._tidy(step, prunes)
         self.committed = step
         return True
 
@@ -131,13 +132,15 @@ class Saver:
         self._tell_failure(step, told)
         return False
 
-    def _tidy(self, step: int) -> None:
+    def _tidy(self, step: int, prunes: bool) -> None:
         name = step_name(step)
         self.damaged.discard(name)
         try:
             self._series.point_to(name)
         except OSError as error:
             self._tell(f"{LATEST_FILE} does not name {name}: {self._place_of(error)}")
+        if not prunes:
+            return
         problem = self._series.prune(step, self._config.keep, self._config.keep_every, self.damaged)
         if problem is not None:
             self._tell(problem)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from fsdptoys.errors import ConfigError
+from fsdptoys.errors import ConfigError, LostWorkerError
 
 STEPS_AHEAD = 2
 """Steps that each worker has ready or is about to make."""
@@ -79,20 +79,20 @@ class StepsAhead:
 
         Raises:
             ConfigError: the one that reading them raised.
-            RuntimeError: if a worker has ended.
+            LostWorkerError: if a worker has ended.
         """
         try:
             step = next(self._steps)
-        except (RuntimeError, OSError, EOFError) as error:
+        except (RuntimeError, OSError, EOFError):
             # A worker's tensors are handed over by the worker itself, so its end may show as a connection that breaks.
             ended = wait([worker.sentinel for worker in self._workers], timeout=1.0)
             pids = [str(worker.pid) for worker in self._workers if worker.sentinel in ended]
             if not pids:
                 raise
-            raise RuntimeError(
+            raise LostWorkerError(
                 f"a data worker has ended (pid {', '.join(pids)}): it was killed, or there was too little host memory "
                 "or shared memory (/dev/shm); data.workers=0 reads without workers"
-            ) from error
+            ) from None
         if isinstance(step, str):
             raise ConfigError(step)
         return step

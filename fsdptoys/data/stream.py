@@ -105,7 +105,7 @@ class BatchStream:
 
         Raises:
             ConfigError: if the data can no longer be read.
-            RuntimeError: if a worker has ended.
+            LostWorkerError: if a worker has ended.
         """
         if self._workers:
             if self._ahead is None:
@@ -121,6 +121,11 @@ class BatchStream:
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences of a step, over all ranks."""
+        return self._reader.stride
 
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to go on, the same on every rank."""

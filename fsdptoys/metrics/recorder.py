@@ -85,7 +85,7 @@ class Recorder:
     def step(self, metrics: StepMetrics) -> None:
         """Record a step that was done."""
         self._steps.append(metrics.without_counts())
-        self._directory.append(metrics)
+        self._tell(self._directory.append(metrics))
         if metrics.routing is not None:
             self._last_counts = metrics.routing.counts
             if metrics.step == 1 or metrics.step % self._config.log_every == 0:
@@ -115,6 +115,7 @@ class Recorder:
         from .plot import draw_loss  # matplotlib takes most of a second to import
 
         resumes = self._directory.resumes
+        self._directory.flush()
         results = summarize(self._steps, self._config.warmup_steps, starts(resumes))
         self._reporter.close()
         with self._directory.writing():
@@ -143,11 +144,15 @@ class Recorder:
             self.message(f"a sample of the trained model:\n{sample}\n")
         self.message(closing_lines(results, self._planned_steps, stop_reason, self._references, self.run_dir))
 
+    def _tell(self, problem: str | None) -> None:
+        if problem is not None:
+            self.message(problem)
+
     def _write_counts(self) -> None:
         """Write the tokens of each expert in the last step, unless they are written already."""
         step = self._steps[-1].step
         if self._last_counts is not None and step != self._counts_step:
-            self._directory.append_counts(step, self._last_counts)
+            self._tell(self._directory.append_counts(step, self._last_counts))
             self._counts_step = step
 
 

@@ -26,6 +26,7 @@ from .config import (
     check_run_dir,
     run_dir_path,
 )
+from .line_file import NO_ROOM, LineFile
 from .lock import FolderLock
 from .resumes import LINE_FILES, Resumed, describe_resume, put_in_place, read_resumes, read_steps
 from .step import StepMetrics
@@ -41,7 +42,7 @@ class RunDirectory:
         environment: where and with what the run takes place.
         resumed: what the run goes on from; None for a run of its own, whose folder must not hold another.
         lock: of the folder, where it is held already; released by ``close``.
-        make_room: called where a step cannot be written; says whether there may be room now.
+        make_room: called where a step finds no room; says whether there may be some now.
 
     Raises:
         ConfigError: if the folder cannot be made, is being written by another process, or already holds a run that is
@@ -59,6 +60,7 @@ class RunDirectory:
         make_room: Callable[[], bool] = lambda: False,
     ) -> None:
         self._make_room = make_room
+        self._is_full = False
         check_run_dir(config, resumes=resumed is not None)
         self.path = RUNS_FOLDER if config.run_dir is None else run_dir_path(config.run_dir)
         self.notes: list[str] = []
@@ -77,7 +79,7 @@ class RunDirectory:
                     if resumed is None:
                         # Whatever the check above has seen: what is there must not be written over.
                         (self.path / METRICS_FILE).touch(exist_ok=False)
-                    self._metrics = open(self.path / METRICS_FILE, "ab", buffering=0)  # noqa: SIM115
+                    self._lines = {METRICS_FILE: LineFile(self.path / METRICS_FILE)}
                 except FileExistsError as error:
                     raise ConfigError(already_holds(config.run_dir, METRICS_FILE)) from error
                 self.write(CONFIG_FILE, yaml.safe_dump(config_tree, sort_keys=False, allow_unicode=True))
@@ -101,33 +103,49 @@ class RunDirectory:
             with open(path, "a", encoding="utf-8") as file:
                 file.write("\n" * torn + line + "\n")
 
-    def append(self, metrics: StepMetrics) -> None:
-        """Add a step to ``metrics.jsonl`` and hand the line to the system at once."""
-        line = (metrics.to_json() + "\n").encode()
+    def append(self, metrics: StepMetrics) -> str | None:
+        """Add a step to ``metrics.jsonl`` and hand the line to the system at once.
+
+        Returns:
+            A sentence if the disk is full, once: the line is written as soon as there is room.
+        """
+        self._lines[METRICS_FILE].add(metrics.to_json())
+        return self._write_lines()
+
+    def append_counts(self, step: int, counts: list[list[int]]) -> str | None:
+        """Add a step to ``routing.jsonl``, which the first of them makes; like ``append``."""
+        if ROUTING_FILE not in self._lines:
+            with self.writing():
+                self._lines[ROUTING_FILE] = LineFile(self.path / ROUTING_FILE)
+        self._lines[ROUTING_FILE].add(json.dumps({"step": step, "expert_tokens": counts}))
+        return self._write_lines()
+
+    def flush(self) -> None:
+        """Write what still waits for room.
+
+        Raises:
+            ConfigError: if there is none.
+        """
         with self.writing():
+            for file in self._lines.values():
+                file.write()
+
+    def _write_lines(self) -> str | None:
+        try:
             try:
-                self._append_line(line)
-            except OSError:
+                self.flush()
+            except ConfigError:
                 if not self._make_room():
                     raise
-                self._append_line(line)
-
-    def _append_line(self, line: bytes) -> None:
-        """Add all of a line, or nothing."""
-        before = os.fstat(self._metrics.fileno()).st_size
-        try:
-            written = 0
-            while written < len(line):
-                written += self._metrics.write(line[written:])
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._metrics.fileno(), before)
-            raise
-
-    def append_counts(self, step: int, counts: list[list[int]]) -> None:
-        """Add a step to ``routing.jsonl``, which the first of them makes."""
-        with self.writing(), open(self.path / ROUTING_FILE, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "expert_tokens": counts}) + "\n")
+                self.flush()
+        except ConfigError as error:
+            if getattr(error.__cause__, "errno", None) not in NO_ROOM:
+                raise
+            first, self._is_full = not self._is_full, True
+            why = os.strerror(error.__cause__.errno)  # type: ignore[union-attr]
+            return f"steps wait in memory until there is room in {self.path} ({why})" if first else None
+        self._is_full = False
+        return None
 
     def write(self, name: str, text: str) -> None:
         """Write a whole file of text, or leave what was there as it was."""
@@ -151,9 +169,9 @@ class RunDirectory:
         return sizes
 
     def close(self) -> None:
-        """Close ``metrics.jsonl``; every step is in it already, so there is nothing that could fail to be written."""
-        with contextlib.suppress(OSError):
-            self._metrics.close()
+        """Close the files; every step for which there was room is in them already."""
+        for file in self._lines.values():
+            file.close()
         self._lock.release()
 
     def writing(self) -> contextlib.AbstractContextManager[None]:

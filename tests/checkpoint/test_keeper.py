@@ -424,13 +424,13 @@ REFUSALS: dict[str, tuple[str, str]] = {
     ),
     "nothing there": (
         "{new}",
-        "checkpoint.resume={new} holds no checkpoint; set it to a checkpoint's folder, the folder of several, or a "
-        "run's directory",
+        "checkpoint.resume={new} holds no checkpoint; set it to never, auto or must, or to the folder of a checkpoint, "
+        "of several, or of a run",
     ),
     "a step that is not there": (
         "{own}/step-00000009",
-        "checkpoint.resume={own}/step-00000009 holds no checkpoint; set it to a checkpoint's folder, the folder of "
-        "several, or a run's directory",
+        "checkpoint.resume={own}/step-00000009 holds no checkpoint; set it to never, auto or must, or to the "
+        "folder of a checkpoint, of several, or of a run",
     ),
     "under another name": (
         "{other}/best",

@@ -15,6 +15,7 @@ from fsdptoys.device import Device
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics import Console, MetricsConfig, RunDirectory, StepMetrics, check_run_dir, environment
 from fsdptoys.metrics.config import RUN_FILES
+from fsdptoys.metrics.line_file import LineFile
 from fsdptoys.metrics.provenance import checkout_commit, hardware_line
 
 STEP = StepMetrics(1, 5.5, 1.0, 1e-3, 0.1, 512, 5120.0, 0.1, None, None, None, None, 0.5)
@@ -168,15 +169,14 @@ def test_what_the_system_refuses_becomes_a_sentence():
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_becomes_a_sentence():
-    """Oracle: the sentence with the system's own words, from a device that is always full."""
+    """Oracle: the sentence with the system's own words, once, from a device that is always full."""
     directory = open_run("run")
-    with open("/dev/full", "wb", buffering=0) as full:
-        directory._metrics = full
-        with pytest.raises(
-            ConfigError, match=r"^metrics\.run_dir=run cannot be written \(No space left on device\); set"
-        ):
-            directory.append(STEP)
-        directory.close()
+    directory._lines = {"metrics.jsonl": LineFile(Path("/dev/full"))}
+    assert directory.append(STEP) == "steps wait in memory until there is room in run (No space left on device)"
+    assert directory.append(STEP) is None
+    with pytest.raises(ConfigError, match=r"^metrics\.run_dir=run cannot be written \(No space left on device\); set"):
+        directory.flush()
+    directory.close()
 
 
 def test_the_environment_tells_versions_and_machine_but_no_host(monkeypatch):
@@ -238,12 +238,13 @@ def test_the_commit_is_the_checkouts_own(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("there_is_room", [True, False])
-def test_a_step_is_written_whole_once_there_is_room(there_is_room: bool, tmp_path: Path) -> None:
+def test_steps_are_written_whole_as_soon_as_there_is_room(there_is_room: bool, tmp_path: Path) -> None:
     """Oracle: the file, with a limit on its size in the middle of the second line, which may be lifted."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def make_room() -> bool:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        if there_is_room:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
         return there_is_room
 
     config = MetricsConfig(run_dir=str(tmp_path / "run"))
@@ -252,13 +253,13 @@ def test_a_step_is_written_whole_once_there_is_room(there_is_room: bool, tmp_pat
     first = (tmp_path / "run" / "metrics.jsonl").read_text()
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(first) + 20, before[1]))
     try:
-        if there_is_room:
-            directory.append(replace(STEP, step=2))
-        else:
-            with pytest.raises(ConfigError, match="File too large"):
-                directory.append(replace(STEP, step=2))
+        told = directory.append(replace(STEP, step=2))
+        assert (told is None) == there_is_room
+        if not there_is_room:
+            assert (tmp_path / "run" / "metrics.jsonl").read_text() == first
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert directory.append(replace(STEP, step=3)) is None
     directory.close()
     lines = (tmp_path / "run" / "metrics.jsonl").read_text()
-    assert lines == first + (replace(STEP, step=2).to_json() + "\n" if there_is_room else "")
+    assert lines == first + "".join(replace(STEP, step=step).to_json() + "\n" for step in (2, 3))
