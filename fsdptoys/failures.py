@@ -11,6 +11,11 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from .heartbeat import LOST_PEER, TIMED_OUT
+from .signals import STOP_SIGNALS
+
+
+REQUESTS = (*STOP_SIGNALS, signal.SIGINT)
+"""A rank that ends by one of these, which our side did not send, was asked to stop."""
 
 
 @dataclass(frozen=True)
@@ -18,20 +23,53 @@ class FirstFailure:
     """What made a start of the workers fail."""
 
     status: int
-    """Exit status for the launcher: 2 for a mistake in the configuration, else 1."""
-    told: str
-    """For the end of the run."""
+    """Exit status for the launcher: 2 for a mistake in the configuration, 128 plus its number for a signal that asked
+    to stop, else 1."""
+    headline: str
+    """For the end of the run, in one line."""
     in_short: str
-    """The same in one line."""
-    final: bool
-    """Whether starting again would end in the same way."""
-    silent: bool
+    """The whole in one line."""
+    details: str = ""
+    """What follows the headline."""
+    final: bool = False
+    """Whether the workers are not to be started again, since they would end in the same way or were asked to stop."""
+    silent: bool = False
     """Whether the rank ended without saying why."""
-    of_others: bool
+    of_others: bool = False
     """Whether it is nothing but a consequence of another rank's end."""
+    stopped: bool = False
+    """Whether it is no failure, but a rank was asked to stop when it could not do so well."""
+    timed_out: bool = False
+    """Whether the rank waited in vain for others."""
+    hung: tuple[int, ...] = ()
+    """Where the failed rank waited for others or lost them: ranks that raised nothing and were ended by our side."""
+
+    @property
+    def told(self) -> str:
+        """For the end of the run."""
+        return self.told_after("")
+
+    def told_after(self, before: str) -> str:
+        """For the end of the run, with a few words at the end of the headline."""
+        return self.headline + before + (f":\n{self.details}" if self.details else "")
 
 
-def first_failure(failures: Mapping[int, ProcessFailure], folder: Path, killed: Collection[int] = ()) -> FirstFailure:
+def own_failure_is_recorded(folder: Path) -> bool | None:
+    """Whether some rank has failed for a reason of its own; None where no rank has recorded anything.
+
+    Args:
+        folder: where the workers' error files of this start lie.
+    """
+    messages = [record["message"] for record in _records(folder)]
+    return any(_remoteness(message) == 0 for message in messages) if messages else None
+
+
+def first_failure(
+    failures: Mapping[int, ProcessFailure],
+    folder: Path,
+    killed: Collection[int] = (),
+    terminated: Collection[int] = (),
+) -> FirstFailure:
     """Find the failure that made the others fail.
 
     Args:
@@ -39,40 +77,59 @@ def first_failure(failures: Mapping[int, ProcessFailure], folder: Path, killed: 
         folder: where the workers' error files of this start lie; ranks that were ended before the launcher saw them
             fail count too.
         killed: ranks that our side killed, since they did not end.
+        terminated: ranks that still ran when our side sent SIGTERM, since another one had failed.
     """
-    records = [json.loads(path.read_text())["message"] for path in folder.glob("**/error.json")]
-    ours = [record for record in records if "rank" in record["extraInfo"]]
+    ours = [record for record in _records(folder) if "rank" in record["extraInfo"]]
     ours.sort(key=lambda record: (_remoteness(record["message"]), record["extraInfo"]["time_ns"]))
     silent = {rank: failure for rank, failure in failures.items() if failure.error_file == "<N/A>"}
-    # Ranks that still ran were sent SIGTERM by the launcher itself, and SIGKILL if they took their time.
+    by_sigterm = (-signal.SIGTERM, 128 + signal.SIGTERM)
     ended = {
         rank: failure
         for rank, failure in silent.items()
-        if failure.exitcode not in (-signal.SIGTERM, 128 + signal.SIGTERM) and rank not in killed
+        if rank not in killed and not (rank in terminated and failure.exitcode in by_sigterm)
     }
     if ours and not (ended and _remoteness(ours[0]["message"])):
-        return _recorded(ours[0])
-    rank, failure = min((ended or silent or failures).items())
+        recorded = {record["extraInfo"]["rank"] for record in ours}
+        return _recorded(ours[0], tuple(sorted(silent.keys() - ended.keys() - recorded)))
+    requests = {number for request in REQUESTS for number in (-request, 128 + request)}
+    # NCCL aborts a rank whose peer is gone.
+    others = {rank: failure for rank, failure in ended.items() if failure.exitcode not in {*requests, -signal.SIGABRT}}
+    asked = {rank: failure for rank, failure in ended.items() if failure.exitcode in requests}
+    if asked and not others:
+        return _stopped(*min(asked.items()))
+    rank, failure = min((others or ended or silent or failures).items())
     if failure.exitcode >= 0:
         told = f"rank {rank} ended with status {failure.exitcode} and left no traceback"
     else:
         reason = ", as the system does where host memory runs out" if failure.exitcode == -signal.SIGKILL else ""
         told = f"rank {rank} was ended by {failure.signal_name()}{reason}"
-    return FirstFailure(1, told, told, final=False, silent=True, of_others=not ended)
+    return FirstFailure(1, told, told, silent=True, of_others=not ended)
 
 
-def _recorded(record: dict[str, Any]) -> FirstFailure:
+def _records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text())["message"] for path in folder.glob("**/error.json")]
+
+
+def _recorded(record: dict[str, Any], hung: tuple[int, ...]) -> FirstFailure:
     extra, message = record["extraInfo"], record["message"]
-    told = extra["config_error"] or f"rank {extra['rank']} failed:\n{extra['py_callstack'].rstrip()}"
     line = re.sub(r"^LostRanksError: ", "", message.strip()).splitlines()[0]
+    alone, remoteness = extra["config_error"] or extra["given_up"], _remoteness(message)
     return FirstFailure(
         status=2 if extra["config_error"] else 1,
-        told=told,
-        in_short=f"rank {extra['rank']} failed: {line}",
+        headline=alone or f"rank {extra['rank']} failed",
+        details="" if alone else extra["py_callstack"].rstrip(),
+        in_short=extra["given_up"] or f"rank {extra['rank']} failed: {line}",
         final=extra["final"],
-        silent=False,
-        of_others=_remoteness(message) > 0,
+        of_others=remoteness > 0,
+        timed_out=remoteness == 1,
+        hung=hung if remoteness else (),
     )
+
+
+def _stopped(rank: int, failure: ProcessFailure) -> FirstFailure:
+    number = -failure.exitcode if failure.exitcode < 0 else failure.exitcode - 128
+    told = f"stopped by {signal.Signals(number).name} (rank {rank} got it); all workers have ended"
+    return FirstFailure(128 + number, told, told, final=True, stopped=True)
 
 
 def _remoteness(message: str) -> int:

@@ -70,19 +70,23 @@ class Sign:
         """How far the rank has come; in order."""
         return self.step, self.beat
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the process is known to be gone, which is only seen on its own machine."""
+    def state(self) -> str | None:
+        """What the process does: ``has ended`` or ``is stopped (SIGSTOP)``, which are only seen on its own machine.
+
+        Returns:
+            None where it runs, or nothing is known.
+        """
         if self.host != _host():
-            return False
+            return None
         try:
             os.kill(self.pid, 0)
-            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            letter = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
         except ProcessLookupError:
-            return True
+            return "has ended"
         except (OSError, IndexError):
-            return False
-        return state in "ZX"
+            return None
+        named = {"Z": "has ended", "X": "has ended", "T": "is stopped (SIGSTOP)", "t": "is stopped (by a debugger)"}
+        return named.get(letter)
 
     def described(self, now: float) -> str:
         """Step, phase, age and process, for a sentence."""
@@ -180,8 +184,8 @@ def who_is_missing(folder: Path, rank: int, world_size: int) -> str:
             silent.append(other)
         elif other == rank:
             continue
-        elif sign.has_ended:
-            told.append(f"rank {other} has ended; its last sign is of {sign.described(now)}")
+        elif state := sign.state():
+            told.append(f"rank {other} {state}; its last sign is of {sign.described(now)}")
         elif sign.place < own.place:
             told.append(f"rank {other} did not arrive; its last sign is of {sign.described(now)}")
         elif sign.place > own.place:
@@ -190,12 +194,18 @@ def who_is_missing(folder: Path, rank: int, world_size: int) -> str:
         told.append(f"{ranks_in_words(silent)} gave no sign at all")
     if not told:
         return (
-            f"the last sign of all {world_size} ranks is of {here}: either the network failed, or they do not call the "
-            "same collectives"
+            f"the last sign of all {world_size} ranks is of {here}: the network failed, or they do not call the same "
+            "collectives, or one of them hangs within it"
         )
     if len(told) > MOST_RANKS_TOLD:
         told[MOST_RANKS_TOLD:] = [f"and {len(told) - MOST_RANKS_TOLD} more ranks are elsewhere"]
     return f"this rank is in {here}; " + "; ".join(told)
+
+
+def sign_of(folder: Path, rank: int, pid: int) -> str | None:
+    """The last sign of a process of this machine, for a sentence; None where it gave none that is known."""
+    sign = read_heartbeats(folder).get(rank)
+    return sign.described(time.time()) if sign is not None and (sign.pid, sign.host) == (pid, _host()) else None
 
 
 def last_signs(folder: Path, pids: Mapping[int, int]) -> str | None:

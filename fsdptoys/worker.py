@@ -17,7 +17,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
-from .errors import ConfigError, GivenUpError, LostRanksError
+from .errors import ConfigError, GivenUpError, LostRanksError, LostWorkerError
 from .profiler import ExplainedOutOfMemoryError
 
 LAUNCHED = "FSDPTOYS_LAUNCHED"
@@ -84,13 +84,14 @@ def run_as_worker(work: Callable[[], None]) -> int:
     except Exception as error:
         mistake = isinstance(error, ConfigError)
         # These say what was being done.
-        explained = isinstance(error, (ExplainedOutOfMemoryError, GivenUpError, LostRanksError))
-        told = f"fsdptoys: {error}" if mistake else str(error) if explained else traceback.format_exc()
+        explained = isinstance(error, (ExplainedOutOfMemoryError, LostRanksError, LostWorkerError))
+        alone = isinstance(error, (ConfigError, GivenUpError))
+        told = f"fsdptoys: {error}" if alone else str(error) if explained else traceback.format_exc()
         rank = os.environ.get("RANK", "0")
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
             _record(Path(os.environ["TORCHELASTIC_ERROR_FILE"]), int(rank), error, told)
         else:
-            print(told if mistake else f"fsdptoys: rank {rank} failed:\n{told}", file=sys.stderr)
+            print(told if alone else f"fsdptoys: rank {rank} failed:\n{told}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(2 if mistake else 1)
@@ -98,10 +99,11 @@ def run_as_worker(work: Callable[[], None]) -> int:
 
 
 def _record(path: Path, rank: int, error: Exception, told: str) -> None:
-    """Write what ``ErrorHandler`` would, with a finer time and our own words for a mistake in the configuration."""
+    """Write what ``ErrorHandler`` would, with a finer time, and what is told alone: mistakes, and all ranks' verdict."""
     now_ns = time.time_ns()
     extra = {"py_callstack": told, "timestamp": str(now_ns // 10**9), "time_ns": now_ns, "rank": rank}
     extra |= {"config_error": str(error) if isinstance(error, ConfigError) else None}
+    extra |= {"given_up": str(error) if isinstance(error, GivenUpError) else None}
     # These come again, however often the run is started.
     extra |= {"final": isinstance(error, (ConfigError, ExplainedOutOfMemoryError, GivenUpError))}
     # A record that is read half-written would hide the failure.

@@ -6,9 +6,12 @@ again. It runs in a thread, where it takes no signals, so that the main thread h
 - SIGTERM and SIGUSR1 are passed on once, as a request to stop. Ranks in their loop finish the step, save and end well,
   and so does the launcher; others end at once.
 - A second one, and any SIGINT, SIGHUP or SIGQUIT, kills all workers at once.
+- One that a single rank got, and ended of, ends the run as the launcher's own would.
 
 Once a worker has failed, the agent sends SIGTERM to the others and waits for them half a minute; the main thread kills
 those that have not ended after a few seconds. Where the launcher itself is killed, Linux ends its workers (``worker``).
+A rank that is killed goes alone, and its loader's processes have a moment to end by themselves: multiprocessing's
+resource tracker, which is one of them, then frees what would stay in /dev/shm for good.
 
 Starting again takes up torch's own count of restarts. A failure that would come again (a mistake in the configuration,
 memory that ran out, a run that gave itself up) ends the run at once.
@@ -40,15 +43,21 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher import LaunchConfig
 
-from .failures import FirstFailure, first_failure
+from .failures import FirstFailure, first_failure, own_failure_is_recorded
 from .flight_recorder import keep_recordings, name_recordings
-from .heartbeat import HEARTBEATS_FOLDER, last_signs
+from .heartbeat import HEARTBEATS_FOLDER, MOST_RANKS_TOLD, last_signs, ranks_in_words, sign_of
 from .meeting import meet, no_meeting
 from .signals import SAME_REQUEST_SECONDS, STOP_SIGNALS
 from .worker import LAUNCH_FOLDER, LAUNCHED, RESTARTS, remembered_run_dir
 
 SHUTDOWN_SECONDS = 5
 """Workers that ignore the signal for so long are killed."""
+
+OTHERS_SECONDS = 1.0
+"""A rank that lost others is not the first to fail; the others have so long to say what happened before they end."""
+
+GROUP_SECONDS = 1.0
+"""What a killed rank started has so long to end by itself, and is killed then."""
 
 POLL_SECONDS = 0.1
 
@@ -78,11 +87,14 @@ def run_workers(
         max_restarts: how many times all workers are started again after one has failed.
 
     Returns:
-        0 after success, 1 after a worker's exception, 2 after a ``ConfigError``, 128 plus its number after a signal.
+        0 after success, 1 after a worker's exception, 2 after a ``ConfigError``, 128 plus its number after a signal
+        that asked to stop, whether the launcher got it or a rank.
     """
     folder = Path(tempfile.mkdtemp(prefix="fsdptoys-"))
     os.environ.update({**_import_environment(os.environ), **(environment or {})})
     os.environ.update({LAUNCHED: str(os.getpid()), LAUNCH_FOLDER: str(folder)})
+    # A killed rank cannot close its semaphores; the tracker frees them, and need not tell.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
     _quieten_elastic()
     name_recordings(folder)
     if max_restarts:
@@ -128,6 +140,15 @@ class _Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._workers.before_start()
         pids = super()._start_workers(worker_group)
+        assert self._pcontext is not None
+        close = self._pcontext.close
+
+        def noted_close(*args: Any, **options: Any) -> None:
+            self._workers.before_close()
+            close(*args, **options)
+
+        # The workers' context ends the others in the same call that finds a failed one.
+        self._pcontext.close = noted_close  # type: ignore[method-assign]
         self._workers.after_start({worker.global_rank: pids[worker.local_rank] for worker in worker_group.workers})
         return pids
 
@@ -152,6 +173,7 @@ class _Workers:
         self._lock = threading.Lock()
         self._pids: dict[int, int] = {}  # of this start, by rank
         self._killed: set[int] = set()
+        self._terminated: set[int] = set()  # ranks that still ran when the agent ended them
         self._starts = self._failed_starts = 0
         self._starting = False
         self._busy_since: float | None = None  # for as long as the agent may be waiting for workers to end
@@ -223,12 +245,21 @@ class _Workers:
                     os.kill(pid, number)
 
     def _kill(self, ranks: Mapping[int, int]) -> None:
+        groups = []  # each worker leads one, with its loader's processes
         with self._lock:
             for rank, pid in ranks.items():
                 if _runs(pid):
                     self._killed.add(rank)
+                    groups.append(pid)
                     with contextlib.suppress(ProcessLookupError):
-                        os.killpg(pid, signal.SIGKILL)  # each worker leads a group, with its loader's processes
+                        os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + GROUP_SECONDS
+        while groups and time.monotonic() < deadline:
+            time.sleep(0.02)
+            groups = [group for group in groups if _group_runs(group)]
+        for group in groups:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
 
     def _kill_what_hangs(self) -> None:
         since = self._busy_since
@@ -241,10 +272,15 @@ class _Workers:
         if self._succeeded:
             return 0, None
         if self._failures:
-            first = first_failure(self._failures, self.folder, self._killed)
-            if self._stop is not None and (first.of_others or self._died_of_the_request()):
+            first = first_failure(self._failures, self.folder, self._killed, self._terminated)
+            if self._stop is not None and (first.of_others or first.stopped or self._died_of_the_request()):
                 return 128 + self._stop, _stopped(self._stop)
-            return first.status, first.told + self._traces(first)
+            if first.stopped:
+                return first.status, first.told
+            most = self.launch.max_restarts
+            used_up = most and self._failed_starts == most and not first.final
+            told = first.told_after(f", after {most} of {most} restarts" if used_up else "")
+            return first.status, told + self._traces(first)
         if isinstance(self._error, RendezvousError) or (self._error is not None and not self._starts):
             return 2, no_meeting(self._error, self.launch)
         if self._error is not None:
@@ -262,8 +298,9 @@ class _Workers:
         ) and not list(self.folder.glob("**/error.json"))
 
     def _traces(self, first: FirstFailure) -> str:
-        """Where all ranks were, if the failed one did not say so, and what the collectives were."""
-        told, run_dir = "", remembered_run_dir(self.folder)
+        """Who hung, where all ranks were, if the failed one did not say so, and what the collectives were."""
+        told = "".join(f"\n{line}" for line in self._hung(first))
+        run_dir = remembered_run_dir(self.folder)
         if run_dir is None:
             return told
         if first.silent:
@@ -271,6 +308,19 @@ class _Workers:
             told += f"; {signs}" if signs else ""
         kept = keep_recordings(self.folder, run_dir)
         return f"{told}\n{kept}" if kept else told
+
+    def _hung(self, first: FirstFailure) -> list[str]:
+        """A line for each rank that others waited for in vain, as far as can be told."""
+        run_dir = remembered_run_dir(self.folder)
+        # Where several ended in silence, some of them may have waited for the one that hung.
+        what = "it hung" if first.timed_out and len(first.hung) == 1 else "it hung, or waited for one that did"
+        lines = []
+        for rank in first.hung[:MOST_RANKS_TOLD]:
+            sign = sign_of(run_dir / HEARTBEATS_FOLDER, rank, self._pids[rank]) if run_dir and rank in self._pids else None
+            lines.append(f"rank {rank} raised nothing and had to be ended: {what}, {_last(sign)}")
+        if more := first.hung[MOST_RANKS_TOLD:]:
+            lines.append(f"so did {ranks_in_words(list(more))}")
+        return lines
 
     # In the agent's thread.
 
@@ -325,9 +375,21 @@ class _Workers:
         with self._lock:
             self._pids = pids
             self._starting = False
-            self._killed = set()
+            self._killed, self._terminated = set(), set()
             if self._stop is not None or self._end is not None:
                 raise _EndedError  # the agent ends them, none of which is in its loop yet
+
+    def before_close(self) -> None:
+        """Take note of the ranks that the agent is about to end, before which they may have something to say."""
+        deadline = time.monotonic() + OTHERS_SECONDS
+        while own_failure_is_recorded(self.folder) is False and self._running() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self._terminated |= self._running()
+        if self._busy_since is not None:
+            self._busy_since = time.monotonic()
+
+    def _running(self) -> set[int]:
+        return {rank for rank, pid in self._pids.items() if _runs(pid)}
 
     def after_failure(self, failures: dict[int, ProcessFailure]) -> None:
         """Decide whether the agent goes on to start the workers again, and tell so.
@@ -342,15 +404,16 @@ class _Workers:
         again = self._failed_starts < self.launch.max_restarts and self._stop is None and self._end is None
         if not again or not failures:
             raise _EndedError
-        first = first_failure(failures, self.folder, self._killed)
+        first = first_failure(failures, self.folder, self._killed, self._terminated)
         if first.final:
             raise _EndedError
         self._failed_starts += 1
+        told = "; ".join([first.in_short, *self._hung(first)])
         with self._lock:
             self._pids = {}
         self._failures = {}
         count = f"({self._failed_starts} of {self.launch.max_restarts})"
-        print(f"fsdptoys: {first.in_short}; starting again {count}", file=sys.stderr, flush=True)
+        print(f"fsdptoys: {told}; starting again {count}", file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
     def no_longer_than_it_may(self) -> Iterator[None]:
@@ -364,6 +427,19 @@ class _Workers:
 
 def _stopped(number: int) -> str:
     return f"stopped by {signal.Signals(number).name}; all workers have ended"
+
+
+def _last(sign: str | None) -> str:
+    return f"last sign {sign}" if sign else "with no sign that is known"
+
+
+def _group_runs(group: int) -> bool:
+    """Whether anything is left of a process group; a leader counts until the agent has taken its status."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _runs(pid: int) -> bool:
