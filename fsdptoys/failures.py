@@ -13,7 +13,6 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from .heartbeat import LOST_PEER, TIMED_OUT
 from .signals import STOP_SIGNALS
 
-
 REQUESTS = (*STOP_SIGNALS, signal.SIGINT)
 """A rank that ends by one of these, which our side did not send, was asked to stop."""
 

@@ -99,7 +99,7 @@ def run_as_worker(work: Callable[[], None]) -> int:
 
 
 def _record(path: Path, rank: int, error: Exception, told: str) -> None:
-    """Write what ``ErrorHandler`` would, with a finer time, and what is told alone: mistakes, and all ranks' verdict."""
+    """Write what ``ErrorHandler`` would, with a finer time, and apart what is told without a rank."""
     now_ns = time.time_ns()
     extra = {"py_callstack": told, "timestamp": str(now_ns // 10**9), "time_ns": now_ns, "rank": rank}
     extra |= {"config_error": str(error) if isinstance(error, ConfigError) else None}

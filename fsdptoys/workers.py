@@ -311,13 +311,14 @@ class _Workers:
 
     def _hung(self, first: FirstFailure) -> list[str]:
         """A line for each rank that others waited for in vain, as far as can be told."""
-        run_dir = remembered_run_dir(self.folder)
+        folder = (remembered_run_dir(self.folder) or self.folder) / HEARTBEATS_FOLDER
         # Where several ended in silence, some of them may have waited for the one that hung.
         what = "it hung" if first.timed_out and len(first.hung) == 1 else "it hung, or waited for one that did"
         lines = []
         for rank in first.hung[:MOST_RANKS_TOLD]:
-            sign = sign_of(run_dir / HEARTBEATS_FOLDER, rank, self._pids[rank]) if run_dir and rank in self._pids else None
-            lines.append(f"rank {rank} raised nothing and had to be ended: {what}, {_last(sign)}")
+            sign = sign_of(folder, rank, self._pids[rank])
+            last = f"last sign {sign}" if sign else "without any sign that is known"
+            lines.append(f"rank {rank} raised nothing and had to be ended: {what}, {last}")
         if more := first.hung[MOST_RANKS_TOLD:]:
             lines.append(f"so did {ranks_in_words(list(more))}")
         return lines
@@ -429,15 +430,11 @@ def _stopped(number: int) -> str:
     return f"stopped by {signal.Signals(number).name}; all workers have ended"
 
 
-def _last(sign: str | None) -> str:
-    return f"last sign {sign}" if sign else "with no sign that is known"
-
-
 def _group_runs(group: int) -> bool:
     """Whether anything is left of a process group; a leader counts until the agent has taken its status."""
     try:
         os.killpg(group, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):  # the second, on macOS, where it is a dead leader's
         return False
     return True
 

@@ -109,15 +109,19 @@ def lose_ranks(folder: Path, how: str) -> str:
         for phase in ("forward", "backward", "forward", "backward"):
             heartbeat.beat(7, phase)
     dist.barrier()
-    if rank == 1 and how == "killed":
+    pid = 0
+    if rank == 1 and how in ("SIGKILL", "SIGSTOP"):
         pid = os.fork()  # its own sign would be read while it is alive, so another process stands for it
         if pid == 0:
             Heartbeat(folder, 1).beat(7, "forward")
-            os.kill(os.getpid(), signal.SIGKILL)
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # it is dead, and nobody has asked for its status yet
+            os.kill(os.getpid(), signal.Signals[how])
+        # It is dead, and nobody has asked for its status yet.
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
     dist.barrier()
     if rank:
         time.sleep(4)
+        if pid:
+            os.kill(pid, signal.SIGKILL)
         return ""
     try:
         with explain_lost_ranks(folder, rank, 4, 1.5):
@@ -137,10 +141,11 @@ def lose_ranks(folder: Path, how: str) -> str:
             r"arrive; .*; rank 3 gave no sign at all \[.*Timed out waiting 1500ms",
         ),
         (
-            "killed",
+            "SIGKILL",
             r"; rank 1 has ended; its last sign is of step 7 \(forward\), \d+ s ago, pid \d+ on \S+; rank 2 did",
         ),
-        ("together", r"; the last sign of all 4 ranks is of step 7 \(backward\): either the network failed, or"),
+        ("SIGSTOP", r"; rank 1 is stopped \(SIGSTOP\); its last sign is of step 7 \(forward\), \d+ s ago, pid"),
+        ("together", r"; the last sign of all 4 ranks is of step 7 \(backward\): the network failed, .* hangs within"),
     ],
 )
 def test_ranks_that_a_collective_waited_for_are_named(tmp_path: Path, how: str, told: str) -> None:

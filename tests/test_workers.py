@@ -3,6 +3,7 @@
 import contextlib
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import sys
@@ -109,6 +110,51 @@ def lose():
     with explain_lost_ranks(beats, rank, 2, 600):
         dist.barrier()
 
+def wait():
+    from datetime import timedelta
+    from fsdptoys.heartbeat import Heartbeat, explain_lost_ranks
+    from fsdptoys.signals import StopRequest
+    from fsdptoys.worker import remember_run_dir
+    import torch.distributed as dist
+    remember_run_dir(Path("run"))
+    beats = Path("run/heartbeats")
+    heartbeat = Heartbeat(beats, rank)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=3))
+    with StopRequest():
+        dist.barrier()
+        heartbeat.beat(3, "backward")
+        dist.barrier()
+        if rank == 1:
+            time.sleep(600)
+        with explain_lost_ranks(beats, rank, 2, 3):
+            dist.barrier()
+
+def asked():
+    from fsdptoys.signals import StopRequest
+    dist = group()
+    with StopRequest() as request:
+        dist.barrier()
+        leave(f"ready{rank}", str(os.getpid()))
+        if rank == 1:
+            while request.received is None:
+                time.sleep(0.05)
+            time.sleep(1.2)
+            os.kill(os.getpid(), signal.SIGTERM)
+        dist.barrier()
+
+def early():
+    group().barrier()
+    leave(f"ready{rank}", str(os.getpid()))
+    time.sleep(600)
+
+def semaphores():
+    import multiprocessing
+    made = multiprocessing.get_context("spawn").Semaphore()
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    leave(f"children{rank}", " ".join(children) + " " + made._semlock.name)
+    leave(f"ready{rank}", str(os.getpid()))
+    time.sleep(600)
+
 def again():
     from fsdptoys.worker import remember_run_dir, remembered_run_dir, restart_count
     assert restart_count() == start
@@ -203,7 +249,8 @@ def runs(pid: int) -> bool:
 @pytest.mark.launcher
 def test_exception_of_a_worker_is_shown_once_and_ends_all(launched: Any) -> None:
     """Oracle: rank 1 raises; rank 0 waits in gloo, whose own error is the consequence; rank 2 sleeps an hour, and has
-    been told to remember SIGTERM instead of dying of it. torch's agent alone would wait half a minute for it."""
+    been told to remember SIGTERM instead of dying of it. torch's agent alone would wait half a minute for it, and that
+    is what the bound tells apart; ten seconds are usual."""
     run = launched("fail", ranks=3)
     pids = run.workers()
     status, stderr = run.result()
@@ -300,6 +347,65 @@ def test_workers_start_again_and_go_on_in_the_same_directory(launched: Any) -> N
         ],
     )
     assert [(run.folder / f"done{rank}").read_text() for rank in range(2)] == [f"2 {run.folder / 'run'}"] * 2
+
+
+@pytest.mark.launcher
+def test_last_failure_is_told_with_the_restarts_that_are_used_up(launched: Any) -> None:
+    """Oracle: the last line; the first start raises, and the one restart that is allowed is killed."""
+    status, stderr = launched("again", max_restarts=1).result()
+    assert status == 1
+    assert stderr.splitlines()[1].startswith(
+        "fsdptoys: rank 1 was ended by SIGKILL, as the system does where host memory runs out, after 1 of 1 restarts"
+    )
+
+
+@pytest.mark.launcher
+def test_rank_that_hangs_within_a_phase_is_told(launched: Any) -> None:
+    """Oracle: rank 1 sleeps where rank 0's last sign is of the same place; gloo's timeout is real."""
+    status, stderr = launched("wait").result()
+    assert status == 1
+    assert (
+        "fsdptoys: rank 0 failed:\na collective timed out (launch.timeout_seconds=3); the last sign of all 2" in stderr
+    )
+    assert re.search(
+        r"^rank 1 raised nothing and had to be ended: it hung, last sign step 3 \(backward\), \d+ s ago, pid \d+ on ",
+        stderr,
+        re.M,
+    ), stderr
+
+
+@pytest.mark.launcher
+@pytest.mark.parametrize("how, sent", [("asked", signal.SIGTERM), ("early", signal.SIGUSR1), ("early", signal.SIGTERM)])
+def test_signal_that_one_rank_ends_of_is_a_request_to_stop(launched: Any, how: str, sent: signal.Signals) -> None:
+    """Oracle: status and sentence, with restarts that must not be used; in the loop, the rank sends itself a second
+    one, and rank 0 loses its connection; before it, rank 0 is ended by our side."""
+    run = launched(how, max_restarts=2)
+    os.kill(run.workers()[1], sent)
+    number = signal.SIGTERM if how == "asked" else sent
+    assert run.result() == (
+        128 + number,
+        f"fsdptoys: stopped by {number.name} (rank 1 got it); all workers have ended\n",
+    )
+
+
+@pytest.mark.launcher
+@pytest.mark.skipif(not Path("/dev/shm").exists(), reason="semaphores are files on Linux alone")
+@pytest.mark.parametrize("whom", ["launcher", "rank"])
+def test_ranks_that_are_killed_leave_no_semaphores(launched: Any, whom: str) -> None:
+    """Oracle: the semaphores' names in /dev/shm, while the ranks run and afterwards; the tracker tells nothing."""
+    run = launched("semaphores")
+    pids = run.workers()
+    told = [(run.folder / f"children{rank}").read_text().split() for rank in range(2)]
+    paths = [Path(f"/dev/shm/sem.{words[-1].lstrip('/')}") for words in told]
+    assert all(path.exists() for path in paths)
+    os.kill(*((run.pid, signal.SIGINT) if whom == "launcher" else (pids[1], signal.SIGKILL)))
+    status, stderr = run.result()
+    assert status == (130 if whom == "launcher" else 1) and len(stderr.splitlines()) == 1, stderr
+    deadline = time.monotonic() + 10
+    while any(path.exists() for path in paths):
+        assert time.monotonic() < deadline, "semaphores are left"
+        time.sleep(0.05)
+    assert not any(runs(int(child)) for words in told for child in words[:-1])
 
 
 @pytest.mark.launcher
