@@ -21,7 +21,6 @@ Not covered: a restart with fewer ranks, and a machine that is lost for good.
 
 import contextlib
 import dataclasses
-import logging
 import os
 import queue
 import shutil
@@ -36,13 +35,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerSpec
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.agent.server import WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher import LaunchConfig
 
+from .agent import Agent, EndedError, group_runs, quieten, runs
 from .failures import FirstFailure, first_failure, own_failure_is_recorded
 from .flight_recorder import keep_recordings, name_recordings
 from .heartbeat import HEARTBEATS_FOLDER, MOST_RANKS_TOLD, last_signs, ranks_in_words, sign_of
@@ -95,7 +94,7 @@ def run_workers(
     os.environ.update({LAUNCHED: str(os.getpid()), LAUNCH_FOLDER: str(folder)})
     # A killed rank cannot close its semaphores; the tracker frees them, and need not tell.
     os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
-    _quieten_elastic()
+    quieten()
     name_recordings(folder)
     if max_restarts:
         # A store that is shared by all starts holds addresses of ranks that are gone, which a late rank would read.
@@ -124,44 +123,6 @@ def run_workers(
         sys.stdout.flush()
         os._exit(status)  # leaving the interpreter aborts where a thread is inside the rendezvous
     return status
-
-
-class _EndedError(Exception):
-    """No worker runs any more, and none is to be started."""
-
-
-class _Agent(LocalElasticAgent):
-    """Torch's agent, which tells what it does to the one who owns the signals."""
-
-    def __init__(self, workers: "_Workers", spec: WorkerSpec, logs_specs: DefaultLogsSpecs) -> None:
-        super().__init__(spec, logs_specs)
-        self._workers = workers
-
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._workers.before_start()
-        pids = super()._start_workers(worker_group)
-        assert self._pcontext is not None
-        close = self._pcontext.close
-
-        def noted_close(*args: Any, **options: Any) -> None:
-            self._workers.before_close()
-            close(*args, **options)
-
-        # The workers' context ends the others in the same call that finds a failed one.
-        self._pcontext.close = noted_close  # type: ignore[method-assign]
-        self._workers.after_start({worker.global_rank: pids[worker.local_rank] for worker in worker_group.workers})
-        return pids
-
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        with self._workers.no_longer_than_it_may():
-            result = super()._monitor_workers(worker_group)
-        if result.is_failed():
-            self._workers.after_failure(result.failures)
-        return result
-
-    def _shutdown(self, *args: Any, **options: Any) -> None:
-        with self._workers.no_longer_than_it_may():
-            super()._shutdown(*args, **options)
 
 
 class _Workers:
@@ -241,14 +202,14 @@ class _Workers:
             if not self._pids:
                 self._end = number  # nothing has begun that could end well
             for pid in self._pids.values():
-                if _runs(pid):
+                if runs(pid):
                     os.kill(pid, number)
 
     def _kill(self, ranks: Mapping[int, int]) -> None:
         groups = []  # each worker leads one, with its loader's processes
         with self._lock:
             for rank, pid in ranks.items():
-                if _runs(pid):
+                if runs(pid):
                     self._killed.add(rank)
                     groups.append(pid)
                     with contextlib.suppress(ProcessLookupError):
@@ -256,7 +217,7 @@ class _Workers:
         deadline = time.monotonic() + GROUP_SECONDS
         while groups and time.monotonic() < deadline:
             time.sleep(0.02)
-            groups = [group for group in groups if _group_runs(group)]
+            groups = [group for group in groups if group_runs(group)]
         for group in groups:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
@@ -344,9 +305,9 @@ class _Workers:
                 local_addr=launch.local_addr,
                 **options,
             )
-            result = _Agent(self, spec, DefaultLogsSpecs(log_dir=str(self.folder))).run()
+            result = Agent(self, spec, DefaultLogsSpecs(log_dir=str(self.folder))).run()
             self._succeeded = result is not None and not result.is_failed()
-        except _EndedError:
+        except EndedError:
             pass
         except Exception as error:
             self._error = error
@@ -358,7 +319,7 @@ class _Workers:
     def before_start(self) -> None:
         """Make room for a start of all workers, unless none is wanted any more."""
         if self._stop is not None or self._end is not None:
-            raise _EndedError
+            raise EndedError
         if self._starts > self._failed_starts:
             print("fsdptoys: another machine starts again, and so do the workers here", file=sys.stderr, flush=True)
         os.environ[RESTARTS] = str(self._starts)
@@ -378,7 +339,7 @@ class _Workers:
             self._starting = False
             self._killed, self._terminated = set(), set()
             if self._stop is not None or self._end is not None:
-                raise _EndedError  # the agent ends them, none of which is in its loop yet
+                raise EndedError  # the agent ends them, none of which is in its loop yet
 
     def before_close(self) -> None:
         """Take note of the ranks that the agent is about to end, before which they may have something to say."""
@@ -390,7 +351,7 @@ class _Workers:
             self._busy_since = time.monotonic()
 
     def _running(self) -> set[int]:
-        return {rank for rank, pid in self._pids.items() if _runs(pid)}
+        return {rank for rank, pid in self._pids.items() if runs(pid)}
 
     def after_failure(self, failures: dict[int, ProcessFailure]) -> None:
         """Decide whether the agent goes on to start the workers again, and tell so.
@@ -399,15 +360,15 @@ class _Workers:
             failures: by rank.
 
         Raises:
-            _EndedError: if it is not to.
+            EndedError: if it is not to.
         """
         self._failures = failures
         again = self._failed_starts < self.launch.max_restarts and self._stop is None and self._end is None
         if not again or not failures:
-            raise _EndedError
+            raise EndedError
         first = first_failure(failures, self.folder, self._killed, self._terminated)
         if first.final:
-            raise _EndedError
+            raise EndedError
         self._failed_starts += 1
         told = "; ".join([first.in_short, *self._hung(first)])
         with self._lock:
@@ -430,23 +391,6 @@ def _stopped(number: int) -> str:
     return f"stopped by {signal.Signals(number).name}; all workers have ended"
 
 
-def _group_runs(group: int) -> bool:
-    """Whether anything is left of a process group; a leader counts until the agent has taken its status."""
-    try:
-        os.killpg(group, 0)
-    except (ProcessLookupError, PermissionError):  # the second, on macOS, where it is a dead leader's
-        return False
-    return True
-
-
-def _runs(pid: int) -> bool:
-    """Whether a child of ours still runs; looks without taking its status, which is the agent's to take."""
-    try:
-        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-    except ChildProcessError:
-        return False
-
-
 def _import_environment(present: Mapping[str, str]) -> dict[str, str]:
     """Let workers import this very package, whatever the current directory holds."""
     root = str(Path(__file__).resolve().parents[1])
@@ -454,11 +398,3 @@ def _import_environment(present: Mapping[str, str]) -> dict[str, str]:
     if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
         wanted["PYTHONPATH"] = os.pathsep.join(filter(None, [root, present.get("PYTHONPATH")]))
     return wanted
-
-
-def _quieten_elastic() -> None:
-    """Leave the agent's own log to those who ask for it with LOGLEVEL; what matters of it is told here."""
-    if "LOGLEVEL" not in os.environ:
-        logger = logging.getLogger("torch.distributed.elastic")
-        logger.addHandler(logging.NullHandler())
-        logger.propagate = False

@@ -1,0 +1,96 @@
+"""Torch's elastic agent, extended where pids and failures are known, so that it can run in a thread.
+
+The agent's own methods wait up to half a minute for workers that do not end. Tried with torch 2.7 and 2.13.
+"""
+
+import logging
+import os
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+
+class EndedError(Exception):
+    """No worker runs any more, and none is to be started."""
+
+
+class Watcher(Protocol):
+    """Whoever owns the signals, and is told what the agent does; from the agent's thread."""
+
+    def before_start(self) -> None:
+        """Workers are about to be started; ``EndedError`` forbids it."""
+
+    def after_start(self, pids: dict[int, int]) -> None:
+        """They run, with these process ids by rank."""
+
+    def before_close(self) -> None:
+        """Those that still run are about to be ended."""
+
+    def after_failure(self, failures: dict[int, ProcessFailure]) -> None:
+        """All have ended, after these failures by rank; ``EndedError`` forbids another start."""
+
+    def no_longer_than_it_may(self) -> AbstractContextManager[None]:
+        """Surround what may wait for workers to end."""
+
+
+class Agent(LocalElasticAgent):
+    """Torch's agent, which tells what it does to the one who owns the signals."""
+
+    def __init__(self, watcher: Watcher, spec: WorkerSpec, logs_specs: DefaultLogsSpecs) -> None:
+        super().__init__(spec, logs_specs)
+        self._watcher = watcher
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._watcher.before_start()
+        pids = super()._start_workers(worker_group)
+        assert self._pcontext is not None
+        close = self._pcontext.close
+
+        def noted_close(*args: Any, **options: Any) -> None:
+            self._watcher.before_close()
+            close(*args, **options)
+
+        # The workers' context ends the others in the same call that finds a failed one.
+        self._pcontext.close = noted_close  # type: ignore[method-assign]
+        self._watcher.after_start({worker.global_rank: pids[worker.local_rank] for worker in worker_group.workers})
+        return pids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        with self._watcher.no_longer_than_it_may():
+            result = super()._monitor_workers(worker_group)
+        if result.is_failed():
+            self._watcher.after_failure(result.failures)
+        return result
+
+    def _shutdown(self, *args: Any, **options: Any) -> None:
+        with self._watcher.no_longer_than_it_may():
+            super()._shutdown(*args, **options)
+
+
+def group_runs(group: int) -> bool:
+    """Whether anything is left of a process group; a leader counts until the agent has taken its status."""
+    try:
+        os.killpg(group, 0)
+    except (ProcessLookupError, PermissionError):  # the second, on macOS, where it is a dead leader's
+        return False
+    return True
+
+
+def runs(pid: int) -> bool:
+    """Whether a child of ours still runs; looks without taking its status, which is the agent's to take."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:
+        return False
+
+
+def quieten() -> None:
+    """Leave the agent's own log to those who ask for it with LOGLEVEL; what matters of it is told here."""
+    if "LOGLEVEL" not in os.environ:
+        logger = logging.getLogger("torch.distributed.elastic")
+        logger.addHandler(logging.NullHandler())
+        logger.propagate = False
