@@ -94,6 +94,18 @@ class Tally:
     """From each kill to the next new step."""
 
 
+def words_of(campaign: Campaign, folder: Path, steps: int) -> list[str]:
+    """The overrides of a campaign's runs."""
+    return [
+        *campaign.words,
+        *("model=llama_debug", "train.batch_size=1", "train.seq_len=64", f"train.steps={steps}"),
+        *(f"checkpoint.every={EVERY}", "checkpoint.keep=2", "checkpoint.final_weights=true"),
+        *(f"metrics.run_dir={folder}", "metrics.console=none", "experiment=null"),
+        *(f"launch.nproc_per_node={campaign.ranks}", "launch.timeout_seconds=60", "launch.device=cpu"),
+        *(["launch.max_restarts=1000"] if campaign.restarts else []),
+    ]
+
+
 class Attempt:
     """A started run, and what can be seen of it from outside.
 
@@ -108,15 +120,8 @@ class Attempt:
     def __init__(self, campaign: Campaign, folder: Path, steps: int, log: Path, resume: bool) -> None:
         self.folder = folder
         self._save = campaign.moments[1]
-        words = [
-            *campaign.words,
-            *("model=llama_debug", "train.batch_size=1", "train.seq_len=64", f"train.steps={steps}"),
-            *(f"checkpoint.every={EVERY}", "checkpoint.keep=2", "checkpoint.final_weights=true"),
-            *(f"metrics.run_dir={folder}", "metrics.console=none", "experiment=null"),
-            *(f"launch.nproc_per_node={campaign.ranks}", "launch.timeout_seconds=60", "launch.device=cpu"),
-            *(["checkpoint.resume=auto"] if resume else []),
-            *(["launch.max_restarts=1000"] if campaign.restarts else []),
-        ]
+        words = words_of(campaign, folder, steps)
+        words += ["checkpoint.resume=auto"] if resume else []
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         self._log = open(log, "ab")  # noqa: SIM115
         self.process = subprocess.Popen(

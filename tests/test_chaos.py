@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from scripts.chaos import Attempt, Campaign, count_wrong, read_resumes
+from fsdptoys.compose import compose_config
+from fsdptoys.config import Config
+from fsdptoys.run import Run
+from fsdptoys.trainer import Trainer
+from scripts.chaos import Attempt, Campaign, count_wrong, read_resumes, words_of
+from scripts.ranks import run_ranks
 
 STEPS = 40
 CAMPAIGN = Campaign(2, ("parallel=fsdp2", "checkpoint.async_save=true"), restarts=True)
@@ -21,11 +26,17 @@ def wait_for_step(attempt: Attempt, step: int) -> None:
     assert not attempt.ended
 
 
+def run_here(config: Config) -> None:
+    Run(Trainer(config)).run()
+
+
 @pytest.mark.launcher
 def test_signals_end_a_run_with_a_checkpoint_from_which_it_goes_on_to_the_same_end(tmp_path: Path) -> None:
     """Oracle: the undisturbed run, in every bit of steps and final weights; status 0 at each stop."""
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    assert Attempt(CAMPAIGN, whole, STEPS, tmp_path / "whole.log", resume=False).wait() == 0
+    config = compose_config(words_of(CAMPAIGN, whole, STEPS))
+    config.validate(CAMPAIGN.ranks, "cpu")
+    run_ranks(CAMPAIGN.ranks, run_here, config)
     for number, of_launcher, step in ((signal.SIGTERM, False, 5), (signal.SIGUSR1, True, 15)):
         attempt = Attempt(CAMPAIGN, stopped, STEPS, tmp_path / "log", resume=True)
         wait_for_step(attempt, step)
