@@ -37,6 +37,9 @@ from .signals import StopRequest
 from .trainer import Stop, Trainer
 from .worker import remember_run_dir, remembered_run_dir, restart_count
 
+LAST_WAIT_SECONDS = 5.0
+"""A rank that fails gives a save in the background so long to come to its end, before it tells of its failure."""
+
 
 def train(config: Config) -> Trainer:
     """Train as ``config`` says, in this process as one of the ranks that the environment names.
@@ -95,7 +98,11 @@ class Run:
             profiler = self._profiler()
             # A signal that comes twice must not end the process before the last checkpoint is written.
             request = stack.enter_context(StopRequest())
-            stop = trainer.train(self._on_step, profiler, self._save, request)
+            try:
+                stop = trainer.train(self._on_step, profiler, self._save, request)
+            except Exception:
+                self.checkpoints.wait(LAST_WAIT_SECONDS)
+                raise
             heartbeat.beat(trainer.steps_done, "end")
             try:
                 self._finish(stop, profiler)
@@ -257,7 +264,7 @@ class Run:
             save_weights(folder, parameters)
         else:
             for _ in parameters:
-                pass
+                self.checkpoints.wait(LAST_WAIT_SECONDS)
 
     def _set_weights_aside(self) -> None:
         """Rename the weights that an earlier end has left, so that nobody takes them for those of the steps to come."""

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from fsdptoys.checkpoint import CheckpointConfig
 from fsdptoys.checkpoint.config import Form
+from fsdptoys.checkpoint.series import Series
 from fsdptoys.config import Config
 from fsdptoys.convert import convert
 from fsdptoys.errors import ConfigError, GivenUpError
@@ -377,3 +379,27 @@ def test_a_second_start_touches_nothing_of_a_run_that_is_alive(tmp_path: Path) -
         "metrics.run_dir to another folder"
     )
     assert [path for path in before if path.name != ".lock"] == sorted(tmp_path.rglob("*"))
+
+
+def fail_while_saving(config: Config) -> list[str]:
+    """Fail in the step after a save in the background began, whose last act takes a while; the checkpoints then."""
+    commit = Series.commit
+
+    def commit_late(*given: Any) -> None:
+        time.sleep(1)
+        commit(*given)
+
+    Series.commit = commit_late  # type: ignore[method-assign]
+    trainer = Trainer(config)
+    take = trainer.batches.next_step
+    trainer.batches.next_step = lambda: take() if trainer.steps_done < 2 else 1 / 0  # type: ignore[assignment, method-assign, return-value]
+    with pytest.raises(ZeroDivisionError):
+        Run(trainer).run()
+    assert config.metrics.run_dir is not None
+    return sorted(path.name for path in (Path(config.metrics.run_dir) / "checkpoints").glob("step-*"))
+
+
+def test_a_failure_does_not_cost_the_checkpoint_that_is_being_written(tmp_path: Path) -> None:
+    """Oracle: the folder, when the exception comes out."""
+    config = kept(make_config(SingleConfig(), 1, steps=4), tmp_path / "run", 2, async_save=True)
+    assert run_ranks(1, fail_while_saving, config)[0] == ["step-00000002"]

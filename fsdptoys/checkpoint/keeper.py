@@ -116,11 +116,15 @@ class Checkpoints:
         self._thread.start()
         return True
 
-    def wait(self) -> bool:
-        """Wait for this rank's part of a save in the background, whatever comes of it; whether there was one."""
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait for this rank's part of a save in the background, whatever comes of it; whether there was one.
+
+        Args:
+            seconds: no longer than that; None for as long as it takes.
+        """
         if self._thread is None or not self._thread.is_alive():
             return False
-        self._thread.join()
+        self._thread.join(seconds)
         return True
 
     def finish(self) -> bool:
