@@ -276,13 +276,14 @@ def load_and_hash(config: Config) -> tuple[int, str]:
 
 
 def test_too_many_skipped_steps_end_the_run_with_a_checkpoint(tmp_path: Path) -> None:
-    """Oracle: the parameters at the end, loaded from what was saved though no checkpoints were asked for."""
+    """Oracle: the parameters at the end, loaded from what was saved, which nothing was deleted for."""
     config = make_config(FSDP2Config(), 2, steps=8, max_skipped_in_a_row=3)
-    kept_config = kept(config, tmp_path, every=0)
+    kept_config = kept(config, tmp_path, every=1, keep=1)
     (told, steps, hashed), _ = run_ranks(2, give_up, kept_config)
     assert steps == 4
     assert told.startswith("stopped after step 4: 3 steps in a row had a loss or gradients that are not finite")
     assert "the newest checkpoint is that of step 4" in told
+    assert [path.name[-1] for path in sorted((tmp_path / "checkpoints").glob("step-*"))] == ["3", "4"]
     assert run_ranks(2, load_and_hash, kept_config)[0] == (4, hashed)
 
 
