@@ -175,13 +175,23 @@ class Attempt:
         return status
 
 
-def read_steps(folder: Path) -> list[dict]:
-    """Every whole line of ``metrics.jsonl``."""
+def read_lines(path: Path) -> list[dict]:
+    """Every whole line of a file of JSON lines; none where it is not there yet."""
     try:
-        text = (folder / "metrics.jsonl").read_text()
+        text = path.read_text()
     except FileNotFoundError:
         return []
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def read_steps(folder: Path) -> list[dict]:
+    """What was recorded of each step."""
+    return read_lines(folder / "metrics.jsonl")
+
+
+def read_resumes(folder: Path) -> list[dict]:
+    """How the run went on."""
+    return read_lines(folder / "resumes.jsonl")
 
 
 def hash_weights(folder: Path) -> str:
@@ -277,15 +287,6 @@ def disturb(campaign: Campaign, folder: Path, steps: int, kills: int, chance: ra
         )
     status = attempt.wait()
     assert status == 0, f"{folder} ended with status {status}, see {log}"
-
-
-def read_resumes(folder: Path) -> list[dict]:
-    """Every whole line of ``resumes.jsonl``."""
-    try:
-        text = (folder / "resumes.jsonl").read_text()
-    except FileNotFoundError:
-        return []
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def count_wrong(reference: Path, disturbed: Path, steps: int) -> int:

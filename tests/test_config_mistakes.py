@@ -221,6 +221,8 @@ MISTAKES = {
     "checkpoint.folder=''": "checkpoint.folder='' must not be empty; leave it out",
     "checkpoint.every=-1": "checkpoint.every=-1 must be at least 0; set checkpoint.every=0",
     "checkpoint.every=1e2": "checkpoint.every=1e2 must be an integer; set checkpoint.every=100",
+    "checkpoint.timeout_seconds=0": "checkpoint.timeout_seconds=0.0 must be above 0 and at most 2592000; set "
+    "checkpoint.timeout_seconds=7200",
     "checkpoint.keep=0": "checkpoint.keep=0 must be at least 1; set checkpoint.keep=1",
     "checkpoint.keep_every=100": "checkpoint.keep_every=100 keeps some of the checkpoints of checkpoint.every, which "
     "is 0; set checkpoint.every=100",

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import time
 import warnings
@@ -19,7 +20,7 @@ from fsdptoys.checkpoint.config import Form
 from fsdptoys.checkpoint.series import Series
 from fsdptoys.config import Config
 from fsdptoys.convert import convert
-from fsdptoys.errors import ConfigError, GivenUpError
+from fsdptoys.errors import ConfigError, GivenUpError, LostRanksError
 from fsdptoys.memory import CPUOffloadExecutor, MemoryConfig, OffloadSchedule, StateDType
 from fsdptoys.memory.buckets import local_tensor
 from fsdptoys.metrics import FolderLock
@@ -285,6 +286,56 @@ def test_too_many_skipped_steps_end_the_run_with_a_checkpoint(tmp_path: Path) ->
     assert "the newest checkpoint is that of step 4" in told
     assert [path.name[-1] for path in sorted((tmp_path / "checkpoints").glob("step-*"))] == ["3", "4"]
     assert run_ranks(2, load_and_hash, kept_config)[0] == (4, hashed)
+
+
+def poison(config: Config, steps: set[int]) -> tuple[list[bool], list[float], str | None]:
+    trainer, _ = poisoned(config, steps, rank=0)
+    return (
+        [step.skipped for step in trainer.history],
+        [step.loss for step in trainer.history],
+        getattr(trainer, "given_up", None),
+    )
+
+
+def test_the_limit_on_skipped_steps_counts_the_whole_run(tmp_path: Path) -> None:
+    """Oracle: two skipped steps with a good one between them."""
+    config = kept(make_config(FSDP2Config(), 2, steps=6, max_skipped=2), tmp_path, every=0)
+    skipped, _, told = run_ranks(2, poison, config, {1, 3})[0]
+    assert skipped == [True, False, True]
+    assert (
+        told is not None and "2 steps in all had a loss or gradients that are not finite (train.max_skipped=2)" in told
+    )
+
+
+def test_without_skipping_a_step_that_is_not_finite_reaches_the_model(tmp_path: Path) -> None:
+    """Oracle: the losses after it."""
+    config = kept(make_config(FSDP2Config(), 2, steps=4, skip_nonfinite=False), tmp_path, every=0)
+    skipped, losses, told = run_ranks(2, poison, config, {2})[0]
+    assert skipped == [False] * 4 and told is None
+    assert [math.isfinite(loss) for loss in losses] == [True, True, False, False]
+
+
+def save_slowly(config: Config) -> str:
+    commit = Series.commit
+
+    def commit_late(*given: Any) -> None:
+        time.sleep(3)
+        commit(*given)
+
+    Series.commit = commit_late  # type: ignore[method-assign]
+    try:
+        run_to_the_end(config)
+    except LostRanksError:
+        return "lost"
+    return "saved"
+
+
+@pytest.mark.parametrize("seconds, outcome", [(60.0, "saved"), (1.0, "lost")])
+def test_a_save_may_take_as_long_as_its_own_timeout(seconds: float, outcome: str, tmp_path: Path) -> None:
+    """Oracle: a commit of three seconds on rank 0, for which rank 1 waits."""
+    config = kept(make_config(FSDP2Config(), 2, steps=1), tmp_path / "run", 1, timeout_seconds=seconds)
+    config.launch.timeout_seconds = 2.0
+    assert run_ranks(2, save_slowly, config)[1] == outcome
 
 
 def refused(config: Config) -> str:

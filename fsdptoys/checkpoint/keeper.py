@@ -261,7 +261,7 @@ class Checkpoints:
             return
         sentence = (
             f"checkpoints go to {self._storage.where}, where rank {blind[0]} does not see what rank 0 writes; set "
-            "checkpoint.folder to a place that all machines share"
+            "checkpoint.folder to a place that all ranks share (memory:// is one process's own)"
         )
         if self._config.every:
             raise ConfigError(sentence)

@@ -197,7 +197,8 @@ class UrlStorage(Storage):
             self._files, self._root = url_to_fs(where, use_listings_cache=False)
         except ImportError as error:
             raise ConfigError(
-                f"{where} needs a Python package that is not there ({error}); install it, or name a local folder"
+                f"{where} needs a Python package that is not there ({error}); install it, or set "
+                "checkpoint.folder and checkpoint.resume to local folders"
             ) from error
         except ValueError as error:
             raise ConfigError(
