@@ -21,6 +21,7 @@ PUBLISHED = {
     "llama3_3b": 3_212_749_824,
     "llama3_8b": 8_030_261_248,
     "llama3_70b": 70_553_706_496,
+    "llama3_405b": 405_853_388_800,
     "qwen3_4b": 4_022_468_096,
     "qwen3_8b": 8_190_735_360,
     "qwen3_14b": 14_768_307_200,
@@ -68,7 +69,7 @@ def test_preset_has_as_many_parameters_as_transformers_model(name: str) -> None:
     assert sum(param.numel() for param in oracle.parameters()) == model.parameter_counts().total
 
 
-@pytest.mark.parametrize("name", ["llama3_1b", "llama3_3b", "llama3_8b", "llama3_70b"])
+@pytest.mark.parametrize("name", ["llama3_1b", "llama3_3b", "llama3_8b", "llama3_70b", "llama3_405b"])
 def test_llama3_presets_reach_131072_tokens_by_stretching_8192(name: str) -> None:
     """Oracle: ``rope_scaling`` and ``max_position_embeddings`` of the published config.json files."""
     config = compose_config([f"model={name}"]).model
