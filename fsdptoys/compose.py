@@ -5,6 +5,7 @@ get in. ``experiment`` is the one group without a schema: it overrides the other
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,7 +80,7 @@ def compose(overrides: Sequence[str]) -> Composition:
     parsed = parse_overrides(overrides, choices)
     check_groups(parsed, choices, list_defaults())
     groups = [str(override.input_line) for override in parsed if override.key_or_group in choices]
-    tree = _compose_tree(groups)
+    tree = _compose_groups(tuple(groups))
     sections = {str(key): _schema(tree, str(key)) for key in tree if key not in ("hydra", *ROOT_OPTIONS)}
 
     def others(group: str) -> tuple[str, dict[str, type]]:
@@ -112,6 +113,12 @@ def compose_presets(names: Sequence[str]) -> list[ModelConfig]:
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(f"configs/model cannot be composed: {_one_line(error)}") from error
     return [config for config in configs if isinstance(config, ModelConfig)]
+
+
+@functools.cache
+def _compose_groups(groups: tuple[str, ...]) -> DictConfig:
+    """The tree of some groups' choices, to be read and not written to."""
+    return _compose_tree(groups)
 
 
 def _compose_tree(overrides: Sequence[str]) -> DictConfig:
@@ -148,6 +155,7 @@ def _schema(tree: DictConfig, section: str) -> type:
     return schema
 
 
+@functools.cache  # Hydra reads every dataclass for it
 def _register_schemas() -> None:
     store = ConfigStore.instance()
     store.store(name="base_config", node=Config, provider="fsdptoys")

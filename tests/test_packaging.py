@@ -86,6 +86,7 @@ def run(*command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize(
     ("form", "links"),
     [

@@ -45,6 +45,13 @@ def exit():
         sys.exit(7)
     time.sleep(600)
 
+def worse():
+    if rank == 1 and start == 0:
+        sys.exit(7)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+
 def group():
     import torch.distributed as dist
     dist.init_process_group("gloo")
@@ -174,7 +181,7 @@ def again():
     dist.barrier()
     dist.destroy_process_group()
 
-if sys.argv[1] in ("sleep", "deaf", "environment", "exit"):
+if sys.argv[1] in ("sleep", "deaf", "environment", "exit", "worse", "semaphores"):
     sys.exit(globals()[sys.argv[1]]())
 from fsdptoys.worker import run_as_worker
 sys.exit(run_as_worker(globals()[sys.argv[1]]))
@@ -351,10 +358,12 @@ def test_workers_start_again_and_go_on_in_the_same_directory(launched: Any) -> N
 
 @pytest.mark.launcher
 def test_last_failure_is_told_with_the_restarts_that_are_used_up(launched: Any) -> None:
-    """Oracle: the last line; the first start raises, and the one restart that is allowed is killed."""
-    status, stderr = launched("again", max_restarts=1).result()
+    """Oracle: both lines; the first start ends with a status, and the one restart that is allowed is killed."""
+    status, stderr = launched("worse", max_restarts=1).result()
     assert status == 1
-    assert stderr.splitlines()[1].startswith(
+    first, last = stderr.splitlines()
+    assert first == "fsdptoys: rank 1 ended with status 7 and left no traceback; starting again (1 of 1)"
+    assert last.startswith(
         "fsdptoys: rank 1 was ended by SIGKILL, as the system does where host memory runs out, after 1 of 1 restarts"
     )
 
@@ -401,11 +410,11 @@ def test_ranks_that_are_killed_leave_no_semaphores(launched: Any, whom: str) -> 
     os.kill(*((run.pid, signal.SIGINT) if whom == "launcher" else (pids[1], signal.SIGKILL)))
     status, stderr = run.result()
     assert status == (130 if whom == "launcher" else 1) and len(stderr.splitlines()) == 1, stderr
+    children = [int(child) for words in told for child in words[:-1]]
     deadline = time.monotonic() + 10
-    while any(path.exists() for path in paths):
-        assert time.monotonic() < deadline, "semaphores are left"
+    while any(path.exists() for path in paths) or any(runs(child) for child in children):
+        assert time.monotonic() < deadline, "semaphores or trackers are left"
         time.sleep(0.05)
-    assert not any(runs(int(child)) for words in told for child in words[:-1])
 
 
 @pytest.mark.launcher
