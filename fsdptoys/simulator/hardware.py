@@ -1,0 +1,246 @@
+"""What a machine is able to do: one YAML file of ``configs/hardware`` each, every number with its source.
+
+A number is written as ``{value: 3.35e+12, source: "NVIDIA H100 SXM data sheet"}``. An efficiency is the share of a peak
+that is reached in practice; where nobody has measured one, the source says that it is assumed. ``fsdptoys plan
+calibrate`` replaces efficiencies by measured ones. A profile of one's own is a copy of one of these files.
+"""
+
+import dataclasses
+import difflib
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import fsdptoys.configs
+from fsdptoys.errors import ConfigError
+
+PROFILES = Path(fsdptoys.configs.__file__).parent / "hardware"
+LARGEST_PROFILE_BYTES = 2**16
+DEVICE_TYPES = ("cuda", "npu", "cpu")
+"""As in ``fsdptoys.device``, which would import torch."""
+
+
+class AttentionKind(Enum):
+    """Whose fused attention runs, which decides what is kept for the backward and what scratch it takes."""
+
+    flash = "flash"
+    """FlashAttention 2 (arXiv:2307.08691) as PyTorch calls it on CUDA."""
+    npu = "npu"
+    """torch_npu's npu_fusion_attention."""
+    cpu = "cpu"
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number and where it comes from."""
+
+    value: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One kind of device, in the machines that it is sold in. Rates are bytes or operations a second."""
+
+    name: str
+    title: str
+    """As people call it."""
+    device_type: str
+    """``cuda``, ``npu`` or ``cpu``."""
+    attention: AttentionKind
+    matches: tuple[str, ...]
+    """Words of the names that such a device gives itself."""
+    peak_flops: dict[str, Quantity]
+    """dtype → dense FLOP/s."""
+    memory_bytes: Quantity
+    """That the device says it has."""
+    outside_allocator_bytes: Quantity
+    """Of these, what driver, kernels and communication take beside PyTorch's allocator."""
+    memory_bandwidth: Quantity
+    matmul_efficiency: Quantity
+    attention_efficiency: Quantity
+    memory_efficiency: Quantity
+    kernel_seconds: Quantity
+    """The shortest that any kernel takes."""
+    host_operator_seconds: Quantity
+    """Host time to issue an operator."""
+    host_collective_seconds: Quantity
+    devices_per_node: Quantity
+    intra_node_bandwidth: Quantity
+    """One direction, a device, within a machine."""
+    intra_node_efficiency: Quantity
+    intra_node_latency_seconds: Quantity
+    inter_node_bandwidth: Quantity
+    """One direction, a device's share of the machine's network."""
+    inter_node_efficiency: Quantity
+    inter_node_latency_seconds: Quantity
+    transfer_bandwidth: Quantity
+    """Between pinned host memory and the device, one direction, while all devices of the machine do so."""
+    transfer_latency_seconds: Quantity
+    cpu_adam_parameters_per_second: Quantity
+    """Float32 parameters that one device's share of the cores updates."""
+    cpu_bandwidth: Quantity
+    """Of host memory, one device's share."""
+    host_memory_bytes: Quantity
+    """One device's share."""
+
+    @property
+    def usable_bytes(self) -> float:
+        """What the allocator can have."""
+        return self.memory_bytes.value - self.outside_allocator_bytes.value
+
+
+def list_hardware() -> list[str]:
+    """Names of the profiles of ``configs/hardware``."""
+    return sorted(path.stem for path in PROFILES.glob("*.yaml"))
+
+
+def load_hardware(name_or_path: str | Path) -> Hardware:
+    """Read a profile.
+
+    Args:
+        name_or_path: one of ``list_hardware()``, or a YAML file.
+
+    Raises:
+        ConfigError: if there is none, or it is not one; the sentence names the key.
+    """
+    text = str(name_or_path)
+    if not (isinstance(name_or_path, Path) or text.endswith((".yaml", ".yml")) or "/" in text):
+        if text not in list_hardware():
+            raise ConfigError(f"plan.hardware={text} is no profile; {_fix('plan.hardware=', text, list_hardware())}")
+        name_or_path = PROFILES / f"{text}.yaml"
+    path = Path(name_or_path)
+    tree = _read(path)
+    where = f"the hardware profile {path}"
+    fields = {field.name: field.type for field in dataclasses.fields(Hardware) if field.name != "name"}
+    _check_keys(tree, fields, where)
+    values: dict[str, Any] = {"name": path.stem}
+    for key, kind in fields.items():
+        value = tree[key]
+        if kind is Quantity:
+            values[key] = _quantity(value, key, where)
+        elif key == "peak_flops":
+            if not isinstance(value, dict) or not value:
+                raise ConfigError(f"{where} has peak_flops={value}; give a number for each dtype, bfloat16 at least")
+            values[key] = {str(dtype): _quantity(peak, f"peak_flops.{dtype}", where) for dtype, peak in value.items()}
+        elif key == "attention":
+            values[key] = AttentionKind(_choice(value, key, [choice.value for choice in AttentionKind], where))
+        elif key == "device_type":
+            values[key] = _choice(value, key, DEVICE_TYPES, where)
+        elif key == "matches":
+            if not isinstance(value, list) or not all(isinstance(words, str) and words.strip() for words in value):
+                raise ConfigError(f"{where} has matches={value}; give a list of words, which may be empty: []")
+            values[key] = tuple(value)
+        else:
+            if not isinstance(value, str) or not value.strip():
+                raise ConfigError(f"{where} has {key}={value}; give a text")
+            values[key] = value
+    return Hardware(**values)
+
+
+def hardware_for(device_name: str, device_type: str) -> str | None:
+    """The profile of the device that gives itself this name; None where there is none.
+
+    Slower forms of a device have the words PCIe, NVL, MIG, Laptop or D in their names, and count only where a profile
+    names them. A CPU's speed cannot be told from its name: ``cpu`` has to be asked for.
+    """
+    found: list[tuple[int, str]] = []
+    for name in list_hardware():
+        hardware = load_hardware(name)
+        if hardware.device_type != device_type:
+            continue
+        for words in hardware.matches:
+            rest = re.sub(rf"(?<!\w){re.escape(words)}(?!\w)", "", device_name, flags=re.IGNORECASE)
+            if rest != device_name and not re.search(r"\b(PCIe|NVL|MIG|Laptop|D)\b", rest, flags=re.IGNORECASE):
+                found.append((len(words), name))
+    return max(found)[1] if found else None
+
+
+def dump_hardware(hardware: Hardware) -> str:
+    """A profile as YAML that ``load_hardware`` reads."""
+    tree: dict[str, Any] = {}
+    for field in dataclasses.fields(hardware):
+        value = getattr(hardware, field.name)
+        if isinstance(value, Quantity):
+            value = dataclasses.asdict(value)
+        elif isinstance(value, dict):
+            value = {key: dataclasses.asdict(quantity) for key, quantity in value.items()}
+        elif isinstance(value, Enum):
+            value = value.value
+        elif isinstance(value, tuple):
+            value = list(value)
+        if field.name != "name":
+            tree[field.name] = value
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with open(path, "rb") as file:
+            text = file.read(LARGEST_PROFILE_BYTES + 1)
+        if len(text) > LARGEST_PROFILE_BYTES:
+            raise ValueError(f"it is longer than {LARGEST_PROFILE_BYTES} bytes")
+        tree = yaml.safe_load(text)
+    except OSError as error:
+        raise ConfigError(
+            f"plan.hardware={path} cannot be read ({error.strerror or error}); set plan.hardware to one of "
+            f"{', '.join(list_hardware())}, or to a YAML file"
+        ) from error
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"plan.hardware={path} cannot be read as YAML ({reason}); start from a copy of a profile"
+        ) from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"plan.hardware={path} is no profile; start from a copy of one of configs/hardware")
+    return tree
+
+
+def _check_keys(tree: dict[str, Any], wanted: dict[str, Any], where: str) -> None:
+    for key in tree:
+        if key not in wanted:
+            missing = [name for name in wanted if name not in tree]
+            near = difflib.get_close_matches(str(key), missing or list(wanted), n=1)
+            raise ConfigError(
+                f"{where} has the key {key}, which none has; " + (f"did you mean {near[0]}?" if near else "delete it")
+            )
+    for key in wanted:
+        if key not in tree:
+            raise ConfigError(f"{where} lacks {key}; add it as the profiles of configs/hardware have it")
+
+
+def _quantity(value: object, key: str, where: str) -> Quantity:
+    if not isinstance(value, dict) or set(value) != {"value", "source"}:
+        raise ConfigError(f"{where} has {key}={value}; write {{value: NUMBER, source: WHERE IT IS FROM}}")
+    number, source = value["value"], value["source"]
+    if not isinstance(source, str) or not source.strip():
+        raise ConfigError(
+            f"{where} gives no source of {key}; write where its value {number} is from, or 'assumed: WHY'"
+        )
+    if isinstance(number, str) and re.fullmatch(r"[\d.]+[eE]\d+", number):
+        # YAML 1.1 takes 3.35e12 for a text.
+        raise ConfigError(f"{where} has {key}.value={number}, a text to YAML; write {float(number):.6e}")
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not (math.isfinite(number) and number > 0):
+        raise ConfigError(f"{where} has {key}.value={number}; give a finite number above 0")
+    if key.endswith("_efficiency") and number > 1:
+        raise ConfigError(f"{where} has {key}.value={number}, a share of what is possible; give a number up to 1")
+    if key == "devices_per_node" and number != int(number):
+        raise ConfigError(f"{where} has {key}.value={number}; give a whole number")
+    return Quantity(float(number), source)
+
+
+def _choice(value: object, key: str, choices: Sequence[str], where: str) -> str:
+    if value not in choices:
+        raise ConfigError(f"{where} has {key}={value}; {_fix(f'{key}: ', str(value), choices)}")
+    return str(value)
+
+
+def _fix(prefix: str, value: str, choices: Sequence[str]) -> str:
+    near = difflib.get_close_matches(value, choices, n=1)
+    return f"did you mean {prefix}{near[0]}?" if near else f"set {prefix}{' | '.join(choices)}"
