@@ -24,6 +24,7 @@ from .optim import Implementation, OptimConfig, WeightDecayOn
 from .parallel import ParallelConfig
 from .patches import check_patches
 from .profiler import ProfileConfig
+from .simulator.config import PlanConfig
 
 MAX_TIMEOUT_SECONDS = 30 * 24 * 3600
 
@@ -171,6 +172,7 @@ class Config:
     metrics: MetricsConfig
     profile: ProfileConfig
     launch: LaunchConfig
+    plan: PlanConfig
     patches: Any = "auto"
     """Fixes of PyTorch to apply, [NAME,...]; auto for those that its version and the strategy need, [] for none."""
 
@@ -190,6 +192,7 @@ class Config:
         self._check_model()
         self._check_optimizer(device_type)
         self.parallel.validate(world_size, self.mesh, device_type, self.memory.cpu_offload)
+        self._check_shards(world_size)
         self._check_memory()
         self.data.validate(self.train.seq_len, self.model.vocab_size)
         self._check_evaluation()
@@ -221,6 +224,18 @@ class Config:
             raise ConfigError(
                 f"memory.activation_offload=true saves nothing with fewer than 3 checkpointed blocks, of which there "
                 f"are {checkpointed}; set memory.activation_offload=false"
+            )
+
+    def _check_shards(self, world_size: int) -> None:
+        """Refuse more shards than most parameters have rows: FSDP2 cuts along the first dim."""
+        if self.parallel.name != "fsdp2":
+            return
+        shards, dim = self.mesh.shard_ranks(world_size), self.model.dim
+        if shards > dim:
+            fitting = max(size for size in range(1, dim + 1) if world_size % size == 0)
+            raise ConfigError(
+                f"mesh.fsdp_size={self.mesh.fsdp_size} cuts parameters of {dim} rows (model.dim) into {shards} shards, "
+                f"so that ranks would hold nothing of them; set mesh.fsdp_size={fitting}"
             )
 
     def _check_memory(self) -> None:

@@ -40,9 +40,8 @@ class Option:
 
 
 def list_choices() -> dict[str, list[str]]:
-    """Group → names of its YAML files."""
-    folders = sorted({path.parent for path in CONFIGS.glob("*/*.yaml")})
-    return {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in folders}
+    """Group → names of its YAML files, which are those of the folder of that name."""
+    return {group: sorted(path.stem for path in (CONFIGS / group).glob("*.yaml")) for group in sorted(list_defaults())}
 
 
 def schema_name(group: str, choice: str) -> str:

@@ -23,7 +23,7 @@ from torch import Tensor
 from .checkpoint import open_init_from
 from .config import Config
 from .data import BatchStream, TextConfig, TextDataset, eval_batches
-from .device import float64_collectives
+from .device import Device, float64_collectives
 from .memory import (
     IGNORE_INDEX,
     BucketedOptimizer,
@@ -36,7 +36,7 @@ from .memory import (
 )
 from .metrics import SpikeDetector, StepMetrics, step_metrics
 from .optim import build_optimizer, build_schedule, set_schedule
-from .parallel import ParallelContext, seeded
+from .parallel import Fill, ParallelContext, seeded
 from .parallel.precision import DType
 from .patches import apply_patches
 from .prepare import offload, prepare_blocks
@@ -63,13 +63,20 @@ class Stop:
 class Trainer:
     """One run: a model under a strategy, its data, its optimizer, and the loop over them."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, device: Device | None = None, fill: Fill | None = None) -> None:
+        """Prepare a run.
+
+        Args:
+            config: validated.
+            device: where it runs; None for what the config and this process's rank say.
+            fill: gives parameters their values; None for what the config says.
+        """
         self.config = config
         train, memory = config.train, config.memory
         assert train.init_seed is not None and train.data_seed is not None, "the config must have been validated"
 
         # 1. Where we run.
-        self.device = device_of(config)
+        self.device = device or device_of(config)
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         self._cpu_threads = memory.cpu_threads or threads_per_rank(local_ranks)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -93,7 +100,9 @@ class Trainer:
         self.strategy = config.parallel.build(context)
         local = self.strategy.local_data_ranks
         self.routing = build_routing_balance(model, self.device.torch_device, local)
-        fill = open_init_from(model).fill if config.model.init_from else seeded(model.init_rows, train.init_seed)
+        if fill is None:
+            drawn = seeded(model.init_rows, train.init_seed)
+            fill = open_init_from(model).fill if config.model.init_from else drawn
         constructing = functools.partial(
             situation,
             config,

@@ -26,8 +26,8 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
@@ -265,7 +265,8 @@ class ActivationOffload:
 
     def _save(self, tensor: Tensor, block: _Block) -> Tensor | _Saved:
         travels = (
-            type(tensor) is Tensor
+            not isinstance(tensor, nn.Parameter)
+            and not is_traceable_wrapper_subclass(tensor)
             and tensor.device.type == self.device.type
             and _is_dense(tensor)
             and tensor.nbytes >= self._min_bytes

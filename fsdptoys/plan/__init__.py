@@ -1,0 +1,1 @@
+"""What a run would take, without the hardware: see ``fsdptoys plan``."""

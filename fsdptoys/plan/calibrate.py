@@ -1,0 +1,263 @@
+"""Replace the assumptions of a hardware profile by what runs have measured.
+
+A run tells one thing about the hardware: how long its step takes. What the profile says decides the predicted time
+through a handful of rates. So few rates are moved, each by a factor, such that the logarithms of predicted and measured
+times agree best, in the sense of least squares; where runs leave that open, as one run always does, the factors stay as
+near to 1 as they can. Products and attention are moved together, since runs do not tell them apart. A rate that changes
+no run's prediction is left alone, and nothing leaves the bounds of what is possible.
+
+What makes the difference between two runs is what tells rates apart: one with little communication and one with much,
+one with offload and one without. Runs that are alike give good predictions for others like them, and no rates to trust.
+
+Not covered: memory (nothing in it is assumed), the spread between steps, rates that change with the size of what moves.
+Least squares by Levenberg and Marquardt (https://doi.org/10.1137/0111030) in the logarithms of the factors.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import date
+from typing import NamedTuple
+
+import numpy as np
+
+from fsdptoys.simulator.hardware import Hardware, Quantity
+
+NOISE = 0.01
+"""Share by which a step time that was measured may be off."""
+SURPRISE = math.log(2.0)
+"""By how much a profile's rate is expected to be off: the logarithm of a factor."""
+LEAST_EFFECT = 1e-3
+"""A rate whose doubling and halving changes no prediction by this share is not known from the runs."""
+LEAST_EFFICIENCY = 0.02
+STEP = 0.01
+"""Of the logarithm of a factor, for derivatives."""
+ITERATIONS = 30
+JUMPS = tuple(math.log(2) * halves / 2 for halves in (-4, -2, -1, 1, 2, 4))
+"""Moves of one rate by which a better place is looked for: a rate that bounds nothing where a search stands has no
+derivative there, though it may bound everything a little further."""
+
+
+class Case(NamedTuple):
+    """A run whose time was measured."""
+
+    predict: Callable[[Hardware], float]
+    """Seconds of its step on that hardware."""
+    measured_seconds: float
+    name: str
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """Fields of a profile that are multiplied by one factor."""
+
+    name: str
+    fields: tuple[str, ...]
+    least: float = 1 / 30
+    """Of the factor."""
+    most: float = 30.0
+
+    def bounds(self, hardware: Hardware) -> tuple[float, float]:
+        """Logarithms of the least and the greatest factor that leave every efficiency possible."""
+        least, most = self.least, self.most
+        for field in self.fields:
+            if field.endswith("_efficiency"):
+                value = getattr(hardware, field).value
+                least, most = max(least, LEAST_EFFICIENCY / value), min(most, 1 / value)
+        return min(0.0, math.log(least)), max(0.0, math.log(most))
+
+
+PARAMETERS = (
+    Parameter("compute", ("matmul_efficiency", "attention_efficiency")),
+    Parameter("memory", ("memory_efficiency",)),
+    Parameter("host", ("host_operator_seconds", "host_collective_seconds")),
+    Parameter("links within a machine", ("intra_node_efficiency",)),
+    Parameter("links between machines", ("inter_node_efficiency",)),
+    Parameter("transfers", ("transfer_bandwidth",)),
+    Parameter("latency of transfers", ("transfer_latency_seconds",), most=100.0),
+    Parameter("AdamW on the host", ("cpu_adam_parameters_per_second",)),
+)
+
+
+class Outcome(NamedTuple):
+    """One run before and after."""
+
+    name: str
+    measured_seconds: float
+    before_seconds: float
+    after_seconds: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What came out."""
+
+    hardware: Hardware
+    changes: dict[str, tuple[float, float]]
+    """Field → value before and after."""
+    unknown: tuple[str, ...]
+    """Names of the parameters that no run depends on."""
+    outcomes: tuple[Outcome, ...]
+
+
+def calibrate(
+    cases: Sequence[Case], hardware: Hardware, parameters: Sequence[Parameter] = PARAMETERS, today: date | None = None
+) -> Calibration:
+    """Move a profile's rates to where they explain the runs best.
+
+    Args:
+        cases: at least one.
+        hardware: where to start.
+        parameters: what may be moved.
+        today: for the sources of what was moved; None for today.
+    """
+    assert cases
+    names = ", ".join(case.name for case in cases)
+    logs = np.log([case.measured_seconds for case in cases])
+    limits = np.array([parameter.bounds(hardware) for parameter in parameters]).reshape(-1, 2)
+
+    def predicted(factors: np.ndarray) -> np.ndarray:
+        changed = _scaled(hardware, parameters, factors)
+        return np.array([case.predict(changed) for case in cases])
+
+    start = np.zeros(len(parameters))
+    before = predicted(start)
+    known = [index for index in range(len(parameters)) if _matters(index, start, limits, before, predicted)]
+
+    def residuals(moved: np.ndarray) -> np.ndarray:
+        factors = start.copy()
+        factors[known] = moved
+        return np.concatenate([(np.log(predicted(factors)) - logs) / NOISE, moved / SURPRISE])
+
+    factors = start.copy()
+    if known:
+        factors[known] = _least_squares(residuals, limits[known])
+    source = f"calibrated from {names} on {today or date.today()}"
+    result = _scaled(hardware, parameters, factors, source)
+    after = predicted(factors)
+    changes = {
+        field: (getattr(hardware, field).value, getattr(result, field).value)
+        for index in known
+        for field in parameters[index].fields
+        if getattr(hardware, field).value != getattr(result, field).value
+    }
+    return Calibration(
+        hardware=result,
+        changes=changes,
+        unknown=tuple(parameter.name for index, parameter in enumerate(parameters) if index not in known),
+        outcomes=tuple(
+            Outcome(case.name, case.measured_seconds, float(old), float(new))
+            for case, old, new in zip(cases, before, after, strict=True)
+        ),
+    )
+
+
+def choose_parameters(names: Sequence[str]) -> tuple[Parameter, ...]:
+    """The parameters of these names, in their usual order."""
+    unknown = set(names) - {parameter.name for parameter in PARAMETERS}
+    assert not unknown, unknown
+    return tuple(parameter for parameter in PARAMETERS if parameter.name in names)
+
+
+def error(outcome: Outcome, seconds: float) -> float:
+    """Share by which a time is over the measured one."""
+    return seconds / outcome.measured_seconds - 1
+
+
+def _scaled(
+    hardware: Hardware, parameters: Sequence[Parameter], factors: np.ndarray, source: str | None = None
+) -> Hardware:
+    changes = {}
+    for parameter, factor in zip(parameters, factors, strict=True):
+        if factor == 0:
+            continue
+        for field in parameter.fields:
+            quantity: Quantity = getattr(hardware, field)
+            value = float(quantity.value * math.exp(factor))
+            if field.endswith("_efficiency"):
+                value = min(value, 1.0)
+            if source is not None:
+                value = float(f"{value:.4g}")
+                changes[field] = Quantity(value, f"{source}; before that {quantity.value:g}")
+            else:
+                changes[field] = Quantity(value, quantity.source)
+    return dataclasses.replace(hardware, **changes)  # type: ignore[arg-type]
+
+
+def _matters(
+    index: int,
+    start: np.ndarray,
+    limits: np.ndarray,
+    before: np.ndarray,
+    predicted: Callable[[np.ndarray], np.ndarray],
+) -> bool:
+    """Whether a factor of 2 or 1/2, as far as it is possible, changes any prediction."""
+    for factor in (math.log(2), -math.log(2)):
+        moved = start.copy()
+        moved[index] = np.clip(factor, *limits[index])
+        if np.max(np.abs(predicted(moved) / before - 1)) > LEAST_EFFECT:
+            return True
+    return False
+
+
+def _least_squares(residuals: Callable[[np.ndarray], np.ndarray], limits: np.ndarray) -> np.ndarray:
+    """Minimise the sum of squares within limits, from zero on: descend, and jump where that leads lower."""
+    point = np.zeros(len(limits))
+    value = residuals(point)
+    for _ in range(len(limits) + 1):
+        point, value = _descend(residuals, limits, point, value)
+        best, best_value = point, value
+        for index in range(len(point)):
+            for jump in JUMPS:
+                moved = point.copy()
+                moved[index] = np.clip(point[index] + jump, *limits[index])
+                new = residuals(moved)
+                if new @ new < 0.99 * (best_value @ best_value):
+                    best, best_value = moved, new
+        if best is point:
+            break
+        point, value = best, best_value
+    return point
+
+
+def _descend(
+    residuals: Callable[[np.ndarray], np.ndarray], limits: np.ndarray, point: np.ndarray, value: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Damped steps of Gauss and Newton, to where nothing is gained any more."""
+    damping = 1e-3
+    for _ in range(ITERATIONS):
+        jacobian = _jacobian(residuals, limits, point, value)
+        gradient = jacobian.T @ value
+        # What stands at a limit and would leave it stays there in this step.
+        free = ~(((point <= limits[:, 0]) & (gradient > 0)) | ((point >= limits[:, 1]) & (gradient < 0)))
+        if not free.any():
+            break
+        square = jacobian[:, free].T @ jacobian[:, free]
+        while damping < 1e9:
+            step = np.zeros_like(point)
+            step[free] = np.linalg.solve(square + damping * np.diag(np.diag(square)), -gradient[free])
+            moved = np.clip(point + step, limits[:, 0], limits[:, 1])
+            new = residuals(moved)
+            if new @ new < value @ value:
+                break
+            damping *= 10
+        else:
+            break
+        gained = value @ value - new @ new
+        point, value, damping = moved, new, max(damping / 10, 1e-9)
+        if gained < 1e-4 * (value @ value) + 1e-6:
+            break
+    return point, value
+
+
+def _jacobian(
+    residuals: Callable[[np.ndarray], np.ndarray], limits: np.ndarray, point: np.ndarray, value: np.ndarray
+) -> np.ndarray:
+    columns = []
+    for index in range(len(point)):
+        step = STEP if point[index] + STEP <= limits[index, 1] else -STEP
+        moved = point.copy()
+        moved[index] += step
+        columns.append((residuals(moved) - value) / step)
+    return np.stack(columns, axis=1)

@@ -1,0 +1,152 @@
+"""A picture of memory against speed: the combinations that nothing beats, among all that were predicted."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from fsdptoys.config import Config
+from fsdptoys.device import GIB
+from fsdptoys.errors import ConfigError
+from fsdptoys.memory import CPUOffloadExecutor
+
+from .candidates import Candidate, frontier
+from .search import SearchResult
+from .switches import as_typed
+
+FRONTIER_COLOR, OTHER_COLOR, LIMIT_COLOR = "#1f5fa8", "#b3bac1", "#b2182b"
+
+MOST_LABELS = 9
+"""On the picture; the frontier's points that are furthest apart get them."""
+
+LABEL_HEIGHT = 0.045
+"""Share of the picture's height."""
+
+
+def label(config: Config) -> str:
+    """A combination in a few words: ``fsdp2/8 b4 full chunk``; the number after the slash is ``mesh.fsdp_size``."""
+    return " ".join([f"{layout(config)} b{config.train.batch_size}", *traits(config)])
+
+
+def layout(config: Config) -> str:
+    """The strategy, and over how many ranks it shards where that is not all of them."""
+    size = config.mesh.fsdp_size
+    return config.parallel.name + (f"/{size}" if size != -1 else "")
+
+
+def traits(config: Config) -> list[str]:
+    """What is switched on, in short words."""
+    memory, parallel = config.memory, config.parallel
+    words = []
+    if memory.checkpoints:
+        every = f"/{memory.checkpointing_every}" if memory.checkpointing_every > 1 else ""
+        words.append(memory.gradient_checkpointing.value + every + "+offload" * memory.activation_offload)
+    if memory.chunk_loss:
+        words.append("chunk")
+    if memory.optimizer_offload:
+        words.append("opt-offload")
+    if memory.cpu_offload:
+        words.append("cpu-offload" + "+overlapped" * (memory.cpu_offload_executor is CPUOffloadExecutor.overlapped))
+    for name, plain in (("wrap", "block"), ("reshard_after_forward", "default")):
+        value = as_typed(getattr(parallel, name, plain))
+        if value != plain:
+            words.append({"block_attn_mlp": "attn-mlp"}.get(value, f"reshard-{value}"))
+    return words
+
+
+def check_picture(path: Path) -> None:
+    """Refuse a place where no picture can be written, before anything is predicted.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    if path.suffix.lower() != ".png":
+        raise ConfigError(f"--png {path} must end in .png; write --png {path.name.partition('.')[0] or 'plan'}.png")
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        problem = "is a folder" if path.is_dir() else f"lies in {path.parent}, which is no folder"
+        raise ConfigError(f"--png {path} {problem}; write --png plan.png")
+
+
+def draw_frontier(path: Path, title: str, result: SearchResult) -> None:
+    """Draw memory against speed as a PNG, without a display and without pyplot's global state.
+
+    Args:
+        path: where the picture goes.
+        title: stands above it: model, hardware, ranks.
+        result: all that was predicted.
+    """
+    from matplotlib.figure import Figure  # 0.7 s to import
+
+    best = frontier(result.candidates)
+    others = [*result.candidates, *result.over]
+    figure = Figure(figsize=(9, 5.6), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    axes.set_title(" ".join(title.split()), loc="left", fontsize=12, fontweight="bold", parse_math=False, wrap=True)
+    axes.scatter(
+        [one.reserved_bytes / GIB for one in others],
+        [one.tokens_per_second for one in others],
+        s=9,
+        color=OTHER_COLOR,
+        linewidths=0,
+        alpha=0.7,
+        label=f"predicted combinations ({len(others):,})",
+        rasterized=True,
+    )
+    gib = [one.reserved_bytes / GIB for one in best]
+    speed = [one.tokens_per_second for one in best]
+    axes.plot(
+        gib,
+        speed,
+        drawstyle="steps-post",  # with memory between two of them, the lower speed is what one gets
+        color=FRONTIER_COLOR,
+        marker="o",
+        markersize=4.5,
+        linewidth=1.6,
+        label="nothing beats these",
+    )
+    limit = result.memory_bytes / GIB
+    axes.axvline(limit, color=LIMIT_COLOR, linestyle=(0, (5, 3)), linewidth=1.3, label=f"memory limit: {limit:.4g} GiB")
+    # Points far to the right of the limit would squeeze what can be had into a corner.
+    axes.set_xlim(0, 1.35 * limit)
+    axes.set_ylim(0, 1.1 * max(one.tokens_per_second for one in result.candidates))
+    span = (axes.get_xlim()[1], axes.get_ylim()[1])
+    for one in spread_out(best, MOST_LABELS, span, LABEL_HEIGHT):
+        right = one.reserved_bytes / GIB > 0.55 * span[0]
+        axes.annotate(
+            label(one.config),
+            (one.reserved_bytes / GIB, one.tokens_per_second),
+            xytext=(-7, 5) if right else (7, -9),
+            textcoords="offset points",
+            ha="right" if right else "left",
+            fontsize=8,
+            color=FRONTIER_COLOR,
+            bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1},
+            parse_math=False,
+        )
+    axes.set_xlabel("memory reserved on a rank (GiB)")
+    axes.set_ylabel("tokens/s of all ranks")
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.grid(color="#d9dde1", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    figure.savefig(path, format="png")
+
+
+def spread_out(best: Sequence[Candidate], most: int, span: tuple[float, float], least: float) -> list[Candidate]:
+    """At most so many of a frontier: the fastest, the smallest, then whichever is furthest from those chosen.
+
+    Args:
+        best: the frontier.
+        most: how many.
+        span: GiB and tokens a second that count as far as each other.
+        least: share of the span that is too near to be another.
+    """
+    places = [(one.reserved_bytes / GIB / span[0], one.tokens_per_second / span[1]) for one in best]
+    chosen = list(dict.fromkeys([len(best) - 1, 0]))
+    while len(chosen) < min(most, len(best)):
+        # Labels are wide and low, so that distance upwards counts for more.
+        distance = [min(abs(x - places[c][0]) / 4 + abs(y - places[c][1]) for c in chosen) for x, y in places]
+        furthest = max(range(len(best)), key=distance.__getitem__)
+        if distance[furthest] < least:
+            break
+        chosen.append(furthest)
+    return [best[index] for index in sorted(chosen)]

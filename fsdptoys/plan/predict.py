@@ -1,0 +1,163 @@
+"""What a run would take, from its own code: two steps traced on an imagined device, replayed in its memory and time."""
+
+import dataclasses
+
+from fsdptoys.config import Config
+from fsdptoys.device import Device, available_device_type
+from fsdptoys.errors import ConfigError
+from fsdptoys.models import MoEConfig
+from fsdptoys.simulator.allocator import build_allocator
+from fsdptoys.simulator.events import Trace
+from fsdptoys.simulator.hardware import Hardware, Quantity, hardware_for, list_hardware, load_hardware
+from fsdptoys.simulator.prediction import Prediction
+from fsdptoys.simulator.replay import Replay, replay
+
+from .closed_form import closed_form
+from .depths import choose_depths, extrapolate
+from .tracing import trace
+
+VALIDATED_RANKS = 128
+"""Most ranks of a published run that the model was held against."""
+
+ALARM = 0.10
+"""Share by which the closed form and the trace may differ before that is told."""
+
+
+def hardware_of(config: Config) -> Hardware:
+    """The profile that ``plan.hardware`` names, or that of this machine's device.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    if config.plan.hardware != "auto":
+        return load_hardware(config.plan.hardware)
+    found = profile_of_this_machine()
+    if found is None:
+        raise ConfigError(
+            f"plan.hardware=auto knows no profile of {Device(available_device_type()).name}; set plan.hardware to one "
+            f"of {', '.join(list_hardware())}, or to a YAML file of your own"
+        )
+    return load_hardware(found)
+
+
+def foretell(config: Config, world_size: int) -> tuple[Prediction, Hardware] | None:
+    """What a run is to take, at once and by the closed form; None where it is not wanted or its device is not known.
+
+    Args:
+        config: validated, of a run on this machine.
+        world_size: ranks.
+    """
+    unknown = config.plan.hardware == "auto" and profile_of_this_machine() is None
+    if unknown or not config.plan.predict:
+        return None
+    hardware = hardware_of(config)
+    return closed_form(config, hardware, world_size, config.plan.allocator), hardware
+
+
+def profile_of_this_machine() -> str | None:
+    """Name of the profile of the device that this machine has."""
+    device_type = available_device_type()
+    return hardware_for(Device(device_type).name, device_type)
+
+
+def world_size_of(config: Config, hardware: Hardware) -> int:
+    """Ranks to plan for: those that are asked for, or one machine's."""
+    if config.plan.world_size is not None:
+        return config.plan.world_size
+    if config.parallel.name == "single":
+        return 1
+    on_a_machine = config.launch.nproc_per_node
+    if on_a_machine == -1:
+        on_a_machine = int(hardware.devices_per_node.value)
+    return on_a_machine * config.launch.nnodes
+
+
+class Predictor:
+    """Predicts one configuration; its traces are made once, so that other hardware costs a replay only.
+
+    Args:
+        config: validated.
+        hardware: whose kernels the run would call.
+        world_size: ranks.
+    """
+
+    def __init__(self, config: Config, hardware: Hardware, world_size: int) -> None:
+        self.config = config
+        self.world_size = world_size
+        self.depths = choose_depths(config)
+        self.traces: list[Trace] = trace(config, hardware, world_size, self.depths)
+
+    def __call__(self, hardware: Hardware) -> Prediction:
+        """Replay the traces, and read the model's depth off the line through them.
+
+        Args:
+            hardware: of the kind that was traced for.
+        """
+        config = self.config
+        replays = [replay(each, hardware, build_allocator(config.plan.allocator)) for each in self.traces]
+        result: Replay = replays[-1]
+        in_full = len(replays) == 1
+        if not in_full:
+            result = extrapolate(replays[0], replays[1], (self.depths[0], self.depths[1]), config.model.n_layers)
+        closed = closed_form(config, hardware, self.world_size, config.plan.allocator)
+        prediction = dataclasses.replace(
+            closed,
+            method="traced, all layers" if in_full else f"traced, {self.depths[0]} and {self.depths[1]} layers",
+            memory=result.memory(closed.memory.host_bytes),
+            time=result.time(),
+        )
+        told = (*doubts(config, hardware, self.world_size), *disagreement(prediction, closed))
+        return dataclasses.replace(prediction, doubts=told)
+
+
+def predict(config: Config, hardware: Hardware, world_size: int) -> Prediction:
+    """Trace, replay and extrapolate; see :class:`Predictor`."""
+    return Predictor(config, hardware, world_size)(hardware)
+
+
+def doubts(config: Config, hardware: Hardware, world_size: int) -> tuple[str, ...]:
+    """What the model does not know about this configuration, a sentence each."""
+    found: list[str] = []
+    if world_size > VALIDATED_RANKS:
+        found.append(
+            f"time beyond {VALIDATED_RANKS} ranks was held against no measurement: stragglers, congestion and "
+            "failures are not modelled, so read it as a lower bound"
+        )
+    quantities = {field.name: getattr(hardware, field.name) for field in dataclasses.fields(hardware)}
+    assumed = [
+        name
+        for name, quantity in quantities.items()
+        if isinstance(quantity, Quantity) and quantity.source.startswith("assumed")
+    ]
+    if assumed:
+        found.append(
+            f"plan.hardware={hardware.name} rests on assumptions for {', '.join(assumed)}; fsdptoys plan calibrate "
+            "replaces them by measurements"
+        )
+    if config.train.compile:
+        found.append("train.compile=true is predicted as if nothing were compiled: an upper bound of time and memory")
+    if isinstance(config.model, MoEConfig):
+        found.append("experts are taken to be sent equally many tokens: an idle or a busy one costs time")
+        if hardware.device_type == "npu":
+            found.append("experts are taken as one product, where an NPU multiplies one by one: a lower bound of time")
+    if config.data.name != "synthetic":
+        found.append("reading the data is taken to cost nothing")
+    return tuple(found)
+
+
+def disagreement(traced: Prediction, closed: Prediction) -> tuple[str, ...]:
+    """Where two ways to the same number differ by more than ``ALARM``, a sentence each."""
+    found: list[str] = []
+    gib = 2**30
+    for what, unit, read in (
+        ("peak memory", "GiB", lambda each: each.memory.peak_bytes / gib),
+        ("reserved memory", "GiB", lambda each: each.memory.reserved_bytes / gib),
+        ("the step", "s", lambda each: each.time.step_seconds),
+    ):
+        of_trace, of_formula = read(traced), read(closed)
+        if of_trace and abs(of_formula / of_trace - 1) > ALARM:
+            found.append(
+                f"the closed form gives {of_formula:.3g} {unit} for {what}, the trace {of_trace:.3g} {unit}: "
+                f"{of_formula / of_trace - 1:+.0%}, so be careful with either"
+            )
+    return tuple(found)

@@ -1,0 +1,92 @@
+"""The process that traces: ``python -m fsdptoys.plan.worker FOLDER`` answers the request that lies in a folder.
+
+It imports what a run imports, and forks once a depth: as many at a time as there are cores, each with a device and a
+process group of its own. An answer is a trace, or what went wrong; what a fork cannot say, its parent does.
+"""
+
+import dataclasses
+import importlib
+import multiprocessing
+import pickle
+import sys
+import traceback
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+
+from fsdptoys.config import Config
+from fsdptoys.device import available_cores
+from fsdptoys.errors import ConfigError
+from fsdptoys.simulator.events import Trace
+from fsdptoys.simulator.hardware import Hardware
+
+from .kernels import matmul_workspace_bytes
+
+REQUEST = "request.pickle"
+
+
+def answer_name(index: int) -> str:
+    """The file with the answer for a depth."""
+    return f"answer-{index}.pickle"
+
+
+def read_answer(folder: Path, index: int, told: str) -> Trace:
+    """The trace that a worker wrote, or its failure.
+
+    Args:
+        folder: of the request.
+        index: of the depth.
+        told: what the process wrote to its standard error.
+    """
+    try:
+        with open(folder / answer_name(index), "rb") as file:
+            answer = pickle.load(file)
+    except FileNotFoundError:
+        raise RuntimeError(f"the process that traces ended without an answer:\n{told}") from None
+    if isinstance(answer, Trace):
+        return answer
+    kind, message = answer
+    raise kind(message)
+
+
+def main(folder: Path) -> None:
+    """Answer the request in a folder."""
+    importlib.import_module("fsdptoys.plan.tracing")  # once, for all forks
+    with open(folder / REQUEST, "rb") as file:
+        config, hardware, world_size, depths = pickle.load(file)
+    fork = multiprocessing.get_context("fork")
+
+    def answer(index: int) -> None:
+        process = fork.Process(
+            target=answer_one, args=(folder / answer_name(index), config, hardware, world_size, depths[index])
+        )
+        process.start()
+        process.join()
+
+    with ThreadPool(min(len(depths), available_cores())) as pool:
+        pool.map(answer, range(len(depths)))
+
+
+def answer_one(path: Path, config: Config, hardware: Hardware, world_size: int, n_layers: int) -> None:
+    """Trace one depth and write the answer."""
+    from .tracing import trace_here, trainer_program
+
+    answer: object
+    try:
+        model = dataclasses.replace(config.model, n_layers=n_layers)
+        program = trainer_program(dataclasses.replace(config, model=model), hardware)
+        answer = trace_here(
+            program,
+            attention=hardware.attention,
+            world_size=world_size,
+            workspace_bytes=matmul_workspace_bytes(hardware),
+        )
+    except ConfigError as mistake:
+        answer = (ConfigError, str(mistake))
+    except BaseException:
+        answer = (RuntimeError, f"the trainer could not be traced:\n{traceback.format_exc()}")
+    with open(path, "wb") as file:
+        pickle.dump(answer, file, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

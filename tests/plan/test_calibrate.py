@@ -1,0 +1,273 @@
+"""Calibration finds the rates that made synthetic measurements, and leaves alone what they do not show."""
+
+import dataclasses
+import io
+import json
+import re
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+from fsdptoys.compose import compose_config
+from fsdptoys.config import Config
+from fsdptoys.errors import ConfigError
+from fsdptoys.metrics.step import StepMetrics
+from fsdptoys.plan.calibrate import PARAMETERS, Calibration, Case, calibrate, choose_parameters, error
+from fsdptoys.plan.measured import calibrate_command, calibrate_runs, read_config, read_run
+from fsdptoys.simulator.allocator import NativeAllocator
+from fsdptoys.simulator.events import (
+    Collective,
+    HostWork,
+    Kernel,
+    KernelKind,
+    Mark,
+    RecordEvent,
+    Trace,
+    Transfer,
+    WaitEvent,
+)
+from fsdptoys.simulator.hardware import Hardware, Quantity, load_hardware
+from fsdptoys.simulator.prediction import MemoryPrediction, Prediction, TimePrediction
+from fsdptoys.simulator.replay import replay
+
+H100 = load_hardware("h100")
+TODAY = date(2026, 1, 31)
+
+
+def changed(hardware: Hardware, **factors: float) -> Hardware:
+    values = {name: Quantity(getattr(hardware, name).value * factor, "truth") for name, factor in factors.items()}
+    return dataclasses.replace(hardware, **values)  # type: ignore[arg-type]
+
+
+def step_of(
+    *, tflops: float = 1, gb: float = 1, small: int = 0, gathered_gb: float = 0, size: int = 8, copied_gb: float = 0,
+    copies: int = 1, updated: int = 0,
+) -> Callable[[Hardware], float]:  # fmt: skip
+    """Seconds of one step as a replay of a made-up trace: products, traffic, small kernels, a gather, copies, AdamW."""
+    events: list[Any] = [Mark(1, "forward")]
+    events += [Kernel("mm", 0, KernelKind.matmul, tflops * 1e12, 0, "bfloat16")]
+    events += [Kernel("attention", 0, KernelKind.attention, tflops * 1e11, 0, "bfloat16")]
+    events += [Kernel("add", 0, KernelKind.memory, 0, round(gb * 1e9), "bfloat16")]
+    events += [Kernel("add", 0, KernelKind.memory, 0, 1, "bfloat16")] * small
+    if gathered_gb:
+        events += [WaitEvent(0, 1), Collective("all_gather", 1, round(gathered_gb * 1e9), size, 1, "shard")]
+        events += [RecordEvent(1, 1), WaitEvent(1, 0)]
+    events += [Transfer(0, round(copied_gb * 1e9 / copies), True, True)] * (copies if copied_gb else 0)
+    if updated:
+        events.append(HostWork("adam", 0, updated, worker=False))
+    trace = Trace(events)
+    return lambda hardware: replay(trace, hardware, NativeAllocator()).time().step_seconds
+
+
+RUNS = {
+    "compute": step_of(tflops=500),
+    "traffic": step_of(tflops=10, gb=1500),
+    "small": step_of(tflops=0.01, gb=0.01, small=3_000),
+    "gather": step_of(gathered_gb=300),
+    "gather far": step_of(gathered_gb=300, size=1024),
+    "copies": step_of(copied_gb=40),
+    "many copies": step_of(copied_gb=0.1, copies=3_000),
+    "host": step_of(updated=3_000_000_000),
+}
+TRUTH = changed(
+    H100,
+    matmul_efficiency=0.8,
+    attention_efficiency=0.8,
+    memory_efficiency=1.1,
+    host_operator_seconds=1.7,
+    host_collective_seconds=1.7,
+    intra_node_efficiency=0.9,
+    inter_node_efficiency=0.6,
+    transfer_bandwidth=0.5,
+    transfer_latency_seconds=4.0,
+    cpu_adam_parameters_per_second=0.3,
+)
+
+
+def cases(*names: str, truth: Hardware = TRUTH) -> list[Case]:
+    return [Case(RUNS[name], RUNS[name](truth), name) for name in names]
+
+
+def test_runs_that_tell_rates_apart_give_them_all() -> None:
+    """Oracle: the rates that made the measurements."""
+    result = calibrate(cases(*RUNS), H100, today=TODAY)
+    for parameter in PARAMETERS:
+        for field in parameter.fields:
+            found, true = getattr(result.hardware, field).value, getattr(TRUTH, field).value
+            assert found == pytest.approx(true, rel=0.02), field
+    assert not result.unknown and all(abs(error(row, row.after_seconds)) < 0.01 for row in result.outcomes)
+    assert max(abs(error(row, row.before_seconds)) for row in result.outcomes) > 0.5
+
+
+def test_what_no_run_depends_on_is_left_alone_and_told() -> None:
+    """Oracle: only computing runs: links, copies and the host's AdamW stay what they were, source included."""
+    result = calibrate(cases("compute", "traffic"), H100, today=TODAY)
+    assert result.unknown == (
+        "host",
+        "links within a machine",
+        "links between machines",
+        "transfers",
+        "latency of transfers",
+        "AdamW on the host",
+    )
+    assert set(result.changes) == {"matmul_efficiency", "attention_efficiency", "memory_efficiency"}
+    for field in dataclasses.fields(Hardware):
+        if field.name not in result.changes:
+            assert getattr(result.hardware, field.name) == getattr(H100, field.name)
+
+
+def test_one_run_is_met_by_the_least_change() -> None:
+    """Oracle: a run that mostly computes moves the compute rate nearly alone, and the prediction meets the run."""
+    result = calibrate(cases("compute"), H100, today=TODAY)
+    (row,) = result.outcomes
+    assert abs(error(row, row.after_seconds)) < 0.002
+    before, after = result.changes["matmul_efficiency"]
+    assert after / before == pytest.approx(0.8, rel=0.01)
+    assert result.hardware.attention_efficiency.value / H100.attention_efficiency.value == pytest.approx(0.8, rel=0.01)
+    assert result.hardware.memory_efficiency.value == pytest.approx(H100.memory_efficiency.value, rel=0.01)
+
+
+def test_only_the_parameters_asked_for_are_moved() -> None:
+    """Oracle: the one that is asked for."""
+    result = calibrate(cases("copies", "host"), H100, choose_parameters(["transfers"]), today=TODAY)
+    assert set(result.changes) == {"transfer_bandwidth"} and not result.unknown
+
+
+def test_no_efficiency_leaves_what_is_possible() -> None:
+    """Oracle: the bounds: a run twice as fast as all of the peak allows stays unexplained."""
+    truth = changed(H100, matmul_efficiency=3.0, attention_efficiency=3.0)
+    result = calibrate(cases("compute", truth=truth), H100, today=TODAY)
+    assert result.hardware.matmul_efficiency.value == 1.0
+    (row,) = result.outcomes
+    assert 0.5 < error(row, row.after_seconds) < error(row, row.before_seconds)
+
+
+def test_runs_that_contradict_each_other_share_the_error() -> None:
+    """Oracle: least squares of logarithms: the same run measured at 1 and at 4 seconds gives 2."""
+    step = step_of(tflops=700, gb=0)
+    result = calibrate([Case(step, 1.0, "a"), Case(step, 4.0, "b")], H100, choose_parameters(["compute"]), today=TODAY)
+    assert result.outcomes[0].after_seconds == pytest.approx(2.0, rel=0.01)
+
+
+def test_what_was_moved_says_so_as_its_source() -> None:
+    """Oracle: the words, and a profile that can be read again."""
+    result = calibrate(cases("compute", "traffic"), H100, today=TODAY)
+    source = result.hardware.matmul_efficiency.source
+    assert source == "calibrated from compute, traffic on 2026-01-31; before that 0.72"
+
+
+def write_run(folder: Path, config: Config, seconds: list[float], device: str = "NVIDIA H100 80GB HBM3") -> Path:
+    """A run directory as ``fsdptoys train`` writes it."""
+    folder.mkdir()
+    (folder / "config.yaml").write_text(yaml.safe_dump(config.to_dict(), sort_keys=False))
+    environment = {"world_size": 8, "device": {"type": "cuda" if "H100" in device else "npu", "name": device}}
+    (folder / "environment.json").write_text(json.dumps(environment))
+    lines = []
+    for step, second in enumerate(seconds, 1):
+        values = {field.name: None for field in dataclasses.fields(StepMetrics)}
+        values |= {"step": step, "loss": 1.0, "grad_norm": 1.0, "learning_rate": 1.0, "step_time_seconds": second}
+        values |= {"valid_tokens": 1, "tokens_per_second": 1.0, "tflops_per_second_per_rank": 1.0}
+        values |= {"skipped": False, "skipped_steps": 0}
+        lines.append(StepMetrics(**values).to_json())  # type: ignore[arg-type]
+    (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    words = ["model=llama_debug", "parallel=fsdp2", "experiment=null", "memory.gradient_checkpointing=full"]
+    return compose_config(
+        [*words, "parallel.wrap=block_attn_mlp", "train.batch_size=3", "data=text", "train.eval_every=5"]
+    )
+
+
+def predictor(config: Config, hardware: Hardware, world_size: int) -> Callable[[Hardware], Prediction]:
+    """Depends on the run by its batch alone."""
+    assert world_size == 8
+    step = step_of(tflops=100 * config.train.batch_size)
+    nothing = MemoryPrediction(0, 0, 0, "forward")
+    return lambda changed: Prediction(
+        "test", changed.name, world_size, 1, 1.0, None, nothing, TimePrediction(step(changed), 0, 0, 0, 0)
+    )
+
+
+def test_a_run_directory_is_read_whatever_its_data_was(tmp_path: Path, config: Config) -> None:
+    """Oracle: what was written; the median leaves out the warm-up of two steps; the data is what any machine has."""
+    run = read_run(write_run(tmp_path / "run", config, [9.0, 9.0, 0.5, 0.7, 0.6]))
+    assert (run.world_size, run.device_type, run.step_seconds) == (8, "cuda", 0.6)
+    read = run.config.to_dict()
+    expected = config.to_dict() | {name: read[name] for name in ("data", "checkpoint")}
+    expected["train"]["eval_every"] = 0
+    expected["profile"]["enabled"] = False
+    assert read == expected and run.config.data.name == "synthetic"
+    run.config.validate(8, "cuda")
+
+
+def test_the_command_tells_errors_and_writes_a_profile(tmp_path: Path, config: Config) -> None:
+    """Oracle: two runs at 0.8 of the profile's compute rate; the file gives that rate."""
+    runs = []
+    for batch in (3, 5):
+        train = dataclasses.replace(config.train, batch_size=batch)
+        seconds = step_of(tflops=100 * batch)(TRUTH)
+        runs.append(write_run(tmp_path / f"run{batch}", dataclasses.replace(config, train=train), [9, 9, seconds]))
+    out, page = tmp_path / "mine.yaml", io.StringIO()
+    words = [*map(str, runs), f"out={out}"]
+    assert calibrate_command(words, predictor, Console(file=page, width=80)) == 0
+    made = load_hardware(str(out))
+    assert made.matmul_efficiency.value == pytest.approx(0.8 * 0.72, rel=0.01)
+    assert re.search(r"run3 +0\.\d+ s +0\.\d+ s +-\d+\.\d% +0\.\d+ s +[+-]0\.\d%", page.getvalue())
+    told = " ".join(page.getvalue().split())
+    assert "matmul_efficiency: 0.72 is now 0.576" in told
+    assert "Left alone, since no run depends on it: memory, host, links within a machine, links between" in told
+    with pytest.raises(ConfigError, match=r"mine.yaml must be a YAML file that is not there yet; set out=mine_new"):
+        calibrate_command(words, predictor, Console(file=page))
+
+
+def test_a_mistake_in_the_command_is_one_sentence(tmp_path: Path, config: Config) -> None:
+    """Oracle: the sentences."""
+    console = Console(file=io.StringIO())
+    run = write_run(tmp_path / "run", config, [1.0, 1.0, 1.0])
+    short = write_run(tmp_path / "short", config, [1.0, 1.0])
+    other = write_run(tmp_path / "other", config, [1.0, 1.0, 1.0], device="Ascend910B3")
+    unknown = write_run(tmp_path / "unknown", config, [1.0, 1.0, 1.0], device="Ascend910B4")
+    for words, sentence in [
+        ([], "names no run; write fsdptoys plan calibrate runs/NAME"),
+        (
+            ["hardwear=h100"],
+            "hardwear=h100 is no option of fsdptoys plan calibrate; there are hardware=NAME and",
+        ),
+        ([f"{tmp_path}/none"], "none is no run directory; give one that fsdptoys train has written, as runs/NAME"),
+        ([f"{short}"], "short has 2 steps, and none after the 2 of the warm-up; give a run of more steps"),
+        ([f"{run}", f"{other}"], r"ran on Ascend910B3 and .*run on NVIDIA H100 80GB HBM3; calibrate one at a time"),
+        (
+            [f"{run}", "hardware=a2"],
+            "hardware=a2 is a npu device, and .* on a cuda device, NVIDIA H100 80GB HBM3; name its",
+        ),
+        ([f"{unknown}"], "there is no profile of Ascend910B4, on which .*; set hardware= to one of 4090, a100, "),
+    ]:
+        with pytest.raises(ConfigError, match=sentence):
+            calibrate_command(words, predictor, console)
+    assert isinstance(calibrate_runs([run], None, predictor), Calibration)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "sentence"),
+    [
+        ("memory", "magic", 1, "a.yaml says memory.magic=1, which nothing here reads; remove it"),
+        ("parallel", "name", "zero4", "a.yaml says parallel.name=zero4, which nothing here knows; leave the run out"),
+        ("memory", "gradient_checkpointing", "some", "must be none | full | selective; correct it"),
+    ],
+)
+def test_settings_that_cannot_be_read_are_named(
+    config: Config, section: str, key: str, value: object, sentence: str
+) -> None:
+    """Oracle: the sentences."""
+    tree = config.to_dict()
+    tree[section][key] = value
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        read_config(tree, "a.yaml")

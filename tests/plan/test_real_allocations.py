@@ -1,0 +1,200 @@
+"""A trace's allocations, held against those of a real run: the same sizes, in the same order, phase by phase.
+
+The oracle is PyTorch's profiler on a real run of the same configuration: gloo ranks on CPUs, real tensors, real
+collectives. It tells of every block that PyTorch's CPU allocator hands out, and of the operators around it. The trace
+is made as for a CPU, where the paths and the kernels are those of the run.
+
+What the profiler sees and a trace does not must lie within an operator whose kernel takes scratch on a CPU
+(``SCRATCH``) or within a collective (gloo copies). Left out on both sides: blocks below 64 bytes, most of which hold a
+number that C++ wraps; PyTorch's random state, which checkpointing keeps; DDP's second set of buckets, which takes the
+place of the first one once, in the second step (``REBUILT``); the phase that reads data, whose memory is NumPy's. Under
+the chunked loss a CPU looks at the labels, which a trace cannot, so there only blocks of 8 KiB and more are compared.
+At the end of each step as many bytes live in both, counted from before the first.
+"""
+
+import functools
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch.profiler import ProfilerActivity, profile
+
+from fsdptoys.device import Device
+from fsdptoys.models import grouped
+from fsdptoys.simulator.events import Alloc, Free, Mark, Trace
+from fsdptoys.trainer import Trainer
+from scripts.ranks import run_ranks
+from tests.plan.traced import configured, traced
+
+RUN = ("train.steps=2", "launch.device=cpu")
+
+SCRATCH = (
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+    "aten::linalg_vector_norm",
+    "aten::native_layer_norm_backward",
+    "mkldnn::_linear_pointwise",
+)
+REBUILT = ("DistributedDataParallel.forward", "aten::empty")
+SMALLEST = 64
+FIRST_MARK = 100_000_007
+"""Bytes beyond those of any tensor here."""
+RANDOM_STATE_BYTES = 5056
+
+CASES = {
+    "fsdp2": ("parallel=fsdp2",),
+    "fsdp2 parts": (
+        "parallel=fsdp2",
+        "parallel.wrap=block_attn_mlp",
+        "parallel.forward_prefetch=1",
+        "train.grad_accum=2",
+    ),
+    "fsdp1": ("parallel=fsdp1", "train.grad_accum=2"),
+    "fsdp1 flat": ("parallel=fsdp1", "parallel.use_orig_params=false", "optim.weight_decay_on=all"),
+    "ddp": ("parallel=ddp", "train.grad_accum=2"),
+    "checkpointing": ("parallel=fsdp2", "memory.gradient_checkpointing=full", "memory.checkpointing_start_index=1"),
+    "selective": ("parallel=fsdp1", "memory.gradient_checkpointing=selective"),
+    "activation offload": (
+        "parallel=fsdp2",
+        "model.n_layers=4",
+        "model.max_seq_len=2048",
+        "train.seq_len=2048",
+        "memory.gradient_checkpointing=selective",
+        "memory.activation_offload=true",
+    ),
+    "chunked loss": ("parallel=fsdp2", "memory.chunk_loss=true", "memory.chunk_tokens=256"),
+    "optimizer offload, serial": (
+        "parallel=fsdp2",
+        "memory.optimizer_offload=true",
+        "memory.offload_schedule=serial",
+        "memory.offload_fraction=0.5",
+    ),
+    "optimizer offload, lazy": ("parallel=fsdp2", "memory.optimizer_offload=true", "memory.offload_schedule=lazy"),
+    "cpu offload": ("parallel=fsdp2", "memory.cpu_offload=true"),
+    "gpt2": ("parallel=fsdp2", "model=gpt2_debug"),
+}
+HYBRID = {
+    "hybrid fsdp2": ("parallel=fsdp2", "mesh.fsdp_size=2"),
+    "hybrid fsdp1": ("parallel=fsdp1", "mesh.fsdp_size=2"),
+}
+
+Allocation = tuple[int, tuple[str, ...]]
+"""Bytes, and the operators around it."""
+Phase = tuple[int, str]
+Seen = tuple[dict[Phase, list[Allocation]], dict[int, int]]
+"""Allocations by phase, and bytes that live at the end of each step."""
+
+
+def runs_for_real(cases: dict[str, tuple[str, ...]], world_size: int) -> dict[str, Seen]:
+    """On every rank: run each case and return what the profiler saw."""
+    grouped.choose_product("cpu", torch.float32)  # tries products the first time
+    return {name: run_for_real(words_of(words), world_size) for name, words in cases.items()}
+
+
+def words_of(case: tuple[str, ...]) -> list[str]:
+    """The whole configuration of a case."""
+    model = [] if any(word.startswith("model=") for word in case) else ["model=llama_debug"]
+    return [*RUN, *model, *case]
+
+
+def run_for_real(words: list[str], world_size: int) -> Seen:
+    trainer = Trainer(configured(words, world_size, "cpu"), Device("cpu"))
+    marks: list[Phase] = []
+    allocations: dict[Phase, list[Allocation]] = defaultdict(list)
+    live_at_end: dict[int, int] = {}
+    blocks: dict[int, int] = {}
+
+    def mark(step: int, phase: str) -> None:
+        marks.append((step, phase))
+        torch.empty(FIRST_MARK + len(marks), dtype=torch.uint8)  # the profiler sees it in its place
+
+    trainer.on_phase = mark
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        mark(0, "construction")
+        trainer.train(on_step=lambda step: mark(step.step, "end"))
+    now: Phase = (0, "construction")
+    for size, address, operators in allocation_events(profiled):
+        if size > FIRST_MARK:
+            now = marks[size - FIRST_MARK - 1]
+            if now[1] == "end":
+                live_at_end[now[0]] = sum(size for size in blocks.values() if size >= SMALLEST)
+        elif size < 0:
+            blocks.pop(address, None)
+        elif operators != REBUILT and not any(name.startswith(("c10d::", "gloo:")) for name in operators):
+            blocks[address] = size
+            allocations[now].append((size, operators))
+    return dict(allocations), live_at_end
+
+
+def allocation_events(profiled: Any) -> list[tuple[int, int, tuple[str, ...]]]:
+    """Bytes (negative where they are freed), address and surrounding operators of all blocks, in order."""
+    found: list[tuple[int, int, int, tuple[str, ...]]] = []
+
+    def walk(event: Any, operators: tuple[str, ...]) -> None:
+        if event.typed[0].name == "Allocation":
+            block = event.typed[1]
+            found.append((event.start_time_ns, block.alloc_size, block.ptr, operators))
+        for child in event.children:
+            walk(child, (*operators, event.name))
+
+    for root in profiled.profiler.kineto_results.experimental_event_tree():
+        walk(root, ())
+    return [event[1:] for event in sorted(found, key=lambda event: event[0])]
+
+
+def allocations_of(trace: Trace) -> tuple[dict[Phase, list[int]], dict[int, int]]:
+    """The same of a trace."""
+    now: Phase = (0, "construction")
+    allocations: dict[Phase, list[int]] = defaultdict(list)
+    blocks: dict[int, int] = {}
+    before, live_at_end = 0, {}
+    for event in trace.events:
+        if isinstance(event, Mark):
+            if now == (0, "construction"):
+                before = sum(size for size in blocks.values() if size >= SMALLEST)
+            now = (event.step, event.phase)
+            if event.phase == "end":
+                live_at_end[event.step] = sum(size for size in blocks.values() if size >= SMALLEST) - before
+        elif isinstance(event, Alloc):
+            blocks[event.block] = event.bytes
+            allocations[now].append(event.bytes)
+        elif isinstance(event, Free):
+            del blocks[event.block]
+    return allocations, live_at_end
+
+
+@functools.cache
+def real_runs(world_size: int) -> dict[str, Seen]:
+    """All cases of a world size, in one process group."""
+    cases = CASES if world_size == 2 else HYBRID
+    seen: dict[str, Seen] = run_ranks(world_size, runs_for_real, cases, world_size)[0]
+    return seen
+
+
+@pytest.mark.parametrize("case", [*CASES, *HYBRID])
+def test_a_trace_allocates_what_a_real_run_does_in_the_same_order(case: str) -> None:
+    """Oracle: PyTorch's profiler on a real run (see the top of this page)."""
+    words, world_size = (CASES[case], 2) if case in CASES else (HYBRID[case], 4)
+    real, real_live = real_runs(world_size)[case]
+    trace, trace_live = allocations_of(traced(words_of(words), world_size, "cpu"))
+    smallest = 8192 if case == "chunked loss" else SMALLEST
+    compared = 0
+    for step in (1, 2):
+        for phase in ("forward", "backward", "optimizer"):
+            expected = iter(size for size in trace[step, phase] if size >= smallest)
+            wanted = next(expected, None)
+            for size, operators in real.get((step, phase), []):
+                if size < smallest or size == RANDOM_STATE_BYTES:
+                    continue
+                if size == wanted:
+                    wanted = next(expected, None)
+                    compared += 1
+                else:
+                    assert set(operators) & set(SCRATCH), (
+                        f"{case}, step {step}, {phase}: {size} B in {operators}, {wanted}"
+                    )
+            assert wanted is None, f"{case}, step {step}, {phase}: a trace alone allocates {wanted} B"
+    assert compared > 100
+    assert trace_live == real_live
