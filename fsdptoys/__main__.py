@@ -16,7 +16,7 @@ from .errors import ConfigError
 if TYPE_CHECKING:
     from .config import Config
 
-COMMANDS = ("train", "models", "convert")
+COMMANDS = ("train", "plan", "models", "convert")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,6 +64,15 @@ def _run(words: list[str], worker: bool) -> int:
         from .listing import list_models
 
         return list_models(words)
+    if command == "plan":
+        if any(word in ("-h", "--help") for word in words):
+            from .usage import plan_help
+
+            print(plan_help(), end="")
+            return 0
+        from .planning import run_plan
+
+        return run_plan(words)
     if command == "convert":
         if not words or any(word in ("-h", "--help") for word in words):
             from .usage import convert_help
@@ -101,6 +110,8 @@ def _work(words: list[str]) -> None:
 
     from .hardware import hardware_environment
     from .launch import describe, plan_run
+    from .metrics import forecast_line
+    from .plan.predict import foretell
     from .run import train
     from .worker import LAUNCHED
 
@@ -114,12 +125,17 @@ def _work(words: list[str]) -> None:
     os.environ.update(environment)
     if "OMP_NUM_THREADS" in environment:
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    prediction = None
     if os.environ["RANK"] == "0":
         _check_places(config)
         if LAUNCHED not in os.environ:
             _verify_weights(config.model.init_from)
             print(f"fsdptoys: {describe(plan, environment)}", flush=True)
-    train(config)
+        foretold = foretell(config, plan.world_size)
+        if foretold is not None:
+            prediction, profile = foretold
+            print(f"fsdptoys: {forecast_line(prediction, profile.usable_bytes)}", flush=True)
+    train(config, prediction)
 
 
 def _check_places(config: "Config") -> None:

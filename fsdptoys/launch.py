@@ -5,12 +5,18 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .compose import Composition, compose
+from .compose import Composition, compose, compose_presets
 from .config import LaunchConfig
 from .device import available_device_type
 from .errors import ConfigError
 from .hardware import Hardware, find_hardware, hardware_environment
+from .overrides import list_choices, plain_text
 from .parallel import SingleConfig
+from .plan.closed_form import closed_form
+from .plan.predict import profile_of_this_machine
+from .plan.search import largest_preset, words_of
+from .simulator.config import AllocatorKind, PlanConfig
+from .simulator.hardware import load_hardware
 from .workers import run_workers
 
 CPU_RANKS = 2
@@ -55,11 +61,56 @@ def plan_run(words: Sequence[str], present: Mapping[str, str]) -> Plan:
         world_size = local_ranks * settings.launch.nnodes
     words = list(words)
     if not any(word.startswith("experiment=") for word in words):
-        words.append(f"experiment={choose_experiment(hardware.device_type, world_size)}")
+        experiment = f"experiment={choose_experiment(hardware.device_type, world_size)}"
+        words = [experiment, *words] if words else choose_largest(experiment, hardware.device_type, world_size)
     words.append(f"launch.device={hardware.device_type}")
     composition = compose(words)
+    _check_plan(composition.config.plan, hardware.device_type)
     composition.config.validate(world_size, hardware.device_type)
     return Plan(composition, hardware, local_ranks, world_size, words)
+
+
+def choose_largest(experiment: str, device_type: str, world_size: int) -> list[str]:
+    """The words for a command that has none: on a known accelerator, the largest model that fits and what it wants.
+
+    Args:
+        experiment: the word that stands for all else.
+        device_type: that the run is on.
+        world_size: ranks.
+    """
+    profile = profile_of_this_machine()
+    if profile is None or device_type == "cpu":
+        return [experiment]
+    hardware = load_hardware(profile)
+    presets = [preset for preset in compose_presets(list_choices()["model"]) if not preset.name.endswith("_debug")]
+    _, best = largest_preset(
+        presets,
+        lambda words: compose(words).config,
+        [experiment],
+        hardware,
+        world_size,
+        hardware.usable_bytes,
+        AllocatorKind.expandable,
+        closed_form,
+    )
+    return words_of(best)
+
+
+def _check_plan(plan: PlanConfig, device_type: str) -> None:
+    """Refuse what only ``fsdptoys plan`` reads, and hardware that the run is not on."""
+    if plan.hardware != "auto" and plan.predict:
+        imagined = load_hardware(plan.hardware).device_type
+        if imagined != device_type:
+            raise ConfigError(
+                f"plan.hardware={plan.hardware} is of type {imagined}, and this run is on {device_type}; leave it out, "
+                "or ask fsdptoys plan"
+            )
+    for name in ("world_size", "memory_gib", "exact", "rows"):
+        value, default = getattr(plan, name), getattr(PlanConfig(), name)
+        if value != default:
+            raise ConfigError(
+                f"plan.{name}={plain_text(value)} is for fsdptoys plan and does nothing in a run; leave it out"
+            )
 
 
 def _read_rank_variable(present: Mapping[str, str], name: str) -> int:

@@ -34,6 +34,7 @@ from .process import process_group
 from .profiler import Profiler
 from .resume import check_restart, check_same_run, checkpoint_folder, restore_rng, rng_facts, run_facts
 from .signals import StopRequest
+from .simulator.prediction import Prediction
 from .trainer import Stop, Trainer
 from .worker import remember_run_dir, remembered_run_dir, restart_count
 
@@ -41,11 +42,12 @@ LAST_WAIT_SECONDS = 5.0
 """A rank that fails gives a save in the background so long to come to its end, before it tells of its failure."""
 
 
-def train(config: Config) -> Trainer:
+def train(config: Config, prediction: Prediction | None = None) -> Trainer:
     """Train as ``config`` says, in this process as one of the ranks that the environment names.
 
     Args:
         config: validated for the world size in the environment.
+        prediction: what it is foretold to take, which rank 0 records beside what it takes.
 
     Returns:
         The trainer after its last step, with the history of all steps that it took.
@@ -56,7 +58,7 @@ def train(config: Config) -> Trainer:
     with process_group(config):
         trainer = Trainer(config)
         try:
-            Run(trainer).run()
+            Run(trainer, prediction).run()
         finally:
             trainer.patches.undo()
         return trainer
@@ -65,8 +67,9 @@ def train(config: Config) -> Trainer:
 class Run:
     """A trainer's way through its steps and what is written of it."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, prediction: Prediction | None = None) -> None:
         self.trainer = trainer
+        self._prediction = prediction
         self.config = trainer.config
         self.rank, self.world_size = trainer.rank, trainer.world_size
         self._lock: FolderLock | None = None
@@ -220,6 +223,7 @@ class Run:
             resumed=self._resumed,
             lock=self._lock,
             make_room=self.checkpoints.wait,
+            prediction=self._prediction,
         )
 
     def _profiler(self) -> Profiler:

@@ -21,6 +21,8 @@ COMMANDS = (
     HEAD
     + """\
        fsdptoys train --help
+       fsdptoys plan [search] [GROUP=CHOICE ...] [KEY=VALUE ...] [--json]
+       fsdptoys plan calibrate RUN_DIR ... [hardware=NAME] [out=FILE]
        fsdptoys models [NAME ...] [--json]
        fsdptoys convert to-hf RUN OUT_DIR
        fsdptoys convert from-hf DIR
@@ -31,6 +33,7 @@ Trains a language model, as configured. Without any word it finds the hardware a
   train            start one rank a device (two on a CPU) and train; under torchrun, be one of its ranks
   train --cfg job  print the configuration that these words compose to, and stop
   train --help     all groups, choices and keys
+  plan             tell memory and time of such a run on hardware that need not be there; plan --help tells more
   models           parameters, active parameters and FLOPs a token of the model presets
   convert          write a run's weights in Hugging Face format, or read such a folder
 """
@@ -46,6 +49,27 @@ made: they are built without memory and counted.
 """
 )
 
+
+PLAN = """\
+usage: fsdptoys plan [GROUP=CHOICE ...] [KEY=VALUE ...] [--json]
+       fsdptoys plan search [GROUP=CHOICE ...] [KEY=VALUE ...] [--json] [--png FILE]
+       fsdptoys plan calibrate RUN_DIR ... [hardware=NAME] [out=FILE]
+
+Tells what a run would take on a machine that need not be there: the words are those of fsdptoys train, and a run's
+own code takes two steps on an imagined device, without memory or kernels.
+
+  plan.hardware=NAME     {hardware}, or a YAML file like those of
+                         configs/hardware
+  plan.world_size=N      ranks; one machine of that hardware where it is left out
+  plan.memory_gib=X      memory of a device that may be used; all of it where it is left out
+  plan.exact=true        trace every layer; otherwise a few, and the others follow
+  plan.allocator=native  PyTorch's default segments instead of those that grow
+  --json                 all numbers, for programs
+
+  search     try strategies, meshes, checkpointing, chunked loss, offload and batches, and rank what fits by tokens/s;
+             what the words set stays as it is; plan.rows=N rows are shown, --png draws memory against time
+  calibrate  fit the efficiencies of a hardware profile to measured runs, and write a profile
+"""
 
 CONVERT = """\
 usage: fsdptoys convert to-hf RUN OUT_DIR [dtype=float32|bfloat16|float16]
@@ -88,6 +112,12 @@ def command_help() -> str:
 def convert_help() -> str:
     """The page of ``fsdptoys convert --help``."""
     return CONVERT
+
+
+def plan_help() -> str:
+    """The page of ``fsdptoys plan --help``."""
+    profiles = sorted(path.stem for path in (Path(__file__).parent / "configs" / "hardware").glob("*.yaml"))
+    return PLAN.format(hardware=", ".join(profiles))
 
 
 def models_help() -> str:

@@ -180,13 +180,23 @@ def run_row(args: argparse.Namespace, strategy: str, name: str) -> Result:
     return Result(**json.loads(lines[-1]))
 
 
+def row_words(args: argparse.Namespace, strategy: str, name: str) -> list[str]:
+    """What composes a row."""
+    words = [f"model={args.model}", f"parallel={strategy}", "experiment=null", f"launch.device={args.device}"]
+    words += ["parallel.param_dtype=bfloat16", "optim.implementation=auto", "metrics.console=none"]
+    return [
+        *words,
+        f"train.seq_len={args.seq_len}",
+        "train.batch_size=1",
+        f"train.steps={args.steps}",
+        *ROWS[name].words,
+    ]
+
+
 def measure(args: argparse.Namespace) -> Result:
     """Be rank 0 of a world whose collectives do nothing, and take the steps of one row."""
     strategy, name = args.one
-    words = [f"model={args.model}", f"parallel={strategy}", "experiment=null", f"launch.device={args.device}"]
-    words += ["parallel.param_dtype=bfloat16", "optim.implementation=auto", "metrics.console=none"]
-    words += [f"train.seq_len={args.seq_len}", "train.batch_size=1", f"train.steps={args.steps}", *ROWS[name].words]
-    config = compose_config(words)
+    config = compose_config(row_words(args, strategy, name))
     try:
         config.validate(args.world_size, args.device)
     except ConfigError as error:

@@ -11,6 +11,7 @@ from scripts.bench_memory import ROWS, Result, judge
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_rows_are_measured_in_a_world_of_fake_collectives(tmp_path: Path) -> None:
     """Oracle: the table that the real command writes; of its rows a CPU cannot run one."""
     page = tmp_path / "table.md"

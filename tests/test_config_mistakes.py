@@ -128,6 +128,10 @@ MISTAKES = {
     f"metrics.run_dir={__file__}/x": f"metrics.run_dir={__file__}/x needs a folder at {__file__}, "
     "which is something else; set metrics.run_dir=runs/NAME",
     # What the ranks and the device cannot do.
+    "plan.world_size=0": "plan.world_size=0 must be at least 1; set plan.world_size=8",
+    "plan.rows=0": "plan.rows=0 must be at least 1; set plan.rows=10",
+    "plan.memory_gib=0": "plan.memory_gib=0.0 must be a finite number above 0; set plan.memory_gib=80, or null for all "
+    "that the hardware has",
     "mesh.fsdp_size=3": "mesh.fsdp_size=3 must divide the world size 2; set mesh.fsdp_size=2 or "
     "launch.nproc_per_node=3",
     "parallel=single": "parallel=single runs one process, the world size is 2; set parallel=ddp or "
@@ -269,6 +273,17 @@ def test_fused_updates_on_the_cpu_are_refused_in_the_deterministic_mode_on_every
         compose_config(words).validate(2, device_type)
 
 
+def test_more_shards_than_rows_are_refused() -> None:
+    """Oracle: the sentence; 64 is the width of the debug model, and 48 the largest divisor of 96 below it."""
+    with pytest.raises(ConfigError) as caught:
+        compose_config([]).validate(96, "cuda")
+    assert str(caught.value) == (
+        "mesh.fsdp_size=-1 cuts parameters of 64 rows (model.dim) into 96 shards, so that ranks would hold nothing of "
+        "them; set mesh.fsdp_size=48"
+    )
+    compose_config(["parallel=fsdp1"]).validate(96, "cuda")
+
+
 def test_defaults_are_no_mistake() -> None:
     """Oracle: what the mistakes above are changes of."""
     compose_and_validate([])
@@ -278,7 +293,6 @@ def test_defaults_are_no_mistake() -> None:
 @pytest.mark.parametrize(
     "words, sentence",
     [
-        (["train", "train.lrr=1"], MISTAKES["train.lrr=1"]),
         (["train", "experiment=null", "train.seq_len=1024"], MISTAKES["train.seq_len=1024"]),
         (["trian"], "trian is not a command; did you mean fsdptoys train?"),
     ],

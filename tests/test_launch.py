@@ -50,6 +50,14 @@ def test_ranks_that_nobody_numbered_are_a_mistake(present: dict[str, str], told:
         plan_run(["launch.device=cpu"], present)
 
 
+@pytest.mark.parametrize("typed", ["plan.world_size=64", "plan.memory_gib=80.0", "plan.exact=true", "plan.rows=3"])
+def test_what_only_the_planner_reads_is_refused_in_a_run(typed: str) -> None:
+    """Oracle: the sentence."""
+    with pytest.raises(ConfigError) as caught:
+        plan_run([typed, "launch.device=cpu"], {})
+    assert str(caught.value) == f"{typed} is for fsdptoys plan and does nothing in a run; leave it out"
+
+
 def test_more_ranks_than_a_cpu_can_bear_are_a_mistake() -> None:
     """Oracle: the sentence."""
     with pytest.raises(ConfigError, match=r"launch.nproc_per_node=100000 is over 32 for each of \d+ cores; set"):

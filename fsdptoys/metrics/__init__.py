@@ -5,6 +5,7 @@ console shows and ``metrics.jsonl`` keeps; at the end the same numbers become ``
 """
 
 from .config import PROFILE_FOLDER, Console, MetricsConfig, check_run_dir, run_dir_path
+from .forecast import forecast_line
 from .lock import FolderLock
 from .provenance import environment
 from .recorder import Recorder
@@ -25,6 +26,7 @@ __all__ = [
     "StepMetrics",
     "check_run_dir",
     "environment",
+    "forecast_line",
     "lock_run_dir",
     "new_run_dir",
     "run_dir_path",

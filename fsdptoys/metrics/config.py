@@ -19,6 +19,7 @@ RESUMES_FILE = "resumes.jsonl"
 LOSS_FILE = "loss.png"
 EXPERTS_FILE = "experts.png"
 SUMMARY_FILE = "summary.md"
+PREDICTION_FILE = "prediction.json"
 PROFILE_FOLDER = "profile"
 
 RUN_FILES = {
@@ -27,6 +28,7 @@ RUN_FILES = {
     CONFIG_FILE: "every setting of the run",
     ENVIRONMENT_FILE: "versions, machine and command line",
     RESUMES_FILE: "one line of JSON each time the run went on: from where, on how many ranks, with what changed",
+    PREDICTION_FILE: "what was predicted before the first step of the last start",
     LOSS_FILE: "loss and gradient norm against the step",
     EXPERTS_FILE: "load of each expert in the last step, and the balance against the step",
     PROFILE_FOLDER: "traces and memory snapshots of the chosen ranks",

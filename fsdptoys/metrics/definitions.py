@@ -24,7 +24,20 @@ SPIKES_DEFINITION = (
 )
 
 
-def definitions(warmup_steps: int, with_experts: bool, with_skipped: bool = False, with_spikes: bool = False) -> str:
+FORECAST_DEFINITION = (
+    "- Predicted: made before the first step from the settings and a profile of the hardware alone "
+    "(`plan.hardware`), as `prediction.json` tells; the difference is a share of what was measured. "
+    "`fsdptoys plan calibrate` with this run's directory makes a profile of this machine."
+)
+
+
+def definitions(
+    warmup_steps: int,
+    with_experts: bool,
+    with_skipped: bool = False,
+    with_spikes: bool = False,
+    with_forecast: bool = False,
+) -> str:
     """One line on how each number was made."""
     return "\n".join(
         [
@@ -44,6 +57,7 @@ def definitions(warmup_steps: int, with_experts: bool, with_skipped: bool = Fals
             "read after each step.",
             *([SKIPPED_DEFINITION] if with_skipped else ()),
             *([SPIKES_DEFINITION] if with_spikes else ()),
+            *([FORECAST_DEFINITION] if with_forecast else ()),
             *(ROUTING_DEFINITIONS if with_experts else ()),
         ]
     )

@@ -1,13 +1,17 @@
 """The one thing that the trainer talks to, on rank 0: steps and messages in, console and run directory out."""
 
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from .config import EXPERTS_FILE, LOSS_FILE, SUMMARY_FILE, MetricsConfig
+from fsdptoys.simulator.prediction import Prediction
+
+from .config import EXPERTS_FILE, LOSS_FILE, PREDICTION_FILE, SUMMARY_FILE, MetricsConfig
 from .console import Reporter, build_reporter
+from .forecast import Comparison, compare
 from .lock import FolderLock
 from .provenance import hardware_line
 from .resumes import Resumed, starts
@@ -29,6 +33,7 @@ class Recorder:
         resumed: what the run goes on from, in a folder that may hold its earlier steps; None for a new run.
         lock: of the run directory, where it is held already.
         make_room: called where a step cannot be written; says whether there may be room now.
+        prediction: what the run was foretold to take.
 
     Raises:
         ConfigError: if the run directory cannot be made or written, here and in every method.
@@ -45,7 +50,9 @@ class Recorder:
         resumed: Resumed | None = None,
         lock: FolderLock | None = None,
         make_room: Callable[[], bool] = lambda: False,
+        prediction: Prediction | None = None,
     ) -> None:
+        self._prediction = prediction
         self._config = config
         self._title = title
         self._config_tree = config_tree
@@ -64,6 +71,8 @@ class Recorder:
             self.message(f"going on after step {done}" + f" from {resumed.checkpoint}" * bool(resumed.checkpoint))
         for note in self._directory.notes:
             self.message(note)
+        if prediction is not None:
+            self._directory.write(PREDICTION_FILE, json.dumps(prediction.to_dict(), indent=2) + "\n")
 
     @property
     def run_dir(self) -> Path:
@@ -117,6 +126,7 @@ class Recorder:
         resumes = self._directory.resumes
         self._directory.flush()
         results = summarize(self._steps, self._config.warmup_steps, starts(resumes))
+        forecast = compare(self._prediction, results) if self._prediction is not None else []
         self._reporter.close()
         with self._directory.writing():
             draw_loss(self.run_dir / LOSS_FILE, self._title, self._steps, self._references)
@@ -138,11 +148,12 @@ class Recorder:
             sample=sample,
             profile=profile,
             resumes=resumes,
+            forecast=forecast,
         )
         self._directory.write(SUMMARY_FILE, page)
         if sample is not None:
             self.message(f"a sample of the trained model:\n{sample}\n")
-        self.message(closing_lines(results, self._planned_steps, stop_reason, self._references, self.run_dir))
+        self.message(closing_lines(results, self._planned_steps, stop_reason, self._references, self.run_dir, forecast))
 
     def _tell(self, problem: str | None) -> None:
         if problem is not None:
@@ -157,9 +168,14 @@ class Recorder:
 
 
 def closing_lines(
-    results: RunResults, planned_steps: int, stop_reason: str, references: dict[str, float], run_dir: Path
+    results: RunResults,
+    planned_steps: int,
+    stop_reason: str,
+    references: dict[str, float],
+    run_dir: Path,
+    forecast: Sequence[Comparison] = (),
 ) -> str:
-    """What the console says last: the loss next to its references, the speed, and where everything is."""
+    """What the console says last: the loss next to its references, the speed, what was predicted wrongly, the place."""
     lines = [f"{results.steps} of {planned_steps} steps; {stop_reason}"]
     if results.last_loss is not None:
         losses = [f"last loss {results.last_loss:.4f}"]
@@ -173,5 +189,8 @@ def closing_lines(
             f"{results.tokens_per_second.median:,.0f} tokens/s over all ranks "
             f"(without the first {results.warmup_steps} steps{' of each start' * (len(results.starts) > 1)})"
         )
+    lines += [
+        f"predicted {each.what} was {each.difference:+.0%} off what was measured" for each in forecast if each.flagged
+    ]
     lines.append(f"run directory: {run_dir}")
     return "\n".join(lines)

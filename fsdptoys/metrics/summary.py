@@ -11,8 +11,9 @@ import numpy as np
 
 from fsdptoys.routing import RoutingMetrics
 
-from .config import EXPERT_FILES, PROFILE_FOLDER, RESUMES_FILE, RUN_FILES
+from .config import EXPERT_FILES, PREDICTION_FILE, PROFILE_FOLDER, RESUMES_FILE, RUN_FILES
 from .definitions import definitions
+from .forecast import Comparison, forecast_rows
 from .resumes import Resume, flatten
 from .step import StepMetrics
 
@@ -54,6 +55,10 @@ class RunResults:
     mfu: Spread | None
     memory_peak_gib: float | None
     """Highest of the device, on rank 0; None on a CPU."""
+    memory_allocated_gib: float | None
+    """After the last step, on rank 0; None on a CPU."""
+    memory_reserved_gib: float | None
+    """Highest that the allocator held after a step, on rank 0; None on a CPU."""
     resident_set_gib: float | None
     """Highest seen after a step, on rank 0."""
     routing: RoutingMetrics | None
@@ -93,6 +98,8 @@ def summarize(steps: Sequence[StepMetrics], warmup_steps: int, starts: Sequence[
         tflops_per_second_per_rank=_spread([metrics.tflops_per_second_per_rank for metrics in measured]),
         mfu=_spread([metrics.mfu for metrics in measured if metrics.mfu is not None]),
         memory_peak_gib=_highest([metrics.memory_peak_gib for metrics in steps]),
+        memory_allocated_gib=steps[-1].memory_allocated_gib if steps else None,
+        memory_reserved_gib=_highest([metrics.memory_reserved_gib for metrics in steps]),
         resident_set_gib=_highest([metrics.resident_set_gib for metrics in steps]),
         routing=steps[-1].routing if steps else None,
         skipped_steps=len(steps) - len(updated),
@@ -113,6 +120,7 @@ def render_summary(
     sample: str | None,
     profile: str | None = None,
     resumes: Sequence[Resume] = (),
+    forecast: Sequence[Comparison] = (),
 ) -> str:
     """The page as Markdown.
 
@@ -128,6 +136,7 @@ def render_summary(
         sample: text that the trained model wrote, if it did.
         profile: what the profiler found, as Markdown, if it was on.
         resumes: how the run went on.
+        forecast: what was predicted beside what was measured.
     """
     without = " that made an update" if results.skipped_steps else ""
     rows = [
@@ -168,6 +177,9 @@ def render_summary(
     ]
     if results.routing is not None:
         parts.append("![load of each expert, and the balance against the step](experts.png)")
+    if forecast:
+        head = ("what", "predicted", "measured", "difference")
+        parts += ["## What was predicted", _table(head, forecast_rows(forecast))]
     if resumes:
         parts += ["## How it went on", _resumes_table(resumes)]
     if sample is not None:
@@ -184,6 +196,7 @@ def render_summary(
                 if (results.routing is not None or name not in EXPERT_FILES)
                 and (profile is not None or name != PROFILE_FOLDER)
                 and (resumes or name != RESUMES_FILE)
+                and (forecast or name != PREDICTION_FILE)
             ],
         ),
         "## How the numbers were made",
@@ -192,6 +205,7 @@ def render_summary(
             with_experts=results.routing is not None,
             with_skipped=results.skipped_steps > 0,
             with_spikes=results.spikes > 0,
+            with_forecast=bool(forecast),
         ),
     ]
     return "\n\n".join(parts) + "\n"

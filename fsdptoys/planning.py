@@ -1,0 +1,176 @@
+"""``fsdptoys plan``: what a run would take on hardware that need not be there, from the words that would start it.
+
+    fsdptoys plan model=llama2_7b plan.hardware=h200 plan.world_size=1024
+    fsdptoys plan search model=llama3_8b plan.hardware=h100 plan.world_size=64
+    fsdptoys plan calibrate runs/a runs/b hardware=h100 out=mine.yaml
+
+The words mean what they mean to ``fsdptoys train`` on that hardware: where no experiment is named, the hardware that is
+imagined chooses one.
+"""
+
+import copy
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from .compose import compose
+from .config import Config
+from .device import GIB
+from .errors import ConfigError
+from .launch import choose_experiment
+from .overrides import near_miss
+from .plan.advice import advise
+from .plan.closed_form import closed_form
+from .plan.frontier import check_picture, draw_frontier
+from .plan.measured import calibrate_command
+from .plan.predict import Predictor, hardware_of, predict, world_size_of
+from .plan.report import advice_to_dict, print_prediction, print_search, search_to_dict
+from .plan.search import search
+from .simulator.hardware import Hardware
+
+COMMANDS = ("search", "calibrate")
+
+
+@dataclass(frozen=True)
+class Imagined:
+    """A run on imagined hardware."""
+
+    config: Config
+    """As composed: not validated yet."""
+    hardware: Hardware
+    world_size: int
+    memory_bytes: int
+    """Of a device that may be used."""
+    words: list[str]
+    """The overrides, with the chosen experiment among them."""
+
+    def validated(self) -> Config:
+        """The configuration with every ``auto`` replaced, checked for that hardware.
+
+        Raises:
+            ConfigError: for the first mistake.
+        """
+        config = copy.deepcopy(self.config)
+        try:
+            config.validate(self.world_size, self.hardware.device_type)
+        except ConfigError as mistake:  # of ranks that are imagined, another key sets the number
+            raise ConfigError(str(mistake).replace("launch.nproc_per_node=", "plan.world_size=")) from mistake
+        return config
+
+
+def imagine(words: Sequence[str]) -> Imagined:
+    """Compose a run for the hardware that its words name.
+
+    Raises:
+        ConfigError: for the first mistake.
+    """
+    settings = compose([word for word in words if re.match(r"(plan\.|launch\.|parallel=|experiment=)", word)]).config
+    hardware = hardware_of(settings)
+    world_size = world_size_of(settings, hardware)
+    words = list(words)
+    if not any(word.startswith("experiment=") for word in words):
+        words.append(f"experiment={choose_experiment(hardware.device_type, world_size)}")
+    config = compose(words).config
+    limit = config.plan.memory_gib
+    memory_bytes = round(limit * GIB) if limit is not None else round(hardware.usable_bytes)
+    return Imagined(config, hardware, world_size, memory_bytes, words)
+
+
+def run_plan(words: Sequence[str]) -> int:
+    """Run ``fsdptoys plan``.
+
+    Args:
+        words: as typed after the command.
+
+    Returns:
+        Exit status.
+
+    Raises:
+        ConfigError: for the first mistake.
+    """
+    if words and words[0] == "calibrate":
+        return calibrate_command(words[1:], Predictor, Console())
+    if words and words[0] == "search":
+        return _search(words[1:])
+    if words and "=" not in words[0] and not words[0].startswith("-"):
+        near = near_miss(words[0], COMMANDS)
+        fix = f"did you mean fsdptoys plan {near}?" if near else "write fsdptoys plan --help for what there is"
+        raise ConfigError(f"{words[0]} is not a command of fsdptoys plan; {fix}")
+    words, options = _take_options(words, flags=("--json",))
+    imagined = imagine(words)
+    config, hardware, world_size = imagined.validated(), imagined.hardware, imagined.world_size
+    prediction = predict(config, hardware, world_size)
+    allocator = config.plan.allocator
+    advice = advise(
+        imagined.config,
+        lambda changed: closed_form(changed, hardware, world_size, allocator),
+        prediction,
+        imagined.memory_bytes,
+        int(hardware.devices_per_node.value),
+    )
+    if "--json" in options:
+        limit = {"memory_limit_bytes": imagined.memory_bytes, "advice": advice_to_dict(advice)}
+        print(json.dumps(prediction.to_dict() | limit, indent=2))
+        return 0
+    print_prediction(config, prediction, hardware, imagined.memory_bytes, advice, Console())
+    return 0
+
+
+def _search(words: Sequence[str]) -> int:
+    words, options = _take_options(words, flags=("--json",), values=("--png",))
+    imagined = imagine(words)
+    picture = options.get("--png")
+    if picture is not None:
+        check_picture(Path(picture))
+    result = search(
+        _compose_config,
+        imagined.words,
+        imagined.hardware,
+        imagined.world_size,
+        imagined.memory_bytes,
+        imagined.config.plan.allocator,
+        closed_form,
+        check=predict,
+        host_memory_bytes=imagined.hardware.host_memory_bytes.value,
+    )
+    if "--json" in options:
+        print(json.dumps(search_to_dict(result), indent=2))
+    else:
+        print_search(result, imagined.config.plan.rows, Console())
+    if picture is not None:
+        title = f"{imagined.config.model.name} on {imagined.world_size} ranks, {imagined.hardware.title}"
+        draw_frontier(Path(picture), title, result)
+        print(f"fsdptoys: memory against time is drawn in {picture}", file=sys.stderr)
+    return 0
+
+
+def _compose_config(words: Sequence[str]) -> Config:
+    return compose(words).config
+
+
+def _take_options(
+    words: Sequence[str], flags: Sequence[str] = (), values: Sequence[str] = ()
+) -> tuple[list[str], dict[str, str]]:
+    """Take dashed options out of the words; an unknown one stays, and is refused as every setting with dashes is."""
+    rest: list[str] = []
+    options: dict[str, str] = {}
+    queue = list(words)
+    while queue:
+        word = queue.pop(0)
+        name, equals, value = word.partition("=")
+        if word in flags:
+            options[word] = ""
+        elif name in values:
+            if not equals:
+                if not queue:
+                    raise ConfigError(f"{name} has no value; write {name} FILE")
+                value = queue.pop(0)
+            options[name] = value
+        else:
+            rest.append(word)
+    return rest, options

@@ -1,0 +1,199 @@
+"""Holds the planner against a real device, on the rows of the memory benchmark.
+
+    python scripts/bench_plan.py --write benchmarks/plan_h200.md
+    python scripts/bench_plan.py --device cpu --model llama_debug --seq-len 64 --rows plain gc
+
+Each row is measured as ``bench_memory.py`` measures it: the project's trainer on one device that stands for one of
+``--world-size`` ranks whose collectives do nothing. It is predicted from a trace of all layers, on the device's
+profile with links that take no time. Then one row of each strategy (``--calibrate-on``) corrects the profile's speed of
+compute, and the others are predicted once more.
+
+Columns: measured and predicted GiB at the end of a step, at its peak and reserved; seconds, predicted before and after
+calibration. On a CPU there is no allocator to ask, and memory is not compared. Exits with status 1 if a bar is missed,
+which are an accelerator's: the end within 0.01 GiB, the peak within 2%, what is reserved within 5%, the time of rows
+that compute on the device alone within 20% before and 8% after calibration.
+"""
+
+import argparse
+import dataclasses
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from fsdptoys.compose import compose_config
+from fsdptoys.device import GIB, Device, available_device_type
+from fsdptoys.plan.calibrate import Case, calibrate, choose_parameters
+from fsdptoys.plan.predict import Predictor
+from fsdptoys.simulator.hardware import Hardware, Quantity, hardware_for, load_hardware
+from fsdptoys.simulator.prediction import Prediction
+from scripts.bench_memory import ROWS, Result, row_words, run_row
+
+END_GIB, PEAK, RESERVED, UNCALIBRATED, CALIBRATED = 0.01, 0.02, 0.05, 0.20, 0.08
+"""Bars: GiB, and shares of what was measured."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A row, measured and predicted."""
+
+    measured: Result
+    before: Prediction
+    after: Prediction
+    on_device: bool
+    """Whether the device does all the work, so that the bars on time hold."""
+
+
+def main() -> int:
+    """Measure, predict, print and write the table; 0 if every bar is met."""
+    args = parse_arguments()
+    profile = args.hardware or hardware_for(Device(args.device).name, args.device)
+    if profile is None:
+        print(f"no profile of {Device(args.device).name}; name one with --hardware", file=sys.stderr)
+        return 2
+    hardware = without_communication(load_hardware(profile))
+    measured: dict[tuple[str, str], Result] = {}
+    predictors: dict[tuple[str, str], Predictor] = {}
+    for strategy in args.strategies:
+        for name in args.rows:
+            if ROWS[name].only in (None, strategy):
+                measured[strategy, name] = result = run_row(args, strategy, name)
+                print(f"{strategy} {name}: {result.failure or f'{result.seconds:.3f} s'}", file=sys.stderr, flush=True)
+                if not result.failure:
+                    predictors[strategy, name] = predictor(args, strategy, name, hardware)
+    rows = compare(measured, predictors, hardware, args.calibrate_on)
+    verdicts = judge(rows) if args.device != "cpu" else ["The bars are those of an accelerator."]
+    page = render(args, profile, rows, measured, verdicts)
+    print(page)
+    if args.write:
+        args.write.write_text(page)
+    return 1 if any(verdict.startswith("missed") for verdict in verdicts) else 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default=available_device_type())
+    parser.add_argument("--hardware", help="a profile, or a YAML file; by default that of the device")
+    parser.add_argument("--model", default="llama2_7b")
+    parser.add_argument("--world-size", type=int, default=8)
+    parser.add_argument("--seq-len", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--warmup-steps", type=int, default=3)
+    parser.add_argument("--strategies", nargs="+", choices=["fsdp1", "fsdp2"], default=["fsdp1", "fsdp2"])
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS), metavar="ROW")
+    parser.add_argument("--calibrate-on", choices=list(ROWS), default="gc", metavar="ROW")
+    parser.add_argument("--write", type=Path, help="a Markdown file for the table")
+    return parser.parse_args()
+
+
+def without_communication(hardware: Hardware) -> Hardware:
+    """The same device among ranks whose collectives do nothing."""
+    endless, none = Quantity(1e30, "collectives that do nothing"), Quantity(1e-30, "collectives that do nothing")
+    return dataclasses.replace(
+        hardware,
+        intra_node_bandwidth=endless,
+        inter_node_bandwidth=endless,
+        intra_node_latency_seconds=none,
+        inter_node_latency_seconds=none,
+    )
+
+
+def predictor(args: argparse.Namespace, strategy: str, name: str, hardware: Hardware) -> Predictor:
+    """Trace a row."""
+    words = [*row_words(args, strategy, name), "plan.exact=true"]
+    config = compose_config(words)
+    config.validate(args.world_size, args.device)
+    return Predictor(config, hardware, args.world_size)
+
+
+def compare(
+    measured: dict[tuple[str, str], Result],
+    predictors: dict[tuple[str, str], Predictor],
+    hardware: Hardware,
+    calibrate_on: str,
+) -> dict[tuple[str, str], Compared]:
+    """Predict every row before and after one row of its strategy has corrected the speed of compute."""
+    rows = {}
+    for strategy in dict.fromkeys(strategy for strategy, _ in predictors):
+        corrected = hardware
+        base = predictors.get((strategy, calibrate_on))
+        if base is not None:
+            seconds = measured[strategy, calibrate_on].seconds
+            assert seconds is not None
+            case = Case(lambda one, base=base: base(one).time.step_seconds, seconds, calibrate_on)  # type: ignore[misc]
+            corrected = calibrate([case], hardware, choose_parameters(["compute", "memory"])).hardware
+        for (owner, name), predict in predictors.items():
+            if owner == strategy:
+                offloads = any("offload=true" in word for word in ROWS[name].words)
+                before, after = predict(hardware), predict(corrected)
+                rows[owner, name] = Compared(measured[owner, name], before, after, not offloads)
+    return rows
+
+
+def judge(rows: dict[tuple[str, str], Compared]) -> list[str]:
+    """Every bar, met or missed."""
+    verdicts = []
+    for (strategy, name), row in rows.items():
+        memory, result = row.before.memory, row.measured
+        assert result.seconds is not None
+        checks = [
+            ("seconds, uncalibrated", row.before.time.step_seconds, result.seconds, UNCALIBRATED * result.seconds),
+            ("seconds, calibrated", row.after.time.step_seconds, result.seconds, CALIBRATED * result.seconds),
+        ] * row.on_device
+        for what, predicted, got, share in (
+            ("GiB at the end", memory.end_bytes, result.end_gib, None),
+            ("GiB at the peak", memory.peak_bytes, result.peak_gib, PEAK),
+            ("GiB reserved", memory.reserved_bytes, result.reserved_gib, RESERVED),
+        ):
+            if got is not None:
+                checks.append((what, predicted / GIB, got, END_GIB if share is None else share * got))
+        for what, predicted, got, bar in checks:
+            met = "met" if abs(predicted - got) <= bar else "missed"
+            verdicts.append(f"{met}: {strategy} {name}: {predicted:.3f} {what}, measured {got:.3f}, bar ±{bar:.3f}")
+    return verdicts
+
+
+def render(
+    args: argparse.Namespace,
+    profile: str,
+    rows: dict[tuple[str, str], Compared],
+    measured: dict[tuple[str, str], Result],
+    verdicts: list[str],
+) -> str:
+    """The page as Markdown."""
+    lines = [
+        f"# The planner against a device: {args.model}, rank 0 of {args.world_size}, batch 1, sequence {args.seq_len}",
+        "",
+        f"- Command: `python {shlex.join(sys.argv)}`",
+        f"- torch {torch.__version__}, Python {sys.version.split()[0]}, {Device(args.device).name}, "
+        f"{os.cpu_count()} CPU cores; profile {profile}, with collectives that take no time, as the measured ones do",
+        f"- Every cell is measured / predicted; times also after a calibration on the row {args.calibrate_on}.",
+        "",
+        "| strategy | row | GiB at end | GiB peak | GiB reserved | s a step | s calibrated |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for (strategy, name), result in measured.items():
+        row = rows.get((strategy, name))
+        if row is None:
+            lines.append(f"| {strategy} | {name} | not run: {result.failure} | | | | |")
+            continue
+        memory = row.before.memory
+        pairs = (
+            (result.end_gib, memory.end_bytes),
+            (result.peak_gib, memory.peak_bytes),
+            (result.reserved_gib, memory.reserved_bytes),
+        )
+        cells = ["" if got is None else f"{got:.2f} / {predicted / GIB:.2f}" for got, predicted in pairs]
+        cells += [f"{result.seconds:.3f} / {each.time.step_seconds:.3f}" for each in (row.before, row.after)]
+        lines.append(f"| {strategy} | {name} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *(f"- {verdict}" for verdict in verdicts)]) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

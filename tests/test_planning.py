@@ -1,0 +1,76 @@
+"""``fsdptoys plan`` as it is typed."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdptoys.__main__ import main
+from fsdptoys.compose import compose_config
+from fsdptoys.launch import choose_largest, plan_run
+from fsdptoys.simulator.hardware import load_hardware
+
+TINY = ["model=llama_debug", "experiment=null", "train.seq_len=128", "plan.hardware=h100"]
+
+MISTAKES = {
+    "serach": "serach is not a command of fsdptoys plan; did you mean fsdptoys plan search?",
+    "llama": "llama is not a command of fsdptoys plan; write fsdptoys plan --help for what there is",
+    "search --png": "--png has no value; write --png FILE",
+    "--jsn plan.hardware=h100": "--jsn is not an option, since settings have no dashes before them; "
+    "see fsdptoys train --help for all keys",
+    "plan.hardware=h300": "plan.hardware=h300 is no profile; did you mean plan.hardware=h200?",
+    "plan.hardware=h100 plan.world_size=64 mesh.fsdp_size=48": "mesh.fsdp_size=48 must divide the world size 64; set "
+    "mesh.fsdp_size=32 or plan.world_size=48",
+    "plan.hardware=h100 model=llama3_8b plan.world_size=98304": "mesh.fsdp_size=-1 cuts parameters of 4096 rows "
+    "(model.dim) into 98304 shards, so that ranks would hold nothing of them; set mesh.fsdp_size=4096",
+}
+
+
+@pytest.mark.parametrize("typed", MISTAKES)
+def test_mistake_gets_its_sentence(typed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the sentence, word for word, and the status."""
+    assert main(["plan", *typed.split(" ")]) == 2
+    assert capsys.readouterr().err == f"fsdptoys: {MISTAKES[typed]}\n"
+
+
+def test_end_of_step_is_twelve_bytes_a_parameter_of_the_shard(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: float32 parameter and two states of AdamW over 8 ranks, and a workspace of cuBLAS for each of 2 threads,
+    32 MiB on Hopper (torch.backends.cuda, CUBLAS_WORKSPACE_CONFIG); not a tenth more for all that is small."""
+    assert main(["plan", *TINY, "model.dim=512", "model.ffn_dim=1408", "plan.world_size=8", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    config = compose_config([*TINY, "model.dim=512", "model.ffn_dim=1408"])
+    with torch.device("meta"):
+        parameters = config.model.build().parameter_counts().total
+    kept = 12 * parameters / 8
+    assert kept <= told["memory"]["end_bytes"] - 2 * 2**25 < 1.1 * kept
+    assert told["world_size"] == 8 and told["method"] == "traced, all layers"
+    parts = ("compute", "exposed_communication", "exposed_transfer", "host")
+    assert sum(told["time"][f"{part}_seconds"] for part in parts) == pytest.approx(told["time"]["step_seconds"])
+    assert told["memory_limit_bytes"] == round(load_hardware("h100").usable_bytes)
+
+
+def test_search_prints_words_that_train_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the configuration that the printed words compose to, and a picture that was written."""
+    picture = tmp_path / "frontier.png"
+    words = ["plan", "search", *TINY, "parallel=fsdp2", "train.batch_size=4", "plan.world_size=8", "mesh.fsdp_size=8"]
+    words += ["memory.cpu_offload=false", "memory.optimizer_offload=false", "memory.gradient_checkpointing=full"]
+    words += ["parallel.wrap=block", "parallel.reshard_after_forward=default"]
+    assert main([*words, "--json", "--png", str(picture)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    best = compose_config(told["best"]["words"])
+    best.validate(8, "cuda")
+    assert (best.parallel.name, best.train.batch_size, best.model.name) == ("fsdp2", 4, "llama_debug")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_command_without_words_trains_the_largest_model_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: AdamW's step takes 20 bytes a parameter (itself, gradient, two states, a temporary), which 8 H100 of 77
+    GiB have for the 30.5 billion of one preset, and beside activations not for the 32.8 of the next; a CPU has its own.
+    """
+    assert plan_run(["launch.device=cpu"], {}).composition.choices["experiment"] == "cpu_text"
+    monkeypatch.setattr("fsdptoys.launch.profile_of_this_machine", lambda: "h100")
+    words = choose_largest("experiment=llama2_7b", "cuda", 8)
+    config = compose_config(words)
+    config.validate(8, "cuda")
+    assert words[0] == "experiment=llama2_7b" and config.model.name == "qwen3_moe_30b_a3b"
