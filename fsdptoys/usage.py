@@ -255,7 +255,7 @@ def _default(node: ast.expr | None) -> str:
         return plain_text(node.value)
     if isinstance(node, ast.Attribute):
         return node.attr
-    if isinstance(node, ast.Call):  # field(default_factory=...)
+    if isinstance(node, ast.Call) and node.keywords:  # field(default_factory=...)
         factory = node.keywords[0].value
         listed = factory.body.elts if isinstance(factory, ast.Lambda) and isinstance(factory.body, ast.List) else []
         if listed and all(isinstance(item, ast.Constant) for item in listed):

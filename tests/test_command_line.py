@@ -29,7 +29,18 @@ def run(words: list[str], cwd: Path, **env: str) -> subprocess.CompletedProcess[
 
 
 @pytest.mark.parametrize(
-    "line", ["", "--help", "train --help", "models --help", "convert", "convert to-hf -h", "--version"]
+    "line",
+    [
+        "",
+        "--help",
+        "train --help",
+        "models --help",
+        "plan --help",
+        "plan search -h",
+        "convert",
+        "convert to-hf -h",
+        "--version",
+    ],
 )
 def test_help_needs_no_torch(line: str, tmp_path: Path) -> None:
     """Oracle: the modules of the interpreter that printed the help."""

@@ -13,6 +13,7 @@ from fsdptoys.models import GPT2Config, Llama4Config, LlamaConfig, ModelConfig, 
 from fsdptoys.optim import AdamWConfig, OptimConfig, WeightDecayOn
 from fsdptoys.parallel import ParallelConfig
 from fsdptoys.profiler import ProfileConfig
+from fsdptoys.simulator.config import PlanConfig
 
 
 def tiny_model(tie_embeddings: bool = False) -> LlamaConfig:
@@ -99,6 +100,7 @@ def make_config(
         metrics=MetricsConfig(console=Console.none),
         profile=ProfileConfig(),
         launch=LaunchConfig(),
+        plan=PlanConfig(),
     )
     config.validate(world_size, "cpu")
     return config
