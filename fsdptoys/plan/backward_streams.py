@@ -68,9 +68,10 @@ def _join_of(handle: FlatParamHandle) -> Node | None:
 
 def _issue_on(node: Node, stream: Stream) -> None:
     """Let a node's backward be issued on a stream, the first that it is told."""
-    if _TOLD in node.metadata:
+    notes: dict[str, Any] = node.metadata  # type: ignore[assignment]
+    if _TOLD in notes:
         return  # with original parameters the views of the forward come again before the backward
-    node.metadata[_TOLD] = True
+    notes[_TOLD] = True
     before: list[Stream] = []
 
     def begin(gradients: tuple[Tensor, ...]) -> None:

@@ -1,5 +1,8 @@
 """The programs behind published tables: they train for real, and their traces end where arithmetic says."""
 
+import multiprocessing
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -16,7 +19,6 @@ from scripts.published_programs import ROWS, Switches, first_program
 from scripts.published_torchtitan import torchtitan_program
 from scripts.ranks import run_ranks
 from scripts.validate_plan import Finding, a2, trace_row
-from tests.plan.traced import in_fork
 
 TINY = {"dim": 32, "n_layers": 2, "n_heads": 4, "ffn_dim": 64, "vocab_size": 96, "seq_len": 16}
 CPU = torch.device("cpu")
@@ -24,6 +26,27 @@ newer_torch = pytest.mark.skipif(
     tuple(int(number) for number in torch.__version__.split(".")[:2]) < (2, 9),
     reason="older FSDP2 averages over two axes by NCCL alone, and older fused AdamW knows no planned device",
 )
+
+
+FRESH = multiprocessing.get_context("forkserver")
+"""Forks a process that has done nothing: where autograd has run once, it knows no planned device any more."""
+FRESH.set_forkserver_preload(["scripts.validate_plan"])
+
+
+def answer(sender: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Send what a function returns."""
+    sender.send(function(*args))
+
+
+def in_fresh_process(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function returns in a process of its own, which has only imported things."""
+    receiver, sender = FRESH.Pipe(duplex=False)
+    process = FRESH.Process(target=answer, args=(sender, function, args))
+    process.start()
+    sender.close()
+    result = receiver.recv()
+    process.join()
+    return result
 
 
 class Unmarked:
@@ -82,7 +105,7 @@ def test_models_have_the_published_size(model: Any, parameters: int) -> None:
 def test_a_traced_row_ends_with_what_is_still_named(strategy: str, name: str) -> None:
     """Oracle: parameters and states over 8 ranks, the rotary table, hidden states and logits, by hand."""
     switches = ROWS[strategy, name][0]
-    trace = in_fork(trace_row, f"{strategy} {name}", 2)
+    trace = in_fresh_process(trace_row, f"{strategy} {name}", 2)
     end_bytes = replay(trace, a2(), build_allocator(AllocatorKind.expandable)).memory().end_bytes
     block, rest = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096, 2 * 32000 * 4096 + 4096
     resident = 0 if switches.cpu_offload else 4 if switches.optimizer_offload else 12

@@ -1,0 +1,177 @@
+"""The model of the first published table of this project's name: Llama2 with every step spelled out.
+
+Retold from ``models/llama2.py`` (57409f5) and ``accelerate/loss.py`` (0770205) of github.com/icerain-alt/FSDPToys, for
+``published_programs``: which tensors there are, in which order they come and which of them live on is theirs.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of model and batch; as published by default."""
+
+    dim: int = 4096
+    n_layers: int = 32
+    n_heads: int = 32
+    ffn_dim: int = 11008
+    vocab_size: int = 32000
+    positions: int = 65536
+    """Rows of the rotary table: twice the longest sequence that the model allows for."""
+    seq_len: int = 4096
+    batch_size: int = 1
+    chunk_tokens: int = 1024
+
+
+class RMSNorm(nn.Module):
+    """Normalisation spelled out in float32, rounded before the weight is applied."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dim."""
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).type_as(x) * self.weight
+
+
+class Attention(nn.Module):
+    """Multi-head attention whose sines are computed anew in each layer, in float32."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.n_heads = sizes.n_heads
+        self.query, self.key, self.value, self.out = (nn.Linear(sizes.dim, sizes.dim, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+        """Attend causally; angles of shape (T, K)."""
+        batch, seq_len, dim = x.shape
+        heads = (batch, seq_len, self.n_heads, dim // self.n_heads)
+        # All three products exist before the first is reshaped.
+        query, key, value = self.query(x), self.key(x), self.value(x)
+        query, key, value = query.view(heads), key.view(heads), value.view(heads)
+        query, key = _rotate(query, key, angles)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return self.out(attended.transpose(1, 2).contiguous().view(batch, seq_len, dim))
+
+
+def _rotate(query: Tensor, key: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotary positions over halves: each product and each cast is a tensor of its own."""
+    cosines = angles.cos().unsqueeze(0).unsqueeze(2)
+    sines = angles.sin().unsqueeze(0).unsqueeze(2)
+    turned_query = query.float() * cosines + _swap_halves(query.float()) * sines
+    turned_key = key.float() * cosines + _swap_halves(key.float()) * sines
+    return turned_query.type_as(query), turned_key.type_as(key)
+
+
+def _swap_halves(x: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.gate = nn.Linear(sizes.dim, sizes.ffn_dim, bias=False)
+        self.down = nn.Linear(sizes.ffn_dim, sizes.dim, bias=False)
+        self.up = nn.Linear(sizes.dim, sizes.ffn_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Any leading shape."""
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """A layer; its parameters lie in the order of theirs."""
+
+    attention: nn.Module
+    feed_forward: nn.Module
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.attention, self.feed_forward = Attention(sizes), FeedForward(sizes)
+        self.attention_norm, self.feed_forward_norm = RMSNorm(sizes.dim), RMSNorm(sizes.dim)
+
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+        """Transform activations of shape (B, T, D)."""
+        hidden = x + self.attention(self.attention_norm(x), angles)
+        return hidden + self.feed_forward(self.feed_forward_norm(hidden))
+
+
+class Llama2(nn.Module):
+    """The model without its loss: the head is applied, or read, from outside."""
+
+    angles: Tensor
+
+    def __init__(self, sizes: Sizes, checkpointing: bool) -> None:
+        super().__init__()
+        self.checkpointing = checkpointing
+        self.embedding = nn.Embedding(sizes.vocab_size, sizes.dim)
+        # The whole angle appears in both halves, in float32.
+        self.register_buffer("angles", torch.empty(sizes.positions, sizes.dim // sizes.n_heads))
+        self.layers = nn.ModuleList(Block(sizes) for _ in range(sizes.n_layers))
+        self.norm = RMSNorm(sizes.dim)
+        self.head = nn.Linear(sizes.dim, sizes.vocab_size, bias=False)
+
+    def blocks(self) -> list[Block]:
+        """The layers, before anything is put around them."""
+        return [layer for layer in self.layers if isinstance(layer, Block)]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Hidden states of shape (B, T, D) for tokens of shape (B, T)."""
+        hidden = self.embedding(tokens)
+        self.angles = self.angles.to(hidden.device)
+        angles = self.angles[: tokens.shape[1]]
+        for layer in self.layers:
+            if self.checkpointing:
+                # The unit is inside the checkpoint: its parameters are gathered again by the recomputation.
+                hidden = checkpoint(layer, x=hidden, angles=angles, use_reentrant=False)
+            else:
+                hidden = layer(x=hidden, angles=angles)
+        return self.norm(hidden)
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """The loss chunk by chunk, with the gradients of each taken at once by a function transform."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> Tensor:
+        """Mean cross entropy; keeps both gradients for the backward."""
+        total = torch.zeros((), device=hidden.device)
+        hidden_grad, weight_grad = torch.empty_like(hidden), torch.zeros_like(weight)
+        chunks = zip(
+            hidden.split(chunk_tokens, 1),
+            hidden_grad.split(chunk_tokens, 1),
+            labels.split(chunk_tokens, 1),
+            strict=True,
+        )
+        for part, part_grad, part_labels in chunks:
+            gradients, loss = torch.func.grad_and_value(_summed_loss, argnums=(0, 1))(part, weight, part_labels)
+            total.add_(loss)
+            part_grad.copy_(gradients[0])
+            weight_grad.add_(gradients[1])
+        ctx.save_for_backward(hidden_grad, weight_grad)
+        return total.div_(labels.numel())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Hand out what was kept; the host reads whether there is anything to scale."""
+        hidden_grad, weight_grad = ctx.saved_tensors
+        if torch.ne(gradient, torch.ones((), device=gradient.device)):
+            hidden_grad, weight_grad = hidden_grad * gradient, weight_grad * gradient
+        return hidden_grad, weight_grad, None, None
+
+
+def _summed_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    logits = F.linear(hidden.contiguous().flatten(0, 1), weight).float()
+    return F.cross_entropy(logits, labels.contiguous().flatten(), reduction="sum")
