@@ -98,7 +98,9 @@ def choose_largest(experiment: str, device_type: str, world_size: int) -> list[s
 
 def _check_plan(plan: PlanConfig, device_type: str) -> None:
     """Refuse what only ``fsdptoys plan`` reads, and hardware that the run is not on."""
-    if plan.hardware != "auto" and plan.predict:
+    if plan.hardware != "auto" and not plan.predict:
+        raise ConfigError(f"plan.hardware={plan.hardware} does nothing with plan.predict=false; leave out one of them")
+    if plan.hardware != "auto":
         imagined = load_hardware(plan.hardware).device_type
         if imagined != device_type:
             raise ConfigError(

@@ -11,6 +11,7 @@ imagined chooses one.
 import copy
 import json
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from .plan.measured import calibrate_command
 from .plan.predict import Predictor, hardware_of, predict, world_size_of
 from .plan.report import advice_to_dict, print_prediction, print_search, search_to_dict
 from .plan.search import search
+from .plan.switches import validate_switches
 from .simulator.hardware import Hardware
 
 COMMANDS = ("search", "calibrate")
@@ -57,7 +59,7 @@ class Imagined:
         """
         config = copy.deepcopy(self.config)
         try:
-            config.validate(self.world_size, self.hardware.device_type)
+            validate_switches(config, self.world_size, self.hardware.device_type)
         except ConfigError as mistake:  # of ranks that are imagined, another key sets the number
             raise ConfigError(str(mistake).replace("launch.nproc_per_node=", "plan.world_size=")) from mistake
         return config
@@ -72,6 +74,7 @@ def imagine(words: Sequence[str]) -> Imagined:
     settings = compose([word for word in words if re.match(r"(plan\.|launch\.|parallel=|experiment=)", word)]).config
     hardware = hardware_of(settings)
     world_size = world_size_of(settings, hardware)
+    _check_launch(settings, hardware, world_size)
     words = list(words)
     if not any(word.startswith("experiment=") for word in words):
         words.append(f"experiment={choose_experiment(hardware.device_type, world_size)}")
@@ -79,6 +82,24 @@ def imagine(words: Sequence[str]) -> Imagined:
     limit = config.plan.memory_gib
     memory_bytes = round(limit * GIB) if limit is not None else round(hardware.usable_bytes)
     return Imagined(config, hardware, world_size, memory_bytes, words)
+
+
+def _check_launch(config: Config, hardware: Hardware, world_size: int) -> None:
+    """Refuse settings of a launch that contradict what is imagined."""
+    launch = config.launch
+    if launch.device.value not in ("auto", hardware.device_type):
+        raise ConfigError(
+            f"launch.device={launch.device.value} is not what plan.hardware={hardware.name} is, which has the type "
+            f"{hardware.device_type}; leave it out"
+        )
+    on_a_machine = launch.nproc_per_node
+    started = launch.nnodes * (on_a_machine if on_a_machine != -1 else int(hardware.devices_per_node.value))
+    says_so = launch.nnodes != 1 or on_a_machine != -1
+    if says_so and config.plan.world_size is not None and started != world_size:
+        raise ConfigError(
+            f"plan.world_size={world_size} is not the {started} ranks of launch.nnodes={launch.nnodes} and "
+            f"launch.nproc_per_node={on_a_machine}; leave out plan.world_size, or both of these"
+        )
 
 
 def run_plan(words: Sequence[str]) -> int:
@@ -93,6 +114,15 @@ def run_plan(words: Sequence[str]) -> int:
     Raises:
         ConfigError: for the first mistake.
     """
+    # Ends as an exception does, so that the process that traces ends too.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        return _run(words)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run(words: Sequence[str]) -> int:
     if words and words[0] == "calibrate":
         return calibrate_command(words[1:], Predictor, Console())
     if words and words[0] == "search":
@@ -102,6 +132,8 @@ def run_plan(words: Sequence[str]) -> int:
         fix = f"did you mean fsdptoys plan {near}?" if near else "write fsdptoys plan --help for what there is"
         raise ConfigError(f"{words[0]} is not a command of fsdptoys plan; {fix}")
     words, options = _take_options(words, flags=("--json",))
+    if any(word.partition("=")[0] == "--png" for word in words):
+        raise ConfigError("--png draws what a search found; write fsdptoys plan search --png FILE")
     imagined = imagine(words)
     config, hardware, world_size = imagined.validated(), imagined.hardware, imagined.world_size
     prediction = predict(config, hardware, world_size)

@@ -9,6 +9,7 @@ import torch
 from fsdptoys.__main__ import main
 from fsdptoys.compose import compose_config
 from fsdptoys.launch import choose_largest, plan_run
+from fsdptoys.plan.predict import Predictor, predict
 from fsdptoys.simulator.hardware import load_hardware
 
 TINY = ["model=llama_debug", "experiment=null", "train.seq_len=128", "plan.hardware=h100"]
@@ -22,6 +23,13 @@ MISTAKES = {
     "plan.hardware=h300": "plan.hardware=h300 is no profile; did you mean plan.hardware=h200?",
     "plan.hardware=h100 plan.world_size=64 mesh.fsdp_size=48": "mesh.fsdp_size=48 must divide the world size 64; set "
     "mesh.fsdp_size=32 or plan.world_size=48",
+    "plan.hardware=h100 launch.device=npu": "launch.device=npu is not what plan.hardware=h100 is, which has the type "
+    "cuda; leave it out",
+    "search plan.hardware=h100 plan.world_size=16 launch.nproc_per_node=4": "plan.world_size=16 is not the 4 ranks of "
+    "launch.nnodes=1 and launch.nproc_per_node=4; leave out plan.world_size, or both of these",
+    "--png=f.png plan.hardware=h100": "--png draws what a search found; write fsdptoys plan search --png FILE",
+    "calibrate . out=nodir/x.yaml": "out=nodir/x.yaml lies in nodir, which is no folder; set out=x.yaml or make the "
+    "folder",
     "plan.hardware=h100 model=llama3_8b plan.world_size=98304": "mesh.fsdp_size=-1 cuts parameters of 4096 rows "
     "(model.dim) into 98304 shards, so that ranks would hold nothing of them; set mesh.fsdp_size=4096",
 }
@@ -48,6 +56,18 @@ def test_end_of_step_is_twelve_bytes_a_parameter_of_the_shard(capsys: pytest.Cap
     parts = ("compute", "exposed_communication", "exposed_transfer", "host")
     assert sum(told["time"][f"{part}_seconds"] for part in parts) == pytest.approx(told["time"]["step_seconds"])
     assert told["memory_limit_bytes"] == round(load_hardware("h100").usable_bytes)
+
+
+def test_a_peak_that_only_deep_models_have_is_found() -> None:
+    """Oracle: the trace of all layers is what is told, where gradients outgrow the logits behind the 14th layer; their
+    peak is over what the line through 8 and 14 layers gives."""
+    words = ["model=llama_debug", "model.n_layers=54", "model.dim=256", "model.vocab_size=6144", "experiment=null"]
+    words += ["parallel=single", "train.seq_len=512", "memory.gradient_checkpointing=full"]
+    config, hardware = compose_config([*words, "optim.implementation=fused"]), load_hardware("h100")
+    config.validate(1, "cuda")
+    line, told = Predictor(config, hardware, 1)(hardware), predict(config, hardware, 1)
+    assert (line.method, told.method) == ("traced, 8 and 14 layers", "traced, all layers")
+    assert told.memory.peak_bytes > 1.02 * line.memory.peak_bytes
 
 
 def test_search_prints_words_that_train_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,7 +86,10 @@ def advise(
         speed = prediction.tokens_per_second * ratio
         return Advice(tuple(words), reserved, speed, saved, ratio - 1, reserved <= memory_bytes)
 
-    alone = [(changes, told(changes)) for changes in _changes(config, prediction.world_size, devices_per_node)]
+    changes_of_one = list(_changes(config, prediction.world_size, devices_per_node))
+    if prediction.device_type == "cpu":  # host memory is where everything is already
+        changes_of_one = [changes for changes in changes_of_one if not any("offload" in key for key in changes)]
+    alone = [(changes, told(changes)) for changes in changes_of_one]
     advice = [one for _, one in alone if one is not None]
     if fits:
         return _fastest(one for one in advice if one.fits and one.speed_change >= WORTHWHILE)

@@ -9,7 +9,7 @@ no run's prediction is left alone, and nothing leaves the bounds of what is poss
 What makes the difference between two runs is what tells rates apart: one with little communication and one with much,
 one with offload and one without. Runs that are alike give good predictions for others like them, and no rates to trust.
 
-Not covered: memory (nothing in it is assumed), the spread between steps, rates that change with the size of what moves.
+Not covered: memory (which no rate decides), the spread between steps, rates that change with the size of what moves.
 Least squares by Levenberg and Marquardt (https://doi.org/10.1137/0111030) in the logarithms of the factors.
 """
 

@@ -121,7 +121,7 @@ def _gaps(setting: Setting, hardware: Hardware, micro_batches: int, kind: Alloca
     Found with few layers, since that is how the sizes of tensors follow one another, and not how many layers do.
     """
     few = _shallow(setting)
-    allocator = build_allocator(kind)
+    allocator = build_allocator(kind, device_type=hardware.device_type)
     ledger, _ = _walk(few, hardware, min(2, micro_batches), allocator)
     names = ledger.stream_names()
     return {

@@ -85,9 +85,7 @@ def extrapolate(shallow: T, deep: T, depths: tuple[int, int], n_layers: int) -> 
             assert len(a) == len(b), "the depths differ in more than their depth"
             return type(b)(line(x, y) for x, y in zip(a, b, strict=True))
         if dataclasses.is_dataclass(b):
-            fields = {
-                field.name: line(getattr(a, field.name), getattr(b, field.name)) for field in dataclasses.fields(b)
-            }
+            fields = {field.name: line(getattr(a, field.name), getattr(b, field.name)) for field in _figures(b)}
             return dataclasses.replace(b, **fields)  # type: ignore[type-var]
         return b
 
@@ -95,12 +93,15 @@ def extrapolate(shallow: T, deep: T, depths: tuple[int, int], n_layers: int) -> 
     return made
 
 
+def _figures(holder: Any) -> list[dataclasses.Field[Any]]:
+    """The fields of a dataclass that depend on the depth."""
+    return [field for field in dataclasses.fields(holder) if field.metadata.get("extrapolates", True)]
+
+
 def _zero(like: Any) -> Any:
     """Nothing, of the kind of another value."""
     if isinstance(like, dict):
         return {}
     if dataclasses.is_dataclass(like):
-        return dataclasses.replace(
-            like, **{field.name: _zero(getattr(like, field.name)) for field in dataclasses.fields(like)}
-        )  # type: ignore[type-var]
+        return dataclasses.replace(like, **{field.name: _zero(getattr(like, field.name)) for field in _figures(like)})  # type: ignore[type-var]
     return type(like)(0) if isinstance(like, (int, float)) and not isinstance(like, bool) else like

@@ -10,6 +10,7 @@ PyTorch has no public way to any of it; it was tried with torch 2.7.1 and 2.13.
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,6 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import distributed as ddp
 
 import fsdptoys.mesh
+
+from .fake_device import MODULE
 
 
 class _FakeMode(FakeTensorMode):
@@ -67,9 +70,11 @@ def fake_tensors(device_type: str) -> Iterator[None]:
         (nn.Module, "_apply", _apply),
         (torch, "Generator", _Generator),
         (torch.accelerator, "set_device_index", lambda device: None),
+        (torch.accelerator, "current_stream", MODULE.current_stream),
         # Ranks that do not exist agree about everything.
         (ddp, "_verify_param_shape_across_processes", lambda *args, **kwargs: None),
         (dist.Reducer, "_rebuild_buckets", lambda reducer: False),
+        (ddp.DistributedDataParallel, "_ddp_init_helper", _with_buckets(ddp.DistributedDataParallel._ddp_init_helper)),
         # Meshes read their numbers.
         (DeviceMesh, "__init__", _really(DeviceMesh.__init__)),
         (DeviceMesh, "__getitem__", _really(DeviceMesh.__getitem__)),
@@ -80,6 +85,17 @@ def fake_tensors(device_type: str) -> Iterator[None]:
             stack.enter_context(mock.patch.object(owner, name, replacement))
         stack.enter_context(_FakeMode(allow_non_fake_inputs=True))
         yield
+
+
+def _with_buckets(init: Callable[..., Any]) -> Callable[..., Any]:
+    """Let DDP begin with the buckets that it otherwise has after its first step only: these it sizes by sys.maxsize."""
+
+    def call(wrapped: ddp.DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+        limit = SimpleNamespace(maxsize=wrapped.bucket_bytes_cap)
+        with mock.patch.object(ddp, "sys", limit):
+            return init(wrapped, *args, **kwargs)
+
+    return call
 
 
 class _Generator(torch._C.Generator):

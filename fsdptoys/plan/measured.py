@@ -180,6 +180,8 @@ def calibrate_command(words: Sequence[str], predictor: Predictor, console: Conso
     out = Path(options["out"]) if "out" in options else None
     if out is not None and (out.exists() or out.suffix not in (".yaml", ".yml")):
         raise ConfigError(f"out={out} must be a YAML file that is not there yet; set out={out.stem}_new.yaml")
+    if out is not None and not out.parent.is_dir():
+        raise ConfigError(f"out={out} lies in {out.parent}, which is no folder; set out={out.name} or make the folder")
     result = calibrate_runs(paths, hardware, predictor)
     if out is None:
         out = Path(f"{result.hardware.name}_calibrated.yaml")

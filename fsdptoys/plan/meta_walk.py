@@ -162,7 +162,8 @@ class MetaRecorder(TorchDispatchMode):
             walk.scratch(scratch)
         flops = count_flops(func, args, kwargs, results)
         kind = KernelKind.attention if name in ATTENTION else KernelKind.matmul if flops else KernelKind.memory
-        operands = [tensor for _, tensor in inputs] or made
+        # What is written may be a sum in a wider format than what is multiplied.
+        operands = [tensor for argument, tensor in inputs if not argument.writes] or [*made, *(t for _, t in inputs)]
         dtype = dtype_name(max(operands, key=Tensor.numel))
         walk.ran(Operator(kind, flops, traffic(name, args, inputs, fresh), dtype))
         return results

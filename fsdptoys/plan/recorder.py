@@ -229,7 +229,9 @@ class Recorder(TorchDispatchMode):
             self._storages.scratch(scratch_bytes(name, args, self._attention))
             if flops and kind is KernelKind.matmul:
                 self._take_workspace()
-            largest = max((tensor for _, tensor in inputs), key=Tensor.numel, default=involved[0])
+            # What is written may be a sum in a wider format than what is multiplied.
+            read = [tensor for argument, tensor in inputs if not argument.writes]
+            largest = max(read or involved, key=Tensor.numel)
             self._kernel(name, kind if flops else KernelKind.memory, flops, size, largest)
             if name in ("fsdp::chunk_cat", "aten::_chunk_cat"):
                 for _, tensor in inputs:
@@ -340,9 +342,7 @@ class Recorder(TorchDispatchMode):
                 self.categorise(tensor, Category.reduction_buffers)
         largest = max(sum(map(touched_bytes, tensors_in(value))) for value in args)
         size, stride, whole = self._group(dist.ProcessGroup.unbox(named["process_group"]))
-        axis = "shard" if stride == 1 else "replicate"
-        if whole and name not in ("all_gather", "reduce_scatter"):
-            axis = "world"
+        axis = self._axis(dist.ProcessGroup.unbox(named["process_group"]).group_desc, name, stride, whole)
         if not named.get("async_op", is_async_by_default(func)) or self.device_type == "cpu":
             self._add(Collective(name, self._stream(), largest, size, stride, axis))
             return result
@@ -357,6 +357,15 @@ class Recorder(TorchDispatchMode):
         assert done is not None
         self._pending[own.number] = done
         return result
+
+    @staticmethod
+    def _axis(description: str, name: str, stride: int, whole: bool) -> str:
+        """What a group is an axis of, by what its mesh calls it; that of a mesh of one axis has no name."""
+        if description in ("mesh_shard", "mesh_replicate"):
+            return description.removeprefix("mesh_")
+        if whole and name not in ("all_gather", "reduce_scatter"):
+            return "world"
+        return "shard" if stride == 1 else "replicate"
 
     def _group(self, group: dist.ProcessGroup) -> tuple[int, int, bool]:
         """Size, distance between neighbours, and whether all ranks are in it."""

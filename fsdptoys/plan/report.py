@@ -100,6 +100,11 @@ def print_search(result: SearchResult, rows: int, console: Console) -> None:
             )
         if not any(checked.fits for checked in result.checked):
             _bullet("None of them fits by that: give less with plan.memory_gib and search again.", console)
+    doubts = dict.fromkeys(sentence for checked in result.checked for sentence in checked.prediction.doubts)
+    if doubts:
+        _heading("What to doubt", console)
+        for sentence in doubts:
+            _bullet(sentence, console)
     _heading("To run the best", console)
     print_command(result.best, result.hardware, console)
 
@@ -108,14 +113,16 @@ def print_command(candidate: Candidate, hardware: Hardware, console: Console) ->
     """Print the line that trains a candidate, unbroken so that it can be copied."""
     devices = round(hardware.devices_per_node.value)
     ranks = candidate.prediction.world_size
+    # The fewest machines that can have equally many ranks each.
+    nodes = next(nodes for nodes in range(-(-ranks // devices), ranks + 1) if ranks % nodes == 0)
     more = []
-    if ranks > devices:
-        more = [f"launch.nnodes={ranks // devices}", "launch.rdzv_endpoint=HOST:29400"]
-    elif ranks < devices and candidate.config.parallel.name != "single":
-        more = [f"launch.nproc_per_node={ranks}"]
+    if nodes > 1:
+        more = [f"launch.nnodes={nodes}", "launch.rdzv_endpoint=HOST:29400"]
+    if ranks // nodes < devices and candidate.config.parallel.name != "single":
+        more.append(f"launch.nproc_per_node={ranks // nodes}")
     typed = {word.partition("=")[0] for word in candidate.words}
     words = [*candidate.words, *(word for word in more if word.partition("=")[0] not in typed)]
-    if ranks > devices:
+    if nodes > 1:
         _line("on each machine, with the first one's name for HOST:", console)
     line = " ".join(["bash run_fsdp.sh", *words])
     console.print(line, soft_wrap=True, highlight=False, markup=False, emoji=False)
@@ -214,7 +221,8 @@ def _print_time(prediction: Prediction, console: Console) -> None:
     time = prediction.time
     _heading("Time of a step", console)
     parts = [("step", time.step_seconds), ("computing", time.compute_seconds)]
-    parts += [(f"  {kind}", seconds) for kind, seconds in sorted(time.kinds.items(), key=lambda item: -item[1])]
+    kinds = sorted(time.kinds.items(), key=lambda item: -item[1])
+    parts += [(f"  {kind}", seconds) for kind, seconds in kinds if seconds]
     parts += [
         ("waiting for communication", time.exposed_communication_seconds),
         ("waiting for transfers", time.exposed_transfer_seconds),
@@ -231,9 +239,9 @@ def _print_time(prediction: Prediction, console: Console) -> None:
 
 def _print_advice(advice: Sequence[Advice], fits: bool, console: Console) -> None:
     if fits:
-        heading = "What would be faster"
+        heading = "What would be faster, by the closed form"
     elif any(one.fits for one in advice):
-        heading = "What would make it fit"
+        heading = "What would make it fit, by the closed form"
     else:
         heading = "What saves most; no two changes make it fit, so try fsdptoys plan search"
     _heading(heading, console)
@@ -348,8 +356,10 @@ def _bars(heading: str, sizes: dict[str, int], console: Console) -> None:
     _heading(heading, console)
     mark = "#" if console.options.ascii_only else "█"
     most, total = max(sizes.values()), sum(sizes.values())
+    beside = max(map(len, sizes)) + max(len(_gib(size)) for size in sizes.values()) + len("100.0%") + 3 * GAP
+    longest = max(1, min(BAR, console.width - beside))
     rows = [
-        (name, _gib(size), f"{size / total:.1%}", mark * round(BAR * size / most))
+        (name, _gib(size), f"{size / total:.1%}", mark * round(longest * size / most))
         for name, size in sorted(sizes.items(), key=lambda item: -item[1])
     ]
     _grid(rows, "lrrl", console)

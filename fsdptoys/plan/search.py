@@ -136,6 +136,8 @@ def search(
     Raises:
         ConfigError: if no combination is valid, or none fits.
     """
+    if hardware.device_type == "cpu":  # host memory is where everything is already
+        space = dataclasses.replace(space, activation_offload=False, optimizer_offload=False, cpu_offload=False)
     base = config_for(words)
     exploration = _Exploration(base, words, hardware, world_size, memory_bytes, host_memory_bytes, allocator, predict)
     exploration.explore(space)
@@ -148,7 +150,7 @@ def search(
     for candidate in result.leading(CHECKED) if check else ():
         assert check is not None
         config = dataclasses.replace(config_for(candidate.words), plan=base.plan)
-        config.validate(world_size, hardware.device_type)
+        validate_switches(config, world_size, hardware.device_type)
         prediction = check(config, hardware, world_size)
         result.checked.append(Checked(candidate, prediction, exploration.fits(prediction)))
     return result
@@ -235,7 +237,12 @@ class _Exploration:
         predict: Predict,
     ) -> None:
         self.base = base
-        self.words = tuple(word for word in words if not word.startswith("plan."))
+        # A run takes no word of the planner's but a profile of one's own, with which it is then foretold.
+        self.words = tuple(
+            word
+            for word in words
+            if not word.startswith("plan.") or (word.startswith("plan.hardware=") and word.endswith((".yaml", ".yml")))
+        )
         self.fixed = frozenset(word.partition("=")[0] for word in words)
         self.hardware, self.world_size = hardware, world_size
         self.memory_bytes, self.host_memory_bytes = memory_bytes, host_memory_bytes

@@ -14,11 +14,12 @@ import functools
 import gc
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdptoys.checkpoint import CheckpointConfig
 from fsdptoys.config import Config
 from fsdptoys.data import SyntheticConfig
+from fsdptoys.errors import ConfigError
 from fsdptoys.models.layers import LMHead
 from fsdptoys.parallel.precision import CastParameters
 from fsdptoys.profiler import ProfileConfig
@@ -94,14 +96,25 @@ def trace(config: Config, hardware: Hardware, world_size: int, n_layers: Sequenc
             "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         }
-        done = subprocess.run(
-            [sys.executable, "-m", "fsdptoys.plan.worker", name],
-            capture_output=True,
-            text=True,
-            env=environment,
-            timeout=TIMEOUT_SECONDS,
-        )
-        return [worker.read_answer(folder, index, done.stderr) for index in range(len(n_layers))]
+        told = _run([sys.executable, "-m", "fsdptoys.plan.worker", name], environment)
+        return [worker.read_answer(folder, index, told) for index in range(len(n_layers))]
+
+
+def _run(command: list[str], environment: dict[str, str]) -> str:
+    """Run a command and return what it wrote to its standard error; whatever ends this ends it and its forks."""
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    )
+    try:
+        return process.communicate(timeout=TIMEOUT_SECONDS)[1]
+    except subprocess.TimeoutExpired as late:
+        raise ConfigError(
+            f"the trace took over {TIMEOUT_SECONDS:g} s; set plan.exact=false, or plan fewer layers"
+        ) from late
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def trace_here(program: Program, *, attention: AttentionKind, world_size: int, workspace_bytes: int = 0) -> Trace:

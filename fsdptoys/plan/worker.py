@@ -10,7 +10,8 @@ import multiprocessing
 import pickle
 import sys
 import traceback
-from multiprocessing.pool import ThreadPool
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from fsdptoys.config import Config
@@ -41,6 +42,11 @@ def read_answer(folder: Path, index: int, told: str) -> Trace:
         with open(folder / answer_name(index), "rb") as file:
             answer = pickle.load(file)
     except FileNotFoundError:
+        if not told.strip():
+            raise ConfigError(
+                "the trace was killed before its end, most likely for want of host memory; set plan.exact=false, or "
+                "free memory"
+            ) from None
         raise RuntimeError(f"the process that traces ended without an answer:\n{told}") from None
     if isinstance(answer, Trace):
         return answer
@@ -54,16 +60,16 @@ def main(folder: Path) -> None:
     with open(folder / REQUEST, "rb") as file:
         config, hardware, world_size, depths = pickle.load(file)
     fork = multiprocessing.get_context("fork")
-
-    def answer(index: int) -> None:
-        process = fork.Process(
-            target=answer_one, args=(folder / answer_name(index), config, hardware, world_size, depths[index])
-        )
-        process.start()
+    running: dict[int, BaseProcess] = {}
+    for index, n_layers in enumerate(depths):
+        if len(running) == available_cores():
+            wait([process.sentinel for process in running.values()])
+            running = {other: process for other, process in running.items() if process.is_alive()}
+        path = folder / answer_name(index)
+        running[index] = fork.Process(target=answer_one, args=(path, config, hardware, world_size, n_layers))
+        running[index].start()
+    for process in multiprocessing.active_children():
         process.join()
-
-    with ThreadPool(min(len(depths), available_cores())) as pool:
-        pool.map(answer, range(len(depths)))
 
 
 def answer_one(path: Path, config: Config, hardware: Hardware, world_size: int, n_layers: int) -> None:

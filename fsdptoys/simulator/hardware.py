@@ -141,7 +141,13 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
             if not isinstance(value, str) or not value.strip():
                 raise ConfigError(f"{where} has {key}={value}; give a text")
             values[key] = value
-    return Hardware(**values)
+    hardware = Hardware(**values)
+    if hardware.usable_bytes <= 0:
+        raise ConfigError(
+            f"{where} has outside_allocator_bytes={hardware.outside_allocator_bytes.value:g}, which leaves nothing of "
+            f"memory_bytes={hardware.memory_bytes.value:g}; correct one of them"
+        )
+    return hardware
 
 
 def hardware_for(device_name: str, device_type: str) -> str | None:

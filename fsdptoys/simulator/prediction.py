@@ -33,7 +33,7 @@ class Volume:
 
     collective: str
     axis: str
-    group_size: int
+    group_size: int = field(metadata={"extrapolates": False})
     calls: int
     bytes: int
     """That one rank sends."""
@@ -84,7 +84,7 @@ class Prediction:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilisation, as ``metrics`` defines it."""
+        """Model FLOPs utilisation of the peak in the dtype of the products; a run tells it for bfloat16 alone."""
         return self.model_flops_per_step / self.time.step_seconds / self.peak_flops if self.peak_flops else None
 
     def to_dict(self) -> dict[str, Any]:

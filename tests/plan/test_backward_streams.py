@@ -4,7 +4,8 @@ import pytest
 
 from fsdptoys.simulator.events import Alloc, Kernel, Mark, RecordStream, Trace
 from scripts.validate_plan import trace_row
-from tests.plan.test_published_programs import in_fresh_process, newer_torch
+from tests.plan.processes import in_fresh_process
+from tests.plan.test_published_programs import newer_torch
 
 BLOCK, REST = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096, 2 * 32000 * 4096 + 4096
 

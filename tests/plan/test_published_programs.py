@@ -1,8 +1,5 @@
 """The programs behind published tables: they train for real, and their traces end where arithmetic says."""
 
-import multiprocessing
-from collections.abc import Callable
-from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -19,6 +16,7 @@ from scripts.published_programs import ROWS, Switches, first_program
 from scripts.published_torchtitan import torchtitan_program
 from scripts.ranks import run_ranks
 from scripts.validate_plan import Finding, a2, trace_row
+from tests.plan.processes import in_fresh_process
 
 TINY = {"dim": 32, "n_layers": 2, "n_heads": 4, "ffn_dim": 64, "vocab_size": 96, "seq_len": 16}
 CPU = torch.device("cpu")
@@ -26,27 +24,6 @@ newer_torch = pytest.mark.skipif(
     tuple(int(number) for number in torch.__version__.split(".")[:2]) < (2, 9),
     reason="older FSDP2 averages over two axes by NCCL alone, and older fused AdamW knows no planned device",
 )
-
-
-FRESH = multiprocessing.get_context("forkserver")
-"""Forks a process that has done nothing: where autograd has run once, it knows no planned device any more."""
-FRESH.set_forkserver_preload(["scripts.validate_plan"])
-
-
-def answer(sender: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Send what a function returns."""
-    sender.send(function(*args))
-
-
-def in_fresh_process(function: Callable[..., Any], *args: Any) -> Any:
-    """What a function returns in a process of its own, which has only imported things."""
-    receiver, sender = FRESH.Pipe(duplex=False)
-    process = FRESH.Process(target=answer, args=(sender, function, args))
-    process.start()
-    sender.close()
-    result = receiver.recv()
-    process.join()
-    return result
 
 
 class Unmarked:

@@ -111,7 +111,7 @@ What to doubt
 - a doubt that has [brackets] and so many words that one line of eighty
   characters does not hold them all
 
-What would be faster
+What would be faster, by the closed form
  reserved  tokens/s  change  type
 75.00 GiB   150,000  +14.4%  memory.gradient_checkpointing=none
 61.50 GiB   140,000   +6.8%  train.batch_size=4
@@ -140,6 +140,10 @@ The best, predicted a second time
   tokens/s (traced, 4 and 6 layers)
 - fsdp1, batch 2, full+offload, chunk, opt-offload, attn-mlp: 6.00 GiB reserved
   (still fits), 32,768 tokens/s (closed form)
+
+What to doubt
+- a doubt that has [brackets] and so many words that one line of eighty
+  characters does not hold them all
 
 To run the best
 on each machine, with the first one's name for HOST:
@@ -193,7 +197,10 @@ def test_what_does_not_fit_is_said_with_how_much_is_missing(config: Config) -> N
         ADVICE[1], reserved_bytes=40.0 * GIB, reserved_change_bytes=-20 * GIB, speed_change=-0.1
     )
     page = prediction_page(config, gib=50, advice=[saves])
-    assert "\nWhat would make it fit\n" in page and "40.00 GiB   140,000  -10.0%  train.batch_size=4" in page
+    assert (
+        "\nWhat would make it fit, by the closed form\n" in page
+        and "40.00 GiB   140,000  -10.0%  train.batch_size=4" in page
+    )
     page = prediction_page(config, gib=30, advice=[dataclasses.replace(saves, fits=False)])
     assert "\nWhat saves most; no two changes make it fit, so try fsdptoys plan search\n" in page
     assert "What would" not in prediction_page(config, advice=[])
@@ -277,6 +284,7 @@ def test_page_of_a_search(config: Config) -> None:
         (16, ("launch.nnodes=2", "launch.rdzv_endpoint=a:1"), ""),
         (8, (), ""),
         (4, (), "launch.nproc_per_node=4"),
+        (12, (), "launch.nnodes=2 launch.rdzv_endpoint=HOST:29400 launch.nproc_per_node=6"),
         (1, (), "launch.nproc_per_node=1"),
     ],
 )

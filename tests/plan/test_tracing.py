@@ -107,12 +107,25 @@ def test_replicas_all_reduce_each_shard() -> None:
     assert sum(event.bytes for event in reduced) == pytest.approx(PARAMETERS / 2 * 4, rel=0.001)
 
 
+def test_products_of_the_chunked_loss_are_as_fast_as_their_factors() -> None:
+    """Oracle: bf16 factors, also where the gradient of the weight is added up in float32."""
+    made = traced([*LLAMA, "parallel=fsdp2", BF16, "memory.chunk_loss=true", "memory.chunk_tokens=32"])
+    products = [event for event in of_step(made, Kernel) if event.kind is KernelKind.matmul]
+    assert len(products) > 20 and {event.dtype for event in products} == {"bfloat16"}
+
+
 def test_ddp_reduces_beside_the_backward() -> None:
     """Oracle: every gradient is all-reduced once, off the computing stream, which waits for it before the update."""
     made = traced([*LLAMA, "parallel=ddp"])
     reduced = [event for event in of_step(made, Collective) if event.stream != 0]
     assert sum(event.bytes for event in reduced) == PARAMETERS * 4
     assert {made.streams[event.stream] for event in reduced} == {"communication"}
+    # The model is one bucket of 25 MiB, and several of one MiB, of which the first leaves while the backward goes on.
+    small = traced([*LLAMA, "parallel=ddp", "parallel.bucket_cap_mb=1"])
+    buckets = [index for index, event in enumerate(small.events) if isinstance(event, Collective) and event.stream != 0]
+    in_step = [index for index in buckets if index > small.events.index(Mark(2, "backward"))]
+    rest = small.events[in_step[0] : small.events.index(Mark(2, "optimizer"))]
+    assert len(in_step) > 2 and any(isinstance(e, Kernel) and e.kind is KernelKind.matmul for e in rest)
     last = max(index for index, event in enumerate(made.events) if event in reduced)
     before_update = made.events[last : made.events.index(Mark(2, "optimizer"))]
     done = {event.event for event in before_update if isinstance(event, RecordEvent) and event.stream != 0}

@@ -1,11 +1,8 @@
-"""Traces of small models, each made in a fork of this process, since a process that has traced is spent."""
+"""Traces of small models, each made in a process of its own, since one that has traced is spent."""
 
 import dataclasses
 import functools
-import multiprocessing
-import traceback
-from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Sequence
 from typing import Any
 
 from fsdptoys.compose import compose_config
@@ -13,6 +10,7 @@ from fsdptoys.config import Config
 from fsdptoys.plan.tracing import trace_here, trainer_program
 from fsdptoys.simulator.events import Alloc, Category, Free, Mark, Trace
 from fsdptoys.simulator.hardware import AttentionKind, Hardware, Quantity
+from tests.plan.processes import in_fresh_process
 
 ATTENTION = {"cuda": AttentionKind.flash, "npu": AttentionKind.npu, "cpu": AttentionKind.cpu}
 
@@ -31,27 +29,6 @@ def configured(words: Sequence[str], world_size: int, device_type: str) -> Confi
     return config
 
 
-def in_fork(function: Callable[..., Any], *args: Any) -> Any:
-    """What a function returns in a fork of this process; its exception's traceback as a RuntimeError."""
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-
-    def run(sender: Connection) -> None:
-        try:
-            sender.send((True, function(*args)))
-        except BaseException:
-            sender.send((False, traceback.format_exc()))
-
-    process = context.Process(target=run, args=(sender,))
-    process.start()
-    sender.close()
-    succeeded, result = receiver.recv()
-    process.join()
-    if not succeeded:
-        raise RuntimeError(result)
-    return result
-
-
 def traced(words: Sequence[str], world_size: int = 8, device_type: str = "cuda") -> Trace:
     """Two steps of the project's trainer; made once."""
     return _traced(tuple(sorted(words)), world_size, device_type)
@@ -59,10 +36,14 @@ def traced(words: Sequence[str], world_size: int = 8, device_type: str = "cuda")
 
 @functools.cache
 def _traced(words: tuple[str, ...], world_size: int, device_type: str) -> Trace:
-    config = configured(words, world_size, device_type)
-    program = trainer_program(config, hardware(device_type))
-    trace: Trace = in_fork(lambda: trace_here(program, attention=ATTENTION[device_type], world_size=world_size))
+    trace: Trace = in_fresh_process(trace_steps, configured(words, world_size, device_type), world_size, device_type)
     return trace
+
+
+def trace_steps(config: Config, world_size: int, device_type: str) -> Trace:
+    """Two steps of the project's trainer, in a process that is spent then."""
+    program = trainer_program(config, hardware(device_type))
+    return trace_here(program, attention=ATTENTION[device_type], world_size=world_size)
 
 
 def live_bytes(trace: Trace, step: int, phase: str) -> dict[Category, int]:

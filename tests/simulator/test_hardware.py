@@ -132,6 +132,10 @@ def broken(tmp_path: Path, changes: dict[str, Any]) -> str:
         ({"device_type": "xyz"}, "has device_type=xyz; set device_type: cuda | npu | cpu"),
         ({"matches": "H100"}, "has matches=H100; give a list of words, which may be empty: []"),
         ({"title": 5}, "has title=5; give a text"),
+        (
+            {"outside_allocator_bytes": {"value": 9e10, "source": "me"}},
+            "has outside_allocator_bytes=9e+10, which leaves nothing of memory_bytes=8.49437e+10; correct one of them",
+        ),
         ({"peak_flops": {}}, "has peak_flops={}; give a number for each dtype, bfloat16 at least"),
         (
             {"peak_flops": {"bfloat16": {"value": 0, "source": "me"}}},

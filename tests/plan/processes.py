@@ -1,0 +1,31 @@
+"""Processes in which a device can be imagined: where autograd has run once, or something was traced, none can be."""
+
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+FRESH = multiprocessing.get_context("forkserver")
+"""Forks a process that has imported things and done nothing."""
+FRESH.set_forkserver_preload(["fsdptoys.compose", "scripts.validate_plan"])
+
+
+def in_fresh_process(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function of a module returns in a process of its own; its exception's traceback as a RuntimeError."""
+    receiver, sender = FRESH.Pipe(duplex=False)
+    process = FRESH.Process(target=_answer, args=(sender, function, args))
+    process.start()
+    sender.close()
+    succeeded, result = receiver.recv()
+    process.join()
+    if not succeeded:
+        raise RuntimeError(result)
+    return result
+
+
+def _answer(sender: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    try:
+        sender.send((True, function(*args)))
+    except BaseException:
+        sender.send((False, traceback.format_exc()))
