@@ -11,7 +11,7 @@ from .errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Hardware:
+class FoundHardware:
     """What this machine has for this run."""
 
     device_type: str
@@ -23,7 +23,7 @@ class Hardware:
     """CPU cores that this process may use."""
 
 
-def find_hardware(choice: DeviceChoice) -> Hardware:
+def find_hardware(choice: DeviceChoice) -> FoundHardware:
     """Find the devices to run on.
 
     Raises:
@@ -33,13 +33,13 @@ def find_hardware(choice: DeviceChoice) -> Hardware:
     device_type = found if choice is DeviceChoice.auto else choice.value
     cores = available_cores()
     if device_type == "cpu":
-        return Hardware("cpu", 0, Device("cpu").name, cores)
+        return FoundHardware("cpu", 0, Device("cpu").name, cores)
     devices = device_count(device_type)
     if devices == 0:
         raise ConfigError(
             f"launch.device={device_type} finds no such device on this machine; set launch.device={found}"
         )
-    return Hardware(device_type, devices, str(torch.get_device_module(device_type).get_device_name(0)), cores)
+    return FoundHardware(device_type, devices, str(torch.get_device_module(device_type).get_device_name(0)), cores)
 
 
 def hardware_environment(

@@ -9,7 +9,7 @@ from .compose import Composition, compose, compose_presets
 from .config import LaunchConfig
 from .device import available_device_type
 from .errors import ConfigError
-from .hardware import Hardware, find_hardware, hardware_environment
+from .hardware import FoundHardware, find_hardware, hardware_environment
 from .overrides import list_choices, plain_text
 from .parallel import SingleConfig
 from .plan.closed_form import closed_form
@@ -30,7 +30,7 @@ class Plan:
     """A run that is ready to start."""
 
     composition: Composition
-    hardware: Hardware
+    hardware: FoundHardware
     local_ranks: int
     world_size: int
     words: list[str]
@@ -132,7 +132,7 @@ def choose_experiment(device_type: str, world_size: int) -> str:
     return "llama2_7b" if world_size >= 8 else "llama3_1b"
 
 
-def _ranks_on_this_machine(launch: LaunchConfig, hardware: Hardware, single: bool) -> int:
+def _ranks_on_this_machine(launch: LaunchConfig, hardware: FoundHardware, single: bool) -> int:
     ranks = launch.nproc_per_node
     if ranks == -1:
         return 1 if single else hardware.devices or CPU_RANKS

@@ -148,6 +148,16 @@ def main() -> int:
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_row_arguments(parser)
+    parser.add_argument("--one", nargs=2, metavar=("STRATEGY", "ROW"), help="measure one row here and print JSON")
+    args = parser.parse_args()
+    if args.warmup_steps >= args.steps:
+        parser.error("--warmup-steps must leave a step to measure")
+    return args
+
+
+def add_row_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which rows are measured, and as what."""
     parser.add_argument("--device", choices=["cuda", "cpu"], default=available_device_type())
     parser.add_argument("--model", default="llama2_7b")
     parser.add_argument("--world-size", type=int, default=8)
@@ -157,11 +167,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--strategies", nargs="+", choices=["fsdp1", "fsdp2"], default=["fsdp1", "fsdp2"])
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS), metavar="ROW")
     parser.add_argument("--write", type=Path, help="a Markdown file for the table")
-    parser.add_argument("--one", nargs=2, metavar=("STRATEGY", "ROW"), help="measure one row here and print JSON")
-    args = parser.parse_args()
-    if args.warmup_steps >= args.steps:
-        parser.error("--warmup-steps must leave a step to measure")
-    return args
 
 
 def run_row(args: argparse.Namespace, strategy: str, name: str) -> Result:

@@ -27,12 +27,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from fsdptoys.compose import compose_config
-from fsdptoys.device import GIB, Device, available_device_type
+from fsdptoys.device import GIB, Device
 from fsdptoys.plan.calibrate import Case, calibrate, choose_parameters
 from fsdptoys.plan.predict import Predictor
 from fsdptoys.simulator.hardware import Hardware, Quantity, hardware_for, load_hardware
 from fsdptoys.simulator.prediction import Prediction
-from scripts.bench_memory import ROWS, Result, row_words, run_row
+from scripts.bench_memory import ROWS, Result, add_row_arguments, row_words, run_row
 
 END_GIB, PEAK, RESERVED, UNCALIBRATED, CALIBRATED = 0.01, 0.02, 0.05, 0.20, 0.08
 """Bars: GiB, and shares of what was measured."""
@@ -78,17 +78,9 @@ def main() -> int:
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default=available_device_type())
+    add_row_arguments(parser)
     parser.add_argument("--hardware", help="a profile, or a YAML file; by default that of the device")
-    parser.add_argument("--model", default="llama2_7b")
-    parser.add_argument("--world-size", type=int, default=8)
-    parser.add_argument("--seq-len", type=int, default=4096)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--warmup-steps", type=int, default=3)
-    parser.add_argument("--strategies", nargs="+", choices=["fsdp1", "fsdp2"], default=["fsdp1", "fsdp2"])
-    parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS), metavar="ROW")
     parser.add_argument("--calibrate-on", choices=list(ROWS), default="gc", metavar="ROW")
-    parser.add_argument("--write", type=Path, help="a Markdown file for the table")
     return parser.parse_args()
 
 

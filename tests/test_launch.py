@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.hardware import Hardware
+from fsdptoys.hardware import FoundHardware
 from fsdptoys.launch import choose_experiment, describe, plan_run
 
 
@@ -83,7 +83,7 @@ def test_line_names_what_was_found_and_chosen() -> None:
     """Oracle: the line, word for word, for a plan on made-up hardware."""
     plan = plan_run(["parallel=fsdp1", "launch.device=cpu"], {})
     made_up = SimpleNamespace(
-        composition=plan.composition, hardware=Hardware("cuda", 2, "NVIDIA H200", 16), world_size=2
+        composition=plan.composition, hardware=FoundHardware("cuda", 2, "NVIDIA H200", 16), world_size=2
     )
     assert describe(made_up, {"OMP_NUM_THREADS": "8"}) == (  # type: ignore[arg-type]
         "found 2 × NVIDIA H200, 16 cores; running experiment=cpu_text model=llama_bytes data=text with fsdp1 on "
