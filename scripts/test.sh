@@ -14,7 +14,7 @@ root=$PWD
 minimum_percent=90
 # What the second process runs; the first runs all the rest of tests/. They should take about as long as each other, as
 # their closing lines tell. Not pytest-xdist: its workers have threads, and the tests fork ranks.
-second_half=(tests/checkpoint tests/data tests/metrics tests/memory tests/models tests/parallel tests/simulator)
+second_half=(tests/checkpoint tests/data tests/metrics tests/memory tests/models tests/parallel tests/simulator tests/test_planning.py)
 
 say() { printf 'test.sh: %s\n' "$1"; }
 fail() {

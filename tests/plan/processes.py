@@ -1,14 +1,24 @@
 """Processes in which a device can be imagined: where autograd has run once, or something was traced, none can be."""
 
 import multiprocessing
+import os
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
 
 FRESH = multiprocessing.get_context("forkserver")
 """Forks a process that has imported things and done nothing."""
 FRESH.set_forkserver_preload(["fsdptoys.compose", "scripts.validate_plan"])
+
+
+def _forget_server() -> None:
+    forkserver._forkserver._forkserver_pid = None  # type: ignore[attr-defined]
+
+
+# Ranks that later tests fork from here start servers of their own, and would ask for this one as if it were theirs.
+os.register_at_fork(after_in_child=_forget_server)
 
 
 def in_fresh_process(function: Callable[..., Any], *args: Any) -> Any:
