@@ -142,6 +142,7 @@ run_halves() { # the first is shown as it goes, the second when both are done; e
 
 # shellcheck disable=SC2329
 report_coverage() {
+  sleep 2 # helpers of multiprocessing end a moment after pytest, and take empty files of theirs with them
   "$python" -m coverage combine --quiet "$scratch"/coverage* && "$python" -m coverage report --skip-covered "$@"
 }
 
