@@ -132,6 +132,7 @@ def _run(words: Sequence[str]) -> int:
         fix = f"did you mean fsdptoys plan {near}?" if near else "write fsdptoys plan --help for what there is"
         raise ConfigError(f"{words[0]} is not a command of fsdptoys plan; {fix}")
     words, options = _take_options(words, flags=("--json",))
+    _refuse(words, "predict", "rows")
     if any(word.partition("=")[0] == "--png" for word in words):
         raise ConfigError("--png draws what a search found; write fsdptoys plan search --png FILE")
     imagined = imagine(words)
@@ -155,6 +156,7 @@ def _run(words: Sequence[str]) -> int:
 
 def _search(words: Sequence[str]) -> int:
     words, options = _take_options(words, flags=("--json",), values=("--png",))
+    _refuse(words, "predict")
     imagined = imagine(words)
     picture = options.get("--png")
     if picture is not None:
@@ -179,6 +181,15 @@ def _search(words: Sequence[str]) -> int:
         draw_frontier(Path(picture), title, result)
         print(f"fsdptoys: memory against time is drawn in {picture}", file=sys.stderr)
     return 0
+
+
+def _refuse(words: Sequence[str], *names: str) -> None:
+    """Refuse settings that this command does not read."""
+    readers = {"predict": "fsdptoys train", "rows": "fsdptoys plan search"}
+    for word in words:
+        for name in names:
+            if word.partition("=")[0] == f"plan.{name}":
+                raise ConfigError(f"{word} is read by {readers[name]} alone; leave it out")
 
 
 def _compose_config(words: Sequence[str]) -> Config:

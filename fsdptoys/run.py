@@ -35,7 +35,8 @@ from .profiler import Profiler
 from .resume import check_restart, check_same_run, checkpoint_folder, restore_rng, rng_facts, run_facts
 from .signals import StopRequest
 from .simulator.prediction import Prediction
-from .trainer import Stop, Trainer
+from .stopping import Stop
+from .trainer import Trainer
 from .worker import remember_run_dir, remembered_run_dir, restart_count
 
 LAST_WAIT_SECONDS = 5.0

@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,18 +45,7 @@ from .routing import build_routing_balance
 from .sampling import generate
 from .signals import STOP_SIGNALS, StopRequest
 from .situation import situation
-
-
-@dataclass(frozen=True)
-class Stop:
-    """Why a run takes no further step, agreed by all ranks."""
-
-    reason: str
-    """As the end of "15 of 20 steps; …"."""
-    signal: bool = False
-    """Whether somebody outside wants the process to end soon."""
-    gave_up: bool = False
-    """Whether going on made no sense."""
+from .stopping import Stop, agreed_stop
 
 
 class Trainer:
@@ -304,29 +292,8 @@ class Trainer:
             skipped_steps=self.skipped_steps,
             loss_spike=self.spikes.spike(loss),
         )
-        return metrics, self._agreed_stop(skipped, *votes)
-
-    def _agreed_stop(self, skipped: bool, *votes: float) -> Stop | None:
-        """Why to stop after this step, if any rank has a reason.
-
-        Args:
-            skipped: whether the step made no update.
-            votes: how many ranks received each of ``STOP_SIGNALS``, and how many are out of time.
-        """
-        train = self.config.train
-        for number, ranks in zip(STOP_SIGNALS, votes, strict=False):
-            if ranks:
-                return Stop(f"{number.name} received", signal=True)
-        for key, limit, count, how in (
-            ("max_skipped_in_a_row", train.max_skipped_in_a_row, self._skipped_in_a_row, "in a row"),
-            ("max_skipped", train.max_skipped, self.skipped_steps, "in all"),
-        ):
-            if skipped and count >= limit:
-                return Stop(
-                    f"{count} steps {how} had a loss or gradients that are not finite (train.{key}={limit})",
-                    gave_up=True,
-                )
-        return Stop(f"train.max_seconds={train.max_seconds:g} reached") if votes[-1] else None
+        in_a_row = self._skipped_in_a_row
+        return metrics, agreed_stop(train, votes, skipped=skipped, in_a_row=in_a_row, in_all=self.skipped_steps)
 
     def _saves_after(self, step: int, stop: Stop | None) -> bool:
         """Whether a checkpoint is due."""

@@ -80,11 +80,11 @@ def _swap_halves(x: Tensor) -> Tensor:
 class FeedForward(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, dim: int, ffn_dim: int) -> None:
         super().__init__()
-        self.gate = nn.Linear(sizes.dim, sizes.ffn_dim, bias=False)
-        self.down = nn.Linear(sizes.ffn_dim, sizes.dim, bias=False)
-        self.up = nn.Linear(sizes.dim, sizes.ffn_dim, bias=False)
+        self.gate = nn.Linear(dim, ffn_dim, bias=False)
+        self.down = nn.Linear(ffn_dim, dim, bias=False)
+        self.up = nn.Linear(dim, ffn_dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Any leading shape."""
@@ -97,14 +97,16 @@ class Block(nn.Module):
     attention: nn.Module
     feed_forward: nn.Module
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(
+        self, attention: nn.Module, feed_forward: nn.Module, attention_norm: nn.Module, feed_forward_norm: nn.Module
+    ) -> None:
         super().__init__()
-        self.attention, self.feed_forward = Attention(sizes), FeedForward(sizes)
-        self.attention_norm, self.feed_forward_norm = RMSNorm(sizes.dim), RMSNorm(sizes.dim)
+        self.attention, self.feed_forward = attention, feed_forward
+        self.attention_norm, self.feed_forward_norm = attention_norm, feed_forward_norm
 
-    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        """Transform activations of shape (B, T, D)."""
-        hidden = x + self.attention(self.attention_norm(x), angles)
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Transform activations of shape (B, T, D); ``positions`` is what the attention rotates by."""
+        hidden = x + self.attention(self.attention_norm(x), positions)
         return hidden + self.feed_forward(self.feed_forward_norm(hidden))
 
 
@@ -119,7 +121,10 @@ class Llama2(nn.Module):
         self.embedding = nn.Embedding(sizes.vocab_size, sizes.dim)
         # The whole angle appears in both halves, in float32.
         self.register_buffer("angles", torch.empty(sizes.positions, sizes.dim // sizes.n_heads))
-        self.layers = nn.ModuleList(Block(sizes) for _ in range(sizes.n_layers))
+        self.layers = nn.ModuleList(
+            Block(Attention(sizes), FeedForward(sizes.dim, sizes.ffn_dim), RMSNorm(sizes.dim), RMSNorm(sizes.dim))
+            for _ in range(sizes.n_layers)
+        )
         self.norm = RMSNorm(sizes.dim)
         self.head = nn.Linear(sizes.dim, sizes.vocab_size, bias=False)
 
@@ -135,9 +140,9 @@ class Llama2(nn.Module):
         for layer in self.layers:
             if self.checkpointing:
                 # The unit is inside the checkpoint: its parameters are gathered again by the recomputation.
-                hidden = checkpoint(layer, x=hidden, angles=angles, use_reentrant=False)
+                hidden = checkpoint(layer, x=hidden, positions=angles, use_reentrant=False)
             else:
-                hidden = layer(x=hidden, angles=angles)
+                hidden = layer(x=hidden, positions=angles)
         return self.norm(hidden)
 
 

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from scripts.published_llama2 import Block, FeedForward
 from scripts.published_programs import Fill, Marks
 
 aten = torch.ops.aten
@@ -119,34 +120,6 @@ def _rotate(query: Tensor, key: Tensor, turns: Tensor) -> tuple[Tensor, Tensor]:
     return turned_query.type_as(query), turned_key.type_as(key)
 
 
-class FeedForward(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__()
-        self.gate = nn.Linear(sizes.dim, sizes.ffn_dim, bias=False)
-        self.down = nn.Linear(sizes.ffn_dim, sizes.dim, bias=False)
-        self.up = nn.Linear(sizes.dim, sizes.ffn_dim, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Any leading shape."""
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-class Block(nn.Module):
-    """A layer."""
-
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__()
-        self.attention, self.feed_forward = Attention(sizes), FeedForward(sizes)
-        self.attention_norm, self.feed_forward_norm = RMSNorm(sizes.dim), RMSNorm(sizes.dim)
-
-    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
-        """Transform activations of shape (B, T, D)."""
-        hidden = x + self.attention(self.attention_norm(x), turns)
-        return hidden + self.feed_forward(self.feed_forward_norm(hidden))
-
-
 class Llama3(nn.Module):
     """The model with its head, without its loss."""
 
@@ -157,7 +130,10 @@ class Llama3(nn.Module):
         self.embedding = nn.Embedding(sizes.vocab_size, sizes.dim)
         turns = torch.empty(sizes.seq_len, sizes.dim // sizes.n_heads // 2, dtype=torch.complex64)
         self.register_buffer("turns", turns)
-        self.layers = nn.ModuleList(Block(sizes) for _ in range(sizes.n_layers))
+        self.layers = nn.ModuleList(
+            Block(Attention(sizes), FeedForward(sizes.dim, sizes.ffn_dim), RMSNorm(sizes.dim), RMSNorm(sizes.dim))
+            for _ in range(sizes.n_layers)
+        )
         self.norm = RMSNorm(sizes.dim)
         self.output = nn.Linear(sizes.dim, sizes.vocab_size, bias=False)
 

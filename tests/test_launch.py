@@ -58,6 +58,26 @@ def test_what_only_the_planner_reads_is_refused_in_a_run(typed: str) -> None:
     assert str(caught.value) == f"{typed} is for fsdptoys plan and does nothing in a run; leave it out"
 
 
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (
+            ["plan.hardware=h100"],
+            "plan.hardware=h100 is of type cuda, and this run is on cpu; leave it out, or ask fsdptoys plan",
+        ),
+        (
+            ["plan.hardware=cpu", "plan.predict=false"],
+            "plan.hardware=cpu does nothing with plan.predict=false; leave out one of them",
+        ),
+    ],
+)
+def test_hardware_that_a_run_cannot_be_foretold_on_is_a_mistake(words: list[str], told: str) -> None:
+    """Oracle: the sentence."""
+    with pytest.raises(ConfigError) as caught:
+        plan_run([*words, "launch.device=cpu"], {})
+    assert str(caught.value) == told
+
+
 def test_more_ranks_than_a_cpu_can_bear_are_a_mistake() -> None:
     """Oracle: the sentence."""
     with pytest.raises(ConfigError, match=r"launch.nproc_per_node=100000 is over 32 for each of \d+ cores; set"):

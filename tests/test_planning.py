@@ -23,6 +23,8 @@ MISTAKES = {
     "plan.hardware=h300": "plan.hardware=h300 is no profile; did you mean plan.hardware=h200?",
     "plan.hardware=h100 plan.world_size=64 mesh.fsdp_size=48": "mesh.fsdp_size=48 must divide the world size 64; set "
     "mesh.fsdp_size=32 or plan.world_size=48",
+    "plan.hardware=h100 plan.rows=3": "plan.rows=3 is read by fsdptoys plan search alone; leave it out",
+    "search plan.hardware=h100 plan.predict=false": "plan.predict=false is read by fsdptoys train alone; leave it out",
     "plan.hardware=h100 launch.device=npu": "launch.device=npu is not what plan.hardware=h100 is, which has the type "
     "cuda; leave it out",
     "search plan.hardware=h100 plan.world_size=16 launch.nproc_per_node=4": "plan.world_size=16 is not the 4 ranks of "

@@ -28,7 +28,8 @@ from fsdptoys.optim import SGDConfig
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.parallel.precision import DType
 from fsdptoys.run import Run
-from fsdptoys.trainer import Stop, Trainer
+from fsdptoys.stopping import Stop
+from fsdptoys.trainer import Trainer
 from scripts.parity import hash_parameters
 from scripts.ranks import run_ranks
 from tests.parallel.runs import TINY, make_config

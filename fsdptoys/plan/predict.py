@@ -7,7 +7,7 @@ from fsdptoys.config import Config
 from fsdptoys.device import GIB, Device, available_device_type
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import MoEConfig
-from fsdptoys.simulator.allocator import Allocator, build_allocator
+from fsdptoys.simulator.allocator import build_allocator
 from fsdptoys.simulator.events import Trace
 from fsdptoys.simulator.hardware import Hardware, Quantity, hardware_for, list_hardware, load_hardware
 from fsdptoys.simulator.prediction import Prediction
@@ -103,11 +103,10 @@ class Predictor:
             hardware: of the kind that was traced for.
         """
         config = self.config
-
-        def allocator(hardware: Hardware) -> Allocator:
-            return build_allocator(config.plan.allocator, device_type=hardware.device_type)
-
-        replays = [replay(each, hardware, allocator(hardware)) for each in self.traces]
+        replays = [
+            replay(each, hardware, build_allocator(config.plan.allocator, device_type=hardware.device_type))
+            for each in self.traces
+        ]
         result: Replay = replays[-1]
         in_full = len(replays) == 1
         if not in_full:

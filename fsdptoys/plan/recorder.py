@@ -15,7 +15,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
@@ -26,7 +25,6 @@ from fsdptoys.device import MemoryStats
 from fsdptoys.simulator.events import (
     COMPUTE_STREAM,
     Category,
-    Collective,
     Event,
     HostWaitEvent,
     HostWaitStream,
@@ -43,17 +41,16 @@ from fsdptoys.simulator.events import (
 )
 from fsdptoys.simulator.hardware import AttentionKind
 
+from .collectives import Collectives
 from .fake_device import MODULE
 from .kernels import ATTENTION, count_flops, scratch_bytes, updates_parameters
 from .operators import (
-    COLLECTIVES,
     COPIES,
     NO_KERNEL,
     TRAFFIC,
     arguments_of,
     dtype_name,
     given,
-    is_async_by_default,
     tensors_in,
     touched_bytes,
     traffic,
@@ -90,25 +87,20 @@ class Recorder(TorchDispatchMode):
         self._recording = True
         self._silent = 0
         self._handlers: dict[Any, Handler] = {}
-        self._groups: dict[str, tuple[int, int, bool]] = {}
-        self._pending: dict[int, int] = {}
-        self._communication: dict[str, Any] = {}
+        self._collectives = Collectives(device_type, self._storages, self._stream, self._add)
 
     # What programs call.
 
     def mark(self, step: int, phase: str) -> None:
         """A phase begins."""
-        for event in self._pending.values():
-            self._add(WaitEvent(event, COMPUTE_STREAM))
-        self._pending.clear()
+        self._collectives.join()
         self._storages.begin_phase(phase)
         if phase in ("data", "optimizer", "end"):  # in between, FSDP1 shows whole parameters
             for category, tensor in self.objects():
                 self.categorise(tensor, category)
         if phase == "end":
             self.trace.host_bytes = self._storages.host_bytes
-            communication = {stream.number: "communication" for stream in self._communication.values()}
-            self.trace.streams = self.streams() | communication
+            self.trace.streams = self.streams() | dict.fromkeys(self._collectives.streams, "communication")
         self._add(Mark(step, phase))
 
     def categorise(self, tensor: Tensor, category: Category) -> None:
@@ -170,7 +162,7 @@ class Recorder(TorchDispatchMode):
     def _handler(self, func: Any) -> Handler:
         name = func._schema.name
         if func.namespace == "c10d":
-            return self._collective
+            return self._collectives.handle
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._read_number
         if func.is_view or name in NO_KERNEL:
@@ -323,58 +315,6 @@ class Recorder(TorchDispatchMode):
         for size in reversed(tensor.shape):
             value = [value] * size
         return value
-
-    def _collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        named = {argument.name: value for argument, value in given(arguments_of(func), args, kwargs)}
-        name = COLLECTIVES.get(func._schema.name.partition("::")[2])
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(list(tensors_in(args[0])))
-        work = torch._C._distributed_c10d._create_work_from_future(future).boxed()  # type: ignore[attr-defined]
-        result = (args[0], work) if len(func._schema.returns) == 2 else work
-        tensors = [tensor for value in args for tensor in tensors_in(value)]
-        if name is None or not any(tensor.device.type == self.device_type for tensor in tensors):
-            return result
-        for tensor in tensors:
-            self._storages.see(tensor)
-            if name == "all_gather":
-                self.categorise(tensor, Category.gathered_parameters)
-            elif name in ("reduce_scatter", "all_reduce"):
-                self.categorise(tensor, Category.reduction_buffers)
-        largest = max(sum(map(touched_bytes, tensors_in(value))) for value in args)
-        size, stride, whole = self._group(dist.ProcessGroup.unbox(named["process_group"]))
-        axis = self._axis(dist.ProcessGroup.unbox(named["process_group"]).group_desc, name, stride, whole)
-        if not named.get("async_op", is_async_by_default(func)) or self.device_type == "cpu":
-            self._add(Collective(name, self._stream(), largest, size, stride, axis))
-            return result
-        # The group has a stream of its own, and the computing one waits for it when the work is waited for.
-        group_name = dist.ProcessGroup.unbox(named["process_group"]).group_name
-        if group_name not in self._communication:
-            self._communication[group_name] = MODULE.Stream()
-        own = self._communication[group_name]
-        own.wait_stream(MODULE.current)
-        self._add(Collective(name, own.number, largest, size, stride, axis))
-        done = own.record_event().number
-        assert done is not None
-        self._pending[own.number] = done
-        return result
-
-    @staticmethod
-    def _axis(description: str, name: str, stride: int, whole: bool) -> str:
-        """What a group is an axis of, by what its mesh calls it; that of a mesh of one axis has no name."""
-        if description in ("mesh_shard", "mesh_replicate"):
-            return description.removeprefix("mesh_")
-        if whole and name not in ("all_gather", "reduce_scatter"):
-            return "world"
-        return "shard" if stride == 1 else "replicate"
-
-    def _group(self, group: dist.ProcessGroup) -> tuple[int, int, bool]:
-        """Size, distance between neighbours, and whether all ranks are in it."""
-        known = self._groups.get(group.group_name)
-        if known is None:
-            ranks = dist.get_process_group_ranks(group)
-            stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-            known = self._groups[group.group_name] = (len(ranks), stride, len(ranks) == dist.get_world_size())
-        return known
 
     # Events.
 

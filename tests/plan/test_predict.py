@@ -1,0 +1,91 @@
+"""What is foretold of a run, and what is said to be doubtful."""
+
+import dataclasses
+
+import pytest
+
+from fsdptoys.compose import compose_config
+from fsdptoys.config import Config
+from fsdptoys.plan.closed_form import closed_form
+from fsdptoys.plan.predict import disagreement, doubts, foretell, hardware_of, world_size_of
+from fsdptoys.simulator.config import AllocatorKind
+from fsdptoys.simulator.hardware import load_hardware
+
+
+def composed(*words: str, device_type: str = "cuda", world_size: int = 8) -> Config:
+    config = compose_config(["experiment=null", *words])
+    config.validate(world_size, device_type)
+    return config
+
+
+@pytest.mark.parametrize(
+    "words, foretold",
+    [
+        (["plan.hardware=cpu"], True),
+        (["plan.predict=false"], False),
+        # A processor's name tells no speed, and what is offloaded on it stays where it was.
+        ([], False),
+        (["plan.hardware=cpu", "memory.optimizer_offload=true"], False),
+    ],
+)
+def test_a_run_is_foretold_where_its_device_is_known(words: list[str], foretold: bool) -> None:
+    """Oracle: the table, and the closed form on that profile."""
+    config = composed(*words, device_type="cpu", world_size=2)
+    told = foretell(config, 2)
+    assert (told is not None) == foretold
+    if told is not None:
+        assert told == (closed_form(config, load_hardware("cpu"), 2, AllocatorKind.expandable), load_hardware("cpu"))
+
+
+def test_the_kind_of_segments_changes_what_is_reserved() -> None:
+    """Oracle: the closed form for each; a small model fills segments of 20 MiB badly."""
+    hardware, config = load_hardware("h100"), composed()
+    reserved = {kind: closed_form(config, hardware, 8, kind).memory.reserved_bytes for kind in AllocatorKind}
+    assert reserved[AllocatorKind.native] != reserved[AllocatorKind.expandable]
+
+
+@pytest.mark.parametrize(
+    "words, ranks",
+    [
+        (["plan.world_size=48"], 48),
+        ([], 8),
+        (["parallel=single"], 1),
+        (["launch.nnodes=3", "launch.rdzv_endpoint=a:1"], 24),
+        (["launch.nproc_per_node=4"], 4),
+    ],
+)
+def test_ranks_are_those_asked_for_or_those_of_one_machine(words: list[str], ranks: int) -> None:
+    """Oracle: the table, for machines of eight devices."""
+    config = compose_config(["experiment=null", "plan.hardware=h100", *words])
+    assert world_size_of(config, hardware_of(config)) == ranks
+
+
+@pytest.mark.parametrize(
+    "words, ranks, told",
+    [
+        ((), 1024, "time beyond 128 ranks was held against no measurement"),
+        (("plan.memory_gib=500",), 8, "plan.memory_gib=500 is over the 77.61 GiB that h100 leaves the allocator"),
+        (("parallel=fsdp1",), 8, "two steps are traced, and what is reserved here may grow in a third"),
+        (("train.compile=true",), 8, "train.compile=true is predicted as if nothing were compiled"),
+        (("model=qwen3_moe_debug",), 8, "experts are taken to be sent equally many tokens"),
+    ],
+)
+def test_what_is_not_known_is_said_where_it_matters_and_nowhere_else(
+    words: tuple[str, ...], ranks: int, told: str
+) -> None:
+    """Oracle: the sentence is there; without the setting it is not."""
+    hardware = load_hardware("h100")
+    found = doubts(composed(*words), hardware, ranks)
+    plain = doubts(composed(), hardware, 8)
+    assert sum(sentence.startswith(told) for sentence in found) == 1
+    assert not any(sentence.startswith(told) for sentence in plain)
+    assert any("1.1 to 1.7 times" in sentence for sentence in plain)
+
+
+def test_two_ways_that_differ_by_over_a_tenth_are_told() -> None:
+    """Oracle: changes by hand: 9% is silent, 11% is one sentence."""
+    prediction = closed_form(composed(), load_hardware("h100"), 8, AllocatorKind.expandable)
+    for factor, count in ((1.09, 0), (1.11, 1), (0.89, 1)):
+        peak = round(prediction.memory.peak_bytes * factor)
+        other = dataclasses.replace(prediction, memory=dataclasses.replace(prediction.memory, peak_bytes=peak))
+        assert len(disagreement(prediction, other)) == count
