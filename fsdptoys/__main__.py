@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING
 
 from . import __version__
 from .errors import ConfigError
+from .outcome import Outcome, leave_outcome
 
 if TYPE_CHECKING:
     from .config import Config
 
-COMMANDS = ("train", "plan", "models", "convert")
+COMMANDS = ("train", "sweep", "plan", "report", "compare", "models", "convert")
+
+MULTIRUN = ("-m", "--multirun")
+"""Hydra's own words for a sweep."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(words, worker)
     except ConfigError as error:
         print(f"fsdptoys: {error}", file=sys.stderr)
+        if not worker:
+            leave_outcome(Outcome(2, str(error)))
         return 2
     except KeyboardInterrupt:
         print("fsdptoys: stopped by SIGINT", file=sys.stderr)
@@ -55,6 +61,16 @@ def _run(words: list[str], worker: bool) -> int:
     if words[0] not in COMMANDS:
         raise ConfigError(_unknown_command(words[0]))
     command, words = words[0], words[1:]
+    if command == "sweep" or (command == "train" and any(word in MULTIRUN for word in words)):
+        words = [word for word in words if word not in MULTIRUN]
+        if not words or any(word in ("-h", "--help") for word in words):
+            from .usage import sweep_help
+
+            print(sweep_help(), end="")
+            return 0
+        from .sweeping.command import run_sweep
+
+        return run_sweep(words, os.environ)
     if command == "models":
         if any(word in ("-h", "--help") for word in words):
             from .usage import models_help
@@ -73,6 +89,24 @@ def _run(words: list[str], worker: bool) -> int:
         from .planning import run_plan
 
         return run_plan(words)
+    if command == "report":
+        if not words or any(word in ("-h", "--help") for word in words):
+            from .usage import report_help
+
+            print(report_help(), end="")
+            return 0
+        from .reporting import run_report
+
+        return run_report(words)
+    if command == "compare":
+        if not words or any(word in ("-h", "--help") for word in words):
+            from .usage import compare_help
+
+            print(compare_help(), end="")
+            return 0
+        from .reporting import run_compare
+
+        return run_compare(words)
     if command == "convert":
         if not words or any(word in ("-h", "--help") for word in words):
             from .usage import convert_help
@@ -88,14 +122,15 @@ def _run(words: list[str], worker: bool) -> int:
         print(train_help(), end="")
         return 0
     words, show = _take_show(words)
-    from .launch import launch, plan_run
-    from .worker import run_as_worker
-
     if show:
         _show(words)
         return 0
     if worker:
+        from .worker import run_as_worker
+
         return run_as_worker(lambda: _work(words))
+    from .launch import launch, plan_run
+
     plan = plan_run(words, os.environ)
     if plan.composition.config.launch.nnodes == 1:
         # With several machines, another one's rank 0 may have made the folder by now.
@@ -108,19 +143,21 @@ def _work(words: list[str]) -> None:
     """Be one rank."""
     import torch
 
-    from .hardware import hardware_environment
-    from .launch import describe, plan_run
-    from .metrics import forecast_line
-    from .plan.predict import foretell
+    from .hardware import hardware_environment, profile_of_this_machine
     from .run import train
-    from .worker import LAUNCHED
+    from .worker import Handed, take_handed
 
-    plan = plan_run(words, os.environ)
-    config, hardware = plan.composition.config, plan.hardware
+    handed, plan = take_handed(), None
+    if handed is None:
+        from .launch import describe, plan_run
+
+        plan = plan_run(words, os.environ)
+        handed = Handed(plan.composition.config, plan.hardware, plan.local_ranks, plan.world_size)
+    config, hardware = handed.config, handed.hardware
     # Under torchrun nobody has set these before the start. Allocators read theirs with the first allocation, OpenMP its
     # own at import, so threads are set once more.
     environment = hardware_environment(
-        hardware.device_type, plan.local_ranks, hardware.cores, config.train.deterministic, os.environ
+        hardware.device_type, handed.local_ranks, hardware.cores, config.train.deterministic, os.environ
     )
     os.environ.update(environment)
     if "OMP_NUM_THREADS" in environment:
@@ -128,13 +165,17 @@ def _work(words: list[str]) -> None:
     prediction = None
     if os.environ["RANK"] == "0":
         _check_places(config)
-        if LAUNCHED not in os.environ:
+        if plan is not None:
             _verify_weights(config.model.init_from)
             print(f"fsdptoys: {describe(plan, environment)}", flush=True)
-        foretold = foretell(config, plan.world_size)
-        if foretold is not None:
-            prediction, profile = foretold
-            print(f"fsdptoys: {forecast_line(prediction, profile.usable_bytes)}", flush=True)
+        if config.plan.hardware != "auto" or profile_of_this_machine() is not None:
+            from .metrics import forecast_line
+            from .plan.predict import foretell
+
+            foretold = foretell(config, handed.world_size)
+            if foretold is not None:
+                prediction, profile = foretold
+                print(f"fsdptoys: {forecast_line(prediction, profile.usable_bytes)}", flush=True)
     train(config, prediction)
 
 

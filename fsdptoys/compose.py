@@ -4,6 +4,7 @@ Every group's YAML starts from a ``base_<name>`` schema that is registered here,
 get in. ``experiment`` is the one group without a schema: it overrides the others.
 """
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -80,20 +81,23 @@ def compose(overrides: Sequence[str]) -> Composition:
     parsed = parse_overrides(overrides, choices)
     check_groups(parsed, choices, list_defaults())
     groups = [str(override.input_line) for override in parsed if override.key_or_group in choices]
-    tree = _compose_groups(tuple(groups))
-    sections = {str(key): _schema(tree, str(key)) for key in tree if key not in ("hydra", *ROOT_OPTIONS)}
+    composed, chosen = _compose_groups(tuple(groups))
+    tree = copy.deepcopy(composed)
+    sections = {str(key): _schema(tree, str(key)) for key in tree if key not in ROOT_OPTIONS}
 
     def others(group: str) -> tuple[str, dict[str, type]]:
         of_names = SCHEMAS.get(group, {})  # an experiment has none: it overrides other groups
         schemas = {name: of_names[schema_name(group, name)] for name in choices[group]} if of_names else {}
-        return str(tree.hydra.runtime.choices[group]), schemas
+        return str(chosen[group]), schemas
 
     check_values(parsed, sections, ROOT_OPTIONS, list(choices), others)
-    tree = _compose_tree(overrides)
-    chosen = {group: tree.hydra.runtime.choices[group] for group in choices}
-    with open_dict(tree):
-        del tree["hydra"]
-    return Composition(_to_config(tree), chosen)
+    try:
+        for override in parsed:
+            if override.key_or_group not in choices:
+                OmegaConf.update(tree, override.key_or_group, override.value(), merge=True)  # as Hydra does
+    except OmegaConfBaseException as error:
+        raise _not_composed(overrides, error) from error
+    return Composition(_to_config(tree), dict(chosen))
 
 
 def compose_presets(names: Sequence[str]) -> list[ModelConfig]:
@@ -116,20 +120,24 @@ def compose_presets(names: Sequence[str]) -> list[ModelConfig]:
 
 
 @functools.cache
-def _compose_groups(groups: tuple[str, ...]) -> DictConfig:
-    """The tree of some groups' choices, to be read and not written to."""
-    return _compose_tree(groups)
-
-
-def _compose_tree(overrides: Sequence[str]) -> DictConfig:
+def _compose_groups(groups: tuple[str, ...]) -> tuple[DictConfig, dict[str, str | None]]:
+    """The tree of some groups' choices, to be copied and not written to, and all choices: half a second of Hydra's."""
     _register_schemas()
     # Hydra knows no null for a group whose default is null already.
-    words = [word for word in overrides if word != "experiment=null"]
+    words = [word for word in groups if word != "experiment=null"]
     try:
         with hydra.initialize_config_module(CONFIG_MODULE, version_base="1.3"):
-            return hydra.compose("config", words, return_hydra_config=True)
+            tree = hydra.compose("config", words, return_hydra_config=True)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(f"{' '.join(overrides)} cannot be composed: {_one_line(error)}") from error
+        raise _not_composed(groups, error) from error
+    chosen = {group: tree.hydra.runtime.choices[group] for group in list_choices()}
+    with open_dict(tree):
+        del tree["hydra"]
+    return tree, chosen
+
+
+def _not_composed(words: Sequence[str], error: Exception) -> ConfigError:
+    return ConfigError(f"{' '.join(words)} cannot be composed: {_one_line(error)}")
 
 
 def _to_config(tree: DictConfig) -> Config:

@@ -175,6 +175,15 @@ def resident_set_bytes() -> int:
     return 0
 
 
+def highest_resident_set_bytes() -> int | None:
+    """Highest ``resident_set_bytes`` since the process started; None where the system does not tell."""
+    with contextlib.suppress(OSError), open("/proc/self/status") as status:
+        for line in status:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
 def _cpu_name() -> str:
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as cpuinfo:
         for line in cpuinfo:

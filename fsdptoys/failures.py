@@ -11,10 +11,15 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from .heartbeat import LOST_PEER, TIMED_OUT
+from .outcome import Outcome
+from .profiler import ExplainedOutOfMemoryError
 from .signals import STOP_SIGNALS
 
 REQUESTS = (*STOP_SIGNALS, signal.SIGINT)
 """A rank that ends by one of these, which our side did not send, was asked to stop."""
+
+OUT_OF_MEMORY = (ExplainedOutOfMemoryError.__name__, "OutOfMemoryError", "MemoryError")
+"""Names of the exceptions of a rank whose memory ran out."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,14 @@ class FirstFailure:
     """Whether the rank waited in vain for others."""
     hung: tuple[int, ...] = ()
     """Where the failed rank waited for others or lost them: ranks that raised nothing and were ended by our side."""
+    out_of_memory: bool = False
+    """Whether memory ran out: the rank said so, or was killed as the system does then."""
+
+    @property
+    def reason(self) -> str:
+        """What went wrong, in one line."""
+        told = self.in_short if self.details else self.headline
+        return told.replace(f" {ExplainedOutOfMemoryError.__name__}:", "", 1)  # what follows says it
 
     @property
     def told(self) -> str:
@@ -102,7 +115,22 @@ def first_failure(
     else:
         reason = ", as the system does where host memory runs out" if failure.exitcode == -signal.SIGKILL else ""
         told = f"rank {rank} was ended by {failure.signal_name()}{reason}"
-    return FirstFailure(1, told, told, silent=True, of_others=not ended)
+    killed_by_system = bool(ended) and failure.exitcode == -signal.SIGKILL
+    return FirstFailure(1, told, told, silent=True, of_others=not ended, out_of_memory=killed_by_system)
+
+
+def outcome_of(status: int, told: str | None, number: int | None, first: FirstFailure | None) -> Outcome:
+    """What a launcher leaves for programs.
+
+    Args:
+        status: its exit status.
+        told: what it prints, if anything.
+        number: of the signal that it got, if any.
+        first: the failure that made the others fail, where one was found.
+    """
+    if status > 128 or (number and not status):
+        return Outcome(status, told, stopped_by=signal.Signals(number or status - 128).name)
+    return Outcome(status, first.reason if first else told, bool(first and first.out_of_memory))
 
 
 def _records(folder: Path) -> list[dict[str, Any]]:
@@ -122,6 +150,7 @@ def _recorded(record: dict[str, Any], hung: tuple[int, ...]) -> FirstFailure:
         of_others=remoteness > 0,
         timed_out=remoteness == 1,
         hung=hung if remoteness else (),
+        out_of_memory=message.partition(":")[0] in OUT_OF_MEMORY,
     )
 
 

@@ -8,6 +8,7 @@ import torch
 from .config import DeviceChoice
 from .device import Device, available_cores, available_device_type, device_count
 from .errors import ConfigError
+from .simulator.hardware import hardware_for
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,13 @@ def find_hardware(choice: DeviceChoice) -> FoundHardware:
             f"launch.device={device_type} finds no such device on this machine; set launch.device={found}"
         )
     return FoundHardware(device_type, devices, str(torch.get_device_module(device_type).get_device_name(0)), cores)
+
+
+def profile_of_this_machine() -> str | None:
+    """Name of the profile of the device that this machine has."""
+    device_type = available_device_type()
+    # No CPU has one that is found by its name, and all of them would be read to say so.
+    return None if device_type == "cpu" else hardware_for(Device(device_type).name, device_type)
 
 
 def hardware_environment(

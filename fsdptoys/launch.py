@@ -9,14 +9,12 @@ from .compose import Composition, compose, compose_presets
 from .config import LaunchConfig
 from .device import available_device_type
 from .errors import ConfigError
-from .hardware import FoundHardware, find_hardware, hardware_environment
+from .hardware import FoundHardware, find_hardware, hardware_environment, profile_of_this_machine
 from .overrides import list_choices, plain_text
 from .parallel import SingleConfig
-from .plan.closed_form import closed_form
-from .plan.predict import profile_of_this_machine
-from .plan.search import largest_preset, words_of
 from .simulator.config import AllocatorKind, PlanConfig
 from .simulator.hardware import load_hardware
+from .worker import Handed
 from .workers import run_workers
 
 CPU_RANKS = 2
@@ -65,7 +63,7 @@ def plan_run(words: Sequence[str], present: Mapping[str, str]) -> Plan:
         words = [experiment, *words] if words else choose_largest(experiment, hardware.device_type, world_size)
     words.append(f"launch.device={hardware.device_type}")
     composition = compose(words)
-    _check_plan(composition.config.plan, hardware.device_type)
+    check_plan_settings(composition.config.plan, hardware.device_type)
     composition.config.validate(world_size, hardware.device_type)
     return Plan(composition, hardware, local_ranks, world_size, words)
 
@@ -81,6 +79,10 @@ def choose_largest(experiment: str, device_type: str, world_size: int) -> list[s
     profile = profile_of_this_machine()
     if profile is None or device_type == "cpu":
         return [experiment]
+    # The launcher of a run on a CPU, or of one that names its model, does without the planner.
+    from .plan.closed_form import closed_form
+    from .plan.search import largest_preset, words_of
+
     hardware = load_hardware(profile)
     presets = [preset for preset in compose_presets(list_choices()["model"]) if not preset.name.endswith("_debug")]
     _, best = largest_preset(
@@ -96,7 +98,7 @@ def choose_largest(experiment: str, device_type: str, world_size: int) -> list[s
     return words_of(best)
 
 
-def _check_plan(plan: PlanConfig, device_type: str) -> None:
+def check_plan_settings(plan: PlanConfig, device_type: str) -> None:
     """Refuse what only ``fsdptoys plan`` reads, and hardware that the run is not on."""
     if plan.hardware != "auto" and not plan.predict:
         raise ConfigError(f"plan.hardware={plan.hardware} does nothing with plan.predict=false; leave out one of them")
@@ -182,4 +184,5 @@ def launch(plan: Plan) -> int:
         rdzv_endpoint=config.launch.rdzv_endpoint,
         environment=environment,
         max_restarts=config.launch.max_restarts,
+        handed=Handed(config, plan.hardware, plan.local_ranks, plan.world_size),
     )

@@ -5,13 +5,16 @@ gradient on the device until the backward ends.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeGuard
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 
 from .device import Device
 from .errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 SHARD_AXIS = "shard"
 REPLICATE_AXIS = "replicate"
@@ -60,6 +63,13 @@ def build_mesh(config: MeshConfig, world_size: int, device: Device) -> DeviceMes
     return init_device_mesh(device.type, (world_size // shard, shard), mesh_dim_names=(REPLICATE_AXIS, SHARD_AXIS))
 
 
+def is_dtensor(tensor: Tensor) -> TypeGuard["DTensor"]:
+    """Whether a tensor is spread over a mesh."""
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
 def local_bounds(param: Tensor) -> tuple[tuple[int, int], ...]:
     """First and past-the-last index, in each dim of the full tensor, of what this rank holds.
 
@@ -67,7 +77,9 @@ def local_bounds(param: Tensor) -> tuple[tuple[int, int], ...]:
         param: a plain tensor, or a DTensor whose placements shard evenly-chunked dims (``torch.chunk``) or replicate.
     """
     bounds = [(0, size) for size in param.shape]
-    if isinstance(param, DTensor):
+    if is_dtensor(param):
+        from torch.distributed.tensor import Shard
+
         coordinate = param.device_mesh.get_coordinate()
         assert coordinate is not None
         for axis, placement in enumerate(param.placements):

@@ -81,7 +81,8 @@ def _parse(word: str, later: Sequence[str], choices: Mapping[str, Sequence[str]]
         raise ConfigError(f"{word} has no value; write {_with_value(word, later, choices)}")
     if re.search(r"\s", key) or (not value and later and "=" not in later[0]):
         spaced = value.strip() or (later[0] if later else "VALUE")
-        raise ConfigError(f"'{word}' has spaces before or after the = sign; write {key.split()[-1]}={spaced}")
+        bare = (key.split() or ["KEY"])[-1]
+        raise ConfigError(f"'{word}' has spaces before or after the = sign; write {bare}={spaced}")
     try:
         override = OverridesParser.create().parse_override(word)
     except HydraException as error:

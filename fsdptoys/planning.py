@@ -24,6 +24,7 @@ from .config import Config
 from .device import GIB
 from .errors import ConfigError
 from .launch import choose_experiment
+from .options import take_options
 from .overrides import near_miss
 from .plan.advice import advise
 from .plan.closed_form import closed_form
@@ -131,7 +132,7 @@ def _run(words: Sequence[str]) -> int:
         near = near_miss(words[0], COMMANDS)
         fix = f"did you mean fsdptoys plan {near}?" if near else "write fsdptoys plan --help for what there is"
         raise ConfigError(f"{words[0]} is not a command of fsdptoys plan; {fix}")
-    words, options = _take_options(words, flags=("--json",))
+    words, options = take_options(words, flags=("--json",))
     _refuse(words, "predict", "rows")
     if any(word.partition("=")[0] == "--png" for word in words):
         raise ConfigError("--png draws what a search found; write fsdptoys plan search --png FILE")
@@ -155,7 +156,7 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _search(words: Sequence[str]) -> int:
-    words, options = _take_options(words, flags=("--json",), values=("--png",))
+    words, options = take_options(words, flags=("--json",), values={"--png": "FILE"})
     _refuse(words, "predict")
     imagined = imagine(words)
     picture = options.get("--png")
@@ -194,26 +195,3 @@ def _refuse(words: Sequence[str], *names: str) -> None:
 
 def _compose_config(words: Sequence[str]) -> Config:
     return compose(words).config
-
-
-def _take_options(
-    words: Sequence[str], flags: Sequence[str] = (), values: Sequence[str] = ()
-) -> tuple[list[str], dict[str, str]]:
-    """Take dashed options out of the words; an unknown one stays, and is refused as every setting with dashes is."""
-    rest: list[str] = []
-    options: dict[str, str] = {}
-    queue = list(words)
-    while queue:
-        word = queue.pop(0)
-        name, equals, value = word.partition("=")
-        if word in flags:
-            options[word] = ""
-        elif name in values:
-            if not equals:
-                if not queue:
-                    raise ConfigError(f"{name} has no value; write {name} FILE")
-                value = queue.pop(0)
-            options[name] = value
-        else:
-            rest.append(word)
-    return rest, options

@@ -4,8 +4,11 @@ Reading the source with ``ast`` rather than importing it keeps the help under a 
 """
 
 import ast
+import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import yaml
 
 from .overrides import list_choices, list_defaults, plain_text, schema_name
 
@@ -21,8 +24,12 @@ COMMANDS = (
     HEAD
     + """\
        fsdptoys train --help
+       fsdptoys sweep [NAME] [KEY=VALUE,VALUE ...]
        fsdptoys plan [search] [GROUP=CHOICE ...] [KEY=VALUE ...] [--json]
        fsdptoys plan calibrate RUN_DIR ... [hardware=NAME] [out=FILE]
+       fsdptoys report PATH ... [--out FILE.html | --table | --markdown | --csv | --json]
+       fsdptoys report --live RUN_DIR
+       fsdptoys compare RUN_A RUN_B [--tolerance X]
        fsdptoys models [NAME ...] [--json]
        fsdptoys convert to-hf RUN OUT_DIR
        fsdptoys convert from-hf DIR
@@ -33,7 +40,10 @@ Trains a language model, as configured. Without any word it finds the hardware a
   train            start one rank a device (two on a CPU) and train; under torchrun, be one of its ranks
   train --cfg job  print the configuration that these words compose to, and stop
   train --help     all groups, choices and keys
+  sweep            train with one combination of settings after another, and compare; sweep --help tells more
   plan             tell memory and time of such a run on hardware that need not be there; plan --help tells more
+  report           make a page, or a table, of runs and sweeps; or follow one that is running
+  compare          tell at which step two runs first differ, and which settings could explain it
   models           parameters, active parameters and FLOPs a token of the model presets
   convert          write a run's weights in Hugging Face format, or read such a folder
 """
@@ -69,6 +79,58 @@ own code takes two steps on an imagined device, without memory or kernels.
   search     try strategies, meshes, checkpointing, chunked loss, offload and batches, and rank what fits by tokens/s;
              what the words set stays as it is; plan.rows=N rows are shown, --png draws memory against time
   calibrate  fit the efficiencies of a hardware profile to measured runs, and write a profile
+"""
+
+SWEEP = """\
+usage: fsdptoys sweep [NAME] [KEY=VALUE,VALUE ...] [GROUP=CHOICE,CHOICE ...] [options]
+       fsdptoys train -m ...
+
+Trains with every combination of the values, each in processes of its own, and tells step time and memory of each in a
+table. The words are those of fsdptoys train; several values are written as Hydra has them: a,b or choice(a,b) or
+range(1,4); quoted text and [lists] are one value. What cannot be combined is left out, with the reason.
+
+  NAME, one of these or a YAML file like those of configs/sweep; what is typed after it wins over it:
+{sweeps}
+
+  --dry-run             show the jobs and what is left out, and stop
+  --out DIR             folder of the sweep; sweeps/<date>-<time>-<title> where it is left out
+  --time-limit SECONDS  end a job that takes longer, and go on with the next
+  --resume [DIR]        go on with a sweep: the folder, or the newest with the same words; finished jobs are not run
+                        again, words given with DIR may add combinations
+  --retry               with --resume, run jobs again that failed, ran out of memory or out of time
+  hydra/launcher=submitit_slurm hydra.launcher.KEY=VALUE
+                        hand the jobs to SLURM instead of running them here
+"""
+
+REPORT = """\
+usage: fsdptoys report PATH ... [--out FILE.html]
+       fsdptoys report PATH ... --table | --markdown | --csv | --json
+       fsdptoys report --live RUN_DIR
+
+Shows what runs and sweeps have left behind. PATH is a run directory, a sweep's folder, or a folder that holds some of
+these, as runs.
+
+  --out FILE.html  where the page goes; report.html in PATH where it is left out, or with several, in this folder
+  --table          print the table instead, as wide as the terminal
+  --markdown       the same for a page of one's own
+  --csv            a line each row: raw numbers, with their units in their names
+  --json           all that is known of each row
+  --live RUN_DIR   follow a run, or the running job of a sweep, until it ends; Ctrl-C leaves it alone
+
+Rows that train the same, in another layout or with other memory switches, should have the same losses; one that has
+not is marked in the table, with the step at which it first differs and by how much.
+"""
+
+COMPARE = """\
+usage: fsdptoys compare RUN_A RUN_B [--tolerance X]
+
+Holds two runs against each other, step by step: losses, gradient norms, learning rates and valid tokens. Tells the
+first step at which each differs and by how much, and the settings and versions that the runs do not share, the
+likeliest to explain it first. A run is its directory, or the folder of a sweep's job.
+
+  --tolerance X  relative difference up to which two numbers count as equal; 0, which asks for every bit, if left out
+
+Exit status: 0 where both have the same steps and these are equal, 1 where they are not, 2 after a mistake.
 """
 
 CONVERT = """\
@@ -109,6 +171,16 @@ def command_help() -> str:
     return COMMANDS
 
 
+def report_help() -> str:
+    """The page of ``fsdptoys report --help``."""
+    return REPORT
+
+
+def compare_help() -> str:
+    """The page of ``fsdptoys compare --help``."""
+    return COMPARE
+
+
 def convert_help() -> str:
     """The page of ``fsdptoys convert --help``."""
     return CONVERT
@@ -118,6 +190,16 @@ def plan_help() -> str:
     """The page of ``fsdptoys plan --help``."""
     profiles = sorted(path.stem for path in (Path(__file__).parent / "configs" / "hardware").glob("*.yaml"))
     return PLAN.format(hardware=", ".join(profiles))
+
+
+def sweep_help() -> str:
+    """The page of ``fsdptoys sweep --help``."""
+    sweeps = []
+    for path in sorted((Path(__file__).parent / "configs" / "sweep").glob("*.yaml")):
+        description = yaml.safe_load(path.read_text(encoding="utf-8"))["description"]
+        text = f"{path.stem:<14} {' '.join(description.split())}"
+        sweeps += textwrap.wrap(text, 120, initial_indent="    ", subsequent_indent=" " * 19)
+    return SWEEP.format(sweeps="\n".join(sweeps))
 
 
 def models_help() -> str:

@@ -8,12 +8,15 @@ outlive a restart of the workers.
 import ctypes
 import json
 import os
+import pickle
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
@@ -29,7 +32,37 @@ LAUNCH_FOLDER = "FSDPTOYS_LAUNCH_FOLDER"
 RESTARTS = "FSDPTOYS_RESTARTS"
 """How many times the launcher has started the workers again."""
 
+HANDED_FILE = "handed"
+"""In the launcher's folder: what it has composed."""
+
 PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Handed:
+    """A validated run, as the launcher gives it to its workers: composing it again would take each a second."""
+
+    config: Any
+    """A ``Config``, which this room does not know."""
+    hardware: Any
+    """A ``FoundHardware``."""
+    local_ranks: int
+    world_size: int
+
+
+def hand_over(folder: Path, handed: Handed) -> None:
+    """Leave a run in the launcher's folder, which nobody else may write to."""
+    (folder / HANDED_FILE).write_bytes(pickle.dumps(handed))
+
+
+def take_handed() -> Handed | None:
+    """The run that our launcher has left for this process, its child; None under another launcher, or none."""
+    folder = launch_folder()
+    if os.environ.get(LAUNCHED) != str(os.getppid()) or folder is None or not (folder / HANDED_FILE).exists():
+        return None
+    handed = pickle.loads((folder / HANDED_FILE).read_bytes())
+    assert isinstance(handed, Handed)
+    return handed
 
 
 def launch_folder() -> Path | None:

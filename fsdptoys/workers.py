@@ -42,12 +42,13 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher import LaunchConfig
 
 from .agent import Agent, EndedError, group_runs, quieten, runs
-from .failures import FirstFailure, first_failure, own_failure_is_recorded
+from .failures import FirstFailure, first_failure, outcome_of, own_failure_is_recorded
 from .flight_recorder import keep_recordings, name_recordings
 from .heartbeat import HEARTBEATS_FOLDER, MOST_RANKS_TOLD, last_signs, ranks_in_words, sign_of
 from .meeting import meet, no_meeting
+from .outcome import Outcome, leave_outcome
 from .signals import SAME_REQUEST_SECONDS, STOP_SIGNALS
-from .worker import LAUNCH_FOLDER, LAUNCHED, RESTARTS, remembered_run_dir
+from .worker import LAUNCH_FOLDER, LAUNCHED, RESTARTS, Handed, hand_over, remembered_run_dir
 
 SHUTDOWN_SECONDS = 5
 """Workers that ignore the signal for so long are killed."""
@@ -73,6 +74,7 @@ def run_workers(
     rdzv_endpoint: str | None = None,
     environment: Mapping[str, str] | None = None,
     max_restarts: int = 0,
+    handed: Handed | None = None,
 ) -> int:
     """Run ``python -m module arguments`` once for each rank of this machine, and wait for all of them.
 
@@ -84,6 +86,7 @@ def run_workers(
         rdzv_endpoint: host:port; None on one machine.
         environment: added to the workers' environment.
         max_restarts: how many times all workers are started again after one has failed.
+        handed: what the launcher has composed, so that the workers need not.
 
     Returns:
         0 after success, 1 after a worker's exception, 2 after a ``ConfigError``, 128 plus its number after a signal
@@ -94,6 +97,8 @@ def run_workers(
     os.environ.update({LAUNCHED: str(os.getpid()), LAUNCH_FOLDER: str(folder)})
     # A killed rank cannot close its semaphores; the tracker frees them, and need not tell.
     os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
+    if handed is not None:
+        hand_over(folder, handed)
     quieten()
     name_recordings(folder)
     if max_restarts:
@@ -115,6 +120,7 @@ def run_workers(
             status, told = workers.run()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    leave_outcome(workers.outcome(status, told))
     if told:
         if sys.stdout.isatty():
             print("\x1b[?25h", end="", flush=True)  # a worker that was ended may have left the cursor hidden
@@ -141,6 +147,7 @@ class _Workers:
         self._stop: int | None = None  # signal that asked the workers to stop
         self._end: int | None = None  # signal that killed them
         self._failures: dict[int, ProcessFailure] = {}
+        self._first: FirstFailure | None = None
         self._succeeded = False
         self._error: Exception | None = None
         self._agent = threading.Thread(target=self._run_agent, name="elastic agent", daemon=True)
@@ -196,6 +203,10 @@ class _Workers:
         """Whether the agent still runs, which is so where it waits for another machine."""
         return self._agent.is_alive()
 
+    def outcome(self, status: int, told: str | None) -> Outcome:
+        """The same as :meth:`run` returned, for programs."""
+        return outcome_of(status, told, self._end or self._stop, self._first)
+
     def _pass_on(self, number: int) -> None:
         with self._lock:
             self._stop = number
@@ -233,7 +244,7 @@ class _Workers:
         if self._succeeded:
             return 0, None
         if self._failures:
-            first = first_failure(self._failures, self.folder, self._killed, self._terminated)
+            first = self._first = first_failure(self._failures, self.folder, self._killed, self._terminated)
             if self._stop is not None and (first.of_others or first.stopped or self._died_of_the_request()):
                 return 128 + self._stop, _stopped(self._stop)
             if first.stopped:

@@ -20,6 +20,7 @@ a piece.
 """
 
 import contextlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,14 @@ from torch.autograd.function import once_differentiable
 from .grouped import Grouped, Product, Segment, choose_product
 
 
+def _leave_uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.compiler.disable``, which imports the compiler at once: half as long as importing torch takes.
+
+    What torch uses for its own optimizers waits for the first call; it is private, and found so in torch 2.7 and 2.13.
+    """
+    return getattr(torch, "_disable_dynamo", torch.compiler.disable)(function)
+
+
 class Experts(nn.Module):
     """Gated feed-forwards, stacked."""
 
@@ -38,7 +47,7 @@ class Experts(nn.Module):
         self.gate_up_proj = nn.Parameter(torch.empty(n_experts, 2 * ffn_dim, dim))
         self.down_proj = nn.Parameter(torch.empty(n_experts, dim, ffn_dim))
 
-    @torch.compiler.disable
+    @_leave_uncompiled
     def forward(
         self, hidden_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, *, scale_input: bool = False
     ) -> Tensor:

@@ -2,6 +2,7 @@
 
 Rows that are sorted by expert form contiguous groups of unequal length. A ``Product`` multiplies all groups:
 
+- ``LoopedFloat32``: the same loop by way of float32, for bf16 on CPUs that cannot multiply it (``linear``).
 - ``Grouped``: torch's own grouped product, one call for all groups and no host synchronisation. For accelerators.
 - ``Looped``: one product a group over slices, with the group ends fetched once. Work and memory follow the rows alone,
   however uneven the groups are. For CPUs, where torch's grouped product is the same loop plus fresh buffers, and for
@@ -26,6 +27,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from .linear import lacks_bfloat16
 
 
 class Segment(NamedTuple):
@@ -88,6 +91,19 @@ class LoopedOneDNN(Looped):
         return self.linear(a_MO.t(), b_MI.t(), piece, out_OI)
 
 
+class LoopedFloat32(Looped):
+    """One product a group of bf16 factors, multiplied in float32, for CPUs that cannot multiply bf16."""
+
+    def linear(self, a_MI: Tensor, weight_OI: Tensor, piece: Segment, out_MO: Tensor | None = None) -> Tensor:
+        """See ``Looped``."""
+        product_MO = torch.mm(a_MI.float(), weight_OI.t().float())
+        return product_MO.to(a_MI.dtype) if out_MO is None else out_MO.copy_(product_MO)
+
+    def outer(self, a_MO: Tensor, b_MI: Tensor, piece: Segment, out_OI: Tensor | None) -> Tensor:
+        """See ``Looped``."""
+        return self.linear(a_MO.t(), b_MI.t(), piece, out_OI)
+
+
 class Grouped:
     """torch's grouped product: all groups in one call, the results in fresh tensors."""
 
@@ -133,6 +149,8 @@ def _fastest(device_type: str, dtype: torch.dtype) -> Product:
     if device_type == "meta":
         return Looped()
     if device_type == "cpu":
+        if dtype == torch.bfloat16 and lacks_bfloat16():
+            return LoopedFloat32()
         if not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() != "AVX512":
             return Looped()
         if dtype in (torch.bfloat16, torch.float16):  # torch.mm is oneDNN's here

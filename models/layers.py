@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .linear import Linear, goes_through_float32
+
 LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``loss_fn(hidden_ND, weight_VD, labels_N)``: the loss summed over valid labels, a float32 scalar."""
 
@@ -100,10 +102,10 @@ class Attention(nn.Module):
         self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, head_dim
         self.rotation, self.rotated_norm_eps = rotation, rotated_norm_eps
         self.temperature, self.chunk_len = temperature, chunk_len
-        self.q_proj = nn.Linear(dim, n_heads * head_dim, bias=bias)
-        self.k_proj = nn.Linear(dim, n_kv_heads * head_dim, bias=bias)
-        self.v_proj = nn.Linear(dim, n_kv_heads * head_dim, bias=bias)
-        self.o_proj = nn.Linear(n_heads * head_dim, dim, bias=bias)
+        self.q_proj = Linear(dim, n_heads * head_dim, bias=bias)
+        self.k_proj = Linear(dim, n_kv_heads * head_dim, bias=bias)
+        self.v_proj = Linear(dim, n_kv_heads * head_dim, bias=bias)
+        self.o_proj = Linear(n_heads * head_dim, dim, bias=bias)
         self.q_norm = nn.Identity() if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
         self.k_norm = nn.Identity() if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
 
@@ -131,9 +133,12 @@ class Attention(nn.Module):
         chunk_len = self.chunk_len or T
         if chunk_len < T:
             q_BHTK, k_BGTK, v_BGTK = (_fold_chunks(x, chunk_len) for x in (q_BHTK, k_BGTK, v_BGTK))
+        dtype = q_BHTK.dtype
+        if goes_through_float32(q_BHTK):
+            q_BHTK, k_BGTK, v_BGTK = (x.float() for x in (q_BHTK, k_BGTK, v_BGTK))
         out_BHTK = F.scaled_dot_product_attention(
             q_BHTK, k_BGTK, v_BGTK, is_causal=True, enable_gqa=self.n_kv_heads != self.n_heads
-        )
+        ).to(dtype)
         if chunk_len < T:
             out_BHTK = out_BHTK.unflatten(0, (B, -1)).transpose(1, 2).flatten(2, 3)[:, :, :T]
         return out_BHTK
@@ -157,9 +162,9 @@ class SwiGLU(nn.Module):
 
     def __init__(self, dim: int, ffn_dim: int) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(dim, ffn_dim, bias=False)
-        self.up_proj = nn.Linear(dim, ffn_dim, bias=False)
-        self.down_proj = nn.Linear(ffn_dim, dim, bias=False)
+        self.gate_proj = Linear(dim, ffn_dim, bias=False)
+        self.up_proj = Linear(dim, ffn_dim, bias=False)
+        self.down_proj = Linear(ffn_dim, dim, bias=False)
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
         """Apply to the last dim; any leading shape."""
@@ -171,8 +176,8 @@ class GELUFeedForward(nn.Module):
 
     def __init__(self, dim: int, ffn_dim: int) -> None:
         super().__init__()
-        self.up_proj = nn.Linear(dim, ffn_dim)
-        self.down_proj = nn.Linear(ffn_dim, dim)
+        self.up_proj = Linear(dim, ffn_dim)
+        self.down_proj = Linear(ffn_dim, dim)
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
         """Apply to the last dim; any leading shape."""
@@ -195,7 +200,7 @@ class Block(nn.Module):
         return hidden_BTD + self.mlp(self.mlp_norm(hidden_BTD))
 
 
-class LMHead(nn.Linear):
+class LMHead(Linear):
     """The output projection, which computes an injected loss inside its own forward.
 
     Whoever shards this module gathers its weight for the forward and the backward, so that the loss, chunked or not,

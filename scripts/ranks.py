@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint
+import torch.distributed.fsdp  # with these in the parent, no rank takes a second to import them
 
 
 def run_ranks(

@@ -22,15 +22,12 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
 from fsdptoys.errors import ConfigError
 
 from .chunks import DTYPE_NAMES, ChunkForm, write_chunks
 from .index import INDEX_FILE, Chunk, StoredTensor, file_name, read_index, write_index
-from .plans import SafetensorsReader, SafetensorsWriter
 from .storage import Storage
 
 T = TypeVar("T")
@@ -57,6 +54,10 @@ def save_tensors(
     Raises:
         OSError, ConfigError: the first rank's own, on all ranks.
     """
+    import torch.distributed.checkpoint as dcp
+
+    from .plans import SafetensorsWriter
+
     _check_kinds(tensors)
     writer = SafetensorsWriter(storage, folder, dist.get_rank(group) if group is not None else 0)
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -125,6 +126,10 @@ def load_tensors(storage: Storage, folder: str, tensors: dict[str, Tensor], grou
             headers are damaged; the first rank's own, on all ranks.
         OSError: as the place refuses; likewise.
     """
+    import torch.distributed.checkpoint as dcp
+
+    from .plans import SafetensorsReader
+
     _check_kinds(tensors)
 
     def open_index() -> dict[str, StoredTensor]:
@@ -183,6 +188,8 @@ def _one_process(group: dist.ProcessGroup | None) -> bool:
 @contextmanager
 def _plain_errors() -> Iterator[None]:
     """Raise the first rank's own error instead of PyTorch's bundle of all, which is no Exception."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
     try:
         yield
     except CheckpointException as bundle:

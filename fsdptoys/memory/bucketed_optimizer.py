@@ -17,7 +17,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from fsdptoys.mesh import is_dtensor
 
 from .buckets import Bucket, Unit, local_tensor, sharded_like
 
@@ -167,7 +168,7 @@ class BucketedOptimizer(torch.optim.Optimizer):
             for param, scalars, tensors in zip(bucket.params, bucket.scalars, views, strict=True):
                 state = {**scalars, **{name: sharded_like(param, view) for name, view in tensors.items()}}
                 # FSDP1 gives a rank that holds nothing of a parameter no gradient, and expects no state there.
-                if state and (param.numel() or isinstance(param, DTensor)):
+                if state and (param.numel() or is_dtensor(param)):
                     self.state[param] = state
 
     def _hook(self, model: nn.Module, modules: list[nn.Module]) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from fsdptoys.mesh import is_dtensor
 
 ALIGNMENT = 64
 """Elements to whose multiples each state's offset is rounded up: where vector loads may start."""
@@ -211,7 +212,7 @@ def cut_buckets(
 def local_tensor(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, sharing its memory."""
     with torch.no_grad():  # or the local part would come as a view that autograd knows
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+        return tensor.to_local() if is_dtensor(tensor) else tensor.detach()
 
 
 @torch.no_grad()
@@ -220,10 +221,10 @@ def sharded_like(param: Tensor, local: Tensor) -> Tensor:
 
     ``DTensor.from_local`` would move it to the mesh's device.
     """
-    if not isinstance(param, DTensor):
+    if not is_dtensor(param):
         return local
     made = torch.empty_like(param, dtype=local.dtype, device=local.device)
-    assert isinstance(made, DTensor)
+    assert is_dtensor(made)
     made.to_local().set_(local)  # type: ignore[call-overload]
     assert made.to_local().data_ptr() == local.data_ptr() and made.to_local().device == local.device
     return made

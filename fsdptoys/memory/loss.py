@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fsdptoys.models.linear import linear
+
 from .chunked_loss import GradientDType, chunked_loss_sum
 from .objective import IGNORE_INDEX, Objective
 
@@ -49,7 +51,7 @@ def cross_entropy_sum(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) ->
 
 def loss_sum(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, objective: Objective) -> Tensor:
     """The objective over whole logits, summed over valid labels, as a float32 scalar."""
-    logits_NV = F.linear(hidden_ND, weight_VD).float()
+    logits_NV = linear(hidden_ND, weight_VD).float()
     loss = F.cross_entropy(
         logits_NV,
         labels_N,

@@ -4,7 +4,8 @@ Rank 0 alone makes a ``Recorder``; nothing here knows of other ranks. Each step 
 console shows and ``metrics.jsonl`` keeps; at the end the same numbers become ``loss.png`` and ``summary.md``.
 """
 
-from .config import PROFILE_FOLDER, Console, MetricsConfig, check_run_dir, run_dir_path
+from .checks import check_run_dir
+from .config import PROFILE_FOLDER, Console, MetricsConfig, run_dir_path
 from .forecast import forecast_line
 from .lock import FolderLock
 from .provenance import environment

@@ -1,8 +1,8 @@
-"""Settings of the metrics room, and whether a run directory can be used, asked before anything starts."""
+"""Settings of the metrics room, and the files that a run writes."""
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
@@ -21,6 +21,8 @@ EXPERTS_FILE = "experts.png"
 SUMMARY_FILE = "summary.md"
 PREDICTION_FILE = "prediction.json"
 PROFILE_FOLDER = "profile"
+TENSORBOARD_FOLDER = "tensorboard"
+WANDB_FOLDER = "wandb"
 
 RUN_FILES = {
     METRICS_FILE: "one line of JSON a step",
@@ -32,6 +34,8 @@ RUN_FILES = {
     LOSS_FILE: "loss and gradient norm against the step",
     EXPERTS_FILE: "load of each expert in the last step, and the balance against the step",
     PROFILE_FOLDER: "traces and memory snapshots of the chosen ranks",
+    TENSORBOARD_FOLDER: "every step for TensorBoard: `tensorboard --logdir` of this folder, or of one above",
+    WANDB_FOLDER: "what Weights & Biases keeps of the run; `wandb sync` of an `offline-run-…` in it uploads that one",
     SUMMARY_FILE: "this page",
 }
 """What a run writes → what it holds."""
@@ -41,6 +45,21 @@ EXPERT_FILES = (ROUTING_FILE, EXPERTS_FILE)
 
 LOCK_FILE = ".lock"
 """Held by the process that writes the run, and holds its number."""
+
+
+WRITERS = (TENSORBOARD_FOLDER, WANDB_FOLDER)
+"""Names of the writers, each with a folder and a package of its name."""
+
+
+class WandbMode(Enum):
+    """What Weights & Biases does with a run."""
+
+    online = "online"
+    """Uploads it as it goes; needs an API key."""
+    offline = "offline"
+    """Writes it into the run directory and makes no request; ``wandb sync`` uploads it later."""
+    disabled = "disabled"
+    """Nothing at all."""
 
 
 class Console(Enum):
@@ -71,8 +90,18 @@ class MetricsConfig:
     spike_threshold: float = 8.0
     """A loss so many robust standard deviations over the median of those before is told as a spike; 0 for none."""
 
+    writers: list[str] = field(default_factory=list)
+    """Others that get every step: [tensorboard], [wandb] or both."""
+    wandb_project: str | None = None
+    """Project at Weights & Biases; null for what WANDB_PROJECT says, else that of no project."""
+    wandb_entity: str | None = None
+    """User or team at Weights & Biases; null for what WANDB_ENTITY says, else the user's own."""
+    wandb_mode: WandbMode | None = None
+    """Whether the run is uploaded; null for what WANDB_MODE says, else online."""
+
     def __post_init__(self) -> None:
         """Check each value by itself."""
+        self._check_writers()
         if self.run_dir is not None and not self.run_dir.strip():
             raise ConfigError(
                 f"metrics.run_dir={self.run_dir!r} must name a folder; set metrics.run_dir=null for one named by time "
@@ -90,41 +119,27 @@ class MetricsConfig:
                 "0 for none"
             )
 
+    def _check_writers(self) -> None:
+        for name in self.writers:
+            if name not in WRITERS:
+                raise ConfigError(
+                    f"metrics.writers names {name}, which is none of {', '.join(WRITERS)}; "
+                    f"set metrics.writers=[{','.join(WRITERS)}] or fewer of them"
+                )
+        if len(set(self.writers)) < len(self.writers):
+            once = ",".join(dict.fromkeys(self.writers))
+            raise ConfigError(
+                f"metrics.writers=[{','.join(self.writers)}] names one twice; set metrics.writers=[{once}]"
+            )
+        for key in ("wandb_project", "wandb_entity", "wandb_mode"):
+            value = getattr(self, key)
+            if value is not None and WANDB_FOLDER not in self.writers:
+                shown = value.value if isinstance(value, Enum) else value
+                raise ConfigError(f"metrics.{key}={shown} does nothing as set; set metrics=wandb or leave it out")
+            if isinstance(value, str) and not value.strip():
+                raise ConfigError(f"metrics.{key}={value!r} must not be empty; leave it out")
+
 
 def run_dir_path(run_dir: str) -> Path:
     """The folder that ``metrics.run_dir`` names, with ``~`` as the home directory."""
     return Path(os.path.expanduser(run_dir))
-
-
-def check_run_dir(config: MetricsConfig, resumes: bool = False) -> None:
-    """Check that the run directory can be made or filled, without making it.
-
-    Args:
-        config: says which folder.
-        resumes: whether an earlier run's files may be there, to be gone on with.
-
-    Raises:
-        ConfigError: if it is a file, holds files that a run would overwrite, or cannot be written.
-    """
-    path = RUNS_FOLDER if config.run_dir is None else run_dir_path(config.run_dir)
-    key = f"metrics.run_dir={'null' if config.run_dir is None else config.run_dir}"
-    if config.run_dir is not None and not resumes:
-        for name in RUN_FILES:
-            if os.path.lexists(path / name):
-                raise ConfigError(already_holds(config.run_dir, name))
-    nearest = next(parent for parent in (path, *path.absolute().parents) if os.path.lexists(parent))
-    if not nearest.is_dir():
-        raise ConfigError(f"{key} needs a folder at {nearest}, which is something else; set metrics.run_dir=runs/NAME")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"{key} needs to write into {nearest}, which this user may not; set metrics.run_dir to a folder that "
-            "can be written"
-        )
-
-
-def already_holds(run_dir: object, name: str) -> str:
-    """The sentence for a folder in which a run would overwrite a file."""
-    return (
-        f"metrics.run_dir={run_dir} already holds {name}, which a run would overwrite; set checkpoint.resume=auto to "
-        "go on with it, or metrics.run_dir to a new folder (null for one named by time and title)"
-    )

@@ -54,7 +54,7 @@ def definitions(
             "- TFLOP/s: the model's FLOPs for those tokens, without recomputation, over the step time and the ranks.",
             "- MFU: that over the peak of the device; left out where the peak is not known.",
             "- Peak device memory: the allocator's highest sum of tensors. Resident set: memory of the process in RAM, "
-            "read after each step.",
+            "read after each step; its peak is the kernel's own record (VmHWM), from the process's start on.",
             *([SKIPPED_DEFINITION] if with_skipped else ()),
             *([SPIKES_DEFINITION] if with_spikes else ()),
             *([FORECAST_DEFINITION] if with_forecast else ()),

@@ -35,7 +35,10 @@ class Comparison:
 
 
 def compare(prediction: Prediction, results: "RunResults") -> list[Comparison]:
-    """Hold a prediction against the steps after the warm-up; on a CPU there is no device memory to compare."""
+    """Hold a prediction against the steps after the warm-up; on a CPU there is no device memory to compare.
+
+    What was measured as nothing, as the speed of steps without a valid token, is left out: no share of it can be told.
+    """
     found: list[Comparison] = []
     if results.step_time_seconds is not None:
         median = results.step_time_seconds.median
@@ -51,9 +54,9 @@ def compare(prediction: Prediction, results: "RunResults") -> list[Comparison]:
         ("peak device memory", memory.peak_bytes, results.memory_peak_gib),
         ("reserved device memory", memory.reserved_bytes, results.memory_reserved_gib),
     ):
-        if measured:
+        if measured is not None:
             found.append(Comparison(what, foretold / GIB, measured, "GiB"))
-    return found
+    return [each for each in found if each.measured]
 
 
 def forecast_line(prediction: Prediction, memory_bytes: float) -> str:

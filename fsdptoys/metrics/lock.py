@@ -6,6 +6,7 @@ name's. Where the system or the file system has no such locks, there is none.
 
 import contextlib
 import os
+import time
 from pathlib import Path
 
 from fsdptoys.errors import ConfigError
@@ -16,6 +17,11 @@ try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
+
+
+LOOKS = 5
+LOOK_SECONDS = 0.02
+"""Who only looks whether there is a lock (``is_locked``) holds one for an instant; a writer holds it all the time."""
 
 
 class FolderLock:
@@ -29,6 +35,7 @@ class FolderLock:
     def __init__(self, folder: Path) -> None:
         self._path = folder / LOCK_FILE
         self._descriptor: int | None = None
+        looks = 0
         while fcntl is not None and self._descriptor is None:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
@@ -36,6 +43,10 @@ class FolderLock:
             except BlockingIOError:
                 holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
                 os.close(descriptor)
+                looks += 1
+                if looks < LOOKS:
+                    time.sleep(LOOK_SECONDS)
+                    continue
                 raise ConfigError(
                     f"metrics.run_dir={folder} is being written by another run (pid {holder}); wait for its end, or "
                     "set metrics.run_dir to another folder"
@@ -64,3 +75,22 @@ class FolderLock:
             return os.path.samestat(os.fstat(descriptor), os.stat(self._path))
         except FileNotFoundError:
             return False
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether another process, on this machine or on one that shares locks with it, writes there now."""
+    try:
+        descriptor = os.open(folder / LOCK_FILE, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        if fcntl is None:
+            return False
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(descriptor)

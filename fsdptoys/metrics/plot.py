@@ -75,11 +75,7 @@ def _draw_losses(axes: "Axes", numbers: np.ndarray, steps: Sequence[StepMetrics]
         **marker(len(steps), 4),
     )
     if smooth:
-        window = max(5, len(steps) // 40 | 1)  # odd, so that it has a middle
-        finite = np.isfinite(losses)
-        sums = np.convolve(np.where(finite, losses, 0.0), np.ones(window), mode="valid")
-        counts = np.convolve(finite, np.ones(window), mode="valid")
-        mean = np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts > 0.5)
+        window, mean = running_mean(losses)
         label = f"running mean over {window} steps"
         axes.plot(numbers[window // 2 : len(steps) - window // 2], mean, color=LOSS_COLOR, linewidth=1.8, label=label)
     evaluated = [(metrics.step, metrics.eval_loss) for metrics in steps if metrics.eval_loss is not None]
@@ -94,6 +90,18 @@ def _draw_losses(axes: "Axes", numbers: np.ndarray, steps: Sequence[StepMetrics]
             linewidth=1.4,
             label="held-out loss",
         )
+
+
+def running_mean(values: np.ndarray) -> tuple[int, np.ndarray]:
+    """The window, and means over it, of which the first belongs to the value in the middle of the first window.
+
+    What is not finite is left out; a window with nothing else has no mean.
+    """
+    window = max(5, len(values) // 40 | 1)  # odd, so that it has a middle
+    finite = np.isfinite(values)
+    sums = np.convolve(np.where(finite, values, 0.0), np.ones(window), mode="valid")
+    counts = np.convolve(finite, np.ones(window), mode="valid")
+    return window, np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts > 0.5)
 
 
 def marker(count: int, size: float) -> dict[str, Any]:

@@ -71,10 +71,12 @@ def environment(device: Device, world_size: int, command: Sequence[str]) -> dict
 
 
 def hardware_line(environment: dict[str, Any]) -> str:
-    """What :func:`environment` says of ranks and devices, in one line."""
-    device, versions = environment["device"], environment["versions"]
-    ranks = environment["world_size"]
-    return f"{ranks} rank{'s' * (ranks != 1)} on {device['name']} ({device['type']}), torch {versions['torch']}"
+    """What :func:`environment` says of ranks and devices, in one line; one read back may lack versions."""
+    device, versions = environment["device"], environment.get("versions")
+    ranks = int(environment["world_size"])
+    torch_version = versions.get("torch") if isinstance(versions, dict) else None
+    where = f"{ranks} rank{'s' * (ranks != 1)} on {device['name']} ({device['type']})"
+    return f"{where}, torch {torch_version}" if torch_version else where
 
 
 def checkout_commit(root: Path) -> str | None:

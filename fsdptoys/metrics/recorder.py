@@ -18,6 +18,7 @@ from .resumes import Resumed, starts
 from .run_directory import RunDirectory
 from .step import StepMetrics
 from .summary import RunResults, render_summary, summarize
+from .writers import Beginning, Writers, build_writers
 
 
 class Recorder:
@@ -73,6 +74,8 @@ class Recorder:
             self.message(note)
         if prediction is not None:
             self._directory.write(PREDICTION_FILE, json.dumps(prediction.to_dict(), indent=2) + "\n")
+        self._writers = Writers(build_writers(config), self.message)
+        self._writers.start(Beginning(title, config_tree, environment, self.run_dir, done))
 
     @property
     def run_dir(self) -> Path:
@@ -89,6 +92,7 @@ class Recorder:
         traceback: TracebackType | None,
     ) -> None:
         self._reporter.close()
+        self._writers.close()
         self._directory.close()
 
     def step(self, metrics: StepMetrics) -> None:
@@ -100,6 +104,7 @@ class Recorder:
             if metrics.step == 1 or metrics.step % self._config.log_every == 0:
                 self._write_counts()
         self._reporter.step(metrics)
+        self._writers.step(metrics)
 
     def offsets(self) -> dict[str, int]:
         """What ``Resumed.offsets`` of a checkpoint after the last recorded step must be.
@@ -107,6 +112,7 @@ class Recorder:
         Returns:
             File of the run directory → bytes of it that are on the disk for good.
         """
+        self._writers.flush()
         return self._directory.offsets()
 
     def message(self, text: str) -> None:
@@ -149,8 +155,11 @@ class Recorder:
             profile=profile,
             resumes=resumes,
             forecast=forecast,
+            writers=self._config.writers,
         )
         self._directory.write(SUMMARY_FILE, page)
+        self._writers.finish(results, stop_reason, self.run_dir / LOSS_FILE)
+        self._writers.close()
         if sample is not None:
             self.message(f"a sample of the trained model:\n{sample}\n")
         self.message(closing_lines(results, self._planned_steps, stop_reason, self._references, self.run_dir, forecast))

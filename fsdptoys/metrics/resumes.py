@@ -143,9 +143,11 @@ def read_resumes(path: Path) -> list[Resume]:
     if path.exists():
         for line in path.read_bytes().splitlines():
             try:
-                resumes.append(Resume(**json.loads(line)))
+                resume = Resume(**json.loads(line))
             except (ValueError, TypeError):
                 continue
+            if type(resume.step) is int:
+                resumes.append(resume)
     return resumes
 
 

@@ -14,6 +14,7 @@ import yaml
 
 from fsdptoys.errors import ConfigError
 
+from .checks import already_holds, check_run_dir
 from .config import (
     CONFIG_FILE,
     ENVIRONMENT_FILE,
@@ -21,9 +22,8 @@ from .config import (
     RESUMES_FILE,
     ROUTING_FILE,
     RUNS_FOLDER,
+    SUMMARY_FILE,
     MetricsConfig,
-    already_holds,
-    check_run_dir,
     run_dir_path,
 )
 from .line_file import NO_ROOM, LineFile
@@ -82,8 +82,9 @@ class RunDirectory:
                     self._lines = {METRICS_FILE: LineFile(self.path / METRICS_FILE)}
                 except FileExistsError as error:
                     raise ConfigError(already_holds(config.run_dir, METRICS_FILE)) from error
-                self.write(CONFIG_FILE, yaml.safe_dump(config_tree, sort_keys=False, allow_unicode=True))
                 self.write(ENVIRONMENT_FILE, json.dumps(environment, indent=2) + "\n")
+                # Last, since a folder with settings is taken for that of a run, and read.
+                self.write(CONFIG_FILE, yaml.safe_dump(config_tree, sort_keys=False, allow_unicode=True))
             except BaseException:
                 self._lock.release()
                 raise
@@ -94,6 +95,7 @@ class RunDirectory:
         """Put what an earlier start has left in its place, and write down that this one goes on."""
         resume = describe_resume(self.path, resumed, config_tree, environment)
         cut = put_in_place(self.path, resumed)
+        (self.path / SUMMARY_FILE).unlink(missing_ok=True)  # of a start that came to an end, which this one has not
         self.earlier_steps, unread = read_steps(self.path / METRICS_FILE)
         self.notes += [*cut.notes, *unread]
         if resume is not None:

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from fsdptoys.device import GIB, Device, resident_set_bytes
+from fsdptoys.device import GIB, Device, highest_resident_set_bytes, resident_set_bytes
 from fsdptoys.routing import RoutingMetrics
 
 ROUTING_KEYS = {
@@ -53,6 +53,8 @@ class StepMetrics:
     """Device memory that the allocator holds."""
     resident_set_gib: float | None
     """Host memory of the process after the step; None where the system does not tell."""
+    resident_set_peak_gib: float | None = None
+    """Highest of the process so far, at any moment; None where the system does not tell."""
     eval_loss: float | None = None
     """Loss on the held-out part after the update, in nats a token; None where there was no evaluation."""
     routing: RoutingMetrics | None = None
@@ -69,15 +71,23 @@ class StepMetrics:
 
         Of the routing it has the numbers of the whole step; tokens of each expert are a table of their own.
         """
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        routing = values.pop("routing")
-        if routing is not None:
-            values |= {key: getattr(routing, name) for name, key in ROUTING_KEYS.items()}
+        values = self._values()
         non_finite = [name for name, value in values.items() if value is not None and not math.isfinite(value)]
         values.update(dict.fromkeys(non_finite))
         if non_finite:
             values["non_finite"] = non_finite
         return json.dumps(values, allow_nan=False)
+
+    def numbers(self) -> dict[str, float]:
+        """The same numbers under the same names, as they are; without those that were not measured."""
+        return {name: float(value) for name, value in self._values().items() if value is not None}
+
+    def _values(self) -> dict[str, Any]:
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        routing = values.pop("routing")
+        if routing is not None:
+            values |= {key: getattr(routing, name) for name, key in ROUTING_KEYS.items()}
+        return values
 
     @classmethod
     def from_json(cls, line: str) -> "StepMetrics":
@@ -151,6 +161,7 @@ def step_metrics(
     assert step_time_seconds > 0
     flops_per_second_per_rank = flops_per_token * valid_tokens / step_time_seconds / world_size
     memory = device.memory() if device.is_accelerator else None
+    highest = highest_resident_set_bytes()
     return StepMetrics(
         step=step,
         loss=loss,
@@ -165,6 +176,7 @@ def step_metrics(
         memory_peak_gib=memory.peak_bytes / GIB if memory else None,
         memory_reserved_gib=memory.reserved_bytes / GIB if memory else None,
         resident_set_gib=resident_set_bytes() / GIB or None,
+        resident_set_peak_gib=highest / GIB if highest is not None else None,
         eval_loss=eval_loss,
         routing=routing,
         skipped=skipped,

@@ -11,7 +11,7 @@ import numpy as np
 
 from fsdptoys.routing import RoutingMetrics
 
-from .config import EXPERT_FILES, PREDICTION_FILE, PROFILE_FOLDER, RESUMES_FILE, RUN_FILES
+from .config import EXPERT_FILES, PREDICTION_FILE, PROFILE_FOLDER, RESUMES_FILE, RUN_FILES, WRITERS
 from .definitions import definitions
 from .forecast import Comparison, forecast_rows
 from .resumes import Resume, flatten
@@ -61,6 +61,8 @@ class RunResults:
     """Highest that the allocator held after a step, on rank 0; None on a CPU."""
     resident_set_gib: float | None
     """Highest seen after a step, on rank 0."""
+    resident_set_peak_gib: float | None
+    """Highest at any moment, on rank 0; None of runs that did not record it."""
     routing: RoutingMetrics | None
     """Of the last step; None for a model without experts."""
     skipped_steps: int
@@ -101,6 +103,7 @@ def summarize(steps: Sequence[StepMetrics], warmup_steps: int, starts: Sequence[
         memory_allocated_gib=steps[-1].memory_allocated_gib if steps else None,
         memory_reserved_gib=_highest([metrics.memory_reserved_gib for metrics in steps]),
         resident_set_gib=_highest([metrics.resident_set_gib for metrics in steps]),
+        resident_set_peak_gib=_highest([metrics.resident_set_peak_gib for metrics in steps]),
         routing=steps[-1].routing if steps else None,
         skipped_steps=len(steps) - len(updated),
         spikes=sum(metrics.loss_spike is not None for metrics in steps),
@@ -121,6 +124,7 @@ def render_summary(
     profile: str | None = None,
     resumes: Sequence[Resume] = (),
     forecast: Sequence[Comparison] = (),
+    writers: Sequence[str] = (),
 ) -> str:
     """The page as Markdown.
 
@@ -137,6 +141,7 @@ def render_summary(
         profile: what the profiler found, as Markdown, if it was on.
         resumes: how the run went on.
         forecast: what was predicted beside what was measured.
+        writers: names of those that wrote into folders of theirs.
     """
     without = " that made an update" if results.skipped_steps else ""
     rows = [
@@ -162,7 +167,9 @@ def render_summary(
     if results.memory_peak_gib is not None:
         rows.append(("peak device memory of rank 0", f"{results.memory_peak_gib:.3f} GiB"))
     if results.resident_set_gib is not None:
-        rows.append(("largest resident set of rank 0", f"{results.resident_set_gib:.3f} GiB"))
+        rows.append(("largest resident set of rank 0 after a step", f"{results.resident_set_gib:.3f} GiB"))
+    if results.resident_set_peak_gib is not None:
+        rows.append(("peak resident set of rank 0", f"{results.resident_set_peak_gib:.3f} GiB"))
     if results.routing is not None:
         rows += _routing_rows(results.routing)
     rows.append((f"wall time{' of the last start' if resumes else ''}", f"{wall_seconds:.1f} s"))
@@ -197,6 +204,7 @@ def render_summary(
                 and (profile is not None or name != PROFILE_FOLDER)
                 and (resumes or name != RESUMES_FILE)
                 and (forecast or name != PREDICTION_FILE)
+                and (name in writers or name not in WRITERS)
             ],
         ),
         "## How the numbers were made",

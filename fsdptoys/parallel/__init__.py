@@ -1,8 +1,7 @@
 """Ways to spread a model over ranks, all behind one ``Strategy``."""
 
 from .ddp import DDPConfig
-from .fsdp1 import FSDP1Config
-from .fsdp2 import FSDP2Config
+from .fsdp import FSDP1Config, FSDP2Config
 from .initialise import Fill, seed_of, seeded
 from .single import SingleConfig
 from .state import host_copy, whole_tensors

@@ -1,4 +1,4 @@
-"""What FSDP1 and FSDP2 share: their settings, and which modules of a model become units.
+"""Settings of FSDP1 and FSDP2, and which modules of a model become units.
 
 ZeRO-3 (arXiv:1910.02054): every rank keeps 1/N of parameters, gradients and optimizer states. A unit's parameters are
 all-gathered before its forward and again before its backward; its gradients are reduce-scattered after the backward.
@@ -6,13 +6,17 @@ all-gathered before its forward and again before its backward; its gradients are
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import ClassVar
 
+import torch
 from torch import nn
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.mesh import MeshConfig
 
-from .strategy import ReducingConfig
+from .strategy import ParallelContext, ReducingConfig, Strategy
+
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 class Wrap(Enum):
@@ -62,6 +66,75 @@ class FSDPConfig(ReducingConfig):
         """Check that the shard axis divides the world."""
         super().validate(world_size, mesh, device_type, cpu_offload)
         mesh.shard_ranks(world_size)
+
+
+@dataclass
+class FSDP1Config(FSDPConfig):
+    """Flat-parameter sharding."""
+
+    name: ClassVar[str] = "fsdp1"
+
+    use_orig_params: bool = True
+    """Show the optimizer the model's own parameters rather than one flat parameter a unit."""
+
+    @property
+    def keeps_parameters(self) -> bool:
+        """Flat parameters mix those that decay with those that do not."""
+        return self.use_orig_params
+
+    @property
+    def defers_updates(self) -> bool:
+        """Its streams wait for the one that updates parameters once a forward, in the root."""
+        return False
+
+    def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
+        """Refuse what FSDP1 cannot do, or does silently wrong."""
+        super().validate(world_size, mesh, device_type, cpu_offload)
+        if world_size > 1 and mesh.shard_ranks(world_size) == 1:
+            raise ConfigError(
+                "mesh.fsdp_size=1 makes FSDP1 keep whole parameters and skip the all-reduce over replicas; "
+                "set parallel=ddp, or parallel=fsdp2 to keep the mesh"
+            )
+        for name in ("forward_prefetch", "backward_prefetch"):
+            if getattr(self, name) > 1:
+                raise ConfigError(
+                    f"parallel.{name}={getattr(self, name)} is deeper than FSDP1 can prefetch; "
+                    f"set parallel.{name}=1 or parallel=fsdp2"
+                )
+        if cpu_offload and device_type == "cpu":
+            raise ConfigError(
+                "memory.cpu_offload=true needs an accelerator to offload from under parallel=fsdp1; "
+                "set parallel=fsdp2 or memory.cpu_offload=false"
+            )
+
+    def build(self, context: ParallelContext) -> Strategy:
+        """Construct the strategy."""
+        from .fsdp1 import FSDP1
+
+        return FSDP1(self, context)
+
+
+@dataclass
+class FSDP2Config(FSDPConfig):
+    """Per-parameter sharding."""
+
+    name: ClassVar[str] = "fsdp2"
+
+    def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
+        """Refuse what the installed torch cannot do."""
+        super().validate(world_size, mesh, device_type, cpu_offload)
+        replicated = mesh.shard_ranks(world_size) < world_size
+        if device_type == "cpu" and replicated and TORCH < (2, 8):
+            raise ConfigError(
+                f"mesh.fsdp_size={mesh.fsdp_size} replicates, which FSDP2 can do on a CPU from torch 2.8 on (found "
+                f"{torch.__version__}); set mesh.fsdp_size=-1 or parallel=fsdp1"
+            )
+
+    def build(self, context: ParallelContext) -> Strategy:
+        """Construct the strategy."""
+        from .fsdp2 import FSDP2
+
+        return FSDP2(self, context)
 
 
 def block_units(block: nn.Module, wrap: Wrap) -> list[str]:

@@ -9,8 +9,6 @@ Source: https://docs.pytorch.org/docs/stable/fsdp.html, arXiv:2304.11277.
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -23,59 +21,14 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 
-from fsdptoys.errors import ConfigError
-from fsdptoys.mesh import SHARD_AXIS, MeshConfig, build_mesh
+from fsdptoys.mesh import SHARD_AXIS, build_mesh
 from fsdptoys.models import DecoderModel
 
-from .fsdp import FSDPConfig, ReshardAfterForward, block_units
+from .fsdp import FSDP1Config, ReshardAfterForward, block_units
 from .initialise import Fill
 from .materialise import init_buffers, shared_parameters
 from .precision import DType
 from .strategy import ParallelContext, Strategy, Unit, own_parameters
-
-
-@dataclass
-class FSDP1Config(FSDPConfig):
-    """Flat-parameter sharding."""
-
-    name: ClassVar[str] = "fsdp1"
-
-    use_orig_params: bool = True
-    """Show the optimizer the model's own parameters rather than one flat parameter a unit."""
-
-    @property
-    def keeps_parameters(self) -> bool:
-        """Flat parameters mix those that decay with those that do not."""
-        return self.use_orig_params
-
-    @property
-    def defers_updates(self) -> bool:
-        """Its streams wait for the one that updates parameters once a forward, in the root."""
-        return False
-
-    def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
-        """Refuse what FSDP1 cannot do, or does silently wrong."""
-        super().validate(world_size, mesh, device_type, cpu_offload)
-        if world_size > 1 and mesh.shard_ranks(world_size) == 1:
-            raise ConfigError(
-                "mesh.fsdp_size=1 makes FSDP1 keep whole parameters and skip the all-reduce over replicas; "
-                "set parallel=ddp, or parallel=fsdp2 to keep the mesh"
-            )
-        for name in ("forward_prefetch", "backward_prefetch"):
-            if getattr(self, name) > 1:
-                raise ConfigError(
-                    f"parallel.{name}={getattr(self, name)} is deeper than FSDP1 can prefetch; "
-                    f"set parallel.{name}=1 or parallel=fsdp2"
-                )
-        if cpu_offload and device_type == "cpu":
-            raise ConfigError(
-                "memory.cpu_offload=true needs an accelerator to offload from under parallel=fsdp1; "
-                "set parallel=fsdp2 or memory.cpu_offload=false"
-            )
-
-    def build(self, context: ParallelContext) -> "FSDP1":
-        """Construct the strategy."""
-        return FSDP1(self, context)
 
 
 class FSDP1(Strategy):

@@ -10,8 +10,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,39 +18,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdptoys.errors import ConfigError
-from fsdptoys.mesh import SHARD_AXIS, MeshConfig, build_mesh
+from fsdptoys.mesh import SHARD_AXIS, build_mesh
 from fsdptoys.models import DecoderModel
 
-from .fsdp import FSDPConfig, ReshardAfterForward, block_units
+from .fsdp import TORCH as TORCH
+from .fsdp import FSDP2Config, ReshardAfterForward, block_units
 from .initialise import Fill
 from .materialise import init_buffers, materialise, shared_parameters
 from .mirror import mirror_parameters
 from .precision import DType, ReduceDType
 from .strategy import ParallelContext, Strategy, Unit, own_parameters
-
-TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
-
-
-@dataclass
-class FSDP2Config(FSDPConfig):
-    """Per-parameter sharding."""
-
-    name: ClassVar[str] = "fsdp2"
-
-    def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
-        """Refuse what the installed torch cannot do."""
-        super().validate(world_size, mesh, device_type, cpu_offload)
-        replicated = mesh.shard_ranks(world_size) < world_size
-        if device_type == "cpu" and replicated and TORCH < (2, 8):
-            raise ConfigError(
-                f"mesh.fsdp_size={mesh.fsdp_size} replicates, which FSDP2 can do on a CPU from torch 2.8 on (found "
-                f"{torch.__version__}); set mesh.fsdp_size=-1 or parallel=fsdp1"
-            )
-
-    def build(self, context: ParallelContext) -> "FSDP2":
-        """Construct the strategy."""
-        return FSDP2(self, context)
 
 
 class FSDP2(Strategy):

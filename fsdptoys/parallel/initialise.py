@@ -13,9 +13,8 @@ from itertools import product
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from fsdptoys.mesh import local_bounds
+from fsdptoys.mesh import is_dtensor, local_bounds
 
 BLOCK_ELEMENTS = 2**22
 """Largest block, unless one row is larger: 16 MiB of float32."""
@@ -48,7 +47,7 @@ def initialise(param: Tensor, name: str, init_rows: InitRows, seed: int) -> None
         init_rows: fills consecutive rows of the named parameter.
         seed: the run's seed for initial values.
     """
-    local = param.to_local() if isinstance(param, DTensor) else param
+    local = param.to_local() if is_dtensor(param) else param
     if local.numel() == 0:
         return
     bounds = local_bounds(param)

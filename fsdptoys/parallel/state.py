@@ -18,24 +18,14 @@ optimizer that is not PyTorch's must show its states before its first step.
 Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import (
-    FSDPModule,
-    FullyShardedDataParallel,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictType,
-)
-from torch.distributed.tensor import DTensor
 
-from .materialise import shared_parameters
+from fsdptoys.mesh import is_dtensor
 
 NamedParameters = Callable[[], Iterable[tuple[str, nn.Parameter]]]
 """Gives what the optimizer updates, by name, in the order of the model."""
@@ -58,9 +48,12 @@ def state_tensors(
         Plain tensors, the same on all ranks, and DTensors. They may be the live ones, which the next step changes:
         ``host_copy`` gives others.
     """
+    from .flat_state import flat_state
+
     _settle(model, optimizer)
-    if isinstance(model, FullyShardedDataParallel):
-        return _FlatState(model, optimizer).tensors()
+    flat = flat_state(model, optimizer)
+    if flat is not None:
+        return flat.tensors()
     return _live_tensors(named_parameters(), optimizer)
 
 
@@ -77,9 +70,11 @@ def load_state_tensors(
         load: is given tensors with the same keys and must fill each in place. Where it raises, parameters and states
             may be half replaced.
     """
+    from .flat_state import flat_state
+
     _settle(model, optimizer)
-    if isinstance(model, FullyShardedDataParallel):
-        flat = _FlatState(model, optimizer)
+    flat = flat_state(model, optimizer)
+    if flat is not None:
         load(flat.tensors())
         flat.install()
         return
@@ -104,9 +99,9 @@ def whole_tensors(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor | No
     first_rank = not dist.is_initialized() or dist.get_rank() == 0
     for name, tensor in sorted(tensors.items()):
         whole = tensor
-        if isinstance(tensor, DTensor):
+        if is_dtensor(tensor):
             on_mesh = tensor.to(tensor.device_mesh.device_type)
-            assert isinstance(on_mesh, DTensor)
+            assert is_dtensor(on_mesh)
             whole = on_mesh.full_tensor()
         yield name, whole.to("cpu") if first_rank else None
 
@@ -138,57 +133,10 @@ def host_copy(tensors: dict[str, Tensor], into: dict[str, Tensor] | None = None)
     return copies
 
 
-class _FlatState:
-    """The state of FSDP1, gathered and cut anew. Public functions of FSDP1, tried with torch 2.7.1 and 2.13."""
-
-    def __init__(self, model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer) -> None:
-        self._model, self._optimizer = model, optimizer
-        with _sharded_form(model):
-            self._weights: dict[str, Tensor] = model.state_dict()
-            # Not torch.distributed.checkpoint's: it lets an optimizer that keeps no states take a step.
-            self._optim: dict[str, Any] = FullyShardedDataParallel.optim_state_dict(model, optimizer)
-        # A shared weight is in model.state_dict() under each of its names, here under the first.
-        self._names = [name for group in self._optim["param_groups"] for name in group["params"]]
-
-    def tensors(self) -> dict[str, Tensor]:
-        tensors = {f"model.{name}": self._weights[name] for name in self._names}
-        for name, state in self._optim["state"].items():
-            tensors |= {f"optim.{name}.{kind}": value for kind, value in state.items() if isinstance(value, Tensor)}
-        return tensors
-
-    def install(self) -> None:
-        """Scatter what ``tensors`` gave, after it was filled."""
-        if self._weights.keys() > set(self._names):
-            with FullyShardedDataParallel.summon_full_params(self._model, recurse=False, writeback=False):
-                shared = shared_parameters(self._model)
-            for alias, name in shared.items():
-                self._weights[_own_name(alias)] = self._weights[_own_name(name)]
-        with _sharded_form(self._model):
-            self._model.load_state_dict(self._weights)
-            states = FullyShardedDataParallel.optim_state_dict_to_load(self._model, self._optimizer, self._optim)
-        self._optimizer.load_state_dict(states)
-
-
-@contextmanager
-def _sharded_form(model: FullyShardedDataParallel) -> Iterator[None]:
-    with warnings.catch_warnings():
-        # It is told that the functions are those of the older FSDP, and what one rank makes of sharding.
-        warnings.simplefilter("ignore")
-        with FullyShardedDataParallel.state_dict_type(
-            model,
-            StateDictType.SHARDED_STATE_DICT,
-            ShardedStateDictConfig(offload_to_cpu=True),
-            ShardedOptimStateDictConfig(offload_to_cpu=True),
-        ):
-            yield
-
-
-def _own_name(name: str) -> str:
-    return name.replace("_fsdp_wrapped_module.", "")
-
-
 def _settle(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Have pending updates done and units resharded, and give the optimizer the states that it lacks."""
+    from torch.distributed.fsdp import FSDPModule
+
     optimizer.state_dict()
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -233,25 +181,25 @@ def _live_tensors(
 
 def _local(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, sharing its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor.to_local() if is_dtensor(tensor) else tensor.detach()
 
 
 def _host_memory(tensor: Tensor) -> Tensor:
     """Host memory for a tensor, laid out as it is, with nothing in it."""
     source = _local(tensor)
     local = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.device.type != "cpu")
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return local
     # DTensor.from_local would move it to the mesh's device.
     made = torch.empty_like(tensor, device="cpu")
-    assert isinstance(made, DTensor)
+    assert is_dtensor(made)
     made.to_local().set_(local)  # type: ignore[call-overload]
     return made
 
 
 def _fits(copy: Tensor, tensor: Tensor) -> bool:
-    if isinstance(copy, DTensor) and isinstance(tensor, DTensor):
+    if is_dtensor(copy) and is_dtensor(tensor):
         same = copy.placements == tensor.placements and copy.device_mesh == tensor.device_mesh
     else:
-        same = isinstance(copy, DTensor) == isinstance(tensor, DTensor)
+        same = is_dtensor(copy) == is_dtensor(tensor)
     return same and copy.shape == tensor.shape and copy.dtype == tensor.dtype

@@ -48,10 +48,19 @@ def frontier(candidates: Sequence[Candidate]) -> list[Candidate]:
 
     Of several that are equal in both, the first given.
     """
-    best: list[Candidate] = []
-    for candidate in sorted(candidates, key=lambda one: (one.reserved_bytes, -one.tokens_per_second)):
-        if not best or candidate.tokens_per_second > best[-1].tokens_per_second:
-            best.append(candidate)
+    places = [(one.reserved_bytes, -one.tokens_per_second) for one in candidates]
+    return [candidates[index] for index in unbeaten(places)]
+
+
+def unbeaten(places: Sequence[tuple[float, float]]) -> list[int]:
+    """Indices of the places to which no other is equal or lower in both, in the order of the first coordinate.
+
+    Of several that are equal in both, the first given.
+    """
+    best: list[int] = []
+    for index in sorted(range(len(places)), key=places.__getitem__):
+        if not best or places[index][1] < places[best[-1]][1]:
+            best.append(index)
     return best
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch._dynamo  # compares signatures of what is replaced here, when it is imported
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode

@@ -2,45 +2,28 @@
 
     fsdptoys plan calibrate runs/a runs/b hardware=h100 out=mine.yaml
 
-A run directory says what was run (``config.yaml``), on what (``environment.json``) and how long each step took
-(``metrics.jsonl``). Where a run's data, weights and checkpoints came from changes no step's time and may be gone, so it
-is left out.
+Where a run's data, weights and checkpoints came from changes no step's time and may be gone, so it is left out.
 """
 
-import dataclasses
-import json
-import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 
-from fsdptoys.checkpoint import CheckpointConfig, model_config_of
 from fsdptoys.config import Config
-from fsdptoys.data import SyntheticConfig
 from fsdptoys.errors import ConfigError
-from fsdptoys.metrics.config import CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, RESUMES_FILE
-from fsdptoys.metrics.resumes import read_resumes, read_steps, starts
-from fsdptoys.metrics.summary import summarize
-from fsdptoys.optim import OptimConfig
-from fsdptoys.parallel import ParallelConfig
+from fsdptoys.recorded import read_recorded_run
 from fsdptoys.simulator.hardware import Hardware, dump_hardware, hardware_for, list_hardware, load_hardware
 from fsdptoys.simulator.prediction import Prediction
 
 from .calibrate import Calibration, Case, calibrate, error
 
-LARGEST_FILE_BYTES = 2**20
 OPTIONS = ("hardware", "out")
 
 Predictor = Callable[[Config, Hardware, int], Callable[[Hardware], Prediction]]
 """From a run to a function that predicts it on hardware of the same kind, which will be called often."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -63,59 +46,14 @@ def read_run(path: Path) -> MeasuredRun:
     Raises:
         ConfigError: if it is none, or was too short for a median.
     """
-    if not path.is_dir():
-        raise ConfigError(f"{path} is no run directory; give one that fsdptoys train has written, as runs/NAME")
-    environment = _read_tree(path / ENVIRONMENT_FILE)
-    try:
-        world_size, device = int(environment["world_size"]), environment["device"]
-        device_type, device_name = str(device["type"]), str(device["name"])
-    except (KeyError, TypeError, ValueError) as mistake:
-        raise ConfigError(f"{path / ENVIRONMENT_FILE} does not say what the run ran on; leave {path} out") from mistake
-    config = read_config(_read_tree(path / CONFIG_FILE), str(path / CONFIG_FILE))
-    steps, _ = read_steps(path / METRICS_FILE)
-    warmup = config.metrics.warmup_steps
-    spread = summarize(steps, warmup, starts(read_resumes(path / RESUMES_FILE))).step_time_seconds
+    run = read_recorded_run(path)
+    config, spread = run.config(), run.results.step_time_seconds
     if spread is None:
         raise ConfigError(
-            f"{path} has {len(steps)} steps, and none after the {warmup} of the warm-up; give a run of more steps"
+            f"{path} has {len(run.steps)} steps, and none after the {run.results.warmup_steps} of the warm-up; give a "
+            "run of more steps"
         )
-    return MeasuredRun(path, config, world_size, device_type, device_name, spread.median)
-
-
-def read_config(tree: dict[str, Any], where: str) -> Config:
-    """The configuration that a run wrote, as far as it decides how long a step takes.
-
-    Keys that are missing have been added since, and get what they stand at when nothing is said.
-
-    Args:
-        tree: of its ``config.yaml``.
-        where: the file, for sentences.
-
-    Raises:
-        ConfigError: for a key that nothing here reads, and for a value that cannot be.
-    """
-    kinds = typing.get_type_hints(Config)
-    sections: dict[str, Any] = {
-        "model": dataclasses.replace(model_config_of(tree.get("model"), where, "leave the run out"), init_from=None),
-        "parallel": _build(_kind(ParallelConfig, tree, "parallel", where), tree["parallel"], where, "parallel"),
-        "optim": _build(_kind(OptimConfig, tree, "optim", where), tree["optim"], where, "optim"),
-        "data": SyntheticConfig(),
-        "checkpoint": CheckpointConfig(),
-        "patches": tree.get("patches", "auto"),
-    }
-    for name, kind in kinds.items():
-        if name not in sections:
-            values = tree.get(name, {})
-            if not isinstance(values, dict):
-                raise ConfigError(f"{where} says {name}={values}, which must be a mapping; correct it")
-            sections[name] = _build(kind, values, where, name)
-    config = Config(**sections)
-    # What this machine may not have, and the run is not asked for again.
-    config.train.eval_every = 0
-    config.memory.cpu_threads = None
-    config.launch.max_restarts = 0
-    config.profile.enabled = False
-    return config
+    return MeasuredRun(path, config, run.world_size, run.device_type, run.device_name, spread.median)
 
 
 def calibrate_runs(paths: Sequence[Path], hardware: Hardware | None, predictor: Predictor) -> Calibration:
@@ -227,73 +165,3 @@ def _profile_of(run: MeasuredRun) -> Hardware:
             f"{', '.join(list_hardware())}, or to a YAML file of your own"
         )
     return load_hardware(name)
-
-
-def _read_tree(path: Path) -> dict[str, Any]:
-    try:
-        with open(path, "rb") as file:
-            text = file.read(LARGEST_FILE_BYTES + 1)
-        if len(text) > LARGEST_FILE_BYTES:
-            raise ValueError(f"it is longer than {LARGEST_FILE_BYTES} bytes")
-        tree = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except OSError as mistake:
-        raise ConfigError(
-            f"{path} cannot be read ({mistake.strerror or mistake}); give a directory that fsdptoys train has written"
-        ) from mistake
-    except (ValueError, RecursionError, yaml.YAMLError) as mistake:
-        reason = " ".join(str(mistake).split())
-        raise ConfigError(f"{path} cannot be read ({reason}); use the file that the run wrote") from mistake
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path} holds no settings; use the file that the run wrote")
-    return tree
-
-
-def _kind(base: type, tree: dict[str, Any], section: str, where: str) -> type:
-    """The class that a section names."""
-    values = tree.get(section)
-    name = values.get("name") if isinstance(values, dict) else None
-    kinds = {getattr(kind, "name", None): kind for kind in _subclasses(base)}
-    if name is None or name not in kinds:
-        raise ConfigError(f"{where} says {section}.name={name}, which nothing here knows; leave the run out")
-    return kinds[name]
-
-
-def _subclasses(base: type) -> Iterable[type]:
-    children: list[type] = base.__subclasses__()
-    for kind in children:
-        yield kind
-        yield from _subclasses(kind)
-
-
-def _build(kind: type[T], values: Mapping[str, Any], where: str, key: str) -> T:
-    """A dataclass out of plain values; ``name`` has said which."""
-    hints = typing.get_type_hints(kind)
-    fields = {field.name for field in dataclasses.fields(kind) if field.init}  # type: ignore[arg-type]
-    built = {}
-    for name, value in values.items():
-        if name == "name" and name not in fields:
-            continue
-        if name not in fields:
-            raise ConfigError(f"{where} says {key}.{name}={value}, which nothing here reads; remove it")
-        built[name] = _typed(hints[name], value, where, f"{key}.{name}")
-    try:
-        return kind(**built)
-    except TypeError as mistake:
-        raise ConfigError(f"{where} lacks a setting of {key} ({mistake}); leave the run out") from mistake
-
-
-def _typed(annotation: Any, value: Any, where: str, key: str) -> Any:
-    kinds = [kind for kind in (typing.get_args(annotation) or (annotation,)) if isinstance(kind, type)]
-    for kind in kinds:
-        if issubclass(kind, Enum):
-            try:
-                return kind(value)
-            except ValueError:
-                continue
-        if dataclasses.is_dataclass(kind) and isinstance(value, dict):
-            return _build(kind, value, where, key)
-    enums = [kind for kind in kinds if issubclass(kind, Enum)]
-    if value is not None and enums:
-        choices = " | ".join(str(choice.value) for choice in enums[0])
-        raise ConfigError(f"{where} says {key}={value}, which must be {choices}; correct it")
-    return float(value) if kinds == [float] and type(value) is int else value

@@ -6,10 +6,11 @@ import dataclasses
 from fsdptoys.config import Config
 from fsdptoys.device import GIB, Device, available_device_type
 from fsdptoys.errors import ConfigError
+from fsdptoys.hardware import profile_of_this_machine
 from fsdptoys.models import MoEConfig
 from fsdptoys.simulator.allocator import build_allocator
 from fsdptoys.simulator.events import Trace
-from fsdptoys.simulator.hardware import Hardware, Quantity, hardware_for, list_hardware, load_hardware
+from fsdptoys.simulator.hardware import Hardware, Quantity, list_hardware, load_hardware
 from fsdptoys.simulator.prediction import Prediction
 from fsdptoys.simulator.replay import Replay, replay
 
@@ -61,12 +62,6 @@ def foretell(config: Config, world_size: int) -> tuple[Prediction, Hardware] | N
     if hardware.device_type == "cpu" and (memory.cpu_offload or memory.optimizer_offload):
         return None  # what is offloaded on a CPU stays where it was, which the closed form does not know
     return closed_form(config, hardware, world_size, config.plan.allocator), hardware
-
-
-def profile_of_this_machine() -> str | None:
-    """Name of the profile of the device that this machine has."""
-    device_type = available_device_type()
-    return hardware_for(Device(device_type).name, device_type)
 
 
 def world_size_of(config: Config, hardware: Hardware) -> int:

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from fsdptoys.mesh import is_dtensor
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def live_bytes(
 def _count(tensors: Iterator[Tensor], seen: set[tuple[torch.device, int]]) -> Placed:
     device_bytes = host_bytes = 0
     for tensor in tensors:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = tensor.to_local() if is_dtensor(tensor) else tensor
         storage = local.untyped_storage()
         key = (local.device, storage.data_ptr())
         if local.is_meta or storage.nbytes() == 0 or key in seen:

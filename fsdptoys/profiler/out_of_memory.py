@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdptoys.device import Device
+from fsdptoys.device import Device, highest_resident_set_bytes
 
 from .live import LiveBytes
 from .savings import Switches, device_savings, host_savings
@@ -88,7 +88,7 @@ def read_failure(error: BaseException, device: Device) -> Failure:
     text = str(error)
     asked = _size_after(text, "ried to allocate")
     if any(words in text for words in HOST_WORDS) or not device.is_accelerator:
-        return Failure(True, asked, Device("cpu").total_memory_bytes, _highest_resident_bytes(), None)
+        return Failure(True, asked, Device("cpu").total_memory_bytes, highest_resident_set_bytes(), None)
     now = device.memory()
     # CUDA: "77.21 GiB is allocated by PyTorch[, with … in private pools], and 120.45 MiB is reserved by PyTorch but
     # unallocated". NPU: "60.97 GiB total capacity; 30.00 GiB already allocated; …; 31.00 GiB reserved in total".
@@ -181,14 +181,6 @@ def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
         )
         for row in rows
     ]
-
-
-def _highest_resident_bytes() -> int | None:
-    with contextlib.suppress(OSError), open("/proc/self/status") as status:
-        for line in status:
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return None
 
 
 _SIZE = r"(\d+(?:\.\d+)?)\s*(bytes|KiB|MiB|GiB|TiB)"

@@ -92,3 +92,17 @@ class Prediction:
         tree = dataclasses.asdict(self)
         tree["memory"]["categories"] = {kind.value: size for kind, size in self.memory.categories.items()}
         return tree | {"tokens_per_second": self.tokens_per_second, "mfu": self.mfu}
+
+    @classmethod
+    def from_dict(cls, tree: dict[str, Any]) -> "Prediction":
+        """What ``to_dict`` wrote, read back.
+
+        Raises:
+            KeyError, TypeError, ValueError: if it is of another version.
+        """
+        values = {name: tree[name] for name in tree if name not in ("tokens_per_second", "mfu")}
+        memory, time = dict(values["memory"]), dict(values["time"])
+        memory["categories"] = {Category(kind): size for kind, size in memory["categories"].items()}
+        time["volumes"] = tuple(Volume(**volume) for volume in time["volumes"])
+        values["doubts"] = tuple(values["doubts"])
+        return cls(**{**values, "memory": MemoryPrediction(**memory), "time": TimePrediction(**time)})

@@ -44,6 +44,7 @@ def step(number: int, seconds: float, reserved: float | None) -> StepMetrics:
         memory_peak_gib=reserved and 19.0,
         memory_reserved_gib=reserved,
         resident_set_gib=1.0,
+        resident_set_peak_gib=1.5,
     )
 
 

@@ -19,7 +19,7 @@ from fsdptoys.metrics.plot_experts import draw_experts
 from fsdptoys.metrics.summary import fence, summarize
 from fsdptoys.routing import RoutingMetrics
 
-STEP = StepMetrics(1, 5.5, 1.0, 1e-3, 0.1, 512, 5120.0, 0.1, None, None, None, None, 0.5)
+STEP = StepMetrics(1, 5.5, 1.0, 1e-3, 0.1, 512, 5120.0, 0.1, None, None, None, None, 0.5, 0.75)
 GPU_STEP = replace(STEP, mfu=0.4, memory_allocated_gib=1.0, memory_peak_gib=2.0, memory_reserved_gib=3.0)
 REFERENCES = {"uniform": math.log(256), "unigram": 3.0}
 TREE = {"model": {"dim": 64, "norm": {"eps": 1e-5}}, "train": {"sample_prompt": "a | `b`\n", "seed": None}}
@@ -108,7 +108,9 @@ def test_results_are_the_steps_own_numbers():
     assert (results.first_loss, results.last_loss) == (pytest.approx(5.49), pytest.approx(5.35))
     assert results.mean_last_loss == pytest.approx(sum(5.5 - 0.01 * n for n in range(6, 16)) / 10)
     assert (results.eval_loss, results.eval_step) == (5.0, 10)
-    assert (results.memory_peak_gib, results.resident_set_gib) == (2.0, 0.5)
+    assert (results.memory_peak_gib, results.resident_set_gib, results.resident_set_peak_gib) == (2.0, 0.5, 0.75)
+    old = [replace(metrics, resident_set_peak_gib=None) for metrics in run_of(3)]
+    assert summarize(old, warmup_steps=2).resident_set_peak_gib is None
     assert results.mfu is not None and results.mfu.median == pytest.approx(0.4)
 
 
@@ -145,6 +147,8 @@ def test_the_page_tells_what_came_out(tmp_path):
         "| TFLOP/s a rank | 0.100 (p10 0.100, p90 0.100) |",
         "| MFU | 40.0 % (p10 40.0, p90 40.0) |",
         "| peak device memory of rank 0 | 2.000 GiB |",
+        "| largest resident set of rank 0 after a step | 0.500 GiB |",
+        "| peak resident set of rank 0 | 0.750 GiB |",
         "| model | `dim=64` `norm.eps=1e-05` |",
         "| train | `sample_prompt=\"a \\| 'b'\\n\"` `seed=null` |",
         "`````text\nx\n````\n# not a heading\n`````",

@@ -13,7 +13,7 @@ import pytest
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics import Console, MetricsConfig, Recorder, Resumed, StepMetrics, check_run_dir
 from fsdptoys.metrics.lock import FolderLock
-from fsdptoys.metrics.resumes import Resume, changed_settings, starts
+from fsdptoys.metrics.resumes import Resume, changed_settings, read_resumes, starts
 from fsdptoys.metrics.summary import summarize
 from fsdptoys.routing import RoutingMetrics
 
@@ -239,6 +239,27 @@ def test_a_line_that_cannot_be_read_stays_and_is_told(capsys):
     out = capsys.readouterr().out
     assert "run/metrics.jsonl cannot be read in line 4, which the results and pictures leave out\n" in out
     assert "10 of 40 steps; stopped" in out
+
+
+def test_a_run_that_goes_on_has_no_summary_until_it_ends_anew():
+    """Oracle: the files of the folder, after a start that ended, in the next one, and after that one was killed."""
+    with start(None) as recorder:
+        saved = record(recorder, 1, 3)
+        recorder.finish("train.max_seconds=1 reached")
+    assert Path("run/summary.md").exists()
+    with start(Resumed(3, saved, "step-3")) as recorder:
+        assert not Path("run/summary.md").exists()
+        record(recorder, 4, 4)
+    assert not Path("run/summary.md").exists()
+    assert steps_in("metrics.jsonl") == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("step", ['"x"', "null", "1.5", "[]"])
+def test_a_resume_after_what_is_no_step_is_left_out(step):
+    """Oracle: of two lines that differ in the step alone, the one whose step is a number."""
+    rest = '"time": "t", "checkpoint": null, "world_size_before": 1, "world_size": 1, "changed": {}, "moved_to": null'
+    Path("resumes.jsonl").write_text("".join(f'{{"step": {each}, {rest}}}\n' for each in (step, "7")))
+    assert [resume.step for resume in read_resumes(Path("resumes.jsonl"))] == [7]
 
 
 def hold_the_lock(tells) -> None:

@@ -73,6 +73,20 @@ def test_files_hold_what_was_given():
     assert json.loads((directory.path / "environment.json").read_text()) == {"world_size": 1}
 
 
+def test_a_folder_has_no_settings_before_all_that_is_read_with_them(monkeypatch):
+    """Oracle: what is there when the settings are put in their place, which is what makes the folder a run's."""
+    seen = []
+    write = RunDirectory.write
+
+    def watched(self: RunDirectory, name: str, text: str) -> None:
+        seen.append((name, sorted(path.name for path in self.path.iterdir() if not path.name.startswith("."))))
+        write(self, name, text)
+
+    monkeypatch.setattr(RunDirectory, "write", watched)
+    open_run("run").close()
+    assert dict(seen)["config.yaml"] == ["environment.json", "metrics.jsonl"]
+
+
 def test_each_step_is_on_disk_before_the_next():
     """Oracle: the file, read while the run still holds it open."""
     directory = RunDirectory(MetricsConfig(run_dir="run"), "tiny", TREE, {})

@@ -25,6 +25,7 @@ KEYS = [
     "memory_peak_gib",
     "memory_reserved_gib",
     "resident_set_gib",
+    "resident_set_peak_gib",
     "eval_loss",
     "skipped",
     "skipped_steps",
@@ -92,6 +93,16 @@ def test_a_cpu_reports_only_the_resident_set():
     assert metrics.resident_set_gib == pytest.approx(resident_set_bytes() / GIB, rel=0.2)
 
 
+def test_the_peak_of_the_resident_set_remembers_what_is_gone():
+    """Oracle: 64 MiB of ones on top of what was resident, which are freed again before the step is measured."""
+    before = resident_set_bytes()
+    held = torch.ones(2**24)
+    expected = before + 0.8 * held.nbytes
+    del held
+    metrics = measure(Device("cpu"), peak_flops=None)
+    assert metrics.resident_set_peak_gib is not None and metrics.resident_set_peak_gib * GIB >= expected
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_cuda_device_reports_its_allocator():
     """Oracle: PyTorch's allocator counters around a tensor of 1 GiB."""
@@ -148,9 +159,9 @@ def test_lines_of_other_versions_are_read():
     """Oracle: the defaults for keys that an earlier version did not write; those of a later one are left out."""
     metrics = measure(Device("cpu"), None)
     values = json.loads(metrics.to_json()) | {"of_a_later_version": [1]}
-    for name in ("eval_loss", "skipped", "skipped_steps", "loss_spike"):
+    for name in ("resident_set_peak_gib", "eval_loss", "skipped", "skipped_steps", "loss_spike"):
         del values[name]
-    assert StepMetrics.from_json(json.dumps(values)) == metrics
+    assert StepMetrics.from_json(json.dumps(values)) == dataclasses.replace(metrics, resident_set_peak_gib=None)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,8 @@ from fsdptoys.config import Config
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics.step import StepMetrics
 from fsdptoys.plan.calibrate import PARAMETERS, Calibration, Case, calibrate, choose_parameters, error
-from fsdptoys.plan.measured import calibrate_command, calibrate_runs, read_config, read_run
+from fsdptoys.plan.measured import calibrate_command, calibrate_runs, read_run
+from fsdptoys.recorded import read_config
 from fsdptoys.simulator.allocator import NativeAllocator
 from fsdptoys.simulator.events import (
     Collective,

@@ -19,7 +19,6 @@ from fsdptoys.plan import activations
 from fsdptoys.plan.activations import segments_of
 from fsdptoys.plan.closed_form import closed_form
 from fsdptoys.plan.kernels import fuses_rms_norm
-from fsdptoys.plan.tracing import trace
 from fsdptoys.plan.units import make_units
 from fsdptoys.simulator.allocator import build_allocator
 from fsdptoys.simulator.config import AllocatorKind
@@ -27,6 +26,7 @@ from fsdptoys.simulator.events import Category
 from fsdptoys.simulator.hardware import AttentionKind, Hardware, load_hardware
 from fsdptoys.simulator.prediction import Prediction
 from fsdptoys.simulator.replay import replay
+from tests.plan.traced import traced_on
 
 GIB = 2**30
 LLAMA = ("model=llama2_7b", "parallel.param_dtype=bfloat16", "train.seq_len=4096")
@@ -322,8 +322,7 @@ def test_closed_form_agrees_with_the_trace(words: tuple[str, ...]) -> None:
     config = _config(*model, *words)
     hardware = _hardware("h100")
     formula = closed_form(config, hardware, 8, AllocatorKind.expandable)
-    (traced,) = trace(config, hardware, 8, [config.model.n_layers])
-    replayed = replay(traced, hardware, build_allocator(AllocatorKind.expandable))
+    replayed = replay(traced_on(config, hardware, 8), hardware, build_allocator(AllocatorKind.expandable))
     memory = replayed.memory()
     assert formula.memory.end_bytes == pytest.approx(memory.end_bytes, rel=0.01)
     assert formula.memory.peak_bytes == pytest.approx(memory.peak_bytes, rel=0.1)

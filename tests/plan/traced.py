@@ -7,6 +7,7 @@ from typing import Any
 
 from fsdptoys.compose import compose_config
 from fsdptoys.config import Config
+from fsdptoys.plan.kernels import matmul_workspace_bytes
 from fsdptoys.plan.tracing import trace_here, trainer_program
 from fsdptoys.simulator.events import Alloc, Category, Free, Mark, Trace
 from fsdptoys.simulator.hardware import AttentionKind, Hardware, Quantity
@@ -38,6 +39,18 @@ def traced(words: Sequence[str], world_size: int = 8, device_type: str = "cuda")
 def _traced(words: tuple[str, ...], world_size: int, device_type: str) -> Trace:
     trace: Trace = in_fresh_process(trace_steps, configured(words, world_size, device_type), world_size, device_type)
     return trace
+
+
+def traced_on(config: Config, hardware: Hardware, world_size: int) -> Trace:
+    """What ``trace`` tells of a configuration as it is, without the interpreter that it starts."""
+    trace: Trace = in_fresh_process(_trace_on, config, hardware, world_size)
+    return trace
+
+
+def _trace_on(config: Config, hardware: Hardware, world_size: int) -> Trace:
+    workspace_bytes = matmul_workspace_bytes(hardware)
+    program = trainer_program(config, hardware)
+    return trace_here(program, attention=hardware.attention, world_size=world_size, workspace_bytes=workspace_bytes)
 
 
 def trace_steps(config: Config, world_size: int, device_type: str) -> Trace:

@@ -1,0 +1,119 @@
+"""TensorBoard and Weights & Biases behind one interface: they get what ``metrics.jsonl`` gets, and nothing needs them.
+
+A writer that fails, at its start or later (a full disk, no network), is told of once and left out; the run goes on.
+Their packages are no dependencies of this project, and are imported on rank 0 alone, where one is asked for.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from .checks import wandb_mode
+from .config import TENSORBOARD_FOLDER, WANDB_FOLDER, MetricsConfig, WandbMode
+from .step import StepMetrics
+from .summary import RunResults
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What a writer is told before the first step."""
+
+    title: str
+    config_tree: dict[str, Any]
+    """Every setting, as plain values."""
+    environment: dict[str, Any]
+    """Versions, machine and command line."""
+    run_dir: Path
+    done: int
+    """Steps that the run goes on after; what was written of later ones is no longer true."""
+
+
+class Writer(Protocol):
+    """One more place for a run's steps."""
+
+    label: str
+    """For people."""
+
+    def start(self, beginning: Beginning) -> None:
+        """Open what is written to."""
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Write a step."""
+
+    def flush(self) -> None:
+        """Hand what was written to the system, since steps before a checkpoint do not come again."""
+
+    def finish(self, results: RunResults, stop_reason: str, picture: Path) -> None:
+        """Write what the run adds up to; ``picture`` is its ``loss.png``."""
+
+    def close(self) -> None:
+        """Close what was opened, after a crash too; without ``finish`` the run counts as failed."""
+
+
+class Writers:
+    """Those that a run has, each left out once it fails.
+
+    Args:
+        writers: in any order.
+        tell: shows a sentence to the user.
+    """
+
+    def __init__(self, writers: Sequence[Writer], tell: Callable[[str], None]) -> None:
+        self._writers = list(writers)
+        self._tell = tell
+        self._step = 0
+
+    def start(self, beginning: Beginning) -> None:
+        """Open all of them."""
+        self._step = beginning.done
+        self._each(lambda writer: writer.start(beginning))
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Write a step to all of them."""
+        self._step = metrics.step
+        self._each(lambda writer: writer.step(metrics))
+
+    def flush(self) -> None:
+        """Have all of them hand over what they hold."""
+        self._each(lambda writer: writer.flush())
+
+    def finish(self, results: RunResults, stop_reason: str, picture: Path) -> None:
+        """Write the run's end to all of them."""
+        self._each(lambda writer: writer.finish(results, stop_reason, picture))
+
+    def close(self) -> None:
+        """Close all of them; may be called twice."""
+        self._each(lambda writer: writer.close())
+        self._writers = []
+
+    def _each(self, call: Callable[[Writer], None]) -> None:
+        for writer in list(self._writers):
+            try:
+                call(writer)
+            except Exception as error:  # whatever a package of others raises must not end the training
+                self._writers.remove(writer)
+                with suppress(Exception):
+                    writer.close()
+                reason = " ".join(str(error).split()) or type(error).__name__
+                self._tell(
+                    f"{writer.label} failed after step {self._step} ({reason}) and is left out from here on; "
+                    "metrics.jsonl has every step"
+                )
+
+
+def build_writers(config: MetricsConfig) -> list[Writer]:
+    """The writers that the settings name; their packages are imported when they start."""
+    found: list[Writer] = []
+    if TENSORBOARD_FOLDER in config.writers:
+        from .tensorboard_writer import TensorBoardWriter
+
+        found.append(TensorBoardWriter())
+    mode = wandb_mode(config, os.environ) if WANDB_FOLDER in config.writers else WandbMode.disabled
+    if mode is not WandbMode.disabled:
+        from .wandb_writer import WandbWriter
+
+        found.append(WandbWriter(config.wandb_project, config.wandb_entity, mode))
+    return found

@@ -1,0 +1,50 @@
+"""How a launcher's run has ended, in a file for the program that started it: words for people are on stderr.
+
+Nothing is written unless the environment names the file.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+OUTCOME_VARIABLE = "FSDPTOYS_OUTCOME_FILE"
+"""Environment variable that names the file."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run has ended, as its launcher knows it."""
+
+    status: int
+    """Exit status."""
+    reason: str | None = None
+    """What went wrong, in one line."""
+    out_of_memory: bool = False
+    """Whether a rank ran out of memory, or was killed as the system does where host memory runs out."""
+    stopped_by: str | None = None
+    """Name of the signal that asked the run to end, however well it then ended."""
+
+
+def leave_outcome(outcome: Outcome) -> None:
+    """Write it down where that was asked for; a disk that is full does not change how the run has ended."""
+    named = os.environ.get(OUTCOME_VARIABLE)
+    if named:
+        path = Path(named)
+        part = path.with_name(f".{path.name}.part")
+        try:
+            part.write_text(json.dumps(dataclasses.asdict(outcome)) + "\n", encoding="utf-8")
+            part.replace(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                part.unlink()
+
+
+def read_outcome(path: Path) -> Outcome | None:
+    """What :func:`leave_outcome` wrote; None where it wrote nothing."""
+    try:
+        return Outcome(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None

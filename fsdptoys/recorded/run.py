@@ -1,0 +1,108 @@
+"""One run directory, read back: what was run, on what, each step, and what was predicted.
+
+A run that is still going, or that was killed, reads like one that has ended: what is there counts.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdptoys.config import Config
+from fsdptoys.errors import ConfigError
+from fsdptoys.metrics import StepMetrics
+from fsdptoys.metrics.config import (
+    CONFIG_FILE,
+    ENVIRONMENT_FILE,
+    METRICS_FILE,
+    PREDICTION_FILE,
+    RESUMES_FILE,
+    SUMMARY_FILE,
+    MetricsConfig,
+)
+from fsdptoys.metrics.forecast import Comparison, compare
+from fsdptoys.metrics.resumes import read_resumes, read_steps, starts
+from fsdptoys.metrics.summary import RunResults, summarize
+from fsdptoys.simulator.prediction import Prediction
+
+from .settings import read_config, read_tree
+from .writing import is_written
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """What a run directory says."""
+
+    path: Path
+    tree: dict[str, Any]
+    """Every setting, as ``config.yaml`` has it."""
+    environment: dict[str, Any]
+    """Versions, machine and command, as ``environment.json`` has them."""
+    world_size: int
+    device_type: str
+    device_name: str
+    steps: list[StepMetrics]
+    results: RunResults
+    """What the steps add up to, without those of the warm-up."""
+    prediction: Prediction | None
+    """What was foretold of it, where it was."""
+    notes: tuple[str, ...] = ()
+    """Sentences on what could not be read."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has ended by itself and summed itself up, which may be before its last step."""
+        return (self.path / SUMMARY_FILE).exists()
+
+    @property
+    def running(self) -> bool:
+        """Whether a process writes it now, as far as this machine can tell."""
+        return is_written(self.path)
+
+    def config(self) -> Config:
+        """The configuration, not validated, as far as it decides how long a step takes; see :func:`read_config`.
+
+        Raises:
+            ConfigError: where this version cannot read it.
+        """
+        return read_config(self.tree, str(self.path / CONFIG_FILE))
+
+    def comparisons(self) -> list[Comparison]:
+        """What was predicted beside what was measured."""
+        return compare(self.prediction, self.results) if self.prediction is not None else []
+
+
+def is_run_dir(path: Path) -> bool:
+    """Whether a run has begun to write there."""
+    return (path / CONFIG_FILE).is_file() and (path / METRICS_FILE).is_file()
+
+
+def read_recorded_run(path: Path) -> RecordedRun:
+    """Read a run directory.
+
+    Raises:
+        ConfigError: if it is none.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"{path} is no run directory; give one that fsdptoys train has written, as runs/NAME")
+    environment = read_tree(path / ENVIRONMENT_FILE)
+    try:
+        world_size, device = int(environment["world_size"]), environment["device"]
+        device_type, device_name = str(device["type"]), str(device["name"])
+    except (KeyError, TypeError, ValueError) as mistake:
+        raise ConfigError(f"{path / ENVIRONMENT_FILE} does not say what the run ran on; leave {path} out") from mistake
+    tree = read_tree(path / CONFIG_FILE)
+    metrics = tree.get("metrics")
+    warmup = metrics.get("warmup_steps") if isinstance(metrics, dict) else None
+    if type(warmup) is not int:
+        warmup = MetricsConfig().warmup_steps
+    steps, notes = read_steps(path / METRICS_FILE)
+    results = summarize(steps, warmup, starts(read_resumes(path / RESUMES_FILE)))
+    prediction = None
+    if (path / PREDICTION_FILE).exists():
+        try:
+            prediction = Prediction.from_dict(read_tree(path / PREDICTION_FILE))
+        except (KeyError, TypeError, ValueError):
+            notes = [*notes, f"{path / PREDICTION_FILE} was written by another version and is left out"]
+    return RecordedRun(
+        path, tree, environment, world_size, device_type, device_name, steps, results, prediction, tuple(notes)
+    )

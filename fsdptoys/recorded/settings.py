@@ -1,0 +1,133 @@
+"""What a run directory's files say, read back: trees of plain values, and the configuration that wrote them."""
+
+import dataclasses
+import json
+import typing
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from fsdptoys.checkpoint import CheckpointConfig, model_config_of
+from fsdptoys.config import Config
+from fsdptoys.data import SyntheticConfig
+from fsdptoys.errors import ConfigError
+from fsdptoys.optim import OptimConfig
+from fsdptoys.parallel import ParallelConfig
+
+LARGEST_FILE_BYTES = 2**20
+
+T = TypeVar("T")
+
+
+def read_tree(path: Path) -> dict[str, Any]:
+    """A YAML or JSON file that a run wrote.
+
+    Raises:
+        ConfigError: if it cannot be read, or holds no mapping.
+    """
+    try:
+        with open(path, "rb") as file:
+            text = file.read(LARGEST_FILE_BYTES + 1)
+        if len(text) > LARGEST_FILE_BYTES:
+            raise ValueError(f"it is longer than {LARGEST_FILE_BYTES} bytes")
+        tree = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except OSError as mistake:
+        raise ConfigError(
+            f"{path} cannot be read ({mistake.strerror or mistake}); give a directory that fsdptoys train has written"
+        ) from mistake
+    except (ValueError, RecursionError, yaml.YAMLError) as mistake:
+        reason = " ".join(str(mistake).split())
+        raise ConfigError(f"{path} cannot be read ({reason}); use the file that the run wrote") from mistake
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} holds no settings; use the file that the run wrote")
+    return tree
+
+
+def read_config(tree: dict[str, Any], where: str) -> Config:
+    """The configuration that a run wrote, as far as it decides how long a step takes.
+
+    Keys that are missing have been added since, and get what they stand at when nothing is said.
+
+    Args:
+        tree: of its ``config.yaml``.
+        where: the file, for sentences.
+
+    Raises:
+        ConfigError: for a key that nothing here reads, and for a value that cannot be.
+    """
+    kinds = typing.get_type_hints(Config)
+    sections: dict[str, Any] = {
+        "model": dataclasses.replace(model_config_of(tree.get("model"), where, "leave the run out"), init_from=None),
+        "parallel": _build(_kind(ParallelConfig, tree, "parallel", where), tree["parallel"], where, "parallel"),
+        "optim": _build(_kind(OptimConfig, tree, "optim", where), tree["optim"], where, "optim"),
+        "data": SyntheticConfig(),
+        "checkpoint": CheckpointConfig(),
+        "patches": tree.get("patches", "auto"),
+    }
+    for name, kind in kinds.items():
+        if name not in sections:
+            values = tree.get(name, {})
+            if not isinstance(values, dict):
+                raise ConfigError(f"{where} says {name}={values}, which must be a mapping; correct it")
+            sections[name] = _build(kind, values, where, name)
+    config = Config(**sections)
+    # What this machine may not have, and the run is not asked for again.
+    config.train.eval_every = 0
+    config.memory.cpu_threads = None
+    config.launch.max_restarts = 0
+    config.profile.enabled = False
+    return config
+
+
+def _kind(base: type, tree: dict[str, Any], section: str, where: str) -> type:
+    """The class that a section names."""
+    values = tree.get(section)
+    name = values.get("name") if isinstance(values, dict) else None
+    kinds = {getattr(kind, "name", None): kind for kind in _subclasses(base)}
+    if name is None or name not in kinds:
+        raise ConfigError(f"{where} says {section}.name={name}, which nothing here knows; leave the run out")
+    return kinds[name]
+
+
+def _subclasses(base: type) -> Iterable[type]:
+    children: list[type] = base.__subclasses__()
+    for kind in children:
+        yield kind
+        yield from _subclasses(kind)
+
+
+def _build(kind: type[T], values: Mapping[str, Any], where: str, key: str) -> T:
+    """A dataclass out of plain values; ``name`` has said which."""
+    hints = typing.get_type_hints(kind)
+    fields = {field.name for field in dataclasses.fields(kind) if field.init}  # type: ignore[arg-type]
+    built = {}
+    for name, value in values.items():
+        if name == "name" and name not in fields:
+            continue
+        if name not in fields:
+            raise ConfigError(f"{where} says {key}.{name}={value}, which nothing here reads; remove it")
+        built[name] = _typed(hints[name], value, where, f"{key}.{name}")
+    try:
+        return kind(**built)
+    except TypeError as mistake:
+        raise ConfigError(f"{where} lacks a setting of {key} ({mistake}); leave the run out") from mistake
+
+
+def _typed(annotation: Any, value: Any, where: str, key: str) -> Any:
+    kinds = [kind for kind in (typing.get_args(annotation) or (annotation,)) if isinstance(kind, type)]
+    for kind in kinds:
+        if issubclass(kind, Enum):
+            try:
+                return kind(value)
+            except ValueError:
+                continue
+        if dataclasses.is_dataclass(kind) and isinstance(value, dict):
+            return _build(kind, value, where, key)
+    enums = [kind for kind in kinds if issubclass(kind, Enum)]
+    if value is not None and enums:
+        choices = " | ".join(str(choice.value) for choice in enums[0])
+        raise ConfigError(f"{where} says {key}={value}, which must be {choices}; correct it")
+    return float(value) if kinds == [float] and type(value) is int else value

@@ -1,0 +1,72 @@
+"""Linear layers, and bf16 products on CPUs that have no instructions for them.
+
+Where a CPU cannot multiply bf16, torch's own product is a loop without vectors: on an AVX2 machine 1 to 23 GFLOP/s
+where float32 has 60 to 85. So there factors are cast to float32, multiplied, and the product is rounded to bf16, in the
+forward and in the backward: the same exact products and float32 sums, added in another order. The casts cost a copy of
+both factors while the product is made; what is kept for the backward stays bf16.
+
+Compiled blocks are left to the compiler, and tensors that only stand for others (fake ones, say) to torch.
+"""
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+
+class Linear(nn.Linear):
+    """``torch.nn.Linear`` through :func:`linear`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Multiply the last dim; any leading shape."""
+        return linear(input, self.weight, self.bias)
+
+
+def linear(input: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """``torch.nn.functional.linear``, by way of float32 where that is the faster way."""
+    if not goes_through_float32(input):
+        return F.linear(input, weight_OI, bias_O)
+    product: Tensor = _Float32Product.apply(input, weight_OI)
+    return product if bias_O is None else product + bias_O
+
+
+def goes_through_float32(tensor: Tensor) -> bool:
+    """Whether a factor's products are made in float32."""
+    return (
+        tensor.dtype == torch.bfloat16
+        and tensor.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and type(tensor) in (Tensor, nn.Parameter)
+        and lacks_bfloat16()
+    )
+
+
+@functools.cache
+def lacks_bfloat16() -> bool:
+    """Whether this CPU has no bf16 product of oneDNN's; where nobody knows, torch is left to it."""
+    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return supported is not None and not supported()
+
+
+class _Float32Product(torch.autograd.Function):
+    """``input @ weight.T`` of bf16 factors, multiplied in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight_OI: Tensor) -> Tensor:
+        ctx.save_for_backward(input, weight_OI)
+        return F.linear(input.float(), weight_OI.float()).to(input.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        input, weight_OI = ctx.saved_tensors
+        gradient_NO = gradient.flatten(0, -2).float()
+        of_input = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_input = (gradient_NO @ weight_OI.float()).to(input.dtype).view(input.shape)
+        if ctx.needs_input_grad[1]:
+            of_weight = (gradient_NO.t() @ input.flatten(0, -2).float()).to(weight_OI.dtype)
+        return of_input, of_weight

@@ -1,0 +1,336 @@
+"""TensorBoard and Weights & Biases get what the run's own files get, and cannot end a run."""
+
+import contextlib
+import importlib.machinery
+import io
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from fsdptoys.device import Device
+from fsdptoys.errors import ConfigError
+from fsdptoys.metrics import Console, MetricsConfig, Recorder, Resumed, StepMetrics, check_run_dir, environment
+from fsdptoys.metrics.checks import check_writers, wandb_mode
+from fsdptoys.metrics.config import RUN_FILES, WandbMode
+from fsdptoys.metrics.writers import Beginning, Writers
+from fsdptoys.routing import RoutingMetrics
+
+STEP = StepMetrics(1, 5.5, 1.0, 1e-3, 0.1, 512, 5120.0, 0.1, None, None, None, None, 0.5, 0.75)
+ROUTING = RoutingMetrics(aux_loss=2.1, z_loss=3.5, entropy=0.9, max_load=1.8, min_load=0.25, counts=[[7, 1, 4, 4]])
+TREE = {"model": {"dim": 64, "norm": {"eps": 1e-5}}, "train": {"seed": None}}
+
+
+def step_of(number: int, shift: float = 0.0) -> StepMetrics:
+    """A step that differs from its neighbours; every fourth is evaluated, and the sixth is skipped."""
+    return replace(
+        STEP,
+        step=number,
+        loss=5.5 - 0.01 * number + shift,
+        eval_loss=5.0 if number % 4 == 0 else None,
+        skipped=number == 6,
+        grad_norm=float("inf") if number == 6 else 1.0 / number,
+        routing=ROUTING,
+    )
+
+
+def open_recorder(folder: Path, writers: list[str], resumed: Resumed | None = None) -> Recorder:
+    config = MetricsConfig(
+        run_dir=str(folder),
+        console=Console.plain,
+        writers=writers,
+        wandb_mode=WandbMode.offline if "wandb" in writers else None,
+    )
+    found = environment(Device("cpu"), 2, ["fsdptoys", "train"])
+    return Recorder(config, "tiny", TREE, found, 8, {}, resumed=resumed)
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a run leaves that breaks after step 6 and goes on from a checkpoint of step 4."""
+
+    folder: Path
+    printed: str
+    requests: int
+    """Connections to the proxy that the environment names for all requests."""
+
+    def lines(self) -> list[dict[str, float | None]]:
+        """The lines of ``metrics.jsonl``."""
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
+    pytest.importorskip("tensorboard")
+    pytest.importorskip("wandb")
+    home, folder = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("runs") / "run"
+    printed = io.StringIO()
+    proxy = socket.create_server(("127.0.0.1", 0))
+    proxy.setblocking(False)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("WANDB_")]:
+            patch.delenv(name)
+        patch.setenv("HOME", str(home))
+        patch.setenv("WANDB_ERROR_REPORTING", "")  # so that it is taken away again afterwards
+        patch.delenv("WANDB_ERROR_REPORTING")
+        for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "ALL_PROXY"):
+            patch.setenv(name, f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            with contextlib.suppress(ZeroDivisionError), open_recorder(folder, ["tensorboard", "wandb"]) as recorder:
+                for number in range(1, 7):
+                    recorder.step(step_of(number))
+                    if number == 4:
+                        offsets = recorder.offsets()
+                raise ZeroDivisionError
+            resumed = Resumed(4, offsets, "step-00000004")
+            with open_recorder(folder, ["tensorboard", "wandb"], resumed) as recorder:
+                for number in range(5, 9):
+                    recorder.step(step_of(number, shift=1.0))
+                recorder.finish("all steps done")
+        import wandb
+
+        wandb.teardown()
+    requests = 0
+    with contextlib.suppress(BlockingIOError), proxy:
+        while True:
+            proxy.accept()[0].close()
+            requests += 1
+    yield Left(folder, printed.getvalue(), requests)
+
+
+def test_event_files_hold_the_lines_of_the_run_each_once(left: Left) -> None:
+    """Oracle: ``metrics.jsonl``, number by number, against TensorBoard's own reader; steps done again count once."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(left.folder / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0})
+    events.Reload()
+    lines = left.lines()
+    assert [line["step"] for line in lines] == [*range(1, 9)]
+    names = {name for line in lines for name in line} - {"step", "non_finite"}
+    for name in names:
+        written = {line["step"]: float(line[name]) for line in lines if line.get(name) is not None}
+        if name == "grad_norm":
+            written = dict(sorted((written | {6: float("inf")}).items()))
+        if not written:
+            assert name not in events.Tags()["scalars"]
+            continue
+        scalars = events.Scalars(name)
+        assert [event.step for event in scalars] == list(written), name
+        assert [event.value for event in scalars] == pytest.approx(list(written.values()), rel=1e-6), name
+    (config,) = events.Tensors("config/text_summary")[-1:]
+    assert b"dim: 64" in config.tensor_proto.string_val[0]
+    assert events.Tags()["images"] == ["loss_curve"]
+    assert events.Images("loss_curve")[0].encoded_image_string.startswith(b"\x89PNG")
+
+
+def records_of(path: Path) -> list:
+    """The records of a file of Weights & Biases: LevelDB's log format after a header of 7 bytes."""
+    from wandb.proto import wandb_internal_pb2
+
+    content, place, records, parts = path.read_bytes(), 7, [], b""
+    assert content[:4] == b":W&B"
+    while place < len(content):
+        room = 32768 - place % 32768
+        if room < 7:
+            place += room
+            continue
+        length, kind = int.from_bytes(content[place + 4 : place + 6], "little"), content[place + 6]
+        parts += content[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            records.append(wandb_internal_pb2.Record.FromString(parts))
+            parts = b""
+    return records
+
+
+def test_weights_and_biases_has_both_starts_under_one_id(left: Left) -> None:
+    """Oracle: the steps that were recorded, settings and results, read from its files by its own record type."""
+    files = sorted((left.folder / "wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime_ns)
+    assert len(files) == 2
+    histories, summary = [], {}
+    for path, exit_code in zip(files, (1, 0), strict=True):
+        records = records_of(path)
+        assert {record.run.run_id for record in records if record.HasField("run")} == {
+            (left.folder / "wandb" / "run_id.txt").read_text().strip()
+        }
+        assert [record.exit.exit_code for record in records if record.HasField("exit")] == [exit_code]
+        (run, *_) = [record.run for record in records if record.HasField("run")]
+        config = {item.key: json.loads(item.value_json) for item in run.config.update}
+        assert config["model"] == TREE["model"] and config["title"] == "tiny"
+        histories.append([
+            {(item.key or item.nested_key[0]): json.loads(item.value_json) for item in record.history.item}
+            for record in records
+            if record.HasField("history")
+        ])  # fmt: skip
+        for record in records:
+            for item in record.summary.update:
+                summary[item.key or ".".join(item.nested_key)] = json.loads(item.value_json)
+    for history, steps in zip(
+        histories, ([step_of(n) for n in range(1, 7)], [step_of(n, 1.0) for n in range(5, 9)]), strict=True
+    ):
+        assert [values["step"] for values in history] == [metrics.step for metrics in steps]
+        for values, metrics in zip(history, steps, strict=True):
+            numbers = metrics.numbers()
+            assert set(numbers) <= set(values)
+            assert [float(values[name]) for name in numbers] == pytest.approx(list(numbers.values()))
+    assert summary["stop_reason"] == "all steps done"
+    assert summary["results"]["skipped_steps"] == 1 and summary["results"]["steps"] == 8
+
+
+def test_offline_makes_no_request_and_prints_nothing(left: Left) -> None:
+    """Oracle: a proxy that is named for every request, and the console's lines, which are all our own."""
+    assert left.requests == 0
+    assert "wandb" not in left.printed.lower() and "tensorboard" not in left.printed.lower()
+    assert "going on after step 4" in left.printed
+
+
+def test_the_summary_names_the_folders_of_the_writers_alone_that_there_were(left: Left, tmp_path: Path) -> None:
+    """Oracle: rows of the pages."""
+    page = (left.folder / "summary.md").read_text()
+    assert "\n| `tensorboard` | " in page and "\n| `wandb` | " in page
+    with open_recorder(tmp_path / "plain", []) as recorder:
+        recorder.finish("done")
+    page = (tmp_path / "plain" / "summary.md").read_text()
+    assert "`tensorboard`" not in page and "`wandb` |" not in page
+    assert {"tensorboard", "wandb"} <= set(RUN_FILES)
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_writer_that_cannot_open_its_folder_is_told_of_and_left_out(name: str, tmp_path: Path, capsys) -> None:
+    """Oracle: a file in the folder's place; one sentence, and a run that is whole without the writer."""
+    pytest.importorskip(name)
+    (tmp_path / name).write_text("no folder")
+    with open_recorder(tmp_path, [name], Resumed(2, {}, "step-00000002")) as recorder:
+        recorder.step(step_of(3))
+        recorder.finish("all steps done")
+    label = {"tensorboard": "TensorBoard", "wandb": "Weights & Biases"}[name]
+    told = [line for line in capsys.readouterr().out.splitlines() if label in line]
+    assert len(told) == 1
+    assert told[0].startswith(f"{label} failed after step 2 (") and told[0].endswith("metrics.jsonl has every step")
+    assert (tmp_path / "summary.md").exists() and len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+    assert (tmp_path / name).read_text() == "no folder"
+
+
+class Fragile:
+    """A writer that notes what it is asked for, and fails at one of these."""
+
+    label = "Fragile"
+
+    def __init__(self, fails_at: str | None) -> None:
+        self.asked: list[str] = []
+        self._fails_at = fails_at
+
+    def __getattr__(self, name: str):
+        def asked(*_: object) -> None:
+            self.asked.append(name)
+            if name == self._fails_at:
+                raise OSError(28, "No space left on device")
+
+        return asked
+
+
+@pytest.mark.parametrize("stage", ["start", "step", "flush", "finish", "close"])
+def test_a_writer_that_fails_is_closed_and_never_asked_again(stage: str) -> None:
+    """Oracle: what it and a sound one beside it were asked for, and the one sentence."""
+    told: list[str] = []
+    broken, sound = Fragile(stage), Fragile(None)
+    writers = Writers([broken, sound], told.append)
+    order = ["start", "step", "step", "flush", "finish", "close"]
+    writers.start(Beginning("tiny", TREE, {}, Path(), 0))
+    for number in (1, 2):
+        writers.step(step_of(number))
+    writers.flush()
+    writers.finish(None, "done", Path())
+    writers.close()
+    writers.close()
+    assert sound.asked == order
+    assert broken.asked == [*order[: order.index(stage) + 1], "close"]
+    step = {"start": 0, "step": 1}.get(stage, 2)
+    assert told == [
+        f"Fragile failed after step {step} ([Errno 28] No space left on device) and is left out from here on; "
+        "metrics.jsonl has every step"
+    ]
+
+
+NO_KEY = (
+    "metrics.wandb_mode=online needs an API key for Weights & Biases, and there is none; set WANDB_API_KEY, run wandb "
+    "login, or set metrics.wandb_mode=offline"
+)
+
+
+@pytest.mark.parametrize(
+    ("mode", "variables", "netrc", "sentence"),
+    [
+        (None, {}, "", NO_KEY),
+        ("online", {"WANDB_MODE": "offline"}, "", NO_KEY),
+        (None, {"WANDB_API_KEY": "k" * 40}, "", None),
+        (None, {"WANDB_IDENTITY_TOKEN_FILE": "token.txt"}, "", None),
+        (None, {}, "machine api.wandb.ai login user password kkkk", None),
+        (None, {}, "machine own.example login user password kkkk", NO_KEY),
+        (None, {"WANDB_BASE_URL": "https://own.example"}, "machine own.example login user password kkkk", None),
+        (None, {"settings": "https://own.example"}, "machine own.example login user password kkkk", None),
+        (None, {}, "not a netrc", NO_KEY),
+        ("offline", {}, "", None),
+        ("disabled", {}, "", None),
+        (None, {"WANDB_MODE": "offline"}, "", None),
+        (None, {"WANDB_MODE": "dryrun"}, "", None),
+        (
+            None,
+            {"WANDB_MODE": "shared"},
+            "",
+            "WANDB_MODE=shared must be one of online, offline, disabled; unset it, or set metrics.wandb_mode=offline",
+        ),
+    ],
+)
+def test_going_online_needs_a_key(mode, variables, netrc, sentence, tmp_path) -> None:
+    """Oracle: the sentence, or none, over the places in which wandb keeps keys."""
+    pytest.importorskip("wandb")
+    present = {"HOME": str(tmp_path)} | {name: value for name, value in variables.items() if name.isupper()}
+    (tmp_path / ".netrc").write_text(netrc)
+    if "settings" in variables:
+        (tmp_path / ".config" / "wandb").mkdir(parents=True)
+        (tmp_path / ".config" / "wandb" / "settings").write_text(f"[default]\nbase_url = {variables['settings']}\n")
+    config = MetricsConfig(writers=["wandb"], wandb_mode=WandbMode(mode) if mode else None)
+    if sentence is None:
+        check_writers(config, present)
+    else:
+        with pytest.raises(ConfigError) as error:
+            check_writers(config, present)
+        assert str(error.value) == sentence
+
+
+def test_the_setting_decides_before_the_environment() -> None:
+    """Oracle: the order in which the field's docstring names them."""
+    named = MetricsConfig(writers=["wandb"], wandb_mode=WandbMode.disabled)
+    assert wandb_mode(named, {"WANDB_MODE": "offline"}) is WandbMode.disabled
+    assert wandb_mode(MetricsConfig(writers=["wandb"]), {"WANDB_MODE": "run"}) is WandbMode.online
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_package_that_is_missing_is_named_before_anything_starts(name: str, monkeypatch) -> None:
+    """Oracle: the sentence, in an interpreter that finds none but its built-in modules."""
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(sys, "meta_path", [importlib.machinery.BuiltinImporter])
+    with pytest.raises(ConfigError) as error:
+        check_run_dir(MetricsConfig(writers=[name]))
+    assert str(error.value) == (
+        f"metrics.writers=[{name}] needs the package {name}, which is not installed; run pip install "
+        f"'fsdptoys[{name}]' or leave {name} out"
+    )
+
+
+def test_what_disabled_writes_is_nothing(tmp_path: Path) -> None:
+    """Oracle: the files of a run without writers."""
+    config = MetricsConfig(
+        run_dir=str(tmp_path / "run"), console=Console.none, writers=["wandb"], wandb_mode=WandbMode.disabled
+    )
+    pytest.importorskip("wandb")
+    with Recorder(config, "tiny", TREE, environment(Device("cpu"), 1, []), 1, {}) as recorder:
+        recorder.step(STEP)
+        recorder.finish("done")
+    assert not (tmp_path / "run" / "wandb").exists()

@@ -1,0 +1,80 @@
+"""Linear layers by way of float32: the same numbers as torch's own bf16 products, forward and backward."""
+
+import pytest
+import torch
+
+from fsdptoys.memory import build_loss
+from fsdptoys.models import linear as linear_module
+from fsdptoys.models.grouped import LoopedFloat32, works
+from fsdptoys.models.layers import Attention
+from fsdptoys.models.linear import Linear
+
+
+@pytest.fixture
+def no_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU that cannot multiply bf16."""
+    monkeypatch.setattr(linear_module, "lacks_bfloat16", lambda: True)
+
+
+def gradients(module: torch.nn.Module, input_BTD: torch.Tensor, *args: object) -> list[torch.Tensor]:
+    """Output, gradient of the input and of all parameters, in bf16."""
+    input_BTD = input_BTD.clone().requires_grad_()
+    module.zero_grad()
+    output = module(input_BTD, *args)
+    output.float().square().sum().backward()
+    found = [output, input_BTD.grad, *(param.grad for param in module.parameters())]
+    assert all(tensor is not None and tensor.dtype == torch.bfloat16 for tensor in found)
+    return found  # type: ignore[return-value]
+
+
+@pytest.mark.usefixtures("no_bfloat16")
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(3, 24), (2, 5, 24)])
+def test_a_layer_by_way_of_float32_equals_float64(bias: bool, shape: tuple[int, ...]) -> None:
+    """Oracle: the same bf16 weights and inputs in float64, to the rounding of bf16."""
+    torch.manual_seed(0)
+    layer, exact = Linear(24, 16, bias=bias).bfloat16(), torch.nn.Linear(24, 16, bias=bias).double()
+    exact.load_state_dict(layer.state_dict())
+    input_BTD = torch.randn(shape).bfloat16()
+    found = gradients(layer, input_BTD)
+    exact_input = input_BTD.double().requires_grad_()
+    output = exact(exact_input)
+    output.backward(2 * found[0].double())
+    expected = [output, exact_input.grad, *(param.grad for param in exact.parameters())]
+    for a, b in zip(found, expected, strict=True):
+        assert b is not None
+        assert (a.double() - b).norm() <= 0.005 * b.norm()
+
+
+def test_attention_by_way_of_float32_equals_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: torch's bf16 kernels, to the rounding of bf16."""
+    torch.manual_seed(0)
+    attention = Attention(32, 4, 2, 8, rotation=None).bfloat16()
+    hidden_BTD = torch.randn(2, 6, 32).bfloat16()
+    results = []
+    for lacks in (False, True):
+        monkeypatch.setattr(linear_module, "lacks_bfloat16", lambda lacks=lacks: lacks)
+        results.append(gradients(attention, hidden_BTD, None))
+    for a, b in zip(*results, strict=True):
+        assert (a - b).float().norm() <= 0.02 * b.float().norm()
+
+
+def test_the_chunked_loss_and_experts_have_such_products_too() -> None:
+    """Oracle: multiplying and adding, with an empty group."""
+    assert works(LoopedFloat32(), "cpu", torch.bfloat16)
+
+
+@pytest.mark.usefixtures("no_bfloat16")
+def test_the_plain_loss_goes_by_way_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: torch's own product must not be asked for bf16 factors."""
+    asked = []
+    own = torch.nn.functional.linear
+
+    def spy(input: torch.Tensor, *args: torch.Tensor | None) -> torch.Tensor:
+        asked.append(input.dtype)
+        return own(input, *args)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", spy)
+    hidden_ND, weight_VD = torch.randn(4, 8).bfloat16(), torch.randn(16, 8).bfloat16()
+    build_loss(chunk_loss=False)(hidden_ND, weight_VD, torch.arange(4))
+    assert asked == [torch.float32]
