@@ -21,32 +21,45 @@ from fsdptoys.profiler import ProfileConfig
 ROOT = Path(__file__).parents[1]
 
 
-def run(words: list[str], cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    present = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(
-        [sys.executable, *words], cwd=cwd, env=present | {"PYTHONPATH": str(ROOT)} | env, capture_output=True, text=True
+HELP = ["", "--version", "--help", "models --help", "plan --help", "plan search -h", "convert", "convert to-hf -h"]
+HELP += ["train --help"]
+PLAN = "train --cfg job launch.device=cpu"
+"""What the launcher does before it starts its workers."""
+SLOW = ["torch", "sympy", *(f"torch.distributed.{name}" for name in ("tensor", "fsdp", "checkpoint"))]
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Which slow modules a new interpreter has after each command line in turn."""
+    code = f"""
+import sys
+from fsdptoys.__main__ import main
+for line in {[*HELP, PLAN]}:
+    main(line.split())
+    print("loaded", line, *(name for name in {SLOW} if name in sys.modules), sep="|")
+"""
+    unset = ("RANK", "WORLD_SIZE", "COVERAGE_PROCESS_")  # other tests run the same lines
+    present = {name: value for name, value in os.environ.items() if not name.startswith(unset)}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path_factory.mktemp("interpreter"),
+        env=present | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
     )
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.count("fsdptoys") > len(HELP)
+    told = [line.split("|")[1:] for line in done.stdout.splitlines() if line.startswith("loaded|")]
+    return {line: names for line, *names in told}
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "",
-        "--help",
-        "train --help",
-        "models --help",
-        "plan --help",
-        "plan search -h",
-        "convert",
-        "convert to-hf -h",
-        "--version",
-    ],
-)
-def test_help_needs_no_torch(line: str, tmp_path: Path) -> None:
+def test_help_needs_no_torch(loaded: dict[str, list[str]]) -> None:
     """Oracle: the modules of the interpreter that printed the help."""
-    code = f"import sys; from fsdptoys.__main__ import main; main({line.split()}); sys.exit('torch' in sys.modules)"
-    done = run(["-c", code], tmp_path)
-    assert (done.returncode, done.stderr) == (0, "") and "fsdptoys" in done.stdout
+    assert {line: loaded[line] for line in HELP} == {line: [] for line in HELP}
+
+
+def test_launcher_needs_none_of_the_slow_parts_of_torch(loaded: dict[str, list[str]]) -> None:
+    """Oracle: the modules of the interpreter that planned a run."""
+    assert loaded[PLAN] == ["torch"]
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,7 +131,7 @@ def test_every_experiment_is_accepted_by_every_strategy(experiment: str, paralle
     """Oracle: ``Config.validate``, for the hardware that the experiment is for."""
     config = compose_config([f"experiment={experiment}", f"parallel={parallel}"])
     ranks = 1 if parallel == "single" else 8 if experiment == "llama2_7b" else 2
-    config.validate(ranks, "cpu" if experiment == "cpu_text" else "cuda")
+    config.validate(ranks, "cpu" if experiment.startswith("cpu_") else "cuda")
     assert config.parallel.name == parallel
 
 
@@ -174,14 +187,19 @@ def run_forked(words: list[str], cwd: Path, **env: str) -> subprocess.CompletedP
     return subprocess.CompletedProcess(words, process.exitcode, *written)
 
 
-@pytest.mark.parametrize("asked", [False, True], ids=["alone", "under a launcher"])
-def test_one_rank_of_an_environment_trains_or_tells_its_mistake(asked: bool, tmp_path: Path) -> None:
-    """Oracle: torchrun's contract: variables in, status out, and errors in the file that it names."""
-    env = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    if asked:
-        env["TORCHELASTIC_ERROR_FILE"] = str(tmp_path / "error.json")
-    good = run_forked(["train", *SMALL], tmp_path, **env)
+RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+
+
+def test_one_rank_of_an_environment_trains(tmp_path: Path) -> None:
+    """Oracle: torchrun's contract: variables in, status out."""
+    good = run_forked(["train", *SMALL], tmp_path, **RANK)
     assert (good.returncode, good.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["alone", "under a launcher"])
+def test_one_rank_of_an_environment_tells_its_mistake(asked: bool, tmp_path: Path) -> None:
+    """Oracle: torchrun's contract: status out, and errors in the file that it names."""
+    env = RANK | ({"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")} if asked else {})
     bad = run_forked(["train", "train.steps=0"], tmp_path, **env)
     assert bad.returncode == 2
     written = (tmp_path / "error.json").read_text() if asked else bad.stderr

@@ -21,6 +21,7 @@ MISTAKES = {
     "fsdp1": "fsdp1 has no value; write parallel=fsdp1",
     "lr = 1": "lr has no value; write lr=1 without spaces",
     "train.steps= 1": "'train.steps=' has spaces before or after the = sign; write train.steps=1",
+    "= 5": "'=' has spaces before or after the = sign; write KEY=5",
     "--train.steps=1": "--train.steps=1 is not an option, since settings have no dashes before them; "
     "write train.steps=1",
     "--multirun": "--multirun is not an option, since settings have no dashes before them; "
@@ -56,7 +57,7 @@ MISTAKES = {
     "model=llama3_9b": "model=llama3_9b must be a preset that fsdptoys models lists; did you mean model=llama3_8b?",
     "model=null": "model=null must be a preset that fsdptoys models lists; set model=llama_debug",
     "parallel=zero": "parallel=zero must be one of ddp, fsdp1, fsdp2, single; set parallel=fsdp2",
-    "experiment=llama_7b": "experiment=llama_7b must be one of cpu_text, llama2_7b, llama3_1b or null; "
+    "experiment=llama_7b": "experiment=llama_7b must be one of cpu_compare, cpu_text, llama2_7b, llama3_1b or null; "
     "did you mean experiment=llama2_7b?",
     "parallel=ddp parallel=fsdp2": "parallel=ddp and parallel=fsdp2 exclude each other; keep one of them",
     # Types.
@@ -127,6 +128,20 @@ MISTAKES = {
     f"as seen from {Path.cwd()}",
     f"metrics.run_dir={__file__}/x": f"metrics.run_dir={__file__}/x needs a folder at {__file__}, "
     "which is something else; set metrics.run_dir=runs/NAME",
+    "metrics=tensorbord": "metrics=tensorbord must be one of default, tensorboard, wandb; did you mean "
+    "metrics=tensorboard?",
+    "metrics.writers=wandb": "metrics.writers=wandb must be a list; set metrics.writers=[wandb]",
+    "metrics.writers=[tensorbord]": "metrics.writers names tensorbord, which is none of tensorboard, wandb; "
+    "set metrics.writers=[tensorboard,wandb] or fewer of them",
+    "metrics.writers=[wandb,tensorboard,wandb]": "metrics.writers=[wandb,tensorboard,wandb] names one twice; "
+    "set metrics.writers=[wandb,tensorboard]",
+    "metrics.wandb_project=llamas": "metrics.wandb_project=llamas does nothing as set; set metrics=wandb or leave it "
+    "out",
+    "metrics=tensorboard metrics.wandb_mode=offline": "metrics.wandb_mode=offline does nothing as set; "
+    "set metrics=wandb or leave it out",
+    "metrics=wandb metrics.wandb_entity=''": "metrics.wandb_entity='' must not be empty; leave it out",
+    "metrics=wandb metrics.wandb_mode=ofline": "metrics.wandb_mode=ofline must be one of online, offline, disabled or "
+    "null; did you mean metrics.wandb_mode=offline?",
     # What the ranks and the device cannot do.
     "plan.world_size=0": "plan.world_size=0 must be at least 1; set plan.world_size=8",
     "plan.rows=0": "plan.rows=0 must be at least 1; set plan.rows=10",
@@ -290,6 +305,7 @@ def test_defaults_are_no_mistake() -> None:
 
 
 @pytest.mark.launcher
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize(
     "words, sentence",
     [

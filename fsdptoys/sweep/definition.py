@@ -1,0 +1,162 @@
+"""A sweep with a name: a YAML file of ``configs/sweep``, or of the user, read into one dataclass and checked.
+
+It is no group of Hydra's, since it says what several runs vary, and nothing of it reaches a run.
+"""
+
+import dataclasses
+import difflib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fsdptoys.errors import ConfigError
+
+SWEEPS = Path(__file__).parents[1] / "configs" / "sweep"
+LARGEST_FILE_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class SweepDefinition:
+    """What a sweep's file says."""
+
+    title: str
+    """Short: part of the folder's name."""
+    description: str = ""
+    """What is compared, and for whom."""
+    base: tuple[str, ...] = ()
+    """Words of all jobs."""
+    grid: dict[str, list[str]] = field(default_factory=dict)
+    """Key → its values; all are combined, and the last key varies fastest."""
+    rows: tuple[tuple[str, ...], ...] = ()
+    """The words of each job, instead of a grid."""
+    time_limit_seconds: float | None = None
+    """Of one job; null for none."""
+
+
+def list_sweeps() -> dict[str, str]:
+    """Name of each sweep that comes with the package → its description."""
+    return {path.stem: read_definition(path.stem).description for path in sorted(SWEEPS.glob("*.yaml"))}
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a sweep's name is a path to a file of the user."""
+    return name.endswith((".yaml", ".yml"))
+
+
+def read_definition(name: str) -> SweepDefinition:
+    """Read a sweep's file.
+
+    Args:
+        name: of one that comes with the package, or a path that ends in ``.yaml`` or ``.yml``.
+
+    Raises:
+        ConfigError: for the first mistake.
+    """
+    path = SWEEPS / f"{name}.yaml"
+    if is_file_name(name):
+        path = Path(name)
+        if not path.is_file():
+            raise ConfigError(f"{name} does not exist; name a YAML file like those of configs/sweep")
+    elif "/" in name or not path.is_file():
+        names = sorted(each.stem for each in SWEEPS.glob("*.yaml"))
+        near = difflib.get_close_matches(name, names, n=1)
+        fix = f"did you mean fsdptoys sweep {near[0]}?" if near else f"name one of {', '.join(names)}, or a YAML file"
+        raise ConfigError(f"{name} is neither a sweep nor KEY=VALUE; {fix}")
+    return _build(_read(path), path)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's safe loader, which by itself keeps the last of several equal keys and says nothing."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Refuse a key that stands twice."""
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for index, key in enumerate(keys):
+            if key in keys[:index]:
+                raise ValueError(f"{key} stands twice in one mapping, which keeps one of them")
+        return super().construct_mapping(node, deep=deep)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with open(path, "rb") as file:
+            text = file.read(LARGEST_FILE_BYTES + 1)
+        if len(text) > LARGEST_FILE_BYTES:
+            raise ConfigError(f"{path} is longer than {LARGEST_FILE_BYTES} bytes, which no sweep needs; shorten it")
+        tree = yaml.load(text, _Loader)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as mistake:
+        if isinstance(mistake, ConfigError):
+            raise
+        reason = " ".join(str(mistake).split())
+        raise ConfigError(f"{path} cannot be read ({reason}); correct it") from mistake
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must be a mapping with grid or rows; see configs/sweep/debug.yaml for an example")
+    return tree
+
+
+def _build(tree: dict[str, Any], path: Path) -> SweepDefinition:
+    names = [each.name for each in dataclasses.fields(SweepDefinition)]
+    for key in tree:
+        if key not in names:
+            near = difflib.get_close_matches(str(key), names, n=1)
+            fix = f"did you mean {near[0]}?" if near else f"it may have {', '.join(names)}"
+            raise ConfigError(f"{path} says {key}, which no sweep has; {fix}")
+    if ("grid" in tree) == ("rows" in tree):
+        found = "both" if "grid" in tree else "neither"
+        raise ConfigError(f"{path} has {found} of grid and rows; give it one of them")
+    for key in ("title", "description"):
+        if key in tree and not isinstance(tree[key], str):
+            raise ConfigError(f"{path} says {key}={tree[key]}, which must be text; put quotes around it")
+    limit = tree.get("time_limit_seconds")
+    if limit is not None and not (type(limit) in (int, float) and 0 < limit < float("inf")):
+        raise ConfigError(f"{path} says time_limit_seconds={limit}, which must be a number above 0; set it to 600")
+    definition = SweepDefinition(
+        title=tree.get("title", path.stem),
+        description=" ".join(tree.get("description", "").split()),
+        base=_words(tree.get("base", []), path, "base"),
+        grid=_grid(tree.get("grid", {"": [""]}), path) if "grid" in tree else {},
+        rows=_rows(tree["rows"], path) if "rows" in tree else (),
+        time_limit_seconds=float(limit) if limit is not None else None,
+    )
+    return definition
+
+
+def _rows(rows: Any, path: Path) -> tuple[tuple[str, ...], ...]:
+    if not isinstance(rows, list) or not rows:
+        raise ConfigError(
+            f"{path} says rows={rows}, which must be a list of lists of words; write one list for each job"
+        )
+    return tuple(_words(row, path, f"rows[{index}]") for index, row in enumerate(rows))
+
+
+def _words(words: Any, path: Path, where: str) -> tuple[str, ...]:
+    if not isinstance(words, list):
+        raise ConfigError(f"{path} says {where}={words}, which must be a list of words; write [KEY=VALUE, …]")
+    for word in words:
+        if not isinstance(word, str) or "=" not in word:
+            raise ConfigError(f"{path} says {word} in {where}, which must be a word KEY=VALUE; correct it")
+    return tuple(words)
+
+
+def _grid(grid: Any, path: Path) -> dict[str, list[str]]:
+    if not isinstance(grid, dict) or not grid:
+        raise ConfigError(f"{path} says grid={grid}, which must map keys to lists of values; write KEY: [VALUE, …]")
+    for key, values in grid.items():
+        if not isinstance(key, str) or not isinstance(values, list) or not values:
+            raise ConfigError(
+                f"{path} says {key}={values} in grid, which must be a list of values; write {key}: [VALUE, …]"
+            )
+    return {key: [_as_typed(value, path, key) for value in values] for key, values in grid.items()}
+
+
+def _as_typed(value: Any, path: Path, key: str) -> str:
+    """A value of the file as it is typed on the command line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list):
+        return f"[{','.join(_as_typed(each, path, key) for each in value)}]"
+    if isinstance(value, (int, float, str)):
+        return str(value)
+    raise ConfigError(f"{path} says {key}={value} in grid, which must be a word, a number or a list; correct it")

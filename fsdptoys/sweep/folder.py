@@ -1,0 +1,209 @@
+"""A sweep's folder: what was asked for, and a folder for each job with how it ended.
+
+    sweeps/20261122-101500-debug/
+      sweep.json            what was asked for: jobs in their order, what was skipped and why
+      jobs/01/job.json      one job: its words, and how it stands
+      jobs/01/log.txt       what its launcher and its ranks printed
+      jobs/01/run/          its run directory
+      table.md, table.csv, table.json
+
+A job's file is replaced whole each time it changes, so that a sweep that is killed at any moment can be gone on with.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import time
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from fsdptoys.errors import ConfigError
+
+SWEEP_FILE = "sweep.json"
+JOBS_FOLDER = "jobs"
+JOB_FILE = "job.json"
+LOG_FILE = "log.txt"
+RUN_FOLDER = "run"
+
+READS, READ_AGAIN_SECONDS = 3, 0.1
+"""A file that another node replaces just now may be stale or missing here for a moment, on disks that are shared."""
+
+
+class JobStatus(Enum):
+    """How a job stands."""
+
+    waiting = "waiting"
+    running = "running"
+    done = "done"
+    failed = "failed"
+    out_of_memory = "out of memory"
+    timed_out = "timed out"
+    stopped = "stopped"
+    """By a signal, before its end."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether it need not be run again, unless one asks for it."""
+        return self not in (JobStatus.waiting, JobStatus.running, JobStatus.stopped)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One configuration of a sweep."""
+
+    name: str
+    """Of its folder: its number in the sweep, 01 and on."""
+    words: tuple[str, ...]
+    """Of ``fsdptoys train``, but for the run directory."""
+    varied: dict[str, str]
+    """Key → value, as typed, of what the sweep varies."""
+    fingerprint: str
+    """Of the resolved configuration and what it runs on: jobs that share it are the same run."""
+    status: JobStatus = JobStatus.waiting
+    exit_status: int | None = None
+    """Of its launcher, once it has ended."""
+    reason: str | None = None
+    """A sentence, where it is not done."""
+    started_at: str | None = None
+    """UTC, ISO 8601."""
+    seconds: float | None = None
+    """From the launcher's start to its end."""
+
+    @property
+    def label(self) -> str:
+        """What makes it another than its neighbours, as typed."""
+        return " ".join(f"{key}={value}" for key, value in self.varied.items()) or "as it is"
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A combination that was not run."""
+
+    varied: dict[str, str]
+    reason: str
+    """A sentence."""
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep as its folder tells it."""
+
+    path: Path
+    title: str
+    """Name of the sweep's YAML file, or what was typed, in short."""
+    command: str
+    """That started it."""
+    jobs: list[Job]
+    skipped: list[Skipped]
+    time_limit_seconds: float | None
+    """Of one job."""
+    words: tuple[str, ...] = ()
+    """As typed: the name of a sweep, keys with one value or several, and what a launcher is told; no dashed options."""
+
+    def job_folder(self, job: Job) -> Path:
+        """Where a job's files are."""
+        return self.path / JOBS_FOLDER / job.name
+
+    def run_dir(self, job: Job) -> Path:
+        """A job's run directory; it is there from the moment when the job's ranks have met."""
+        return self.job_folder(job) / RUN_FOLDER
+
+    def write(self) -> None:
+        """Write ``sweep.json``, and the files of jobs that have none yet."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        for job in self.jobs:
+            folder = self.job_folder(job)
+            if not (folder / JOB_FILE).exists():
+                write_job(folder, job)
+        definition = {
+            "title": self.title,
+            "command": self.command,
+            "words": list(self.words),
+            "time_limit_seconds": self.time_limit_seconds,
+            "jobs": [job.name for job in self.jobs],
+            "skipped": [dataclasses.asdict(one) for one in self.skipped],
+        }
+        _replace(self.path / SWEEP_FILE, definition)
+
+
+def is_sweep_dir(path: Path) -> bool:
+    """Whether a sweep has begun to write there."""
+    return (path / SWEEP_FILE).is_file()
+
+
+def read_sweep(path: Path) -> Sweep:
+    """Read a sweep's folder as it stands now.
+
+    Raises:
+        ConfigError: if it is none, or a file of it cannot be read.
+    """
+    tree = _read(path / SWEEP_FILE)
+    try:
+        return Sweep(
+            path=path,
+            title=str(tree["title"]),
+            command=str(tree["command"]),
+            jobs=[read_job(path / JOBS_FOLDER / str(name)) for name in tree["jobs"]],
+            skipped=[Skipped(**one) for one in tree["skipped"]],
+            time_limit_seconds=tree["time_limit_seconds"],
+            words=tuple(tree.get("words", ())),
+        )
+    except (KeyError, TypeError) as mistake:
+        raise ConfigError(
+            f"{path / SWEEP_FILE} was not written by fsdptoys sweep ({mistake}); name another"
+        ) from mistake
+
+
+def read_job(folder: Path) -> Job:
+    """Read how a job stands.
+
+    Raises:
+        ConfigError: if its file cannot be read.
+    """
+    tree = _read(folder / JOB_FILE)
+    try:
+        return Job(**{**tree, "words": tuple(tree["words"]), "status": JobStatus(tree["status"])})
+    except (KeyError, TypeError, ValueError) as mistake:
+        raise ConfigError(
+            f"{folder / JOB_FILE} was not written by fsdptoys sweep ({mistake}); remove the folder {folder}"
+        ) from mistake
+
+
+def write_job(folder: Path, job: Job) -> None:
+    """Write how a job stands, whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tree = dataclasses.asdict(job)
+    _replace(folder / JOB_FILE, {**tree, "status": job.status.value})
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        for _ in range(READS - 1):
+            with contextlib.suppress(OSError):
+                text = path.read_text(encoding="utf-8")
+                break
+            time.sleep(READ_AGAIN_SECONDS)
+        else:
+            text = path.read_text(encoding="utf-8")
+        tree = json.loads(text)
+    except (OSError, ValueError) as mistake:
+        raise ConfigError(
+            f"{path} cannot be read ({mistake}); give a folder that fsdptoys sweep has written"
+        ) from mistake
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} holds no object; give a folder that fsdptoys sweep has written")
+    return tree
+
+
+def _replace(path: Path, tree: dict[str, Any]) -> None:
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(json.dumps(tree, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(part, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise

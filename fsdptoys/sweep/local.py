@@ -1,0 +1,99 @@
+"""The jobs of a sweep on this machine, one after another, with a line as each begins and ends."""
+
+import contextlib
+import errno
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.recorded import is_run_dir, read_recorded_run
+
+from .folder import LOG_FILE, Job, JobStatus, Sweep
+from .interruption import Interruption
+from .runner import TRAIN, run_job
+
+
+def run_jobs(
+    sweep: Sweep, jobs: Sequence[Job], after_job: Callable[[], None], *, train: Sequence[str] = TRAIN
+) -> int | None:
+    """Run jobs of a sweep until they are done or somebody asks to end.
+
+    Args:
+        sweep: its folder is held, and written.
+        jobs: those of its jobs to run, in their order.
+        after_job: called after each, whatever became of it.
+        train: the command of a job, before its words.
+
+    Returns:
+        Number of the signal that asked to end; None where all jobs have had their turn.
+    """
+    seconds: list[float] = []
+    with Interruption() as interruption:
+        for index, job in enumerate(jobs, start=1):
+            tell(f"[{index}/{len(jobs)}] {job.name} {job.label}")
+            folder = sweep.job_folder(job)
+            job = run_job(folder, sweep.time_limit_seconds, interruption=interruption, train=train)
+            after_job()
+            seconds.append(job.seconds or 0.0)
+            told = describe_end(sweep, job)
+            left = len(jobs) - index
+            if left and interruption.number is None:
+                told += f"; about {duration(left * sum(seconds) / len(seconds))} left"
+            tell(f"[{index}/{len(jobs)}] {job.name} {told}")
+            if interruption.number is not None:
+                break
+    return interruption.number
+
+
+def tell(text: str) -> None:
+    """Print a line, if anybody is left to read it: a terminal that was closed must not cost a job or a table."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        if error.errno in (errno.EIO, errno.EPIPE):
+            # What the stream still holds would be tried again at the process's end, which then has status 120.
+            with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+def describe_end(sweep: Sweep, job: Job) -> str:
+    """How a job ended, in one line."""
+    seconds = duration(job.seconds or 0.0)
+    if job.status is not JobStatus.done:
+        log = sweep.job_folder(job) / LOG_FILE
+        where = f" ({log})" if job.status in (JobStatus.failed, JobStatus.out_of_memory) else ""
+        return f"{job.status.value} after {seconds}: {job.reason}{where}"
+    return ", ".join([f"done in {seconds}", *_numbers(sweep, job)])
+
+
+def duration(seconds: float) -> str:
+    """A time for people: 8.2 s, 4 min 10 s, 2 h 5 min."""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def _numbers(sweep: Sweep, job: Job) -> list[str]:
+    """Step time and memory of a job that is done, as far as they were recorded."""
+    run_dir = sweep.run_dir(job)
+    try:
+        results = read_recorded_run(run_dir).results if is_run_dir(run_dir) else None
+    except ConfigError:
+        results = None
+    if results is None:
+        return []
+    told = []
+    if results.step_time_seconds is not None:
+        told.append(f"{results.step_time_seconds.median:.3g} s a step")
+    peak_gib = results.memory_peak_gib
+    if peak_gib is not None:
+        told.append(f"{peak_gib:.2f} GiB at the peak")
+    elif results.resident_set_peak_gib is not None:
+        told.append(f"{results.resident_set_peak_gib:.2f} GiB of host memory at the peak")
+    if results.last_loss is not None:
+        told.append(f"loss {results.last_loss:.4f}")
+    return told

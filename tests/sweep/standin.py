@@ -1,0 +1,36 @@
+"""What stands for ``fsdptoys train`` where the training does not matter: a process that does what its words say.
+
+``train.seed`` chooses: 0 is done at once; 1 fails with a reason; 2 ran out of memory; 3 is killed; 4 ends with a status
+and without a word; 5 waits until it is ended, 6 and does not end of SIGINT; 7 was asked to stop and did so well; 8
+waits as 5 does, and takes SIGINT as it was handed down.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+words = dict(word.split("=", 1) for word in sys.argv[1:])
+outcome = Path(os.environ["FSDPTOYS_OUTCOME_FILE"])
+print("words", *sys.argv[1:], flush=True)
+Path(words["metrics.run_dir"].strip("'").replace("\\'", "'")).mkdir()
+told = {
+    "0": {"status": 0},
+    "1": {"status": 1, "reason": "rank 1 failed: RuntimeError: no"},
+    "2": {"status": 1, "reason": "rank 0 failed: host memory ran out on rank 0", "out_of_memory": True},
+    "7": {"status": 0, "stopped_by": "SIGTERM"},
+}
+how = words["train.seed"]
+if how == "3":
+    os.kill(os.getpid(), signal.SIGKILL)
+if how == "4":
+    sys.exit(7)
+if how in ("5", "6", "8"):
+    if how != "8":
+        signal.signal(signal.SIGINT, signal.SIG_IGN if how == "6" else signal.SIG_DFL)
+    Path(outcome.parent, "ready").write_text(str(os.getpid()))
+    time.sleep(600)
+outcome.write_text(json.dumps(told[how]))
+sys.exit(told[how]["status"])

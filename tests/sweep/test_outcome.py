@@ -1,0 +1,95 @@
+"""What a launcher leaves for programs, and where it gets it from."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from fsdptoys.__main__ import main
+from fsdptoys.failures import first_failure, outcome_of
+from fsdptoys.outcome import OUTCOME_VARIABLE, Outcome, leave_outcome, read_outcome
+
+
+def silent(exit_status: int) -> ProcessFailure:
+    return ProcessFailure(local_rank=0, pid=1, exitcode=exit_status, error_file="<N/A>")
+
+
+def recorded(folder: Path, message: str, told: str) -> ProcessFailure:
+    """A rank's exception, as ``worker`` writes it down."""
+    extra = {"py_callstack": told, "time_ns": 1, "rank": 0, "config_error": None, "given_up": None, "final": True}
+    path = folder / "error.json"
+    path.write_text(json.dumps({"message": {"message": message, "extraInfo": extra | {"timestamp": "1"}}}))
+    return ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(path))
+
+
+@pytest.mark.parametrize(
+    ("exit_status", "killed", "out_of_memory"),
+    [(-signal.SIGKILL, [], True), (-signal.SIGKILL, [0], False), (-signal.SIGSEGV, [], False), (3, [], False)],
+)
+def test_a_rank_that_nobody_of_us_killed_ran_out_of_memory(
+    tmp_path: Path, exit_status: int, killed: list[int], out_of_memory: bool
+) -> None:
+    """SIGKILL that our side did not send, and nothing else that ends a rank in silence."""
+    first = first_failure({0: silent(exit_status)}, tmp_path, killed)
+    outcome = outcome_of(1, first.told, None, first)
+    assert outcome.out_of_memory is out_of_memory
+    assert outcome.reason == first.headline
+
+
+@pytest.mark.parametrize(
+    ("message", "reason", "out_of_memory"),
+    [
+        ("ExplainedOutOfMemoryError: host memory ran out\nlive:", "rank 0 failed: host memory ran out", True),
+        ("OutOfMemoryError: CUDA out of memory.", "rank 0 failed: OutOfMemoryError: CUDA out of memory.", True),
+        ("MemoryError: ", "rank 0 failed: MemoryError:", True),
+        ("RuntimeError: OutOfMemoryError", "rank 0 failed: RuntimeError: OutOfMemoryError", False),
+    ],
+)
+def test_an_exception_is_told_by_its_class_and_first_line(
+    tmp_path: Path, message: str, reason: str, out_of_memory: bool
+) -> None:
+    """The class that the rank wrote down decides, not words of its message."""
+    failure = recorded(tmp_path, message, "Traceback …\n" + message)
+    outcome = outcome_of(1, "told", None, first_failure({0: failure}, tmp_path))
+    assert (outcome.reason, outcome.out_of_memory) == (reason, out_of_memory)
+
+
+def test_a_signal_is_told_however_well_the_run_ended() -> None:
+    """Status 0 after a request to stop is no run that came to its end."""
+    assert outcome_of(0, None, signal.SIGTERM, None).stopped_by == "SIGTERM"
+    assert outcome_of(130, "stopped", signal.SIGINT, None).stopped_by == "SIGINT"
+    assert outcome_of(143, "stopped by SIGTERM (rank 1 got it)", None, None).stopped_by == "SIGTERM"
+    assert outcome_of(0, None, None, None) == Outcome(0)
+
+
+def test_an_outcome_is_read_as_it_was_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is missing or torn is none, and nothing is written where none is named."""
+    path, outcome = tmp_path / "outcome.json", Outcome(1, "why", out_of_memory=True)
+    monkeypatch.delenv(OUTCOME_VARIABLE, raising=False)
+    leave_outcome(outcome)
+    assert not list(tmp_path.iterdir()) and read_outcome(path) is None
+    monkeypatch.setenv(OUTCOME_VARIABLE, str(path))
+    leave_outcome(outcome)
+    assert read_outcome(path) == outcome and list(tmp_path.iterdir()) == [path]
+    path.write_text("{")
+    assert read_outcome(path) is None
+
+
+def test_an_outcome_that_cannot_be_written_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither into a folder that is gone nor onto one: no exception, and nothing half written stays."""
+    (tmp_path / "taken").mkdir()
+    for path in (tmp_path / "gone" / "outcome.json", tmp_path / "taken"):
+        monkeypatch.setenv(OUTCOME_VARIABLE, str(path))
+        leave_outcome(Outcome(0))
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_a_mistake_before_the_start_is_left_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sentence that stderr has."""
+    monkeypatch.setenv(OUTCOME_VARIABLE, str(tmp_path / "outcome.json"))
+    assert main(["train", "train.step=1"]) == 2
+    outcome = read_outcome(tmp_path / "outcome.json")
+    assert outcome is not None and outcome.status == 2
+    assert outcome.reason == "train.step=1 names a key that does not exist; did you mean train.steps=1?"

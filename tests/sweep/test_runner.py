@@ -1,0 +1,131 @@
+"""One job: how its process ended is told apart, and what an earlier end has left stays."""
+
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from fsdptoys.overrides import parse_overrides
+from fsdptoys.sweep import Job, JobStatus, runner
+from fsdptoys.sweep.folder import read_job, write_job
+from fsdptoys.sweep.interruption import Interruption
+from fsdptoys.sweep.runner import quote, run_job
+
+STANDIN = (sys.executable, "-I", "-S", str(Path(__file__).with_name("standin.py")))
+
+
+def make_job(folder: Path, how: int) -> Path:
+    write_job(folder, Job("01", (f"train.seed={how}", "train.steps=5"), {"train.seed": str(how)}, "abc"))
+    return folder
+
+
+ENDS = {
+    0: (JobStatus.done, 0, None),
+    1: (JobStatus.failed, 1, "rank 1 failed: RuntimeError: no"),
+    2: (JobStatus.out_of_memory, 1, "rank 0 failed: host memory ran out on rank 0"),
+    3: (JobStatus.out_of_memory, -9, "its launcher was killed, as the system does where host memory runs out"),
+    4: (JobStatus.failed, 7, "its launcher ended with status 7, and log.txt may say why"),
+    7: (JobStatus.stopped, 0, "SIGTERM asked it to end"),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_an_end_is_judged_by_status_and_outcome(tmp_path: Path, how: int) -> None:
+    """What the process does and leaves, one end each; the file says the same as what is returned."""
+    job = run_job(make_job(tmp_path / "it's, 1", how), 60.0, train=STANDIN)
+    assert (job.status, job.exit_status, job.reason) == ENDS[how]
+    assert job.seconds is not None and job.started_at is not None
+    assert read_job(tmp_path / "it's, 1") == job
+
+
+def test_a_job_gets_its_words_and_a_run_directory(tmp_path: Path) -> None:
+    """The words as they are, then the folder, quoted as Hydra's parser reads it back."""
+    folder = make_job(tmp_path / "it's, 1", 0)
+    run_job(folder, None, train=STANDIN)
+    log = (folder / "log.txt").read_text()
+    run_dir = str(folder / "run")
+    assert log == f"words train.seed=0 train.steps=5 metrics.run_dir={quote(run_dir)}\n"
+    assert parse_overrides([f"metrics.run_dir={quote(run_dir)}"], {})[0].value() == run_dir
+
+
+@pytest.mark.parametrize("how", [5, 6])
+def test_a_job_over_its_time_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: int) -> None:
+    """By SIGINT, and by SIGKILL where that does not help; its process is gone."""
+    monkeypatch.setattr(runner, "GRACE_SECONDS", 0.3)
+    job = run_job(make_job(tmp_path / "01", how), 1.5, train=STANDIN)
+    assert job.status is JobStatus.timed_out
+    assert job.exit_status == (-signal.SIGINT if how == 5 else -signal.SIGKILL)
+    assert job.reason == "it was ended after 1.5 s, which is the limit of a job's time"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "01" / "ready").read_text()), 0)
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_an_interrupted_job_is_stopped(tmp_path: Path, twice: bool) -> None:
+    """Real signals to this process: one ends the job by SIGINT; a second kills one that does not end of it."""
+    folder = make_job(tmp_path / "01", 6 if twice else 5)
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + 60
+        while not (folder / "ready").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for _ in range(1 + twice):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.3)
+
+    thread = threading.Thread(target=interrupt)
+    with Interruption() as interruption:
+        thread.start()
+        job = run_job(folder, None, interruption=interruption, train=STANDIN)
+        thread.join()
+    assert job.status is JobStatus.stopped and job.exit_status == (-signal.SIGKILL if twice else -signal.SIGINT)
+    assert interruption.number == signal.SIGINT and interruption.at_once is twice
+
+
+def test_an_exception_of_the_caller_ends_the_job(tmp_path: Path) -> None:
+    """A batch system's handler may raise: the process ends, the file says stopped, the exception goes on."""
+    folder = make_job(tmp_path / "01", 5)
+
+    def leave(number: int, frame: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, leave)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 1.0)
+        with pytest.raises(TimeoutError):
+            run_job(folder, None, train=STANDIN)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert read_job(folder).status is JobStatus.stopped
+
+
+def test_a_job_that_cannot_be_written_leaves_no_part(tmp_path: Path) -> None:
+    """The system refuses files of more than 100 bytes, as a full disk would: the file is what it was."""
+    folder = make_job(tmp_path / "01", 0)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            write_job(folder, Job("01", ("train.steps=6",), {}, "abc"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in folder.iterdir()] == ["job.json"]
+    assert read_job(folder).words == ("train.seed=0", "train.steps=5")
+
+
+def test_what_a_job_left_is_moved_aside(tmp_path: Path) -> None:
+    """Log, run directory and outcome of each earlier end, beside the file that says how it was."""
+    folder = make_job(tmp_path / "01", 1)
+    (run_job(folder, None, train=STANDIN), run_job(folder, None, train=STANDIN), run_job(folder, None, train=STANDIN))
+    for name in ("attempt-1", "attempt-2"):
+        assert sorted(path.name for path in (folder / name).iterdir()) == ["job.json", "log.txt", "outcome.json", "run"]
+        assert json.loads((folder / name / "job.json").read_text())["status"] == "failed"
+    assert not (folder / "attempt-3").exists()
+    assert (folder / "run").is_dir()
