@@ -1,0 +1,231 @@
+"""Two runs step by step: where they first differ, by how much, and which settings could explain it.
+
+Steps are held against each other by their numbers. A run that has steps which the other has not is not the same, even
+if all that both have is equal; nor is one of whose lines some cannot be read. Held-out losses are compared at the steps
+at which both have one, if they are over the same samples. What could explain a difference is ordered by what a setting
+can do: first those that make it another training, and among these the ones that act at the point of the step where the
+difference shows first.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.metrics import StepMetrics
+from fsdptoys.metrics.config import METRICS_FILE
+from fsdptoys.metrics.resumes import changed_settings, flatten
+from fsdptoys.recorded import RecordedRun, is_run_dir, read_recorded_run
+from fsdptoys.sweep import is_sweep_dir
+from fsdptoys.sweep.folder import RUN_FOLDER
+
+from .agreement import HELD_OUT, QUANTITIES, relative_difference
+from .numerics import USUAL_FORMATS, Effect, Stage, effect_of, global_batch, held_out_samples, stage_of
+from .settings import RANKS, UNTOLD, effective
+
+UNTOLD_OF_ENVIRONMENT = ("started_at", "command", "world_size")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One step of one quantity."""
+
+    step: int
+    first: float
+    second: float
+
+    @property
+    def absolute(self) -> float:
+        """How far apart; infinite where they are not both finite."""
+        apart = abs(self.first - self.second)
+        return apart if math.isfinite(apart) else math.inf
+
+    @property
+    def relative(self) -> float:
+        """Share of the larger."""
+        return relative_difference(self.first, self.second)
+
+
+@dataclass(frozen=True)
+class Course:
+    """One quantity over the steps that both runs have."""
+
+    quantity: str
+    steps: int
+    """Compared."""
+    differing: int
+    """Further apart than the tolerance."""
+    first: Difference | None
+    largest: Difference | None
+    """By its share, of all steps; None where all are equal in every bit."""
+    not_finite: tuple[int, int]
+    """Steps of the first and of the second run whose value is NaN or infinite."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A setting that the runs do not share; None where a run does not have it."""
+
+    key: str
+    first: Any
+    second: Any
+    effect: Effect
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What two runs have in common, and what not."""
+
+    tolerance: float
+    courses: list[Course]
+    only_first: list[int]
+    """Steps that the second run does not have."""
+    only_second: list[int]
+    changes: list[Change]
+    """The likeliest to explain a difference first."""
+    environment: list[tuple[str, Any, Any]]
+    """Part, of the first run, of the second."""
+    notes: list[str]
+    """Sentences on what could not be read, or not be compared."""
+    unread: bool
+    """Whether a run has lines of steps that cannot be read."""
+
+    @property
+    def first_difference(self) -> tuple[Course, Difference] | None:
+        """The earliest step at which anything differs; within it, what the step decides first."""
+        found = [(course.first.step, index) for index, course in enumerate(self.courses) if course.first is not None]
+        if not found:
+            return None
+        course = self.courses[min(found)[1]]
+        assert course.first is not None
+        return course, course.first
+
+    @property
+    def same(self) -> bool:
+        """Whether both have the same steps, all of them can be read, and these are within the tolerance."""
+        return self.first_difference is None and not (self.only_first or self.only_second or self.unread)
+
+
+def open_run(path: Path) -> RecordedRun:
+    """Read a run directory, or that of a sweep's job folder.
+
+    Raises:
+        ConfigError: if there is none, or it has no step.
+    """
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist; give a folder that fsdptoys train has written, as runs/NAME")
+    if is_sweep_dir(path):
+        raise ConfigError(f"{path} is a sweep, and two runs are compared; give one of its jobs, as {path}/jobs/01")
+    if not is_run_dir(path) and is_run_dir(path / RUN_FOLDER):
+        path = path / RUN_FOLDER
+    if not is_run_dir(path):
+        raise ConfigError(f"{path} holds no run; give a folder that fsdptoys train has written, as runs/NAME")
+    run = read_recorded_run(path)
+    if not run.steps:
+        raise ConfigError(f"{path} has no step that could be compared; give a run that has taken some")
+    return run
+
+
+def compare_runs(first: RecordedRun, second: RecordedRun, tolerance: float = 0.0) -> Comparison:
+    """Hold two runs against each other.
+
+    Args:
+        first: the one run.
+        second: the other.
+        tolerance: relative difference up to which numbers count as equal; 0 for every bit.
+
+    Raises:
+        ConfigError: where they have no step in common.
+    """
+    ours, theirs = ({metrics.step: metrics for metrics in run.steps} for run in (first, second))
+    common = sorted(ours.keys() & theirs.keys())
+    if not common:
+        raise ConfigError(
+            f"{first.path} and {second.path} have no step in common: steps {min(ours)} to {max(ours)} and "
+            f"{min(theirs)} to {max(theirs)}; compare runs that overlap"
+        )
+    pairs = [(ours[step], theirs[step]) for step in common]
+    held_out = [held_out_samples(run.tree, run.world_size) for run in (first, second)]
+    same_samples = held_out[0] is not None and held_out[0] == held_out[1]
+    found = [
+        _course(quantity, read, pairs, tolerance)
+        for quantity, read in QUANTITIES.items()
+        if quantity != HELD_OUT or same_samples
+    ]
+    courses = [course for course in found if course is not None]
+    notes = [f"{note.removesuffix('.')}." for run in (first, second) for note in run.notes]
+    evaluates = [any(pair[run].eval_loss is not None for pair in pairs) for run in (0, 1)]
+    if all(evaluates) and not same_samples:
+        notes.append("Their held-out losses are over different samples and were not compared.")
+    return Comparison(
+        tolerance=tolerance,
+        courses=courses,
+        only_first=sorted(ours.keys() - theirs.keys()),
+        only_second=sorted(theirs.keys() - ours.keys()),
+        changes=_changes(first, second, courses),
+        environment=_environment_changes(first, second),
+        notes=list(dict.fromkeys(notes)),
+        unread=any(note.startswith(str(run.path / METRICS_FILE)) for run in (first, second) for note in run.notes),
+    )
+
+
+def _course(
+    quantity: str,
+    read: Callable[[StepMetrics], float | None],
+    pairs: Sequence[tuple[StepMetrics, StepMetrics]],
+    tolerance: float,
+) -> Course | None:
+    """None where there is no step at which both have the quantity."""
+    values = [(one.step, read(one), read(other)) for one, other in pairs]
+    differences = [Difference(step, a, b) for step, a, b in values if a is not None and b is not None]
+    if not differences:
+        return None
+    over = [each for each in differences if each.relative > tolerance]
+    largest = max(differences, key=lambda each: each.relative)
+    return Course(
+        quantity=quantity,
+        steps=len(differences),
+        differing=len(over),
+        first=over[0] if over else None,
+        largest=largest if largest.relative else None,
+        not_finite=(
+            sum(not math.isfinite(each.first) for each in differences),
+            sum(not math.isfinite(each.second) for each in differences),
+        ),
+    )
+
+
+def _changes(first: RecordedRun, second: RecordedRun, courses: Sequence[Course]) -> list[Change]:
+    ours, theirs = (USUAL_FORMATS | {RANKS: run.world_size} | effective(run.tree) for run in (first, second))
+    same_batch = global_batch(ours) == global_batch(theirs)
+    changes = [
+        Change(key, old, new, effect_of(key, same_batch))
+        for key, (old, new) in changed_settings(ours, theirs).items()
+        if key not in UNTOLD and (old, new) != (None, None)
+    ]
+    stage = _stage(courses)
+    return sorted(changes, key=lambda change: (change.effect, abs(stage_of(change.key) - stage)))
+
+
+def _stage(courses: Sequence[Course]) -> Stage:
+    """Where in a step the runs first differ, as far as that can be told."""
+    steps = {
+        course.quantity: course.first.step
+        for course in courses
+        if course.first is not None and course.quantity != HELD_OUT  # it is taken after the update
+    }
+    if "learning rate" in steps and steps["learning rate"] <= min(steps.values()):
+        return Stage.update
+    if 1 not in steps.values():
+        return Stage.update
+    return Stage.forward if steps.get("loss") == 1 or steps.get("valid tokens") == 1 else Stage.gradient
+
+
+def _environment_changes(first: RecordedRun, second: RecordedRun) -> list[tuple[str, Any, Any]]:
+    ours, theirs = (
+        dict(flatten({key: part for key, part in run.environment.items() if key not in UNTOLD_OF_ENVIRONMENT}))
+        for run in (first, second)
+    )
+    return [(key, old, new) for key, (old, new) in changed_settings(ours, theirs).items()]

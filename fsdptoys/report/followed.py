@@ -1,0 +1,210 @@
+"""A run as it is being written: its lines read as they come, and whether somebody still writes them.
+
+Nothing is written and no lock is held for longer than it takes to look. A line that is not whole yet is waited for.
+Where a run goes on from a checkpoint its file gets shorter and grows again, maybe past where we were: the last line
+that was read is looked at each time, and if it is another one, all of them are read anew.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.heartbeat import Sign, ranks_in_words
+from fsdptoys.metrics import StepMetrics
+from fsdptoys.metrics.config import (
+    CONFIG_FILE,
+    ENVIRONMENT_FILE,
+    METRICS_FILE,
+    PREDICTION_FILE,
+    RESUMES_FILE,
+    SUMMARY_FILE,
+    MetricsConfig,
+)
+from fsdptoys.metrics.lock import is_locked
+from fsdptoys.metrics.resumes import Resume, read_resumes, starts
+from fsdptoys.metrics.summary import RunResults, summarize
+from fsdptoys.recorded import is_written, newest_signs, read_tree
+from fsdptoys.simulator.prediction import Prediction
+
+LATE_SECONDS = 5.0
+"""A rank behind the others for so long, and for three steps' time, is late."""
+
+
+class State(Enum):
+    """How a run stands."""
+
+    starting = "starting"
+    running = "running"
+    ended = "ended"
+    gone = "ended without a summary"
+    """Killed, or failed."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What of the files that are written once at each start is shown."""
+
+    title: str
+    planned_steps: int | None
+    warmup_steps: int
+    log_every: int
+    world_size: int | None
+    device: str | None
+    prediction: Prediction | None
+
+
+class FollowedRun:
+    """What there is of a run; ``poll`` brings it up to date."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.steps: list[StepMetrics] = []
+        self.resumes: list[Resume] = []
+        self.settings = _read_settings(path)
+        self._seen: dict[str, tuple[int, int] | None] = {}
+        self._offset = 0
+        self._last_line = b""
+
+    def poll(self) -> int:
+        """Read what has come; returns how many steps of before still stand, which is all unless the run went back."""
+        names = (CONFIG_FILE, ENVIRONMENT_FILE, PREDICTION_FILE, RESUMES_FILE)
+        seen = {name: _version(self.path / name) for name in names}
+        if seen != self._seen:
+            self._seen = seen
+            self.settings, self.resumes = _read_settings(self.path), read_resumes(self.path / RESUMES_FILE)
+        before = self.steps
+        try:
+            with open(self.path / METRICS_FILE, "rb") as file:
+                file.seek(self._offset - len(self._last_line))
+                content = file.read()
+                if not content.startswith(self._last_line):
+                    self.steps, self._offset, self._last_line = [], 0, b""
+                    file.seek(0)
+                    content = file.read()
+        except OSError:  # not there yet, or moved aside
+            self.steps, self._offset, self._last_line = [], 0, b""
+            return 0
+        content = content[len(self._last_line) :]
+        whole = content[: content.rfind(b"\n") + 1]
+        added = [step for line in whole.splitlines(keepends=True) if (step := _step_of(line)) is not None]
+        if whole:
+            self._offset += len(whole)
+            self._last_line = whole.splitlines(keepends=True)[-1]
+        self.steps = self.steps + added if added else self.steps
+        if self.steps[: len(before)] == before:
+            return len(before)
+        pairs = zip(before, self.steps, strict=False)
+        return next((index for index, (old, new) in enumerate(pairs) if old != new), min(len(before), len(self.steps)))
+
+    def state(self) -> State:
+        """How the run stands now."""
+        if is_written(self.path):
+            return State.running if self.steps else State.starting
+        return State.ended if (self.path / SUMMARY_FILE).exists() else State.gone
+
+    def signs(self) -> dict[int, Sign]:
+        """The last sign of each rank of the newest start."""
+        return newest_signs(self.path)
+
+    def results(self) -> RunResults:
+        """What the steps add up to so far."""
+        return summarize(self.steps, self.settings.warmup_steps, starts(self.resumes))
+
+    def seconds_left(self) -> float | None:
+        """Of the steps that are planned still, at the median time of the last fifty; nothing but steps counts."""
+        planned = self.settings.planned_steps
+        if planned is None or not self.steps:
+            return None
+        times = sorted(metrics.step_time_seconds for metrics in self.steps[-50:])
+        return max(0, planned - self.steps[-1].step) * times[len(times) // 2]
+
+    def late_ranks(self, signs: dict[int, Sign], now: float) -> dict[object, str]:
+        """A sentence for each rank that has ended, is stopped, or stays behind; none where all go on.
+
+        Args:
+            signs: the last of each rank.
+            now: seconds since 1970.
+
+        Returns:
+            What tells a sight from the next, though the sentence's age changes → the sentence.
+        """
+        if not signs:
+            return {}
+        patience = LATE_SECONDS
+        if self.steps:
+            patience = max(patience, 3 * self.steps[-1].step_time_seconds)
+        foremost = max(sign.place for sign in signs.values())
+        told: dict[object, str] = {}
+        for rank, sign in signs.items():
+            state = sign.state()
+            if state is not None:
+                told[rank, state] = f"rank {rank} {state}; its last sign is of {sign.described(now)}"
+            elif sign.place < foremost and now - sign.time > patience:
+                told[rank, sign.place] = f"rank {rank} is late; its last sign is of {sign.described(now)}"
+        silent = [rank for rank in range(self.settings.world_size or 0) if rank not in signs]
+        ending = any(sign.phase == "end" for sign in signs.values())  # ranks take their files away when they end
+        if silent and not ending and now - max(sign.time for sign in signs.values()) > patience:
+            told["silent", len(silent)] = f"{ranks_in_words(silent)} gave no sign yet"
+        return told
+
+
+def is_startable(path: Path) -> bool:
+    """Whether there is a run, or something that writes one."""
+    return (path / CONFIG_FILE).is_file() or (path / METRICS_FILE).is_file() or is_locked(path)
+
+
+def _read_settings(path: Path) -> Settings:
+    """What can be read of it; a file that is being written is read a moment later."""
+    config, environment = _read_tree(path / CONFIG_FILE), _read_tree(path / ENVIRONMENT_FILE)
+    train, metrics, device = (_below(config, "train"), _below(config, "metrics"), _below(environment, "device"))
+    names = [_below(config, "model").get("name"), _below(config, "parallel").get("name")]
+    defaults = MetricsConfig()
+    prediction = None
+    try:
+        if (path / PREDICTION_FILE).exists():
+            prediction = Prediction.from_dict(_read_tree(path / PREDICTION_FILE))
+    except (KeyError, TypeError, ValueError):  # of another version
+        pass
+    return Settings(
+        title="-".join(str(name) for name in names if name) or path.name,
+        planned_steps=_integer(train.get("steps")),
+        warmup_steps=_integer(metrics.get("warmup_steps"), defaults.warmup_steps) or 0,
+        log_every=max(1, _integer(metrics.get("log_every"), defaults.log_every) or 1),
+        world_size=_integer(environment.get("world_size")),
+        device=str(device["name"]) if "name" in device else None,
+        prediction=prediction,
+    )
+
+
+def _read_tree(path: Path) -> dict[str, Any]:
+    try:
+        return read_tree(path)
+    except ConfigError:
+        return {}
+
+
+def _below(tree: dict[str, Any], name: str) -> dict[str, Any]:
+    below = tree.get(name)
+    return below if isinstance(below, dict) else {}
+
+
+def _integer(value: Any, default: int | None = None) -> int | None:
+    return value if type(value) is int else default
+
+
+def _step_of(line: bytes) -> StepMetrics | None:
+    try:
+        return StepMetrics.from_json(line.decode())
+    except ValueError:
+        return None
+
+
+def _version(path: Path) -> tuple[int, int] | None:
+    """When a file was written last, and its length; None where it is not there."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_mtime_ns, stat.st_size

@@ -1,0 +1,190 @@
+"""How a run that goes on is drawn in a terminal: everything that is known of it, in as many columns as there are."""
+
+import math
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+from rich.console import Console, Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from fsdptoys.heartbeat import Sign, ranks_in_words
+from fsdptoys.metrics.console import printable
+from fsdptoys.metrics.forecast import compare, forecast_rows
+from fsdptoys.metrics.live import metrics_table
+from fsdptoys.metrics.summary import RunResults, Spread
+
+from .followed import FollowedRun, State
+
+BLOCKS = " ▁▂▃▄▅▆▇█"
+CHART_LINES = 5
+NARROWEST_CHART = 20
+STYLES = {State.running: "green", State.starting: "yellow", State.ended: "bold", State.gone: "bold red"}
+
+
+def draw_run(run: FollowedRun, state: State, console: Console, heading: str = "") -> RenderableType:
+    """Everything that is known of a run.
+
+    Args:
+        run: brought up to date.
+        state: how it stands.
+        console: whose width and encoding count.
+        heading: what stands before the run's own name, as the job of a sweep.
+    """
+    width, settings = console.width, run.settings
+
+    def line(text: str, style: str = "") -> Text:
+        return Text(printable(text, console.file), style=style, no_wrap=False)
+
+    where = f"{settings.world_size} rank{'s' * (settings.world_size != 1)}" if settings.world_size else ""
+    about = ", ".join(part for part in (where, settings.device or "") if part)
+    parts: list[RenderableType] = [
+        Text.assemble(
+            (printable(f"{heading}{settings.title}", console.file), "bold"),
+            printable(f"  {about}  " if about else "  ", console.file),
+            (state.value, STYLES[state]),
+        ),
+        line(str(run.path), "dim"),
+    ]
+    if not run.steps:
+        planned = f" of {settings.planned_steps} steps" if settings.planned_steps else " step"
+        parts.append(line("no step was done" if state is State.ended else f"waiting for the first{planned}"))
+        return Group(*parts, *_rank_lines(run, state, console))
+    results = run.results()
+    parts += [_bar(run), Text(), metrics_table(run.steps[-1], width), Text()]
+    parts += [line(text) for text in draw_chart([metrics.loss for metrics in run.steps], width, "loss")]
+    parts += [Text(), _facts(run, results, console)]
+    return Group(*parts, *_rank_lines(run, state, console))
+
+
+def draw_chart(values: Sequence[float], width: int, label: str) -> list[str]:
+    """A curve as columns of blocks, with its highest and lowest value at the left; what is not finite leaves a gap.
+
+    Args:
+        values: one after the other; where they are more than columns, a column is the mean of its part.
+        width: columns that there are.
+        label: name of what is drawn.
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return [f"{label}: no finite value yet"]
+    margin = max(len(label), *(len(f"{value:.4g}") for value in (max(finite), min(finite)))) + 1
+    columns = max(NARROWEST_CHART, width - margin - 1)
+    means = _means(values, columns)
+    low = min(mean for mean in means if mean is not None)
+    high = max(mean for mean in means if mean is not None)
+    eighths = CHART_LINES * 8
+    heights = [
+        0 if mean is None else 1 + round((mean - low) / (high - low) * (eighths - 1)) if high > low else eighths // 2
+        for mean in means
+    ]
+    names = {0: f"{high:.4g}", CHART_LINES // 2: label, CHART_LINES - 1: f"{low:.4g}"}
+    lines = []
+    for row in range(CHART_LINES):
+        below = (CHART_LINES - 1 - row) * 8
+        blocks = "".join(BLOCKS[min(8, max(0, height - below))] for height in heights)
+        lines.append(f"{names.get(row, ''):>{margin - 1}} {blocks}".rstrip())
+    return lines
+
+
+def _means(values: Sequence[float], columns: int) -> list[float | None]:
+    """Mean of what is finite in each of so many parts; where the values are fewer, each is a part."""
+    count = min(columns, len(values))
+    means: list[float | None] = []
+    for index in range(count):
+        part = values[index * len(values) // count : (index + 1) * len(values) // count]
+        finite = [value for value in part if math.isfinite(value)]
+        means.append(sum(finite) / len(finite) if finite else None)
+    return means
+
+
+def _bar(run: FollowedRun) -> RenderableType:
+    step, planned = run.steps[-1].step, run.settings.planned_steps
+    spent = sum(metrics.step_time_seconds for metrics in run.steps)
+    left = run.seconds_left()
+    bar = Table.grid(padding=(0, 1), expand=True)
+    bar.add_column(no_wrap=True)
+    bar.add_column(ratio=1)
+    bar.add_column(no_wrap=True)
+    times = f"{_duration(spent)} in steps" + (f", about {_duration(left)} left" if left else "")
+    bar.add_row(f"step {step}/{planned or '?'}", ProgressBar(total=planned or step, completed=step, width=None), times)
+    return bar
+
+
+def _facts(run: FollowedRun, results: RunResults, console: Console) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    for name, text in fact_rows(run, results):
+        table.add_row(name, Text(printable(text, console.file)))
+    return table
+
+
+def fact_rows(run: FollowedRun, results: RunResults) -> list[tuple[str, str]]:
+    """What the steps so far add up to, in a few rows of a name and a text."""
+    rows = [
+        ("step time", _spread(results.step_time_seconds, 1e3, 1, " ms")),
+        ("tokens/s", _spread(results.tokens_per_second, 1, 0, "")),
+    ]
+    if results.memory_peak_gib is not None:
+        reserved = f", {results.memory_reserved_gib:.3f} GiB reserved" if results.memory_reserved_gib else ""
+        rows.append(("memory", f"{results.memory_peak_gib:.3f} GiB at the peak{reserved}, on rank 0's device"))
+    elif results.resident_set_gib is not None:
+        peak = results.resident_set_peak_gib
+        highest = f", {peak:.3f} GiB at the peak" if peak is not None else ""
+        rows.append(("memory", f"{results.resident_set_gib:.3f} GiB resident{highest}, on rank 0"))
+    evaluated = [(metrics.eval_loss, metrics.step) for metrics in run.steps if metrics.eval_loss is not None]
+    if evaluated:
+        latest, finite = evaluated[-1], [each for each in evaluated if math.isfinite(each[0])]
+        lowest = f", lowest {min(finite)[0]:.4f} after {min(finite)[1]}" if finite else ""
+        rows.append(("held-out loss", f"{latest[0]:.4f} after step {latest[1]}{lowest}"))
+    if results.skipped_steps:
+        count = results.skipped_steps
+        rows.append(("no update", f"in {count} step{'s' * (count > 1)}"))
+    spikes = [metrics for metrics in run.steps if metrics.loss_spike is not None]
+    if spikes:
+        rows.append(("spikes", f"{len(spikes)} of the loss, the latest in step {spikes[-1].step}"))
+    if run.resumes:
+        count = len(run.resumes)
+        rows.append(("went on", f"{count} time{'s' * (count > 1)}, last after step {run.resumes[-1].step}"))
+    if run.settings.prediction is not None:
+        for what, predicted, measured, difference in forecast_rows(compare(run.settings.prediction, results)):
+            rows.append(("predicted", f"{what} {predicted}, measured {measured}: {difference.replace('*', '')}"))
+    return rows
+
+
+def _rank_lines(run: FollowedRun, state: State, console: Console) -> list[Text]:
+    """Where the ranks are, while they are anywhere, and who is late."""
+    signs, now = run.signs(), time.time()
+    if state is State.ended or not signs:
+        return []
+    late = run.late_ranks(signs, now).values()
+    return [
+        Text(_places(signs, now)),
+        *(Text(printable(text, console.file), style="bold red") for text in late),
+    ]
+
+
+def _places(signs: dict[int, Sign], now: float) -> str:
+    places: dict[tuple[int, str], list[Sign]] = {}
+    for sign in signs.values():
+        places.setdefault((sign.step, sign.phase), []).append(sign)
+    told = [
+        f"{ranks_in_words([sign.rank for sign in there])} in step {step} ({phase}) "
+        f"{max(0.0, now - max(sign.time for sign in there)):.0f} s ago"
+        for (step, phase), there in sorted(places.items(), key=lambda place: place[0], reverse=True)
+    ]
+    return ", ".join(told)
+
+
+def _spread(spread: Spread | None, factor: float, digits: int, unit: str) -> str:
+    if spread is None:
+        return "only steps of the warm-up so far"
+    p10, median, p90 = (f"{value * factor:,.{digits}f}" for value in (spread.p10, spread.median, spread.p90))
+    return f"median {median}{unit} (p10 {p10}, p90 {p90})"
+
+
+def _duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))

@@ -1,0 +1,73 @@
+"""What only ``summary.md`` of a run says: why it ended, the references of its loss, and the profiler's operators."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsdptoys.metrics.config import SUMMARY_FILE
+from fsdptoys.sweep import JobStatus
+
+REFERENCE = re.compile(r"reference: (?P<label>.*)")
+STEPS = re.compile(r"(?P<done>\d+) of (?P<planned>\d+); (?P<why>.+)")
+PLANNED_END = re.compile(r"all steps done|train\.max_seconds=\S+ reached")
+GAVE_UP = re.compile(r"not finite \(train\.max_skipped")
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run that has summed itself up came to its end."""
+
+    status: JobStatus
+    text: str | None
+    """As the summary tells it; None where it does not."""
+
+
+def read_ending(run_dir: Path) -> Ending:
+    """Why a run that has written its summary took no further step; one that does not say so is done."""
+    told = [row[1] for row in read_table(run_dir, "What came out") if len(row) > 1 and row[0] == "steps"]
+    match = STEPS.fullmatch(told[0]) if told else None
+    if match is None:
+        return Ending(JobStatus.done, told[0] if told else None)
+    if GAVE_UP.search(match["why"]):
+        status = JobStatus.failed
+    elif PLANNED_END.fullmatch(match["why"]) or int(match["done"]) >= int(match["planned"]):
+        status = JobStatus.done
+    else:
+        status = JobStatus.stopped
+    return Ending(status, told[0])
+
+
+def read_references(run_dir: Path) -> dict[str, float]:
+    """Label → nats a token, as the summary tells; none where there is no summary, or no such row."""
+    references = {}
+    for row in read_table(run_dir, "What came out")[1:]:
+        named = REFERENCE.fullmatch(row[0])
+        if named and len(row) > 1:
+            try:
+                references[named["label"]] = float(row[1].split()[0])
+            except (ValueError, IndexError):
+                continue
+    return references
+
+
+def read_operators(run_dir: Path) -> list[list[str]]:
+    """Heading and rows of the operators that took most time; nothing where the run was not profiled."""
+    return read_table(run_dir, "Where the time and the memory went")
+
+
+def read_table(run_dir: Path, heading: str) -> list[list[str]]:
+    """The first table below a heading, without the line below its own heading and without marks of code."""
+    try:
+        text = (run_dir / SUMMARY_FILE).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return []
+    _, found, below = text.partition(f"\n## {heading}\n")
+    lines = iter(below.partition("\n## ")[0].splitlines())
+    rows = []
+    for line in lines:
+        if line.startswith("|"):
+            cells = re.split(r"(?<!\\)\|", line.strip().strip("|"))
+            rows.append([cell.strip().replace(r"\|", "|").strip("`") for cell in cells])
+        elif rows:
+            break
+    return [row for index, row in enumerate(rows) if index != 1] if found else []

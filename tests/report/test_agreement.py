@@ -1,0 +1,282 @@
+"""Losses that should agree: real runs that do, and runs with real mistakes, which do not."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fsdptoys.config import Config
+from fsdptoys.memory import GradientCheckpointing, MemoryConfig
+from fsdptoys.metrics import StepMetrics
+from fsdptoys.optim import AdamWConfig, WeightDecayOn
+from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, SingleConfig
+from fsdptoys.parallel.fsdp2 import FSDP2
+from fsdptoys.parallel.precision import DType
+from fsdptoys.report import numerics
+from fsdptoys.report.agreement import COARSE, EXACT, FINE, find_disagreements
+from fsdptoys.report.records import Record
+from scripts.ranks import run_ranks
+from tests.parallel.runs import make_config
+from tests.report.recorded_runs import STEP, changed, record_of, run_of, train_into, write_run
+
+ADAMW = AdamWConfig(lr=1e-2, weight_decay_on=WeightDecayOn.all)
+CHUNKED = MemoryConfig(chunk_loss=True, chunk_tokens="20", gradient_checkpointing=GradientCheckpointing.full)
+BF16 = DType.bfloat16
+
+
+def right() -> dict[str, Config]:
+    """Of three trainings, each in several layouts."""
+    fast = {"deterministic": False}
+    return {
+        "ddp": make_config(DDPConfig(), 2, **fast),
+        "fsdp1": make_config(FSDP1Config(), 2, **fast),
+        "fsdp2": make_config(FSDP2Config(), 2, **fast),
+        "fsdp2 chunked": make_config(FSDP2Config(), 2, memory=CHUNKED, **fast),
+        "fsdp2 cpu": make_config(FSDP2Config(), 2, memory=MemoryConfig(cpu_offload=True), **fast),
+        "fsdp2 smaller": make_config(FSDP2Config(), 2, batch_size=1, grad_accum=4, **fast),
+        "ddp bf16": make_config(DDPConfig(param_dtype=BF16), 2, **fast),
+        "fsdp1 bf16": make_config(FSDP1Config(param_dtype=BF16), 2, **fast),
+        "fsdp2 bf16": make_config(FSDP2Config(param_dtype=BF16), 2, memory=CHUNKED, **fast),
+        "ddp bits": make_config(DDPConfig(), 2),
+        "fsdp2 bits": make_config(FSDP2Config(), 2),
+    }
+
+
+def wrong() -> dict[str, Config]:
+    """What is set is not what their config.yaml will say."""
+    return {
+        "seed": make_config(FSDP2Config(), 2, deterministic=False, init_seed=7),
+        "data": make_config(FSDP2Config(), 2, deterministic=False, data_seed=7),
+        "rate": make_config(FSDP2Config(), 2, deterministic=False, optim=replace(ADAMW, lr=1.01e-2)),
+        "momentum": make_config(FSDP2Config(), 2, deterministic=False, optim=replace(ADAMW, beta1=0.8)),
+    }
+
+
+def train_all(folder: Path) -> None:
+    train_into(folder, right() | wrong())
+    average = FSDP2.loss_scale
+    FSDP2.loss_scale = property(lambda self: 2 * average.fget(self))  # type: ignore[assignment, method-assign]
+    train_into(folder, {"gradient": make_config(FSDP2Config(), 2, deterministic=False)})
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    run_ranks(2, train_all, folder)
+    run_ranks(1, train_into, folder, {"single": make_config(SingleConfig(simulated_ranks=2), 1, deterministic=False)})
+    for name in wrong():
+        said = changed(yaml.safe_load((folder / name / "config.yaml").read_text()), {})
+        said["train"] |= {"init_seed": 0, "data_seed": 0}
+        said["optim"] |= {"lr": 1e-2, "beta1": 0.9}
+        (folder / name / "config.yaml").write_text(yaml.safe_dump(said))
+    return folder
+
+
+def test_layouts_and_memory_switches_agree_in_every_format(trained: Path) -> None:
+    """Oracle: they are one training (tests/parallel/test_equality.py holds them to its bits, or to 1e-6)."""
+    assert find_disagreements([record_of(trained / name) for name in [*right(), "single"]]) == []
+
+
+@pytest.mark.parametrize(
+    "name, quantity, step",
+    [
+        ("seed", "loss", 1),
+        ("data", "valid tokens", 1),
+        ("gradient", "gradient norm", 1),
+        ("rate", "learning rate", 1),
+        ("momentum", "loss", 3),
+    ],
+)
+def test_a_mistake_in_training_is_marked(trained: Path, name: str, quantity: str, step: int) -> None:
+    """Oracle: the first thing that each mistake changes: values, samples, gradients, the rate, later updates."""
+    records = [record_of(trained / each) for each in ("ddp", "fsdp2", name)]
+    (found,) = find_disagreements(records)
+    assert (found.name, found.reference, found.quantity, found.step) == (name, "ddp", quantity, step)
+    assert found.sentence.startswith(f"{name} does not agree with ddp, which trains the same: from step {step} on")
+
+
+def test_a_gradient_twice_as_large_is_seen_though_losses_are_the_same(trained: Path) -> None:
+    """Oracle: the factor; clipping and AdamW take it out of the update."""
+    (found,) = find_disagreements([record_of(trained / "fsdp2"), record_of(trained / "gradient")])
+    assert found.value == pytest.approx(2 * found.expected, rel=1e-5)
+
+
+def test_one_wrong_row_is_marked_wherever_it_stands(trained: Path) -> None:
+    """Oracle: the row with the mistake, which is the first: most others agree with each other."""
+    records = [record_of(trained / name) for name in ("seed", "ddp", "fsdp2", "fsdp1")]
+    (found,) = find_disagreements(records)
+    assert (found.name, found.reference) == ("seed", "ddp")
+
+
+def pair(tmp_path: Path, alter: Callable[[StepMetrics], StepMetrics], **options: Any) -> list[Record]:
+    """Two runs of twelve steps that share their settings but for those given, the second with altered steps."""
+    steps = run_of(12)
+    write_run(tmp_path / "a", steps, options.get("both"))
+    write_run(
+        tmp_path / "b",
+        [alter(step) for step in steps],
+        (options.get("both") or {}) | (options.get("second") or {}),
+        options.get("environment"),
+    )
+    return [record_of(tmp_path / "a"), record_of(tmp_path / "b")]
+
+
+def apart(share: float, quantity: str, at: int) -> Callable[[StepMetrics], StepMetrics]:
+    return lambda step: replace(step, **{quantity: getattr(step, quantity) * (1 + share)}) if step.step == at else step
+
+
+@pytest.mark.parametrize("quantity", ["loss", "grad_norm"])
+@pytest.mark.parametrize(
+    "both, tolerance",
+    [({}, FINE), ({"parallel.param_dtype": "bfloat16"}, COARSE), ({"train.deterministic": True}, EXACT)],
+    ids=["float32", "bfloat16", "deterministic"],
+)
+def test_rows_may_be_apart_by_what_their_format_rounds(
+    tmp_path: Path, both: dict[str, Any], tolerance: Any, quantity: str
+) -> None:
+    """Oracle: the tolerance itself, a little less and a little more; of equal bits, one bit."""
+    name = {"loss": "loss", "grad_norm": "gradient norm"}[quantity]
+    allowed = tolerance.at(name, 5)
+    assert find_disagreements(pair(tmp_path / "less", apart(0.99 * allowed, quantity, 5), both=both)) == []
+    (found,) = find_disagreements(
+        pair(tmp_path / "more", apart(1.01 * allowed / (1 - 1.01 * allowed) + 1e-15, quantity, 5), both=both)
+    )
+    assert (found.name, found.step, found.quantity, found.allowed) == ("b", 5, name, allowed)
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        {"optim.lr": 0.02},
+        {"train.init_seed": 1},
+        {"train.batch_size": 4},
+        {"train.seq_len": 25},
+        {"train.steps": 99},
+        {"model.dim": 48},
+        {"data.branching": 5},
+        {"parallel.param_dtype": "bfloat16"},
+        {"memory.optimizer_offload": True, "memory.offload_state_dtype": "bfloat16"},
+        {"memory.chunk_loss": True, "memory.chunk_grad_dtype": "bfloat16"},
+        {"train.max_grad_norm": None},
+    ],
+    ids=str,
+)
+def test_another_training_is_not_compared(tmp_path: Path, second: dict[str, Any]) -> None:
+    """Oracle: losses that are far apart, which is no mistake where a setting says so."""
+    assert find_disagreements(pair(tmp_path, apart(0.5, "loss", 3), second=second)) == []
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        {"parallel.name": "ddp"},
+        {"mesh.fsdp_size": 1},
+        {"parallel.wrap": "block_attn_mlp"},
+        {"memory.gradient_checkpointing": "full"},
+        {"memory.optimizer_offload": True},
+        {"memory.cpu_offload": True, "optim.implementation": "fused"},
+        {"train.batch_size": 1, "train.grad_accum": 4},
+        {"train.compile": True},
+        {"checkpoint.every": 5, "metrics.log_every": 3, "data.workers": 2, "train.eval_every": 4},
+        {"train.deterministic": True, "parallel.reduce_dtype": "float64"},
+    ],
+    ids=str,
+)
+def test_the_same_training_in_another_layout_is_compared(tmp_path: Path, second: dict[str, Any]) -> None:
+    """Oracle: losses that are far apart, which none of these explains."""
+    (found,) = find_disagreements(pair(tmp_path, apart(0.5, "loss", 3), second=second))
+    assert (found.name, found.step) == ("b", 3)
+
+
+def test_experts_that_are_balanced_otherwise_are_not_compared(tmp_path: Path) -> None:
+    """Oracle: arXiv:2501.11873: with several micro-batches a backward balances by those so far."""
+    experts = {"model.n_experts": 4, "model.router_aux_loss_coef": 0.1}
+    other = {"train.batch_size": 1, "train.grad_accum": 4}
+    assert find_disagreements(pair(tmp_path / "a", apart(0.5, "loss", 3), both=experts, second=other)) == []
+    unbalanced = experts | {"model.router_aux_loss_coef": 0.0}
+    assert find_disagreements(pair(tmp_path / "b", apart(0.5, "loss", 3), both=unbalanced, second=other))
+
+
+@pytest.mark.parametrize("part", [{"device.type": "cuda"}, {"versions.torch": "2.7.1"}], ids=str)
+def test_rows_of_other_devices_or_versions_are_not_compared(tmp_path: Path, part: dict[str, Any]) -> None:
+    """Oracle: losses far apart: nobody has measured how far these may be."""
+    assert find_disagreements(pair(tmp_path, apart(0.5, "loss", 3), environment=part)) == []
+
+
+def test_a_loss_that_is_no_number_agrees_with_its_like_alone(tmp_path: Path) -> None:
+    """Oracle: NaN in both, and in one."""
+    steps = [*run_of(3), replace(STEP, step=4, loss=float("nan"))]
+    for name in ("a", "b"):
+        write_run(tmp_path / name, steps)
+    write_run(tmp_path / "c", run_of(4))
+    records = [record_of(tmp_path / name) for name in "abc"]
+    (found,) = find_disagreements(records)
+    assert (found.name, found.reference, found.step) == ("c", "a", 4)
+    assert "they are not both finite" in found.sentence
+
+
+def test_a_run_that_went_on_with_other_settings_is_not_compared(tmp_path: Path) -> None:
+    """Oracle: a resume that changed the learning rate, and one that changed the layout alone."""
+    records = pair(tmp_path, apart(0.5, "loss", 9))
+    line = {"time": "", "step": 5, "checkpoint": "x", "world_size_before": 2, "world_size": 2, "moved_to": None}
+    for key, count in (("optim.lr", 0), ("parallel.wrap", 1)):
+        (tmp_path / "b" / "resumes.jsonl").write_text(json.dumps(line | {"changed": {key: [1, 2]}}) + "\n")
+        assert len(find_disagreements(records)) == count
+
+
+def test_rows_without_steps_or_without_their_beginning_are_left_out(tmp_path: Path) -> None:
+    """Oracle: nothing to hold them against."""
+    write_run(tmp_path / "a", run_of(5))
+    write_run(tmp_path / "none", [])
+    write_run(tmp_path / "late", [replace(step, loss=1.0) for step in run_of(5)[2:]])
+    assert find_disagreements([record_of(tmp_path / name) for name in ("a", "none", "late")]) == []
+
+
+def test_held_out_losses_are_compared_where_both_rows_have_one_over_the_same_samples(tmp_path: Path) -> None:
+    """Oracle: 4.0 and 4.4 after step 5, and none after it in one of the rows; other samples may have another loss."""
+
+    def held_out(loss: float) -> Callable[[StepMetrics], StepMetrics]:
+        return lambda step: replace(step, eval_loss=loss) if step.step == 5 else step
+
+    write_run(tmp_path / "a", [*map(held_out(4.0), run_of(12)[:11]), replace(run_of(12)[11], eval_loss=1.0)])
+    write_run(tmp_path / "b", [*map(held_out(4.4), run_of(12))], {"parallel.name": "ddp"})
+    write_run(tmp_path / "c", [*map(held_out(4.4), run_of(12))], {"train.eval_batches": 3})
+    write_run(tmp_path / "d", [*map(held_out(4.0 * (1 + 1e-5)), run_of(12))])
+    (found,) = find_disagreements([record_of(tmp_path / name) for name in "abcd"])
+    assert (found.name, found.quantity, found.step, found.value) == ("b", "held-out loss", 5, 4.4)
+    assert found.expected == pytest.approx(4.0, rel=1e-4)
+
+
+@pytest.mark.parametrize("device, count", [("cuda", 0), ("cpu", 1)])
+def test_an_update_on_the_host_keeps_the_bits_of_one_on_the_host_alone(tmp_path: Path, device: str, count: int) -> None:
+    """Oracle: an accelerator's AdamW is another kernel than the host's, so that one bit may differ; on a CPU none."""
+    both = {"train.deterministic": True}
+    write_run(tmp_path / "a", run_of(3), both, {"device.type": device})
+    steps = [apart(1e-9, "loss", 3)(step) for step in run_of(3)]
+    write_run(tmp_path / "b", steps, both | {"memory.cpu_offload": True}, {"device.type": device})
+    assert len(find_disagreements([record_of(tmp_path / name) for name in "ab"])) == count
+
+
+def test_settings_are_read_once_a_row_however_many_rows_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: as many readings for each of twenty rows as for each of five; pairs would quadruple them."""
+    write_run(tmp_path / "a", run_of(2))
+    record, counts = record_of(tmp_path / "a"), []
+    flatten = numerics.effective
+    monkeypatch.setattr(numerics, "effective", lambda tree: counts.append(1) or flatten(tree))
+    readings = []
+    for rows in (5, 20):
+        counts.clear()
+        assert record.run is not None
+        runs = [
+            replace(record.run, steps=[replace(step, loss=step.loss * (1 + 1e-7 * row)) for step in run_of(2)])
+            for row in range(rows)
+        ]
+        find_disagreements([replace(record, name=str(row), run=run) for row, run in enumerate(runs)])
+        readings.append(len(counts) / rows)
+    assert readings[0] == readings[1] > 0

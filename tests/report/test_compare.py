@@ -1,0 +1,249 @@
+"""Two runs held against each other, with differences that the test has made."""
+
+import io
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.metrics import StepMetrics
+from fsdptoys.recorded import read_recorded_run
+from fsdptoys.report.compare import Comparison, compare_runs, open_run
+from fsdptoys.report.compare_page import print_comparison, verdict
+from fsdptoys.report.numerics import Effect
+from tests.report.recorded_runs import STEP, run_of, write_run
+
+
+def compared(
+    folder: Path,
+    first: list[StepMetrics],
+    second: list[StepMetrics],
+    settings: dict[str, Any] | None = None,
+    environment: dict[str, Any] | None = None,
+    tolerance: float = 0.0,
+) -> Comparison:
+    """A run, and another with other settings and environment."""
+    write_run(folder / "a", first)
+    write_run(folder / "b", second, settings, environment)
+    return compare_runs(read_recorded_run(folder / "a"), read_recorded_run(folder / "b"), tolerance)
+
+
+def altered(**at: tuple[int, float]) -> list[StepMetrics]:
+    """Six steps of which single numbers are others: quantity=(step, value)."""
+    steps = run_of(6)
+    for quantity, (step, value) in at.items():
+        steps[step - 1] = replace(steps[step - 1], **{quantity: value})
+    return steps
+
+
+def printed(found: Comparison, width: int = 100) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    print_comparison(found, ("a", "b"), console)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_equal_runs_are_the_same(tmp_path: Path) -> None:
+    """Oracle: the same numbers, and times that are no part of it."""
+    found = compared(tmp_path, run_of(6), [replace(step, step_time_seconds=7.0) for step in run_of(6)])
+    assert found.same and verdict(found) == "Same: 6 steps, equal in every bit."
+    assert "All settings, versions and machines are the same." in printed(found)
+
+
+def test_the_first_and_the_largest_difference_are_told(tmp_path: Path) -> None:
+    """Oracle: what was altered: a norm in step 2, losses of 4.7 and 4.5 in steps 3 and 5."""
+    second = altered(grad_norm=(2, 1.5))
+    second[2] = replace(second[2], loss=4.7001)
+    second[4] = replace(second[4], loss=9.0)
+    found = compared(tmp_path, run_of(6), second)
+    courses = {course.quantity: course for course in found.courses}
+    loss, norm = courses["loss"], courses["gradient norm"]
+    assert loss.first is not None and loss.largest is not None and norm.first is not None
+    assert (loss.first.step, loss.largest.step, loss.differing, loss.steps) == (3, 5, 2, 6)
+    assert loss.first.absolute == pytest.approx(1e-4) and loss.first.relative == pytest.approx(1e-4 / 4.7001)
+    assert loss.largest.relative == pytest.approx(0.5)
+    assert (norm.first.step, norm.first.first, norm.first.second) == (2, 1.0, 1.5)
+    assert courses["valid tokens"].first is None and courses["learning rate"].largest is None
+    assert found.first_difference is not None and found.first_difference[0].quantity == "gradient norm"
+    assert verdict(found) == (
+        "They differ from step 2 on, first in the gradient norm: 1 and 1.5, 0.5 apart (0.33 relative); 6 steps were "
+        "compared."
+    )
+
+
+def test_one_bit_is_a_difference_and_a_tolerance_takes_it(tmp_path: Path) -> None:
+    """Oracle: the next number after 4.7."""
+    second = altered(loss=(3, math.nextafter(run_of(6)[2].loss, 9.0)))
+    found = compared(tmp_path, run_of(6), second)
+    assert not found.same
+    first, other = read_recorded_run(tmp_path / "a"), read_recorded_run(tmp_path / "b")
+    assert compare_runs(first, other, 1e-15).same
+    assert verdict(compare_runs(first, other, 1e-15)) == "Same: 6 steps, within 1e-15 relative."
+
+
+def test_a_tolerance_is_relative_to_the_larger(tmp_path: Path) -> None:
+    """Oracle: 5 and 4 are 0.2 apart of 5."""
+    assert compared(tmp_path / "x", [STEP], [replace(STEP, loss=4.0)], tolerance=0.2).same
+    assert not compared(tmp_path / "y", [STEP], [replace(STEP, loss=4.0)], tolerance=0.19).same
+
+
+@pytest.mark.parametrize("longer", ["a", "b"])
+def test_a_run_that_ends_earlier_is_not_the_same(tmp_path: Path, longer: str) -> None:
+    """Oracle: ``cmp``, to which the end of one file is a difference."""
+    lengths = (6, 4) if longer == "a" else (4, 6)
+    found = compared(tmp_path, run_of(lengths[0]), run_of(lengths[1]))
+    assert not found.same and found.first_difference is None
+    assert verdict(found) == "The 4 steps that both have are equal in every bit, but one has more."
+    letter = longer.upper()
+    assert f"{letter} ({longer}) has 2 steps, 5 to 6, that the other has not." in printed(found)
+
+
+def test_what_is_no_number_equals_its_like_alone(tmp_path: Path) -> None:
+    """Oracle: NaN in both, then in one."""
+    bad = altered(loss=(4, math.nan))
+    both = compared(tmp_path / "both", bad, bad)
+    assert both.same
+    assert "The loss is NaN or infinite in 1 of A's and 1 of B's 6 steps" in " ".join(printed(both).split())
+    found = compared(tmp_path / "one", bad, run_of(6), tolerance=0.9)
+    assert found.first_difference is not None and found.first_difference[1].step == 4
+    assert "nan and 4.6, which are not both finite" in verdict(found)
+
+
+def evaluated(*losses: float | None) -> list[StepMetrics]:
+    """A step for each held-out loss, with None for a step without."""
+    return [replace(step, eval_loss=loss) for step, loss in zip(run_of(len(losses)), losses, strict=True)]
+
+
+def test_held_out_losses_are_compared_where_both_runs_have_one(tmp_path: Path) -> None:
+    """Oracle: 4.0 and 4.4 after step 3; step 2 has one in the first run alone, which is no difference."""
+    found = compared(tmp_path / "other", evaluated(None, 5.0, 4.0), evaluated(None, None, 4.4), CHANGES)
+    assert found.first_difference is not None and not found.same
+    course, difference = found.first_difference
+    assert (course.quantity, course.steps, difference.step, difference.second) == ("held-out loss", 1, 3, 4.4)
+    assert compared(tmp_path / "same", evaluated(None, 5.0, 4.0), evaluated(None, None, 4.0)).same
+    assert "held-out loss" not in {course.quantity for course in compared(tmp_path / "no", [STEP], [STEP]).courses}
+
+
+def test_held_out_losses_of_other_samples_are_not_compared_and_said_not_to_be(tmp_path: Path) -> None:
+    """Oracle: 3 batches are other samples than the usual 8; half the batch size with twice the batches is the same."""
+    losses = evaluated(4.0), evaluated(4.4)
+    other = compared(tmp_path / "other", *losses, {"train.eval_batches": 3})
+    assert other.same and "Their held-out losses are over different samples and were not compared." in printed(other)
+    split = {"train.batch_size": 1, "train.grad_accum": 4, "train.eval_batches": 16}
+    assert not compared(tmp_path / "split", *losses, split).same
+
+
+def test_a_held_out_loss_of_the_first_step_tells_of_its_update(tmp_path: Path) -> None:
+    """Oracle: it is taken after the update, so that the learning rate explains it sooner than the data."""
+    found = compared(tmp_path, evaluated(4.0), evaluated(4.4), CHANGES)
+    assert next(change.key for change in found.changes if change.effect is Effect.training) == "optim.lr"
+
+
+def test_runs_with_lines_that_cannot_be_read_are_not_the_same(tmp_path: Path) -> None:
+    """Oracle: the same line that is no step, in both."""
+    for name in "ab":
+        write_run(tmp_path / name, run_of(3))
+        with open(tmp_path / name / "metrics.jsonl", "a") as file:
+            file.write("garbage\n")
+    found = compare_runs(read_recorded_run(tmp_path / "a"), read_recorded_run(tmp_path / "b"))
+    assert not found.same
+    assert verdict(found) == "The 3 steps that both have are equal in every bit, but not all lines can be read."
+    for name in "ab":
+        note = f"{tmp_path}/{name}/metrics.jsonl cannot be read in line 4"
+        assert note in " ".join(printed(found, 1000).split())
+
+
+@pytest.mark.parametrize("width", [46, 60, 80, 120])
+def test_numbers_are_whole_on_one_line_in_every_terminal(tmp_path: Path, width: int) -> None:
+    """Oracle: losses of nine digits; the lines of numbers are no longer than the terminal is wide."""
+    second = [replace(step, loss=5.56065083 + step.step) for step in run_of(6)]
+    text = printed(compared(tmp_path, evaluated(*[5.12345678] * 6), second), width)
+    (line,) = [line for line in text.splitlines() if line.startswith("loss ")]
+    assert {"4.9", "6.56065083"} < set(line.split())
+    assert len(line) <= width
+    assert ("apart" in text.split("\n\n")[2].split()) == (width >= 80)
+    assert {"A: a", "B: b"} < set(text.splitlines())
+
+
+CHANGES = {
+    "optim.lr": 0.02,
+    "data.branching": 5,
+    "parallel.param_dtype": "bfloat16",
+    "parallel.name": "ddp",
+    "memory.chunk_loss": True,
+    "memory.gradient_checkpointing": "full",
+    "metrics.log_every": 1,
+    "metrics.run_dir": "elsewhere",
+}
+
+
+@pytest.mark.parametrize(
+    "second, first_keys",
+    [
+        (altered(loss=(1, 4.8)), ["data.branching", "optim.lr"]),
+        (altered(loss=(3, 4.8)), ["optim.lr", "data.branching"]),
+        (altered(learning_rate=(1, 0.5), loss=(1, 4.8)), ["optim.lr", "data.branching"]),
+    ],
+    ids=["loss of step 1", "loss of step 3", "learning rate"],
+)
+def test_the_likeliest_explanation_comes_first(tmp_path: Path, second: Any, first_keys: list[str]) -> None:
+    """Oracle: the first loss knows data and no update; a later one, and the learning rate, the other way round."""
+    found = compared(tmp_path, run_of(6), second, CHANGES)
+    keys = {effect: [change.key for change in found.changes if change.effect is effect] for effect in Effect}
+    assert keys[Effect.training] == first_keys
+    assert keys[Effect.format] == ["parallel.param_dtype"]
+    assert set(keys[Effect.rounding]) == {"parallel.name", "memory.chunk_loss", "memory.chunk_tokens"}
+    assert {"memory.gradient_checkpointing", "metrics.log_every"} < set(keys[Effect.none])
+    assert [change.effect for change in found.changes] == sorted(change.effect for change in found.changes)
+    assert "metrics.run_dir" not in {change.key for change in found.changes}
+
+
+def test_a_batch_of_another_size_is_another_training_and_another_split_of_it_is_not(tmp_path: Path) -> None:
+    """Oracle: 2 ranks x 2 sequences x 2 micro-batches are 8 sequences a step."""
+    more = compared(tmp_path / "more", run_of(6), run_of(6), {"train.batch_size": 4})
+    assert [change.effect for change in more.changes] == [Effect.training]
+    split = {"train.batch_size": 1, "train.grad_accum": 4}
+    assert {each.effect for each in compared(tmp_path / "as", run_of(6), run_of(6), split).changes} == {Effect.rounding}
+    ranks = compared(tmp_path / "ranks", run_of(6), run_of(6), None, {"world_size": 4})
+    assert [(each.key, each.first, each.second, each.effect) for each in ranks.changes] == [
+        ("ranks", 2, 4, Effect.training)
+    ]
+
+
+def test_versions_and_machines_are_told(tmp_path: Path) -> None:
+    """Oracle: what the second run's environment has been given."""
+    other = {"versions.torch": "2.7.1", "device.name": "Another", "started_at": "later", "command": "typed otherwise"}
+    found = compared(tmp_path, run_of(6), run_of(6), None, other)
+    assert found.environment == [("device.name", "A processor", "Another"), ("versions.torch", "2.13.0", "2.7.1")]
+    assert "versions.torch  2.13.0       2.7.1" in printed(found)
+
+
+def test_a_job_of_a_sweep_is_found_by_its_folder(tmp_path: Path) -> None:
+    """Oracle: its run directory."""
+    write_run(tmp_path / "jobs" / "01" / "run", run_of(3))
+    assert open_run(tmp_path / "jobs" / "01").path == tmp_path / "jobs" / "01" / "run"
+
+
+def test_what_cannot_be_compared_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    """Oracle: the sentences, word for word."""
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep" / "sweep.json").write_text(json.dumps({}))
+    (tmp_path / "empty").mkdir()
+    write_run(tmp_path / "none", [])
+    folder = "give a folder that fsdptoys train has written, as runs/NAME"
+    for name, sentence in {
+        "missing": f"{tmp_path}/missing does not exist; {folder}",
+        "empty": f"{tmp_path}/empty holds no run; {folder}",
+        "sweep": f"{tmp_path}/sweep is a sweep, and two runs are compared; give one of its jobs, as "
+        f"{tmp_path}/sweep/jobs/01",
+        "none": f"{tmp_path}/none has no step that could be compared; give a run that has taken some",
+    }.items():
+        with pytest.raises(ConfigError) as refused:
+            open_run(tmp_path / name)
+        assert str(refused.value) == sentence
+    with pytest.raises(ConfigError, match="have no step in common: steps 1 to 2 and 3 to 6; compare runs that overlap"):
+        compared(tmp_path, run_of(2), run_of(6)[2:])

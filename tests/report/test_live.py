@@ -1,0 +1,446 @@
+"""Following a job from outside: what is shown while its files grow, shrink and stop growing."""
+
+import dataclasses
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.cells import cell_len
+from rich.console import Console
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.heartbeat import HEARTBEATS_FOLDER, Heartbeat, path_of
+from fsdptoys.metrics import FolderLock, StepMetrics
+from fsdptoys.metrics.config import LOCK_FILE
+from fsdptoys.metrics.lock import is_locked
+from fsdptoys.report.followed import FollowedRun, State
+from fsdptoys.report.live import follow
+from fsdptoys.report.live_view import CHART_LINES, draw_chart, draw_run, fact_rows
+from fsdptoys.simulator.prediction import MemoryPrediction, Prediction, TimePrediction
+from fsdptoys.sweep import Job, JobStatus, Sweep
+from fsdptoys.sweep.folder import write_job
+
+STEP = StepMetrics(1, 5.5, 1.0, 1e-3, 0.5, 512, 1024.0, 0.1, None, None, None, None, 0.5, 0.75)
+POLL = 0.02
+
+
+def step_of(number: int, **changes: float) -> StepMetrics:
+    """A step whose loss is lower than that of the one before."""
+    return replace(STEP, **({"step": number, "loss": 6.0 - number / 100} | changes))
+
+
+class WrittenRun:
+    """A run directory that the test writes, held as a run holds its own."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.mkdir(parents=True)
+        self.lock: FolderLock | None = FolderLock(path)
+        tree = {
+            "model": {"name": "tiny"},
+            "parallel": {"name": "fsdp2"},
+            "train": {"steps": 20},
+            "metrics": {"warmup_steps": 2, "log_every": 1},
+        }
+        (path / "config.yaml").write_text(yaml.safe_dump(tree))
+        (path / "environment.json").write_text(json.dumps({"world_size": 2, "device": {"name": "a CPU"}}))
+        (path / "metrics.jsonl").touch()
+
+    def add(self, *steps: StepMetrics) -> None:
+        """Write whole lines."""
+        with open(self.path / "metrics.jsonl", "a") as file:
+            file.writelines(f"{metrics.to_json()}\n" for metrics in steps)
+
+    def finish(self, steps: str = "20 of 20; all steps done") -> None:
+        """End as a run that comes to its end, and says so."""
+        rows = ["| result | value |", "| --- | --- |", f"| steps | {steps} |"]
+        (self.path / "summary.md").write_text("\n".join(["# t", "", "## What came out", "", *rows, ""]))
+        self.release()
+
+    def die(self) -> None:
+        """End as a process that is killed: the lock's file stays."""
+        self.release()
+        (self.path / LOCK_FILE).write_text("1\n")
+
+    def release(self) -> None:
+        """Let go of the folder; may be called twice."""
+        if self.lock is not None:
+            self.lock.release()
+            self.lock = None
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[WrittenRun]:
+    written = WrittenRun(tmp_path / "run")
+    yield written
+    written.release()
+
+
+class Watching:
+    """``follow`` in a thread, and what it has printed."""
+
+    def __init__(self, path: Path, terminal: bool = False) -> None:
+        self.stream = io.StringIO()
+        console = Console(file=self.stream, width=80, height=40, force_terminal=terminal, highlight=False)
+        self.status: list[int] = []
+        self._thread = threading.Thread(target=lambda: self.status.append(follow(path, console, POLL)), daemon=True)
+        self._thread.start()
+
+    def lines(self) -> list[str]:
+        """What is printed so far."""
+        return self.stream.getvalue().splitlines()
+
+    def wait_for(self, holds: Callable[[list[str]], bool]) -> None:
+        """Wait until the lines are as they should be."""
+        deadline = time.monotonic() + 60
+        while not holds(self.lines()):
+            assert time.monotonic() < deadline, self.lines()
+            time.sleep(POLL)
+
+    def wait_for_text(self, text: str) -> None:
+        """Wait for a line with some text."""
+        self.wait_for(lambda lines: any(text in line for line in lines))
+
+    def end(self) -> int:
+        """Wait for the end; the exit status."""
+        self._thread.join(60)
+        return self.status[0]
+
+
+def step_numbers(lines: list[str]) -> list[int]:
+    """Steps of the lines that the plain console has for them."""
+    return [int(line.split()[1].split("/")[0]) for line in lines if line.startswith("step ") and "/20 " in line]
+
+
+def test_lines_come_as_they_are_written_and_half_a_line_is_waited_for(run: WrittenRun) -> None:
+    """Oracle: the steps that are written, each once; half a line shows nothing until its end is there."""
+    run.add(*(step_of(number) for number in range(1, 4)))
+    watching = Watching(run.path)
+    watching.wait_for_text("step  3/20")
+    line = step_of(4, eval_loss=5.25).to_json()
+    with open(run.path / "metrics.jsonl", "a") as file:
+        file.write(line[:40])
+        file.flush()
+        time.sleep(5 * POLL)
+        assert step_numbers(watching.lines()) == [3]
+        file.write(line[40:] + "\n")
+    watching.wait_for_text("step 4: held-out loss 5.2500")
+    run.add(step_of(5, skipped=True, skipped_steps=1))
+    run.finish()
+    assert watching.end() == 0
+    assert step_numbers(watching.lines()) == [3, 4, 5]
+    assert watching.lines()[-1] == f"the run has ended: 20 of 20; all steps done; {run.path / 'summary.md'}"
+    assert any(line.startswith("step 5: no update") for line in watching.lines())
+
+
+@pytest.mark.parametrize("grows_past", [False, True])
+def test_a_run_that_goes_back_to_a_checkpoint_is_read_anew(run: WrittenRun, grows_past: bool) -> None:
+    """Oracle: the file's own steps, cut and written again with a look in between, or without."""
+    run.add(*(step_of(number) for number in range(1, 5)))
+    at_checkpoint = (run.path / "metrics.jsonl").stat().st_size
+    run.add(*(step_of(number) for number in range(5, 8)))
+    followed = FollowedRun(run.path)
+    assert followed.poll() == 0 and [metrics.step for metrics in followed.steps] == [*range(1, 8)]
+    os.truncate(run.path / "metrics.jsonl", at_checkpoint)
+    if not grows_past:
+        assert followed.poll() == 4 and [metrics.step for metrics in followed.steps] == [*range(1, 5)]
+    run.add(*(step_of(number, loss=3.0) for number in range(5, 12)))
+    assert followed.poll() == 4
+    assert [metrics.step for metrics in followed.steps] == [*range(1, 12)]
+    assert [metrics.loss for metrics in followed.steps[4:]] == [3.0] * 7
+    (run.path / "metrics.jsonl").unlink()
+    assert followed.poll() == 0 and followed.steps == []
+
+
+def test_steps_that_are_done_again_are_said_to_be(run: WrittenRun) -> None:
+    """Oracle: the lines: steps 3 and 4 come twice, with a sentence between."""
+    run.add(step_of(1), step_of(2))
+    at_checkpoint = (run.path / "metrics.jsonl").stat().st_size
+    watching = Watching(run.path)
+    watching.wait_for_text("step  2/20")
+    run.add(step_of(3), step_of(4))
+    watching.wait_for_text("step  4/20")
+    os.truncate(run.path / "metrics.jsonl", at_checkpoint)
+    watching.wait_for_text("the run was taken up again after step 2; later steps are done again")
+    run.add(step_of(3), step_of(4))
+    watching.wait_for(lambda lines: step_numbers(lines) == [2, 3, 4, 3, 4])
+    run.finish()
+    assert watching.end() == 0
+
+
+def test_a_run_that_was_killed_ends_the_watching_with_1(run: WrittenRun) -> None:
+    """Oracle: exit status and sentence."""
+    run.add(step_of(1), step_of(2))
+    watching = Watching(run.path)
+    watching.wait_for_text("step  2/20")
+    run.die()
+    assert watching.end() == 1
+    assert watching.lines()[-1].startswith(
+        "the run ended without a summary after step 2, since it was killed or failed"
+    )
+
+
+def test_a_run_that_ended_itself_before_its_time_ends_the_watching_with_1(run: WrittenRun) -> None:
+    """Oracle: the summary's own row, in the last line."""
+    run.add(step_of(1), step_of(2))
+    run.finish("2 of 20; SIGTERM received")
+    watching = Watching(run.path)
+    assert watching.end() == 1
+    assert watching.lines()[-1] == f"the run has ended: 2 of 20; SIGTERM received; {run.path / 'summary.md'}"
+
+
+def test_a_run_that_has_not_taken_a_step_is_waited_for(run: WrittenRun) -> None:
+    """Oracle: nothing but the heading until the first step comes."""
+    watching = Watching(run.path)
+    watching.wait_for_text("tiny-fsdp2 in")
+    time.sleep(5 * POLL)
+    assert step_numbers(watching.lines()) == []
+    assert FollowedRun(run.path).state() is State.starting
+    run.add(step_of(1))
+    watching.wait_for_text("step  1/20")
+    run.finish()
+    assert watching.end() == 0
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_ctrl_c_ends_the_watching_and_not_the_run(run: WrittenRun, terminal: bool) -> None:
+    """Oracle: exit status 0, with the run's lock and files as they were."""
+    run.add(step_of(1))
+    before = sorted(path.name for path in run.path.iterdir())
+    console = Console(file=io.StringIO(), width=80, force_terminal=terminal)
+    timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer.start()
+    assert follow(run.path, console, POLL) == 0
+    timer.join()
+    assert is_locked(run.path) and sorted(path.name for path in run.path.iterdir()) == before
+
+
+def test_what_was_predicted_stands_beside_what_is_measured(run: WrittenRun) -> None:
+    """Oracle: 750 ms a step foretold, 500 measured: half over."""
+    prediction = Prediction(
+        method="closed form",
+        hardware="cpu",
+        world_size=2,
+        tokens_per_step=512,
+        model_flops_per_step=1e9,
+        peak_flops=None,
+        memory=MemoryPrediction(0, 0, 0, "backward"),
+        time=TimePrediction(0.75, 0.75, 0.0, 0.0, 0.0),
+    )
+    (run.path / "prediction.json").write_text(json.dumps(prediction.to_dict()))
+    run.add(*(step_of(number) for number in range(1, 6)))
+    followed = FollowedRun(run.path)
+    followed.poll()
+    rows = [text for name, text in fact_rows(followed, followed.results()) if name == "predicted"]
+    assert rows[0] == "step time 750.00 ms, measured 500.00 ms: +50.0%, over 10%"
+
+
+def test_no_time_is_left_after_more_steps_than_were_planned(run: WrittenRun) -> None:
+    """Oracle: 20 steps are planned; after 18 two of half a second are left, after 25 none."""
+    followed = FollowedRun(run.path)
+    left = []
+    for number in (18, 25):
+        run.add(step_of(number))
+        followed.poll()
+        left.append(followed.seconds_left())
+    assert left == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("losses", "told"),
+    [
+        ([float("nan"), 5.0, 5.5], "5.5000 after step 3, lowest 5.0000 after 2"),
+        ([float("nan")], "nan after step 1"),
+    ],
+)
+def test_the_lowest_held_out_loss_is_a_finite_one(run: WrittenRun, losses: list[float], told: str) -> None:
+    """Oracle: the losses that were written."""
+    run.add(*(step_of(number, eval_loss=loss) for number, loss in enumerate(losses, 1)))
+    followed = FollowedRun(run.path)
+    followed.poll()
+    assert dict(fact_rows(followed, followed.results()))["held-out loss"] == told
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    """Oracle: the sentences."""
+    console = Console(file=io.StringIO())
+    with pytest.raises(ConfigError, match=r"none is not there; start the run first, with metrics\.run_dir="):
+        follow(tmp_path / "none", console)
+    with pytest.raises(ConfigError, match="holds neither a run nor a sweep; give a folder that fsdptoys train or"):
+        follow(tmp_path, console)
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_the_picture_keeps_to_the_width(run: WrittenRun, width: int) -> None:
+    """Oracle: rich's own count of cells in every line; the numbers that were written are in the picture."""
+    run.add(*(step_of(number, eval_loss=5.0 if number == 7 else None) for number in range(1, 10)))
+    run.add(step_of(10, loss_spike=9.5, skipped=True, skipped_steps=1))
+    heartbeat = Heartbeat(run.path / HEARTBEATS_FOLDER, 0)
+    heartbeat.beat(11, "forward")
+    heartbeat.close()
+    followed = FollowedRun(run.path)
+    followed.poll()
+    stream = io.StringIO()
+    console = Console(file=stream, width=width, force_terminal=False)
+    console.print(draw_run(followed, State.running, console, "job 01 of 8, \x1b[31mlr=1: "))
+    text = stream.getvalue()
+    assert all(cell_len(line) <= width for line in text.splitlines()) and "\x1b" not in text
+    flat = " ".join(text.split())
+    expected = [
+        "2 ranks, a CPU",
+        "step 10/20",
+        "0:00:05 in steps, about 0:00:05 left",
+        "500.0 ms (p10 500.0, p90 500.0)",
+        "5.0000 after step 7",
+        "in 1 step",
+        "1 of the loss, the latest in step 10",
+        "0.750 GiB at the peak",
+        "rank 0 in step 11 (forward)",
+    ]
+    assert [words for words in expected if words not in flat and width > 40] == []
+
+
+def test_a_terminal_is_drawn_over_and_left_with_the_last_state(run: WrittenRun) -> None:
+    """Oracle: the escapes that go up, and the final lines."""
+    run.add(step_of(1))
+    watching = Watching(run.path, terminal=True)
+    watching.wait_for_text("1/20")
+    run.add(step_of(2), step_of(3))
+    watching.wait_for_text("3/20")
+    run.finish()
+    assert watching.end() == 0
+    assert "\x1b[1A" in watching.stream.getvalue() and "the run has ended: 20 of 20" in watching.lines()[-1]
+
+
+def test_a_rank_that_stays_behind_is_named(run: WrittenRun) -> None:
+    """Oracle: the heartbeats' own files of two ranks, seen at once and a minute later."""
+    for rank, (step, phase) in enumerate([(7, "forward"), (6, "backward")]):
+        heartbeat = Heartbeat(run.path / HEARTBEATS_FOLDER, rank)
+        heartbeat.beat(step, phase)
+        heartbeat.close()
+    followed = FollowedRun(run.path)
+    signs = followed.signs()
+    now = max(sign.time for sign in signs.values())
+    assert followed.late_ranks(signs, now) == {}
+    (told,) = followed.late_ranks(signs, signs[1].time + 60).values()
+    assert told.startswith("rank 1 is late; its last sign is of step 6 (backward), 60 s ago, pid ")
+    path_of(run.path / HEARTBEATS_FOLDER, 1).unlink()
+    (told,) = followed.late_ranks(followed.signs(), now + 60).values()
+    assert told == "rank 1 gave no sign yet"
+    ended = {0: dataclasses.replace(signs[0], pid=2**22 + 1)}  # over the highest that Linux gives
+    assert "rank 0 has ended; " in next(iter(followed.late_ranks(ended, now).values()))
+
+
+def test_without_locks_a_run_goes_on_while_its_ranks_give_signs(run: WrittenRun) -> None:
+    """Oracle: the states before and after the heartbeat of a process that lives."""
+    run.add(step_of(1))
+    run.die()
+    followed = FollowedRun(run.path)
+    followed.poll()
+    assert followed.state() is State.gone
+    heartbeat = Heartbeat(run.path / HEARTBEATS_FOLDER, 0)
+    heartbeat.beat(2, "forward")
+    heartbeat.close()
+    assert followed.state() is State.running
+
+
+def test_a_chart_spans_from_the_lowest_to_the_highest() -> None:
+    """Oracle: a straight line falls by an eighth of a block a value; what is not finite leaves a gap."""
+    eighths = CHART_LINES * 8
+    lines = draw_chart([float(value) for value in range(eighths, 0, -1)], 80, "loss")
+    assert len(lines) == CHART_LINES and lines[0] == "  40 █▇▆▅▄▃▂▁" and lines[-1].startswith("   1 ████")
+    assert lines[-1].endswith("█▇▆▅▄▃▂▁") and lines[2].startswith("loss ")
+    assert draw_chart([2.0, float("nan"), 1.0], 80, "loss")[-1] == "   1 █ ▁"
+    assert draw_chart([float("inf")], 80, "loss") == ["loss: no finite value yet"]
+    many = draw_chart([1.0] * 5000 + [9.0] * 5000, 60, "loss")
+    assert max(map(len, many)) <= 60 and many[0].count("█") == pytest.approx((60 - 6) / 2, abs=1)
+    assert draw_chart([3.0] * 4, 80, "loss")[2] == "loss ▄▄▄▄"
+
+
+def sweep_of(path: Path, statuses: list[JobStatus]) -> Sweep:
+    """A sweep's folder with jobs that stand so."""
+    jobs = [
+        Job(f"{number:02}", ("train.steps=20",), {"parallel": name}, name, status)
+        for number, (name, status) in enumerate(zip(("fsdp1", "fsdp2"), statuses, strict=False), 1)
+    ]
+    sweep = Sweep(path, "debug", "fsdptoys sweep debug", jobs, [], None)
+    sweep.write()
+    return sweep
+
+
+def test_a_sweep_is_followed_job_by_job(tmp_path: Path) -> None:
+    """Oracle: the jobs' own steps in their order, how each ended, and the count at the end."""
+    sweep = sweep_of(tmp_path / "sweep", [JobStatus.running, JobStatus.waiting])
+    first, second = sweep.jobs
+    watching = Watching(sweep.path)
+    watching.wait_for_text("job 01 of 2, parallel=fsdp1: ")
+    written = WrittenRun(sweep.run_dir(first))
+    written.add(step_of(1))
+    watching.wait_for_text("step  1/20")
+    written.finish()
+    write_job(sweep.job_folder(first), replace(first, status=JobStatus.done))
+    watching.wait_for_text("job 01 of 2, parallel=fsdp1: done")
+    watching.wait_for_text("no job runs at the moment: 1 waiting, 1 done")
+    write_job(sweep.job_folder(second), replace(second, status=JobStatus.running))
+    written = WrittenRun(sweep.run_dir(second))
+    written.add(step_of(1), step_of(2))
+    watching.wait_for_text("job 02 of 2, parallel=fsdp2: ")
+    watching.wait_for_text("step  2/20")
+    written.die()
+    write_job(sweep.job_folder(second), replace(second, status=JobStatus.failed, reason="rank 1 failed"))
+    assert watching.end() == 0
+    assert watching.lines()[-2:] == [
+        "job 02 of 2, parallel=fsdp2: failed: rank 1 failed",
+        f"the sweep has ended: 1 done, 1 failed; {sweep.path}",
+    ]
+
+
+@pytest.mark.parametrize(("status", "exit_status"), [(JobStatus.done, 0), (JobStatus.out_of_memory, 1)])
+def test_a_job_of_a_sweep_is_followed_alone(tmp_path: Path, status: JobStatus, exit_status: int) -> None:
+    """Oracle: how the job's own file says that it ended."""
+    sweep = sweep_of(tmp_path / "sweep", [JobStatus.waiting])
+    (job,) = sweep.jobs
+    watching = Watching(sweep.job_folder(job))
+    watching.wait_for_text("waits for its turn")
+    write_job(sweep.job_folder(job), replace(job, status=status))
+    assert watching.end() == exit_status
+    assert watching.lines()[-1] == status.value
+
+
+@pytest.mark.launcher
+def test_a_real_run_is_followed_to_its_end(tmp_path: Path, unmeasured: None) -> None:
+    """Oracle: the steps that the run was told to take, its own name, the end of its summary, and its files alone."""
+    words = ["experiment=null", "parallel=single", "train.steps=20", "train.seq_len=64", "metrics.log_every=1"]
+    training = subprocess.Popen(
+        [sys.executable, "-m", "fsdptoys", "train", *words, "metrics.run_dir=run", "metrics.console=none"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        while not (tmp_path / "run" / "metrics.jsonl").exists():
+            assert training.poll() in (None, 0)
+            time.sleep(POLL)
+        watching = Watching(tmp_path / "run")
+        assert training.wait() == 0
+        assert watching.end() == 0
+    finally:
+        training.kill()
+        training.wait()
+    assert watching.lines()[0].startswith(("llama_debug-single in ", "run in "))
+    numbers = step_numbers(watching.lines())
+    assert numbers == [*range(numbers[0], 21)]
+    assert "20 of 20; all steps done" in watching.lines()[-1]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "config.yaml", "environment.json", "loss.png", "metrics.jsonl", "summary.md",
+    ]  # fmt: skip

@@ -1,0 +1,191 @@
+"""What runs and sweeps become as rows: how each stands, what it is called, and what a damaged one does to the rest."""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fsdptoys.config import TrainConfig
+from fsdptoys.errors import ConfigError
+from fsdptoys.heartbeat import HEARTBEATS_FOLDER, Heartbeat
+from fsdptoys.metrics import Console, FolderLock, MetricsConfig, Recorder, Resumed
+from fsdptoys.report.records import Record, gather
+from fsdptoys.report.table import make_table
+from fsdptoys.signals import STOP_SIGNALS
+from fsdptoys.stopping import agreed_stop
+from fsdptoys.sweep import Job, JobStatus, Sweep
+from tests.report.recorded_runs import ENVIRONMENT, STEP, plain_tree, run_of, write_run
+
+TRAIN = TrainConfig(steps=20, max_seconds=9.0)
+
+
+def stop_reason(votes: Sequence[float] = (0,) * (len(STOP_SIGNALS) + 1), in_a_row: int = 0) -> str:
+    """Why the trainer stops by such votes, in its own words."""
+    stop = agreed_stop(TRAIN, votes, skipped=in_a_row > 0, in_a_row=in_a_row, in_all=in_a_row)
+    assert stop is not None
+    return stop.reason
+
+
+BY_SIGNAL = stop_reason([1.0, *[0.0] * len(STOP_SIGNALS)])
+BY_TIME = stop_reason([*[0.0] * len(STOP_SIGNALS), 1.0])
+BY_SKIPS = stop_reason(in_a_row=TRAIN.max_skipped_in_a_row)
+
+
+def record_run(path: Path, last: int, reason: str | None, after: int = 0) -> None:
+    """Have a recorder write a run of 20 steps up to some step, from a checkpoint on, and sum it up for a reason."""
+    config = MetricsConfig(run_dir=str(path), console=Console.none)
+    offsets = {"metrics.jsonl": (path / "metrics.jsonl").stat().st_size} if after else {}
+    resumed = Resumed(after, offsets, "a checkpoint") if after else None
+    with Recorder(config, "a run", plain_tree(), ENVIRONMENT, TRAIN.steps, {}, resumed) as recorder:
+        for number in range(after + 1, last + 1):
+            recorder.step(replace(STEP, step=number))
+        if reason is not None:
+            recorder.finish(reason)
+
+
+def row_of(path: Path) -> Record:
+    """The row of one run."""
+    (record,) = gather([path]).records
+    return record
+
+
+@pytest.mark.parametrize(
+    ("last", "reason", "status"),
+    [
+        (20, "all steps done", JobStatus.done),
+        (20, BY_SIGNAL, JobStatus.done),
+        (4, BY_TIME, JobStatus.done),
+        (4, BY_SIGNAL, JobStatus.stopped),
+        (4, BY_SKIPS, JobStatus.failed),
+        (20, BY_SKIPS, JobStatus.failed),
+    ],
+)
+def test_a_run_with_a_summary_stands_as_that_says(tmp_path: Path, last: int, reason: str, status: JobStatus) -> None:
+    """Oracle: the trainer's own words for why it stops, in a summary that the recorder wrote."""
+    record_run(tmp_path / "run", last, reason)
+    record = row_of(tmp_path / "run")
+    told = None if status is JobStatus.done else f"{last} of 20; {reason}"
+    assert (record.status, record.reason) == (status, told)
+
+
+def test_a_run_that_was_killed_after_it_went_on_is_not_done(tmp_path: Path) -> None:
+    """Oracle: the start before has ended well, at step 4; this one writes two more steps and no summary."""
+    record_run(tmp_path / "run", 4, BY_TIME)
+    record_run(tmp_path / "run", 6, None, after=4)
+    record = row_of(tmp_path / "run")
+    assert (record.status, record.reason) == (JobStatus.stopped, "it ended without a summary after 6 steps")
+
+
+@pytest.mark.parametrize("sign", ["lock", "heartbeat"])
+def test_a_run_that_somebody_writes_is_running_whatever_it_has(tmp_path: Path, sign: str) -> None:
+    """Oracle: a lock that is held, or a heartbeat of a process that lives, beside a summary."""
+    path = write_run(tmp_path / "run", run_of(3))
+    lock = FolderLock(path) if sign == "lock" else None
+    if lock is None:
+        heartbeat = Heartbeat(path / HEARTBEATS_FOLDER, 0)
+        heartbeat.beat(4, "forward")
+        heartbeat.close()
+    try:
+        assert row_of(path).status is JobStatus.running
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def sweep_in(path: Path, *names: str) -> Sweep:
+    """A sweep whose jobs are done, each with a run."""
+    jobs = [Job(name, (), {"optim.lr": name}, name, JobStatus.done) for name in names]
+    sweep = Sweep(path, "debug", "fsdptoys sweep debug", jobs, [], None)
+    sweep.write()
+    for job in jobs:
+        write_run(sweep.run_dir(job), run_of(3))
+    return sweep
+
+
+def names_of(*paths: Path) -> list[str]:
+    """What the rows are called."""
+    return [record.name for record in gather(paths).records]
+
+
+def test_rows_are_told_apart_by_as_many_folders_as_it_takes(tmp_path: Path) -> None:
+    """Oracle: written by hand: nothing above where one folder is enough, and all above up to the first that differs."""
+    for place in ("A/runs/a", "B/runs/a", "A/runs/b", "B/other"):
+        write_run(tmp_path / place, run_of(3))
+    for place in ("A/s1", "B/s1"):
+        sweep_in(tmp_path / place, "01", "02")
+    a, b = tmp_path / "A", tmp_path / "B"
+    assert names_of(a / "runs/a", a / "runs/b") == ["a", "b"]
+    assert names_of(a / "runs/a", b / "runs/a", b / "other") == ["A/runs/a", "B/runs/a", "other"]
+    assert names_of(a / "s1") == ["01", "02"]
+    assert names_of(a / "s1", b / "s1") == ["A/s1/01", "A/s1/02", "B/s1/01", "B/s1/02"]
+    assert names_of(a / "s1", b / "other") == ["s1/01", "s1/02", "other"]
+
+
+def test_rows_that_no_folder_tells_apart_are_numbered(tmp_path: Path) -> None:
+    """Oracle: two runs of one name, of which one is in a folder that is named like a sweep with a job of that name."""
+    for place in ("s1/01", "Y/01"):
+        write_run(tmp_path / place, run_of(3))
+    sweep_in(tmp_path / "Z" / "s1", "01")
+    assert names_of(tmp_path / "s1/01", tmp_path / "Y/01", tmp_path / "Z/s1") == ["s1/01", "Y/01", "s1/01 (2)"]
+
+
+def test_a_folder_given_as_a_dot_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the name of the folder, of the row and of the whole."""
+    monkeypatch.chdir(write_run(tmp_path / "one", run_of(3)))
+    collection = gather([Path()])
+    assert (collection.title, collection.records[0].name) == ("one", "one")
+
+
+DAMAGE = [("environment.json", None), ("environment.json", '{"world'), ("config.yaml", "model: {"), ("config.yaml", "")]
+
+
+@pytest.mark.parametrize(("name", "text"), DAMAGE)
+def test_a_damaged_run_is_a_row_that_says_so_beside_the_others(tmp_path: Path, name: str, text: str | None) -> None:
+    """Oracle: the other row is as without it, and the sentence names the file; a run that was named is refused."""
+    sweep = sweep_in(tmp_path / "s1", "01", "02")
+    for path in (sweep.run_dir(sweep.jobs[0]), write_run(tmp_path / "runs/bad", run_of(3))):
+        (path / name).unlink()
+        if text is not None:
+            (path / name).write_text(text)
+    write_run(tmp_path / "runs/good", run_of(3))
+    for place in (sweep.path, tmp_path / "runs"):
+        collection = gather([place])
+        bad, good = collection.records
+        assert (bad.status, bad.run, good.status) == (JobStatus.failed, None, JobStatus.done)
+        assert good.run is not None and bad.reason is not None and name in bad.reason
+        assert bad.reason in make_table(collection).csv() + "\n".join(make_table(collection).notes)
+    with pytest.raises(ConfigError, match=name):
+        gather([tmp_path / "runs/bad"])
+
+
+def test_what_a_damaged_job_died_of_is_told_too(tmp_path: Path) -> None:
+    """Oracle: the status of the job, and both sentences."""
+    sweep = sweep_in(tmp_path / "s1", "01")
+    failed = replace(sweep.jobs[0], status=JobStatus.out_of_memory, reason="rank 1 ran out of memory")
+    (sweep.run_dir(failed) / "environment.json").write_text("")
+    (sweep.job_folder(failed) / "job.json").unlink()
+    replace(sweep, jobs=[failed]).write()
+    record = row_of(sweep.path)
+    assert record.status is JobStatus.out_of_memory and record.reason is not None
+    assert record.reason.startswith("rank 1 ran out of memory; ") and "environment.json cannot be read" in record.reason
+
+
+def test_a_job_that_is_done_and_has_lost_its_settings_is_told(tmp_path: Path) -> None:
+    """Oracle: the sentence names the file that is gone; a job without any folder stands as its own file says."""
+    sweep = sweep_in(tmp_path / "s1", "01", "02")
+    (sweep.run_dir(sweep.jobs[0]) / "config.yaml").unlink()
+    shutil.rmtree(sweep.run_dir(sweep.jobs[1]))
+    lost, gone = gather([sweep.path]).records
+    assert lost.status is JobStatus.failed and "config.yaml cannot be read" in (lost.reason or "")
+    assert (gone.status, gone.run) == (JobStatus.done, None)
+
+
+def test_a_damaged_sweep_in_a_folder_leaves_the_others_be(tmp_path: Path) -> None:
+    """Oracle: the rows of the one that is whole, after the sentence on the other."""
+    for place in ("s1", "s2"):
+        sweep_in(tmp_path / place, "01")
+    (tmp_path / "s1" / "sweep.json").write_text("{")
+    bad, good = gather([tmp_path]).records
+    assert (bad.name, bad.status, good.name, good.status) == ("s1", JobStatus.failed, "s2/01", JobStatus.done)

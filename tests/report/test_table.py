@@ -1,0 +1,285 @@
+"""Tables of run directories with known numbers."""
+
+import csv
+import dataclasses
+import io
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from fsdptoys.device import GIB
+from fsdptoys.metrics import StepMetrics
+from fsdptoys.report.records import Collection, Record
+from fsdptoys.report.table import Table, make_table
+from fsdptoys.report.terminal import fit
+from fsdptoys.simulator.prediction import MemoryPrediction, Prediction, TimePrediction
+from fsdptoys.sweep import Job, JobStatus, Skipped
+from fsdptoys.sweep.folder import write_job
+from tests.report.recorded_runs import GPU_STEP, STEP, record_of, run_of, write_run
+
+GPU = {"device.type": "cuda", "device.name": "A device"}
+
+PREDICTION = Prediction(
+    method="traced",
+    hardware="imagined",
+    world_size=2,
+    tokens_per_step=512,
+    model_flops_per_step=1e9,
+    peak_flops=1e12,
+    memory=MemoryPrediction(GIB, 3 * GIB, 4 * GIB, "backward"),
+    time=TimePrediction(0.07, 0.07, 0.0, 0.0, 0.0),
+)
+
+
+def table_of(records: list[Record], **more: Any) -> Table:
+    return make_table(
+        Collection(more.pop("title", "these"), records, more.pop("skipped", []), more.pop("commands", []))
+    )
+
+
+def cells(table: Table) -> dict[str, list[str]]:
+    """Heading → texts."""
+    return {column.heading: [cell.text for cell in column.cells] for column in table.columns}
+
+
+def printed(table: Table, width: int) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    table.print(console)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> list[Record]:
+    """Two runs on a device, 8 and 6 steps, with and without gradient checkpointing."""
+    lean = replace(GPU_STEP, memory_peak_gib=1.5, memory_reserved_gib=2.25, loss=6.0)
+    write_run(tmp_path / "plain", run_of(8, GPU_STEP), environment=GPU, prediction=PREDICTION)
+    checkpointed = {"memory.gradient_checkpointing": "full", "optim.lr": 0.02}
+    write_run(tmp_path / "lean", run_of(6, lean), checkpointed, environment=GPU)
+    return [record_of(tmp_path / "plain"), record_of(tmp_path / "lean")]
+
+
+def test_columns_are_what_differs_and_what_came_out(two: list[Record]) -> None:
+    """Oracle: by hand: medians of 0.13 to 0.18 s and 0.13 to 0.16 s, the loss of step 6, 70 ms over 155 - 1."""
+    table = table_of(two)
+    assert cells(table) == {
+        "Run": ["plain", "lean"],
+        "Gradient Checkpointing": ["none", "full"],
+        "optim.lr": ["0.01", "0.02"],
+        "Step Time (ms)": ["155 (135–175)", "145 (133–157)"],
+        "Memory Reserved (GiB)": ["3.00", "2.25"],
+        "Peak memory (GiB)": ["2.00", "1.50"],
+        "Loss after 6 steps": ["4.4000", "5.4000"],
+        "Predicted step (ms)": ["70.0 (-55%)", "–"],
+        "Predicted peak (GiB)": ["3.00 (+50%)", "–"],
+        "Predicted reserved (GiB)": ["4.00 (+33%)", "–"],
+    }
+    assert "model=tiny parallel=fsdp2 ranks=2" in table.everywhere[0] and "parallel.wrap=block" in table.everywhere[0]
+    assert table.everywhere[1:] == ["Memory allocated (GiB) 1.00", "tokens/s 5,120", "MFU (%) 40.0"]
+    assert table.notes[0].startswith("Step time, tokens/s and MFU are medians over 4 to 6 steps of a row, without the")
+
+
+def test_only_settings_that_mean_something_are_columns(tmp_path: Path) -> None:
+    """Oracle: what is switched off, where runs write, and the sizes that a model's name stands for are left out."""
+    changes = {"memory.offload_bucket_mib": 9, "metrics.run_dir": "b", "model.name": "other", "model.dim": 99}
+    write_run(tmp_path / "a", run_of(3))
+    write_run(tmp_path / "b", run_of(3), changes | {"train.max_grad_norm": None})
+    table = table_of([record_of(tmp_path / "a"), record_of(tmp_path / "b")])
+    assert [column.name for column in table.columns if column.setting] == ["model.name", "train.max_grad_norm"]
+    assert cells(table)["train.max_grad_norm"] == ["0.5", "null"]
+
+
+def test_on_a_cpu_the_resident_set_stands_for_device_memory(tmp_path: Path) -> None:
+    """Oracle: the peak that the steps tell, and no column of what a CPU has not."""
+    write_run(tmp_path / "a", run_of(5))
+    write_run(tmp_path / "b", run_of(5, replace(STEP, resident_set_peak_gib=1.25)))
+    table = table_of([record_of(tmp_path / "a"), record_of(tmp_path / "b")])
+    assert cells(table)["Peak resident set (GiB)"] == ["0.750", "1.250"]
+    assert not any("emory" in heading or "MFU" in heading for heading in cells(table))
+    assert any(note.startswith("There is no device memory on a CPU") for note in table.notes)
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Table:
+    """A job that is done, one that died in its fourth step, one that wrote nothing, and a combination not run."""
+    for number in ("01", "02"):
+        steps = run_of(8 if number == "01" else 3)
+        write_run(tmp_path / number / "run", steps, {"parallel.name": "ddp"} if number == "01" else None)
+    words = ("parallel=fsdp1", "train.seq_len=4096", "launch.nproc_per_node=2")
+    write_job(tmp_path / "03", Job("03", words, {"parallel": "fsdp1"}, "f"))
+    records = [
+        record_of(tmp_path / "01" / "run", name="01", varied={"parallel": "ddp"}),
+        record_of(
+            tmp_path / "02" / "run", JobStatus.out_of_memory, name="02", reason="no room", varied={"parallel": "fsdp2"}
+        ),
+        record_of(
+            tmp_path / "03" / "run", JobStatus.failed, name="03", reason="it\nbroke", varied={"parallel": "fsdp1"}
+        ),
+    ]
+    return table_of(
+        records, skipped=[Skipped({"parallel": "single"}, "it has one rank")], commands=["fsdptoys sweep x"]
+    )
+
+
+def test_rows_that_failed_and_those_that_were_skipped_are_told_with_their_reason(mixed: Table) -> None:
+    """Oracle: statuses, reasons and words of the jobs; a row without steps does not shorten the others' losses."""
+    shown = cells(mixed)
+    assert shown["Strategy"] == ["ddp", "fsdp2", "fsdp1"]
+    assert shown["Status"] == ["done", "out of memory", "failed"]
+    assert shown["Loss after 8 steps"] == ["4.2000", "–", "–"]
+    for text in (printed(mixed, 100), mixed.markdown()):
+        assert "02 out of memory: no room" in text and "03 failed: it broke" in text
+        assert "parallel=single: it has one rank" in text
+    assert mixed.markdown().startswith("# these\n\n    fsdptoys sweep x\n")
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 160])
+def test_a_table_fits_its_terminal_and_says_what_it_has_no_room_for(two: list[Record], width: int) -> None:
+    """Oracle: the width; each column is on the page or named below it."""
+    write_run(two[0].path.parent / "third", run_of(6), {"parallel.wrap": "block_attn_mlp"}, environment=GPU)
+    table = table_of([*two, record_of(two[0].path.parent / "third")])
+    text = printed(table, width)
+    assert max(map(len, text.splitlines())) <= width
+    words = " ".join(text.split())
+    kept, left_out = fit(table.columns, width)
+    whole = {column.name for column in table.columns if not column.setting}
+    assert {column.name for column in [*kept, *left_out] if not column.setting} == whole
+    missing = re.search(r"No room for (.*?); --csv has all columns", words)
+    named = missing.group(1) if missing else ""
+    assert [column.heading for column in left_out if column.heading not in named] == []
+    for row, time in {"plain": "155", "lean": "145", "third": "145"}.items():
+        assert re.search(rf"^{row} .*{time}", text, re.MULTILINE)
+    assert ("155 (135–175)" in text) == (missing is None) == (width >= 140)
+    assert ("memory.gradient_checkpointing=full" in text) == (width == 60)  # in words, where columns are too many
+
+
+def test_markdown_shows_what_would_steer_it_as_it_is(tmp_path: Path) -> None:
+    """Oracle: as many cells in each line as there are columns, and no character that means something unescaped."""
+    write_run(tmp_path / "a|b*c", run_of(3))
+    write_run(tmp_path / "x", run_of(3), {"data.files": "[a|b](c)<d>_e_"})
+    write_run(tmp_path / "y", run_of(3), {"data.files": "plain_text"})
+    names = ("a|b*c", "x", "y")
+    table = table_of([record_of(tmp_path / name) for name in names], title="# `one`\nline\x1b[31m")
+    text = table.markdown()
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {len(table.columns) + 1}
+    assert r"a\|b\*c" in text and r"\[a\|b\](c)\<d\>\_e\_" in text and "plain_text" in text
+    assert text.splitlines()[0] == r"# # \`one\` line�\[31m"
+    assert "\x1b" not in printed(table, 100)
+
+
+def test_csv_has_raw_numbers_with_units_in_their_names(two: list[Record]) -> None:
+    """Oracle: what the runs' own results hold."""
+    rows = list(csv.DictReader(io.StringIO(table_of(two).csv())))
+    for row, record in zip(rows, two, strict=True):
+        assert record.run is not None and record.run.results.step_time_seconds is not None
+        spread = record.run.results.step_time_seconds
+        assert [float(row[f"step_time_seconds_{part}"]) for part in ("median", "p10", "p90")] == [
+            spread.median, spread.p10, spread.p90,
+        ]  # fmt: skip
+        assert float(row["memory_peak_gib"]) == record.run.results.memory_peak_gib
+        assert row["path"] == str(record.path) and row["model.name"] == "tiny" and row["loss_step"] == "6"
+    assert [row["measured_steps"] for row in rows] == ["6", "4"]
+    assert float(rows[0]["predicted_memory_reserved_gib"]) == 4.0 and rows[1]["predicted_memory_reserved_gib"] == ""
+    assert float(rows[0]["predicted_memory_peak_gib_difference"]) == 0.5
+
+
+def test_csv_has_no_cell_that_steers_a_terminal_or_a_spreadsheet(tmp_path: Path) -> None:
+    """Oracle: OWASP's list of what begins a formula; numbers, negative ones too, stay numbers."""
+    write_run(tmp_path / "a", run_of(3), {"data.files": "=1+1", "optim.weight_decay": -1.5})
+    write_run(tmp_path / "b", run_of(3), {"data.files": "x\x1b[31m\ny", "optim.weight_decay": 2.5})
+    names = {"a": "@SUM(A1)", "b": "-cmd"}
+    text = table_of([record_of(tmp_path / folder, name=name) for folder, name in names.items()]).csv()
+    assert "\x1b" not in text and len(text.splitlines()) == 3
+    first, second = csv.DictReader(io.StringIO(text))
+    assert (first["run"], second["run"]) == ("'@SUM(A1)", "'-cmd")
+    assert (first["data.files"], second["data.files"]) == ("'=1+1", "x�[31m y")
+    assert (first["optim.weight_decay"], first["path"]) == ("-1.5", str(tmp_path / "a"))
+
+
+def test_rows_under_the_profiler_are_told(tmp_path: Path) -> None:
+    """Oracle: the row whose setting says so; without a time there is nothing that it could slow down."""
+    write_run(tmp_path / "a", run_of(5))
+    write_run(tmp_path / "b", run_of(5), {"profile.enabled": True})
+    write_run(tmp_path / "c", run_of(1), {"profile.enabled": True})
+    a, b, c = (record_of(tmp_path / name) for name in "abc")
+    sentence = "Steps under the profiler (profile.enabled=true) are slower, and are in the medians of b."
+    assert sentence in table_of([a, b, c]).notes
+    assert not any("profiler" in note for table in (table_of([a]), table_of([c])) for note in table.notes)
+
+
+def test_json_has_everything_of_a_row(mixed: Table) -> None:
+    """Oracle: what the jobs and runs hold."""
+    told = json.loads(mixed.json())
+    done, full, failed = told["rows"]
+    assert (told["commands"], told["loss_step"]) == (["fsdptoys sweep x"], 8)
+    assert told["skipped"] == [{"varied": {"parallel": "single"}, "reason": "it has one rank"}]
+    assert done["settings"]["train.seq_len"] == 24 and done["environment"]["versions"]["torch"] == "2.13.0"
+    assert (full["status"], full["reason"], full["steps"]) == ("out of memory", "no room", 3)
+    assert failed["words"] == ["parallel=fsdp1", "train.seq_len=4096", "launch.nproc_per_node=2"]
+    assert failed["settings"]["train.seq_len"] == 4096 and failed["settings"]["ranks"] == 2
+    assert failed["varied"] == {"parallel": "fsdp1"} and failed["environment"] is None
+    assert done["source"] == full["source"] and len(done["source"]) == 12
+
+
+def test_a_loss_that_is_no_number_is_null_in_json_and_shown(tmp_path: Path) -> None:
+    """Oracle: strict JSON has no NaN."""
+    write_run(tmp_path / "a", [*run_of(3), replace(STEP, step=4, loss=float("nan"))])
+    table = table_of([record_of(tmp_path / "a")])
+    assert json.loads(table.json())["rows"][0]["loss"] is None
+    assert cells(table)["Loss after 4 steps"] == ["nan"]
+
+
+def test_rows_of_different_places_are_told_to_be_so(tmp_path: Path) -> None:
+    """Oracle: the versions and devices that differ, and no word where none does."""
+    commit = "0123456789abcdef0123456789abcdef01234567-dirty"
+    write_run(tmp_path / "a", run_of(3))
+    write_run(tmp_path / "b", run_of(3), environment={"versions.torch": "2.7.1", "versions.fsdptoys_commit": commit})
+    write_run(tmp_path / "c", run_of(3))
+    records = [record_of(tmp_path / name) for name in "abc"]
+    assert (
+        "Rows come from different places, so their times and memory may not compare: torch 2.13.0 (a, c), 2.7.1 (b); "
+        "commit None (a, c), 0123456789ab-dirty (b)."
+    ) in table_of(records).notes
+    assert not any("different places" in note for note in table_of([records[0], records[2]]).notes)
+    rows = json.loads(table_of(records).json())["rows"]
+    assert rows[0]["source"] == rows[2]["source"] != rows[1]["source"]
+
+
+def test_a_row_whose_losses_disagree_is_marked_and_explained(tmp_path: Path) -> None:
+    """Oracle: the altered row."""
+    write_run(tmp_path / "a", run_of(5))
+    write_run(tmp_path / "b", [replace(step, loss=step.loss * 1.1) for step in run_of(5)], {"parallel.name": "ddp"})
+    table = table_of([record_of(tmp_path / "a"), record_of(tmp_path / "b")])
+    assert cells(table)["Run"] == ["a", "b ≠"]
+    assert table.disagreements["b"].sentence in table.notes and table.disagreements["b"].sentence in table.markdown()
+    row = json.loads(table.json())["rows"][1]
+    assert (row["run"], row["disagreement"]["reference"], row["disagreement"]["step"]) == ("b", "a", 1)
+
+
+def test_one_run_and_none_make_a_table_too(tmp_path: Path) -> None:
+    """Oracle: its numbers stand in columns, since there is no other row that they could be equal to."""
+    steps: list[StepMetrics] = []
+    write_run(tmp_path / "a", run_of(1))
+    write_run(tmp_path / "b", steps)
+    one = table_of([record_of(tmp_path / "a")])
+    assert cells(one) == {"Run": ["a"], "Loss after 1 step": ["4.9000"], "Peak resident set (GiB)": ["0.750"]}
+    assert any(note.startswith("No row has a step after its warm-up") for note in one.notes)
+    assert cells(table_of([record_of(tmp_path / "b", JobStatus.stopped, reason="killed")])) == {
+        "Run": ["b"], "Status": ["stopped"],
+    }  # fmt: skip
+    empty = table_of([], skipped=[Skipped({"a": "b"}, "no")])
+    assert "skipped a=b: no" in printed(empty, 80) and empty.csv() == "run\n" and "- a=b: no" in empty.markdown()
+
+
+def test_columns_can_be_read_by_programs(two: list[Record]) -> None:
+    """Oracle: raw values in the unit that a column's name tells."""
+    columns = {column.name: column for column in table_of(two).everything}
+    assert columns["step_time_seconds"].values == pytest.approx([0.155, 0.145])
+    assert columns["predicted_memory_peak_gib"].values == [3.0, None]
+    assert all(len(column.cells) == 2 for column in columns.values())
+    assert dataclasses.is_dataclass(columns["run"])
