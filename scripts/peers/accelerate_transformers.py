@@ -1,0 +1,27 @@
+"""transformers' Llama under Hugging Face accelerate: DDP on CPUs, on a GPU FSDP2 as ``accelerate launch`` is told."""
+
+from accelerate import Accelerator
+from torch.optim import AdamW
+from transformers import LlamaForCausalLM
+from work import BETAS, EPS, LEARNING_RATE, MAX_GRAD_NORM, decay_groups, read_work, tell_step
+
+work = read_work()
+accelerator = Accelerator(cpu=work.device == "cpu", mixed_precision="bf16" if work.bfloat16 else "no")
+assert accelerator.num_processes == work.ranks
+model = LlamaForCausalLM.from_pretrained(work.weights, dtype="float32", attn_implementation="sdpa", use_cache=False)
+optimizer = AdamW(decay_groups(model), lr=LEARNING_RATE, betas=BETAS, eps=EPS)
+model, optimizer = accelerator.prepare(model, optimizer)
+model.train()
+if accelerator.is_main_process:
+    print(f"note {type(model).__name__}, {accelerator.distributed_type}", flush=True)
+
+for step, (tokens, labels) in enumerate(work.batches_of(accelerator.process_index), 1):
+    loss = model(input_ids=tokens, labels=labels, shift_labels=labels).loss
+    accelerator.backward(loss)
+    accelerator.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+    optimizer.step()
+    optimizer.zero_grad()
+    mean = accelerator.reduce(loss.detach(), "mean").item()
+    if accelerator.is_main_process:
+        tell_step(step, mean)
+accelerator.end_training()

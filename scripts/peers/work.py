@@ -1,0 +1,72 @@
+"""The work that every peer does: which weights, which batches in which order, how many steps; and how it tells of one.
+
+Needs torch and numpy alone, so that it runs in the peers' own environment. A step is told by a line on standard output;
+whoever started the peer looks at the clock when the line comes, the same way for all of them.
+"""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+LEARNING_RATE = 3e-4
+BETAS = (0.9, 0.95)
+EPS = 1e-8
+WEIGHT_DECAY = 0.1
+MAX_GRAD_NORM = 1.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is trained, on what, and how long."""
+
+    weights: str
+    """Folder in Hugging Face format."""
+    batches: str
+    """File of int32 with the shape (steps, ranks, 2, batch_size, seq_len): tokens, labels."""
+    ranks: int
+    batch_size: int
+    seq_len: int
+    steps: int
+    dtype: str
+    """``float32`` or ``bfloat16``."""
+    device: str
+    """``cpu`` or ``cuda``."""
+
+    @property
+    def bfloat16(self) -> bool:
+        """Whether to compute in bf16."""
+        return self.dtype == "bfloat16"
+
+    def arguments(self) -> list[str]:
+        """The command line that ``read_work`` reads."""
+        return [f"--{name.replace('_', '-')}={value}" for name, value in vars(self).items()]
+
+    def batches_of(self, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """tokens_BT and labels_BT of each step."""
+        shape = (self.steps, self.ranks, 2, self.batch_size, self.seq_len)
+        for tokens, labels in np.memmap(self.batches, np.int32, "r", shape=shape)[:, rank]:
+            yield tuple(torch.from_numpy(ids.astype(np.int64)).to(self.device) for ids in (tokens, labels))
+
+
+def read_work() -> Work:
+    """The work that the command line asks for."""
+    parser = argparse.ArgumentParser()
+    for name, kind in Work.__annotations__.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, required=True)
+    return Work(**vars(parser.parse_args()))
+
+
+def decay_groups(model: torch.nn.Module) -> list[dict[str, object]]:
+    """Parameter groups: matrices decay, norms do not."""
+    matrices = [param for param in model.parameters() if param.ndim >= 2]
+    others = [param for param in model.parameters() if param.ndim < 2]
+    return [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+
+
+def tell_step(step: int, loss: float) -> None:
+    """One line, at once."""
+    print(f"step {step} loss {loss!r}", flush=True)
