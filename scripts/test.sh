@@ -14,7 +14,7 @@ root=$PWD
 minimum_percent=90
 # What the second process runs; the first runs all the rest of tests/. They should take about as long as each other, as
 # their closing lines tell. Not pytest-xdist: its workers have threads, and the tests fork ranks.
-second_half=(tests/checkpoint tests/data tests/metrics tests/memory tests/models tests/parallel tests/simulator tests/test_planning.py)
+second_half=(tests/checkpoint tests/data tests/metrics tests/memory tests/models tests/parallel tests/recorded tests/simulator tests/sweep tests/sweeping)
 
 say() { printf 'test.sh: %s\n' "$1"; }
 fail() {
@@ -22,7 +22,7 @@ fail() {
   exit 1
 }
 
-# Prints what the Python given lacks of the dependencies and of the extras "oracle" and "test"; nothing where all is there.
+# Prints what the Python given lacks of the dependencies and of the extras of the tests; nothing where all is there.
 lacks() {
   "$1" - 2>&1 <<'PYTHON'
 import re
@@ -36,7 +36,7 @@ def numbers(version):
     return [int(part) for part in re.findall(r"\d+", version)[:3]]
 
 with open("pyproject.toml", encoding="utf-8") as file:
-    arrays = re.findall(r"^(?:dependencies|oracle|test) = \[(.*?)\]$", file.read(), re.S | re.M)
+    arrays = re.findall(r"^(?:dependencies|oracle|report|slurm|tensorboard|wandb|test) = \[(.*?)\]$", file.read(), re.S | re.M)
 for name, floor in re.findall(r'"([\w.-]+)(?:>=([\d.]+))?"', "".join(arrays)):
     try:
         if numbers(metadata.version(name)) < numbers(floor):

@@ -31,7 +31,7 @@ def run_here(config: Config) -> None:
 
 
 @pytest.mark.launcher
-@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.usefixtures("unmeasured", "warm")
 def test_signals_end_a_run_with_a_checkpoint_from_which_it_goes_on_to_the_same_end(tmp_path: Path) -> None:
     """Oracle: the undisturbed run, in every bit of steps and final weights; status 0 at each stop."""
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"

@@ -32,9 +32,17 @@ from fsdptoys.stopping import Stop
 from fsdptoys.trainer import Trainer
 from scripts.parity import hash_parameters
 from scripts.ranks import run_ranks
-from tests.parallel.runs import TINY, make_config
+from tests.parallel.runs import TINY, make_config, tiny_model
 
 STEPS = 6
+SHORT = 4
+"""Steps where a run is made for each of many configurations: half of them are saved, and one is taken twice."""
+SMALL: dict[str, Any] = {
+    "model": dataclasses.replace(tiny_model(), n_layers=2),
+    "steps": SHORT,
+    "grad_accum": 1,
+    "deterministic": False,
+}
 KEPT = ("step", "loss", "grad_norm", "learning_rate", "valid_tokens", "skipped", "skipped_steps")
 
 
@@ -95,12 +103,13 @@ def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def resumed_and_undisturbed(rows: dict[str, tuple[Config, dict[str, Any]]], folder: Path) -> dict[str, Any]:
-    """For each row, steps and parameters of an undisturbed run and of one that was killed in its fifth step."""
+    """For each row, steps and parameters of a run that saves nothing and of one that was killed in its last step."""
     outcomes = {}
     for label, (config, checkpoint) in rows.items():
         whole, killed = folder / label / "whole", folder / label / "killed"
-        undisturbed = run_to_the_end(kept(config, whole, **checkpoint))
-        run_until(kept(config, killed, **checkpoint), 5)
+        undisturbed = run_to_the_end(kept(config, whole, every=0))
+        checkpoint = {"every": 2, **checkpoint}
+        run_until(kept(config, killed, **checkpoint), SHORT)
         resumed = run_to_the_end(kept(config, killed, **checkpoint))
         took = len(resumed.history)
         outcomes[label] = took, hash_parameters(undisturbed), hash_parameters(resumed)
@@ -110,24 +119,22 @@ def resumed_and_undisturbed(rows: dict[str, tuple[Config, dict[str, Any]]], fold
 def two_ranks() -> dict[str, tuple[Config, dict[str, Any]]]:
     def row(parallel: ParallelConfig, memory: dict[str, Any] | None = None, **more: Any) -> tuple[Config, dict]:
         workers, checkpoint = more.pop("workers", 0), more.pop("checkpoint", {})
-        config = make_config(
-            parallel, 2, memory=MemoryConfig(**(memory or {})), steps=STEPS, **{"deterministic": False, **more}
-        )
+        config = make_config(parallel, 2, memory=MemoryConfig(**(memory or {})), **{**SMALL, **more})
         config.data.workers = workers
         return config, checkpoint
 
-    background = {"async_save": True, "every": 1}
+    background = {"async_save": True}
     lazy = {"optimizer_offload": True, "offload_schedule": OffloadSchedule.lazy}
     rounded = {"optimizer_offload": True, "offload_state_dtype": StateDType.bfloat16}
     overlapped = {"cpu_offload": True, "cpu_offload_executor": CPUOffloadExecutor.overlapped, "cpu_threads": 2}
     return {
         "ddp, at a URL": row(DDPConfig(), checkpoint={"url": "file://"}),
-        "ddp, in the background": row(DDPConfig(), checkpoint=background),
+        "ddp, in the background": row(DDPConfig(), checkpoint={"every": 1, **background}),
         "fsdp1": row(FSDP1Config(), checkpoint=background),
-        "fsdp1, flat": row(FSDP1Config(use_orig_params=False)),
+        "fsdp1, flat": row(FSDP1Config(use_orig_params=False), grad_accum=2),
         "fsdp2": row(FSDP2Config(), checkpoint=background, workers=1),
         "fsdp2, bf16, whole tensors": row(FSDP2Config(param_dtype=DType.bfloat16), checkpoint={"form": Form.full}),
-        "fsdp2, experts": row(FSDP2Config(), model=TINY["qwen3_moe"]),
+        "fsdp2, experts": row(FSDP2Config(), model=TINY["qwen3_moe"], grad_accum=2),
         "fsdp2, tied": row(FSDP2Config(), model=TINY["gpt2"], checkpoint={"form": Form.full, **background}),
         "fsdp2, no state": row(FSDP2Config(), optim=SGDConfig(lr=1e-2, momentum=0.0)),
         "fsdp2, lazy offload": row(FSDP2Config(), lazy, checkpoint=background),
@@ -138,21 +145,20 @@ def two_ranks() -> dict[str, tuple[Config, dict[str, Any]]]:
 
 
 def four_ranks() -> dict[str, tuple[Config, dict[str, Any]]]:
-    config: dict[str, Any] = {"steps": STEPS, "deterministic": False}
     rounded = MemoryConfig(optimizer_offload=True, offload_state_dtype=StateDType.bfloat16)
     return {
-        "fsdp2": (make_config(FSDP2Config(), 4, **config), {}),
-        "hsdp2": (make_config(FSDP2Config(), 4, fsdp_size=2, **config), {"async_save": True}),
-        "hsdp1": (make_config(FSDP1Config(), 4, fsdp_size=2, **config), {}),
-        "hsdp2, rounded offload": (make_config(FSDP2Config(), 4, fsdp_size=2, memory=rounded, **config), {}),
+        "fsdp2": (make_config(FSDP2Config(), 4, **SMALL), {}),
+        "hsdp2": (make_config(FSDP2Config(), 4, fsdp_size=2, **SMALL), {"async_save": True}),
+        "hsdp1": (make_config(FSDP1Config(), 4, fsdp_size=2, **SMALL), {}),
+        "hsdp2, rounded offload": (make_config(FSDP2Config(), 4, fsdp_size=2, memory=rounded, **SMALL), {}),
     }
 
 
 def one_rank() -> dict[str, tuple[Config, dict[str, Any]]]:
     return {
-        "single": (make_config(SingleConfig(), 1, steps=STEPS), {}),
-        "single, at a URL": (make_config(SingleConfig(), 1, steps=STEPS), {"url": "memory://", "async_save": True}),
-        "single that follows two": (make_config(SingleConfig(simulated_ranks=2), 1, steps=STEPS), {}),
+        "single": (make_config(SingleConfig(), 1, steps=SHORT), {}),
+        "single, at a URL": (make_config(SingleConfig(), 1, steps=SHORT), {"url": "memory://", "async_save": True}),
+        "single that follows two": (make_config(SingleConfig(simulated_ranks=2), 1, steps=SHORT), {}),
     }
 
 
@@ -163,10 +169,11 @@ def test_a_resumed_run_is_the_undisturbed_one_in_every_bit(ranks: int, rows: Any
     for label in rows():
         undisturbed = steps_of(tmp_path / label / "whole")
         assert steps_of(tmp_path / label / "killed") == undisturbed, label
-        assert [step[0] for step in undisturbed] == list(range(1, STEPS + 1))
+        assert [step[0] for step in undisturbed] == list(range(1, SHORT + 1))
+        every = rows()[label][1].get("every", 2)
         for outcome in outcomes:
             took, whole, resumed = outcome[label]
-            assert 2 <= took <= 3, label
+            assert took == SHORT - (SHORT - 1) // every * every, label
             assert resumed == whole == outcomes[0][label][1], label
 
 

@@ -34,9 +34,10 @@ COMMANDS = {
 }
 
 
-def start(name: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end; its run directory, in the folder, has its name."""
+def start(name: str, folder: Path, measured: bool) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end; its run directory, in the folder, has its name; coverage slows interpreters down."""
     env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    env = {key: value for key, value in env.items() if measured or not key.startswith("COVERAGE_PROCESS_")}
     return subprocess.run(
         [*COMMANDS[name], *OVERRIDES, f"metrics.run_dir={name}"],
         cwd=folder,
@@ -50,7 +51,7 @@ def start(name: str, folder: Path) -> subprocess.CompletedProcess[str]:
 def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
     """The plainest of the commands when it has ended, and where it ran."""
     folder = tmp_path_factory.mktemp("plain")
-    return start("python", folder), folder
+    return start("python", folder, measured=False), folder
 
 
 @pytest.mark.launcher
@@ -72,16 +73,17 @@ def test_train_starts_ranks_and_leaves_a_run_directory(
 
 
 @pytest.mark.launcher
-@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.usefixtures("warm")
 def test_every_way_to_start_a_run_gives_the_same_numbers(
     plain: tuple[subprocess.CompletedProcess[str], Path], tmp_path: Path
 ) -> None:
-    """Oracle: each other: losses, norms and learning rates of every step, and the written configuration."""
+    """Oracle: each other, the plainest as new interpreters and the others as forks: losses, norms and learning rates of
+    every step, and the written configuration."""
     done, folder = plain
     results = []
     for name in COMMANDS:
         if name != "python":
-            done, folder = start(name, tmp_path), tmp_path
+            done, folder = start(name, tmp_path, measured=name == "nproc_per_node"), tmp_path
         assert done.returncode == 0, done.stderr
         steps = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
         assert len(steps) == 3

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from fsdptoys import meeting
 from fsdptoys.workers import run_workers
+from tests.warm import WarmPopen
 
 WORKER = """
 import os, signal, sys, time
@@ -180,8 +182,13 @@ def again():
     leave(f"done{rank}", f"{start} {remembered_run_dir()}")
     dist.barrier()
     dist.destroy_process_group()
+"""
 
-if sys.argv[1] in ("sleep", "deaf", "environment", "exit", "worse", "semaphores"):
+INTERPRETERS = ("sleep", "deaf", "environment", "exit", "worse", "semaphores")
+"""Workers that do without torch, for which new interpreters are started; the others are forks of their launcher."""
+
+WORKER += f"""
+if sys.argv[1] in {INTERPRETERS}:
     sys.exit(globals()[sys.argv[1]]())
 from fsdptoys.worker import run_as_worker
 sys.exit(run_as_worker(globals()[sys.argv[1]]))
@@ -244,6 +251,8 @@ def launch(folder: Path, how: str, ranks: int, options: dict[str, Any]) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     os.environ["PYTHONPATH"] = str(folder)
+    if how not in INTERPRETERS:
+        subprocess_handler.Popen = WarmPopen  # type: ignore[misc]
     os._exit(run_workers("toy_worker", [how], ranks, environment={"OMP_NUM_THREADS": "1"}, **options))
 
 

@@ -60,7 +60,7 @@ MODELS = {
 
 
 def config(parallel: ParallelConfig, ranks: int, **options: Any) -> Config:
-    return make_config(parallel, ranks, steps=STEPS, seq_len=8, batch_size=1, **options)
+    return make_config(parallel, ranks, **{"steps": STEPS, "seq_len": 8, "batch_size": 1, "grad_accum": 1, **options})
 
 
 def strategies_on(ranks: int) -> list[str]:
@@ -182,14 +182,14 @@ def rows_on_two_ranks() -> dict[str, Row]:
     flat = FSDP1Config(use_orig_params=False)
     offloaded = {"memory": MemoryConfig(cpu_offload=True)}
     rows = {
-        "bf16 fsdp1": row(FSDP1Config(**bf16), model=MODELS["tied"]),
-        "bf16 fsdp2": row(FSDP2Config(**bf16), model=MODELS["tied"]),
+        "bf16 fsdp1": row(FSDP1Config(**bf16), model=MODELS["tied"], grad_accum=2),
+        "bf16 fsdp2": row(FSDP2Config(**bf16), model=MODELS["tied"], grad_accum=2),
         "native": row(FSDP2Config(**bf16), **offloaded),
         "overlapped": row(FSDP2Config(**bf16), OVERLAPPED, **offloaded),
         "lazy ddp": row(DDPConfig(), "lazy"),
         "pipelined flat": row(flat, "pipelined", half),
         "pipelined half": row(FSDP1Config(), "pipelined", half),
-        "lazy fsdp2": row(FSDP2Config(), "lazy", half),
+        "lazy fsdp2": row(FSDP2Config(), "lazy", half, grad_accum=2),
         "lazy sgd": row(FSDP2Config(), "lazy", **sgd),
     }
     for name, parallel in {"fsdp1": FSDP1Config(), "flat": flat, "fsdp2": FSDP2Config()}.items():
