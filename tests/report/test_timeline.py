@@ -1,5 +1,6 @@
 """Memory over profiled steps: sums and lifetimes against what the profiler and the model itself say."""
 
+import gc
 import gzip
 import json
 import os
@@ -39,12 +40,17 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Timeline, list[int
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tokens = torch.arange(ROWS) % 16
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        for step in (1, 2):
-            with record_function(f"ProfilerStep#{step}"):
-                torch.nn.functional.cross_entropy(model(tokens), tokens).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+    gc.collect()  # what other tests have left must not be freed in the trace
+    gc.disable()
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            for step in (1, 2):
+                with record_function(f"ProfilerStep#{step}"):
+                    torch.nn.functional.cross_entropy(model(tokens), tokens).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+    finally:
+        gc.enable()
     plain, path = folder / "rank0.json", folder / "rank0.json.gz"
     profiler.export_chrome_trace(str(plain))
     path.write_bytes(gzip.compress(plain.read_bytes()))
