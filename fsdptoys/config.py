@@ -279,18 +279,17 @@ class Config:
             )
 
     def _check_optimizer(self, device_type: str) -> None:
-        if (
-            self.parallel.name == "fsdp1"
-            and self.memory.cpu_offload
-            and self.train.deterministic
-            and self.train.grad_accum > 1
-        ):
+        deterministic = self.train.deterministic
+        if self.parallel.name == "fsdp1" and self.memory.cpu_offload and deterministic and self.train.grad_accum > 1:
             # Each reduction would overwrite the offloaded gradient of the one before.
             raise ConfigError(
                 f"train.grad_accum={self.train.grad_accum} with train.deterministic=true reduces after every "
                 "micro-batch, which FSDP1 cannot add up under memory.cpu_offload=true; set parallel=fsdp2"
             )
-        if self._updates_on_cpu and self.optim.implementation is Implementation.auto:
+        on_cpu = device_type == "cpu" or self.memory.cpu_offload
+        # An accelerator has its own bits in the deterministic mode with offload too, and those are not the fused ones.
+        may_fuse = device_type == "cpu" or (self.memory.cpu_offload and not deterministic)
+        if self.optim.implementation is Implementation.auto and may_fuse and self.optim.name == "adamw":
             # On a CPU it is several times as fast as what PyTorch would choose.
             self.optim.implementation = Implementation.fused
         fused = self.optim.implementation is Implementation.fused
@@ -298,10 +297,10 @@ class Config:
             raise ConfigError(
                 "optim.implementation=fused has no SGD for FSDP2's sharded parameters; set optim.implementation=foreach"
             )
-        if fused and self.train.deterministic and (device_type == "cpu" or self.memory.cpu_offload):
+        if fused and self.optim.name == "sgd" and deterministic and on_cpu:
             raise ConfigError(
-                "optim.implementation=fused rounds by a shard's size on a CPU, which train.deterministic=true rules "
-                "out; set optim.implementation=auto"
+                "optim.implementation=fused has SGD round by a shard's size on a CPU, which train.deterministic=true "
+                "rules out; set optim.implementation=auto"
             )
         if (
             not self.parallel.keeps_parameters
@@ -312,11 +311,6 @@ class Config:
                 "optim.weight_decay_on=matrices cannot tell parameters apart under parallel.use_orig_params=false; "
                 "set optim.weight_decay_on=all or parallel.use_orig_params=true"
             )
-
-    @property
-    def _updates_on_cpu(self) -> bool:
-        """Whether AdamW runs over offloaded parameters, and may round as it likes."""
-        return self.memory.cpu_offload and self.optim.name == "adamw" and not self.train.deterministic
 
     def _check_evaluation(self) -> None:
         train = self.train

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from .errors import ConfigError
+from .vector_adamw import VectorAdamW
 
 
 class Schedule(Enum):
@@ -118,8 +119,10 @@ class AdamWConfig(OptimConfig):
         return 8
 
     def build(self, params: list[dict[str, object]]) -> torch.optim.Optimizer:
-        """Construct ``torch.optim.AdamW``."""
-        return torch.optim.AdamW(
+        """Construct ``torch.optim.AdamW``; its fused form on a CPU is :class:`VectorAdamW`."""
+        on_cpu = all(param.device.type == "cpu" for group in params for param in group["params"])  # type: ignore[attr-defined]
+        kind = VectorAdamW if on_cpu and self.implementation is Implementation.fused else torch.optim.AdamW
+        return kind(
             params, lr=self.lr, betas=(self.beta1, self.beta2), eps=self.eps, **_implementation(self.implementation)
         )
 

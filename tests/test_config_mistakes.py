@@ -163,8 +163,8 @@ MISTAKES = {
     "did you mean parallel.param_dtype=bfloat16?",
     "parallel=fsdp2 optim=sgd optim.implementation=fused": "optim.implementation=fused has no SGD for FSDP2's sharded "
     "parameters; set optim.implementation=foreach",
-    "train.deterministic=true optim.implementation=fused": "optim.implementation=fused rounds by a shard's size on a "
-    "CPU, which train.deterministic=true rules out; set optim.implementation=auto",
+    "parallel=ddp optim=sgd train.deterministic=true optim.implementation=fused": "optim.implementation=fused has SGD "
+    "round by a shard's size on a CPU, which train.deterministic=true rules out; set optim.implementation=auto",
     "optim.eps=0": "optim.eps=0.0 must be a finite number above 0; set optim.eps=1e-08",
     "train.seed=18446744073709551616": "train.seed=18446744073709551616 must be at least 0 and below 2**63; "
     "set train.seed=0",
@@ -279,13 +279,18 @@ def test_mistake_gets_its_sentence(typed: str) -> None:
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-def test_fused_updates_on_the_cpu_are_refused_in_the_deterministic_mode_on_every_device(device_type: str) -> None:
+def test_fused_sgd_on_the_cpu_is_refused_in_the_deterministic_mode_on_every_device(device_type: str) -> None:
     """Oracle: CPU offload updates on the CPU whatever the device is; without it fused is no mistake on CUDA."""
-    words = ["train.deterministic=true", "optim.implementation=fused"]
-    with pytest.raises(ConfigError, match="rounds by a shard's size on a CPU"):
-        compose_config([*words, "memory.cpu_offload=true"]).validate(2, device_type)
+    words = ["optim=sgd", "train.deterministic=true", "optim.implementation=fused"]
+    offload = (
+        ["parallel=fsdp1", "mesh.fsdp_size=-1", "memory.cpu_offload=true"]
+        if device_type == "cuda"
+        else ["parallel=ddp"]
+    )
+    with pytest.raises(ConfigError, match="round by a shard's size on a CPU"):
+        compose_config([*words, *offload]).validate(2, device_type)
     if device_type == "cuda":
-        compose_config(words).validate(2, device_type)
+        compose_config([*words, "parallel=ddp"]).validate(2, device_type)
 
 
 def test_more_shards_than_rows_are_refused() -> None:

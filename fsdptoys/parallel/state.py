@@ -14,7 +14,7 @@ checkpoint of it is like any other. For a momentum without a counter of steps th
 to any other: PyTorch's SGD takes its first gradient as it is, and 0.0 would turn a gradient of -0.0 into 0.0.
 
 Not covered: optimizer states that are not tensors, and those of another shape than their parameter or a number. An
-optimizer that is not PyTorch's must show its states before its first step.
+optimizer that is not one of PyTorch's, or made of one, must show its states before its first step.
 Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
@@ -156,7 +156,8 @@ def _settle(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def _kept_states(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """What an optimizer keeps for a parameter, with an example of each: of a step on a stand-in of two numbers."""
-    if not type(optimizer).__module__.startswith("torch.optim"):
+    bases = (base for base in type(optimizer).__mro__ if base is not torch.optim.Optimizer)
+    if not any(base.__module__.startswith("torch.optim.") for base in bases):
         return {}
     group = optimizer.param_groups[0]
     first = _local(group["params"][0])

@@ -9,11 +9,12 @@ What the profiler sees and a trace does not must lie within an operator whose ke
 number that C++ wraps; PyTorch's random state, which checkpointing keeps; DDP's second set of buckets, which takes the
 place of the first one once, in the second step (``REBUILT``); the phase that reads data, whose memory is NumPy's. Under
 the chunked loss a CPU looks at the labels, which a trace cannot, so there only blocks of 8 KiB and more are compared.
-At the end of each step as many bytes live in both, counted from before the first.
+At the end of each step the same blocks live in both, counted from before the first, and beside them at most buffers
+of FSDP2's collectives: gloo's thread, whose frees the profiler does not see, may be the last that holds one.
 """
 
 import functools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any
 
 import pytest
@@ -83,8 +84,8 @@ HYBRID = {
 Allocation = tuple[int, tuple[str, ...]]
 """Bytes, and the operators around it."""
 Phase = tuple[int, str]
-Seen = tuple[dict[Phase, list[Allocation]], dict[int, int]]
-"""Allocations by phase, and bytes that live at the end of each step."""
+Seen = tuple[dict[Phase, list[Allocation]], dict[int, list[Allocation]]]
+"""Allocations by phase, and those that live at the end of each step."""
 
 
 def runs_for_real(cases: dict[str, tuple[str, ...]], world_size: int) -> dict[str, Seen]:
@@ -103,8 +104,8 @@ def run_for_real(words: list[str], world_size: int) -> Seen:
     trainer = Trainer(configured(words, world_size, "cpu"), Device("cpu"))
     marks: list[Phase] = []
     allocations: dict[Phase, list[Allocation]] = defaultdict(list)
-    live_at_end: dict[int, int] = {}
-    blocks: dict[int, int] = {}
+    live_at_end: dict[int, list[Allocation]] = {}
+    blocks: dict[int, Allocation] = {}
 
     def mark(step: int, phase: str) -> None:
         marks.append((step, phase))
@@ -119,11 +120,11 @@ def run_for_real(words: list[str], world_size: int) -> Seen:
         if size > FIRST_MARK:
             now = marks[size - FIRST_MARK - 1]
             if now[1] == "end":
-                live_at_end[now[0]] = sum(size for size in blocks.values() if size >= SMALLEST)
+                live_at_end[now[0]] = [block for block in blocks.values() if block[0] >= SMALLEST]
         elif size < 0:
             blocks.pop(address, None)
         elif operators != REBUILT and not any(name.startswith(("c10d::", "gloo:")) for name in operators):
-            blocks[address] = size
+            blocks[address] = size, operators
             allocations[now].append((size, operators))
     return dict(allocations), live_at_end
 
@@ -144,19 +145,21 @@ def allocation_events(profiled: Any) -> list[tuple[int, int, tuple[str, ...]]]:
     return [event[1:] for event in sorted(found, key=lambda event: event[0])]
 
 
-def allocations_of(trace: Trace) -> tuple[dict[Phase, list[int]], dict[int, int]]:
+def allocations_of(trace: Trace) -> tuple[dict[Phase, list[int]], dict[int, Counter[int]]]:
     """The same of a trace."""
     now: Phase = (0, "construction")
     allocations: dict[Phase, list[int]] = defaultdict(list)
     blocks: dict[int, int] = {}
-    before, live_at_end = 0, {}
+    before: Counter[int] = Counter()
+    live_at_end = {}
     for event in trace.events:
         if isinstance(event, Mark):
             if now == (0, "construction"):
-                before = sum(size for size in blocks.values() if size >= SMALLEST)
+                before = Counter(size for size in blocks.values() if size >= SMALLEST)
             now = (event.step, event.phase)
             if event.phase == "end":
-                live_at_end[event.step] = sum(size for size in blocks.values() if size >= SMALLEST) - before
+                live_at_end[event.step] = Counter(size for size in blocks.values() if size >= SMALLEST)
+                live_at_end[event.step].subtract(before)
         elif isinstance(event, Alloc):
             blocks[event.block] = event.bytes
             allocations[now].append(event.bytes)
@@ -183,18 +186,22 @@ def test_a_trace_allocates_what_a_real_run_does_in_the_same_order(case: str) -> 
     compared = 0
     for step in (1, 2):
         for phase in ("forward", "backward", "optimizer"):
-            expected = iter(size for size in trace[step, phase] if size >= smallest)
-            wanted = next(expected, None)
+            expected = [size for size in trace[step, phase] if size >= smallest]
+            met = {0}  # how many of them may have come: scratch can be of a size that is expected
             for size, operators in real.get((step, phase), []):
                 if size < smallest or size == RANDOM_STATE_BYTES:
                     continue
-                if size == wanted:
-                    wanted = next(expected, None)
-                    compared += 1
-                else:
-                    assert set(operators) & set(SCRATCH), (
-                        f"{case}, step {step}, {phase}: {size} B in {operators}, {wanted}"
-                    )
-            assert wanted is None, f"{case}, step {step}, {phase}: a trace alone allocates {wanted} B"
+                left = met if set(operators) & set(SCRATCH) else set()
+                now = {count + 1 for count in met if count < len(expected) and expected[count] == size} | left
+                wanted = [expected[count] for count in met if count < len(expected)]
+                assert now, f"{case}, step {step}, {phase}: {size} B in {operators}, a trace {wanted} B"
+                met = now
+            alone = expected[max(met) :]
+            assert not alone, f"{case}, step {step}, {phase}: a trace alone allocates {alone} B"
+            compared += len(expected)
     assert compared > 100
-    assert trace_live == real_live
+    for step, live in real_live.items():
+        beside = Counter(size for size, _ in live)
+        beside.subtract(trace_live[step])
+        held = Counter(size for size, names in live if any(name.startswith("FSDP::") for name in names))
+        assert all(0 <= count <= held[size] for size, count in beside.items()), (case, step, beside)

@@ -24,6 +24,7 @@ from fsdptoys.simulator.events import (
     Transfer,
     WaitEvent,
 )
+from fsdptoys.vector_adamw import VECTOR_ELEMENTS
 from tests.plan.traced import configured, hardware, live_bytes, traced
 
 BF16 = "parallel.param_dtype=bfloat16"
@@ -221,10 +222,12 @@ def test_streamed_states_travel_both_ways_without_the_host_waiting() -> None:
 
 
 def test_worker_threads_update_every_offloaded_parameter_and_are_waited_for() -> None:
-    """Oracle: the elements that fused AdamW updates in a step are this rank's parameters."""
+    """Oracle: fused AdamW updates this rank's parameters in a step, and pads the shards of norms to whole vectors."""
     made = traced([*LLAMA, "parallel=fsdp2", "memory.cpu_offload=true", "memory.cpu_offload_executor=overlapped", BF16])
     updates = [event for event in of_step(made, HostWork) if event.elements]
-    assert sum(event.elements for event in updates) == PARAMETERS // 8 and all(event.worker for event in updates)
+    padding = (2 * LAYERS + 1) * (VECTOR_ELEMENTS - DIM // 8)
+    assert sum(event.elements for event in updates) == PARAMETERS // 8 + padding
+    assert all(event.worker for event in updates)
     works = sum(event.worker for event in made.events if isinstance(event, HostWork))
     waits = [event.works for event in made.events if isinstance(event, HostWaitWorkers)]
     assert waits == sorted(waits) and 0 < waits[-1] <= works
