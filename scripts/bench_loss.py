@@ -21,8 +21,6 @@ on a CPU, or more than 20 ms for the large shape in bf16 on CUDA (a target for a
 import argparse
 import io
 import json
-import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -41,6 +39,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdptoys.memory.chunked_loss import GradientDType, auto_chunk_tokens
 from fsdptoys.memory.loss import LossFn, build_loss, cross_entropy_sum
+from scripts.machine import machine
 
 SHAPE = (4096, 1024, 32000)
 """Tokens, width, vocabulary."""
@@ -94,7 +93,7 @@ def main(words: list[str] | None = None) -> int:
             console.print(what, highlight=False, markup=False)
 
     say(f"python scripts/bench_loss.py {' '.join(sys.argv[1:] if words is None else words)}".rstrip())
-    say(machine(args))
+    say(machine(torch.device(args.device).type))
     missed = False
     for sizes in args.shapes:
         for dtype in args.dtypes:
@@ -264,18 +263,6 @@ def synchronise(device: torch.device) -> None:
     """Wait for the device."""
     if device.type != "cpu":
         torch.accelerator.synchronize()
-
-
-def machine(args: argparse.Namespace) -> str:
-    """Versions, and what they ran on."""
-    name = platform.processor() or platform.machine()
-    if args.device.startswith("cuda"):
-        name = torch.cuda.get_device_name()
-    elif Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), name)
-        name += f", {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
-    return f"Python {platform.python_version()}, torch {torch.__version__}, {platform.system()}, {name}"
 
 
 if __name__ == "__main__":

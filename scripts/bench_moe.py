@@ -17,8 +17,6 @@ Exits with status 1 where forward+backward is slower than 3 times the default im
 """
 
 import argparse
-import os
-import platform
 import statistics
 import sys
 import time
@@ -36,6 +34,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from fsdptoys.models.layers import SwiGLU
 from fsdptoys.models.moe import MoE, Scores
+from scripts.machine import machine
 
 SIZES = [(1024, 512), (1024, 256), (2048, 768)]
 """Width and expert width of the default tables; the last is the default of transformers' Qwen3MoeConfig."""
@@ -86,7 +85,7 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     console = Console(width=140)
     console.print(f"python {' '.join(sys.argv)}")
-    console.print(machine(args.device))
+    console.print(machine(args.device, ["transformers"]))
     missed = []
     for dim, ffn_dim in SIZES if args.dim is None else [(args.dim, args.ffn_dim)]:
         missed += run_size(console, args, dim, ffn_dim)
@@ -215,21 +214,6 @@ def synchronise(device: str) -> None:
     """Wait for the device."""
     if device == "cuda":
         torch.cuda.synchronize()
-
-
-def machine(device: str) -> str:
-    """Versions, and what they ran on."""
-    name = platform.processor() or platform.machine()
-    if device == "cuda":
-        name = torch.cuda.get_device_name()
-    elif Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), name)
-        name += f", {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
-    return (
-        f"Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"{platform.system()}, {name}"
-    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How fast is training next to others? The same Llama, batches and AdamW on two ranks, under five ways to train it.
 
-    python scripts/bench_peers.py                        # CPU, gloo, 2 ranks; about ten minutes on two cores
+    python scripts/bench_peers.py                        # CPU, gloo, 2 ranks; about twelve minutes on two cores
     python scripts/bench_peers.py --only float32 --rounds 1
     python scripts/bench_peers.py --gpu                  # one CUDA device, world size 1
 
@@ -10,16 +10,16 @@ by its own launcher. They are installed into ``.venv-peers`` beside the checkout
 another environment. All have one thread a rank, torch.optim.AdamW as torch chooses to run it, attention by
 ``scaled_dot_product_attention``, nothing compiled, and the loss read after each step.
 
-Everything is measured from outside (``peers/measure.py``). The contestants take turns; figures are medians over rounds,
-ratios medians of the ratios within a round. Losses come from the same initial weights and the same batches: the first
-must agree to 1e-3, or nothing is judged. What is printed is Markdown. Exits with status 1 where a target is missed.
+Everything is measured from outside (``peers/measure.py``). Those who are judged against each other run at the same time
+and take turns step by step, each stopped while another has its step; so up to four are in memory at once, about 16 GiB.
+Figures are medians over steps and rounds, ratios medians of the ratios within a turn. Losses come from the same initial
+weights and the same batches: the first must agree to 1e-3, or nothing is judged. What is printed is Markdown. Exits
+with status 1 where a target is missed.
 """
 
 import argparse
 import itertools
-import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -39,7 +39,8 @@ from fsdptoys.checkpoint import write_hugging_face
 from fsdptoys.data import BatchStream, BinConfig
 from fsdptoys.models import LlamaConfig
 from fsdptoys.models.huggingface import Bounds
-from scripts.peers.measure import Measured, watch
+from scripts.machine import machine
+from scripts.peers.measure import Measured, Run, take_turns
 from scripts.peers.work import BETAS, EPS, LEARNING_RATE, MAX_GRAD_NORM, WEIGHT_DECAY, Work
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -66,6 +67,8 @@ class Contestant:
     """In ``scripts/peers``; None for ours."""
     words: tuple[str, ...] = ()
     """Ours: what is added to the command."""
+    group: int = 0
+    """Contestants of the same group take turns, and are compared."""
 
 
 ACCELERATE, FABRIC, PLAIN = "(a) accelerate + transformers", "(b) Fabric + LitGPT", "(c) plain fully_shard"
@@ -74,15 +77,18 @@ ACCELERATE, FABRIC, PLAIN = "(a) accelerate + transformers", "(b) Fabric + LitGP
 def contestants(gpu: bool) -> list[Contestant]:
     """Peers first; ours with the same loss, and as a user runs it."""
     alike = "fsdp2" if gpu else "ddp"  # what (a) and (b) run as
+    sharded = 0 if gpu else 1
     found = [
         Contestant(ACCELERATE, "accelerate_transformers.py"),
         Contestant(FABRIC, "fabric_litgpt.py"),
-        Contestant(PLAIN, "plain_fully_shard.py"),
+        Contestant(PLAIN, "plain_fully_shard.py", group=sharded),
     ]
     for strategy in dict.fromkeys((alike, "fsdp2")):
+        group = 0 if strategy == alike else sharded
         words = (f"parallel={strategy}",)
-        found.append(Contestant(f"FSDPToys {strategy}", words=words))
-        found.append(Contestant(f"FSDPToys {strategy}, chunked loss", words=(*words, "memory.chunk_loss=true")))
+        found.append(Contestant(f"FSDPToys {strategy}", words=words, group=group))
+        chunked = (*words, "memory.chunk_loss=true")
+        found.append(Contestant(f"FSDPToys {strategy}, chunked loss", words=chunked, group=group))
     return found
 
 
@@ -152,18 +158,16 @@ class Bench:
             f"launch.device={work.device}", "metrics.log_every=1",
         ]  # fmt: skip
 
-    def run(self, contestant: Contestant, number: int) -> Measured:
-        """One run of one contestant."""
+    def run(self, contestant: Contestant, number: int) -> Run:
+        """One run of one contestant, to be begun."""
         run_dir = self.folder / f"run-{number}"
         environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
         environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         if contestant.script is None:
             environment["PYTHONPATH"] = str(ROOT)
-        result = watch(self.command(contestant, run_dir), environment, self.folder, self.work.steps, LIMIT_SECONDS)
-        if contestant.script is None and result.failure is None:  # the console rounds
-            lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-            result.losses = [json.loads(line)["loss"] for line in lines]
-        return result
+        exact = run_dir / "metrics.jsonl" if contestant.script is None else None  # the console rounds
+        command = self.command(contestant, run_dir)
+        return Run(command, environment, self.folder, self.work.steps, LIMIT_SECONDS, exact)
 
 
 def write_inputs(folder: Path, model: LlamaConfig) -> None:
@@ -211,22 +215,34 @@ def computes_bfloat16() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-def take_turns(bench: Bench, entrants: Sequence[Contestant], rounds: int) -> dict[str, list[Measured]]:
-    """Every contestant once a round."""
+def measure(bench: Bench, entrants: Sequence[Contestant], rounds: int) -> dict[str, list[Measured]]:
+    """Every contestant once a round, in turns with those of its group."""
     results: dict[str, list[Measured]] = {each.name: [] for each in entrants}
     numbers = itertools.count()
     for turn in range(rounds):
-        for each in entrants:
-            result = bench.run(each, next(numbers))
-            results[each.name].append(result)
-            told = result.failure or f"{result.step_seconds(bench.warmup):.2f} s a step"
-            print(f"{bench.work.dtype} round {turn + 1} of {rounds}, {each.name}: {told}", file=sys.stderr, flush=True)
+        for group in sorted({each.group for each in entrants}):
+            runs = {each.name: bench.run(each, next(numbers)) for each in entrants if each.group == group}
+            take_turns(list(runs.values()))
+            for name, run in runs.items():
+                results[name].append(run.result)
+                told = run.result.failure or f"{run.result.step_seconds(bench.warmup):.2f} s a step"
+                print(f"{bench.work.dtype} round {turn + 1} of {rounds}, {name}: {told}", file=sys.stderr, flush=True)
     return results
 
 
 def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     """Median of the ratios within a round."""
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+def speed_ratio(ours: Sequence[Measured], theirs: Sequence[Measured], warmup: int) -> float:
+    """Tokens/s of ours over theirs: the median of the ratios within a turn."""
+    turns = [
+        (b, a)
+        for own, other in zip(ours, theirs, strict=True)
+        for a, b in zip(own.seconds[max(1, warmup) :], other.seconds[max(1, warmup) :], strict=True)
+    ]
+    return statistics.median(b / a for b, a in turns)
 
 
 def losses_agree(results: dict[str, list[Measured]]) -> list[str]:
@@ -255,7 +271,7 @@ def judge(results: dict[str, list[Measured]], judged: Sequence[Pair], warmup: in
 
     for pair in judged:
         ours, theirs = results[pair.ours], results[pair.theirs]
-        speed = median_ratio([r.step_seconds(warmup) for r in theirs], [r.step_seconds(warmup) for r in ours])
+        speed = speed_ratio(ours, theirs, warmup)
         tell(
             speed >= pair.target, f"{pair.ours} has {speed:.2f} of the tokens/s of {pair.theirs}, target {pair.target}"
         )
@@ -273,6 +289,7 @@ def judge(results: dict[str, list[Measured]], judged: Sequence[Pair], warmup: in
 
 def render(results: dict[str, list[Measured]], work: Work, warmup: int, gpu: bool) -> str:
     """The tables of one number format, as Markdown."""
+    groups = {each.name: each.group for each in contestants(gpu)}
     tokens = work.ranks * work.batch_size * work.seq_len
     against = {PLAIN: "(c)", ACCELERATE: "(a)", FABRIC: "(b)"}
     lines = [
@@ -282,13 +299,11 @@ def render(results: dict[str, list[Measured]], work: Work, warmup: int, gpu: boo
         + " | CPU s a step, all ranks | peak MiB a rank | start to end of step 1, s |",
         "|---|" + "---:|" * 7,
     ]  # fmt: skip
-    seconds = {name: [run.step_seconds(warmup) for run in runs] for name, runs in results.items()}
     for name, runs in results.items():
-        cells = [f"{tokens / statistics.median(seconds[name]):,.0f}"]
+        cells = [f"{tokens / statistics.median(run.step_seconds(warmup) for run in runs):,.0f}"]
         for peer in sorted(against, key=against.__getitem__):
-            own = name in against
-            ratio = "" if own or peer not in seconds else f"{median_ratio(seconds[peer], seconds[name]):.2f}"
-            cells.append(ratio)
+            compared = name not in against and peer in results and groups[peer] == groups[name]
+            cells.append(f"{speed_ratio(runs, results[peer], warmup):.2f}" if compared else "")
         cells.append(f"{statistics.median(run.step_cpu_seconds(warmup) for run in runs):.2f}")
         cells.append(f"{statistics.median(run.peak_bytes for run in runs) / 2**20:,.0f}")
         cells.append(f"{statistics.median(run.startup_seconds for run in runs):.1f}")
@@ -302,22 +317,12 @@ def render(results: dict[str, list[Measured]], work: Work, warmup: int, gpu: boo
     return "\n".join([*lines, "", *notes])
 
 
-def machine(programs: Path, gpu: bool) -> str:
-    """Versions, and what they ran on."""
+def peers_versions(programs: Path) -> str:
+    """What is installed in the peers' environment."""
     names = ["torch", "accelerate", "transformers", "lightning", "litgpt"]
     ask = f"from importlib.metadata import version; print(*(f'{{n}} {{version(n)}}' for n in {names}), sep=', ')"
-    versions = subprocess.run([str(programs / "python"), "-c", ask], check=True, capture_output=True, text=True).stdout
-    name = platform.machine()
-    if gpu:
-        name = torch.cuda.get_device_name()
-    elif Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), name)
-        name += f", {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
-    return (
-        f"Python {platform.python_version()}, {versions.strip()} (the peers' environment), FSDPToys on torch "
-        f"{torch.__version__}, {platform.system()}, {name}"
-    )
+    told = subprocess.run([str(programs / "python"), "-c", ask], check=True, capture_output=True, text=True).stdout
+    return told.strip()
 
 
 def main() -> int:
@@ -347,7 +352,8 @@ def main() -> int:
     if args.contestants:
         entrants = [each for each in entrants if any(part in each.name for part in args.contestants)]
         judged = []
-    print(f"# Peers\n\nCommand: `python {' '.join(sys.argv)}`\n\n{machine(programs, args.gpu)}.\n")
+    on = machine("cuda" if args.gpu else "cpu")
+    print(f"# Peers\n\nCommand: `python {' '.join(sys.argv)}`\n\n{on}; peers: {peers_versions(programs)}.\n")
     print(
         f"A Llama of {parameters / 1e6:.1f}M parameters (dim {model.dim}, {model.n_layers} layers, {heads} heads, "
         f"vocabulary {model.vocab_size}); {args.rounds} rounds; AdamW, clipping at {MAX_GRAD_NORM}. The rows that are "
@@ -371,7 +377,7 @@ def main() -> int:
             )  # fmt: skip
             write_batches(folder, work, model.vocab_size)
             bench = Bench(work, model, folder, programs, args.warmup)
-            results = take_turns(bench, entrants, args.rounds)
+            results = measure(bench, entrants, 1 if slow else args.rounds)
             verdicts = [] if args.contestants else judge(results, judged, args.warmup, [PLAIN, ACCELERATE, FABRIC])
             if not any(run.failure for runs in results.values() for run in runs):
                 print(render(results, work, args.warmup, args.gpu))

@@ -24,7 +24,7 @@ from scripts.bench_peers import (
     write_batches,
     write_inputs,
 )
-from scripts.peers.measure import Measured, watch
+from scripts.peers.measure import Measured, Run, take_turns
 from scripts.peers.work import Work
 from scripts.ranks import run_ranks
 
@@ -34,8 +34,8 @@ MIB = 2**20
 
 def run_of(startup: float, step: float, peak_mib: float, loss: float = 2.0) -> Measured:
     """A run of three steps as it would have been measured."""
-    lines_at = [startup + index * step for index in range(3)]
-    return Measured(0.0, lines_at, [loss] * 3, [2 * at for at in lines_at], int(peak_mib * MIB))
+    seconds = [startup, step, step]
+    return Measured(seconds, [loss] * 3, [2 * each for each in seconds], int(peak_mib * MIB))
 
 
 def results_of(**changes: Measured) -> dict[str, list[Measured]]:
@@ -79,7 +79,7 @@ def test_tables_hold_speeds_and_ratios_within_a_round(tmp_path: Path) -> None:
     work = Work(str(tmp_path), "", 2, 2, 8, 3, "float32", "cpu")
     page = render(results_of(), work, warmup=1, gpu=False)
     rows = [line for line in page.splitlines() if line.startswith(f"| {OURS_DDP}")]
-    assert rows[0] == f"| {OURS_DDP} | 16 | 1.15 | 1.20 | 1.00 | 4.00 | 900 | 9.0 |"
+    assert rows[0] == f"| {OURS_DDP} | 16 | 1.15 | 1.20 |  | 4.00 | 900 | 9.0 |"
     assert rows[1] == f"| {OURS_DDP} | 2.00000 | 2.00000 | 2.00000 |"
 
 
@@ -88,7 +88,9 @@ def test_a_run_is_measured_from_outside(tmp_path: Path) -> None:
     child = "import time\nx = bytearray(64 * 2**20); time.sleep(.4)\nprint('note a word', flush=True)\ndel x\n"
     child += "print('step 1/2  loss 2.5', flush=True); time.sleep(.3); print('step 2/2  loss 2.25', flush=True)"
     launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], check=True)"
-    found = watch([sys.executable, "-c", launcher], os.environ, tmp_path, steps=2, limit_seconds=60)
+    run = Run([sys.executable, "-c", launcher], os.environ, tmp_path, steps=2, limit_seconds=60)
+    take_turns([run])
+    found = run.result
     assert found.failure is None
     assert (found.losses, found.note) == ([2.5, 2.25], "a word")
     assert found.startup_seconds >= 0.4
@@ -96,11 +98,33 @@ def test_a_run_is_measured_from_outside(tmp_path: Path) -> None:
     assert 64 * MIB <= found.peak_bytes < 160 * MIB
 
 
-def test_a_run_that_fails_says_what_it_printed(tmp_path: Path) -> None:
+def test_runs_take_turns_step_by_step(tmp_path: Path) -> None:
+    """Oracle: what each wrote when it began a step; without the turns, those who only wait would write it together."""
+
+    def run_of(name: str) -> Run:
+        code = f"""if True:
+            import time
+            for step in range(1, 4):
+                open("order", "a").write("{name}")
+                print(f"step {{step}}/3  loss 1.0", flush=True)
+                time.sleep(0.3)
+        """
+        return Run([sys.executable, "-c", code], os.environ, tmp_path, steps=3, limit_seconds=60)
+
+    runs = [run_of("a"), run_of("b")]
+    take_turns(runs)
+    assert [run.result.failure for run in runs] == [None, None]
+    assert (tmp_path / "order").read_text() == "ababab"
+
+
+def test_a_run_that_fails_says_what_it_printed_and_one_that_hangs_is_killed(tmp_path: Path) -> None:
     """Oracle: the process's own words and status."""
-    command = [sys.executable, "-c", "print('no such folder'); raise SystemExit(3)"]
-    found = watch(command, os.environ, tmp_path, steps=2, limit_seconds=60)
-    assert found.failure == "status 3 after 0 of 2 steps\nno such folder\n"
+    run = Run([sys.executable, "-c", "print('no such folder'); raise SystemExit(3)"], os.environ, tmp_path, 2, 60)
+    take_turns([run])
+    assert run.result.failure == "status 3 after 0 of 2 steps\nno such folder\n"
+    run = Run([sys.executable, "-c", "import time; time.sleep(600)"], os.environ, tmp_path, 2, 0.2)
+    take_turns([run])
+    assert run.result.failure == "status -9 after 0 of 2 steps\nkilled after 0.2 s"
 
 
 MODEL = LlamaConfig(

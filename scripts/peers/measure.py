@@ -1,14 +1,17 @@
-"""One training run watched from outside, the same way for whoever trains: a clock at its lines, and /proc for the rest.
+"""Training runs watched from outside, the same way for whoever trains: a clock at their lines, and /proc for the rest.
 
-- A step is the time from one step's line to the next; the tokens of a step over it are the speed.
+A run goes one step at a time and is stopped in between (SIGSTOP), so that several can take turns: a machine that
+others share may be a third slower a minute later, and then it is so for all of them.
+
+- A step is the time from when the run is continued to the step's line; the tokens of a step over it are the speed.
 - Start-up is the time from the start of the command to the line of step 1: launcher, imports, weights, and the step.
-- Memory is the highest resident set (``VmHWM``) of any process below the launcher, when the last step's line comes.
-- CPU seconds are those of all processes below the launcher; other load on the machine hardly changes them.
+- Memory is the highest resident set (``VmHWM``) of any process below the launcher, when a step's line comes.
+- CPU seconds are those of all processes below the launcher.
 
 Needs Linux. Output that is no step's line is kept for the message that tells of a failure.
 """
 
-import itertools
+import json
 import os
 import re
 import signal
@@ -16,13 +19,13 @@ import statistics
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 STEP_LINE = re.compile(r"step +(\d+)[/ ]")
 LOSS = re.compile(r"loss (\S+)")
-POLL_SECONDS = 0.25
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -30,12 +33,11 @@ TICKS = os.sysconf("SC_CLK_TCK")
 class Measured:
     """What one run took."""
 
-    started: float = 0.0
-    lines_at: list[float] = field(default_factory=list)
-    """When each step's line came."""
+    seconds: list[float] = field(default_factory=list)
+    """Of each step, the first from the start of the command."""
     losses: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
-    """Of all ranks, so far, at each step's line."""
+    """Of all ranks, in the same spans."""
     peak_bytes: int = 0
     note: str = ""
     """What the run said of itself."""
@@ -44,82 +46,127 @@ class Measured:
     @property
     def startup_seconds(self) -> float:
         """From the start of the command to the end of step 1."""
-        return self.lines_at[0] - self.started
+        return self.seconds[0]
 
     def step_seconds(self, warmup: int) -> float:
         """Median of the steps after the first ``warmup``."""
-        return statistics.median(_differences(self.lines_at)[max(0, warmup - 1) :])
+        return statistics.median(self.seconds[max(1, warmup) :])
 
     def step_cpu_seconds(self, warmup: int) -> float:
         """The same of the CPU seconds of all ranks together."""
-        return statistics.median(_differences(self.cpu_seconds)[max(0, warmup - 1) :])
+        return statistics.median(self.cpu_seconds[max(1, warmup) :])
 
 
-def _differences(values: Sequence[float]) -> list[float]:
-    return [later - earlier for earlier, later in itertools.pairwise(values)]
-
-
-def watch(
-    command: Sequence[str], environment: Mapping[str, str], folder: Path, steps: int, limit_seconds: float
-) -> Measured:
-    """Run a command to its end and measure it.
+class Run:
+    """A command that trains, begun by its first step.
 
     Args:
         command: what starts the ranks.
         environment: all of it.
         folder: where it runs.
         steps: lines that have to come.
-        limit_seconds: after which it is killed.
+        limit_seconds: a step that takes longer is killed.
+        metrics: a file that has a JSON object a step, with its loss in full, when the run has ended.
     """
-    result = Measured(started=time.perf_counter())
-    process = subprocess.Popen(
-        command,
-        env=dict(environment),
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    told: list[str] = []
-    peaks: dict[int, int] = {}
-    done = threading.Event()
 
-    def poll() -> None:
-        while not done.wait(POLL_SECONDS):
-            _update_peaks(process.pid, peaks)
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        folder: Path,
+        steps: int,
+        limit_seconds: float,
+        metrics: Path | None = None,
+    ) -> None:
+        self.result = Measured()
+        self.steps, self.limit_seconds, self.metrics = steps, limit_seconds, metrics
+        self._command, self._environment, self._folder = list(command), dict(environment), folder
+        self._told: list[str] = []
+        self._process: subprocess.Popen[str] | None = None
 
-    def kill() -> None:
-        told.append(f"killed after {limit_seconds:g} s")
-        os.killpg(process.pid, signal.SIGKILL)
-
-    watcher, killer = threading.Thread(target=poll), threading.Timer(limit_seconds, kill)
-    watcher.start()
-    killer.start()
-    try:
+    def take_step(self) -> None:
+        """Go on to the end of the next step, or after the last one to the end of the run."""
+        if self.result.failure is not None:
+            return
+        process = self._process
+        began = time.perf_counter()
+        cpu_before = 0.0
+        if process is None:
+            process = self._process = subprocess.Popen(
+                self._command,
+                env=self._environment,
+                cwd=self._folder,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        else:
+            cpu_before = self._cpu_seconds()
+            self._send(signal.SIGCONT)
         assert process.stdout is not None
-        for line in process.stdout:
-            now = time.perf_counter()
-            if line.startswith("note "):
-                result.note = line.removeprefix("note ").strip()
-            elif found := STEP_LINE.match(line):
-                result.lines_at.append(now)
-                result.losses.append(float(LOSS.search(line)[1]))  # type: ignore[index]
-                result.cpu_seconds.append(sum(map(_cpu_seconds, _descendants(process.pid))))
-                if int(found[1]) == steps:
-                    done.set()
-                    _update_peaks(process.pid, peaks)
-            else:
-                told.append(line)
-        status = process.wait()
+        result = self.result
+        with self._limited():
+            for line in process.stdout:
+                if line.startswith("note "):
+                    result.note = line.removeprefix("note ").strip()
+                elif STEP_LINE.match(line):
+                    result.seconds.append(time.perf_counter() - began)
+                    self._send(signal.SIGSTOP)
+                    result.losses.append(float(LOSS.search(line)[1]))  # type: ignore[index]
+                    result.cpu_seconds.append(self._cpu_seconds() - cpu_before)
+                    result.peak_bytes = max([result.peak_bytes, *map(_peak_bytes, _descendants(process.pid))])
+                    return
+                else:
+                    self._told.append(line)
+            status = process.wait()
+        if status or len(result.seconds) != self.steps:
+            told = "".join(self._told[:40])
+            result.failure = f"status {status} after {len(result.seconds)} of {self.steps} steps\n{told}"
+        elif self.metrics is not None:
+            result.losses = [json.loads(line)["loss"] for line in self.metrics.read_text().splitlines()]
+
+    def kill(self) -> None:
+        """End everything that still runs of it."""
+        if self._process is not None:
+            self._send(signal.SIGKILL)
+            self._process.wait()
+
+    @contextmanager
+    def _limited(self) -> Iterator[None]:
+        def kill() -> None:
+            self._told.append(f"killed after {self.limit_seconds:g} s")
+            self._send(signal.SIGKILL)
+
+        killer = threading.Timer(self.limit_seconds, kill)
+        killer.start()
+        try:
+            yield
+        finally:
+            killer.cancel()
+
+    def _cpu_seconds(self) -> float:
+        assert self._process is not None
+        return sum(map(_cpu_seconds, _descendants(self._process.pid)))
+
+    def _send(self, number: int) -> None:
+        assert self._process is not None
+        if self._process.poll() is None:
+            # The launcher first, that it sees none of its ranks stopped.
+            for pid in [self._process.pid, *_descendants(self._process.pid)]:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+
+
+def take_turns(runs: Sequence[Run]) -> None:
+    """Take every run to its end, step by step, one run at a time."""
+    try:
+        for _ in range(max(run.steps for run in runs) + 1):
+            for run in runs:
+                run.take_step()
     finally:
-        killer.cancel()
-        done.set()
-        watcher.join()
-    result.peak_bytes = max(peaks.values(), default=0)
-    if status or len(result.lines_at) != steps:
-        result.failure = f"status {status} after {len(result.lines_at)} of {steps} steps\n{''.join(told[:40])}"
-    return result
+        for run in runs:
+            run.kill()
 
 
 def _descendants(root: int) -> list[int]:
@@ -147,11 +194,9 @@ def _cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS if fields else 0.0
 
 
-def _update_peaks(root: int, peaks: dict[int, int]) -> None:
-    for pid in _descendants(root):
-        try:
-            text = Path(f"/proc/{pid}/status").read_text()
-        except OSError:
-            continue
-        if found := re.search(r"VmHWM:\s+(\d+)", text):
-            peaks[pid] = max(peaks.get(pid, 0), int(found[1]) * 1024)
+def _peak_bytes(pid: int) -> int:
+    try:
+        found = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+    except OSError:
+        return 0
+    return int(found[1]) * 1024 if found else 0
