@@ -4,6 +4,7 @@ A mesh of one axis is made wherever nothing is replicated: FSDP2 treats a (1, N)
 gradient on the device until the backward ends.
 """
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -65,9 +66,8 @@ def build_mesh(config: MeshConfig, world_size: int, device: Device) -> DeviceMes
 
 def is_dtensor(tensor: Tensor) -> TypeGuard["DTensor"]:
     """Whether a tensor is spread over a mesh."""
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
+    module = sys.modules.get("torch.distributed.tensor")  # takes a second to import, and is there where one was made
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_bounds(param: Tensor) -> tuple[tuple[int, int], ...]:

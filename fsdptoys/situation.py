@@ -4,10 +4,10 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from fsdptoys.config import Config
 from fsdptoys.memory import BucketedOptimizer
+from fsdptoys.mesh import is_dtensor
 from fsdptoys.profiler import LiveBytes, Placed, Situation, Switches, live_bytes
 
 
@@ -41,7 +41,7 @@ def situation(
     parameters = list(parameters)
     model, memory, train = config.model, config.memory, config.train
     shards = config.parallel.name in ("fsdp1", "fsdp2")
-    local_elements = sum((param.to_local() if isinstance(param, DTensor) else param).numel() for param in parameters)
+    local_elements = sum((param.to_local() if is_dtensor(param) else param).numel() for param in parameters)
     offloads = memory.optimizer_offload or memory.cpu_offload
     switches = Switches(
         parallel=config.parallel.name,
