@@ -43,12 +43,12 @@ from torch.distributed.launcher import LaunchConfig
 
 from .agent import Agent, EndedError, group_runs, quieten, runs
 from .failures import FirstFailure, first_failure, outcome_of, own_failure_is_recorded
-from .flight_recorder import keep_recordings, name_recordings
-from .heartbeat import HEARTBEATS_FOLDER, MOST_RANKS_TOLD, last_signs, ranks_in_words, sign_of
+from .flight_recorder import name_recordings
 from .meeting import meet, no_meeting
 from .outcome import Outcome, leave_outcome
+from .remains import hung_ranks, remains
 from .signals import SAME_REQUEST_SECONDS, STOP_SIGNALS
-from .worker import LAUNCH_FOLDER, LAUNCHED, RESTARTS, Handed, hand_over, remembered_run_dir
+from .worker import LAUNCH_FOLDER, LAUNCHED, RESTARTS, Handed, hand_over
 
 SHUTDOWN_SECONDS = 5
 """Workers that ignore the signal for so long are killed."""
@@ -252,7 +252,7 @@ class _Workers:
             most = self.launch.max_restarts
             used_up = most and self._failed_starts == most and not first.final
             told = first.told_after(f", after {most} of {most} restarts" if used_up else "")
-            return first.status, told + self._traces(first)
+            return first.status, told + remains(first, self._pids, self.folder)
         if isinstance(self._error, RendezvousError) or (self._error is not None and not self._starts):
             return 2, no_meeting(self._error, self.launch)
         if self._error is not None:
@@ -268,32 +268,6 @@ class _Workers:
             for rank, failure in self._failures.items()
             if failure.error_file == "<N/A>"
         ) and not list(self.folder.glob("**/error.json"))
-
-    def _traces(self, first: FirstFailure) -> str:
-        """Who hung, where all ranks were, if the failed one did not say so, and what the collectives were."""
-        told = "".join(f"\n{line}" for line in self._hung(first))
-        run_dir = remembered_run_dir(self.folder)
-        if run_dir is None:
-            return told
-        if first.silent:
-            signs = last_signs(run_dir / HEARTBEATS_FOLDER, self._pids)
-            told += f"; {signs}" if signs else ""
-        kept = keep_recordings(self.folder, run_dir)
-        return f"{told}\n{kept}" if kept else told
-
-    def _hung(self, first: FirstFailure) -> list[str]:
-        """A line for each rank that others waited for in vain, as far as can be told."""
-        folder = (remembered_run_dir(self.folder) or self.folder) / HEARTBEATS_FOLDER
-        # Where several ended in silence, some of them may have waited for the one that hung.
-        what = "it hung" if first.timed_out and len(first.hung) == 1 else "it hung, or waited for one that did"
-        lines = []
-        for rank in first.hung[:MOST_RANKS_TOLD]:
-            sign = sign_of(folder, rank, self._pids[rank])
-            last = f"last sign {sign}" if sign else "without any sign that is known"
-            lines.append(f"rank {rank} raised nothing and had to be ended: {what}, {last}")
-        if more := first.hung[MOST_RANKS_TOLD:]:
-            lines.append(f"so did {ranks_in_words(list(more))}")
-        return lines
 
     # In the agent's thread.
 
@@ -381,7 +355,7 @@ class _Workers:
         if first.final:
             raise EndedError
         self._failed_starts += 1
-        told = "; ".join([first.in_short, *self._hung(first)])
+        told = "; ".join([first.in_short, *hung_ranks(first, self._pids, self.folder)])
         with self._lock:
             self._pids = {}
         self._failures = {}
