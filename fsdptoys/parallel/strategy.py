@@ -247,7 +247,9 @@ class Strategy(ABC):
         device = self.context.device
         dtype = torch.float64 if float64_collectives(device.type) else torch.float32
         grads = [_local(param.grad) for _, param in self.named_parameters() if param.grad is not None]
-        parts = [part for grad in grads for part in grad.flatten().split(_norm_elements(grad)) if part.numel()]
+        parts = [
+            part for grad in grads for part in grad.flatten().split(norm_elements(grad.device.type)) if part.numel()
+        ]
         norms = list(map_parts(functools.partial(torch.linalg.vector_norm, dtype=dtype), parts))
         total = torch.zeros((), dtype=dtype, device=device.torch_device)
         if norms:
@@ -267,8 +269,9 @@ class Strategy(ABC):
         return norm
 
 
-def _norm_elements(grad: Tensor) -> int:
-    return CPU_NORM_ELEMENTS if grad.device.type == "cpu" else NORM_ELEMENTS
+def norm_elements(device_type: str) -> int:
+    """Elements of a gradient whose norm is taken at a time."""
+    return CPU_NORM_ELEMENTS if device_type == "cpu" else NORM_ELEMENTS
 
 
 def _local(tensor: Tensor) -> Tensor:

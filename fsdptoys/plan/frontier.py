@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fsdptoys.config import Config
 from fsdptoys.device import GIB
@@ -17,8 +18,8 @@ FRONTIER_COLOR, OTHER_COLOR, LIMIT_COLOR = "#1f5fa8", "#b3bac1", "#b2182b"
 MOST_LABELS = 9
 """On the picture; the frontier's points that are furthest apart get them."""
 
-LABEL_HEIGHT = 0.045
-"""Share of the picture's height."""
+LABEL_PLACES = (((7, -9), "left"), ((7, 5), "left"), ((-7, 5), "right"), ((-7, -12), "right"))
+"""Where a label may stand beside its point, in points, and which of its sides is nearer; the first that is free."""
 
 
 def label(config: Config) -> str:
@@ -107,20 +108,6 @@ def draw_frontier(path: Path, title: str, result: SearchResult) -> None:
     # Points far to the right of the limit would squeeze what can be had into a corner.
     axes.set_xlim(0, 1.35 * limit)
     axes.set_ylim(0, 1.1 * max(one.tokens_per_second for one in result.candidates))
-    span = (axes.get_xlim()[1], axes.get_ylim()[1])
-    for one in spread_out(best, MOST_LABELS, span, LABEL_HEIGHT):
-        right = one.reserved_bytes / GIB > 0.55 * span[0]
-        axes.annotate(
-            label(one.config),
-            (one.reserved_bytes / GIB, one.tokens_per_second),
-            xytext=(-7, 5) if right else (7, -9),
-            textcoords="offset points",
-            ha="right" if right else "left",
-            fontsize=8,
-            color=FRONTIER_COLOR,
-            bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1},
-            parse_math=False,
-        )
     axes.set_xlabel("memory reserved on a rank (GiB)")
     axes.set_ylabel("tokens/s of all ranks")
     axes.yaxis.set_major_formatter("{x:,.0f}")
@@ -128,7 +115,39 @@ def draw_frontier(path: Path, title: str, result: SearchResult) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    _label_points(axes, best)
     figure.savefig(path, format="png")
+
+
+def _label_points(axes: Any, best: Sequence[Candidate]) -> None:
+    """Say what points are, each beside its own, as many as have room."""
+    from matplotlib.transforms import Bbox
+
+    figure = axes.figure
+    figure.canvas.draw()  # lays the axes out
+    span = (axes.get_xlim()[1], axes.get_ylim()[1])
+    chosen = spread_out(best, MOST_LABELS, span, least=0.0)
+    points = [axes.transData.transform((one.reserved_bytes / GIB, one.tokens_per_second)) for one in chosen]
+    taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in points]
+    inside = axes.get_window_extent()
+    for one in chosen:
+        for offset, side in LABEL_PLACES:
+            text = axes.annotate(
+                label(one.config),
+                (one.reserved_bytes / GIB, one.tokens_per_second),
+                xytext=offset,
+                textcoords="offset points",
+                ha=side,
+                fontsize=8,
+                color=FRONTIER_COLOR,
+                bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1},
+                parse_math=False,
+            )
+            box = text.get_window_extent()
+            if inside.contains(box.x0, box.y0) and inside.contains(box.x1, box.y1) and not box.count_overlaps(taken):
+                taken.append(box)
+                break
+            text.remove()
 
 
 def spread_out(best: Sequence[Candidate], most: int, span: tuple[float, float], least: float) -> list[Candidate]:

@@ -15,7 +15,7 @@ from fsdptoys.config import Config
 from fsdptoys.memory import GradientCheckpointing
 from fsdptoys.models import DecoderModel
 from fsdptoys.parallel.precision import DType
-from fsdptoys.parallel.strategy import NORM_ELEMENTS
+from fsdptoys.parallel.strategy import norm_elements
 from fsdptoys.simulator.events import Category
 
 from .activations import Segment, Segments
@@ -146,7 +146,8 @@ class Rehearsal(ABC):
         ledger.phase = "optimizer"
         if not memory.cpu_offload:
             sizes = [size for unit in self.units.in_forward() for size in unit.local]
-            ledger.move(4 * self.local, sum(-(-size // NORM_ELEMENTS) for size in sizes))
+            at_a_time = norm_elements(ledger.hardware.device_type)
+            ledger.move(4 * self.local, sum(-(-size // at_a_time) for size in sizes))
             if train.max_grad_norm is not None:
                 ledger.move(8 * self.local, len(sizes))
         else:
