@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
+import torch._dynamo  # by the first model or optimizer
 import torch.distributed as dist
 import torch.distributed.checkpoint
 import torch.distributed.fsdp  # with these in the parent, no rank takes a second to import them
@@ -74,8 +75,8 @@ def _rank(
 ) -> None:
     # What the parent had loaded stays for good; looking through it again takes a fifth of the time.
     gc.freeze()
-    if rank > 0:
-        sys.settrace(None)  # coverage hears the same from rank 0, and slows down what it follows
+    if rank > 0 or not any(name.startswith("COVERAGE_PROCESS_") for name in os.environ):
+        sys.settrace(None)  # coverage hears the same from rank 0 or another test, and slows down what it follows
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     try:

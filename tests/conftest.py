@@ -1,17 +1,25 @@
 """What tests of several folders ask for."""
 
+import gc
 import importlib
-import os
 import subprocess
+from collections.abc import Iterator
 
 import pytest
 
+from tests.measuring import without_coverage
+
+
+def pytest_collection_finish() -> None:
+    """Look no more through what the imports have left, whose forks would copy it for that."""
+    gc.freeze()
+
 
 @pytest.fixture
-def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interpreters that the test starts run without coverage, which slows them down: other tests run their lines."""
-    for name in [name for name in os.environ if name.startswith("COVERAGE_PROCESS_")]:
-        monkeypatch.delenv(name)
+def unmeasured() -> Iterator[None]:
+    """The test and what it starts run without coverage, which slows them down: other tests run their lines."""
+    with without_coverage():
+        yield
 
 
 @pytest.fixture

@@ -86,7 +86,8 @@ def test_tables_hold_speeds_and_ratios_within_a_round(tmp_path: Path) -> None:
 def test_a_run_is_measured_from_outside(tmp_path: Path) -> None:
     """Oracle: what the process below the launcher did: 64 MiB held for a moment, two lines, a word to keep."""
     child = "import time\nx = bytearray(64 * 2**20); time.sleep(.4)\nprint('note a word', flush=True)\ndel x\n"
-    child += "print('step 1/2  loss 2.5', flush=True); time.sleep(.3); print('step 2/2  loss 2.25', flush=True)"
+    # Sleeps while it is stopped, too, so that on a busy machine a part of this second is before the next step.
+    child += "print('step 1/2  loss 2.5', flush=True); time.sleep(1); print('step 2/2  loss 2.25', flush=True)"
     launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], check=True)"
     run = Run([sys.executable, "-c", launcher], os.environ, tmp_path, steps=2, limit_seconds=60)
     take_turns([run])
@@ -167,6 +168,7 @@ def train_plain(work: Work) -> list[float]:
     return plain_fully_shard.train(work)
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.oracle
 def test_ours_and_the_plain_script_do_the_same_work(bench: Bench) -> None:
     """Oracle: transformers' Llama under ``fully_shard``, three steps with clipping and AdamW, on two ranks."""

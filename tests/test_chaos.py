@@ -14,7 +14,7 @@ from fsdptoys.trainer import Trainer
 from scripts.chaos import Attempt, Campaign, count_wrong, read_resumes, words_of
 from scripts.ranks import run_ranks
 
-STEPS = 40
+STEPS = 32
 CAMPAIGN = Campaign(2, ("parallel=fsdp2", "checkpoint.async_save=true"), restarts=True)
 
 
@@ -38,7 +38,7 @@ def test_signals_end_a_run_with_a_checkpoint_from_which_it_goes_on_to_the_same_e
     config = compose_config(words_of(CAMPAIGN, whole, STEPS))
     config.validate(CAMPAIGN.ranks, "cpu")
     run_ranks(CAMPAIGN.ranks, run_here, config)
-    for number, of_launcher, step in ((signal.SIGTERM, False, 5), (signal.SIGUSR1, True, 15)):
+    for number, of_launcher, step in ((signal.SIGTERM, False, 4), (signal.SIGUSR1, True, 8)):
         attempt = Attempt(CAMPAIGN, stopped, STEPS, tmp_path / "log", resume=True)
         wait_for_step(attempt, step)
         os.kill(attempt.process.pid if of_launcher else attempt.rank_pids()[1], number)

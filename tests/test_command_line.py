@@ -125,6 +125,7 @@ def test_every_group_but_experiment_has_its_schemas() -> None:
     assert set(list_choices()) == {*SCHEMAS, "experiment"}
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("parallel", ["single", "ddp", "fsdp1", "fsdp2"])
 @pytest.mark.parametrize("experiment", list_choices()["experiment"])
 def test_every_experiment_is_accepted_by_every_strategy(experiment: str, parallel: str) -> None:

@@ -42,6 +42,7 @@ def preset(name: str) -> ModelConfig:
     return compose_config([f"model={name}"]).model
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("case", SMALL)
 def test_a_run_becomes_a_folder(case: str, tmp_path: Path) -> None:
     """Oracle: the run's parameters and configuration."""
@@ -85,6 +86,7 @@ def test_transformers_generates_from_what_was_written(tmp_path: Path) -> None:
     assert torch.equal(generated_BT, tokens_BT)
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("name", DEBUG_PRESETS)
 def test_a_preset_is_recognised(name: str, tmp_path: Path) -> None:
     """Oracle: the command for a folder that a preset's model was written to names the preset and nothing else."""
@@ -95,6 +97,7 @@ def test_a_preset_is_recognised(name: str, tmp_path: Path) -> None:
     assert f"family      {preset(name).family}\n" in output and "3 files match checksums.json" in output
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("case", SMALL)
 def test_the_command_composes_to_the_folders_model(case: str, tmp_path: Path) -> None:
     """Oracle: the composed configuration, held against the folder's; and one key less leaves a difference."""

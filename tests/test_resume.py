@@ -163,8 +163,12 @@ def one_rank() -> dict[str, tuple[Config, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("ranks, rows", [(1, one_rank), (2, two_ranks), (4, four_ranks)], ids=["1", "2", "4"])
-def test_a_resumed_run_is_the_undisturbed_one_in_every_bit(ranks: int, rows: Any, tmp_path: Path) -> None:
+def test_a_resumed_run_is_the_undisturbed_one_in_every_bit(
+    ranks: int, rows: Any, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """Oracle: the same run in one go: losses, norms, learning rates, tokens, final parameters."""
+    if ranks == 4:
+        request.getfixturevalue("unmeasured")
     outcomes = run_ranks(ranks, resumed_and_undisturbed, rows(), tmp_path)
     for label in rows():
         undisturbed = steps_of(tmp_path / label / "whole")
@@ -202,6 +206,7 @@ def train_and_tell(config: Config, killed_in: int | None) -> list[str]:
     return seen
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("ranks, parallel", [(4, FSDP2Config()), (1, SingleConfig()), (4, DDPConfig())])
 def test_another_number_of_ranks_goes_on_with_the_same_samples(
     ranks: int, parallel: ParallelConfig, tmp_path: Path

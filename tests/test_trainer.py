@@ -125,6 +125,7 @@ def histories(configs: list[Config]) -> list[list[tuple[float, float | None]]]:
     return results
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_the_same_global_batch_over_other_ranks_gives_the_same_losses() -> None:
     """Oracle: the same 8 sequences a step in one process; layouts of ranks, batch and accumulation."""
     reference = run_ranks(1, histories, [make_config(SingleConfig(), 1, batch_size=8, grad_accum=1)])[0][0]
@@ -150,6 +151,7 @@ def test_evaluation_is_the_same_under_every_strategy_and_leaves_training_alone()
             assert [ranks[0][i][1] for i in (1, 3)] == pytest.approx([reference[i][1] for i in (1, 3)], rel=1e-6)
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_the_loss_falls_to_the_entropy_of_the_data() -> None:
     """Oracle: the source's conditional entropy, log 2, far below its unigram entropy, log 67."""
     config = make_config(
@@ -239,6 +241,7 @@ def seeds(configs: list[Config]) -> list[tuple[float, Any]]:
     return results
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_each_seed_serves_its_purpose_and_the_common_one_all() -> None:
     """Oracle: which of data (loss of the first step) and initial values change."""
     base, same, data, init, common = run_ranks(

@@ -253,6 +253,8 @@ def launch(folder: Path, how: str, ranks: int, options: dict[str, Any]) -> None:
     os.environ["PYTHONPATH"] = str(folder)
     if how not in INTERPRETERS:
         subprocess_handler.Popen = WarmPopen  # type: ignore[misc]
+    for name in [name for name in os.environ if how in INTERPRETERS and name.startswith("COVERAGE_PROCESS_")]:
+        del os.environ[name]  # they run no line of what is measured
     os._exit(run_workers("toy_worker", [how], ranks, environment={"OMP_NUM_THREADS": "1"}, **options))
 
 

@@ -71,6 +71,7 @@ CASES: dict[str, tuple[list[tuple[int, float]], tuple[int, float], list[tuple[in
 }
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("case", CASES)
 def test_a_process_killed_at_any_moment_leaves_the_newest(
     case: str, memory_folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -96,6 +97,7 @@ def test_a_process_killed_at_any_moment_leaves_the_newest(
     _check_outcomes(outcomes, allowed)
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("keeps", ["none", "all", "any"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_loss_of_power_at_any_moment_leaves_the_newest(

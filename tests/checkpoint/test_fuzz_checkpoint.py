@@ -6,6 +6,7 @@ from fsdptoys.checkpoint import reading
 from scripts.fuzz_checkpoint import DAMAGES, fuzz, main
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_no_damage_is_missed(capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the values that were saved; every kind of damage has its turns."""
     assert main(["--damages", "45", "--seed", "1"]) == 0
@@ -17,6 +18,7 @@ def test_no_damage_is_missed(capsys: pytest.CaptureFixture[str]) -> None:
     assert 30 <= detected <= 42
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_the_script_notices_what_is_missed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: a reader that trusts sizes alone."""
     monkeypatch.setattr(reading, "verify_file", lambda *args: None)

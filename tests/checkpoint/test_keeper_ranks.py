@@ -192,7 +192,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.usefixtures("unmeasured"))])
 def test_all_ranks_go_by_what_one_of_them_finds(world_size: int, tmp_path: Path) -> None:
     """Oracle: the whole tensors, sentences and verdicts, in real processes."""
     run_ranks(world_size, lambda: Cases(tmp_path).run())

@@ -25,6 +25,7 @@ def named_like(config: ModelConfig, other: ModelConfig) -> ModelConfig:
     return dataclasses.replace(config, name=other.name)
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.oracle
 @pytest.mark.parametrize("case", SMALL)
 def test_transformers_reads_what_we_write(case: str, tmp_path: Path) -> None:
@@ -45,6 +46,7 @@ def test_transformers_reads_what_we_write(case: str, tmp_path: Path) -> None:
     assert oracle.generation_config.eos_token_id is None and oracle.config.bos_token_id is None
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.oracle
 @pytest.mark.parametrize("case", SMALL)
 def test_we_read_what_transformers_writes(case: str, tmp_path: Path) -> None:

@@ -216,6 +216,7 @@ class Masked(nn.Module):
         return self.linear(hidden_BD).exp() * mask_BD
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
 def test_parameters_and_inputs_that_need_no_gradient_stay(is_compiled: bool) -> None:
     """Oracle: one copy a block, of what the block before it returned."""

@@ -34,6 +34,7 @@ def test_every_kth_block_from_the_start_index_runs_twice(start: int, every: int,
     assert_equal(gradients(model), gradients(expected))
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("offload", [False, True], ids=["device", "offload"])
 @pytest.mark.parametrize("mode", [FULL, SELECTIVE], ids=lambda mode: mode.value)
 @pytest.mark.parametrize("family", SMALL)

@@ -55,6 +55,7 @@ def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert (got[name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), name
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize(
     ("family", "mode", "options"),
     [
@@ -86,6 +87,7 @@ def test_all_blocks_alike_are_compiled_once() -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("family", ["llama2", "qwen3_moe"])
 def test_a_lower_budget_saves_less_and_gives_the_same_gradients(family: str) -> None:
     """Oracle: eager mode, with losses of routers that are told their gradients after the forward; bytes counted."""

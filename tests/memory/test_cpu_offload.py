@@ -54,12 +54,15 @@ def variants() -> dict[str, dict[str, Any]]:
 IN_FLOAT32 = ["20 steps", "deterministic", "parts, prefetch", "fused"]
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("dtype", list(DType), ids=lambda dtype: dtype.value)
 def test_overlapped_gives_the_bits_of_native(dtype: DType) -> None:
     """Oracle: CPUOffloadPolicy and the plain optimizer: losses, norms, parameters."""
     # With float32 there is no mirror, and so less to go wrong.
     made = {name: row for name, row in variants().items() if dtype is DType.bfloat16 or name in IN_FLOAT32}
-    rows = [(config(dtype, **options), how, {}) for options in made.values() for how in (None, OVERLAPPED)]
+    rows = [
+        (config(dtype, **{"steps": 3, **options}), how, {}) for options in made.values() for how in (None, OVERLAPPED)
+    ]
     outcomes = run_ranks(2, train_all, rows)[0]
     pairs = zip(made, outcomes[::2], outcomes[1::2], strict=True)
     assert [name for name, native, overlapped in pairs if native != overlapped] == []
@@ -73,6 +76,7 @@ def test_overlapped_gives_the_bits_of_native_with_replicas() -> None:
     assert native == overlapped
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_a_checkpoint_in_the_middle_changes_no_bit_with_either_executor_on_either_side() -> None:
     """Oracle: the native run that nothing interrupted; loading must reach the mirror."""
     pairs = [(OVERLAPPED, OVERLAPPED), (None, OVERLAPPED), (OVERLAPPED, None)]

@@ -89,6 +89,7 @@ def test_cross_entropy_sum_leaves_out_ignored_labels(dtype: torch.dtype) -> None
     torch.testing.assert_close(loss, expected)
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("device_path", [False, True], ids=["cpu", "device"])
 @pytest.mark.parametrize("ignored", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize(

@@ -131,6 +131,7 @@ class Perverse(Transfers):
         return copy
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("layers", [2, 3, 6])
 @pytest.mark.parametrize("dtype", list(StateDType), ids=lambda dtype: dtype.value)
 @pytest.mark.parametrize("eager", [set(), {"load"}, {"store"}], ids=["late", "early loads", "early stores"])

@@ -37,6 +37,7 @@ LENGTHS = [
 ]
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.oracle
 @pytest.mark.parametrize("seq_len, case", LENGTHS)
 def test_logits_and_gradients_equal_transformers(case: str, seq_len: int, tmp_path: Path) -> None:

@@ -80,6 +80,7 @@ def first_updates(config: Config) -> list[float]:
     return [norm.item() for norm in update.flatten(1).norm(dim=1)]
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_idle_experts_neither_hang_nor_skew_gradients() -> None:
     """Oracle: one process; every token goes to expert 0, so the others are not updated at all, on any rank."""
 

@@ -43,6 +43,7 @@ def walk(configs: list[Config]) -> list[tuple[list[int], list[int], bool]]:
     return rows
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("name", PARALLELS)
 def test_units_hold_every_parameter_once_in_the_order_of_the_forward(name: str) -> None:
     """Oracle: forward hooks during a step, and the strategy's own list of parameters; every family, tied weights."""

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing import forkserver
@@ -24,7 +25,8 @@ os.register_at_fork(after_in_child=_forget_server)
 def in_fresh_process(function: Callable[..., Any], *args: Any) -> Any:
     """What a function of a module returns in a process of its own; its exception's traceback as a RuntimeError."""
     receiver, sender = FRESH.Pipe(duplex=False)
-    process = FRESH.Process(target=_answer, args=(sender, function, args))
+    measured = any(name.startswith("COVERAGE_PROCESS_") for name in os.environ)
+    process = FRESH.Process(target=_answer, args=(sender, measured, function, args))
     process.start()
     sender.close()
     succeeded, result = receiver.recv()
@@ -34,7 +36,9 @@ def in_fresh_process(function: Callable[..., Any], *args: Any) -> Any:
     return result
 
 
-def _answer(sender: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _answer(sender: Connection, measured: bool, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    if not measured:
+        sys.settrace(None)
     try:
         sender.send((True, function(*args)))
     except BaseException:

@@ -17,6 +17,7 @@ def of_phase(trace: Trace, phase: str) -> list[object]:
     return list(trace.events[begins + 1 : ends])
 
 
+@pytest.mark.usefixtures("unmeasured")
 @newer_torch
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
 def test_each_unit_joins_its_gradients_where_its_views_were_made(strategy: str) -> None:

@@ -94,6 +94,7 @@ def cases(*names: str, truth: Hardware = TRUTH) -> list[Case]:
     return [Case(RUNS[name], RUNS[name](truth), name) for name in names]
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_runs_that_tell_rates_apart_give_them_all() -> None:
     """Oracle: the rates that made the measurements."""
     result = calibrate(cases(*RUNS), H100, today=TODAY)

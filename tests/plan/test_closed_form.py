@@ -315,6 +315,7 @@ TRACED = [
 ]
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("words", TRACED)
 def test_closed_form_agrees_with_the_trace(words: tuple[str, ...]) -> None:
     """Oracle: the real trainer, traced and replayed, within the tenth from which on the two contradict each other."""

@@ -176,6 +176,7 @@ def real_runs(world_size: int) -> dict[str, Seen]:
     return seen
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("case", [*CASES, *HYBRID])
 def test_a_trace_allocates_what_a_real_run_does_in_the_same_order(case: str) -> None:
     """Oracle: PyTorch's profiler on a real run (see the top of this page)."""

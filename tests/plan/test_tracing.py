@@ -233,6 +233,7 @@ def test_worker_threads_update_every_offloaded_parameter_and_are_waited_for() ->
     assert waits == sorted(waits) and 0 < waits[-1] <= works
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_a_worker_process_traces_each_depth_and_tells_mistakes() -> None:
     """Oracle: the number of parameters at each depth; a model that FSDP cannot be asked for fails with its sentence."""
     config = configured([*LLAMA, "parallel=fsdp2", "mesh.fsdp_size=8"], 98304, "cuda")

@@ -49,6 +49,10 @@ ENVIRONMENT = {
 }
 
 
+DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+"""In C, where PyYAML has that: these tests write some hundred runs."""
+
+
 @functools.cache
 def plain_tree() -> dict[str, Any]:
     """Settings of a small run on two ranks."""
@@ -83,7 +87,7 @@ def write_run(
 ) -> Path:
     """Write a run directory: settings and parts of the environment, by dotted keys, that are not the usual ones."""
     path.mkdir(parents=True)
-    (path / "config.yaml").write_text(yaml.safe_dump(changed(plain_tree(), settings or {})))
+    (path / "config.yaml").write_text(yaml.dump(changed(plain_tree(), settings or {}), Dumper=DUMPER))
     (path / "environment.json").write_text(json.dumps(changed(ENVIRONMENT, environment or {})))
     (path / "metrics.jsonl").write_text("".join(f"{step.to_json()}\n" for step in steps))
     if finished:

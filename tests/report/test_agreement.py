@@ -13,13 +13,14 @@ from fsdptoys.config import Config
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
 from fsdptoys.metrics import StepMetrics
 from fsdptoys.optim import AdamWConfig, WeightDecayOn
-from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, SingleConfig
+from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.parallel.fsdp2 import FSDP2
 from fsdptoys.parallel.precision import DType
 from fsdptoys.report import numerics
 from fsdptoys.report.agreement import COARSE, EXACT, FINE, find_disagreements
 from fsdptoys.report.records import Record
 from scripts.ranks import run_ranks
+from tests.measuring import without_coverage
 from tests.parallel.runs import make_config
 from tests.report.recorded_runs import STEP, changed, record_of, run_of, train_into, write_run
 
@@ -28,31 +29,35 @@ CHUNKED = MemoryConfig(chunk_loss=True, chunk_tokens="20", gradient_checkpointin
 BF16 = DType.bfloat16
 
 
+def config_of(parallel: ParallelConfig, world_size: int, **changes: Any) -> Config:
+    """Three steps: the last is the first that shows a wrong momentum."""
+    return make_config(parallel, world_size, **{"deterministic": False, "steps": 3} | changes)
+
+
 def right() -> dict[str, Config]:
     """Of three trainings, each in several layouts."""
-    fast = {"deterministic": False}
     return {
-        "ddp": make_config(DDPConfig(), 2, **fast),
-        "fsdp1": make_config(FSDP1Config(), 2, **fast),
-        "fsdp2": make_config(FSDP2Config(), 2, **fast),
-        "fsdp2 chunked": make_config(FSDP2Config(), 2, memory=CHUNKED, **fast),
-        "fsdp2 cpu": make_config(FSDP2Config(), 2, memory=MemoryConfig(cpu_offload=True), **fast),
-        "fsdp2 smaller": make_config(FSDP2Config(), 2, batch_size=1, grad_accum=4, **fast),
-        "ddp bf16": make_config(DDPConfig(param_dtype=BF16), 2, **fast),
-        "fsdp1 bf16": make_config(FSDP1Config(param_dtype=BF16), 2, **fast),
-        "fsdp2 bf16": make_config(FSDP2Config(param_dtype=BF16), 2, memory=CHUNKED, **fast),
-        "ddp bits": make_config(DDPConfig(), 2),
-        "fsdp2 bits": make_config(FSDP2Config(), 2),
+        "ddp": config_of(DDPConfig(), 2),
+        "fsdp1": config_of(FSDP1Config(), 2),
+        "fsdp2": config_of(FSDP2Config(), 2),
+        "fsdp2 chunked": config_of(FSDP2Config(), 2, memory=CHUNKED),
+        "fsdp2 cpu": config_of(FSDP2Config(), 2, memory=MemoryConfig(cpu_offload=True)),
+        "fsdp2 smaller": config_of(FSDP2Config(), 2, batch_size=1, grad_accum=4),
+        "ddp bf16": config_of(DDPConfig(param_dtype=BF16), 2),
+        "fsdp1 bf16": config_of(FSDP1Config(param_dtype=BF16), 2),
+        "fsdp2 bf16": config_of(FSDP2Config(param_dtype=BF16), 2, memory=CHUNKED),
+        "ddp bits": config_of(DDPConfig(), 2, deterministic=True),
+        "fsdp2 bits": config_of(FSDP2Config(), 2, deterministic=True),
     }
 
 
 def wrong() -> dict[str, Config]:
     """What is set is not what their config.yaml will say."""
     return {
-        "seed": make_config(FSDP2Config(), 2, deterministic=False, init_seed=7),
-        "data": make_config(FSDP2Config(), 2, deterministic=False, data_seed=7),
-        "rate": make_config(FSDP2Config(), 2, deterministic=False, optim=replace(ADAMW, lr=1.01e-2)),
-        "momentum": make_config(FSDP2Config(), 2, deterministic=False, optim=replace(ADAMW, beta1=0.8)),
+        "seed": config_of(FSDP2Config(), 2, init_seed=7),
+        "data": config_of(FSDP2Config(), 2, data_seed=7),
+        "rate": config_of(FSDP2Config(), 2, optim=replace(ADAMW, lr=1.01e-2)),
+        "momentum": config_of(FSDP2Config(), 2, optim=replace(ADAMW, beta1=0.8)),
     }
 
 
@@ -60,14 +65,16 @@ def train_all(folder: Path) -> None:
     train_into(folder, right() | wrong())
     average = FSDP2.loss_scale
     FSDP2.loss_scale = property(lambda self: 2 * average.fget(self))  # type: ignore[assignment, method-assign]
-    train_into(folder, {"gradient": make_config(FSDP2Config(), 2, deterministic=False)})
+    train_into(folder, {"gradient": config_of(FSDP2Config(), 2)})
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
-    run_ranks(2, train_all, folder)
-    run_ranks(1, train_into, folder, {"single": make_config(SingleConfig(simulated_ranks=2), 1, deterministic=False)})
+    with without_coverage():
+        run_ranks(2, train_all, folder)
+        single = config_of(SingleConfig(simulated_ranks=2), 1)
+        run_ranks(1, train_into, folder, {"single": single})
     for name in wrong():
         said = changed(yaml.safe_load((folder / name / "config.yaml").read_text()), {})
         said["train"] |= {"init_seed": 0, "data_seed": 0}

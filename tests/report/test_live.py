@@ -418,7 +418,8 @@ def test_a_job_of_a_sweep_is_followed_alone(tmp_path: Path, status: JobStatus, e
 
 
 @pytest.mark.launcher
-def test_a_real_run_is_followed_to_its_end(tmp_path: Path, unmeasured: None) -> None:
+@pytest.mark.usefixtures("unmeasured", "warm")
+def test_a_real_run_is_followed_to_its_end(tmp_path: Path) -> None:
     """Oracle: the steps that the run was told to take, its own name, the end of its summary, and its files alone."""
     words = ["experiment=null", "parallel=single", "train.steps=20", "train.seq_len=64", "metrics.log_every=1"]
     training = subprocess.Popen(

@@ -18,6 +18,7 @@ from fsdptoys.report.pictures import Picture
 from fsdptoys.report.png import draw_png
 from fsdptoys.report.records import Collection, gather
 from fsdptoys.sweep import Job, JobStatus, Skipped, Sweep
+from tests.measuring import without_coverage
 from tests.report.device_runs import device_prediction, write_device_run, write_device_sweep
 from tests.report.recorded_runs import GPU_STEP, STEP, record_of, run_of, write_run
 
@@ -59,10 +60,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
     """Pages of a sweep and of one run, with their pictures."""
     folder = tmp_path_factory.mktemp("pages")
     sweep, run = write_device_sweep(folder / "sweep"), write_device_run(folder / "run")
-    return {
-        "sweep": write_page(gather([sweep]), folder / "sweep.html"),
-        "run": write_page(gather([run]), folder / "run.html", title="One <b>run</b>"),
-    }
+    with without_coverage():
+        return {
+            "sweep": write_page(gather([sweep]), folder / "sweep.html"),
+            "run": write_page(gather([run]), folder / "run.html", title="One <b>run</b>"),
+        }
 
 
 @pytest.fixture(scope="module")

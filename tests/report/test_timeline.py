@@ -25,6 +25,7 @@ from fsdptoys.report.timeline import (
     read_timeline,
     read_trace,
 )
+from tests.plan.processes import in_fresh_process
 from tests.profiler.snapshots import make_snapshot
 
 ROWS, WIDTH = 64, 256
@@ -32,34 +33,40 @@ ROWS, WIDTH = 64, 256
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Timeline, list[int], int]:
-    """Two real steps: the timeline, the profiler's own counter, and the bytes of all parameters."""
+    """Two real steps: the timeline, the profiler's own counter, and the bytes of all parameters.
+
+    In a process of their own: the profiler would also tell of what other tests have left and a later one lets go.
+    """
     folder = tmp_path_factory.mktemp("profile")
+    parameter_bytes = in_fresh_process(trace_steps, folder)
+    trace = json.loads(gzip.decompress((folder / "rank0.json.gz").read_bytes()))
+    events = [e for e in trace["traceEvents"] if e.get("name") == "[memory]"]
+    events.sort(key=lambda e: (e["ts"], e["args"]["Ev Idx"]))
+    timeline = read_timeline(folder, "cpu")
+    assert timeline is not None
+    return timeline, [e["args"]["Total Allocated"] for e in events], parameter_bytes
+
+
+def trace_steps(folder: Path) -> int:
+    """Write the trace of two real steps; return the bytes of all parameters."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Embedding(16, WIDTH), torch.nn.Linear(WIDTH, WIDTH), torch.nn.GELU(), torch.nn.Linear(WIDTH, 16)
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tokens = torch.arange(ROWS) % 16
-    gc.collect()  # what other tests have left must not be freed in the trace
     gc.disable()
-    try:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            for step in (1, 2):
-                with record_function(f"ProfilerStep#{step}"):
-                    torch.nn.functional.cross_entropy(model(tokens), tokens).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-    finally:
-        gc.enable()
-    plain, path = folder / "rank0.json", folder / "rank0.json.gz"
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        for step in (1, 2):
+            with record_function(f"ProfilerStep#{step}"):
+                torch.nn.functional.cross_entropy(model(tokens), tokens).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    plain = folder / "rank0.json"
     profiler.export_chrome_trace(str(plain))
-    path.write_bytes(gzip.compress(plain.read_bytes()))
+    (folder / "rank0.json.gz").write_bytes(gzip.compress(plain.read_bytes()))
     plain.unlink()
-    events = [e for e in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"] if e.get("name") == "[memory]"]
-    events.sort(key=lambda e: (e["ts"], e["args"]["Ev Idx"]))
-    timeline = read_timeline(folder, "cpu")
-    assert timeline is not None
-    return timeline, [e["args"]["Total Allocated"] for e in events], sum(p.nbytes for p in model.parameters())
+    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def test_lifetimes_add_up_to_the_profilers_own_counter(traced: tuple[Timeline, list[int], int]) -> None:
