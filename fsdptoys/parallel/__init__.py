@@ -6,6 +6,7 @@ from .initialise import Fill, seed_of, seeded
 from .single import SingleConfig
 from .state import host_copy, whole_tensors
 from .strategy import ParallelConfig, ParallelContext, Strategy
+from .toy_ddp import ToyDDPConfig
 
 __all__ = [
     "DDPConfig",
@@ -16,6 +17,7 @@ __all__ = [
     "ParallelContext",
     "SingleConfig",
     "Strategy",
+    "ToyDDPConfig",
     "host_copy",
     "seed_of",
     "seeded",
