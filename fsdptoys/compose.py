@@ -27,7 +27,15 @@ from .metrics import MetricsConfig
 from .models import FAMILIES, ModelConfig
 from .optim import AdamWConfig, SGDConfig
 from .overrides import Option, check_groups, check_values, list_choices, list_defaults, parse_overrides, schema_name
-from .parallel import DDPConfig, FSDP1Config, FSDP2Config, SingleConfig, ToyDDPConfig
+from .parallel import (
+    DDPConfig,
+    FSDP1Config,
+    FSDP2Config,
+    SingleConfig,
+    ToyDDPConfig,
+    ToyZero1Config,
+    ToyZero2Config,
+)
 
 CONFIG_MODULE = "fsdptoys.configs"
 
@@ -39,6 +47,8 @@ SCHEMAS: dict[str, dict[str, type]] = {
         "fsdp1": FSDP1Config,
         "fsdp2": FSDP2Config,
         "toy_ddp": ToyDDPConfig,
+        "toy_zero1": ToyZero1Config,
+        "toy_zero2": ToyZero2Config,
     },
     "mesh": {"default": MeshConfig},
     "memory": {"default": MemoryConfig},

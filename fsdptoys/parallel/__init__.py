@@ -7,6 +7,7 @@ from .single import SingleConfig
 from .state import host_copy, whole_tensors
 from .strategy import ParallelConfig, ParallelContext, Strategy
 from .toy_ddp import ToyDDPConfig
+from .toy_zero import ToyZero1Config, ToyZero2Config
 
 __all__ = [
     "DDPConfig",
@@ -18,6 +19,8 @@ __all__ = [
     "SingleConfig",
     "Strategy",
     "ToyDDPConfig",
+    "ToyZero1Config",
+    "ToyZero2Config",
     "host_copy",
     "seed_of",
     "seeded",

@@ -7,7 +7,7 @@ import pytest
 from fsdptoys.compose import compose_config
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
-from fsdptoys.parallel import DDPConfig, ParallelConfig, ToyDDPConfig
+from fsdptoys.parallel import DDPConfig, ParallelConfig, ToyDDPConfig, ToyZero1Config, ToyZero2Config
 from fsdptoys.parallel.precision import DType
 from fsdptoys.plan.switches import validate_switches
 from scripts.parity import train_all
@@ -30,6 +30,13 @@ def pairs(ranks: int) -> dict[str, tuple[ParallelConfig, ParallelConfig, dict[st
     half = {"param_dtype": DType.bfloat16}
     made["ddp deterministic"] = (DDPConfig(), ToyDDPConfig(), {"steps": 2, "memory": CHECKPOINTED})
     made["ddp bf16"] = (DDPConfig(**half), ToyDDPConfig(**half), {"memory": EVERYTHING, "eval_every": 1, **default})
+    for toy in (ToyZero1Config, ToyZero2Config):
+        made[f"{toy.name} deterministic"] = (DDPConfig(), toy(), {"steps": 2, "tie_embeddings": True})
+        # Small buckets would be added up in another order over four ranks.
+        alike = {**default, "grad_accum": 1, "model": MODELS["gpt2"]}
+        if ranks < 4 or toy is ToyZero1Config:
+            made[f"{toy.name} default"] = (DDPConfig(), toy(), alike)
+    made["toy_zero1 bf16"] = (DDPConfig(**half), ToyZero1Config(**half), {**default, "memory": CHECKPOINTED})
     return made
 
 
