@@ -35,6 +35,7 @@ from .parallel import (
     ToyDDPConfig,
     ToyZero1Config,
     ToyZero2Config,
+    ToyZero3Config,
 )
 
 CONFIG_MODULE = "fsdptoys.configs"
@@ -49,6 +50,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
         "toy_ddp": ToyDDPConfig,
         "toy_zero1": ToyZero1Config,
         "toy_zero2": ToyZero2Config,
+        "toy_zero3": ToyZero3Config,
     },
     "mesh": {"default": MeshConfig},
     "memory": {"default": MemoryConfig},

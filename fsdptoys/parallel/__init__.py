@@ -8,6 +8,7 @@ from .state import host_copy, whole_tensors
 from .strategy import ParallelConfig, ParallelContext, Strategy
 from .toy_ddp import ToyDDPConfig
 from .toy_zero import ToyZero1Config, ToyZero2Config
+from .toy_zero3 import ToyZero3Config
 
 __all__ = [
     "DDPConfig",
@@ -21,6 +22,7 @@ __all__ = [
     "ToyDDPConfig",
     "ToyZero1Config",
     "ToyZero2Config",
+    "ToyZero3Config",
     "host_copy",
     "seed_of",
     "seeded",

@@ -7,9 +7,10 @@ import pytest
 from fsdptoys.compose import compose_config
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
-from fsdptoys.parallel import DDPConfig, ParallelConfig, ToyDDPConfig, ToyZero1Config, ToyZero2Config
+from fsdptoys.parallel import DDPConfig, ParallelConfig, ToyDDPConfig, ToyZero1Config, ToyZero2Config, ToyZero3Config
 from fsdptoys.parallel.precision import DType
 from fsdptoys.plan.switches import validate_switches
+from fsdptoys.toys.owners import Evenness
 from scripts.parity import train_all
 from scripts.ranks import run_ranks
 from tests.parallel.runs import TINY, make_config, tiny_model
@@ -36,6 +37,12 @@ def pairs(ranks: int) -> dict[str, tuple[ParallelConfig, ParallelConfig, dict[st
         alike = {**default, "grad_accum": 1, "model": MODELS["gpt2"]}
         if ranks < 4 or toy is ToyZero1Config:
             made[f"{toy.name} default"] = (DDPConfig(), toy(), alike)
+    three = {"steps": 2, "tie_embeddings": True, "memory": CHECKPOINTED, "eval_every": 1}
+    made["toy_zero3 deterministic"] = (DDPConfig(), ToyZero3Config(evenness=Evenness.unit), three)
+    if ranks < 4:
+        alike = {**default, "grad_accum": 1}
+        made["toy_zero3 default"] = (DDPConfig(), ToyZero3Config(), {**alike, "model": MODELS["qwen3_moe"]})
+        made["toy_zero3 alone"] = (DDPConfig(), ToyZero3Config(prefetch=False), {**alike, "model": MODELS["gpt2"]})
     made["toy_zero1 bf16"] = (DDPConfig(**half), ToyZero1Config(**half), {**default, "memory": CHECKPOINTED})
     return made
 
