@@ -20,6 +20,7 @@ backward (the rest of the model once for both) and reduces P: what every rank re
 half as much again as DDP.
 
 Deferred: parameters on the meta device get memory and values unit by unit, and only owners fill theirs.
+All ranks must run the same blocks: a block's gather waits for every rank.
 Left out: keeping no gradient where no rank used a parameter (it is zero here), reentrant checkpoints, parameters of two
 blocks, number formats lower than the parameters'.
 Source: arXiv:1910.02054 (P_os+g+p)
