@@ -15,7 +15,7 @@ from fsdptoys.toys.zero1 import Zero1
 from fsdptoys.toys.zero2 import Zero2
 
 from .ddp import DDPConfig
-from .strategy import ParallelContext, Strategy
+from .strategy import ParallelContext
 from .toy_ddp import ToyDDP
 from .toy_state import Holding, ShardedState, load_sharded
 
@@ -31,7 +31,7 @@ class ToyZero1Config(DDPConfig):
         """The optimizer sees pieces."""
         return False
 
-    def build(self, context: ParallelContext) -> Strategy:
+    def build(self, context: ParallelContext) -> "ToyZero1":
         """Construct the strategy."""
         return ToyZero1(self, context)
 
@@ -42,7 +42,7 @@ class ToyZero2Config(ToyZero1Config):
 
     name: ClassVar[str] = "toy_zero2"
 
-    def build(self, context: ParallelContext) -> Strategy:
+    def build(self, context: ParallelContext) -> "ToyZero2":
         """Construct the strategy."""
         return ToyZero2(self, context)
 

@@ -45,7 +45,8 @@ class Zero1(DistributedDataParallel):
         bucket_cap_mb: float = BUCKET_CAP_MB,
         **settings: Any,
     ) -> None:
-        slices = Slices(module, process_group or dist.group.WORLD, int(bucket_cap_mb * MIB))
+        group: Any = process_group or dist.group.WORLD
+        slices = Slices(module, group, int(bucket_cap_mb * MIB))
         super().__init__(module, process_group=process_group, bucket_cap_mb=bucket_cap_mb, **settings)
         self.slices = slices
 
