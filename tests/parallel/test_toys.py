@@ -36,24 +36,25 @@ CHECKPOINTED = MemoryConfig(gradient_checkpointing=GradientCheckpointing.full, c
 EVERYTHING = MemoryConfig(
     gradient_checkpointing=GradientCheckpointing.selective, chunk_loss=True, chunk_tokens="20", optimizer_offload=True
 )
+SMALL = {"steps": 2, "seq_len": 8, "batch_size": 1}
 
 
 def pairs(ranks: int) -> dict[str, tuple[ParallelConfig, ParallelConfig, dict[str, Any]]]:
     """Label → a native strategy, the toy that must equal it, and what both have in common."""
-    default = {"deterministic": False, "steps": 2}
+    default = {**SMALL, "deterministic": False}
     made: dict[str, tuple[ParallelConfig, ParallelConfig, dict[str, Any]]] = {}
     for name, model in MODELS.items():
         made[f"ddp {name}"] = (DDPConfig(), ToyDDPConfig(), {"model": model, **default})
     half = {"param_dtype": DType.bfloat16}
-    made["ddp deterministic"] = (DDPConfig(), ToyDDPConfig(), {"steps": 2, "memory": CHECKPOINTED})
-    made["ddp bf16"] = (DDPConfig(**half), ToyDDPConfig(**half), {"memory": EVERYTHING, "eval_every": 1, **default})
+    made["ddp deterministic"] = (DDPConfig(), ToyDDPConfig(), {**SMALL, "memory": CHECKPOINTED})
+    made["ddp bf16"] = (DDPConfig(**half), ToyDDPConfig(**half), {"memory": EVERYTHING, **default})
     for toy in (ToyZero1Config, ToyZero2Config):
-        made[f"{toy.name} deterministic"] = (DDPConfig(), toy(), {"steps": 2, "tie_embeddings": True})
+        made[f"{toy.name} deterministic"] = (DDPConfig(), toy(), {**SMALL, "tie_embeddings": True})
         # Small buckets would be added up in another order over four ranks.
         alike = {**default, "grad_accum": 1, "model": MODELS["gpt2"]}
         if ranks < 4 or toy is ToyZero1Config:
             made[f"{toy.name} default"] = (DDPConfig(), toy(), alike)
-    three = {"steps": 2, "tie_embeddings": True, "memory": CHECKPOINTED, "eval_every": 1}
+    three = {**SMALL, "tie_embeddings": True, "memory": CHECKPOINTED, "eval_every": 2, "eval_batches": 1}
     made["toy_zero3 deterministic"] = (DDPConfig(), ToyZero3Config(evenness=Evenness.unit), three)
     if ranks < 4:
         alike = {**default, "grad_accum": 1}
@@ -113,7 +114,7 @@ def pass_on(configs: list[Config]) -> tuple[dict[str, str], dict[str, str]]:
 def test_a_run_goes_on_under_any_other_toy_in_the_same_bits() -> None:
     """Oracle: native DDP without interruption; parameters and optimizer states pass from strategy to strategy."""
     chain = [DDPConfig(), ToyZero1Config(), ToyZero3Config(), ToyZero2Config(), ToyDDPConfig(), ToyZero3Config()]
-    configs = [make_config(parallel, 2, steps=len(chain), tie_embeddings=True) for parallel in chain]
+    configs = [make_config(parallel, 2, **{**SMALL, "steps": len(chain), "tie_embeddings": True}) for parallel in chain]
     expected, found = run_ranks(2, pass_on, configs)[0]
     assert found == expected
 

@@ -99,11 +99,10 @@ def differing_optimizers() -> list[str]:
     return differing
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_any_optimizer_updates_as_over_whole_parameters_on_every_rank(ranks: int) -> None:
+def test_any_optimizer_updates_as_over_whole_parameters_on_every_rank() -> None:
     """Oracle: PyTorch's DDP and the same optimizer, bit for bit where a reduction adds two numbers; shared weights, and
     a block that one rank does not use; Adafactor, which is not elementwise, over whole tensors only."""
-    assert run_ranks(ranks, differing_optimizers) == [[]] * ranks
+    assert run_ranks(2, differing_optimizers) == [[], []]
 
 
 def held_bytes() -> dict[str, dict[str, int]]:
