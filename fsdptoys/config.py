@@ -256,6 +256,11 @@ class Config:
                 f"memory.cpu_threads={memory.cpu_threads} is over the {cores} cores of this machine; set "
                 f"memory.cpu_threads={cores}"
             )
+        if memory.optimizer_offload and not parallel.keeps_whole_states:
+            raise ConfigError(
+                f"memory.optimizer_offload=true is not an option of parallel={parallel.name}, whose states are cut; "
+                "leave it out or set parallel=toy_ddp"
+            )
         if memory.optimizer_offload and self.optim.state_bytes == 0:
             raise ConfigError(
                 f"memory.optimizer_offload=true moves states, of which optim={self.optim.name} keeps none as set; "
@@ -264,6 +269,11 @@ class Config:
         if memory.optimizer_offload:
             memory.offload_schedule = resolve_schedule(
                 memory.offload_schedule, parallel.name, parallel.defers_updates, parallel.reads_unit_by_unit
+            )
+        if self.train.compile and parallel.name == "toy_zero3":
+            raise ConfigError(
+                "train.compile=true is not an option of parallel=toy_zero3, whose tensors come and go; set "
+                "train.compile=false or parallel=fsdp2"
             )
         if memory.checkpointing_budget is not None and not self.train.compile:
             raise ConfigError(

@@ -113,6 +113,7 @@ class Trainer:
         self.loss_fn = build_loss(*chunks, Objective(train.label_smoothing, train.z_loss_coef))
         self.eval_loss_fn = build_loss(*chunks)
         optimizer = build_optimizer(config.optim, self.strategy.named_parameters(), matrix_names)
+        self.strategy.attach(optimizer)
         with explain_out_of_memory(self.device, constructing):
             self.optimizer = offload(optimizer, self.strategy, config, self._cpu_threads)
         self.schedule = build_schedule(config.optim, self.optimizer, train.steps)

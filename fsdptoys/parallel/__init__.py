@@ -6,6 +6,9 @@ from .initialise import Fill, seed_of, seeded
 from .single import SingleConfig
 from .state import host_copy, whole_tensors
 from .strategy import ParallelConfig, ParallelContext, Strategy
+from .toy_ddp import ToyDDPConfig
+from .toy_zero import ToyZero1Config, ToyZero2Config
+from .toy_zero3 import ToyZero3Config
 
 __all__ = [
     "DDPConfig",
@@ -16,6 +19,10 @@ __all__ = [
     "ParallelContext",
     "SingleConfig",
     "Strategy",
+    "ToyDDPConfig",
+    "ToyZero1Config",
+    "ToyZero2Config",
+    "ToyZero3Config",
     "host_copy",
     "seed_of",
     "seeded",

@@ -77,15 +77,20 @@ class DDP(Strategy):
         materialise(model, device.torch_device, fill)
         init_buffers(model, device.torch_device, self.config.buffer_dtype.torch)
         self._whole = model
-        self.model = DistributedDataParallel(
-            cast_parameters(model, self.config.param_dtype),
+        self.model = self._wrap(cast_parameters(model, self.config.param_dtype))
+
+    def _wrap(self, model: nn.Module) -> DistributedDataParallel:
+        device = self.context.device
+        wrapped = DistributedDataParallel(
+            model,
             device_ids=[device.torch_device.index] if device.is_accelerator else None,
             **{_SYNC_BUFFERS: False},  # type: ignore[arg-type]
             bucket_cap_mb=self.config.bucket_cap_mb,
             gradient_as_bucket_view=True,
         )
         if self.config.reduce_dtype.torch != torch.float32:
-            self.model.register_comm_hook(self.config.reduce_dtype.torch, all_reduce_in_dtype)
+            wrapped.register_comm_hook(self.config.reduce_dtype.torch, all_reduce_in_dtype)
+        return wrapped
 
     @contextmanager
     def microbatch(self, index: int, count: int) -> Iterator[None]:

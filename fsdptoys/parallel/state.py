@@ -50,7 +50,7 @@ def state_tensors(
     """
     from .flat_state import flat_state
 
-    _settle(model, optimizer)
+    settle(model, optimizer)
     flat = flat_state(model, optimizer)
     if flat is not None:
         return flat.tensors()
@@ -72,7 +72,7 @@ def load_state_tensors(
     """
     from .flat_state import flat_state
 
-    _settle(model, optimizer)
+    settle(model, optimizer)
     flat = flat_state(model, optimizer)
     if flat is not None:
         load(flat.tensors())
@@ -133,7 +133,7 @@ def host_copy(tensors: dict[str, Tensor], into: dict[str, Tensor] | None = None)
     return copies
 
 
-def _settle(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def settle(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Have pending updates done and units resharded, and give the optimizer the states that it lacks."""
     from torch.distributed.fsdp import FSDPModule
 

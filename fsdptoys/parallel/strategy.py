@@ -75,6 +75,11 @@ class ParallelConfig(ABC):
         return True
 
     @property
+    def keeps_whole_states(self) -> bool:
+        """Whether optimizer states can be moved by the parameters that they belong to: memory.optimizer_offload."""
+        return True
+
+    @property
     def hooks_parts_of_blocks(self) -> bool:
         """Whether the strategy puts hooks on parts of a block, besides the block."""
         return False
@@ -194,6 +199,9 @@ class Strategy(ABC):
     @abstractmethod
     def units(self) -> list[Unit]:
         """Every parameter once, by the module whose forward needs it first, in the order of the forward."""
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 (only who shards updates must exchange them)
+        """Be told of the optimizer over ``named_parameters``, before its first step."""
 
     def gather_after(self, module: nn.Module, event: Any) -> None:  # noqa: B027 (only who gathers on streams must wait)
         """Let what gathers parameters for ``module``'s forward wait for an event of the device's module.

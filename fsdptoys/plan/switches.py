@@ -86,12 +86,25 @@ def words_between(base: Config, config: Config) -> list[str]:
     return words
 
 
+def check_strategy(config: Config) -> None:
+    """Refuse a strategy that no rehearsal knows.
+
+    Raises:
+        ConfigError: naming one that it knows.
+    """
+    name = config.parallel.name
+    if name not in STRATEGIES:
+        like = "ddp" if name == "toy_ddp" else "fsdp2"
+        raise ConfigError(f"parallel={name} cannot be predicted; set parallel={like} for what comes near it")
+
+
 def validate_switches(config: Config, world_size: int, device_type: str) -> None:
     """Validate in place what is decided here, leaving out what only the machine that trains can tell: its files.
 
     Raises:
         ConfigError: the first mistake.
     """
+    check_strategy(config)
     data, model, eval_every = config.data, config.model, config.train.eval_every
     config.data, config.train.eval_every = SyntheticConfig(branching=1), 0
     config.model = dataclasses.replace(model, init_from=None) if model.init_from else model

@@ -1,0 +1,128 @@
+"""A toy's parameters and optimizer states as a checkpoint wants them, where each rank holds spans of their elements.
+
+Whole or part, what a rank owns of a tensor is a span of its elements in their order. No DTensor says that, so each
+tensor is put together on every rank, one at a time, and cut along its first dim: the copies that are saved take 1/N of
+a rank's memory and that of one tensor. Numbers, such as how many steps were taken, come from the first owner.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from fsdptoys.mesh import is_dtensor
+
+from . import state
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What the ranks hold of a parameter."""
+
+    name: str
+    shape: torch.Size
+    spans: list[tuple[int, int]]
+    """Rank by rank, first and past-the-last of the elements that it owns."""
+    own: nn.Parameter
+    """This rank's, of any shape with that many elements; what the optimizer updates."""
+
+    def assemble(self, own: Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Put a tensor of the parameter's shape together from all ranks' parts. A collective."""
+        whole = torch.empty(self.shape.numel(), dtype=dtype, device=device)
+        for rank, (low, high) in enumerate(self.spans):
+            if high > low:
+                if rank == dist.get_rank():
+                    assert own is not None
+                    whole[low:high].copy_(own.reshape(-1))
+                dist.broadcast(whole[low:high], rank)
+        return whole.view(self.shape)
+
+    def first_owner(self) -> int:
+        """The first rank that owns anything."""
+        return next(rank for rank, (low, high) in enumerate(self.spans) if high > low)
+
+
+class ShardedState:
+    """State tensors of holdings, cut along their first dims.
+
+    Args:
+        holdings: of all parameters, the same order on all ranks.
+        optimizer: over each rank's own.
+        mesh: of all ranks, along one axis.
+        keeps_parameters: whether the parameters themselves are held so, too.
+    """
+
+    def __init__(
+        self, holdings: list[Holding], optimizer: torch.optim.Optimizer, mesh: DeviceMesh, keeps_parameters: bool
+    ) -> None:
+        self.holdings, self.optimizer, self.mesh, self.keeps_parameters = holdings, optimizer, mesh, keeps_parameters
+        self.device = torch.device(mesh.device_type) if mesh.device_type == "cpu" else holdings[0].own.device
+        state.settle(nn.Module(), optimizer)
+        mine = [
+            {kind: (value.dtype, value.ndim > 0) for kind, value in optimizer.state.get(holding.own, {}).items()}
+            for holding in holdings
+        ]
+        everyones: list[list[dict[str, tuple[torch.dtype, bool]]]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyones, mine)
+        self._kinds = [everyones[holding.first_owner()][number] for number, holding in enumerate(holdings)]
+
+    @torch.no_grad()
+    def tensors(self) -> dict[str, Tensor]:
+        """Copies: DTensors, and plain tensors where they are numbers. A collective."""
+        tensors: dict[str, Tensor] = {}
+        for number, holding in enumerate(self.holdings):
+            if self.keeps_parameters:
+                tensors[f"model.{holding.name}"] = self._cut(
+                    holding.assemble(holding.own.detach(), holding.own.dtype, self.device)
+                )
+            kept = self.optimizer.state.get(holding.own, {})
+            for kind, (dtype, is_whole) in self._kinds[number].items():
+                key = f"optim.{holding.name}.{kind}"
+                if is_whole:
+                    tensors[key] = self._cut(holding.assemble(kept.get(kind), dtype, self.device))
+                else:
+                    value = kept[kind].to(self.device) if kind in kept else torch.zeros((), dtype=dtype)
+                    value = value.clone().to(self.device)
+                    dist.broadcast(value, holding.first_owner())
+                    tensors[key] = value
+        return tensors
+
+    @torch.no_grad()
+    def install(self, tensors: dict[str, Tensor]) -> None:
+        """Take values over from such tensors. A collective."""
+        for number, holding in enumerate(self.holdings):
+            if self.keeps_parameters:
+                self._install(holding, holding.own.detach(), tensors[f"model.{holding.name}"])
+            kept = self.optimizer.state.get(holding.own, {})
+            for kind in self._kinds[number]:
+                self._install(holding, kept.get(kind), tensors[f"optim.{holding.name}.{kind}"])
+        self.optimizer.load_state_dict(self.optimizer.state_dict())
+
+    def _install(self, holding: Holding, own: Tensor | None, tensor: Tensor) -> None:
+        whole = tensor.full_tensor() if is_dtensor(tensor) else tensor
+        if own is None:
+            return
+        if not own.ndim:
+            own.copy_(whole)
+            return
+        low, high = holding.spans[dist.get_rank()]
+        own.view(-1).copy_(whole.reshape(-1)[low:high])
+
+    def _cut(self, whole: Tensor) -> Tensor:
+        chunks = whole.chunk(self.mesh.size())
+        rank = dist.get_rank()
+        local = chunks[rank].clone() if rank < len(chunks) else whole[:0].clone()
+        return DTensor.from_local(
+            local, self.mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+
+
+def load_sharded(sharded: ShardedState, live: dict[str, Tensor], load: Callable[[dict[str, Tensor]], None]) -> None:
+    """Let ``load`` fill copies and live tensors in place, and take the copies over. A collective."""
+    tensors = sharded.tensors()
+    load(live | tensors)
+    sharded.install(tensors)

@@ -1,0 +1,132 @@
+"""The toy ZeRO-3 as a strategy: whole tensors on their owners, broadcast around each block's forward and backward."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.mesh import MeshConfig, build_mesh
+from fsdptoys.models import DecoderModel
+from fsdptoys.toys.owners import Evenness
+from fsdptoys.toys.zero3 import Zero3
+
+from .initialise import Fill
+from .materialise import init_buffers
+from .precision import DType
+from .single import whole_units
+from .strategy import ParallelContext, ReducingConfig, Strategy, Unit
+from .toy_state import Holding, ShardedState, load_sharded
+
+
+@dataclass
+class ToyZero3Config(ReducingConfig):
+    """Parameters, gradients and optimizer states on owners."""
+
+    name: ClassVar[str] = "toy_zero3"
+
+    evenness: Evenness = Evenness.model
+    """What is balanced over the ranks: all bytes of the model, or those of each unit."""
+    prefetch: bool = True
+    """Gather the next block while one computes."""
+
+    @property
+    def keeps_whole_states(self) -> bool:
+        """Each rank has those of its own tensors."""
+        return False
+
+    def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
+        """Refuse what whole tensors on owners cannot do."""
+        super().validate(world_size, mesh, device_type, cpu_offload)
+        self._refuse_cpu_offload(cpu_offload)
+        if mesh.fsdp_size not in (-1, world_size):
+            raise ConfigError(
+                f"mesh.fsdp_size={mesh.fsdp_size} replicates, which parallel=toy_zero3 does not; set parallel=fsdp2 or "
+                "mesh.fsdp_size=-1"
+            )
+        if self.param_dtype is not DType.float32:
+            raise ConfigError(
+                f"parallel.param_dtype={self.param_dtype.value} is not an option of parallel=toy_zero3, which computes "
+                "with the tensors that it broadcasts; set parallel=fsdp2 or parallel.param_dtype=float32"
+            )
+
+    def build(self, context: ParallelContext) -> "ToyZero3":
+        """Construct the strategy."""
+        return ToyZero3(self, context)
+
+
+class ToyZero3(Strategy):
+    """The toy's Zero3."""
+
+    model: Zero3
+
+    def __init__(self, config: ToyZero3Config, context: ParallelContext) -> None:
+        super().__init__(context)
+        self.config = config
+
+    def parallelize(self, model: DecoderModel, fill: Fill) -> None:
+        """Spread the parameters unit by unit; each owner initialises its own."""
+        device = self.context.device.torch_device
+        self._whole = model
+        self.model = Zero3(
+            model,
+            list(model.layers),
+            device,
+            fill=fill,
+            evenness=self.config.evenness,
+            prefetch=self.config.prefetch,
+            reduce_dtype=self.config.reduce_dtype.torch,
+        )
+        init_buffers(model, device, self.config.buffer_dtype.torch)
+        self._own = {
+            name: param if self.model.owner_of[param] == self.context.rank else nn.Parameter(param.new_empty(0))
+            for name, param in model.named_parameters()
+        }
+
+    @contextmanager
+    def microbatch(self, index: int, count: int) -> Iterator[None]:
+        """Every backward reduces, and adds up."""
+        yield
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's tensors, and empty ones in place of the others."""
+        yield from self._own.items()
+
+    def units(self) -> list[Unit]:
+        """Those of the model that is wrapped."""
+        return whole_units(self._whole, self._whole)
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Broadcast one parameter at a time."""
+        device = self.context.device.torch_device
+        for holding in self._holdings():
+            own = holding.own.detach()
+            yield holding.name, holding.assemble(own, own.dtype, device).to("cpu", torch.float32)
+
+    def shard_group(self) -> dist.ProcessGroup | None:
+        """All ranks."""
+        return dist.group.WORLD
+
+    def state_tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """Copies, cut along their first dim. A collective."""
+        return self._sharded(optimizer).tensors()
+
+    def load_state_tensors(self, optimizer: torch.optim.Optimizer, load: Callable[[dict[str, Tensor]], None]) -> None:
+        """Fill copies, and take them over. A collective."""
+        load_sharded(self._sharded(optimizer), {}, load)
+
+    def _holdings(self) -> list[Holding]:
+        holdings = []
+        for name, param in self._whole.named_parameters():
+            owner = self.model.owner_of[param]
+            spans = [(0, param.numel() if rank == owner else 0) for rank in range(self.context.world_size)]
+            holdings.append(Holding(name, param.shape, spans, self._own[name]))
+        return holdings
+
+    def _sharded(self, optimizer: torch.optim.Optimizer) -> ShardedState:
+        mesh = build_mesh(self.context.mesh, self.context.world_size, self.context.device)
+        return ShardedState(self._holdings(), optimizer, mesh, keeps_parameters=True)

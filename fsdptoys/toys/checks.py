@@ -1,0 +1,78 @@
+"""What a module, its replicas and a communication hook must be for DDP; the errors say what PyTorch's say."""
+
+import inspect
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+def check_devices(
+    params: list[nn.Parameter], device_ids: Any, output_device: Any
+) -> tuple[list[int] | None, torch.device | None]:
+    """Check where a module's parameters are against where it was said to be."""
+    if not any(param.requires_grad for param in params):
+        raise RuntimeError(
+            "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
+        )
+    if any(isinstance(param, nn.parameter.UninitializedParameter) for param in params):
+        raise RuntimeError(
+            "Modules with uninitialized parameters can't be used with `DistributedDataParallel`. Run a dummy forward "
+            "pass to correctly initialize the modules"
+        )
+    if device_ids is not None and len(device_ids) > 1:
+        raise ValueError("device_ids can only be None or contain a single element.")
+    devices = {param.device for param in params}
+    types = {device.type for device in devices}
+    if len(types) != 1:
+        raise ValueError(
+            "DistributedDataParallel's input module must be on the same type of devices, but input module parameters "
+            f"locate in {types}."
+        )
+    if not device_ids or types == {"cpu"} or len(devices) > 1:
+        if device_ids or output_device:
+            raise ValueError(
+                "DistributedDataParallel device_ids and output_device arguments only work with single-device GPU "
+                f"modules, but got device_ids {device_ids}, output_device {output_device}, and module parameters "
+                f"{devices}."
+            )
+        return None, None
+    (device,) = devices
+    return [device.index], torch.device(output_device) if output_device is not None else device
+
+
+def check_layers(module: nn.Module, device: torch.device) -> None:
+    """Refuse what works on GPUs only."""
+    if device.type == "cpu" and any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()):
+        raise ValueError("SyncBatchNorm layers only work with GPU modules")
+
+
+def check_same_model(params: list[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Compare numbers and shapes of parameters over ranks."""
+    shapes: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(shapes, [tuple(param.shape) for param in params], group=group)
+    for rank, others in enumerate(shapes):
+        if len(others) != len(params):
+            raise RuntimeError(
+                f"DDP expects same model across all ranks, but Rank {dist.get_rank(group)} has {len(params)} params, "
+                f"while rank {rank} has inconsistent {len(others)} params."
+            )
+        for index, (shape, param) in enumerate(zip(others, params, strict=True)):
+            if shape != tuple(param.shape):
+                raise RuntimeError(
+                    f"params[{index}] in this process with sizes {list(param.shape)} appears not to match sizes "
+                    f"{list(shape)} of the same param in process {rank}."
+                )
+
+
+def mistake_of_hook(hook: Any) -> tuple[type[Exception], str] | None:
+    """What is wrong with a communication hook, as far as its signature shows."""
+    if not callable(hook):
+        return TypeError, "Communication hook must be callable."
+    signature = inspect.signature(hook)
+    if signature.parameters["bucket"].annotation not in (inspect.Parameter.empty, dist.GradBucket):
+        return ValueError, "Communication hook: bucket annotation should be dist.GradBucket."
+    if signature.return_annotation not in (inspect.Signature.empty, torch.futures.Future[Tensor]):
+        return ValueError, "Communication hook: return annotation should be torch.futures.Future[torch.Tensor]."
+    return None

@@ -1,0 +1,233 @@
+"""The toy ZeROs: who keeps how many bytes, any optimizer, unused parameters, deferred initial values."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as Native
+
+from fsdptoys.toys.owners import Evenness, assign_owners
+from fsdptoys.toys.zero1 import Zero1
+from fsdptoys.toys.zero2 import Zero2
+from fsdptoys.toys.zero3 import Share, Zero3
+from scripts.ranks import run_ranks
+
+SMALL_BUCKETS = 0.001  # MiB
+CPU = torch.device("cpu")
+
+
+class Blocks(nn.Module):
+    """Blocks between two layers that share a weight, and layers that nobody uses; one block may be rank 0's alone."""
+
+    def __init__(self, all_alike: bool = True) -> None:
+        super().__init__()
+        self.all_alike = all_alike
+        self.first, self.last = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.last.weight = self.first.weight
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Linear(20, 12)) for _ in range(4))
+        self.skipped = nn.ModuleList([nn.Linear(12, 5), nn.Linear(12, 7)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run it."""
+        hidden = self.first(x)
+        for number, block in enumerate(self.blocks):
+            if number != 2 or self.all_alike or not dist.get_rank():
+                hidden = hidden + block(hidden)
+        return self.last(hidden)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, centered=True),
+    "nadam": lambda params: torch.optim.NAdam(params, lr=0.01),
+    # Looks at rows and columns, so that only whole tensors will do.
+    "adafactor": lambda params: torch.optim.Adafactor(params, lr=0.01),
+}
+
+
+def make(kind: str, module: nn.Module) -> tuple[nn.Module, Any, Callable[[torch.optim.Optimizer], None]]:
+    """A wrapped module, what an optimizer is built over, and what ties it to the module."""
+    if kind == "zero3":
+        three = Zero3(module, list(module.blocks), CPU)  # type: ignore[arg-type]
+        return three, [param for _, param in three.owned()], lambda _: None
+    if kind == "ddp":
+        used = [param for name, param in module.named_parameters() if "skipped" not in name]
+        return Native(module, find_unused_parameters=True), used, lambda _: None
+    wrapped: Any
+    if kind == "zero1":
+        wrapped = Zero1(module, bucket_cap_mb=SMALL_BUCKETS, find_unused_parameters=True)
+    else:
+        wrapped = Zero2(module, bucket_cap_mb=SMALL_BUCKETS)
+    return wrapped, list(wrapped.pieces()), wrapped.attach
+
+
+def parameters_after(kind: str, optimizer: str, all_alike: bool) -> dict[str, Tensor]:
+    """All used parameters after three steps."""
+    torch.manual_seed(0)
+    module = Blocks(all_alike)
+    model, params, attach = make(kind, module)
+    updating = OPTIMIZERS[optimizer](params)
+    attach(updating)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(3):
+        model(torch.randn(3, 12, generator=generator)).square().mean().backward()
+        updating.step()
+        updating.zero_grad()
+    if isinstance(model, Zero3):
+        for unit in model.units:
+            model.gather(unit)
+    return {name: param.detach() for name, param in module.named_parameters() if "skipped" not in name}
+
+
+def differing_optimizers() -> list[str]:
+    differing = []
+    for optimizer in OPTIMIZERS:
+        for kind in ("zero1", "zero2", "zero3"):
+            if optimizer == "adafactor" and kind != "zero3":
+                continue
+            all_alike = kind == "zero3"  # whose blocks all ranks must run
+            expected = parameters_after("ddp", optimizer, all_alike)
+            found = parameters_after(kind, optimizer, all_alike)
+            if not all(found[name].equal(expected[name]) for name in expected):
+                differing.append(f"{kind} {optimizer}")
+    return differing
+
+
+def test_any_optimizer_updates_as_over_whole_parameters_on_every_rank() -> None:
+    """Oracle: PyTorch's DDP and the same optimizer, bit for bit where a reduction adds two numbers; shared weights, and
+    a block that one rank does not use; Adafactor, which is not elementwise, over whole tensors only."""
+    assert run_ranks(2, differing_optimizers) == [[], []]
+
+
+def held_bytes() -> dict[str, dict[str, int]]:
+    """Bytes of parameters, gradients and states that a rank keeps between backward and step, and after it."""
+    found = {}
+    for kind in ("zero1", "zero2", "zero3"):
+        module = Blocks()
+        model, params, attach = make(kind, module)
+        optimizer = torch.optim.AdamW(params, lr=0.01)
+        attach(optimizer)
+        model(torch.ones(3, 12)).sum().backward()
+        storages = {param.untyped_storage().data_ptr(): param.untyped_storage().size() for param in module.parameters()}
+        grads = {
+            param.grad.untyped_storage().data_ptr(): param.grad.untyped_storage().size()
+            for param in (*module.parameters(), *params)
+            if param.grad is not None
+        }
+        optimizer.step()
+        states = [
+            value
+            for state in optimizer.state.values()
+            for value in state.values()
+            if value.ndim  # not the step
+        ]
+        found[kind] = {
+            "parameters": sum(storages.values()),
+            "gradients": sum(grads.values()),
+            "states": sum(value.numel() * value.element_size() for value in states),
+            "padding": 4 * 2 * (len(model.slices.buckets) if kind != "zero3" else 0),  # type: ignore[union-attr, arg-type]
+        }
+    return found
+
+
+def test_every_rank_keeps_one_nth_of_what_is_sharded_to_padding() -> None:
+    """Oracle: P, P/N and 2·P/N by hand, within N elements a bucket; ZeRO-3 within its table, which is even here."""
+    module = Blocks()
+    whole = sum(param.numel() for param in module.parameters()) * 4
+    used = whole - sum(param.numel() for param in module.skipped.parameters()) * 4
+    everyone = run_ranks(2, held_bytes)
+    for of_rank in everyone:
+        one, two = of_rank["zero1"], of_rank["zero2"]
+        assert whole <= one["parameters"] <= whole + one["padding"]
+        assert abs(two["gradients"] - whole / 2) <= two["padding"]
+        for each, total in ((one, used), (two, whole)):
+            assert abs(sum(r["zero1" if each is one else "zero2"]["states"] for r in everyone) - 2 * total) == 0
+        assert abs(two["states"] - whole) <= 2 * two["padding"]
+    kept = [of_rank["zero3"]["parameters"] for of_rank in everyone]
+    assert sum(kept) == whole and max(kept) - min(kept) <= 4 * 12
+    for of_rank in everyone:
+        assert of_rank["zero3"]["states"] == 2 * of_rank["zero3"]["parameters"] == 2 * of_rank["zero3"]["gradients"]
+
+
+def gathered_at_most() -> int:
+    """Most units of other ranks' tensors at a time in a step, besides the rest of the model."""
+    module = Blocks()
+    three = Zero3(module, list(module.blocks), CPU)
+    most = 0
+    real = Share.resize
+
+    def counting(share: Share, exists: bool) -> None:
+        nonlocal most
+        real(share, exists)
+        here = [unit for unit in three.units[1:] for s in unit.shares if s.owner != three.rank and _exists(s)]
+        most = max(most, len({id(unit) for unit in here}))
+
+    Share.resize = counting  # type: ignore[method-assign]
+    try:
+        three(torch.ones(3, 12)).sum().backward()
+    finally:
+        Share.resize = real  # type: ignore[method-assign]
+    assert not any(_exists(share) for unit in three.units for share in unit.shares if share.owner != three.rank)
+    return most
+
+
+def _exists(share: Share) -> bool:
+    return share.flat.untyped_storage().size() > 0
+
+
+def test_two_blocks_are_gathered_at_a_time_and_none_after_the_backward() -> None:
+    """Oracle: the storages' sizes, whenever one changes: the block that computes and the one ahead."""
+    assert run_ranks(2, gathered_at_most) == [2, 2]
+
+
+def filled_names() -> tuple[list[str], list[str], bool]:
+    """Which parameters a rank filled, which it owns, and whether all have their values then."""
+    with torch.device("meta"):
+        module = Blocks()
+    filled: list[str] = []
+
+    def fill(param: Tensor, name: str) -> None:
+        filled.append(name)
+        with torch.no_grad():
+            param.fill_(len(name))
+
+    three = Zero3(module, list(module.blocks), CPU, fill=fill)
+    owned = [name for name, _ in three.owned()]
+    for unit in three.units:
+        three.gather(unit)
+    right = all((param == len(name)).all() for name, param in module.named_parameters())
+    return sorted(filled), sorted(owned), bool(right) and module.last.weight is module.first.weight
+
+
+def test_only_owners_fill_deferred_parameters_and_sharing_survives() -> None:
+    """Oracle: the names that the fill was called with, and a value that follows from each name."""
+    results = run_ranks(2, filled_names)
+    assert all(filled == owned and right for filled, owned, right in results)
+    assert len(results[0][0]) + len(results[1][0]) == len(dict(Blocks().named_parameters()))
+
+
+@pytest.mark.parametrize("evenness", Evenness)
+@pytest.mark.parametrize("seed", range(10))
+def test_the_table_of_owners_is_even_to_the_largest_tensor(evenness: Evenness, seed: int) -> None:
+    """Oracle: the bound of taking the largest first: no rank is over the mean by more than the largest tensor."""
+    generator = torch.Generator().manual_seed(seed)
+    units = [torch.randint(1, 1000, (1 + int(n),), generator=generator).tolist() for n in range(12)]
+    owners = assign_owners(units, 4, evenness)
+    judged = units if evenness is Evenness.unit else [[size for unit in units for size in unit]]
+    flat = owners if evenness is Evenness.unit else [[owner for unit in owners for owner in unit]]
+    for sizes, ranks in zip(judged, flat, strict=True):
+        kept = [sum(size for size, owner in zip(sizes, ranks, strict=True) if owner == rank) for rank in range(4)]
+        assert max(kept) <= sum(sizes) / 4 + max(sizes)
+    assert copy.deepcopy(owners) == assign_owners(units, 4, evenness)
+
+
+def test_evenness_of_units_spreads_every_block_over_all_ranks() -> None:
+    """Oracle: counted; of each block's four equal tensors every one of four ranks owns one."""
+    units = [[10, 10, 10, 10]] * 3 + [[5, 5, 5, 5]]
+    assert all(set(owners) == {0, 1, 2, 3} for owners in assign_owners(units, 4, Evenness.unit))
