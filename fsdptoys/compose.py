@@ -27,13 +27,19 @@ from .metrics import MetricsConfig
 from .models import FAMILIES, ModelConfig
 from .optim import AdamWConfig, SGDConfig
 from .overrides import Option, check_groups, check_values, list_choices, list_defaults, parse_overrides, schema_name
-from .parallel import DDPConfig, FSDP1Config, FSDP2Config, SingleConfig
+from .parallel import DDPConfig, FSDP1Config, FSDP2Config, SingleConfig, ToyFSDPConfig
 
 CONFIG_MODULE = "fsdptoys.configs"
 
 SCHEMAS: dict[str, dict[str, type]] = {
     "model": dict(FAMILIES),
-    "parallel": {"single": SingleConfig, "ddp": DDPConfig, "fsdp1": FSDP1Config, "fsdp2": FSDP2Config},
+    "parallel": {
+        "single": SingleConfig,
+        "ddp": DDPConfig,
+        "fsdp1": FSDP1Config,
+        "fsdp2": FSDP2Config,
+        "toy_fsdp": ToyFSDPConfig,
+    },
     "mesh": {"default": MeshConfig},
     "memory": {"default": MemoryConfig},
     "data": {"synthetic": SyntheticConfig, "text": TextConfig, "bin": BinConfig},

@@ -33,7 +33,7 @@ from .plan.measured import calibrate_command
 from .plan.predict import Predictor, hardware_of, predict, world_size_of
 from .plan.report import advice_to_dict, print_prediction, print_search, search_to_dict
 from .plan.search import search
-from .plan.switches import validate_switches
+from .plan.switches import STRATEGIES, validate_switches
 from .simulator.hardware import Hardware
 
 COMMANDS = ("search", "calibrate")
@@ -80,6 +80,10 @@ def imagine(words: Sequence[str]) -> Imagined:
     if not any(word.startswith("experiment=") for word in words):
         words.append(f"experiment={choose_experiment(hardware.device_type, world_size)}")
     config = compose(words).config
+    if config.parallel.name not in STRATEGIES:
+        raise ConfigError(
+            f"parallel={config.parallel.name} cannot be predicted; set parallel to one of {', '.join(STRATEGIES)}"
+        )
     limit = config.plan.memory_gib
     memory_bytes = round(limit * GIB) if limit is not None else round(hardware.usable_bytes)
     return Imagined(config, hardware, world_size, memory_bytes, words)

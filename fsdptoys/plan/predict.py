@@ -16,6 +16,7 @@ from fsdptoys.simulator.replay import Replay, replay
 
 from .closed_form import closed_form
 from .depths import choose_depths, extrapolate
+from .switches import STRATEGIES
 from .tracing import trace
 
 VALIDATED_RANKS = 128
@@ -55,7 +56,7 @@ def foretell(config: Config, world_size: int) -> tuple[Prediction, Hardware] | N
         world_size: ranks.
     """
     unknown = config.plan.hardware == "auto" and profile_of_this_machine() is None
-    if unknown or not config.plan.predict:
+    if unknown or not config.plan.predict or config.parallel.name not in STRATEGIES:
         return None
     hardware = hardware_of(config)
     memory = config.memory
