@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor import Shard as ShardPlacement
 
+from fsdptoys.toys.fsdp.initialise import reset
 from fsdptoys.toys.fsdp.internals import local_tensor
 from scripts.ranks import run_ranks
 from tests.toys.fsdp_models import (
@@ -433,6 +434,27 @@ def is_made_on_the_meta_device() -> None:
         assert backward(model, batches(1)[0]) == backward(build(TOY, Case(shard=shard)), batches(1)[0])
 
 
+def draws_the_values_of_an_ordinary_construction() -> None:
+    # In all forms of units; a weight that is shared is that of the first module.
+    for shard, tied in ((shard_blocks, False), (shard_groups, False), (shard_tied, True)):
+        expected = build(TOY, Case(shard=shard, model={"tied": tied}))
+        with torch.device("meta"):
+            model = Model(tied=tied)
+        shard(TOY, model, mesh_of())
+        held: list[tuple[int, int]] = []
+
+        def draw(module: nn.Module, model: Model = model, held: list[tuple[int, int]] = held) -> None:
+            plain = [param for param in model.parameters() if not isinstance(param, DTensor)]
+            held.append((len(plain), len(list(module.parameters(recurse=False)))))
+            reset(module)
+
+        torch.manual_seed(0)
+        TOY.initialise(model, "cpu", draw)
+        assert {name for name, value in whole(expected).items() if not torch.equal(value, whole(model)[name])} == set()
+        assert all(whole_ones == own for whole_ones, own in held)
+        assert torch.equal(backward(model, batches(1)[0]), backward(expected, batches(1)[0]))
+
+
 def changes_its_number_format_between_steps() -> None:
     # PyTorch's can before its first step.
     (tokens_BT,) = batches(1)
@@ -524,6 +546,7 @@ CLAIMS = [
     exchanges_state_dicts_with_pytorch,
     exchanges_checkpoints_with_pytorch,
     is_made_on_the_meta_device,
+    draws_the_values_of_an_ordinary_construction,
     changes_its_number_format_between_steps,
     refuses_what_it_leaves_out_by_name,
 ]

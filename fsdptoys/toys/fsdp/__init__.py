@@ -33,6 +33,7 @@ To be read in this order:
     hooks        when all this happens                               around forward and backward; prefetch
     module       what a sharded module can be told
     wrap         ``fully_shard``
+    initialise   values for a model that was made without memory
     tensors, internals                                               small helpers
 
 Left out, each refused with its name:
@@ -54,6 +55,7 @@ Not there at all: ``share_comm_ctx``, ``fsdp_pre_all_gather`` of tensor subclass
 checkpointing around a unit is not prefetched for.
 """
 
+from .initialise import initialise as initialise
 from .module import FSDPModule as FSDPModule
 from .module import UnshardHandle as UnshardHandle
 from .module import register_fsdp_forward_method as register_fsdp_forward_method
