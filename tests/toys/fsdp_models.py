@@ -122,6 +122,8 @@ class Case:
     micro_batches: int = 2
     axes: tuple[int, ...] = ()
     """Sizes of the mesh; empty for one axis of all ranks."""
+    clips: bool = False
+    """Whether gradients are clipped and AdamW takes the steps, rather than SGD."""
     together: bool = False
     """Whether one backward follows the forwards of all micro-batches."""
 
@@ -176,9 +178,10 @@ def batches(steps: int) -> list[Tensor]:
 
 
 def train(library: types.ModuleType, case: Case, steps: int = 2) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and norms of a few clipped AdamW steps, and the parameters after them."""
+    """Losses, and norms where gradients are clipped, of a few steps, and the parameters after them."""
     model = build(library, case)
-    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+    params = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(params, lr=1e-2) if case.clips else torch.optim.SGD(params, lr=0.5)
     seen: list[float] = []
     tokens = iter(batches(steps * case.micro_batches))
     for _ in range(steps):
@@ -192,8 +195,9 @@ def train(library: types.ModuleType, case: Case, steps: int = 2) -> tuple[list[f
                 losses.append(backward(model, next(tokens)))
         if case.together:
             torch.stack(losses).sum().backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        seen += [*(loss.item() for loss in losses), norm.full_tensor().item()]  # type: ignore[attr-defined]
+        seen += [loss.item() for loss in losses]
+        if case.clips:
+            seen.append(nn.utils.clip_grad_norm_(params, 0.5).full_tensor().item())  # type: ignore[attr-defined]
         optimizer.step()
         optimizer.zero_grad()
     return seen, whole(model)
