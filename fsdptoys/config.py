@@ -228,7 +228,7 @@ class Config:
 
     def _check_shards(self, world_size: int) -> None:
         """Refuse more shards than most parameters have rows: FSDP2 cuts along the first dim."""
-        if self.parallel.name != "fsdp2":
+        if self.parallel.name not in ("fsdp2", "toy_fsdp"):
             return
         shards, dim = self.mesh.shard_ranks(world_size), self.model.dim
         if shards > dim:
@@ -280,6 +280,11 @@ class Config:
                 f"memory.checkpointing_budget={memory.checkpointing_budget} acts through the compiler; set "
                 "train.compile=true"
             )
+        if self.train.compile and not parallel.compiles:
+            raise ConfigError(
+                f"train.compile=true is not an option of parallel={parallel.name}; set train.compile=false or a "
+                "strategy of PyTorch's own"
+            )
         hidden = parallel.hooks_parts_of_blocks or memory.activation_offload or isinstance(self.model, MoEConfig)
         if self.train.compile and memory.gradient_checkpointing is GradientCheckpointing.selective and hidden:
             raise ConfigError(
@@ -303,7 +308,7 @@ class Config:
             # On a CPU it is several times as fast as what PyTorch would choose.
             self.optim.implementation = Implementation.fused
         fused = self.optim.implementation is Implementation.fused
-        if fused and self.optim.name == "sgd" and self.parallel.name == "fsdp2":
+        if fused and self.optim.name == "sgd" and self.parallel.name in ("fsdp2", "toy_fsdp"):
             raise ConfigError(
                 "optim.implementation=fused has no SGD for FSDP2's sharded parameters; set optim.implementation=foreach"
             )

@@ -40,7 +40,7 @@ def situation(
     """
     parameters = list(parameters)
     model, memory, train = config.model, config.memory, config.train
-    shards = config.parallel.name in ("fsdp1", "fsdp2")
+    shards = config.parallel.name in ("fsdp1", "fsdp2", "toy_fsdp")
     local_elements = sum((param.to_local() if is_dtensor(param) else param).numel() for param in parameters)
     offloads = memory.optimizer_offload or memory.cpu_offload
     switches = Switches(

@@ -13,6 +13,7 @@ one process that runs the same micro-batches one after another (``parallel=singl
   in every bit on the same mesh wherever a reduction adds two numbers. Over more ranks a ring adds in an order that
   depends on where in the buffer a number lies, which differs between flat and per-parameter sharding: their last bits
   then differ, and the table says so. With bf16 parameters FSDP1 adds up micro-batches in bf16, the others in float32.
+- what is written here from scratch (``toy-``) must agree with its PyTorch original in every bit, in both modes.
 
 Exits with status 1 on any breach.
 """
@@ -55,11 +56,15 @@ STRATEGIES = {
     "fsdp2": ["parallel=fsdp2"],
     "hsdp1": ["parallel=fsdp1", "mesh.fsdp_size=2"],
     "hsdp2": ["parallel=fsdp2", "mesh.fsdp_size=2"],
+    "toy-fsdp": ["parallel=toy_fsdp"],
 }
 """Row of the table → overrides that make it."""
 
 FSDP2_ON_THE_SAME_MESH = {"fsdp1": "fsdp2", "fsdp1-flat": "fsdp2", "hsdp1": "hsdp2"}
 """Row → the one that it must equal in default mode, where reductions add two numbers."""
+
+NATIVE = {"toy-fsdp": "fsdp2"}
+"""Row → the one that does the same arithmetic and must be equal in every mode, on any number of ranks."""
 
 
 @dataclass
@@ -152,11 +157,14 @@ def judge(
     if outcome == reference:
         return Verdict("every bit")
     where = f"{dtype} {'deterministic' if deterministic else 'default'} mode, {world_size} ranks"
+    native = NATIVE.get(name)
+    if native in outcomes and outcome != outcomes[native]:
+        return Verdict("BREACH", f"{where}: {name} differs from {native}")
     tolerance = LOSS_TOLERANCE if dtype == "float32" else BF16_LOSS_TOLERANCE
     if deterministic or not max_loss_difference(outcome, reference) <= tolerance:  # nan is a breach too
         return Verdict("BREACH", f"{where}: {name} differs from one process")
     within = f"loss within {tolerance:g}"
-    twin = FSDP2_ON_THE_SAME_MESH.get(name)
+    twin = FSDP2_ON_THE_SAME_MESH.get(name, native)
     if twin is None or twin not in outcomes:
         return Verdict(within)
     if outcome == outcomes[twin]:

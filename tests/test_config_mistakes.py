@@ -43,7 +43,7 @@ MISTAKES = {
     "model@other=llama_debug": "model@other=llama_debug names a package, and every group has its fixed place; "
     "write model=llama_debug",
     "parallel=ddp parallel.wrap=block": "parallel.wrap=block is not an option of parallel=ddp, "
-    "it belongs to fsdp1, fsdp2; set parallel=fsdp1 or leave it out",
+    "it belongs to fsdp1, fsdp2, toy_fsdp; set parallel=fsdp1 or leave it out",
     "optim.momentum=0.5": "optim.momentum=0.5 is not an option of optim=adamw, it belongs to sgd; "
     "set optim=sgd or leave it out",
     "model.top_k=2": "model.top_k=2 is not an option of model=llama_debug, it belongs to llama4_debug, llama4_mini, "
@@ -56,7 +56,7 @@ MISTAKES = {
     # Choices.
     "model=llama3_9b": "model=llama3_9b must be a preset that fsdptoys models lists; did you mean model=llama3_8b?",
     "model=null": "model=null must be a preset that fsdptoys models lists; set model=llama_debug",
-    "parallel=zero": "parallel=zero must be one of ddp, fsdp1, fsdp2, single, toy_ddp, "
+    "parallel=zero": "parallel=zero must be one of ddp, fsdp1, fsdp2, single, toy_ddp, toy_fsdp, "
     "toy_zero1, toy_zero2, toy_zero3; did you mean parallel=toy_zero3?",
     "experiment=llama_7b": "experiment=llama_7b must be one of cpu_compare, cpu_text, llama2_7b, llama3_1b or null; "
     "did you mean experiment=llama2_7b?",

@@ -50,6 +50,8 @@ def outcome(loss: float, parameters: str = "same") -> parity.Outcome:
         (False, {"fsdp1": outcome(1.0 + 1e-5), "fsdp2": outcome(1.0 + 1e-5)}, 2),
         (False, {"fsdp1": outcome(1.0 + 1e-7), "fsdp2": outcome(1.0)}, 1),
         (False, {"ddp": outcome(math.nan)}, 1),
+        (False, {"toy-fsdp": outcome(1.0 + 1e-7), "fsdp2": outcome(1.0 + 1e-7)}, 0),
+        (False, {"toy-fsdp": outcome(1.0 + 1e-7), "fsdp2": outcome(1.0 + 1e-7, "other")}, 1),
     ],
 )
 def test_verdicts_find_every_breach(deterministic: bool, outcomes: dict[str, parity.Outcome], breaches: int) -> None:

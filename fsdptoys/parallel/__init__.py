@@ -1,7 +1,7 @@
 """Ways to spread a model over ranks, all behind one ``Strategy``."""
 
 from .ddp import DDPConfig
-from .fsdp import FSDP1Config, FSDP2Config
+from .fsdp import FSDP1Config, FSDP2Config, ToyFSDPConfig
 from .initialise import Fill, seed_of, seeded
 from .single import SingleConfig
 from .state import host_copy, whole_tensors
@@ -20,6 +20,7 @@ __all__ = [
     "SingleConfig",
     "Strategy",
     "ToyDDPConfig",
+    "ToyFSDPConfig",
     "ToyZero1Config",
     "ToyZero2Config",
     "ToyZero3Config",

@@ -1,4 +1,4 @@
-"""Settings of FSDP1 and FSDP2, and which modules of a model become units.
+"""Settings of FSDP1, FSDP2 and the FSDP to read, and which modules of a model become units.
 
 ZeRO-3 (arXiv:1910.02054): every rank keeps 1/N of parameters, gradients and optimizer states. A unit's parameters are
 all-gathered before its forward and again before its backward; its gradients are reduce-scattered after the backward.
@@ -135,6 +135,29 @@ class FSDP2Config(FSDPConfig):
         from .fsdp2 import FSDP2
 
         return FSDP2(self, context)
+
+
+@dataclass
+class ToyFSDPConfig(FSDPConfig):
+    """FSDP2 as in ``fsdptoys.toys.fsdp``; the next unit is gathered ahead in the forward too, even with 0 of them."""
+
+    name: ClassVar[str] = "toy_fsdp"
+
+    @property
+    def compiles(self) -> bool:
+        """Its hooks swap parameters, which a compiled forward would not see."""
+        return False
+
+    def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
+        """Refuse what it leaves out."""
+        super().validate(world_size, mesh, device_type, cpu_offload)
+        self._refuse_cpu_offload(cpu_offload)
+
+    def build(self, context: ParallelContext) -> Strategy:
+        """Construct the strategy."""
+        from .toy_fsdp import ToyFSDP
+
+        return ToyFSDP(self, context)
 
 
 def block_units(block: nn.Module, wrap: Wrap) -> list[str]:

@@ -10,19 +10,19 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdptoys.mesh import SHARD_AXIS, build_mesh
 from fsdptoys.models import DecoderModel
 
 from .fsdp import TORCH as TORCH
-from .fsdp import FSDP2Config, ReshardAfterForward, block_units
+from .fsdp import FSDPConfig, ReshardAfterForward, block_units
 from .initialise import Fill
 from .materialise import init_buffers, materialise, shared_parameters
 from .mirror import mirror_parameters
@@ -33,7 +33,10 @@ from .strategy import ParallelContext, Strategy, Unit, own_parameters
 class FSDP2(Strategy):
     """PyTorch's ``fully_shard``."""
 
-    def __init__(self, config: FSDP2Config, context: ParallelContext) -> None:
+    library: ClassVar[Any] = torch.distributed.fsdp
+    """Has ``fully_shard``, ``FSDPModule`` and ``MixedPrecisionPolicy``."""
+
+    def __init__(self, config: FSDPConfig, context: ParallelContext) -> None:
         super().__init__(context)
         self.config = config
         self.mesh = build_mesh(context.mesh, context.world_size, context.device)
@@ -58,30 +61,29 @@ class FSDP2(Strategy):
         init_buffers(model, device, self.config.buffer_dtype.torch)
         self.model = model
 
-    def _shard(self, model: DecoderModel, tied: bool) -> list[FSDPModule]:
+    def _shard(self, model: DecoderModel, tied: bool) -> list[Any]:
         """Make the units and return them in the order in which the forward uses them."""
-        config, context = self.config, self.context
-        pin_memory = context.device.is_accelerator
-        offload_policy = CPUOffloadPolicy(pin_memory=pin_memory) if context.cpu_offload else OffloadPolicy()
-        mp_policy = MixedPrecisionPolicy(
+        config, context, library = self.config, self.context, self.library
+        policies: dict[str, Any] = {}
+        if context.cpu_offload:
+            policies["offload_policy"] = library.CPUOffloadPolicy(pin_memory=context.device.is_accelerator)
+        policies["mp_policy"] = library.MixedPrecisionPolicy(
             param_dtype=None if config.param_dtype is DType.float32 else config.param_dtype.torch,
             reduce_dtype=config.reduce_dtype.torch,
             # The models keep rotary angles in float32 themselves; casting inputs would round them.
             cast_forward_inputs=False,
         )
-        units: list[FSDPModule] = []
+        units: list[Any] = []
         members: list[list[nn.Module]] = []
 
         def shard(modules: list[nn.Module], reshard_after_forward: bool) -> None:
-            fully_shard(
+            library.fully_shard(
                 modules,
                 mesh=self.mesh,
                 reshard_after_forward=reshard_after_forward,
                 shard_placement_fn=functools.partial(placement, ranks=self.mesh[SHARD_AXIS].size()),
-                mp_policy=mp_policy,
-                offload_policy=offload_policy,
+                **policies,
             )
-            assert isinstance(modules[0], FSDPModule)
             units.append(modules[0])
             members.append(modules)
 
@@ -105,14 +107,12 @@ class FSDP2(Strategy):
         if not tied:
             shard([model.norm, model.lm_head], outer)
         # What is left to the root.
-        fully_shard(
-            model, mesh=self.mesh, reshard_after_forward=outer, mp_policy=mp_policy, offload_policy=offload_policy
-        )
+        library.fully_shard(model, mesh=self.mesh, reshard_after_forward=outer, **policies)
         # The root's forward begins before any other; its own unit is empty but for GPT-2's positions.
         self._modules: list[list[nn.Module]] = [[model], *members]
         return units
 
-    def _set_prefetch(self, units: list[FSDPModule], tied: bool) -> None:
+    def _set_prefetch(self, units: list[Any], tied: bool) -> None:
         ahead, behind = self.config.forward_prefetch, self.config.backward_prefetch
         for i, unit in enumerate(units):
             if ahead:
@@ -128,8 +128,8 @@ class FSDP2(Strategy):
     @contextmanager
     def microbatch(self, index: int, count: int) -> Iterator[None]:
         """Reduce-scatter once a step, with the last micro-batch; in the deterministic mode, after each."""
-        assert isinstance(self.model, FSDPModule)
-        self.model.set_requires_gradient_sync(index == count - 1 or self.context.deterministic)
+        model: Any = self.model
+        model.set_requires_gradient_sync(index == count - 1 or self.context.deterministic)
         yield
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -160,13 +160,16 @@ class FSDP2(Strategy):
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """All-gather one parameter at a time."""
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # a unit stays gathered after a forward that no backward follows
+        self._reshard()
         for name, param in self.named_parameters():
             on_mesh = param.detach().to(self.mesh.device_type)
             assert isinstance(on_mesh, DTensor)
             yield name, on_mesh.full_tensor().to("cpu", torch.float32)
+
+    def _reshard(self) -> None:
+        for module in self.model.modules():
+            if isinstance(module, self.library.FSDPModule):
+                module.reshard()  # a unit stays gathered after a forward that no backward follows
 
     def shard_group(self) -> dist.ProcessGroup:
         """The ranks along the shard axis."""

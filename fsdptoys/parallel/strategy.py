@@ -84,6 +84,11 @@ class ParallelConfig(ABC):
         """Whether the strategy puts hooks on parts of a block, besides the block."""
         return False
 
+    @property
+    def compiles(self) -> bool:
+        """Whether blocks may be compiled."""
+        return True
+
     def resolve(self, deterministic: bool) -> None:  # noqa: B027 (not every strategy has such settings)
         """Replace settings that say ``auto`` by what they stand for."""
 

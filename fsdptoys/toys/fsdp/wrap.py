@@ -1,0 +1,195 @@
+"""``fully_shard``: makes a unit out of the parameters of a module that no unit within it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from .hooks import Driver, driver_of
+from .module import FSDPModule
+from .unit import Homes, MixedPrecisionPolicy, Unit
+
+_classes: dict[type, type] = {}
+"""Class of a module → the class that it is given instead."""
+
+
+def fully_shard(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    mp_policy: Any = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
+    offload_policy: Any = None,
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+) -> Any:
+    """Shard a module's parameters, gradients and optimizer states; call it bottom-up, the root last.
+
+    Args:
+        module: or several, which become one unit.
+        mesh: of one axis, or of two (replicate, shard: HSDP); None for all ranks.
+        reshard_after_forward: True frees whole parameters after the forward and gathers them again in the backward;
+            False keeps them; a number reshards them over so many ranks; None is True but for the root.
+        shard_placement_fn: gives the dim along which a parameter is sharded; None for the first.
+        mp_policy: number formats.
+        offload_policy: only one that does not offload.
+        ignored_params: stay as they are.
+        dp_mesh_dims: only None.
+
+    Returns:
+        What it was given, changed in place: each module is an ``FSDPModule`` as well now.
+
+    Raises:
+        NotImplementedError: for what the table in the package's docstring leaves out.
+        ValueError: for what no implementation could do.
+    """
+    if dp_mesh_dims is not None:
+        raise NotImplementedError("fully_shard(dp_mesh_dims=...) is not part of this implementation")
+    if hasattr(offload_policy, "pin_memory"):
+        raise NotImplementedError(
+            f"fully_shard(offload_policy={type(offload_policy).__name__}) is not part of this implementation, which "
+            "keeps shards on the device"
+        )
+    modules: list[nn.Module] = list(module) if isinstance(module, list | tuple) else [module]
+    for each in modules:
+        _check_module(each)
+    if mesh is None:
+        mesh = _all_ranks()
+    if mesh.ndim not in (1, 2):
+        raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise AssertionError("a 2D mesh for HSDP needs mesh_dim_names")
+
+    managed = _managed(modules)
+    homes = _parameters(managed, ignored_params or set())
+    _move(managed, homes, ignored_params or set(), mesh)
+    ranks = mesh.size(mesh.ndim - 1)
+    dims = [_dim(param, shard_placement_fn, ranks) for param in homes]
+    reshards, smaller = _after_forward(reshard_after_forward, mesh, ranks)
+    unit = Unit(homes, dims, mesh, smaller, reshards, mp_policy)
+    driver = Driver(modules, unit, is_auto=reshard_after_forward is None)
+    for each in modules:
+        each.__dict__["_fsdp_driver"] = driver
+        kind = type(each)
+        if kind not in _classes:
+            _classes[kind] = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
+        each.__class__ = _classes[kind]
+    for holder in dict.fromkeys(holder for places in homes.values() for holder, _ in places):
+        # State dicts are of sharded parameters, and what is loaded may replace them.
+        holder.register_state_dict_pre_hook(lambda *_: unit.reshard())
+        holder.register_load_state_dict_pre_hook(lambda *_: unit.reshard())
+        holder.register_load_state_dict_post_hook(lambda *_: unit.adopt())
+    return module
+
+
+def _check_module(module: nn.Module) -> None:
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
+        raise ValueError(f"fully_shard does not support containers that do not implement forward: {module}")
+    if driver_of(module) is not None:
+        raise AssertionError(
+            "Each distinct composable distributed API can only be applied to a module once, and fully_shard was "
+            f"applied to {module} before"
+        )
+
+
+def _all_ranks() -> DeviceMesh:
+    if not dist.is_initialized():
+        dist.init_process_group()
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return init_device_mesh(accelerator.type if accelerator is not None else "cpu", (dist.get_world_size(),))
+
+
+def _managed(roots: list[nn.Module]) -> list[nn.Module]:
+    """The modules whose parameters the unit gets, inner ones first: all that are not within another unit."""
+    found: list[nn.Module] = []
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module) -> None:
+        if module in seen or (module not in roots and driver_of(module) is not None):
+            return
+        seen.add(module)
+        for child in module.children():
+            visit(child)
+        found.append(module)
+
+    for root in roots:
+        visit(root)
+    return found
+
+
+def _parameters(managed: list[nn.Module], ignored: set[nn.Parameter]) -> dict[nn.Parameter, Homes]:
+    """Every parameter of the unit once, with all places that share it."""
+    homes: dict[nn.Parameter, Homes] = {}
+    for module in managed:
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            if param in ignored:
+                continue
+            if param.ndim == 0:
+                raise ValueError(
+                    f"fully_shard doesn't support scalar parameters. Change {name} to a 1D tensor with numel equal "
+                    "to 1."
+                )
+            if isinstance(param, DTensor):
+                raise NotImplementedError(
+                    f"parameter {name!r} is a DTensor already: sharding along two meshes is not part of this "
+                    "implementation"
+                )
+            if not param.is_contiguous():
+                raise NotImplementedError(f"FSDP does not support non-contiguous parameters yet: {name!r}")
+            homes.setdefault(param, []).append((module, name))
+    return homes
+
+
+def _move(
+    managed: list[nn.Module], homes: dict[nn.Parameter, Homes], ignored: set[nn.Parameter], mesh: DeviceMesh
+) -> None:
+    """Bring parameters and buffers to the mesh's device; what is on the meta device stays there."""
+    device = torch.device(mesh.device_type)
+    if device.type != "cpu":
+        device = torch.device(device.type, torch.get_device_module(device).current_device())
+    tensors: list[Tensor] = list(homes)
+    tensors += [buffer for module in managed for buffer in module.buffers(recurse=False)]
+    for tensor in tensors:
+        if tensor.device != device and not tensor.is_meta:
+            tensor.data = tensor.to(device)
+
+
+def _dim(param: nn.Parameter, shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None, ranks: int) -> int:
+    """Along which dim a parameter is sharded."""
+    placement = shard_placement_fn(param) if shard_placement_fn is not None else None
+    if placement is None:
+        return 0
+    if not isinstance(placement, Shard):
+        raise NotImplementedError(
+            f"shard_placement_fn gave {placement}: only Shard(dim) and None are part of this implementation"
+        )
+    dim = placement.dim + param.ndim if placement.dim < 0 else placement.dim
+    if not 0 <= dim < param.ndim:
+        raise AssertionError(f"Shard dim {dim} is invalid for {param.ndim}D tensor: {param.shape}")
+    if dim > 0 and param.shape[dim] % ranks:
+        raise NotImplementedError(
+            f"FSDP does not support uneven sharding on dim {dim}: {param.shape} (world size: {ranks})"
+        )
+    return dim
+
+
+def _after_forward(choice: bool | int | None, mesh: DeviceMesh, ranks: int) -> tuple[bool, DeviceMesh | None]:
+    """Whether to reshard after the forward, and over which mesh if not over the whole."""
+    if choice is None or isinstance(choice, bool):
+        return choice is not False, None
+    if not isinstance(choice, int):
+        raise ValueError(
+            f"reshard_after_forward should be a bool or an int representing the group size to reshard to, not {choice}"
+        )
+    if choice < 1 or ranks % choice:
+        raise ValueError(f"If passing reshard_after_forward as an int, it should be a factor of {ranks}, not {choice}")
+    if choice in (1, ranks):
+        return choice == ranks, None
+    return True, DeviceMesh(mesh.device_type, mesh.mesh.view(-1, choice))
