@@ -4,7 +4,7 @@ import errno
 import os
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,6 +18,7 @@ from fsdptoys.errors import ConfigError
 from scripts.ranks import run_ranks
 from tests.checkpoint.disks import tree
 from tests.checkpoint.series import distributed, facts, make_series, own_facts, resume, whole, whole_tensors
+from tests.measuring import without_coverage
 
 NUMBERS = 120_000
 """Numbers of the large tensor of the full disk: two ranks' halves of it twice are over its MiB."""
@@ -192,10 +193,11 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.usefixtures("unmeasured"))])
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_all_ranks_go_by_what_one_of_them_finds(world_size: int, tmp_path: Path) -> None:
     """Oracle: the whole tensors, sentences and verdicts, in real processes."""
-    run_ranks(world_size, lambda: Cases(tmp_path).run())
+    with nullcontext() if world_size == 2 else without_coverage():
+        run_ranks(world_size, lambda: Cases(tmp_path).run())
 
 
 def test_a_checkpoint_is_loaded_by_any_number_of_ranks(tmp_path: Path) -> None:
