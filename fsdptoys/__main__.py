@@ -155,13 +155,14 @@ def _work(words: list[str]) -> None:
         handed = Handed(plan.composition.config, plan.hardware, plan.local_ranks, plan.world_size)
     config, hardware = handed.config, handed.hardware
     # Under torchrun nobody has set these before the start. Allocators read theirs with the first allocation, OpenMP its
-    # own at import, so threads are set once more.
+    # own at import, which was in the launcher for its forks, so threads are set once more.
     environment = hardware_environment(
         hardware.device_type, handed.local_ranks, hardware.cores, config.train.deterministic, os.environ
     )
     os.environ.update(environment)
-    if "OMP_NUM_THREADS" in environment:
-        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    threads = os.environ["OMP_NUM_THREADS"].partition(",")[0]  # the others are for nested regions
+    if threads.strip().isdecimal():
+        torch.set_num_threads(int(threads))
     prediction = None
     if os.environ["RANK"] == "0":
         _check_places(config)

@@ -3,15 +3,21 @@
 The agent's own methods wait up to half a minute for workers that do not end. Tried with torch 2.7 and 2.13.
 """
 
+import contextlib
 import logging
 import os
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+from .forked import ForkedProcess
 
 
 class EndedError(Exception):
@@ -38,15 +44,23 @@ class Watcher(Protocol):
 
 
 class Agent(LocalElasticAgent):
-    """Torch's agent, which tells what it does to the one who owns the signals."""
+    """Torch's agent, which tells what it does to the one who owns the signals.
 
-    def __init__(self, watcher: Watcher, spec: WorkerSpec, logs_specs: DefaultLogsSpecs) -> None:
+    Args:
+        watcher: the one.
+        spec: what each worker runs; the words after ``-m`` where ``forks``.
+        logs_specs: torch's.
+        forks: workers are forks of this process instead of new interpreters.
+    """
+
+    def __init__(self, watcher: Watcher, spec: WorkerSpec, logs_specs: DefaultLogsSpecs, forks: bool) -> None:
         super().__init__(spec, logs_specs)
-        self._watcher = watcher
+        self._watcher, self._forks = watcher, forks
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._watcher.before_start()
-        pids = super()._start_workers(worker_group)
+        with _forked_workers() if self._forks else contextlib.nullcontext():
+            pids = super()._start_workers(worker_group)
         assert self._pcontext is not None
         close = self._pcontext.close
 
@@ -69,6 +83,25 @@ class Agent(LocalElasticAgent):
     def _shutdown(self, *args: Any, **options: Any) -> None:
         with self._watcher.no_longer_than_it_may():
             super()._shutdown(*args, **options)
+
+
+class _ForkedHandler(SubprocessHandler):
+    """Torch's handle of a worker, with a fork in the place of a new interpreter."""
+
+    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
+        assert args[1] == "-m", args
+        return ForkedProcess(args[2], args[3:], env)
+
+
+@contextlib.contextmanager
+def _forked_workers() -> Iterator[None]:
+    """Have torch start workers as forks of this process."""
+    make_handler = multiprocessing_api.get_subprocess_handler
+    multiprocessing_api.get_subprocess_handler = _ForkedHandler  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        multiprocessing_api.get_subprocess_handler = make_handler
 
 
 def group_runs(group: int) -> bool:

@@ -185,4 +185,5 @@ def launch(plan: Plan) -> int:
         environment=environment,
         max_restarts=config.launch.max_restarts,
         handed=Handed(config, plan.hardware, plan.local_ranks, plan.world_size),
+        forks=plan.hardware.device_type == "cpu",
     )

@@ -75,6 +75,7 @@ def run_workers(
     environment: Mapping[str, str] | None = None,
     max_restarts: int = 0,
     handed: Handed | None = None,
+    forks: bool = False,
 ) -> int:
     """Run ``python -m module arguments`` once for each rank of this machine, and wait for all of them.
 
@@ -87,6 +88,8 @@ def run_workers(
         environment: added to the workers' environment.
         max_restarts: how many times all workers are started again after one has failed.
         handed: what the launcher has composed, so that the workers need not.
+        forks: the workers are forks of this process where the system has safe ones, and need not import again what it
+            has imported; not for what has used an accelerator, or several threads.
 
     Returns:
         0 after success, 1 after a worker's exception, 2 after a ``ConfigError``, 128 plus its number after a signal
@@ -114,7 +117,7 @@ def run_workers(
         local_addr="localhost" if nnodes == 1 else None,
         max_restarts=max_restarts,
     )
-    workers = _Workers(folder, launch, ("-m", module, *arguments))
+    workers = _Workers(folder, launch, ("-m", module, *arguments), forks and sys.platform == "linux")
     try:
         with workers.taking_signals():
             status, told = workers.run()
@@ -134,8 +137,8 @@ def run_workers(
 class _Workers:
     """What the agent's thread and the main thread, which owns the signals, know of each other."""
 
-    def __init__(self, folder: Path, launch: LaunchConfig, command: Sequence[str]) -> None:
-        self.folder, self.launch, self.command = folder, launch, command
+    def __init__(self, folder: Path, launch: LaunchConfig, command: Sequence[str], forks: bool) -> None:
+        self.folder, self.launch, self.command, self.forks = folder, launch, command, forks
         self._events: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # signals; None: the agent is done
         self._lock = threading.Lock()
         self._pids: dict[int, int] = {}  # of this start, by rank
@@ -290,7 +293,7 @@ class _Workers:
                 local_addr=launch.local_addr,
                 **options,
             )
-            result = Agent(self, spec, DefaultLogsSpecs(log_dir=str(self.folder))).run()
+            result = Agent(self, spec, DefaultLogsSpecs(log_dir=str(self.folder)), self.forks).run()
             self._succeeded = result is not None and not result.is_failed()
         except EndedError:
             pass

@@ -160,7 +160,7 @@ class Bench:
 
     def run(self, contestant: Contestant, number: int) -> Run:
         """One run of one contestant, to be begun."""
-        run_dir = self.folder / f"run-{number}"
+        run_dir = self.folder / f"{self.work.dtype}-{number}"
         environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
         environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         if contestant.script is None:
@@ -330,7 +330,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", action="store_true", help="one CUDA device instead of two ranks on the CPU")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, help="a run; 6 in float32 by default")
+    parser.add_argument("--steps", type=int, help="a run; 5 in float32 by default")
     parser.add_argument("--warmup", type=int, default=1, help="first steps that are not timed")
     parser.add_argument("--only", choices=["float32", "bfloat16"], help="one number format")
     parser.add_argument("--contestants", nargs="*", help="only those whose name contains one of these; judges nothing")
@@ -369,7 +369,7 @@ def main() -> int:
             if args.only not in (None, dtype):
                 continue
             slow = dtype == "bfloat16" and not args.gpu and not computes_bfloat16()
-            batch_size, seq_len, steps = (1, 128, 3) if slow else (8, 1024, 12) if args.gpu else (2, 256, 6)
+            batch_size, seq_len, steps = (1, 128, 3) if slow else (8, 1024, 12) if args.gpu else (2, 256, 5)
             work = Work(
                 weights=str(folder / "weights"), batches=str(folder / "batches.bin"), ranks=1 if args.gpu else 2,
                 batch_size=batch_size, seq_len=seq_len, steps=args.steps or steps, dtype=dtype,

@@ -2,7 +2,7 @@
 # The one test command, which continuous integration runs too: `bash scripts/test.sh [arguments for pytest]`.
 #
 # In order, stopping at the first failure: ruff, import floors, mypy, pytest under coverage. With no arguments the whole
-# suite runs, as two processes side by side, and at least 90% of the lines must be covered; with arguments
+# suite runs, as three processes side by side, and at least 90% of the lines must be covered; with arguments
 # (`tests/data -k resume`) one process runs what they name, and coverage is only told. CHAOS_KILLS=10 kills real runs too.
 #
 # The tests run on the checkout with the active virtual environment's or PATH's python3 (PYTHON=/path/to/python
@@ -12,9 +12,10 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD
 minimum_percent=90
-# What the second process runs; the first runs all the rest of tests/. They should take about as long as each other, as
-# their closing lines tell. Not pytest-xdist: its workers have threads, and the tests fork ranks.
-second_half=(tests/checkpoint tests/data tests/metrics tests/memory tests/models tests/parallel tests/recorded tests/simulator tests/sweep tests/sweeping)
+# What the second and the third process run; the first runs all the rest of tests/. They should take about as long as each
+# other, as their closing lines tell. Three, for two cores: tests wait for each other's ranks a fifth of the time. Not
+# pytest-xdist: its workers have threads, and the tests fork ranks.
+shares=("tests/checkpoint tests/parallel" "tests/data tests/memory tests/metrics tests/models tests/plan tests/recorded tests/report tests/simulator tests/sweep tests/sweeping")
 
 say() { printf 'test.sh: %s\n' "$1"; }
 fail() {
@@ -65,8 +66,14 @@ if [[ -n $missing ]]; then
 fi
 
 scratch=$(mktemp -d)
-second=''
-trap '[[ -z $second ]] || kill -- "-$second" 2>/dev/null || true; rm -rf "$scratch"' EXIT
+others=() # process groups
+kill_others() { # signal
+  local group
+  for group in "${others[@]}"; do
+    kill "$1" -- "-$group" 2>/dev/null || true
+  done
+}
+trap 'kill_others -TERM; rm -rf "$scratch"' EXIT
 export COVERAGE_FILE=$scratch/coverage
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # Processes that the tests start elsewhere find this checkout too, and no other copy of fsdptoys.
@@ -85,7 +92,7 @@ part() { # name, command: run it, remember how long it took, stop the whole wher
 finish() { # exit status, what to say: pytest's closing line comes last, for it counts the tests of all processes
   printf '\n'
   say "$2; ${times%; }"
-  [[ ! -e $scratch/pytest.log ]] || closing_line "$scratch/pytest.log" "$scratch/pytest-second.log"
+  [[ ! -e $scratch/pytest.log ]] || closing_line "$scratch"/pytest*.log
   exit "$1"
 }
 
@@ -122,22 +129,31 @@ run_pytest() {
 }
 
 # shellcheck disable=SC2329
-run_halves() { # the first is shown as it goes, the second when both are done; each has coverage data of its own
-  local status=0 second_status=0
+run_shares() { # the first is shown as it goes, the others when all are done; each has coverage data of its own
+  local status=0 number folders ignored=()
   set -m # without job control bash has what runs in the background ignore Ctrl-C, which tests send their own processes
-  COVERAGE_FILE=$scratch/coverage-second "$python" -m coverage run -m pytest --color="$color" \
-    "${second_half[@]}" >"$scratch/pytest-second.log" 2>&1 </dev/null &
-  second=$!
+  for number in "${!shares[@]}"; do
+    read -ra folders <<<"${shares[number]}"
+    ignored+=("${folders[@]/#/--ignore=}")
+    COVERAGE_FILE=$scratch/coverage-$number "$python" -m coverage run -m pytest --color="$color" \
+      "${folders[@]}" >"$scratch/pytest-$number.log" 2>&1 </dev/null &
+    others+=("$!")
+  done
   set +m
-  trap 'kill -INT -- "-$second"' INT
-  run_pytest tests "${second_half[@]/#/--ignore=}" || status=$?
-  wait "$second" || second_status=$?
-  ! kill -0 "$second" 2>/dev/null || wait "$second" || second_status=$? # Ctrl-C ends a wait, and both processes later
+  trap 'kill_others -INT' INT
+  run_pytest tests "${ignored[@]}" || status=$?
+  for number in "${!shares[@]}"; do
+    local group=${others[number]} other_status=0
+    wait "$group" || other_status=$?
+    # Ctrl-C ends a wait, and all processes later.
+    ! kill -0 "$group" 2>/dev/null || wait "$group" || other_status=$?
+    status=$((status ? status : other_status))
+    say "pytest ${shares[number]}"
+    cat "$scratch/pytest-$number.log"
+  done
   trap - INT
-  second=''
-  say "pytest ${second_half[*]}"
-  cat "$scratch/pytest-second.log"
-  return $((status ? status : second_status))
+  others=()
+  return "$status"
 }
 
 # shellcheck disable=SC2329
@@ -151,7 +167,7 @@ part 'ruff format' "$python" -m ruff format --check .
 part 'import floors' "$python" -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
 part 'mypy' "$python" -m mypy
 if [[ $# == 0 ]]; then
-  part 'pytest' run_halves
+  part 'pytest' run_shares
   part "coverage, at least $minimum_percent%" report_coverage --fail-under="$minimum_percent"
 else
   part 'pytest' run_pytest "$@"

@@ -36,7 +36,7 @@ COMMANDS = {
 
 def start(name: str, folder: Path, measured: bool) -> subprocess.CompletedProcess[str]:
     """Run a command to its end; its run directory, in the folder, has its name; coverage slows interpreters down."""
-    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
     env = {key: value for key, value in env.items() if measured or not key.startswith("COVERAGE_PROCESS_")}
     return subprocess.run(
         [*COMMANDS[name], *OVERRIDES, f"metrics.run_dir={name}"],
@@ -60,11 +60,15 @@ def test_train_starts_ranks_and_leaves_a_run_directory(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Oracle: exit status, the one line of hardware, one line of metrics a step; the same words again are refused."""
+    """Oracle: exit status, the one line of hardware, one line of metrics a step, the rank's share of the cores, which a
+    fork of the launcher does not have by itself; the same words again are refused."""
     done, folder = plain
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("fsdptoys: ") == 1 and "with fsdp2 on 2 ranks" in done.stdout
     assert len((folder / "python" / "metrics.jsonl").read_text().splitlines()) == 3
+    environment = json.loads((folder / "python" / "environment.json").read_text())
+    cores = len(os.sched_getaffinity(0))
+    assert environment["machine"]["torch_threads"] == max(1, cores // 2)
     monkeypatch.chdir(folder)
     assert main(["train", *OVERRIDES, "metrics.run_dir=python"]) == 2
     again = capsys.readouterr()

@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from fsdptoys import meeting
 from fsdptoys.workers import run_workers
-from tests.warm import WarmPopen
 
 WORKER = """
 import os, signal, sys, time
@@ -40,7 +38,10 @@ def deaf():
     sleep()
 
 def environment():
-    print("threads", os.environ["OMP_NUM_THREADS"], flush=True)
+    print(os.environ["OMP_NUM_THREADS"], rank, os.getsid(0) == os.getpid(), sys.argv[1:], flush=True)
+    print([signal.getsignal(number).name for number in (signal.SIGTERM, signal.SIGUSR1)], flush=True)
+    print([Path(name).name for name in os.listdir("/proc/self/fd") if int(name) > 3], flush=True)
+    print("" in sys.path, os.getcwd() in sys.path, __name__, flush=True)
 
 def exit():
     if rank == 1:
@@ -251,10 +252,9 @@ def launch(folder: Path, how: str, ranks: int, options: dict[str, Any]) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     os.environ["PYTHONPATH"] = str(folder)
-    if how not in INTERPRETERS:
-        subprocess_handler.Popen = WarmPopen  # type: ignore[misc]
     for name in [name for name in os.environ if how in INTERPRETERS and name.startswith("COVERAGE_PROCESS_")]:
         del os.environ[name]  # they run no line of what is measured
+    options = {"forks": how not in INTERPRETERS, **options}
     os._exit(run_workers("toy_worker", [how], ranks, environment={"OMP_NUM_THREADS": "1"}, **options))
 
 
@@ -289,11 +289,15 @@ def test_mistake_is_told_in_one_sentence_without_starting_again(launched: Any) -
 
 
 @pytest.mark.launcher
-def test_workers_get_the_environment_and_success_is_0(launched: Any) -> None:
-    """Oracle: what each of the two workers prints."""
-    run = launched("environment")
+@pytest.mark.parametrize("forks", [False, True])
+def test_worker_finds_what_a_new_interpreter_has_and_success_is_0(launched: Any, forks: bool) -> None:
+    """Oracle: what each of the two workers prints: threads, rank, a session of its own, its words; signals as ever, no
+    open files but the listing's, and of the paths the working directory once, which is in PYTHONPATH here."""
+    run = launched("environment", forks=forks)
     assert run.result() == (0, "")
-    assert (run.folder / "stdout").read_text().split() == ["threads", "1"] * 2
+    told = sorted((run.folder / "stdout").read_text().splitlines())
+    own = [f"1 {rank} True ['environment']" for rank in (0, 1)]
+    assert told == sorted([*own, *["['SIG_DFL', 'SIG_DFL']", "[]", "False True __main__"] * 2])
 
 
 @pytest.mark.launcher
