@@ -50,12 +50,14 @@ def check_layers(module: nn.Module, device: torch.device) -> None:
 
 def check_same_model(params: list[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Compare numbers and shapes of parameters over ranks."""
-    shapes: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(shapes, [tuple(param.shape) for param in params], group=group)
-    for rank, others in enumerate(shapes):
+    own = torch.tensor([number for param in params for number in (param.ndim, *param.shape)], device=params[0].device)
+    counts = _gather(torch.tensor([len(params), own.numel()], device=own.device), group)
+    longest = max(int(length) for _, length in counts)
+    for rank, numbers in enumerate(_gather(nn.functional.pad(own, (0, longest - own.numel())), group)):
+        others = _shapes(numbers.tolist(), int(counts[rank][0]))
         if len(others) != len(params):
             raise RuntimeError(
-                f"DDP expects same model across all ranks, but Rank {dist.get_rank(group)} has {len(params)} params, "
+                f"DDP expects same model across all ranks, but Rank {group.rank()} has {len(params)} params, "
                 f"while rank {rank} has inconsistent {len(others)} params."
             )
         for index, (shape, param) in enumerate(zip(others, params, strict=True)):
@@ -64,6 +66,22 @@ def check_same_model(params: list[nn.Parameter], group: dist.ProcessGroup) -> No
                     f"params[{index}] in this process with sizes {list(param.shape)} appears not to match sizes "
                     f"{list(shape)} of the same param in process {rank}."
                 )
+
+
+def _gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    tensors = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(tensors, tensor, group=group)
+    return tensors
+
+
+def _shapes(numbers: list[int], count: int) -> list[tuple[int, ...]]:
+    """Of so many parameters, each written as its number of dims and then these."""
+    shapes = []
+    for _ in range(count):
+        ndim, numbers = numbers[0], numbers[1:]
+        shapes.append(tuple(numbers[:ndim]))
+        numbers = numbers[ndim:]
+    return shapes
 
 
 def mistake_of_hook(hook: Any) -> tuple[type[Exception], str] | None:

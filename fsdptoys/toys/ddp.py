@@ -34,6 +34,7 @@ from .buckets import broadcast_together
 from .checks import check_devices, check_layers, check_same_model, mistake_of_hook
 from .graph import map_tensors, tensors_in, through_sink
 from .join import Shadow
+from .logbook import describe
 from .reducer import Reducer
 
 MIB = 2**20
@@ -248,7 +249,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def common_rank(self, is_candidate: bool) -> int:
         """The last of the ranks that may send."""
-        rank = torch.tensor([dist.get_rank(self.process_group) if is_candidate else -1], device=self.device)
+        rank = torch.tensor([self.process_group.rank() if is_candidate else -1], device=self.device)
         dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=self.process_group)
         return int(rank.item())
 
@@ -263,18 +264,13 @@ class DistributedDataParallel(nn.Module, Joinable):
         module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        reducer = self.reducer
-        return {
-            "world_size": reducer.world_size,
-            "rank": dist.get_rank(self.process_group),
-            "module_name": type(self.module).__name__,
-            "iteration": reducer.iterations,
-            "has_error": int(bool(reducer.error)),
-            "error": reducer.error,
-            "static_graph": int(self.static_graph),
-            "has_rebuilt_buckets": int(reducer.has_rebuilt),
-            "bucket_cap_bytes": self.bucket_bytes_cap,
-        }
+        return describe(self)
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        if sample_rate < 1:
+            message = "DDP runtime logging sample rate should be equal or greater than 1"
+            self.reducer.fail(ValueError, message)
+        self.reducer.logbook.sample_rate = sample_rate
 
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group != dist.group.WORLD:

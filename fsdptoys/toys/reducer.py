@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from .buckets import Bucket, GradBucket, assign_buckets
 from .graph import queue_callback, reached_leaves
+from .logbook import Logbook
 
 CommHook = Callable[[Any, Any], Any]
 
@@ -68,13 +69,16 @@ class Reducer:
     ) -> None:
         self.names, self.params, self.sparse, self.group = names, params, sparse, group
         self.limits, self.find_unused, self.as_views = limits, find_unused, as_views
-        self.divisor = self.world_size = dist.get_world_size(group)
+        self.divisor = self.world_size = group.size()
         self.comm_hook: tuple[CommHook, Any] | None = None
         self.iterations, self.has_rebuilt, self.error = 0, False, ""
+        self.logbook = Logbook()
+        self.ready_order: list[int] = []
+        """In which the gradients of the last backward came."""
         self._expects_backward = self._has_started = False
         self._order: dict[int, None] = {}
         self._counted: list[int] = []
-        self._unused: list[int] = []
+        self.unused: list[int] = []
         self._used: set[int] = set()
         self._times_ready: Counter[int] = Counter()
         self.set_static_graph(static_graph)
@@ -94,9 +98,11 @@ class Reducer:
         searches = self.find_unused and not static_graph
         limits = self.limits if searches else [sys.maxsize]
         self._make_buckets(assign_buckets(self.params, limits, self.sparse)[::-1])
+        self.first_sizes = [bucket.nbytes for bucket in self.buckets]
 
     def begin_forward(self) -> None:
         """Refuse to go on from a backward that did not reduce everything; after the first step, cut new buckets."""
+        self.logbook.begin(self.iterations)
         if self._has_started:
             missing = [number for number in range(len(self.params)) if number not in self._order]
             self.fail(
@@ -106,7 +112,7 @@ class Reducer:
                 "parameter detection by passing the keyword argument `find_unused_parameters=True` to "
                 "`DistributedDataParallel`, and by making sure all `forward` function outputs participate in "
                 "calculating loss. Parameters which did not receive grad for rank "
-                f"{dist.get_rank(self.group)}: {', '.join(self.names[number] for number in missing)}. "
+                f"{self.group.rank()}: {', '.join(self.names[number] for number in missing)}. "
                 f"Parameter indices which did not receive grad: {' '.join(map(str, missing))}",
             )
         if self._order and not self.has_rebuilt and (self.static_graph or not self.find_unused):
@@ -127,7 +133,7 @@ class Reducer:
         self._times_left = Counter(self._times_ready)
         if self.find_unused and not self.static_graph:
             reached = reached_leaves(outputs)
-            self._unused = [number for number, param in enumerate(self.params) if param not in reached]
+            self.unused = [number for number, param in enumerate(self.params) if param not in reached]
         self.iterations += 1
 
     def enter_backward(self) -> None:
@@ -140,8 +146,8 @@ class Reducer:
         """End the first step of a static graph: what was counted is what to wait for from now on."""
         self.counts_first = False
         self._times_ready = Counter(self._counted)
-        self._unused = [number for number in range(len(self.params)) if number not in self._times_ready]
-        for number in [*self._times_ready, *self._unused]:
+        self.unused = [number for number in range(len(self.params)) if number not in self._times_ready]
+        for number in [*self._times_ready, *self.unused]:
             self._mark_ready(number)
         self._order = {}  # that of a backward is known after the next one only
         self._finish()
@@ -177,9 +183,9 @@ class Reducer:
     @torch.no_grad()
     def _rebuild(self) -> None:
         """Cut buckets in the order in which rank 0's gradients came, parameters without any last."""
-        came = [number for number in self._order if number not in self._unused]
-        order = torch.tensor([*came, *self._unused], device=self.params[0].device)
-        dist.broadcast(order, dist.get_global_rank(self.group, 0), group=self.group)
+        came = [number for number in self._order if number not in self.unused]
+        order = torch.tensor([*came, *self.unused], device=self.params[0].device)
+        dist.broadcast(order, group=self.group, group_src=0)
         numbers: list[int] = order.tolist()
         assignment = assign_buckets(
             [self.params[number] for number in numbers], self.limits, [self.sparse[number] for number in numbers]
@@ -206,7 +212,8 @@ class Reducer:
             return
         if not self._has_started:
             self._has_started = True
-            for unused in self._unused:
+            self.logbook.note("backward_start")
+            for unused in self.unused:
                 self._mark_ready(unused)
         self._mark_ready(number)
         if self._next_bucket == len(self.buckets):
@@ -234,9 +241,10 @@ class Reducer:
             self._used_work = dist.all_reduce(self._used_anywhere, group=self.group, async_op=True)
 
     def _all_reduce(self, index: int) -> None:
+        self.logbook.note("comm_start")
         bucket = self.buckets[index]
         if self.comm_hook is None:
-            bucket.result = dist.all_reduce(bucket.buffer, group=self.group, async_op=True)
+            bucket.result = dist.all_reduce(bucket.buffer, group=self.group, async_op=True).get_future()
             return
         hook, state = self.comm_hook
         bucket.result = hook(state, GradBucket(bucket, index, index == len(self.buckets) - 1))
@@ -258,6 +266,8 @@ class Reducer:
     @torch.no_grad()
     def _finish(self) -> None:
         """Wait for all buckets and hand out the averages."""
+        self.logbook.note("backward_end")
+        self.ready_order = list(self._order)
         self._expects_backward = self._has_started = False
         used = set(range(len(self.params)))
         if self.find_unused or self.static_graph:
@@ -268,6 +278,7 @@ class Reducer:
             for slot, number in enumerate(bucket.numbers):
                 if number in used:
                     bucket.hand_out(slot, self.as_views)
+        self.logbook.note("comm_end")
         self._used.clear()
 
     def _used_map(self) -> Tensor:

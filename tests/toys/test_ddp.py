@@ -17,7 +17,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel as Native
 from torch.utils.checkpoint import checkpoint
 
-from fsdptoys.toys.buckets import assign_buckets, views_like
 from fsdptoys.toys.ddp import DistributedDataParallel as Toy
 from fsdptoys.toys.reducer import Reducer
 from scripts.ranks import run_ranks
@@ -380,30 +379,3 @@ def dead_reducers() -> bool:
 def test_a_reducer_goes_with_its_module() -> None:
     """Oracle: the garbage collector's list of living objects; the bare module trains on as if never wrapped."""
     assert run_ranks(1, dead_reducers) == [True]
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_buckets_are_cut_as_pytorch_cuts_them(seed: int) -> None:
-    """Oracle: PyTorch's own assignment, over random sizes, two number formats, sparse ones and limits."""
-    generator = torch.Generator().manual_seed(seed)
-    sizes = torch.randint(1, 300, (30,), generator=generator).tolist()
-    tensors = [torch.zeros(size, dtype=torch.float64 if size % 5 == 0 else torch.float32) for size in sizes]
-    sparse = [size % 7 == 0 for size in sizes]
-    limits = torch.randint(1, 2000, (1 + seed % 3,), generator=generator).tolist()
-    expected, _ = dist._compute_bucket_assignment_by_size(tensors, limits, sparse)
-    assert sorted(assign_buckets(tensors, limits, sparse)) == sorted(expected)
-
-
-def test_views_of_a_bucket_keep_layouts_without_gaps_and_cover_it_once() -> None:
-    """Oracle: writing a different number through each view leaves each number as often as the tensor has elements."""
-    tensors = [
-        torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last),
-        torch.zeros(4, 6)[:, ::2],
-        torch.zeros(()),
-    ]
-    buffer = torch.zeros(sum(tensor.numel() for tensor in tensors))
-    views = views_like(buffer, tensors)
-    for number, view in enumerate(views):
-        view.fill_(number + 1)
-    assert [int((buffer == n + 1).sum()) for n in range(3)] == [tensor.numel() for tensor in tensors]
-    assert views[0].stride() == tensors[0].stride() and views[1].is_contiguous()
