@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable import replicate
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdptoys.toys.fsdp.internals import local_tensor
+from fsdptoys.toys.fsdp.policies import check_offload
 from tests.toys.fsdp_models import (
     NATIVE,
     TOY,
@@ -74,6 +76,14 @@ def unshards_beside_other_work() -> None:
     assert not isinstance(model.blocks[0].up.weight, DTensor)
     model.blocks[0].reshard()
     assert torch.equal(whole(model)["blocks.0.up.weight"], build_plain()["blocks.0.up.weight"])
+
+
+def unshards_what_is_whole_already() -> None:
+    model = build(TOY, Case(options={"reshard_after_forward": False}))
+    for tokens_BT in batches(2):
+        model(tokens_BT)
+        model.blocks[0].unshard(async_op=True).wait()
+        assert not isinstance(model.blocks[0].up.weight, DTensor)
 
 
 def build_plain() -> dict[str, Tensor]:
@@ -235,6 +245,27 @@ def slices_into_plain_modules() -> None:
         copy.deepcopy(model)
 
 
+def lives_beside_replicated_parts() -> None:
+    # ``replicate`` leaves sharded parts alone, and ``fully_shard`` replicated ones, in either order.
+    for first in ("shard", "replicate"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        expected = copy.deepcopy(model)
+        if first == "shard":
+            TOY.fully_shard(model[0], mesh=mesh_of())
+            replicate(model)
+        else:
+            replicate(model[1])
+            TOY.fully_shard(model, mesh=mesh_of())
+        for each in (model, expected):
+            each(torch.full((2, 4), 1.0 + dist.get_rank())).square().sum().backward()
+        for param in expected.parameters():
+            dist.all_reduce(param.grad)
+        assert isinstance(model[0].weight, DTensor) and not isinstance(model[1].weight, DTensor)
+        assert torch.equal(model[0].weight.grad.full_tensor() * dist.get_world_size(), expected[0].weight.grad)
+        assert torch.equal(model[1].weight.grad * dist.get_world_size(), expected[1].weight.grad)
+
+
 def ignores_what_it_is_told_to() -> None:
     model = Model()
     kept = set(model.blocks[0].norm.parameters())
@@ -244,11 +275,44 @@ def ignores_what_it_is_told_to() -> None:
     assert all(param.grad is not None for param in kept)
 
 
+def reduces_for_several_roots_in_one_queue() -> None:
+    torch.manual_seed(0)
+    parts, plain = ([nn.Sequential(nn.Linear(4, 4)) for _ in range(3)] for _ in range(2))
+    for part, other in zip(parts, plain, strict=True):
+        other.load_state_dict(part.state_dict())
+        TOY.fully_shard(part[0], mesh=mesh_of())
+        TOY.fully_shard(part, mesh=mesh_of())
+    TOY.share_comm_ctx(parts)
+    assert len({TOY.fully_shard.state(part).iteration.reductions for part in parts}) == 1
+    for model in (nn.Sequential(*parts), nn.Sequential(*plain)):
+        model(torch.ones(2, 4)).sum().backward()
+    for part, other in zip(parts, plain, strict=True):
+        assert torch.equal(part[0].weight.grad.full_tensor(), other[0].weight.grad)
+        assert TOY.fully_shard.state(part[0]) is part[0]._get_fsdp_state() and TOY.fully_shard.state(other) is None
+
+
+def keeps_shards_on_the_cpu_where_the_mesh_is() -> None:
+    # Where the ranks are CPUs anyway, PyTorch's policy of offloading to them asks for nothing more.
+    outcomes = []
+    for library in (TOY, NATIVE):
+        policy = library.CPUOffloadPolicy(pin_memory=False)
+        model = build(library, Case(options={"offload_policy": policy}))
+        outcomes.append((backward(model, batches(1)[0]), whole(model)["blocks.0.up.weight"]))
+        assert model.blocks[0].up.weight.device.type == "cpu"
+    assert outcomes[0][0] == outcomes[1][0] and torch.equal(outcomes[0][1], outcomes[1][1])
+    build(TOY, Case(options={"offload_policy": TOY.OffloadPolicy()}))
+
+
 def refuses_what_it_leaves_out_by_name() -> None:
-    mesh, policy = mesh_of(), NATIVE.CPUOffloadPolicy(pin_memory=False)
+    mesh, policy = mesh_of(), NATIVE.CPUOffloadPolicy()
     mixed = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).half())
     refusals: list[tuple[str, type[Exception], Callable[[], Any]]] = [
         ("CPUOffloadPolicy", NotImplementedError, lambda: TOY.fully_shard(Model(), mesh=mesh, offload_policy=policy)),
+        (
+            "CPUOffloadPolicy",
+            NotImplementedError,
+            lambda: check_offload(TOY.CPUOffloadPolicy(pin_memory=False), "cuda"),
+        ),
         ("dp_mesh_dims", NotImplementedError, lambda: TOY.fully_shard(Model(), mesh=mesh, dp_mesh_dims=object())),
         ("mix", NotImplementedError, lambda: TOY.fully_shard(mixed, mesh=mesh)),
         ("shard_placement_fn", NotImplementedError, lambda: TOY.fully_shard(Model(), shard_placement_fn=lambda _: 1)),
@@ -271,6 +335,7 @@ def refuses_what_it_leaves_out_by_name() -> None:
         ("DTensor", NotImplementedError, lambda: TOY.fully_shard(NATIVE.fully_shard(nn.Linear(2, 2)))),
     ]
     sharded = build(TOY, Case())
+    sharded._set_unshard_async_op(True)
     for name, arguments in {
         "set_custom_all_gather": (None,),
         "set_custom_reduce_scatter": (None,),
@@ -281,6 +346,7 @@ def refuses_what_it_leaves_out_by_name() -> None:
         refusals.append((name, NotImplementedError, lambda name=name, a=arguments: getattr(sharded, name)(*a)))  # type: ignore[misc]
     refusals += [
         ("stream", NotImplementedError, lambda: sharded.set_all_reduce_hook(print, stream=object())),
+        ("async", NotImplementedError, lambda: sharded._set_unshard_async_op(False)),
         ("positive", ValueError, lambda: sharded.set_reduce_scatter_max_input_buffers(0)),
         ("int", TypeError, lambda: sharded.set_reduce_scatter_max_input_buffers(True)),
         ("bool", ValueError, lambda: sharded.set_reshard_after_forward(2)),
@@ -297,6 +363,9 @@ CLAIMS = [
     keeps_one_storage_for_whole_parameters,
     holds_its_share_of_parameters_and_gradients,
     unshards_beside_other_work,
+    unshards_what_is_whole_already,
+    reduces_for_several_roots_in_one_queue,
+    keeps_shards_on_the_cpu_where_the_mesh_is,
     gathers_the_next_unit_before_this_one_computes,
     gathers_as_often_as_pytorch,
     forgets_a_wrong_guess,
@@ -309,6 +378,7 @@ CLAIMS = [
     trains_after_inference_mode,
     runs_a_part_by_itself,
     slices_into_plain_modules,
+    lives_beside_replicated_parts,
     ignores_what_it_is_told_to,
     refuses_what_it_leaves_out_by_name,
 ]

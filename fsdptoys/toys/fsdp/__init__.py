@@ -59,5 +59,8 @@ from .initialise import initialise as initialise
 from .module import FSDPModule as FSDPModule
 from .module import UnshardHandle as UnshardHandle
 from .module import register_fsdp_forward_method as register_fsdp_forward_method
-from .unit import MixedPrecisionPolicy as MixedPrecisionPolicy
+from .module import share_comm_ctx as share_comm_ctx
+from .policies import CPUOffloadPolicy as CPUOffloadPolicy
+from .policies import MixedPrecisionPolicy as MixedPrecisionPolicy
+from .policies import OffloadPolicy as OffloadPolicy
 from .wrap import fully_shard as fully_shard
