@@ -45,7 +45,9 @@ def set_local_tensor(param: Tensor, local: Tensor) -> None:
 
 def join_meshes(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
     """One mesh with the axes of two that were cut from the same one."""
-    return DeviceMesh._concatenate([outer, inner])  # since torch 2.10
+    if not hasattr(DeviceMesh, "_concatenate"):
+        raise NotImplementedError("DTensors as parameters need a newer torch, whose meshes can be joined")
+    return DeviceMesh._concatenate([outer, inner])
 
 
 def strided_shard(dim: int, parts: int) -> Placement:
