@@ -24,7 +24,6 @@ Left out: averaging in a number format of its own (a communication hook does tha
 """
 
 import functools
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -35,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .buckets import Bucket, GradBucket, assign_buckets
+from .checks import ready_twice, unfinished_reduction
 from .graph import queue_callback, reached_leaves
 from .logbook import Logbook
 
@@ -50,6 +50,7 @@ class Reducer:
         sparse: for each of them, whether its gradient is a sparse tensor.
         group: over whose ranks gradients are averaged.
         limits: bytes of the first bucket, and of the others.
+        first_limits: the same for the first step, before the order of gradients is known.
         find_unused: search the graph for parameters without gradient.
         as_views: let gradients be views of the buckets, instead of copies.
         static_graph: the graph is the same in every step.
@@ -62,13 +63,15 @@ class Reducer:
         sparse: Sequence[bool],
         group: dist.ProcessGroup,
         limits: Sequence[int],
+        first_limits: Sequence[int],
         *,
         find_unused: bool,
         as_views: bool,
         static_graph: bool,
     ) -> None:
         self.names, self.params, self.sparse, self.group = names, params, sparse, group
-        self.limits, self.find_unused, self.as_views = limits, find_unused, as_views
+        self.limits, self.first_limits = limits, first_limits
+        self.find_unused, self.as_views = find_unused, as_views
         self.divisor = self.world_size = group.size()
         self.comm_hook: tuple[CommHook, Any] | None = None
         self.iterations, self.has_rebuilt, self.error = 0, False, ""
@@ -96,7 +99,7 @@ class Reducer:
         self.counts_first = static_graph
         """Whether gradients are still only counted, to be reduced after the backward."""
         searches = self.find_unused and not static_graph
-        limits = self.limits if searches else [sys.maxsize]
+        limits = self.limits if searches else self.first_limits
         self._make_buckets(assign_buckets(self.params, limits, self.sparse)[::-1])
         self.first_sizes = [bucket.nbytes for bucket in self.buckets]
 
@@ -105,16 +108,8 @@ class Reducer:
         self.logbook.begin(self.iterations)
         if self._has_started:
             missing = [number for number in range(len(self.params)) if number not in self._order]
-            self.fail(
-                RuntimeError,
-                "Expected to have finished reduction in the prior iteration before starting a new one. This error "
-                "indicates that your module has parameters that were not used in producing loss. You can enable unused "
-                "parameter detection by passing the keyword argument `find_unused_parameters=True` to "
-                "`DistributedDataParallel`, and by making sure all `forward` function outputs participate in "
-                "calculating loss. Parameters which did not receive grad for rank "
-                f"{self.group.rank()}: {', '.join(self.names[number] for number in missing)}. "
-                f"Parameter indices which did not receive grad: {' '.join(map(str, missing))}",
-            )
+            names = {number: self.names[number] for number in missing}
+            self.fail(RuntimeError, unfinished_reduction(names, self.group.rank(), self.static_graph))
         if self._order and not self.has_rebuilt and (self.static_graph or not self.find_unused):
             self._rebuild()
 
@@ -132,13 +127,15 @@ class Reducer:
             bucket.pending = len(bucket.numbers)
         self._times_left = Counter(self._times_ready)
         if self.find_unused and not self.static_graph:
-            reached = reached_leaves(outputs)
+            with torch.profiler.record_function("search_unused_parameters"):
+                reached = reached_leaves(outputs)
             self.unused = [number for number, param in enumerate(self.params) if param not in reached]
         self.iterations += 1
 
     def enter_backward(self) -> None:
         """Told by the output's sink that its backward begins."""
-        if self.counts_first and self._expects_backward:
+        if self.counts_first and self._expects_backward and not self._has_started:
+            self._has_started = True
             queue_callback(self._reduce_counted)
 
     @torch.no_grad()
@@ -222,13 +219,7 @@ class Reducer:
     def _mark_ready(self, number: int) -> None:
         """Put a gradient into its bucket, and start what is complete."""
         if number in self._order:
-            self.fail(
-                RuntimeError,
-                "Expected to mark a variable ready only once. Either a parameter is used outside of the `forward` of "
-                "the wrapped module, or in several reentrant backward passes, as of checkpoints that share it; where "
-                "the graph does not change from step to step, `static_graph=True` can help. Parameter at index "
-                f"{number} with name {self.names[number]} has been marked as ready twice.",
-            )
+            self.fail(RuntimeError, ready_twice(number, self.names[number], self.static_graph))
         self._order[number] = None
         bucket, slot = self._slots[number]
         bucket.fill(slot, self.divisor if self.comm_hook is None else 1, self.as_views)

@@ -1,5 +1,6 @@
 """The buckets of the toy DDP, and what it tells of them and of its times."""
 
+import inspect
 from typing import Any
 
 import pytest
@@ -72,6 +73,31 @@ def differing_logs() -> list[str]:
 def test_it_tells_of_itself_what_pytorch_does() -> None:
     """Oracle: the logging data of PyTorch's class; times, which differ, by their bounds."""
     assert run_ranks(2, differing_logs) == [[], []]
+
+
+def differing_lists() -> list[tuple[Any, ...]]:
+    """Sizes of buckets before and after they are cut anew, where a list of limits says them; and deprecations."""
+    differing = []
+    for sizes in ([MANY_BUCKETS], [MANY_BUCKETS, 1], [2 * MANY_BUCKETS, MANY_BUCKETS / 4]):
+        logs = []
+        for make in (Native, Toy):
+            torch.manual_seed(0)
+            model = make(nn.Sequential(*(nn.Linear(7, 7) for _ in range(6))), bucket_cap_mb_list=sizes)
+            for _ in range(4):
+                model(torch.ones(2, 7)).sum().backward()
+            log = model._get_ddp_logging_data()
+            names = ("bucket_cap_bytes", "bucket_sizes", "rebuilt_bucket_sizes", "rebuilt_per_bucket_param_indices")
+            logs.append([log[name] for name in names])
+        differing += [tuple(logs)] if logs[0] != logs[1] else []
+    with pytest.warns(FutureWarning, match="broadcast_buffers"):
+        Toy(nn.Linear(2, 2), broadcast_buffers=False)
+    return differing
+
+
+@pytest.mark.skipif("bucket_cap_mb_list" not in inspect.signature(Native).parameters, reason="this torch has no lists")
+def test_a_list_of_limits_gives_the_buckets_of_pytorch() -> None:
+    """Oracle: PyTorch's class with the same list."""
+    assert run_ranks(2, differing_lists) == [[], []]
 
 
 class Alone(dist.ProcessGroup):
