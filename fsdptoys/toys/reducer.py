@@ -78,7 +78,7 @@ class Reducer:
         self.logbook = Logbook()
         self.ready_order: list[int] = []
         """In which the gradients of the last backward came."""
-        self._expects_backward = self._has_started = False
+        self._expects_backward = self._has_started = self._awaits_end = False
         self._order: dict[int, None] = {}
         self._counted: list[int] = []
         self.unused: list[int] = []
@@ -120,7 +120,7 @@ class Reducer:
             outputs: whatever the loss may be computed from; searched where unused parameters are to be found.
         """
         self._expects_backward = True
-        self._has_started = False
+        self._has_started = self._awaits_end = False
         self._next_bucket = 0
         self._order, self._counted = {}, []
         for bucket in self.buckets:
@@ -134,8 +134,8 @@ class Reducer:
 
     def enter_backward(self) -> None:
         """Told by the output's sink that its backward begins."""
-        if self.counts_first and self._expects_backward and not self._has_started:
-            self._has_started = True
+        if self.counts_first and self._expects_backward and not self._awaits_end:
+            self._awaits_end = True
             queue_callback(self._reduce_counted)
 
     @torch.no_grad()

@@ -191,6 +191,18 @@ def two_forwards(make: Callable[..., nn.Module]) -> list[Tensor]:
     return seen
 
 
+def recomputed(make: Callable[..., nn.Module]) -> list[Tensor]:
+    """Gradients where the wrapped module of a static graph is checkpointed from outside."""
+    torch.manual_seed(6)
+    model, seen = make(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), static_graph=True), []
+    for step in range(3):
+        model.zero_grad()
+        x = torch.full((2, 6), 1.0 + step + dist.get_rank())
+        checkpoint(model, x, use_reentrant=False).square().sum().backward()
+        seen += [param.grad.clone() for param in model.parameters() if param.grad is not None]
+    return seen
+
+
 def follow_join(make: Callable[..., nn.Module], by_all: bool) -> list[Tensor]:
     """Parameters after rank 1 has taken two steps more than rank 0, one of them without reduction."""
     torch.manual_seed(4)
@@ -216,6 +228,7 @@ def differing_features() -> list[str]:
         "fp16 hook": lambda make: averaged_gradients(make, fp16_compress_hook),
         "own hook": lambda make: averaged_gradients(make, wrong_sum),
         "two forwards of a static graph": two_forwards,
+        "a checkpoint around a static graph": recomputed,
         "join": lambda make: follow_join(make, True),
         "join, divided by who is left": lambda make: follow_join(make, False),
     }

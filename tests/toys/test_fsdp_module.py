@@ -1,7 +1,6 @@
 """What a user of the FSDP to read sees of it, and what it refuses, is what PyTorch documents of its own."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,10 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable import replicate
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from fsdptoys.toys.fsdp.internals import local_tensor
-from fsdptoys.toys.fsdp.policies import check_offload
 from tests.toys.fsdp_models import (
     NATIVE,
     TOY,
@@ -303,61 +301,6 @@ def keeps_shards_on_the_cpu_where_the_mesh_is() -> None:
     build(TOY, Case(options={"offload_policy": TOY.OffloadPolicy()}))
 
 
-def refuses_what_it_leaves_out_by_name() -> None:
-    mesh, policy = mesh_of(), NATIVE.CPUOffloadPolicy()
-    mixed = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).half())
-    refusals: list[tuple[str, type[Exception], Callable[[], Any]]] = [
-        ("CPUOffloadPolicy", NotImplementedError, lambda: TOY.fully_shard(Model(), mesh=mesh, offload_policy=policy)),
-        (
-            "CPUOffloadPolicy",
-            NotImplementedError,
-            lambda: check_offload(TOY.CPUOffloadPolicy(pin_memory=False), "cuda"),
-        ),
-        ("dp_mesh_dims", NotImplementedError, lambda: TOY.fully_shard(Model(), mesh=mesh, dp_mesh_dims=object())),
-        ("mix", NotImplementedError, lambda: TOY.fully_shard(mixed, mesh=mesh)),
-        ("shard_placement_fn", NotImplementedError, lambda: TOY.fully_shard(Model(), shard_placement_fn=lambda _: 1)),
-        (
-            "uneven",
-            NotImplementedError,
-            lambda: TOY.fully_shard(nn.Linear(3, 3), shard_placement_fn=lambda _: Shard(-1)),
-        ),
-        ("containers", ValueError, lambda: TOY.fully_shard(nn.ModuleList([Model()]), mesh=mesh)),
-        ("factor of 2", ValueError, lambda: TOY.fully_shard(Model(), mesh=mesh, reshard_after_forward=3)),
-        ("bool or an int", ValueError, lambda: TOY.fully_shard(Model(), mesh=mesh, reshard_after_forward="no")),
-        ("scalar", ValueError, lambda: TOY.fully_shard(nn.ParameterList([torch.ones(())]), mesh=mesh)),
-        ("single root", RuntimeError, lambda: TOY.fully_shard([nn.Linear(2, 2), nn.Linear(2, 2)])[0](torch.ones(2))),
-        (
-            "fully_shard\\(\\[",
-            ValueError,
-            lambda: build(TOY, Case(model={"tied": True}, shard=shard_groups))(batches(1)[0]),
-        ),
-        ("only be applied", AssertionError, lambda: TOY.fully_shard(TOY.fully_shard(nn.Linear(2, 2)))),
-        ("DTensor", NotImplementedError, lambda: TOY.fully_shard(NATIVE.fully_shard(nn.Linear(2, 2)))),
-    ]
-    sharded = build(TOY, Case())
-    sharded._set_unshard_async_op(True)
-    for name, arguments in {
-        "set_custom_all_gather": (None,),
-        "set_custom_reduce_scatter": (None,),
-        "set_separate_reduce_scatter_group": (),
-        "set_allocate_memory_from_process_group_for_comm": (True,),
-        "set_symm_mem_for_comm": (),
-    }.items():
-        refusals.append((name, NotImplementedError, lambda name=name, a=arguments: getattr(sharded, name)(*a)))  # type: ignore[misc]
-    refusals += [
-        ("stream", NotImplementedError, lambda: sharded.set_all_reduce_hook(print, stream=object())),
-        ("async", NotImplementedError, lambda: sharded._set_unshard_async_op(False)),
-        ("positive", ValueError, lambda: sharded.set_reduce_scatter_max_input_buffers(0)),
-        ("int", TypeError, lambda: sharded.set_reduce_scatter_max_input_buffers(True)),
-        ("bool", ValueError, lambda: sharded.set_reshard_after_forward(2)),
-        ("FSDPModule", ValueError, lambda: sharded.set_modules_to_forward_prefetch([nn.Linear(2, 2)])),
-        ("no_such", ValueError, lambda: TOY.register_fsdp_forward_method(sharded, "no_such")),
-    ]
-    for match, kind, call in refusals:
-        with pytest.raises(kind, match=match):
-            call()
-
-
 CLAIMS = [
     shows_sharded_parameters_but_in_the_forward,
     keeps_one_storage_for_whole_parameters,
@@ -380,7 +323,6 @@ CLAIMS = [
     slices_into_plain_modules,
     lives_beside_replicated_parts,
     ignores_what_it_is_told_to,
-    refuses_what_it_leaves_out_by_name,
 ]
 
 

@@ -142,6 +142,8 @@ def _parameters(managed: list[nn.Module], ignored: set[nn.Parameter]) -> dict[nn
                     f"fully_shard doesn't support scalar parameters. Change {name} to a 1D tensor with numel equal "
                     "to 1."
                 )
+            if hasattr(own_tensor(param), "fsdp_pre_all_gather"):
+                raise NotImplementedError(f"fsdp_pre_all_gather of {name!r} is not part of this implementation")
             if not param.is_contiguous():
                 raise NotImplementedError(f"FSDP does not support non-contiguous parameters yet: {name!r}")
             homes.setdefault(param, []).append((module, name))
