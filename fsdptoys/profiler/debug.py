@@ -23,6 +23,6 @@ class DebugConfig:
         """
         if self.trace_collectives and compiles:
             raise ConfigError(
-                "debug.trace_collectives=true watches every operator, for which blocks of train.compile=true would run "
-                "without being compiled; set train.compile=false, which takes the same collectives"
+                "debug.trace_collectives=true is a dispatch mode, under which PyTorch does not compile as "
+                "train.compile=true asks; set train.compile=false, which takes the same collectives"
             )
