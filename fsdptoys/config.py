@@ -272,11 +272,6 @@ class Config:
             memory.offload_schedule = resolve_schedule(
                 memory.offload_schedule, parallel.name, parallel.defers_updates, parallel.reads_unit_by_unit
             )
-        if self.train.compile and parallel.name == "toy_zero3":
-            raise ConfigError(
-                "train.compile=true is not an option of parallel=toy_zero3, whose tensors come and go; set "
-                "train.compile=false or parallel=fsdp2"
-            )
         if memory.checkpointing_budget is not None and not self.train.compile:
             raise ConfigError(
                 f"memory.checkpointing_budget={memory.checkpointing_budget} acts through the compiler; set "
