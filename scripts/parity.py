@@ -272,7 +272,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     """Print the tables; 1 on any breach, 2 on a mistake in the arguments."""
     args = parse_arguments()
-    console = Console(width=136)
+    console = Console(width=144)
     breaches: list[str] = []
     try:
         check_world_sizes(args.world_sizes, args.device)
