@@ -23,7 +23,7 @@ from .models import ModelConfig, MoEConfig
 from .optim import Implementation, OptimConfig, WeightDecayOn
 from .parallel import ParallelConfig
 from .patches import check_patches
-from .profiler import ProfileConfig
+from .profiler import DebugConfig, ProfileConfig
 from .simulator.config import PlanConfig
 
 MAX_TIMEOUT_SECONDS = 30 * 24 * 3600
@@ -171,6 +171,7 @@ class Config:
     checkpoint: CheckpointConfig
     metrics: MetricsConfig
     profile: ProfileConfig
+    debug: DebugConfig
     launch: LaunchConfig
     plan: PlanConfig
     patches: Any = "auto"
@@ -198,6 +199,7 @@ class Config:
         self._check_evaluation()
         self._check_going_on()
         self.profile.validate(world_size, device_type, self.train.steps)
+        self.debug.validate(self.train.compile)
         try:
             check_patches(self.patches, self.parallel.name)
         except ValueError as mistake:  # patches know no ConfigError, but their sentences are made the same way
@@ -269,11 +271,6 @@ class Config:
         if memory.optimizer_offload:
             memory.offload_schedule = resolve_schedule(
                 memory.offload_schedule, parallel.name, parallel.defers_updates, parallel.reads_unit_by_unit
-            )
-        if self.train.compile and parallel.name == "toy_zero3":
-            raise ConfigError(
-                "train.compile=true is not an option of parallel=toy_zero3, whose tensors come and go; set "
-                "train.compile=false or parallel=fsdp2"
             )
         if memory.checkpointing_budget is not None and not self.train.compile:
             raise ConfigError(

@@ -19,6 +19,7 @@ from .config import Config
 from .errors import GivenUpError
 from .heartbeat import HEARTBEATS_FOLDER, Heartbeat, explain_lost_ranks
 from .metrics import (
+    COLLECTIVES_FILE,
     PROFILE_FOLDER,
     FolderLock,
     Recorder,
@@ -100,6 +101,8 @@ class Run:
                 self._recorder = stack.enter_context(self._open_recorder())
             dist.barrier()  # whoever writes into the run directory from here on finds it claimed
             profiler = self._profiler()
+            if self._recorder and config.debug.trace_collectives:
+                self._trace_collectives()
             # A signal that comes twice must not end the process before the last checkpoint is written.
             request = stack.enter_context(StopRequest())
             try:
@@ -237,6 +240,29 @@ class Run:
             first_step=self.trainer.steps_done + 1,
             message=say,
         )
+
+    def _trace_collectives(self) -> None:
+        """Have one step's collectives written down as this rank issues them."""
+        from .profiler.collective_table import render, to_lines
+        from .profiler.collectives import Call, CollectiveTrace, traced_step  # imports all of torch.distributed
+
+        trainer, parallel = self.trainer, self.config.parallel.name
+        step = traced_step(trainer.steps_done + 1, self.config.train.steps)
+        within = {Trainer._clip.__code__: "clip", Trainer._update.__code__: "optimizer"}
+
+        def done(calls: list[Call]) -> None:
+            (self.run_dir / COLLECTIVES_FILE).write_text(to_lines(calls, step))
+            whose = f"step {step} on rank {self.rank} of {self.world_size}, parallel={parallel}"
+            self._say(render(calls, f"collectives of {whose}"))
+
+        trace = CollectiveTrace(step, trainer.strategy.model, within, done)
+        beat = trainer.on_phase
+
+        def on_phase(step: int, phase: str) -> None:
+            beat(step, phase)
+            trace.enter(step, phase)
+
+        trainer.on_phase, trainer.around_step = on_phase, trace.around
 
     def _on_step(self, metrics: StepMetrics) -> None:
         if self._recorder:

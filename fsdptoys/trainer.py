@@ -137,6 +137,8 @@ class Trainer:
         """Of the steps that this object took."""
         self.on_phase: Callable[[int, str], None] = lambda step, phase: None
         """Told the step and what it is at: forward, backward, optimizer, evaluation."""
+        self.around_step: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext()
+        """What surrounds a step of that number, without the evaluation after it."""
         self._phase = "forward"
 
     def facts(self) -> dict[str, Any]:
@@ -199,7 +201,8 @@ class Trainer:
             while stop is None:
                 step = self.steps_done + 1
                 with explain_out_of_memory(self.device, functools.partial(self._situation, step)):
-                    metrics, stop = self._train_step(step, started, request)
+                    with self.around_step(step):
+                        metrics, stop = self._train_step(step, started, request)
                     if stop is None and step == train.steps:
                         stop = Stop("all steps done")
                     hurries = stop is not None and stop.signal

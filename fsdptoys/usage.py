@@ -4,6 +4,7 @@ Reading the source with ``ast`` rather than importing it keeps the help under a 
 """
 
 import ast
+import re
 import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -236,7 +237,8 @@ def _keys() -> list[str]:
         for name, found in classes.items():
             if annotation not in _ancestors(classes, name):
                 continue
-            choice = name.removesuffix("Config").lower()  # FSDP1Config is what parallel=fsdp1 chooses
+            # FSDP1Config is what parallel=fsdp1 chooses, and ToyFSDPConfig what parallel=toy_fsdp does.
+            choice = re.sub(r"^toy", "toy_", name.removesuffix("Config").lower())
             if found.family:
                 presets = ", ".join(_presets(section, found.family))
                 heading = f"a {found.family} model" + (f" ({presets})" if presets else "")

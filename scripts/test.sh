@@ -2,7 +2,7 @@
 # The one test command, which continuous integration runs too: `bash scripts/test.sh [arguments for pytest]`.
 #
 # In order, stopping at the first failure: ruff, import floors, mypy, pytest under coverage. With no arguments the whole
-# suite runs, as three processes side by side, and at least 90% of the lines must be covered; with arguments
+# suite runs, three processes at a time, and at least 90% of the lines must be covered; with arguments
 # (`tests/data -k resume`) one process runs what they name, and coverage is only told. CHAOS_KILLS=10 kills real runs too.
 #
 # The tests run on the checkout with the active virtual environment's or PATH's python3 (PYTHON=/path/to/python
@@ -12,10 +12,19 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD
 minimum_percent=90
-# What the second and the third process run; the first runs all the rest of tests/. They should take about as long as each
-# other, as their closing lines tell. Three, for two cores: tests wait for each other's ranks a fifth of the time. Not
-# pytest-xdist: its workers have threads, and the tests fork ranks.
-shares=("tests/checkpoint tests/parallel" "tests/data tests/memory tests/metrics tests/models tests/plan tests/recorded tests/report tests/simulator tests/sweep tests/sweeping")
+# A process takes one share after the other, those that take longest first; what no share has runs beside them. Three at
+# a time, for two cores: tests wait for each other's ranks a fifth of the time. Not pytest-xdist: its workers have threads,
+# and the tests fork ranks.
+shares=(
+  "tests/parallel"
+  "tests/plan tests/simulator"
+  "tests/memory"
+  "tests/checkpoint"
+  "tests/models"
+  "tests/report tests/recorded"
+  "tests/data tests/metrics tests/profiler tests/patches"
+  "tests/sweep tests/sweeping"
+)
 
 say() { printf 'test.sh: %s\n' "$1"; }
 fail() {
@@ -66,57 +75,58 @@ if [[ -n $missing ]]; then
 fi
 
 scratch=$(mktemp -d)
-others=() # process groups
-kill_others() { # signal
+lanes=() # process groups
+# shellcheck disable=SC2329  # called by a trap
+kill_lanes() { # signal
   local group
-  for group in "${others[@]}"; do
+  for group in "${lanes[@]}"; do
     kill "$1" -- "-$group" 2>/dev/null || true
   done
 }
-trap 'kill_others -TERM; rm -rf "$scratch"' EXIT
+trap 'kill_lanes -TERM; rm -rf "$scratch"' EXIT
 export COVERAGE_FILE=$scratch/coverage
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # Processes that the tests start elsewhere find this checkout too, and no other copy of fsdptoys.
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 
-times=''
+times='' pytest_seconds=0
 part() { # name, command: run it, remember how long it took, stop the whole where it fails
-  local name=$1 start=$SECONDS status=0
+  local name=$1 start=$SECONDS status=0 took
   shift
   say "$name"
   "$@" || status=$?
-  times+="$name $((SECONDS - start)) s; "
+  took=$((SECONDS - start))
+  [[ $name != pytest ]] || pytest_seconds=$took
+  times+="$name $took s; "
   [[ $status == 0 ]] || finish "$status" "FAILED: $name"
 }
 
 finish() { # exit status, what to say: pytest's closing line comes last, for it counts the tests of all processes
   printf '\n'
   say "$2; ${times%; }"
-  [[ ! -e $scratch/pytest.log ]] || closing_line "$scratch"/pytest*.log
+  [[ ! -e $scratch/pytest.log ]] || closing_line "$pytest_seconds" "$scratch"/pytest*.log
   exit "$1"
 }
 
-closing_line() { # logs of pytest
+closing_line() { # seconds that pytest took altogether, its logs
   "$python" - "$@" <<'PYTHON'
 import collections
 import os
 import re
 import sys
 
-total, longest = collections.Counter(), 0.0
-paths = [path for path in sys.argv[1:] if os.path.exists(path)]
+total, seconds, *paths = collections.Counter(), *sys.argv[1:]
 for path in paths:
     with open(path, encoding="utf-8", errors="replace") as log:
         text = re.sub(r"\x1b\[[0-9;]*m", "", log.read())
     found = re.findall(r"^=* ?((?:\d+ [a-z]+(?:, )?)+|no tests ran) in ([0-9.]+)s", text, re.M)
-    counts, seconds = found[-1] if found else ("ended without a closing line", "0")
+    counts, own = found[-1] if found else ("ended without a closing line", "")
     if len(paths) > 1:
-        print(f"test.sh: {path.rsplit('/', 1)[-1].removesuffix('.log')}: {counts}" + f" in {seconds}s" * bool(found))
-    longest = max(longest, float(seconds))
+        print(f"test.sh: {os.path.basename(path).removesuffix('.log')}: {counts}" + f" in {own}s" * bool(own))
     for number, outcome in re.findall(r"(\d+) ([a-z]+)", counts):
-        total[outcome] += int(number)
+        total[outcome if number != "1" else outcome.removesuffix("s")] += int(number)
 if total:
-    print(", ".join(f"{number} {outcome}" for outcome, number in total.items()), f"in {longest:.2f}s")
+    print(", ".join(f"{number} {outcome}" for outcome, number in total.items()), f"in {seconds}s")
 PYTHON
 }
 
@@ -129,30 +139,51 @@ run_pytest() {
 }
 
 # shellcheck disable=SC2329
-run_shares() { # the first is shown as it goes, the others when all are done; each has coverage data of its own
-  local status=0 number folders ignored=()
-  set -m # without job control bash has what runs in the background ignore Ctrl-C, which tests send their own processes
+log_of() { # number of a share
+  local first=${shares[$1]%% *}
+  printf '%s/pytest-%s.log' "$scratch" "${first##*/}"
+}
+
+# shellcheck disable=SC2329
+take_shares() { # one process after the other, until none of the shares is left; each has a log and coverage of its own
+  local number folders status=0
   for number in "${!shares[@]}"; do
+    mkdir "$scratch/taken-$number" 2>/dev/null || continue
     read -ra folders <<<"${shares[number]}"
-    ignored+=("${folders[@]/#/--ignore=}")
     COVERAGE_FILE=$scratch/coverage-$number "$python" -m coverage run -m pytest --color="$color" \
-      "${folders[@]}" >"$scratch/pytest-$number.log" 2>&1 </dev/null &
-    others+=("$!")
+      "${folders[@]}" >"$(log_of "$number")" 2>&1 </dev/null || status=$?
+  done
+  return "$status"
+}
+
+# shellcheck disable=SC2329
+run_shares() { # what no share has is shown as it goes, the shares when all are done
+  local status=0 lane share folders ignored=()
+  for share in "${shares[@]}"; do
+    read -ra folders <<<"$share"
+    ignored+=("${folders[@]/#/--ignore=}")
+  done
+  set -m # without job control bash has what runs in the background ignore Ctrl-C, which tests send their own processes
+  for lane in 1 2; do
+    take_shares &
+    lanes+=("$!")
   done
   set +m
-  trap 'kill_others -INT' INT
+  trap 'kill_lanes -INT' INT
   run_pytest tests "${ignored[@]}" || status=$?
-  for number in "${!shares[@]}"; do
-    local group=${others[number]} other_status=0
-    wait "$group" || other_status=$?
+  ((status)) || take_shares || status=$?
+  for lane in "${lanes[@]}"; do
+    local lane_status=0
+    wait "$lane" || lane_status=$?
     # Ctrl-C ends a wait, and all processes later.
-    ! kill -0 "$group" 2>/dev/null || wait "$group" || other_status=$?
-    status=$((status ? status : other_status))
-    say "pytest ${shares[number]}"
-    cat "$scratch/pytest-$number.log"
+    ! kill -0 "$lane" 2>/dev/null || wait "$lane" || lane_status=$?
+    status=$((status ? status : lane_status))
   done
   trap - INT
-  others=()
+  lanes=()
+  for lane in "${!shares[@]}"; do
+    [[ ! -e $(log_of "$lane") ]] || { say "pytest ${shares[lane]}" && cat "$(log_of "$lane")"; }
+  done
   return "$status"
 }
 

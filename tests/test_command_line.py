@@ -16,7 +16,7 @@ from fsdptoys.config import LaunchConfig, TrainConfig
 from fsdptoys.listing import compose_presets
 from fsdptoys.models import FAMILIES
 from fsdptoys.overrides import list_choices, list_options, plain_text
-from fsdptoys.profiler import ProfileConfig
+from fsdptoys.profiler import DebugConfig, ProfileConfig
 
 ROOT = Path(__file__).parents[1]
 
@@ -86,7 +86,8 @@ def test_help_lists_every_key_with_its_default(capsys: pytest.CaptureFixture[str
     assert main(["train", "--help"]) == 0
     shown = capsys.readouterr().out
     schemas = [(group, schema) for group, named in SCHEMAS.items() for schema in named.values()]
-    for section, schema in [*schemas, ("train", TrainConfig), ("profile", ProfileConfig), ("launch", LaunchConfig)]:
+    sections = [("train", TrainConfig), ("profile", ProfileConfig), ("debug", DebugConfig), ("launch", LaunchConfig)]
+    for section, schema in [*schemas, *sections]:
         for key, option in list_options(schema, section).items():
             value = "[...]" if key == "data.files" and option.default else plain_text(option.default)
             lines = [line for line in shown.splitlines() if line.startswith(f"  {key}={value} ")]

@@ -7,7 +7,7 @@ import math
 import pytest
 from rich.console import Console
 
-from fsdptoys.compose import compose_config
+from fsdptoys.compose import SCHEMAS, compose_config
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import FAMILIES
 from scripts import parity
@@ -17,17 +17,31 @@ def arguments(*words: str) -> argparse.Namespace:
     return parity.parse_arguments(["--world-sizes", "2", "--steps", "2", "--seq-len", "16", *words])
 
 
-@pytest.mark.parametrize("model", ["llama_debug", "qwen3_moe_debug"])
+NATIVES = ["ddp", "fsdp1", "fsdp2"]
+TOYS = [name for name in parity.STRATEGIES if name.startswith("toy-")]
+
+
+@pytest.mark.parametrize(
+    ("model", "strategies"), [("llama_debug", NATIVES), ("qwen3_moe_debug", NATIVES), ("gpt2_debug", ["ddp", *TOYS])]
+)
 @pytest.mark.parametrize("deterministic", [True, False], ids=["deterministic", "default"])
-def test_script_prints_a_row_for_each_strategy_and_finds_no_breach(deterministic: bool, model: str) -> None:
+def test_script_prints_a_row_for_each_strategy_and_finds_no_breach(
+    deterministic: bool, model: str, strategies: list[str]
+) -> None:
     """Oracle: the promise, in two steps on two ranks."""
     console = Console(file=io.StringIO(), width=140)
-    args = arguments("--strategies", "ddp", "fsdp1", "fsdp2")
+    args = arguments("--strategies", *strategies)
     assert parity.compare(args, model, deterministic, "float32", console) == []
     table = console.file.getvalue()  # type: ignore[attr-defined]
     assert [line.split("│")[2].strip() for line in table.splitlines() if line.startswith("│")] == [
-        *("single", "ddp", "fsdp1", "fsdp2"),
+        *("single", *strategies),
     ]
+
+
+def test_every_toy_has_a_row_and_a_native_to_be_held_against() -> None:
+    """Oracle: the strategies that the command line knows."""
+    toys = {name.replace("_", "-") for name in SCHEMAS["parallel"] if name.startswith("toy_")}
+    assert toys == set(TOYS) == {*parity.NATIVE, *parity.REDUCES_OFTENER}
 
 
 def test_a_small_model_of_every_family_is_compared() -> None:
@@ -52,12 +66,30 @@ def outcome(loss: float, parameters: str = "same") -> parity.Outcome:
         (False, {"ddp": outcome(math.nan)}, 1),
         (False, {"toy-fsdp": outcome(1.0 + 1e-7), "fsdp2": outcome(1.0 + 1e-7)}, 0),
         (False, {"toy-fsdp": outcome(1.0 + 1e-7), "fsdp2": outcome(1.0 + 1e-7, "other")}, 1),
+        (False, {"toy-ddp": outcome(1.0), "ddp": outcome(1.0 + 1e-7)}, 1),
+        (False, {"toy-zero3": outcome(1.0 + 1e-7), "ddp": outcome(1.0 + 1e-7)}, 0),
+        (False, {"toy-zero3": outcome(1.0 + 1e-7), "ddp": outcome(1.0)}, 1),
     ],
 )
 def test_verdicts_find_every_breach(deterministic: bool, outcomes: dict[str, parity.Outcome], breaches: int) -> None:
-    """Oracle: breaches made by hand, on two ranks in float32."""
-    found = [parity.judge(name, outcomes, outcome(1.0), 2, "float32", deterministic).breach for name in outcomes]
+    """Oracle: breaches made by hand, on two ranks in float32, with one micro-batch."""
+    found = [parity.judge(name, outcomes, outcome(1.0), 2, "float32", deterministic, 1).breach for name in outcomes]
     assert len([breach for breach in found if breach]) == breaches
+
+
+def test_the_order_of_sums_is_only_promised_where_both_reduce_as_often() -> None:
+    """Oracle: a difference made by hand, which is a breach with one micro-batch."""
+    outcomes = {"toy-zero2": outcome(1.0 + 1e-7), "ddp": outcome(1.0)}
+    told = [parity.judge("toy-zero2", outcomes, outcome(1.0), 2, "float32", False, count) for count in (1, 2)]
+    assert [verdict.breach is None for verdict in told] == [False, True]
+
+
+def test_what_has_no_lower_precision_has_no_row_in_bf16() -> None:
+    """Oracle: the sentence that refuses it."""
+    for name in parity.FLOAT32_ONLY:
+        words = ["model=gpt2_debug", *parity.STRATEGIES[name], "parallel.param_dtype=bfloat16"]
+        with pytest.raises(ConfigError, match=r"parallel\.param_dtype=bfloat16 is not an option"):
+            parity.compose_row(words, 2, "cpu")
 
 
 @pytest.mark.parametrize(

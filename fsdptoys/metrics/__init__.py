@@ -5,7 +5,7 @@ console shows and ``metrics.jsonl`` keeps; at the end the same numbers become ``
 """
 
 from .checks import check_run_dir
-from .config import PROFILE_FOLDER, Console, MetricsConfig, run_dir_path
+from .config import COLLECTIVES_FILE, PROFILE_FOLDER, Console, MetricsConfig, run_dir_path
 from .forecast import forecast_line
 from .lock import FolderLock
 from .provenance import environment
@@ -16,6 +16,7 @@ from .spikes import SpikeDetector
 from .step import StepMetrics, step_metrics
 
 __all__ = [
+    "COLLECTIVES_FILE",
     "PROFILE_FOLDER",
     "Console",
     "FolderLock",

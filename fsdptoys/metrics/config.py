@@ -21,6 +21,7 @@ EXPERTS_FILE = "experts.png"
 SUMMARY_FILE = "summary.md"
 PREDICTION_FILE = "prediction.json"
 PROFILE_FOLDER = "profile"
+COLLECTIVES_FILE = "collectives.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 WANDB_FOLDER = "wandb"
 
@@ -34,6 +35,7 @@ RUN_FILES = {
     LOSS_FILE: "loss and gradient norm against the step",
     EXPERTS_FILE: "load of each expert in the last step, and the balance against the step",
     PROFILE_FOLDER: "traces and memory snapshots of the chosen ranks",
+    COLLECTIVES_FILE: "every collective of one step on rank 0: one line of JSON each",
     TENSORBOARD_FOLDER: "every step for TensorBoard: `tensorboard --logdir` of this folder, or of one above",
     WANDB_FOLDER: "what Weights & Biases keeps of the run; `wandb sync` of an `offline-run-…` in it uploads that one",
     SUMMARY_FILE: "this page",

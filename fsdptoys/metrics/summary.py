@@ -11,7 +11,7 @@ import numpy as np
 
 from fsdptoys.routing import RoutingMetrics
 
-from .config import EXPERT_FILES, PREDICTION_FILE, PROFILE_FOLDER, RESUMES_FILE, RUN_FILES, WRITERS
+from .config import COLLECTIVES_FILE, EXPERT_FILES, PREDICTION_FILE, PROFILE_FOLDER, RESUMES_FILE, RUN_FILES, WRITERS
 from .definitions import definitions
 from .forecast import Comparison, forecast_rows
 from .resumes import Resume, flatten
@@ -202,6 +202,7 @@ def render_summary(
                 for name, what in RUN_FILES.items()
                 if (results.routing is not None or name not in EXPERT_FILES)
                 and (profile is not None or name != PROFILE_FOLDER)
+                and (name != COLLECTIVES_FILE or config_tree.get("debug", {}).get("trace_collectives"))
                 and (resumes or name != RESUMES_FILE)
                 and (forecast or name != PREDICTION_FILE)
                 and (name in writers or name not in WRITERS)

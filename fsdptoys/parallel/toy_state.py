@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from fsdptoys.mesh import is_dtensor
 
@@ -116,6 +115,8 @@ class ShardedState:
         chunks = whole.chunk(self.mesh.size())
         rank = dist.get_rank()
         local = chunks[rank].clone() if rank < len(chunks) else whole[:0].clone()
+        from torch.distributed.tensor import DTensor, Shard  # which the launcher does without
+
         return DTensor.from_local(
             local, self.mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
         )

@@ -39,6 +39,11 @@ class ToyZero3Config(ReducingConfig):
         """Each rank has those of its own tensors."""
         return False
 
+    @property
+    def compiles(self) -> bool:
+        """Its tensors come and go, which a compiled forward would not see."""
+        return False
+
     def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
         """Refuse what whole tensors on owners cannot do."""
         super().validate(world_size, mesh, device_type, cpu_offload)

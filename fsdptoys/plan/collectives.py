@@ -7,10 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdptoys.dispatched import COLLECTIVES, arguments_of, given, tensors_in
 from fsdptoys.simulator.events import COMPUTE_STREAM, Category, Collective, Event, WaitEvent
 
 from .fake_device import MODULE
-from .operators import COLLECTIVES, arguments_of, given, is_async_by_default, tensors_in, touched_bytes
+from .operators import is_async_by_default, touched_bytes
 from .storages import Storages
 
 

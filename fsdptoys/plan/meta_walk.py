@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdptoys.dispatched import arguments_of, dtype_name, given, tensors_in
 from fsdptoys.simulator.events import KernelKind
 from fsdptoys.simulator.hardware import AttentionKind
 
 from .kernels import ATTENTION, count_flops, scratch_bytes
-from .operators import NO_KERNEL, TRAFFIC, arguments_of, dtype_name, given, tensors_in, traffic
+from .operators import NO_KERNEL, TRAFFIC, traffic
 
 INPUT = 0
 """Number of the storage of a part's input."""

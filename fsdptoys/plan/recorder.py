@@ -22,6 +22,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdptoys.device import MemoryStats
+from fsdptoys.dispatched import arguments_of, dtype_name, given, tensors_in
 from fsdptoys.simulator.events import (
     COMPUTE_STREAM,
     Category,
@@ -48,10 +49,6 @@ from .operators import (
     COPIES,
     NO_KERNEL,
     TRAFFIC,
-    arguments_of,
-    dtype_name,
-    given,
-    tensors_in,
     touched_bytes,
     traffic,
 )

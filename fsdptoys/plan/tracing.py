@@ -34,7 +34,7 @@ from fsdptoys.data import SyntheticConfig
 from fsdptoys.errors import ConfigError
 from fsdptoys.models.layers import LMHead
 from fsdptoys.parallel.precision import CastParameters
-from fsdptoys.profiler import ProfileConfig
+from fsdptoys.profiler import DebugConfig, ProfileConfig
 from fsdptoys.simulator.events import COMPUTE_STREAM, Category, Trace
 from fsdptoys.simulator.hardware import AttentionKind, Hardware
 from fsdptoys.trainer import Trainer
@@ -196,6 +196,7 @@ def _steps_only(config: Config) -> Config:
         data=SyntheticConfig(eval_samples=0),
         checkpoint=CheckpointConfig(),
         profile=ProfileConfig(),
+        debug=DebugConfig(),
         model=dataclasses.replace(config.model, init_from=None),
     )
 

@@ -1,6 +1,7 @@
 """Where time and memory go: traces of a few steps, memory snapshots, and what to do when memory runs out."""
 
 from .config import NPULevel, ProfileConfig
+from .debug import DebugConfig
 from .live import LiveBytes, Placed, live_bytes
 from .out_of_memory import (
     ExplainedOutOfMemoryError,
@@ -14,6 +15,7 @@ from .profiler import Profiler
 from .savings import Saving, Switches
 
 __all__ = [
+    "DebugConfig",
     "ExplainedOutOfMemoryError",
     "Failure",
     "LiveBytes",

@@ -64,7 +64,7 @@ ROUNDING = (
 )
 """The layout is here for its default mode; ``train.deterministic=true`` makes all layouts equal."""
 
-NEUTRAL_SECTIONS = ("memory", "parallel", "mesh", "checkpoint", "metrics", "profile", "launch", "plan")
+NEUTRAL_SECTIONS = ("memory", "parallel", "mesh", "checkpoint", "metrics", "profile", "debug", "launch", "plan")
 """What is not named here of these changes no bit."""
 
 NEUTRAL = (

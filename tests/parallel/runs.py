@@ -12,7 +12,7 @@ from fsdptoys.metrics import Console, MetricsConfig
 from fsdptoys.models import GPT2Config, Llama4Config, LlamaConfig, ModelConfig, Qwen3Config, Qwen3MoEConfig
 from fsdptoys.optim import AdamWConfig, OptimConfig, WeightDecayOn
 from fsdptoys.parallel import ParallelConfig
-from fsdptoys.profiler import ProfileConfig
+from fsdptoys.profiler import DebugConfig, ProfileConfig
 from fsdptoys.simulator.config import PlanConfig
 
 
@@ -99,6 +99,7 @@ def make_config(
         checkpoint=CheckpointConfig(),
         metrics=MetricsConfig(console=Console.none),
         profile=ProfileConfig(),
+        debug=DebugConfig(),
         launch=LaunchConfig(),
         plan=PlanConfig(),
     )

@@ -89,14 +89,15 @@ class Gradients:
             flat.div_(mean.before)
         if shard.ranks == 1:
             reduced = flat
+            del flat
         else:
             reduced = flat.new_empty(numel)
             work = reduce_scatter(reduced, flat, mean.op, shard.group)
+            del flat  # the work keeps what it still reads, which of gloo's is a copy
             try:
                 yield
             finally:
                 work.wait()
-        del flat
 
         if replicas is not None:
             if self._partial is not None:

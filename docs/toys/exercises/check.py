@@ -1,0 +1,273 @@
+"""Checks the exercises: ``python docs/toys/exercises/check.py ring`` or, for all of them, without a name.
+
+Real processes on 2, 3 and 4 ranks of this machine, with gloo; what counts are results, and which collectives were used.
+Prints what was expected where something differs, and ends with status 1.
+
+``--folder FOLDER`` takes the answers from files of the same names elsewhere.
+"""
+
+import argparse
+import importlib.util
+import itertools
+import multiprocessing
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+HERE = Path(__file__).resolve().parent
+WORLD_SIZES = (2, 3, 4)
+PATIENCE_SECONDS = 60
+
+
+class Traffic(TorchDispatchMode):
+    """Counts what goes through ``torch.distributed``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.elements: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at one operator and run it."""
+        if function.namespace == "c10d":
+            name = function.overloadpacket.__name__.strip("_")
+            self.calls[name] += 1
+            tensors = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+            self.elements[name] += sum(tensor.numel() for tensor in tensors)
+        return function(*args, **(kwargs or {}))
+
+
+def check_ring(answer: ModuleType, rank: int, ranks: int) -> None:
+    """Sums, and what was sent."""
+    for length in (1, 3, 12, 1001):
+        own = torch.arange(length, dtype=torch.float32) * (rank + 1)
+        expected = torch.arange(length, dtype=torch.float32) * sum(range(1, ranks + 1))
+        with Traffic() as traffic:
+            answer.all_reduce(own)
+        expect(torch.equal(own, expected), f"the sum of {length} elements: {expected[:5]}, not {own[:5]}")
+        others = {name for name in traffic.calls if name not in ("send", "recv", "recv_any_source")}
+        expect(not others, f"nothing but send and recv: {', '.join(sorted(others))} was used")
+        most = 2 * (ranks - 1) * -(-length // ranks)
+        expect(traffic.elements["send"] <= most, f"at most {most} of {length} sent, not {traffic.elements['send']}")
+
+
+def check_buckets(answer: ModuleType, rank: int, ranks: int) -> None:
+    """The two sentences that decide which buckets there are."""
+    for sizes in ([4, 4, 4, 4, 4], [1, 9, 1, 30, 2, 2], [7], [50, 1, 1]):
+        buckets = answer.fill_buckets(sizes, 8)
+        flat = [number for bucket in buckets for number in bucket]
+        expect(flat == list(reversed(range(len(sizes)))), f"each parameter of {sizes} once, the last first: {flat}")
+        for place, bucket in enumerate(buckets):
+            expect(bool(bucket), "no empty bucket")
+            before, after = (sum(sizes[number] for number in part) for part in (bucket[:-1], bucket))
+            expect(before < 8, f"nothing more in a full bucket: {bucket} of {sizes}")
+            expect(after >= 8 or place == len(buckets) - 1, f"only full buckets closed, unlike {bucket} of {sizes}")
+
+
+def check_step(answer: ModuleType, rank: int, ranks: int) -> None:
+    """torch.optim.Adam on the whole parameter."""
+    for length in (2, 24, 101):
+        torch.manual_seed(length)
+        whole = nn.Parameter(torch.randn(length))
+        own, state = whole.detach().clone(), {}
+        adam = torch.optim.Adam([whole], lr=1e-2)
+        for step in (1, 2, 3):
+            whole.grad = torch.randn(length)
+            adam.step()
+            answer.sharded_adam_step(own, whole.grad.clone(), state, step)
+            torch.testing.assert_close(own, whole.detach(), rtol=1e-5, atol=1e-6)
+        kept = sum(tensor.numel() for tensor in state.values())
+        most = 2 * -(-length // ranks)
+        expect(kept <= most, f"at most {most} elements of states kept, not {kept}")
+
+
+def check_rows(answer: ModuleType, rank: int, ranks: int) -> None:
+    """torch.chunk, and the whole tensor."""
+    for rows in (1, 2, 4, 5, 6, 7, 16):
+        whole = torch.arange(rows * 3, dtype=torch.float32).view(rows, 3)
+        chunks = list(whole.chunk(ranks))
+        chunks += [whole[:0]] * (ranks - len(chunks))
+        first, after = answer.own_rows(rows, rank, ranks)
+        expect(torch.equal(whole[first:after], chunks[rank]), f"rows of rank {rank} of {ranks}, of {rows}")
+        with Traffic() as traffic:
+            gathered = answer.gather_rows(chunks[rank].clone(), rows)
+        expect(torch.equal(gathered, whole), f"the whole of {rows} rows: {whole.tolist()}, not {gathered.tolist()}")
+        expect(sum(traffic.calls.values()) == 1, f"one collective, not {dict(traffic.calls)}")
+
+
+def check_owners(answer: ModuleType, rank: int, ranks: int) -> None:
+    """The best of all tables, tried out."""
+    for sizes in ([5, 5, 4, 4, 3, 3, 3], [1, 8, 1, 8, 1, 8], [2, 2, 2, 2, 2, 2, 6], [2, 3, 7, 1, 1], [10, 1, 1]):
+        owners = answer.assign_owners(sizes, ranks)
+        expect(len(owners) == len(sizes) and set(owners) <= set(range(ranks)), f"owners of all of {sizes}: {owners}")
+        tables = itertools.product(range(ranks), repeat=len(sizes))
+        best = min(fullest(sizes, table, ranks) for table in tables)
+        bound = (4 / 3 - 1 / (3 * ranks)) * best
+        load = fullest(sizes, owners, ranks)
+        expect(load <= bound + 1e-9, f"at most {bound:.2f} on a rank for {sizes}, not {load}")
+
+
+def fullest(sizes: Sequence[int], owners: Sequence[int], ranks: int) -> int:
+    """What the rank with the most has."""
+    return max(sum(size for size, owner in zip(sizes, owners, strict=True) if owner == rank) for rank in range(ranks))
+
+
+def check_linear(answer: ModuleType, rank: int, ranks: int) -> None:
+    """nn.functional.linear on the batches of all ranks."""
+    torch.manual_seed(0)
+    weight = torch.randn(12, 64)
+    batches = [torch.randn(5, 64) for _ in range(ranks)]
+    whole = weight.clone().requires_grad_()
+    sum((nn.functional.linear(batch, whole) ** 2).sum() for batch in batches).div(ranks).backward()
+    module = answer.ShardedLinear(weight.clone())
+    parameters = list(module.parameters())
+    expect(len(parameters) == 1 and parameters[0] is module.shard, "the shard is the only parameter")
+    rows = slice(12 // ranks * rank, 12 // ranks * (rank + 1))
+    expect(torch.equal(module.shard.detach(), weight[rows]), f"rows {rows.start} to {rows.stop} on rank {rank}")
+    saved: list[int] = []
+    inputs = batches[rank].clone().requires_grad_()
+
+    def note(tensor: Tensor) -> Tensor:
+        saved.append(tensor.numel())
+        return tensor
+
+    with Traffic() as traffic:
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            output = module(inputs)
+        (output**2).sum().backward()
+    torch.testing.assert_close(output.detach(), nn.functional.linear(batches[rank], weight))
+    expect(max(saved, default=0) < weight.numel(), "nothing of the whole weight's size is kept for the backward")
+    assert whole.grad is not None
+    torch.testing.assert_close(module.shard.grad, whole.grad[rows])
+    torch.testing.assert_close(inputs.grad, 2 * output.detach() @ weight)
+    kinds = Counter({"gather": 0, "reduce_scatter": 0})
+    for name, calls in traffic.calls.items():
+        kinds["reduce_scatter" if "reduce_scatter" in name else "gather" if "gather" in name else name] += calls
+    expect(kinds == {"gather": 2, "reduce_scatter": 1}, f"two all-gathers and a reduce-scatter, not {dict(kinds)}")
+
+
+CHECKS: dict[str, Callable[[ModuleType, int, int], None]] = {
+    "ring": check_ring,
+    "buckets": check_buckets,
+    "step": check_step,
+    "rows": check_rows,
+    "owners": check_owners,
+    "linear": check_linear,
+}
+
+
+def expect(holds: bool, sentence: str) -> None:
+    """Say what should have been.
+
+    Raises:
+        AssertionError: if it is not.
+    """
+    if not holds:
+        raise AssertionError(f"expected {sentence}")
+
+
+def load_answer(folder: Path, name: str) -> ModuleType:
+    """Import one file by its path."""
+    spec = importlib.util.spec_from_file_location(f"answer_{name}", folder / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def check(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    """Check answers on the ranks that this one belongs to.
+
+    Returns:
+        Exercise → what is wrong, for those where anything is.
+    """
+    wrong = {}
+    for name in names:
+        try:
+            CHECKS[name](load_answer(folder, name), dist.get_rank(), dist.get_world_size())
+        except NotImplementedError:
+            wrong[name] = "not answered yet"
+        except AssertionError as error:
+            wrong[name] = str(error).strip()
+        except Exception:
+            wrong[name] = traceback.format_exc()
+    return wrong
+
+
+def run_rank(rank: int, ranks: int, store: str, folder: Path, name: str, answers: Any) -> None:
+    """Be one rank."""
+    # torch 2.13 has new names for all_gather_into_tensor and reduce_scatter_tensor, older ones do not know them.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    torch.set_num_threads(1)
+    dist.barrier()  # none may be gone before all have come
+    answers.put(check(folder, [name]))
+    dist.destroy_process_group()
+
+
+def run(folder: Path, name: str, ranks: int) -> str | None:
+    """Check one answer on so many processes; returns what is wrong on the first rank that noticed."""
+    context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    results: list[dict[str, str]] = []
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    with tempfile.TemporaryDirectory() as scratch:
+        answers = context.SimpleQueue()
+        processes = [
+            context.Process(target=run_rank, args=(rank, ranks, f"{scratch}/store", folder, name, answers), daemon=True)
+            for rank in range(ranks)
+        ]
+        for process in processes:
+            process.start()
+        while len(results) < ranks and time.monotonic() < deadline:
+            time.sleep(0.02)
+            while not answers.empty():
+                results.append(answers.get())
+            if any(results):
+                # A rank whose answer is wrong may leave the others waiting.
+                deadline = min(deadline, time.monotonic() + 1)
+        for process in processes:
+            process.kill()
+            process.join()
+    wrong = [result[name] for result in results if result]
+    if not wrong and len(results) < ranks:
+        return f"no answer within {PATIENCE_SECONDS} seconds; a rank waits for what nobody sends"
+    return wrong[0] if wrong else None
+
+
+def main() -> int:
+    """Check and tell; 1 where anything is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(CHECKS))
+    parser.add_argument("--folder", type=Path, default=HERE, help="where the answers are")
+    args = parser.parse_args()
+    unknown = sorted(set(args.names) - set(CHECKS))
+    if unknown:
+        parser.error(f"{', '.join(unknown)} is none of the exercises: {', '.join(CHECKS)}")
+    status = 0
+    for name in args.names or CHECKS:
+        told = None
+        for ranks in WORLD_SIZES:
+            told = run(args.folder.resolve(), name, ranks)
+            if told is not None:
+                status = 1
+                print(f"{name}, {ranks} ranks: {told}", flush=True)
+                break
+        if told is None:
+            print(f"{name}: right", flush=True)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,28 @@
+"""Exercise 3, before ZeRO-1: an optimizer step of which each rank does its share.
+
+All ranks have the same parameter and the same gradient. Adam's two averages are twice as large as the parameter; if
+each rank keeps them for 1/N of the elements only, who updates what, and what has to travel afterwards?
+"""
+
+from torch import Tensor
+
+
+def sharded_adam_step(
+    parameter: Tensor,
+    gradient: Tensor,
+    state: dict[str, Tensor],
+    step: int,
+    lr: float = 1e-2,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+) -> None:
+    """Update a parameter in place as ``torch.optim.Adam`` would, on every rank alike.
+
+    Args:
+        parameter: flat; its length need not be a multiple of the number of ranks.
+        gradient: likewise, the same on all ranks.
+        state: empty at the first step; whatever is left in it, at most two averages of ⌈length / N⌉ elements, is there
+            at the next.
+        step: 1 at the first.
+    """
+    raise NotImplementedError

@@ -1,0 +1,158 @@
+"""The collectives of a step as people read them: identical ones folded, sums below.
+
+A run of calls that differ only in whose parameters they move is one line, ``× 12``; so is a pattern of up to four calls
+that repeats, as an all-gather and a reduce-scatter in each block's backward.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from .collectives import Call, over_ranks
+from .sizes import in_words
+
+LONGEST_PATTERN = 4
+COLUMNS = ("#", "phase", "collective", "dtype", "size", "this rank gives", "gets", "ranks", "of", "called by")
+RIGHT = (0, 4, 5, 6, 7)
+"""Columns that are aligned to the right."""
+
+
+@dataclass(frozen=True)
+class Fold:
+    """Calls that are a pattern, repeated."""
+
+    calls: Sequence[Call]
+    period: int
+
+    @property
+    def times(self) -> int:
+        """How often the pattern comes."""
+        return len(self.calls) // self.period
+
+
+def fold(calls: Sequence[Call]) -> list[Fold]:
+    """Cut a sequence into repeated patterns, at each place that which covers the most calls."""
+    kinds = [_kind(call) for call in calls]
+    folds, here = [], 0
+    while here < len(calls):
+        best = (1, 1)
+        for period in range(1, LONGEST_PATTERN + 1):
+            times = 1
+            pattern = kinds[here : here + period]
+            while kinds[here + times * period : here + (times + 1) * period] == pattern:
+                times += 1
+            if times > 1 and times * period > best[0] * best[1]:
+                best = (period, times)
+        length = best[0] * best[1]
+        folds.append(Fold(calls[here : here + length], best[0]))
+        here += length
+    return folds
+
+
+def render(calls: Sequence[Call], title: str) -> str:
+    """The table and the sums, as plain text.
+
+    Args:
+        calls: all of a step.
+        title: whose they are.
+    """
+    shown = over_ranks(calls)
+    alone = len(calls) - len(shown)
+    left_out = f"{alone} calls over groups of one rank, which send nothing" if alone else ""
+    if not shown:
+        return f"{title}: none" + (f" but {left_out}" if left_out else "")
+    rows = [COLUMNS, *(row for each in fold(shown) for row in _rows(each, calls))]
+    table = _align(rows, RIGHT)
+    sums = _align([("in all", "calls", "size", "sent by a rank on a ring"), *_sums(shown)], (1, 2, 3))
+    return "\n".join([f"{title}:", *table, "", *sums, *([f"left out: {left_out}"] if left_out else [])])
+
+
+def to_lines(calls: Sequence[Call], step: int) -> str:
+    """One line of JSON a collective, nothing folded or left out."""
+    return "".join(json.dumps({"step": step, **asdict(call)}) + "\n" for call in calls)
+
+
+def describe(names: Sequence[str], everything: Sequence[str] = ()) -> str:
+    """A few words on a set of parameters: the blocks or modules that they are of.
+
+    Args:
+        names: of the parameters.
+        everything: all names there are; where given, blocks of which only a part is among them are marked with ~.
+    """
+    modules: dict[str, int] = {}
+    for name in names:
+        modules[block_of(name)] = modules.get(block_of(name), 0) + 1
+    whole: dict[str, int] = {}
+    for name in everything:
+        whole[block_of(name)] = whole.get(block_of(name), 0) + 1
+    shown = [module + "~" * (count < whole.get(module, 0)) for module, count in modules.items()]
+    if len(shown) > 3:
+        return f"{shown[0]} … {shown[-1]} ({len(names)} tensors)"
+    return ", ".join(shown) or "-"
+
+
+def block_of(name: str) -> str:
+    """``layers.3`` of ``layers.3.attn.q_proj.weight``, and ``norm`` of ``norm.weight``."""
+    parts = name.split(".")
+    return ".".join(parts[:2]) if len(parts) > 2 and parts[1].isdigit() else parts[0]
+
+
+def _kind(call: Call) -> tuple[object, ...]:
+    """What calls must have in common to be folded: everything but their numbers and parameters."""
+    return (
+        call.phase, call.microbatch, call.collective, call.dtype, call.size_bytes, call.gives_bytes, call.gets_bytes,
+        call.ranks, call.group, call.site,
+    )  # fmt: skip
+
+
+def _rows(folded: Fold, calls: Sequence[Call]) -> list[tuple[str, ...]]:
+    """The lines of a fold: one for each call of its pattern."""
+    everything = list(dict.fromkeys(name for call in calls for name in call.parameters))
+    several_microbatches = any(call.microbatch not in (None, 1) for call in calls)
+    rows: list[tuple[str, ...]] = []
+    for place in range(folded.period):
+        first, last = folded.calls[place], folded.calls[len(folded.calls) - folded.period + place]
+        number = str(first.number)
+        if folded.times > 1 and place == 0:
+            number = f"{first.number}-{folded.calls[-1].number}"
+        elif folded.times > 1:
+            number = "+"
+        of, of_last = (describe(call.parameters, everything) for call in (first, last))
+        rows.append(
+            (
+                number,
+                f"{first.phase} {first.microbatch}" if several_microbatches and first.microbatch else first.phase,
+                first.collective.replace("_", "-") + (f" × {folded.times}" if folded.times > 1 else ""),
+                first.dtype,
+                in_words(first.size_bytes),
+                in_words(first.gives_bytes),
+                in_words(first.gets_bytes),
+                str(first.ranks),
+                of if of == of_last else f"{of} … {of_last}",
+                first.site,
+            )
+        )
+    return rows
+
+
+def _sums(calls: Sequence[Call]) -> list[tuple[str, ...]]:
+    rows = []
+    for kind in dict.fromkeys(call.collective for call in calls):
+        rows.append(_sum(kind.replace("_", "-"), [call for call in calls if call.collective == kind]))
+    return [*rows, _sum("together", calls)] if len(rows) > 1 else rows
+
+
+def _sum(label: str, calls: Sequence[Call]) -> tuple[str, ...]:
+    size, sent = sum(call.size_bytes for call in calls), sum(call.sends_bytes for call in calls)
+    return (label, str(len(calls)), in_words(size), in_words(round(sent)))
+
+
+def _align(rows: Sequence[tuple[str, ...]], right: Sequence[int]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

@@ -1,0 +1,276 @@
+"""The trace of a step's collectives, against what each strategy's formulas say it sends."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdptoys.compose import compose_config
+from fsdptoys.errors import ConfigError
+from fsdptoys.metrics import Console
+from fsdptoys.parallel import (
+    DDPConfig,
+    FSDP1Config,
+    FSDP2Config,
+    ParallelConfig,
+    SingleConfig,
+    ToyDDPConfig,
+    ToyFSDPConfig,
+    ToyZero1Config,
+    ToyZero2Config,
+    ToyZero3Config,
+)
+from fsdptoys.profiler.collective_table import block_of, describe, fold, render
+from fsdptoys.profiler.collectives import Call, CollectiveTrace, ring_bytes, traced_step
+from fsdptoys.run import Run
+from fsdptoys.trainer import Trainer
+from scripts.ranks import run_ranks
+from tests.parallel.runs import make_config, tiny_model
+
+LAYERS = tiny_model().n_layers
+UNITS = LAYERS + 2
+"""Of FSDP: embedding, blocks, head with norm."""
+STEPS = {"steps": 3, "seq_len": 8, "batch_size": 1, "deterministic": False, "grad_accum": 1}
+STRATEGIES: dict[str, tuple[ParallelConfig, dict[str, Any]]] = {
+    config.name: (config, {})
+    for config in (
+        DDPConfig(),
+        FSDP1Config(),
+        FSDP2Config(),
+        ToyDDPConfig(),
+        ToyZero1Config(),
+        ToyZero2Config(),
+        ToyZero3Config(),
+        ToyFSDPConfig(),
+    )
+}
+STRATEGIES["ddp deterministic"] = (DDPConfig(), {"deterministic": True, "grad_accum": 2})
+STRATEGIES["toy_fsdp twice"] = (ToyFSDPConfig(), {"grad_accum": 2})
+STRATEGIES["toy_zero2 twice"] = (ToyZero2Config(), {"grad_accum": 2})
+
+
+def train_traced(folder: Path, cases: list[tuple[ParallelConfig, dict[str, Any]]], traces: bool) -> list[Any]:
+    """Train each case with or without the trace; its losses, and on rank 0 what is in the file."""
+    found: list[Any] = []
+    for number, (parallel, more) in enumerate(cases):
+        config = make_config(parallel, dist.get_world_size(), **{**STEPS, **more})
+        config.debug.trace_collectives = traces
+        config.metrics.console, config.metrics.run_dir = Console.none, str(folder / f"{number}")
+        trainer = Trainer(config)
+        Run(trainer).run()
+        file = folder / f"{number}" / "collectives.jsonl"
+        lines = file.read_text().splitlines() if file.exists() and trainer.rank == 0 else None
+        elements = {name: param.numel() for name, param in trainer.strategy.full_parameters()}
+        found.append(([step.loss for step in trainer.history], lines, elements))
+    return found
+
+
+def train_both(folder: Path, cases: list[tuple[ParallelConfig, dict[str, Any]]]) -> list[Any]:
+    return [train_traced(folder / str(traces), cases, traces) for traces in (False, True)]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[Call], list[float], list[float], Any]]:
+    """Label → calls of the traced step, losses without and with the trace, elements of each parameter."""
+    folder = tmp_path_factory.mktemp("runs")
+    without, traced = run_ranks(2, train_both, folder, list(STRATEGIES.values()))[0]
+    made = {}
+    for label, plain, (losses, lines, elements) in zip(STRATEGIES, without, traced, strict=True):
+        assert plain[1] is None, "no file without the switch"
+        rows = [json.loads(line) for line in lines]
+        assert {row.pop("step") for row in rows} == {3}
+        made[label] = ([Call(**row) for row in rows], plain[0], losses, elements)
+    return made
+
+
+def test_the_traced_step_has_the_bits_of_any_other(outcomes: Any) -> None:
+    """Oracle: the same run without the trace."""
+    assert [label for label, (_, plain, traced, _) in outcomes.items() if plain != traced] == []
+
+
+def total(calls: list[Call], collective: str, phase: str | None = None) -> int:
+    return sum(call.size_bytes for call in calls if call.collective == collective and phase in (None, call.phase))
+
+
+def named(calls: list[Call], collective: str, phase: str) -> Counter[str]:
+    return Counter(
+        name for call in calls if (call.collective, call.phase) == (collective, phase) for name in call.parameters
+    )
+
+
+@pytest.mark.parametrize("label", ["ddp", "toy_ddp", "toy_zero1"])
+def test_data_parallel_all_reduces_every_gradient_once(outcomes: Any, label: str) -> None:
+    """Oracle: 4 bytes a parameter, each parameter in one all-reduce of the backward; also those of DDP's C++."""
+    calls, _, _, elements = outcomes[label]
+    assert total(calls, "all_reduce", "backward") == 4 * sum(elements.values())
+    assert named(calls, "all_reduce", "backward") == Counter(list(elements))
+
+
+@pytest.mark.parametrize(("label", "backwards"), [("toy_zero1", 0), ("toy_zero2", 1), ("toy_zero2 twice", 2)])
+def test_sliced_optimizers_gather_after_the_update(outcomes: Any, label: str, backwards: int) -> None:
+    """Oracle: the pages of ZeRO-1 and -2: 4 bytes a parameter and less than an element a rank of padding a bucket."""
+    calls, _, _, elements = outcomes[label]
+    whole = 4 * sum(elements.values())
+    for collective, phase, times in (("all_gather", "optimizer", 1), ("reduce_scatter", "backward", backwards)):
+        found = [call for call in calls if call.collective == collective]
+        assert {call.phase for call in found} == ({phase} if times else set())
+        assert times * whole <= total(calls, collective) < times * whole + 8 * max(1, len(found))
+        assert set(named(calls, collective, phase).values()) == ({times} if times else set())
+
+
+def test_zero3_broadcasts_blocks_twice_and_the_rest_once(outcomes: Any) -> None:
+    """Oracle: the page of ZeRO-3; owners give what the others get, and reduce what the owner keeps."""
+    calls, _, _, elements = outcomes["toy_zero3"]
+    blocks = {name: size for name, size in elements.items() if name.startswith("layers.")}
+    assert total(calls, "broadcast", "forward") == total(calls, "reduce", "backward") == 4 * sum(elements.values())
+    assert total(calls, "broadcast", "backward") == 4 * sum(blocks.values())
+    assert named(calls, "broadcast", "forward") == named(calls, "reduce", "backward") == Counter(list(elements))
+    assert named(calls, "broadcast", "backward") == Counter(list(blocks))
+    owned = {call.size_bytes for call in calls if call.collective == "broadcast" and call.gives_bytes}
+    kept = {call.size_bytes for call in calls if call.collective == "reduce" and call.gets_bytes}
+    assert owned == kept
+    for call in calls:
+        if call.collective == "broadcast":
+            assert sorted((call.gives_bytes, call.gets_bytes)) == [0, call.size_bytes]
+
+
+@pytest.mark.parametrize("label", ["fsdp2", "toy_fsdp", "fsdp1"])
+def test_fsdp_gathers_each_unit_before_its_computing_and_reduces_it_once(outcomes: Any, label: str) -> None:
+    """Oracle: the units; the head stays for the backward, and FSDP2's embedding is not needed there."""
+    calls, _, _, elements = outcomes[label]
+    counts = Counter((call.phase, call.collective) for call in calls)
+    root = label == "fsdp1"  # a unit of its own, of the norm alone
+    assert counts["forward", "all_gather"] == counts["backward", "reduce_scatter"] == UNITS + root
+    assert counts["backward", "all_gather"] == LAYERS + root  # FSDP1 gathers the embedding again
+    assert named(calls, "all_gather", "forward") == Counter(list(elements))
+    assert named(calls, "reduce_scatter", "backward") == Counter(list(elements))
+    for call in calls:
+        if call.collective in ("all_gather", "reduce_scatter"):
+            least = 4 * sum(elements[name] for name in call.parameters)
+            # Padding: of each parameter less than a row a rank, none over 50 elements wide.
+            assert least <= call.size_bytes < least + 2 * 4 * 50 * len(call.parameters)
+            part, whole = sorted((call.gives_bytes, call.gets_bytes))
+            assert 2 * part == whole == call.size_bytes
+
+
+def test_the_toy_fsdp_takes_the_collectives_of_the_native_one_in_its_order(outcomes: Any) -> None:
+    """Oracle: PyTorch's FSDP2, which calls them from other functions."""
+    toy, native = (
+        [(call.phase, call.collective, call.size_bytes, sorted(call.parameters)) for call in outcomes[label][0]]
+        for label in ("toy_fsdp", "fsdp2")
+    )
+    assert toy == native
+
+
+@pytest.mark.parametrize("label", ["ddp deterministic", "toy_fsdp twice"])
+def test_micro_batches_are_told_apart(outcomes: Any, label: str) -> None:
+    """Oracle: the deterministic mode reduces float64 after each; otherwise only the last one is reduced."""
+    calls, _, _, elements = outcomes[label]
+    reductions = [call for call in calls if call.phase == "backward" and "reduce" in call.collective]
+    if label == "toy_fsdp twice":
+        assert {call.microbatch for call in reductions} == {2}
+        gathers = Counter(call.microbatch for call in calls if call.collective == "all_gather")
+        assert gathers == {1: UNITS + LAYERS, 2: UNITS + LAYERS}
+    else:
+        assert [(call.microbatch, call.dtype) for call in reductions] == [(1, "float64"), (2, "float64")]
+        assert [call.size_bytes for call in reductions] == [8 * sum(elements.values())] * 2
+
+
+def test_the_trainer_s_own_collectives_are_told_by_what_they_are_for(outcomes: Any) -> None:
+    """Oracle: the trainer: labels are counted, sharded norms added up, and the loss agreed on."""
+    for label, (calls, *_) in outcomes.items():
+        small = [(call.phase, call.site) for call in calls if not call.parameters]
+        clips = [("clip", "strategy.clip_grad_norm")] if "ddp" not in label else []
+        assert small == [("other", "trainer._train_step"), *clips, ("other", "trainer._train_step")], label
+
+
+def call_of(number: int, collective: str, name: str, ranks: int = 2) -> Call:
+    return Call(number, "backward", 1, collective, "float32", 8, 4, 8, 4.0, ranks, "", "f", [name])
+
+
+def test_what_repeats_is_one_line_and_nothing_is_lost() -> None:
+    """Oracle: a sequence with a run, a pattern of two and a single call, written by hand."""
+    kinds = ["all_gather"] * 3 + ["broadcast"] + ["all_gather", "reduce_scatter"] * 4
+    calls = [call_of(number, kind, f"layers.{number}.w") for number, kind in enumerate(kinds, 1)]
+    folds = fold(calls)
+    assert [(each.period, each.times) for each in folds] == [(1, 3), (1, 1), (2, 4)]
+    assert [call.number for each in folds for call in each.calls] == list(range(1, 13))
+    page = render(calls, "collectives")
+    assert "1-3  backward  all-gather × 3" in page and "layers.1 … layers.3" in page
+    assert "5-12  backward  all-gather × 4" in page and "layers.6 … layers.12" in page
+    assert page.splitlines()[-1].split() == ["together", "12", "96", "bytes", "48", "bytes"]
+
+
+def test_one_rank_has_no_collectives(tmp_path: Path) -> None:
+    """Oracle: one process sends nothing, though its program calls what it would call among others."""
+    _, lines, _ = run_ranks(1, train_traced, tmp_path, [(SingleConfig(), {})], True)[0][0]
+    rows = [json.loads(line) for line in lines]
+    assert {row["ranks"] for row in rows} == {1} and {row["sends_bytes"] for row in rows} == {0}
+    calls = [Call(**{key: value for key, value in row.items() if key != "step"}) for row in rows]
+    assert render(calls, "step 3") == "step 3: none but 2 calls over groups of one rank, which send nothing"
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_rings_send_what_the_pages_say(ranks: int) -> None:
+    """Oracle: an all-reduce is a reduce-scatter and an all-gather; of a broadcast all but one rank get all."""
+    size = 840
+    scatter, gather = (ring_bytes(kind, size, ranks) for kind in ("reduce_scatter", "all_gather"))
+    assert ring_bytes("all_reduce", size, ranks) == scatter + gather == 2 * size * (ranks - 1) / ranks
+    assert ranks * ring_bytes("broadcast", size, ranks) == pytest.approx((ranks - 1) * size)
+    assert ranks * ring_bytes("gather", size, ranks) == pytest.approx((ranks - 1) * size / ranks)
+
+
+@pytest.mark.parametrize(("first", "last", "step"), [(1, 10, 3), (1, 2, 2), (1, 1, 1), (7, 20, 9)])
+def test_the_third_step_is_traced_or_the_last(first: int, last: int, step: int) -> None:
+    """Oracle: by hand."""
+    assert traced_step(first, last) == step
+
+
+def test_blocks_of_which_a_part_moves_are_marked() -> None:
+    """Oracle: by hand."""
+    names = ["embed_tokens.weight", "layers.0.a.weight", "layers.0.b.weight", "norm.weight"]
+    assert describe(names[:2], names) == "embed_tokens, layers.0~"
+    assert describe(names[1:3], names) == block_of(names[1]) == "layers.0"
+    assert describe([], names) == "-"
+    assert describe([*names, "lm_head.weight"]) == "embed_tokens … lm_head (5 tensors)"
+
+
+def functional_calls() -> list[tuple[str, int, int, int]]:
+    found: list[Call] = []
+    trace = CollectiveTrace(1, torch.nn.Linear(1, 1), {}, found.extend)
+    group = dist.distributed_c10d._get_default_group().group_name
+    ops = torch.ops._c10d_functional
+    with trace.around(1):
+        part = torch.ones(6)
+        ops.wait_tensor(ops.all_gather_into_tensor(part, 2, group))
+        ops.wait_tensor(ops.reduce_scatter_tensor(part, "sum", 2, group))
+        ops.wait_tensor(ops.all_reduce(part, "sum", group))
+        dist.all_to_all_single(torch.empty(6), part)
+        dist.barrier()
+        parts = [torch.empty(6), torch.empty(6)]
+        dist.all_gather(parts, part)
+    return [(call.collective, call.size_bytes, call.gives_bytes, call.gets_bytes) for call in found]
+
+
+def test_other_forms_of_collectives_are_the_same_collectives() -> None:
+    """Oracle: sizes by hand, of the functional ones as of those over lists."""
+    expected = [
+        ("all_gather", 48, 24, 48),
+        ("reduce_scatter", 24, 24, 12),
+        ("all_reduce", 24, 24, 24),
+        ("all_to_all", 24, 24, 24),
+        ("barrier", 0, 0, 0),
+        ("all_gather", 48, 24, 48),
+    ]
+    assert run_ranks(2, functional_calls)[0] == expected
+
+
+def test_compiled_blocks_are_refused_in_one_sentence() -> None:
+    """Oracle: key and value first, a fix after the semicolon."""
+    config = compose_config(["debug.trace_collectives=true", "train.compile=true", "model=llama_debug"])
+    with pytest.raises(ConfigError, match=r"^debug\.trace_collectives=true .*; set train\.compile=false"):
+        config.validate(2, "cpu")

@@ -1,0 +1,78 @@
+"""What is recorded of the toys for the pictures, against the formulas of their pages."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts import draw_toys, record_toys
+from scripts.draw_toys import KEPT, STRATEGIES, TIMELINES, draw_memory, draw_timelines
+from scripts.ranks import run_ranks
+from scripts.record_toys import Bar, Recorded, record
+
+BLOCKS = 2
+
+
+@pytest.fixture(scope="module")
+def steps() -> dict[str, list[Recorded]]:
+    """Strategy → what each of two ranks recorded."""
+    with pytest.MonkeyPatch.context() as patch:
+        small = ["model.dim=128", f"model.n_layers={BLOCKS}", "model.ffn_dim=352", "train.seq_len=16"]
+        patch.setattr(record_toys, "MODEL", [*record_toys.MODEL, *small])
+        patch.setattr(record_toys, "TIMED_STEPS", 2)
+        per_rank = run_ranks(2, record, [[f"parallel={name}"] for name in STRATEGIES], 1)
+    return {name: [recorded[index] for recorded in per_rank] for index, name in enumerate(STRATEGIES)}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_update_finds_the_memory_of_the_formula(steps: Any, name: str) -> None:
+    """Oracle: bytes of parameters, gradients and AdamW's states; the batch and rotary tables are within a percent."""
+    for rank in steps[name]:
+        formula = KEPT[name](2) * rank.parameters
+        off = 0.001 if name == "toy_zero3" else 0.0  # to which its whole tensors are balanced
+        before = [size for moment, size in rank.memory if moment <= rank.phases["optimizer"]]
+        at_update = [before[-1], *(size for moment, size in rank.memory if moment > rank.phases["optimizer"])]
+        assert any((1 - off) * formula <= size < (1.02 + off) * formula for size in at_update)
+        assert max(size for _, size in rank.memory) > 1.02 * formula, "activations are on top of it"
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_block_computes_forward_and_backward_once_and_in_order(steps: Any, name: str) -> None:
+    """Oracle: the model; the backward is the forward reversed."""
+    for rank in steps[name]:
+        forward, backward = (
+            [bar.label for bar in sorted(rank.computing, key=lambda bar: bar.begin) if bar.kind == kind]
+            for kind in ("forward", "backward")
+        )
+        assert forward == ["emb", "0", "1", "head"]
+        assert backward == ["head", "1", "0"]
+        assert any(bar.kind == "update" for bar in rank.computing)
+        assert all(0 <= bar.begin < bar.end <= rank.seconds for bar in [*rank.computing, *rank.collectives])
+
+
+def test_collectives_are_those_of_the_pages(steps: Any) -> None:
+    """Oracle: the pages; the same on both ranks, with what they move."""
+    kinds = {name: [{bar.kind for bar in rank.collectives} for rank in ranks] for name, ranks in steps.items()}
+    assert kinds["toy_ddp"] == [{"all_reduce"}] * 2
+    assert kinds["toy_zero1"] == [{"all_reduce", "all_gather"}] * 2
+    assert kinds["toy_zero2"] == kinds["toy_fsdp"] == [{"reduce_scatter", "all_gather"}] * 2
+    assert kinds["toy_zero3"] == [{"broadcast", "reduce"}] * 2
+    labels = [[bar.label for bar in rank.collectives if bar.kind == "reduce_scatter"] for rank in steps["toy_fsdp"]]
+    assert labels == [["norm…head", "1", "0", "emb"]] * 2
+
+
+def test_pictures_are_drawn_of_every_strategy(steps: Any, tmp_path: Path) -> None:
+    """Oracle: the titles of the panels, and PNG's signature."""
+    figures = [draw_timelines({name: steps[name] for name in names}) for names in TIMELINES.values()]
+    titles = [axes.get_title(loc="left") for figure in figures for axes in figure.axes]
+    assert titles == [f"parallel={name}" for names in TIMELINES.values() for name in names]
+    memory = draw_memory(steps)
+    assert [axes.get_title().splitlines()[0] for axes in memory.axes] == STRATEGIES
+    memory.savefig(tmp_path / "memory.png", dpi=30)
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bars_that_overlap_lie_in_lanes_of_their_own() -> None:
+    """Oracle: by hand."""
+    bars = [Bar("reduce", "", *span) for span in ((0.0, 2.0), (1.0, 3.0), (2.0, 4.0), (2.5, 2.6), (3.0, 5.0))]
+    assert draw_toys._lanes(bars) == ([0, 1, 0, 2, 1], 3)

@@ -1,0 +1,85 @@
+"""The exercises: that there is an answer to each, and that their checks notice wrong ones."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from scripts.ranks import run_ranks
+
+EXERCISES = Path(__file__).parents[2] / "docs" / "toys" / "exercises"
+SOLUTIONS = Path(__file__).parent / "solutions"
+
+WRONG = {
+    "ring": ([("if turn < ranks - 1:", "if turn < ranks:")], "the sum of"),
+    "buckets": ([("room = cap", "room = cap + 1")], "nothing more in a full bucket"),
+    "step": ([("length = -(-len(parameter) // ranks)", "length = len(parameter)")], "of states kept"),
+    "rows": (
+        [("    most = -(-rows // ranks)\n    return", "    most = rows // ranks + 1\n    return")],
+        "rows of rank",
+    ),
+    "owners": ([(", key=lambda number: -sizes[number]", "")], "on a rank for"),
+    "linear": (
+        [
+            ("ctx.save_for_backward(inputs, shard)", "ctx.save_for_backward(inputs, shard, gather(shard))"),
+            ("inputs, shard = ctx", "inputs, shard, _ = ctx"),
+        ],
+        "is kept for the backward",
+    ),
+}
+"""Exercise → what to replace in its solution, by what, and what its check then says."""
+
+
+@pytest.fixture(scope="module")
+def check() -> ModuleType:
+    """``check.py`` as a module."""
+    spec = importlib.util.spec_from_file_location("check_exercises", EXERCISES / "check.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_solutions_are_right_and_questions_are_open(check: ModuleType, ranks: int) -> None:
+    """Oracle: the checks, which hold answers against PyTorch's collectives, Adam, chunk and linear."""
+
+    def both() -> tuple[dict[str, str], dict[str, str]]:
+        return check.check(SOLUTIONS, list(check.CHECKS)), check.check(EXERCISES, list(check.CHECKS))
+
+    for right, unanswered in run_ranks(ranks, both):
+        assert right == {}
+        assert unanswered == dict.fromkeys(check.CHECKS, "not answered yet")
+
+
+def test_checks_notice_wrong_answers(check: ModuleType, tmp_path: Path) -> None:
+    """Oracle: solutions with a mistake each, made by replacing a piece of them; what some rank is told."""
+    assert set(WRONG) == set(check.CHECKS)
+    for name, (mistakes, _) in WRONG.items():
+        text = (SOLUTIONS / f"{name}.py").read_text()
+        for piece, wrong in mistakes:
+            assert text.count(piece) == 1, piece
+            text = text.replace(piece, wrong)
+        (tmp_path / f"{name}.py").write_text(text)
+    told = run_ranks(3, check.check, tmp_path, list(WRONG))
+    for name, (_, sentence) in WRONG.items():
+        assert any(sentence in rank.get(name, "") for rank in told), [rank.get(name) for rank in told]
+
+
+def test_command_tells_what_is_right_and_what_is_not(
+    check: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Oracle: status and output for a solution, for a question, and for ranks that wait for each other."""
+    monkeypatch.setattr(check, "WORLD_SIZES", (2,))
+    monkeypatch.setattr(sys, "argv", ["check.py", "owners", "--folder", str(SOLUTIONS)])
+    assert check.main() == 0
+    monkeypatch.setattr(sys, "argv", ["check.py", "owners"])
+    assert check.main() == 1
+    assert capsys.readouterr().out == "owners: right\nowners, 2 ranks: not answered yet\n"
+    (tmp_path / "ring.py").write_text(
+        "import torch.distributed as dist\ndef all_reduce(tensor):\n    dist.recv(tensor)\n"
+    )
+    monkeypatch.setattr(check, "PATIENCE_SECONDS", 3)
+    assert check.run(tmp_path, "ring", 2) == "no answer within 3 seconds; a rank waits for what nobody sends"
