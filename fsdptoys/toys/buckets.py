@@ -61,11 +61,16 @@ class Bucket:
         self.params = params
         self.is_sparse = is_sparse
         self.result: Any = None
-        """What says when the collective is done: a work, or a hook's future."""
+        """The future of the collective, or of a hook."""
         self.pending = 0
         if not is_sparse:
             self.buffer = torch.zeros(sum(p.numel() for p in params), dtype=params[0].dtype, device=params[0].device)
             self.views = views_like(self.buffer, params)
+
+    @property
+    def nbytes(self) -> int:
+        """Of its parameters."""
+        return sum(param.nbytes for param in self.params)
 
     def fill(self, slot: int, divisor: float, as_views: bool) -> None:
         """Take a parameter's gradient over, divided by something; zeros where there is none.
@@ -166,7 +171,7 @@ def broadcast_together(tensors: Sequence[Tensor], source: int, group: dist.Proce
     for numbers in assign_buckets(tensors, [BROADCAST_BYTES]):
         parts = [tensors[number].data for number in numbers]
         flat = torch.cat([part.reshape(-1) for part in parts])
-        dist.broadcast(flat, dist.get_global_rank(group, source), group=group)
+        dist.broadcast(flat, group=group, group_src=source)
         for part, received in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
             part.copy_(received.view(part.shape))
 

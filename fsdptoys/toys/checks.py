@@ -1,4 +1,4 @@
-"""What a module, its replicas and a communication hook must be for DDP; the errors say what PyTorch's say."""
+"""What a module, its replicas, graphs and communication hooks must be for DDP; the errors say what PyTorch's say."""
 
 import inspect
 from typing import Any
@@ -50,12 +50,14 @@ def check_layers(module: nn.Module, device: torch.device) -> None:
 
 def check_same_model(params: list[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Compare numbers and shapes of parameters over ranks."""
-    shapes: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(shapes, [tuple(param.shape) for param in params], group=group)
-    for rank, others in enumerate(shapes):
+    own = torch.tensor([number for param in params for number in (param.ndim, *param.shape)], device=params[0].device)
+    counts = _gather(torch.tensor([len(params), own.numel()], device=own.device), group)
+    longest = max(int(length) for _, length in counts)
+    for rank, numbers in enumerate(_gather(nn.functional.pad(own, (0, longest - own.numel())), group)):
+        others = _shapes(numbers.tolist(), int(counts[rank][0]))
         if len(others) != len(params):
             raise RuntimeError(
-                f"DDP expects same model across all ranks, but Rank {dist.get_rank(group)} has {len(params)} params, "
+                f"DDP expects same model across all ranks, but Rank {group.rank()} has {len(params)} params, "
                 f"while rank {rank} has inconsistent {len(others)} params."
             )
         for index, (shape, param) in enumerate(zip(others, params, strict=True)):
@@ -64,6 +66,22 @@ def check_same_model(params: list[nn.Parameter], group: dist.ProcessGroup) -> No
                     f"params[{index}] in this process with sizes {list(param.shape)} appears not to match sizes "
                     f"{list(shape)} of the same param in process {rank}."
                 )
+
+
+def _gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    tensors = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(tensors, tensor, group=group)
+    return tensors
+
+
+def _shapes(numbers: list[int], count: int) -> list[tuple[int, ...]]:
+    """Of so many parameters, each written as its number of dims and then these."""
+    shapes = []
+    for _ in range(count):
+        ndim, numbers = numbers[0], numbers[1:]
+        shapes.append(tuple(numbers[:ndim]))
+        numbers = numbers[ndim:]
+    return shapes
 
 
 def mistake_of_hook(hook: Any) -> tuple[type[Exception], str] | None:
@@ -76,3 +94,34 @@ def mistake_of_hook(hook: Any) -> tuple[type[Exception], str] | None:
     if signature.return_annotation not in (inspect.Signature.empty, torch.futures.Future[Tensor]):
         return ValueError, "Communication hook: return annotation should be torch.futures.Future[torch.Tensor]."
     return None
+
+
+def unfinished_reduction(missing: dict[int, str], rank: int, static_graph: bool) -> str:
+    """Why a forward cannot begin: gradients of parameters, by index, did not come in the backward before."""
+    indices = " ".join(map(str, missing))
+    begin = "Expected to have finished reduction in the prior iteration before starting a new one. This error indicates"
+    if static_graph:
+        return (
+            f"{begin} that your training graph has changed in this iteration, e.g., one parameter is used in first "
+            "iteration, but then got unused in the second iteration. this is not compatible with static_graph set to "
+            f"True.\nParameter indices which did not receive grad for rank {rank}: {indices}"
+        )
+    return (
+        f"{begin} that your module has parameters that were not used in producing loss. You can enable unused "
+        "parameter detection by passing the keyword argument `find_unused_parameters=True` to "
+        "`DistributedDataParallel`, and by making sure all `forward` function outputs participate in calculating "
+        "loss. Parameters which did not receive "
+        f"grad for rank {rank}: {', '.join(missing.values())}. Parameter indices which did not receive grad: {indices}"
+    )
+
+
+def ready_twice(number: int, name: str, static_graph: bool) -> str:
+    """Why a gradient cannot be taken: the parameter had one before, in the same backward."""
+    why = (
+        "Expected to mark a variable ready only once. Either a parameter is used outside of the `forward` of the "
+        "wrapped module, or in several reentrant backward passes, as of checkpoints that share it; where the graph "
+        "does not change from step to step, `static_graph=True` can help."
+    )
+    if static_graph:
+        why = "Your training graph has changed in this iteration, which static_graph=True does not allow."
+    return f"{why} Parameter at index {number} with name {name} has been marked as ready twice."

@@ -13,13 +13,14 @@ on where some ranks run out of data (``join``).
 Bytes on each rank, for P of parameters: P parameters, P gradients, P in buckets (none with
 ``gradient_as_bucket_view``), and all optimizer states. Sent a step: 2·P·(N−1)/N of gradients, and the buffers.
 
-Left out, and refused by name: DDP's own mixed precision, delayed all-reduce of named parameters, lists of bucket sizes,
-batched copies, skipping unused parameters. Left out altogether: hooks on buffers, built-in hooks in C++, fused
-optimizers, timings in the logging data, remote references, ``torch.compile`` across buckets.
+Left out, and refused by name: DDP's own mixed precision, delayed all-reduce of named parameters, batched copies,
+skipping unused parameters. Left out altogether: hooks on buffers, built-in hooks in C++, fused optimizers, another
+process group later, remote references, ``torch.compile`` across buckets.
 Sources: arXiv:2006.15704, https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
 """
 
 import copy
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ from .buckets import broadcast_together
 from .checks import check_devices, check_layers, check_same_model, mistake_of_hook
 from .graph import map_tensors, tensors_in, through_sink
 from .join import Shadow
+from .logbook import describe
 from .reducer import Reducer
 
 MIB = 2**20
@@ -51,6 +53,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         broadcast_buffers: send rank 0's buffers before each forward.
         init_sync: compare shapes, and send rank 0's parameters, at construction.
         bucket_cap_mb: size of the buckets; None for 25 after a first one of 1.
+        bucket_cap_mb_list: instead of it, those of the first, the second, … and of all others.
         find_unused_parameters: allow outputs, or losses, that do not depend on every parameter.
         gradient_as_bucket_view: let gradients lie in the buckets, instead of copies.
         static_graph: promise that which parameters are used, and how, never changes.
@@ -85,7 +88,6 @@ class DistributedDataParallel(nn.Module, Joinable):
             "param_to_hook_all_reduce": param_to_hook_all_reduce,
             "mixed_precision": mixed_precision,
             "skip_all_reduce_unused_params": skip_all_reduce_unused_params,
-            "bucket_cap_mb_list": bucket_cap_mb_list,
             "batched_grad_copy": batched_grad_copy,
         }
         for name, value in unsupported.items():
@@ -99,6 +101,10 @@ class DistributedDataParallel(nn.Module, Joinable):
             raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
         if check_reduction:
             warnings.warn("The `check_reduction` argument is deprecated: it does nothing.", FutureWarning, stacklevel=2)
+        if broadcast_buffers is not None:
+            message = "`broadcast_buffers` is deprecated: use `forward_sync_buffers`."
+            warnings.warn(message, FutureWarning, stacklevel=2)
+        self.device_mesh = device_mesh
         self.process_group: Any = device_mesh.get_group() if device_mesh is not None else process_group
         self.process_group = self.process_group or dist.group.WORLD
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
@@ -117,7 +123,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._buffer_sizes = [FIRST_BUCKET_BYTES, BUCKET_CAP_MB * MIB]
         if bucket_cap_mb is not None:
             self._buffer_sizes = [int(bucket_cap_mb * MIB)]
-        self.bucket_bytes_cap = self._buffer_sizes[-1]
+        self.bucket_bytes_cap_list = [int(size * MIB) for size in bucket_cap_mb_list or ()]
+        self._buffer_sizes = self.bucket_bytes_cap_list or self._buffer_sizes
+        self.bucket_bytes_cap = max(self._buffer_sizes)
         if init_sync:
             check_same_model(params, self.process_group)
             self.send_states(0, sends_buffers_at_first)
@@ -138,7 +146,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             self.any_rank_reduces(self.require_backward_grad_sync)
         if self.device_ids is not None:
             inputs, kwargs = map_tensors((inputs, kwargs), lambda tensor: tensor.to(self.device, non_blocking=True))
-        output = self.module(*inputs, **kwargs)
+        with torch.profiler.record_function("DistributedDataParallel.forward"):
+            output = self.module(*inputs, **kwargs)
         self.require_forward_param_sync = reduces
         if not reduces:
             return output
@@ -217,6 +226,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             [param in sparse for _, param in kept],
             self.process_group,
             self._buffer_sizes,
+            self.bucket_bytes_cap_list or (sys.maxsize,),
             find_unused=self.find_unused_parameters,
             as_views=self.gradient_as_bucket_view,
             static_graph=self.static_graph,
@@ -248,7 +258,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def common_rank(self, is_candidate: bool) -> int:
         """The last of the ranks that may send."""
-        rank = torch.tensor([dist.get_rank(self.process_group) if is_candidate else -1], device=self.device)
+        rank = torch.tensor([self.process_group.rank() if is_candidate else -1], device=self.device)
         dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=self.process_group)
         return int(rank.item())
 
@@ -263,18 +273,16 @@ class DistributedDataParallel(nn.Module, Joinable):
         module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        reducer = self.reducer
-        return {
-            "world_size": reducer.world_size,
-            "rank": dist.get_rank(self.process_group),
-            "module_name": type(self.module).__name__,
-            "iteration": reducer.iterations,
-            "has_error": int(bool(reducer.error)),
-            "error": reducer.error,
-            "static_graph": int(self.static_graph),
-            "has_rebuilt_buckets": int(reducer.has_rebuilt),
-            "bucket_cap_bytes": self.bucket_bytes_cap,
-        }
+        return describe(self)
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        if sample_rate < 1:
+            message = "DDP runtime logging sample rate should be equal or greater than 1"
+            self.reducer.fail(ValueError, message)
+        self.reducer.logbook.sample_rate = sample_rate
+
+    def _remove_autograd_hooks(self) -> None:
+        self.reducer.remove_hooks()
 
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group != dist.group.WORLD:

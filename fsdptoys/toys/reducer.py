@@ -24,7 +24,6 @@ Left out: averaging in a number format of its own (a communication hook does tha
 """
 
 import functools
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -35,7 +34,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .buckets import Bucket, GradBucket, assign_buckets
+from .checks import ready_twice, unfinished_reduction
 from .graph import queue_callback, reached_leaves
+from .logbook import Logbook
 
 CommHook = Callable[[Any, Any], Any]
 
@@ -49,6 +50,7 @@ class Reducer:
         sparse: for each of them, whether its gradient is a sparse tensor.
         group: over whose ranks gradients are averaged.
         limits: bytes of the first bucket, and of the others.
+        first_limits: the same for the first step, before the order of gradients is known.
         find_unused: search the graph for parameters without gradient.
         as_views: let gradients be views of the buckets, instead of copies.
         static_graph: the graph is the same in every step.
@@ -61,20 +63,25 @@ class Reducer:
         sparse: Sequence[bool],
         group: dist.ProcessGroup,
         limits: Sequence[int],
+        first_limits: Sequence[int],
         *,
         find_unused: bool,
         as_views: bool,
         static_graph: bool,
     ) -> None:
         self.names, self.params, self.sparse, self.group = names, params, sparse, group
-        self.limits, self.find_unused, self.as_views = limits, find_unused, as_views
-        self.divisor = self.world_size = dist.get_world_size(group)
+        self.limits, self.first_limits = limits, first_limits
+        self.find_unused, self.as_views = find_unused, as_views
+        self.divisor = self.world_size = group.size()
         self.comm_hook: tuple[CommHook, Any] | None = None
         self.iterations, self.has_rebuilt, self.error = 0, False, ""
-        self._expects_backward = self._has_started = False
+        self.logbook = Logbook()
+        self.ready_order: list[int] = []
+        """In which the gradients of the last backward came."""
+        self._expects_backward = self._has_started = self._awaits_end = False
         self._order: dict[int, None] = {}
         self._counted: list[int] = []
-        self._unused: list[int] = []
+        self.unused: list[int] = []
         self._used: set[int] = set()
         self._times_ready: Counter[int] = Counter()
         self.set_static_graph(static_graph)
@@ -92,23 +99,17 @@ class Reducer:
         self.counts_first = static_graph
         """Whether gradients are still only counted, to be reduced after the backward."""
         searches = self.find_unused and not static_graph
-        limits = self.limits if searches else [sys.maxsize]
+        limits = self.limits if searches else self.first_limits
         self._make_buckets(assign_buckets(self.params, limits, self.sparse)[::-1])
+        self.first_sizes = [bucket.nbytes for bucket in self.buckets]
 
     def begin_forward(self) -> None:
         """Refuse to go on from a backward that did not reduce everything; after the first step, cut new buckets."""
+        self.logbook.begin(self.iterations)
         if self._has_started:
             missing = [number for number in range(len(self.params)) if number not in self._order]
-            self.fail(
-                RuntimeError,
-                "Expected to have finished reduction in the prior iteration before starting a new one. This error "
-                "indicates that your module has parameters that were not used in producing loss. You can enable unused "
-                "parameter detection by passing the keyword argument `find_unused_parameters=True` to "
-                "`DistributedDataParallel`, and by making sure all `forward` function outputs participate in "
-                "calculating loss. Parameters which did not receive grad for rank "
-                f"{dist.get_rank(self.group)}: {', '.join(self.names[number] for number in missing)}. "
-                f"Parameter indices which did not receive grad: {' '.join(map(str, missing))}",
-            )
+            names = {number: self.names[number] for number in missing}
+            self.fail(RuntimeError, unfinished_reduction(names, self.group.rank(), self.static_graph))
         if self._order and not self.has_rebuilt and (self.static_graph or not self.find_unused):
             self._rebuild()
 
@@ -119,20 +120,22 @@ class Reducer:
             outputs: whatever the loss may be computed from; searched where unused parameters are to be found.
         """
         self._expects_backward = True
-        self._has_started = False
+        self._has_started = self._awaits_end = False
         self._next_bucket = 0
         self._order, self._counted = {}, []
         for bucket in self.buckets:
             bucket.pending = len(bucket.numbers)
         self._times_left = Counter(self._times_ready)
         if self.find_unused and not self.static_graph:
-            reached = reached_leaves(outputs)
-            self._unused = [number for number, param in enumerate(self.params) if param not in reached]
+            with torch.profiler.record_function("search_unused_parameters"):
+                reached = reached_leaves(outputs)
+            self.unused = [number for number, param in enumerate(self.params) if param not in reached]
         self.iterations += 1
 
     def enter_backward(self) -> None:
         """Told by the output's sink that its backward begins."""
-        if self.counts_first and self._expects_backward:
+        if self.counts_first and self._expects_backward and not self._awaits_end:
+            self._awaits_end = True
             queue_callback(self._reduce_counted)
 
     @torch.no_grad()
@@ -140,8 +143,8 @@ class Reducer:
         """End the first step of a static graph: what was counted is what to wait for from now on."""
         self.counts_first = False
         self._times_ready = Counter(self._counted)
-        self._unused = [number for number in range(len(self.params)) if number not in self._times_ready]
-        for number in [*self._times_ready, *self._unused]:
+        self.unused = [number for number in range(len(self.params)) if number not in self._times_ready]
+        for number in [*self._times_ready, *self.unused]:
             self._mark_ready(number)
         self._order = {}  # that of a backward is known after the next one only
         self._finish()
@@ -177,9 +180,9 @@ class Reducer:
     @torch.no_grad()
     def _rebuild(self) -> None:
         """Cut buckets in the order in which rank 0's gradients came, parameters without any last."""
-        came = [number for number in self._order if number not in self._unused]
-        order = torch.tensor([*came, *self._unused], device=self.params[0].device)
-        dist.broadcast(order, dist.get_global_rank(self.group, 0), group=self.group)
+        came = [number for number in self._order if number not in self.unused]
+        order = torch.tensor([*came, *self.unused], device=self.params[0].device)
+        dist.broadcast(order, group=self.group, group_src=0)
         numbers: list[int] = order.tolist()
         assignment = assign_buckets(
             [self.params[number] for number in numbers], self.limits, [self.sparse[number] for number in numbers]
@@ -206,7 +209,8 @@ class Reducer:
             return
         if not self._has_started:
             self._has_started = True
-            for unused in self._unused:
+            self.logbook.note("backward_start")
+            for unused in self.unused:
                 self._mark_ready(unused)
         self._mark_ready(number)
         if self._next_bucket == len(self.buckets):
@@ -215,13 +219,7 @@ class Reducer:
     def _mark_ready(self, number: int) -> None:
         """Put a gradient into its bucket, and start what is complete."""
         if number in self._order:
-            self.fail(
-                RuntimeError,
-                "Expected to mark a variable ready only once. Either a parameter is used outside of the `forward` of "
-                "the wrapped module, or in several reentrant backward passes, as of checkpoints that share it; where "
-                "the graph does not change from step to step, `static_graph=True` can help. Parameter at index "
-                f"{number} with name {self.names[number]} has been marked as ready twice.",
-            )
+            self.fail(RuntimeError, ready_twice(number, self.names[number], self.static_graph))
         self._order[number] = None
         bucket, slot = self._slots[number]
         bucket.fill(slot, self.divisor if self.comm_hook is None else 1, self.as_views)
@@ -234,9 +232,10 @@ class Reducer:
             self._used_work = dist.all_reduce(self._used_anywhere, group=self.group, async_op=True)
 
     def _all_reduce(self, index: int) -> None:
+        self.logbook.note("comm_start")
         bucket = self.buckets[index]
         if self.comm_hook is None:
-            bucket.result = dist.all_reduce(bucket.buffer, group=self.group, async_op=True)
+            bucket.result = dist.all_reduce(bucket.buffer, group=self.group, async_op=True).get_future()
             return
         hook, state = self.comm_hook
         bucket.result = hook(state, GradBucket(bucket, index, index == len(self.buckets) - 1))
@@ -258,6 +257,8 @@ class Reducer:
     @torch.no_grad()
     def _finish(self) -> None:
         """Wait for all buckets and hand out the averages."""
+        self.logbook.note("backward_end")
+        self.ready_order = list(self._order)
         self._expects_backward = self._has_started = False
         used = set(range(len(self.params)))
         if self.find_unused or self.static_graph:
@@ -268,6 +269,7 @@ class Reducer:
             for slot, number in enumerate(bucket.numbers):
                 if number in used:
                     bucket.hand_out(slot, self.as_views)
+        self.logbook.note("comm_end")
         self._used.clear()
 
     def _used_map(self) -> Tensor:

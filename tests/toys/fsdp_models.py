@@ -1,8 +1,10 @@
 """Small modules of awkward sizes, and a training loop that takes ``fully_shard`` from either library."""
 
 import functools
+import traceback
 import types
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fsdptoys.toys import fsdp as toy
+from scripts.ranks import run_ranks
 
 NATIVE = torch.distributed.fsdp
 TOY = toy
@@ -209,3 +212,24 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
         name: value.full_tensor().clone() if hasattr(value, "full_tensor") else value.clone()
         for name, value in model.state_dict().items()
     }
+
+
+Claims = Mapping[str, Callable[[], None]]
+
+
+def check(claims: Claims) -> dict[str, str]:
+    """Try every claim; what went wrong with each that does not hold, on this rank."""
+    warnings.filterwarnings("ignore")
+    failures: dict[str, str] = {}
+    for name, claim in claims.items():
+        try:
+            claim()
+        except Exception:
+            failures[name] = traceback.format_exc(-4)
+    return failures
+
+
+def assert_hold(ranks: int, claims: Claims) -> None:
+    """Try them in one process group."""
+    told = run_ranks(ranks, check, claims)
+    assert told == [{}] * ranks, "\n".join(f"{name}: {text}" for each in told for name, text in each.items())

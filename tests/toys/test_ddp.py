@@ -17,7 +17,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel as Native
 from torch.utils.checkpoint import checkpoint
 
-from fsdptoys.toys.buckets import assign_buckets, views_like
 from fsdptoys.toys.ddp import DistributedDataParallel as Toy
 from fsdptoys.toys.reducer import Reducer
 from scripts.ranks import run_ranks
@@ -180,6 +179,30 @@ def wrong_sum(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Te
     return future.then(lambda done: done.value()[0])
 
 
+def two_forwards(make: Callable[..., nn.Module]) -> list[Tensor]:
+    """Gradients of one backward through two forwards, of a static graph."""
+    torch.manual_seed(5)
+    model, seen = make(Tuple(), static_graph=True), []
+    for step in range(3):
+        model.zero_grad()
+        parts = [model(torch.full((2, 6), 1.0 + step + dist.get_rank())) for _ in range(2)]
+        torch.stack([part.square().sum() for outputs in parts for part in outputs]).sum().backward()
+        seen += [param.grad.clone() for param in model.parameters() if param.grad is not None]
+    return seen
+
+
+def recomputed(make: Callable[..., nn.Module]) -> list[Tensor]:
+    """Gradients where the wrapped module of a static graph is checkpointed from outside."""
+    torch.manual_seed(6)
+    model, seen = make(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), static_graph=True), []
+    for step in range(3):
+        model.zero_grad()
+        x = torch.full((2, 6), 1.0 + step + dist.get_rank())
+        checkpoint(model, x, use_reentrant=False).square().sum().backward()
+        seen += [param.grad.clone() for param in model.parameters() if param.grad is not None]
+    return seen
+
+
 def follow_join(make: Callable[..., nn.Module], by_all: bool) -> list[Tensor]:
     """Parameters after rank 1 has taken two steps more than rank 0, one of them without reduction."""
     torch.manual_seed(4)
@@ -204,6 +227,8 @@ def differing_features() -> list[str]:
         "all-reduce hook": lambda make: averaged_gradients(make, allreduce_hook),
         "fp16 hook": lambda make: averaged_gradients(make, fp16_compress_hook),
         "own hook": lambda make: averaged_gradients(make, wrong_sum),
+        "two forwards of a static graph": two_forwards,
+        "a checkpoint around a static graph": recomputed,
         "join": lambda make: follow_join(make, True),
         "join, divided by who is left": lambda make: follow_join(make, False),
     }
@@ -212,15 +237,6 @@ def differing_features() -> list[str]:
         for name, run in compared.items()
         if not all(a.equal(b) for a, b in zip(run(Native), run(Toy), strict=True))
     ]
-
-
-def raised(attempt: Callable[[Any], object], make: Any) -> tuple[str, str]:
-    """Kind of the error, and the first words of it."""
-    try:
-        attempt(make)
-    except Exception as error:
-        return type(error).__name__, " ".join(str(error).split()[:6])
-    return "nothing", ""
 
 
 class Tuple(nn.Module):
@@ -235,98 +251,9 @@ class Tuple(nn.Module):
         return self.a(x), self.b(x)
 
 
-def forget_a_parameter(make: Any) -> None:
-    model = make(Tuple())
-    for _ in range(2):
-        model(torch.ones(2, 6))[0].sum().backward()
-
-
-def share_a_checkpoint(make: Any) -> None:
-    torch.manual_seed(0)
-    model = make(Reentrant(), find_unused_parameters=True)
-    model(torch.ones(2, 6, requires_grad=True)).sum().backward()
-
-
-def annotate_wrongly(make: Any) -> None:
-    def hook(state: object, bucket: int) -> torch.futures.Future[Tensor]:
-        raise AssertionError
-
-    make(Tuple()).register_comm_hook(None, hook)
-
-
-def return_wrongly(make: Any) -> None:
-    def hook(state: object, bucket: dist.GradBucket) -> int:
-        raise AssertionError
-
-    make(Tuple()).register_comm_hook(None, hook)
-
-
-def register_twice(make: Any) -> None:
-    model = make(Tuple())
-    for _ in range(2):
-        model.register_comm_hook(None, wrong_sum)
-
-
-def be_static_too_late(make: Any) -> None:
-    model = make(Tuple())
-    sum(output.sum() for output in model(torch.ones(2, 6))).backward()
-    model._set_static_graph()
-
-
-MISTAKES: dict[str, Callable[[Any], object]] = {
-    "no gradients": lambda make: make(nn.Linear(2, 2).requires_grad_(False)),
-    "no parameters": lambda make: make(nn.Module()),
-    "lazy parameters": lambda make: make(nn.LazyLinear(3)),
-    "two devices": lambda make: make(nn.Linear(2, 2), device_ids=[0, 1]),
-    "a device on a CPU": lambda make: make(nn.Linear(2, 2), device_ids=[0]),
-    "synchronised statistics on a CPU": lambda make: make(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))),
-    "a group and a mesh": lambda make: make(nn.Linear(2, 2), process_group=dist.group.WORLD, device_mesh=object()),
-    "no function": lambda make: make(Tuple()).register_comm_hook(None, 1),
-    "a wrong annotation": annotate_wrongly,
-    "a wrong return annotation": return_wrongly,
-    "two hooks": register_twice,
-    "a parameter without gradient": forget_a_parameter,
-    "a layer of two reentrant checkpoints": share_a_checkpoint,
-    "a static graph, said too late": be_static_too_late,
-}
-
-
-def differing_mistakes() -> dict[str, Any]:
-    found = {}
-    for name, attempt in MISTAKES.items():
-        theirs, ours = raised(attempt, Native), raised(attempt, Toy)
-        if theirs != ours or ours[0] == "nothing":
-            found[name] = theirs, ours
-    return found
-
-
 def test_hooks_sparse_gradients_and_uneven_data_give_the_bits_of_native_ddp() -> None:
     """Oracle: PyTorch's class under the same hooks, and where one rank has more data than the other."""
     assert run_ranks(2, differing_features) == [[], []]
-
-
-def test_mistakes_are_refused_in_the_words_of_native_ddp() -> None:
-    """Oracle: PyTorch's class; the same kind of error and the same first words."""
-    assert run_ranks(2, differing_mistakes) == [{}, {}]
-
-
-def differing_shapes() -> list[str]:
-    """The error of each rank, where models differ."""
-    messages = []
-    for module in (
-        nn.Linear(2, 2 + dist.get_rank()),
-        nn.Sequential(*[nn.Linear(2, 2)] + [nn.Linear(2, 2)] * dist.get_rank()),
-    ):
-        with pytest.raises(RuntimeError) as refused:
-            Toy(module)
-        messages.append(str(refused.value))
-    return messages
-
-
-def test_models_that_differ_over_ranks_are_refused_on_all_of_them() -> None:
-    """Oracle: the documented check of shapes; every rank says what differs, and none waits."""
-    for messages in run_ranks(2, differing_shapes):
-        assert "appears not to match sizes" in messages[0] and "DDP expects same model across all ranks" in messages[1]
 
 
 def lives() -> list[str]:
@@ -380,30 +307,3 @@ def dead_reducers() -> bool:
 def test_a_reducer_goes_with_its_module() -> None:
     """Oracle: the garbage collector's list of living objects; the bare module trains on as if never wrapped."""
     assert run_ranks(1, dead_reducers) == [True]
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_buckets_are_cut_as_pytorch_cuts_them(seed: int) -> None:
-    """Oracle: PyTorch's own assignment, over random sizes, two number formats, sparse ones and limits."""
-    generator = torch.Generator().manual_seed(seed)
-    sizes = torch.randint(1, 300, (30,), generator=generator).tolist()
-    tensors = [torch.zeros(size, dtype=torch.float64 if size % 5 == 0 else torch.float32) for size in sizes]
-    sparse = [size % 7 == 0 for size in sizes]
-    limits = torch.randint(1, 2000, (1 + seed % 3,), generator=generator).tolist()
-    expected, _ = dist._compute_bucket_assignment_by_size(tensors, limits, sparse)
-    assert sorted(assign_buckets(tensors, limits, sparse)) == sorted(expected)
-
-
-def test_views_of_a_bucket_keep_layouts_without_gaps_and_cover_it_once() -> None:
-    """Oracle: writing a different number through each view leaves each number as often as the tensor has elements."""
-    tensors = [
-        torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last),
-        torch.zeros(4, 6)[:, ::2],
-        torch.zeros(()),
-    ]
-    buffer = torch.zeros(sum(tensor.numel() for tensor in tensors))
-    views = views_like(buffer, tensors)
-    for number, view in enumerate(views):
-        view.fill_(number + 1)
-    assert [int((buffer == n + 1).sum()) for n in range(3)] == [tensor.numel() for tensor in tensors]
-    assert views[0].stride() == tensors[0].stride() and views[1].is_contiguous()

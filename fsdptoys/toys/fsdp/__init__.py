@@ -33,31 +33,41 @@ To be read in this order:
     hooks        when all this happens                               around forward and backward; prefetch
     module       what a sharded module can be told
     wrap         ``fully_shard``
+    outer        parameters that tensor parallelism has cut before
     initialise   values for a model that was made without memory
-    tensors, internals                                               small helpers
+    policies, tensors, internals                                     number formats; small helpers
 
-Left out, each refused with its name:
+Left out:
 
-    =============================================  =====================================================
-    ``offload_policy=CPUOffloadPolicy``            shards stay on the device
-    ``dp_mesh_dims``, DTensors as parameters       sharding along further meshes (tensor parallelism)
-    ``ShardPlacementResult``                       parameters of one unit on different meshes
-    several dtypes or devices in one unit          there is one flat shard
-    ``set_custom_all_gather``, ``…reduce_scatter`` the collectives are those of ``collectives``
-    ``set_separate_reduce_scatter_group``
-    ``set_allocate_memory_from_process_group_…``
-    ``set_symm_mem_for_comm``
-    ``set_all_reduce_hook(stream=…)``              there are no streams: ``collectives`` says why
-    =============================================  =====================================================
+    ==============================================  =========================================================
+    ``offload_policy=CPUOffloadPolicy``             refused, but for CPU ranks without pinning: shards stay on
+                                                    the device of the mesh
+    ``dp_mesh_dims``, ``ShardPlacementResult``      refused: a unit has one mesh, DTensors over others
+    ``reshard_after_forward`` as a number, of       refused, by PyTorch too
+    DTensors
+    several dtypes or devices in one unit           refused: there is one flat shard
+    ``fsdp_pre_all_gather`` of tensor subclasses    refused: what travels is the flat shard
+    ``set_custom_all_gather``, ``…reduce_scatter``  refused: the collectives are those of ``collectives``
+    ``set_separate_reduce_scatter_group``           refused
+    ``set_allocate_memory_from_process_group_…``    refused
+    ``set_symm_mem_for_comm``                       refused
+    ``set_all_reduce_hook(stream=…)``,              refused: there are no streams, ``collectives`` says why, and
+    ``_set_unshard_async_op(False)``                gathering is asynchronous always
+    ``FSDPState``, ``FSDPParamGroup``, and what     not there: the state of a module is a ``Driver``, which has
+    tests and tools take from them                  other attributes; PyTorch's pipelines, for one, know only theirs
+    ``torch.compile``, ``torch.func``               not covered
+    ==============================================  =========================================================
 
-Not there at all: ``share_comm_ctx``, ``fsdp_pre_all_gather`` of tensor subclasses, tracing by ``torch.compile``,
-``torch.func`` transforms. Different from PyTorch's: a divide factor is always applied after a sum, and reentrant
-checkpointing around a unit is not prefetched for.
+Different from PyTorch's: a divide factor is always applied after a sum, and reentrant checkpointing around a unit is
+not prefetched for.
 """
 
 from .initialise import initialise as initialise
 from .module import FSDPModule as FSDPModule
 from .module import UnshardHandle as UnshardHandle
 from .module import register_fsdp_forward_method as register_fsdp_forward_method
-from .unit import MixedPrecisionPolicy as MixedPrecisionPolicy
+from .module import share_comm_ctx as share_comm_ctx
+from .policies import CPUOffloadPolicy as CPUOffloadPolicy
+from .policies import MixedPrecisionPolicy as MixedPrecisionPolicy
+from .policies import OffloadPolicy as OffloadPolicy
 from .wrap import fully_shard as fully_shard

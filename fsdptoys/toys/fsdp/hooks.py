@@ -147,8 +147,8 @@ class Driver:
             if driver is not None and driver not in drivers:
                 if driver is not self and driver.is_root is not None:
                     raise RuntimeError(
-                        f"FSDP state has already been lazily initialized for {name}: the root module's forward must "
-                        "run before that of modules within it"
+                        f"FSDP state has already been lazily initialized for {name}\nFSDP requires running forward "
+                        "through the root module first"
                     )
                 drivers[driver] = None
         self.iteration.drivers = list(drivers)
@@ -156,10 +156,12 @@ class Driver:
         for driver in drivers:
             driver.is_root = driver is self
             driver.iteration = self.iteration
-            driver.unit.prepare()
+            driver.unit.prepare(self.modules[0])
             self.iteration.reductions.ahead = max(self.iteration.reductions.ahead, driver.gradients.ahead)
         if self.is_auto:
             self.unit.reshards_after_forward = False  # its backward comes next
+
+    _lazy_init = become_root  # what PyTorch's tools call on the state of a module
 
     def _gather_next(self) -> None:
         """Begin to gather what the forward needs next."""

@@ -41,6 +41,8 @@ def initialise(model: nn.Module, device: torch.device | str, draw: Callable[[nn.
     for module in model.modules():
         driver = driver_of(module)
         if driver is not None:
+            if any(driver.unit.shard.outers):
+                raise NotImplementedError("initialise() is not for DTensors as parameters: call reset_parameters()")
             places |= {param.sharded: (driver.unit, index) for index, param in enumerate(driver.unit.params)}
     for module in model.modules():
         sharded = {name: param for name, param in module.named_parameters(recurse=False) if param in places}

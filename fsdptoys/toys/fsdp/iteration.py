@@ -60,7 +60,7 @@ class Iteration:
             for param in driver.unit.params:
                 if param.origin in seen:
                     raise ValueError(
-                        f"parameter {param.homes[0][1]!r} is shared with one that another FSDP unit manages: call "
-                        "fully_shard([module_a, module_b]) to have its modules in one unit"
+                        f"parameter {param.homes[0][1]!r} is shared with one already managed by another FSDP group; "
+                        "call fully_shard([module_a, module_b]) to have its modules in one unit"
                     )
                 seen.add(param.origin)

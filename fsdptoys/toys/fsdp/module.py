@@ -45,7 +45,8 @@ class FSDPModule:
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the whole parameters; with ``async_op`` the forward, or the handle, waits for them."""
         unit = self._driver().unit
-        unit.prepare()
+        assert isinstance(self, nn.Module)
+        unit.prepare(self)
         unit.gather()
         handle = UnshardHandle(unit)
         if async_op:
@@ -170,6 +171,15 @@ class FSDPModule:
         self._driver().unit.adopt()
         return result
 
+    def _get_fsdp_state(self) -> Driver:
+        """What PyTorch's utilities ask for; has other attributes than PyTorch's."""
+        return self._driver()
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Pipelines ask for asynchronous gathering, which is the only one here."""
+        if not async_op:
+            _refuse("_set_unshard_async_op(False)", "gathering is asynchronous always")
+
     def _driver(self) -> Driver:
         assert isinstance(self, nn.Module)
         driver = driver_of(self)
@@ -202,6 +212,16 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return driver.post_forward(module, args, method(*args, **kwargs))
 
     setattr(module, method_name, gathered)
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Let several roots, as the chunks of a pipeline, have their reductions in one queue, and so their memory.
+
+    Args:
+        modules: the roots.
+    """
+    for driver in (drivers := _drivers_of(modules)):
+        driver.iteration.reductions = drivers[0].iteration.reductions
 
 
 def _drivers_of(modules: list[FSDPModule]) -> list[Driver]:

@@ -64,9 +64,10 @@ class Gradients:
             total, param.accumulated = param.accumulated if param.accumulated is not None else grad, None
             if total is None and self.reduces_unused and param.sharded.requires_grad:
                 kind = self.unit.mp_policy.param_dtype or param.sharded.dtype
-                total = torch.zeros(param.sharded.shape, dtype=kind, device=self.unit.device)
-            if total is not None:
-                taken[index] = total
+                taken[index] = torch.zeros(self.unit.shard.shapes[index], dtype=kind, device=self.unit.device)
+            elif total is not None:
+                outer = self.unit.shard.outers[index]
+                taken[index] = total if outer is None else outer.take_gradient(total)
         return taken
 
     @torch.no_grad()

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .collectives import all_gather
 from .layout import Piece, lay_out
+from .outer import Outer
 
 
 @dataclass
@@ -38,11 +39,13 @@ class FlatShard:
         mesh: one axis, over which parameters are sharded; or two, over whose first the shards are replicated.
         shapes: of the whole parameters.
         dims: along which each is cut.
+        outers: the other mesh of each, of which ``shapes`` are parts then.
     """
 
     mesh: DeviceMesh
     shapes: Sequence[tuple[int, ...]]
     dims: Sequence[int]
+    outers: Sequence[Outer | None]
     data: Tensor | None = None
     """[S]; None while this rank keeps no such shard."""
     pieces: list[Piece] = field(init=False)
@@ -66,6 +69,9 @@ class FlatShard:
     def dtensor(self, index: int, local: Tensor) -> DTensor:
         """Show a chunk of a parameter, or of its gradient, as a part of the whole."""
         placements: list[Placement] = [Replicate()] * (self.mesh.ndim - 1) + [Shard(self.dims[index])]
+        outer = self.outers[index]
+        if outer is not None:
+            return outer.show_shard(local, self.mesh, placements)
         whole = torch.empty(self.shapes[index], device="meta")
         with torch.no_grad():  # or the conversion would be part of what autograd sees
             return DTensor.from_local(

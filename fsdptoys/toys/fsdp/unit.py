@@ -21,26 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .internals import local_tensor, register, set_local_tensor
+from .internals import local_tensor, own_tensor, register, set_local_tensor
+from .outer import Outer
 from .shard import FlatShard, Gathering
 from .tensors import set_storage
 
 ALIGNMENT_BYTES = 512
 """Whole parameters begin at multiples of this, as if each were allocated by itself: kernels are slower elsewhere."""
-
-
-@dataclass(frozen=True)
-class MixedPrecisionPolicy:
-    """Number formats of a unit; PyTorch's class of this name is taken as well."""
-
-    param_dtype: torch.dtype | None = None
-    """Of the whole parameters and so of forward and backward; None for that of the shards."""
-    reduce_dtype: torch.dtype | None = None
-    """That gradients are reduced in, and accumulated in without reduction; None for the one they are computed in."""
-    output_dtype: torch.dtype | None = None
-    """That outputs are cast to; None leaves them alone."""
-    cast_forward_inputs: bool = True
-    """Whether inputs are cast to ``param_dtype``."""
 
 
 class Form(Enum):
@@ -95,6 +82,7 @@ class Unit:
     Args:
         homes: whole parameter → where it is registered, in the order of the flat shard.
         dims: along which each is sharded.
+        outers: the other mesh of those that have one.
         mesh: of one axis, or of two: replicate, shard.
         smaller: the mesh to reshard to after the forward; None to reshard fully.
         reshards: whether to reshard after the forward at all.
@@ -105,15 +93,16 @@ class Unit:
         self,
         homes: dict[nn.Parameter, Homes],
         dims: Sequence[int],
+        outers: Sequence[Outer | None],
         mesh: DeviceMesh,
         smaller: DeviceMesh | None,
         reshards: bool,
         mp_policy: Any,
     ) -> None:
-        shapes = [tuple(param.shape) for param in homes]
+        shapes = [tuple(own_tensor(param).shape) for param in homes]
         self.mp_policy = mp_policy
-        self.shard = FlatShard(mesh, shapes, dims)
-        self.smaller = FlatShard(smaller, shapes, dims) if smaller is not None else None
+        self.shard = FlatShard(mesh, shapes, dims, outers)
+        self.smaller = FlatShard(smaller, shapes, dims, outers) if smaller is not None else None
         self.reshards_after_forward = reshards
         self.reshards_after_backward = True
         self.gathers_in_backward = True
@@ -126,13 +115,14 @@ class Unit:
 
     @torch.no_grad()
     def _shard(self, homes: dict[nn.Parameter, Homes]) -> None:
-        _check_alike(list(homes))
-        first = next(iter(homes))
+        wholes = [own_tensor(param) for param in homes]
+        _check_alike(wholes)
+        first = wholes[0]
         self.shard.data = first.new_zeros(self.shard.numel)
         for index, (param, places) in enumerate(homes.items()):
             local = self.shard.view(index)
             if not param.is_meta:
-                local.copy_(self.shard.cut(index, param))
+                local.copy_(self.shard.cut(index, wholes[index]))
             sharded = nn.Parameter(self.shard.dtensor(index, local), param.requires_grad)
             self.params.append(UnitParameter(places, _origin(param), sharded))
             self.params[-1].register(sharded)
@@ -150,7 +140,7 @@ class Unit:
         Their values move into a flat shard again. Where only a part of them was replaced so far, that waits for the
         rest.
         """
-        if not self.params:
+        if not self.params or self.form is not Form.sharded:
             return
         found = [module._parameters[name] for module, name in (param.homes[0] for param in self.params)]
         locals_ = [local_tensor(each) for each in found if each is not None]
@@ -170,18 +160,22 @@ class Unit:
             param.sharded = new
             param.register(new)
 
-    def prepare(self) -> None:
+    def prepare(self, root: nn.Module) -> None:
         """Check before the first use that there are parameters to gather.
+
+        Args:
+            root: in which they have the names that are told.
 
         Raises:
             RuntimeError: if some have no memory.
         """
         self.adopt()
-        without = [name for param in self.params for _, name in param.homes[:1] if local_tensor(param.sharded).is_meta]
+        without = {param.sharded for param in self.params if local_tensor(param.sharded).is_meta}
         if without:
+            names = [name for name, param in root.named_parameters() if param in without]
             raise RuntimeError(
-                f"FSDP parameters should be materialized from meta device before training, but {without} were not: "
-                "call module.to_empty(device=...) and give them values"
+                "FSDP parameters should be materialized from meta device before training, but the following were still "
+                f"on meta device: {names}\nFor example, call module.to_empty(device) and give them values"
             )
         _check_alike([local_tensor(param.sharded) for param in self.params])
 
@@ -268,9 +262,12 @@ class Unit:
             starts.append(starts[-1] + -(-math.prod(shape) // step) * step)
         with torch.inference_mode(False):  # autograd takes no tensors that were made in it
             self._block = torch.empty(starts[-1], dtype=dtype, device=self.device)
-            for param, shape, start in zip(self.params, self.shard.shapes, starts, strict=False):
+            for param, shape, start, outer in zip(
+                self.params, self.shard.shapes, starts, self.shard.outers, strict=False
+            ):
                 param.memory = self._block[start : start + math.prod(shape)].view(shape)
-                param.whole = nn.Parameter(param.memory.data, param.sharded.requires_grad)
+                whole = param.memory.data if outer is None else outer.show_whole(param.memory.data)
+                param.whole = nn.Parameter(whole, param.sharded.requires_grad)
         return self._block
 
 

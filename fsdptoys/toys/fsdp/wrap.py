@@ -9,11 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from .hooks import Driver, driver_of
+from .internals import announce, is_replicated, own_tensor
 from .module import FSDPModule
-from .unit import Homes, MixedPrecisionPolicy, Unit
+from .outer import outer_of
+from .policies import MixedPrecisionPolicy, check_offload
+from .unit import Homes, Unit
 
 _classes: dict[type, type] = {}
 """Class of a module → the class that it is given instead."""
@@ -39,7 +42,7 @@ def fully_shard(
             False keeps them; a number reshards them over so many ranks; None is True but for the root.
         shard_placement_fn: gives the dim along which a parameter is sharded; None for the first.
         mp_policy: number formats.
-        offload_policy: only one that does not offload.
+        offload_policy: only one that leaves shards on the device of the mesh.
         ignored_params: stay as they are.
         dp_mesh_dims: only None.
 
@@ -52,28 +55,27 @@ def fully_shard(
     """
     if dp_mesh_dims is not None:
         raise NotImplementedError("fully_shard(dp_mesh_dims=...) is not part of this implementation")
-    if hasattr(offload_policy, "pin_memory"):
-        raise NotImplementedError(
-            f"fully_shard(offload_policy={type(offload_policy).__name__}) is not part of this implementation, which "
-            "keeps shards on the device"
-        )
     modules: list[nn.Module] = list(module) if isinstance(module, list | tuple) else [module]
     for each in modules:
         _check_module(each)
     if mesh is None:
         mesh = _all_ranks()
+    check_offload(offload_policy, mesh.device_type)
     if mesh.ndim not in (1, 2):
         raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
-        raise AssertionError("a 2D mesh for HSDP needs mesh_dim_names")
+        raise AssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
 
     managed = _managed(modules)
     homes = _parameters(managed, ignored_params or set())
     _move(managed, homes, ignored_params or set(), mesh)
     ranks = mesh.size(mesh.ndim - 1)
+    outers = [outer_of(places[0][1], param, mesh) for param, places in homes.items()]
     dims = [_dim(param, shard_placement_fn, ranks) for param in homes]
     reshards, smaller = _after_forward(reshard_after_forward, mesh, ranks)
-    unit = Unit(homes, dims, mesh, smaller, reshards, mp_policy)
+    if smaller is not None and any(outers):
+        raise NotImplementedError("reshard_after_forward as an int is not supported for DTensors as parameters")
+    unit = Unit(homes, dims, outers, mesh, smaller, reshards, mp_policy)
     driver = Driver(modules, unit, is_auto=reshard_after_forward is None)
     for each in modules:
         each.__dict__["_fsdp_driver"] = driver
@@ -81,6 +83,7 @@ def fully_shard(
         if kind not in _classes:
             _classes[kind] = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
         each.__class__ = _classes[kind]
+        announce(each)
     for holder in dict.fromkeys(holder for places in homes.values() for holder, _ in places):
         # State dicts are of sharded parameters, and what is loaded may replace them.
         holder.register_state_dict_pre_hook(lambda *_: unit.reshard())
@@ -89,13 +92,16 @@ def fully_shard(
     return module
 
 
+fully_shard.state = driver_of  # type: ignore[attr-defined]  # where PyTorch's composable functions have theirs
+
+
 def _check_module(module: nn.Module) -> None:
     if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
         raise ValueError(f"fully_shard does not support containers that do not implement forward: {module}")
     if driver_of(module) is not None:
         raise AssertionError(
-            "Each distinct composable distributed API can only be applied to a module once, and fully_shard was "
-            f"applied to {module} before"
+            "Each distinct composable distributed API can only be applied to a module once. fully_shard was applied "
+            f"before to {module}"
         )
 
 
@@ -107,12 +113,12 @@ def _all_ranks() -> DeviceMesh:
 
 
 def _managed(roots: list[nn.Module]) -> list[nn.Module]:
-    """The modules whose parameters the unit gets, inner ones first: all that are not within another unit."""
+    """The modules whose parameters the unit gets, inner ones first: all that neither another unit nor DDP has."""
     found: list[nn.Module] = []
     seen: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> None:
-        if module in seen or (module not in roots and driver_of(module) is not None):
+        if module in seen or is_replicated(module) or (module not in roots and driver_of(module) is not None):
             return
         seen.add(module)
         for child in module.children():
@@ -136,11 +142,8 @@ def _parameters(managed: list[nn.Module], ignored: set[nn.Parameter]) -> dict[nn
                     f"fully_shard doesn't support scalar parameters. Change {name} to a 1D tensor with numel equal "
                     "to 1."
                 )
-            if isinstance(param, DTensor):
-                raise NotImplementedError(
-                    f"parameter {name!r} is a DTensor already: sharding along two meshes is not part of this "
-                    "implementation"
-                )
+            if hasattr(own_tensor(param), "fsdp_pre_all_gather"):
+                raise NotImplementedError(f"fsdp_pre_all_gather of {name!r} is not part of this implementation")
             if not param.is_contiguous():
                 raise NotImplementedError(f"FSDP does not support non-contiguous parameters yet: {name!r}")
             homes.setdefault(param, []).append((module, name))
@@ -173,10 +176,9 @@ def _dim(param: nn.Parameter, shard_placement_fn: Callable[[nn.Parameter], Shard
     dim = placement.dim + param.ndim if placement.dim < 0 else placement.dim
     if not 0 <= dim < param.ndim:
         raise AssertionError(f"Shard dim {dim} is invalid for {param.ndim}D tensor: {param.shape}")
-    if dim > 0 and param.shape[dim] % ranks:
-        raise NotImplementedError(
-            f"FSDP does not support uneven sharding on dim {dim}: {param.shape} (world size: {ranks})"
-        )
+    shape = own_tensor(param).shape
+    if dim > 0 and shape[dim] % ranks:
+        raise NotImplementedError(f"FSDP does not support uneven sharding on dim {dim}: {shape} (world size: {ranks})")
     return dim
 
 

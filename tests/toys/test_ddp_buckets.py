@@ -1,0 +1,146 @@
+"""The buckets of the toy DDP, and what it tells of them and of its times."""
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as Native
+
+from fsdptoys.toys.buckets import assign_buckets, views_like
+from fsdptoys.toys.ddp import DistributedDataParallel as Toy
+from scripts.ranks import run_ranks
+from tests.toys.test_ddp import MANY_BUCKETS, Shared
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_buckets_are_cut_as_pytorch_cuts_them(seed: int) -> None:
+    """Oracle: PyTorch's own assignment, over random sizes, two number formats, sparse ones and limits."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(1, 300, (30,), generator=generator).tolist()
+    tensors = [torch.zeros(size, dtype=torch.float64 if size % 5 == 0 else torch.float32) for size in sizes]
+    sparse = [size % 7 == 0 for size in sizes]
+    limits = torch.randint(1, 2000, (1 + seed % 3,), generator=generator).tolist()
+    expected, _ = dist._compute_bucket_assignment_by_size(tensors, limits, sparse)
+    assert sorted(assign_buckets(tensors, limits, sparse)) == sorted(expected)
+
+
+def test_views_of_a_bucket_keep_layouts_without_gaps_and_cover_it_once() -> None:
+    """Oracle: writing a different number through each view leaves each number as often as the tensor has elements."""
+    tensors = [
+        torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.zeros(4, 6)[:, ::2],
+        torch.zeros(()),
+    ]
+    buffer = torch.zeros(sum(tensor.numel() for tensor in tensors))
+    views = views_like(buffer, tensors)
+    for number, view in enumerate(views):
+        view.fill_(number + 1)
+    assert [int((buffer == n + 1).sum()) for n in range(3)] == [tensor.numel() for tensor in tensors]
+    assert views[0].stride() == tensors[0].stride() and views[1].is_contiguous()
+
+
+def told(make: Any) -> list[dict[str, Any]]:
+    """Logging data before training, and after steps of which the last is timed only with another rate."""
+    torch.manual_seed(0)
+    model = make(Shared(), bucket_cap_mb=MANY_BUCKETS)
+    model._set_ddp_runtime_logging_sample_rate(4)
+    told = [model._get_ddp_logging_data()]
+    for step in range(14):
+        model(torch.ones(4, 6)).square().sum().backward()
+        if step in (2, 12, 13):
+            told.append(model._get_ddp_logging_data())
+    return told
+
+
+def differing_logs() -> list[str]:
+    """What PyTorch tells and the toy does not, or otherwise; of times that they are there and make sense."""
+    differing = []
+    for theirs, ours in zip(told(Native), told(Toy), strict=True):
+        times = {name for name in theirs if "_time" in name}
+        for log in (theirs, ours):  # the toy has buckets of two number formats in the order in which they are full
+            log.update({name: sorted(log[name].split(", ")) for name in log if name.startswith("rebuilt_")})
+        differing += [name for name in theirs if name not in times and theirs[name] != ours.get(name)]
+        differing += [name for name in times if not ours.get(name, -1) >= 0]
+        for span in ("backward_comm_time", "backward_compute_time") if times else ():
+            if ours[span] < ours["backward_compute_comm_overlap_time"]:
+                differing.append(span)
+    return differing
+
+
+def test_it_tells_of_itself_what_pytorch_does() -> None:
+    """Oracle: the logging data of PyTorch's class; times, which differ, by their bounds."""
+    assert run_ranks(2, differing_logs) == [[], []]
+
+
+def differing_lists() -> list[tuple[Any, ...]]:
+    """Sizes of buckets before and after they are cut anew, where a list of limits says them; and deprecations."""
+    differing = []
+    for sizes in ([MANY_BUCKETS], [MANY_BUCKETS, 1], [2 * MANY_BUCKETS, MANY_BUCKETS / 4]):
+        logs = []
+        for make in (Native, Toy):
+            torch.manual_seed(0)
+            model = make(nn.Sequential(*(nn.Linear(7, 7) for _ in range(6))), bucket_cap_mb_list=sizes)
+            for _ in range(4):
+                model(torch.ones(2, 7)).sum().backward()
+            log = model._get_ddp_logging_data()
+            names = ("bucket_cap_bytes", "bucket_sizes", "rebuilt_bucket_sizes", "rebuilt_per_bucket_param_indices")
+            logs.append([log[name] for name in names])
+        differing += [tuple(logs)] if logs[0] != logs[1] else []
+    with pytest.warns(FutureWarning, match="broadcast_buffers"):
+        Toy(nn.Linear(2, 2), broadcast_buffers=False)
+    return differing
+
+
+@pytest.mark.skipif("bucket_cap_mb_list" not in inspect.signature(Native).parameters, reason="this torch has no lists")
+def test_a_list_of_limits_gives_the_buckets_of_pytorch() -> None:
+    """Oracle: PyTorch's class with the same list."""
+    assert run_ranks(2, differing_lists) == [[], []]
+
+
+class Alone(dist.ProcessGroup):
+    """A group of one rank that ``torch.distributed`` has not heard of."""
+
+    def broadcast(self, tensors: list[Tensor], options: Any) -> Any:
+        """Nobody else is there."""
+        return self._done(tensors)
+
+    allreduce = broadcast
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], options: Any) -> Any:
+        """The only part."""
+        outputs[0][0].copy_(inputs[0])
+        return self._done(outputs)
+
+    def getSize(self) -> int:  # noqa: N802 (PyTorch's name)
+        """One rank."""
+        return 1
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """Of no backend that there is."""
+        return "alone"
+
+    def _done(self, value: Any) -> Any:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(value)
+        return torch._C._distributed_c10d._create_work_from_future(future)
+
+
+def trains_alone() -> bool:
+    """Whether a group that is not registered leaves one rank its own gradients."""
+    module = nn.Linear(2, 3)
+    wrapped = Toy(module, process_group=Alone(0, 1))
+    grads = []
+    for model in (wrapped, wrapped, module):
+        module.zero_grad()
+        model(torch.ones(4, 2)).square().sum().backward()
+        grads.append(module.weight.grad)
+    assert wrapped._get_ddp_logging_data()["backend_name"] == "alone"
+    return torch.equal(grads[0], grads[2]) and torch.equal(grads[1], grads[2])  # type: ignore[arg-type]
+
+
+def test_a_group_may_be_a_users_own() -> None:
+    """Oracle: the gradients of the bare module."""
+    assert run_ranks(1, trains_alone) == [True]

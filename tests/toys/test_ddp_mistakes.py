@@ -1,0 +1,131 @@
+"""The toy DDP refuses what PyTorch's refuses, in its words."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdptoys.toys.ddp import DistributedDataParallel as Toy
+from scripts.ranks import run_ranks
+from tests.toys.test_ddp import Native, Reentrant, Tuple, wrong_sum
+
+
+def raised(attempt: Callable[[Any], object], make: Any) -> tuple[str, str]:
+    """Kind of the error, and the first words of it."""
+    try:
+        attempt(make)
+    except Exception as error:
+        return type(error).__name__, " ".join(str(error).split()[:6])
+    return "nothing", ""
+
+
+def forget_a_parameter(make: Any) -> None:
+    model = make(Tuple())
+    for _ in range(2):
+        model(torch.ones(2, 6))[0].sum().backward()
+
+
+def share_a_checkpoint(make: Any) -> None:
+    torch.manual_seed(0)
+    model = make(Reentrant(), find_unused_parameters=True)
+    model(torch.ones(2, 6, requires_grad=True)).sum().backward()
+
+
+def annotate_wrongly(make: Any) -> None:
+    def hook(state: object, bucket: int) -> torch.futures.Future[Tensor]:
+        raise AssertionError
+
+    make(Tuple()).register_comm_hook(None, hook)
+
+
+def return_wrongly(make: Any) -> None:
+    def hook(state: object, bucket: dist.GradBucket) -> int:
+        raise AssertionError
+
+    make(Tuple()).register_comm_hook(None, hook)
+
+
+def register_twice(make: Any) -> None:
+    model = make(Tuple())
+    for _ in range(2):
+        model.register_comm_hook(None, wrong_sum)
+
+
+class Changing(nn.Module):
+    """One layer or the other, by the sign of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run it."""
+        return self.a(self.b(x)) if x.sum() > 0 else self.a(x)
+
+
+def change_a_static_graph(make: Any, *signs: int) -> None:
+    model = make(Changing(), static_graph=True)
+    for sign in signs:
+        model(torch.full((2, 6), float(sign))).sum().backward()
+
+
+def be_static_too_late(make: Any) -> None:
+    model = make(Tuple())
+    sum(output.sum() for output in model(torch.ones(2, 6))).backward()
+    model._set_static_graph()
+
+
+MISTAKES: dict[str, Callable[[Any], object]] = {
+    "no gradients": lambda make: make(nn.Linear(2, 2).requires_grad_(False)),
+    "no parameters": lambda make: make(nn.Module()),
+    "lazy parameters": lambda make: make(nn.LazyLinear(3)),
+    "two devices": lambda make: make(nn.Linear(2, 2), device_ids=[0, 1]),
+    "a device on a CPU": lambda make: make(nn.Linear(2, 2), device_ids=[0]),
+    "synchronised statistics on a CPU": lambda make: make(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2))),
+    "a group and a mesh": lambda make: make(nn.Linear(2, 2), process_group=dist.group.WORLD, device_mesh=object()),
+    "no function": lambda make: make(Tuple()).register_comm_hook(None, 1),
+    "a wrong annotation": annotate_wrongly,
+    "a wrong return annotation": return_wrongly,
+    "two hooks": register_twice,
+    "a parameter without gradient": forget_a_parameter,
+    "a layer of two reentrant checkpoints": share_a_checkpoint,
+    "a static graph, said too late": be_static_too_late,
+    "more of a static graph": lambda make: change_a_static_graph(make, -1, 1),
+    "less of a static graph": lambda make: change_a_static_graph(make, 1, -1, -1),
+}
+
+
+def differing_mistakes() -> dict[str, Any]:
+    found = {}
+    for name, attempt in MISTAKES.items():
+        theirs, ours = raised(attempt, Native), raised(attempt, Toy)
+        if theirs != ours or ours[0] == "nothing":
+            found[name] = theirs, ours
+    return found
+
+
+def test_mistakes_are_refused_in_the_words_of_native_ddp() -> None:
+    """Oracle: PyTorch's class; the same kind of error and the same first words."""
+    assert run_ranks(2, differing_mistakes) == [{}, {}]
+
+
+def differing_shapes() -> list[str]:
+    """The error of each rank, where models differ."""
+    messages = []
+    for module in (
+        nn.Linear(2, 2 + dist.get_rank()),
+        nn.Sequential(*[nn.Linear(2, 2)] + [nn.Linear(2, 2)] * dist.get_rank()),
+    ):
+        with pytest.raises(RuntimeError) as refused:
+            Toy(module)
+        messages.append(str(refused.value))
+    return messages
+
+
+def test_models_that_differ_over_ranks_are_refused_on_all_of_them() -> None:
+    """Oracle: the documented check of shapes; every rank says what differs, and none waits."""
+    for messages in run_ranks(2, differing_shapes):
+        assert "appears not to match sizes" in messages[0] and "DDP expects same model across all ranks" in messages[1]

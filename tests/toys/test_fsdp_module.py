@@ -1,0 +1,331 @@
+"""What a user of the FSDP to read sees of it, and what it refuses, is what PyTorch documents of its own."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable import replicate
+from torch.distributed.tensor import DTensor
+
+from fsdptoys.toys.fsdp.internals import local_tensor
+from tests.toys.fsdp_models import (
+    NATIVE,
+    TOY,
+    Case,
+    Model,
+    assert_hold,
+    backward,
+    batches,
+    build,
+    mesh_of,
+    shard_groups,
+    whole,
+)
+
+
+def shows_sharded_parameters_but_in_the_forward() -> None:
+    seen: list[bool] = []
+    model = build(TOY, Case())
+    block = model.blocks[0]
+    block.up.register_forward_hook(lambda module, *_: seen.append(isinstance(module.weight, DTensor)))
+    assert type(block).__name__ == "FSDPBlock" and isinstance(block, TOY.FSDPModule) and isinstance(block, nn.Module)
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    backward(model, batches(1)[0])
+    assert seen == [False]
+    assert all(isinstance(param, DTensor) and isinstance(param.grad, DTensor) for param in model.parameters())
+
+
+def keeps_one_storage_for_whole_parameters() -> None:
+    model = build(TOY, Case())
+    block, seen = model.blocks[0], []
+    for _ in range(2):
+        backward(model, batches(1)[0])
+        block.unshard()
+        weight, bias = block.up.weight, block.down.bias
+        storage = weight.untyped_storage()
+        assert storage.size() >= sum(param.numel() * 4 for param in block.parameters())
+        assert storage.data_ptr() == bias.untyped_storage().data_ptr()
+        seen.append(weight)
+        block.reshard()
+        assert storage.size() == 0
+    assert seen[0] is seen[1]
+
+
+def holds_its_share_of_parameters_and_gradients() -> None:
+    model, ranks = build(TOY, Case()), dist.get_world_size()
+    backward(model, batches(1)[0])
+    full = Model()
+    rows = {name: (-(-param.shape[0] // ranks), param[0].numel()) for name, param in full.named_parameters()}
+    padded = sum(4 * count * elements for count, elements in rows.values())
+    for tensors in (list(model.parameters()), [param.grad for param in model.parameters()]):
+        storages = {local_tensor(each).untyped_storage().data_ptr(): local_tensor(each) for each in tensors}
+        assert len(storages) == 4  # one a unit
+        assert sum(each.untyped_storage().nbytes() for each in storages.values()) == padded
+
+
+def unshards_beside_other_work() -> None:
+    model = build(TOY, Case())
+    handle = model.blocks[0].unshard(async_op=True)
+    assert isinstance(model.blocks[0].up.weight, DTensor)
+    handle.wait()
+    assert not isinstance(model.blocks[0].up.weight, DTensor)
+    model.blocks[0].reshard()
+    assert torch.equal(whole(model)["blocks.0.up.weight"], build_plain()["blocks.0.up.weight"])
+
+
+def unshards_what_is_whole_already() -> None:
+    model = build(TOY, Case(options={"reshard_after_forward": False}))
+    for tokens_BT in batches(2):
+        model(tokens_BT)
+        model.blocks[0].unshard(async_op=True).wait()
+        assert not isinstance(model.blocks[0].up.weight, DTensor)
+
+
+def build_plain() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return Model().state_dict()
+
+
+def trace(library: Any, case: Case, steps: int) -> list[str]:
+    """What happens in the last of some steps: beginnings of blocks' forwards and of collectives."""
+    model, events = build(library, case), []  # type: ignore[var-annotated]
+    for index, block in enumerate(model.blocks):
+        block.norm.register_forward_hook(lambda *_, index=index: events.append(f"forward {index}"))
+        block.norm.register_full_backward_hook(lambda *_, index=index: events.append(f"backward {index}"))
+    names = {"all_gather_single": "gather", "reduce_scatter_single": "reduce"}
+    names = (
+        names
+        if hasattr(dist, "all_gather_single")
+        else {"all_gather_into_tensor": "gather", "reduce_scatter_tensor": "reduce"}
+    )
+    originals = {name: getattr(dist, name) for name in names}
+    for name, word in names.items():
+
+        def noted(*args: Any, name: str = name, word: str = word, **kwargs: Any) -> Any:
+            events.append(word)
+            return originals[name](*args, **kwargs)
+
+        setattr(dist, name, noted)
+    try:
+        for tokens_BT in batches(steps):
+            events.clear()
+            backward(model, tokens_BT)
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+    return events
+
+
+def gathers_the_next_unit_before_this_one_computes() -> None:
+    # The root, whose unit has embedding, norm and head, is not freed after the forward.
+    forward = ["gather", "gather", "gather", "forward 0", "gather", "forward 1", "forward 2"]
+    backward_ = ["gather", "gather", "backward 2", "reduce", "gather", "backward 1", "reduce", "backward 0", "reduce"]
+    assert trace(TOY, Case(), 2) == [*forward, *backward_, "reduce"]
+
+
+def gathers_as_often_as_pytorch() -> None:
+    for case in (Case(), Case(shard=shard_groups), Case(options={"reshard_after_forward": False})):
+        ours, theirs = trace(TOY, case, 3), trace(NATIVE, case, 3)
+        assert [ours.count(word) for word in ("gather", "reduce")] == [
+            theirs.count(word) for word in ("gather", "reduce")
+        ]
+
+
+def forgets_a_wrong_guess() -> None:
+    model, tokens_BT = build(TOY, Case()), batches(1)[0]
+    backward(model, tokens_BT)
+    removed = model.blocks[1]
+    del model.blocks[1]
+    backward(model, tokens_BT)
+    assert isinstance(removed.up.weight, DTensor)
+    removed.unshard()
+    assert not isinstance(removed.up.weight, DTensor)
+
+
+def begins_anew_after_an_exception() -> None:
+    def fails(*_: Any) -> None:
+        raise KeyError("meant")
+
+    outcomes = []
+    for broken in (False, True):
+        model, (tokens_BT,) = build(TOY, Case()), batches(1)
+        backward(model, tokens_BT)
+        model.zero_grad()
+        if broken:
+            for hooked in (model.blocks[1].register_forward_hook, model.blocks[1].norm.register_full_backward_hook):
+                handle = hooked(fails)
+                with pytest.raises(KeyError):
+                    backward(model, tokens_BT)
+                handle.remove()
+                model.reset_iter_state()
+                model.zero_grad()
+        backward(model, tokens_BT)
+        outcomes.append([param.grad.full_tensor() for param in model.parameters()])
+    assert all(torch.equal(old, new) for old, new in zip(*outcomes, strict=True))
+    with pytest.raises(RuntimeError, match="root"):
+        model.blocks[0].reset_iter_state()
+
+
+def calls_hooks_of_accumulated_gradients() -> None:
+    model, called = build(TOY, Case()), []
+    for name, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda param, name=name: called.append((name, param.grad is not None)))
+    backward(model, batches(1)[0])
+    assert sorted(called) == sorted((name, True) for name, _ in model.named_parameters())
+
+
+def divides_by_what_it_is_told() -> None:
+    grads = []
+    for factor in (None, 8.0):
+        model = build(TOY, Case())
+        for module in model.modules():
+            if isinstance(module, TOY.FSDPModule) and factor is not None:
+                module.set_gradient_divide_factor(factor)
+                module.set_force_sum_reduction_for_comms(True)
+        backward(model, batches(1)[0])
+        grads.append([param.grad.full_tensor() for param in model.parameters()])
+    assert all(torch.equal(mean * dist.get_world_size(), part * 8) for mean, part in zip(*grads, strict=True))
+
+
+def calls_the_hook_with_reduced_gradients() -> None:
+    model, seen = build(TOY, Case()), []
+    model.blocks[0].set_all_reduce_hook(lambda flat: seen.append(flat.clone()))
+    backward(model, batches(1)[0])
+    grads = [local_tensor(param.grad).flatten() for param in model.blocks[0].parameters()]
+    assert len(seen) == 1 and seen[0].sum() == pytest.approx(2 * sum(grad.sum().item() for grad in grads), rel=1e-5)
+
+
+def reduces_zeros_where_only_one_rank_used_a_unit() -> None:
+    model, (tokens_BT,) = build(TOY, Case()), batches(1)
+    model.set_reduce_scatter_unused_params(True)
+    block = model.blocks[1]
+    forward = block.forward
+    block.forward = forward if dist.get_rank() == 0 else lambda hidden_BTD: 1.0 * hidden_BTD
+    backward(model, tokens_BT)
+    grads = [param.grad.full_tensor() for param in block.parameters()]
+    assert all(grad.abs().sum() > 0 for grad in grads)
+
+
+def runs_other_methods_as_a_forward() -> None:
+    results = []
+    for library in (TOY, NATIVE):
+        model = build(library, Case())
+        library.register_fsdp_forward_method(model, "hidden")
+        results.append(model.hidden(batches(1)[0]))
+        library.register_fsdp_forward_method(model.norm, "forward")  # not sharded: nothing happens
+    assert torch.equal(*results)
+
+
+def trains_after_inference_mode() -> None:
+    model, (tokens_BT,) = build(TOY, Case()), batches(1)
+    with torch.inference_mode():
+        model(tokens_BT)
+    assert backward(model, tokens_BT) == backward(build(TOY, Case()), tokens_BT)
+
+
+def runs_a_part_by_itself() -> None:
+    model = build(TOY, Case())
+    hidden = model.blocks[0](torch.ones(2, 13))
+    hidden.sum().backward()
+    assert all(param.grad is not None for param in model.blocks[0].parameters())
+    with pytest.raises(RuntimeError, match="already been lazily initialized"):
+        model(batches(1)[0])
+
+
+def slices_into_plain_modules() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    TOY.fully_shard(model, mesh=mesh_of())
+    assert type(model).__name__ == "FSDPSequential" and type(model[:2]) is nn.Sequential and len(model[:2]) == 2
+    with pytest.raises(AssertionError, match="deepcopy"):
+        copy.deepcopy(model)
+
+
+def lives_beside_replicated_parts() -> None:
+    # ``replicate`` leaves sharded parts alone, and ``fully_shard`` replicated ones, in either order.
+    for first in ("shard", "replicate"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        expected = copy.deepcopy(model)
+        if first == "shard":
+            TOY.fully_shard(model[0], mesh=mesh_of())
+            replicate(model)
+        else:
+            replicate(model[1])
+            TOY.fully_shard(model, mesh=mesh_of())
+        for each in (model, expected):
+            each(torch.full((2, 4), 1.0 + dist.get_rank())).square().sum().backward()
+        for param in expected.parameters():
+            dist.all_reduce(param.grad)
+        assert isinstance(model[0].weight, DTensor) and not isinstance(model[1].weight, DTensor)
+        assert torch.equal(model[0].weight.grad.full_tensor() * dist.get_world_size(), expected[0].weight.grad)
+        assert torch.equal(model[1].weight.grad * dist.get_world_size(), expected[1].weight.grad)
+
+
+def ignores_what_it_is_told_to() -> None:
+    model = Model()
+    kept = set(model.blocks[0].norm.parameters())
+    TOY.fully_shard(model, mesh=mesh_of(), ignored_params=kept)
+    backward(model, batches(1)[0])
+    assert {param for param in model.parameters() if not isinstance(param, DTensor)} == kept
+    assert all(param.grad is not None for param in kept)
+
+
+def reduces_for_several_roots_in_one_queue() -> None:
+    torch.manual_seed(0)
+    parts, plain = ([nn.Sequential(nn.Linear(4, 4)) for _ in range(3)] for _ in range(2))
+    for part, other in zip(parts, plain, strict=True):
+        other.load_state_dict(part.state_dict())
+        TOY.fully_shard(part[0], mesh=mesh_of())
+        TOY.fully_shard(part, mesh=mesh_of())
+    TOY.share_comm_ctx(parts)
+    assert len({TOY.fully_shard.state(part).iteration.reductions for part in parts}) == 1
+    for model in (nn.Sequential(*parts), nn.Sequential(*plain)):
+        model(torch.ones(2, 4)).sum().backward()
+    for part, other in zip(parts, plain, strict=True):
+        assert torch.equal(part[0].weight.grad.full_tensor(), other[0].weight.grad)
+        assert TOY.fully_shard.state(part[0]) is part[0]._get_fsdp_state() and TOY.fully_shard.state(other) is None
+
+
+def keeps_shards_on_the_cpu_where_the_mesh_is() -> None:
+    # Where the ranks are CPUs anyway, PyTorch's policy of offloading to them asks for nothing more.
+    outcomes = []
+    for library in (TOY, NATIVE):
+        policy = library.CPUOffloadPolicy(pin_memory=False)
+        model = build(library, Case(options={"offload_policy": policy}))
+        outcomes.append((backward(model, batches(1)[0]), whole(model)["blocks.0.up.weight"]))
+        assert model.blocks[0].up.weight.device.type == "cpu"
+    assert outcomes[0][0] == outcomes[1][0] and torch.equal(outcomes[0][1], outcomes[1][1])
+    build(TOY, Case(options={"offload_policy": TOY.OffloadPolicy()}))
+
+
+CLAIMS = [
+    shows_sharded_parameters_but_in_the_forward,
+    keeps_one_storage_for_whole_parameters,
+    holds_its_share_of_parameters_and_gradients,
+    unshards_beside_other_work,
+    unshards_what_is_whole_already,
+    reduces_for_several_roots_in_one_queue,
+    keeps_shards_on_the_cpu_where_the_mesh_is,
+    gathers_the_next_unit_before_this_one_computes,
+    gathers_as_often_as_pytorch,
+    forgets_a_wrong_guess,
+    begins_anew_after_an_exception,
+    calls_hooks_of_accumulated_gradients,
+    divides_by_what_it_is_told,
+    calls_the_hook_with_reduced_gradients,
+    reduces_zeros_where_only_one_rank_used_a_unit,
+    runs_other_methods_as_a_forward,
+    trains_after_inference_mode,
+    runs_a_part_by_itself,
+    slices_into_plain_modules,
+    lives_beside_replicated_parts,
+    ignores_what_it_is_told_to,
+]
+
+
+def test_what_a_user_sees_is_what_pytorch_documents() -> None:
+    """Oracle: the documentation of ``torch.distributed.fsdp.fully_shard``; its values where values are compared."""
+    assert_hold(2, {claim.__name__: claim for claim in CLAIMS})

@@ -1,0 +1,130 @@
+"""The FSDP to read shards what tensor parallelism has sharded, as PyTorch's does."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from tests.toys.fsdp_models import NATIVE, TOY, assert_hold, whole
+
+TP = "tensor"
+
+
+@functools.cache
+def meshes(tensor: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (4 // tensor, tensor), mesh_dim_names=("data", TP))
+
+
+class Stack(nn.Module):
+    """Feed-forwards, of which some are tensor parallel, and a norm that is not."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width)) for _ in range(2)
+        )
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, hidden_BD: Tensor) -> Tensor:
+        """Run them with residuals."""
+        for layer in self.layers:
+            hidden_BD = hidden_BD + layer(hidden_BD)
+        normed_BD: Tensor = self.norm(hidden_BD)
+        return normed_BD
+
+
+def parallel(library: Any, width: int, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model, mesh = Stack(width), meshes(2)
+    # To DTensors throughout, since tensor parallelism cannot hand on local tensors of unequal sizes.
+    plan = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()}
+    for layer in model.layers:
+        parallelize_module(layer, mesh[TP], plan)
+        library.fully_shard(layer, mesh=mesh["data"], **options)
+    return library.fully_shard(model, mesh=mesh["data"], **{k: v for k, v in options.items() if k == "mp_policy"})
+
+
+def train(library: Any, width: int, accumulates: bool = False, **options: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses, gradient norms and parameters of two steps."""
+    if "mp_policy" in options:
+        options["mp_policy"] = library.MixedPrecisionPolicy(**options["mp_policy"])
+    model = parallel(library, width, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(meshes(2).get_local_rank("data"))
+    seen: list[float] = []
+    for _ in range(2):
+        for last in (False, True) if accumulates else (True,):
+            model.set_requires_gradient_sync(last)
+            loss = model(torch.randn(4, width, generator=generator)).square().mean()
+            loss.backward()
+            seen.append(loss.item())
+        seen += [param.grad.full_tensor().norm().item() for param in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen, whole(model)
+
+
+def matches_native(width: int, **options: Any) -> None:
+    ours, theirs = train(TOY, width, **options), train(NATIVE, width, **options)
+    assert ours[0] == theirs[0]
+    assert all(torch.equal(value, ours[1][name]) for name, value in theirs[1].items())
+
+
+def shows_both_meshes_to_the_optimizer() -> None:
+    ours, theirs = parallel(TOY, 6), parallel(NATIVE, 6)
+    for (name, mine), its in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert mine.placements == its.placements and mine.device_mesh == its.device_mesh, name
+        assert mine.shape == its.shape and mine.stride() == its.stride()
+        assert torch.equal(mine.to_local(), its.to_local())
+    layer = ours.layers[0]
+    layer.unshard()
+    assert isinstance(layer[0].weight, DTensor) and layer[0].weight.placements == (Shard(0),)
+    layer.reshard()
+
+
+def refuses_what_it_cannot_by_name() -> None:
+    mesh = meshes(2)
+    refusals: list[tuple[str, type[Exception], Callable[[Any], Any]]] = [
+        ("other axes", NotImplementedError, lambda layer: TOY.fully_shard(layer, mesh=mesh[TP])),
+        (
+            "as an int",
+            NotImplementedError,
+            lambda layer: TOY.fully_shard(layer, mesh=meshes(1)["data"], reshard_after_forward=2),
+        ),
+        (
+            "reset_parameters",
+            NotImplementedError,
+            lambda layer: TOY.initialise(TOY.fully_shard(layer, mesh=mesh["data"]), "cpu"),
+        ),
+    ]
+    for match, kind, call in refusals:
+        layer = nn.Sequential(nn.Linear(4, 4))
+        parallelize_module(layer, mesh[TP], {"0": ColwiseParallel()})
+        with pytest.raises(kind, match=match):
+            call(layer)
+
+
+CLAIMS: dict[str, Callable[[], None]] = {
+    "uneven": functools.partial(matches_native, 3),
+    "not freed": functools.partial(matches_native, 6, reshard_after_forward=False, accumulates=True),
+    "mixed precision": functools.partial(
+        matches_native,
+        8,
+        accumulates=True,
+        mp_policy={"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
+    ),
+    "both meshes": shows_both_meshes_to_the_optimizer,
+    "refusals": refuses_what_it_cannot_by_name,
+}
+
+
+@pytest.mark.skipif(not hasattr(DeviceMesh, "_concatenate"), reason="meshes of this torch cannot be joined")
+def test_it_goes_with_tensor_parallelism_as_pytorchs_does() -> None:
+    """Oracle: PyTorch's ``fully_shard`` on two data-parallel times two tensor-parallel ranks, bit for bit."""
+    assert_hold(4, CLAIMS)
