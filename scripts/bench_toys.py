@@ -10,7 +10,8 @@ the ratios within a turn. All begin with the same weights and see the same batch
 judged.
 
 - ddp: PyTorch's DistributedDataParallel, and the toy.
-- zero: DDP with PyTorch's ZeroRedundancyOptimizer, which is ZeRO-1, and the toys of ZeRO-1 and ZeRO-2; not judged.
+- zero: DDP with PyTorch's ZeroRedundancyOptimizer, which is ZeRO-1, and the toys of ZeRO-1 and ZeRO-2; not judged:
+  PyTorch has no ZeRO-2, and gloo's reduce-scatter, of which ZeRO-2 lives, is an all-reduce of a copy.
 - fsdp: PyTorch's FSDP2, the toy FSDP, and the toy ZeRO-3. FSDP2 is what PyTorch has for ZeRO-3: both keep 1/N of
   parameters, gradients and states, gather a block before its forward and its backward, and reduce its gradients.
 
@@ -254,13 +255,13 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(GROUPS), default=list(GROUPS), help="groups")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--turns", type=int, default=6, help="a round")
+    parser.add_argument("--turns", type=int, default=5, help="a round")
     parser.add_argument("--warmup", type=int, default=2, help="first turns of a round that are not timed")
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--vocab-size", type=int, default=50257)
-    parser.add_argument("--batch-size", type=int, default=2, help="of a rank")
+    parser.add_argument("--batch-size", type=int, default=1, help="of a rank")
     parser.add_argument("--seq-len", type=int, default=128)
     return parser.parse_args(words)
 
@@ -282,8 +283,8 @@ def main(words: list[str] | None = None) -> int:
     assert isinstance(some, GPT2Config)
     with torch.device("meta"):
         parameters = parameter_count(some.build())
-    shown = " ".join(sys.argv[1:] if words is None else words)
-    print(f"# The toys next to PyTorch's own\n\nCommand: `python scripts/bench_toys.py {shown}`\n".replace(" `", "`"))
+    shown = " ".join(["python scripts/bench_toys.py", *(sys.argv[1:] if words is None else words)])
+    print(f"# The toys next to PyTorch's own\n\nCommand: `{shown}`\n")
     print(
         f"{machine('cpu')}.\n\nA GPT-2 of {parameters / 1e6:.1f}M parameters (dim {args.dim}, {args.layers} layers, "
         f"vocabulary {args.vocab_size}, tied), {args.batch_size} × {args.seq_len} tokens a rank and step, float32, "

@@ -92,7 +92,7 @@ class Zero2(nn.Module):
         bucket, slot = self.slices.places[param]  # type: ignore[index]
         assert param.grad is not None
         into = bucket.part_of(self._gradient(bucket), slot)
-        into.copy_(param.grad).mul_(1.0 / self.slices.ranks)
+        torch.mul(param.grad.to(into.dtype), 1.0 / self.slices.ranks, out=into)
         param.grad = None
         self._pending[bucket] -= 1
         buckets = self.slices.buckets

@@ -231,7 +231,7 @@ class Zero3(nn.Module):
         unit, share, slot = self._places[param]  # type: ignore[index]
         assert param.grad is not None
         into = views_like(self._gradients_of(share), share.params)[slot]
-        into.copy_(param.grad).mul_(1.0 / self.ranks)
+        torch.mul(param.grad.to(into.dtype), 1.0 / self.ranks, out=into)
         param.grad = None
         unit.pending -= 1
         if unit.pending == 0 and not unit.has_frozen:
