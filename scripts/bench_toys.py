@@ -35,7 +35,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from fsdptoys.compose import compose_config
@@ -112,6 +111,8 @@ class Training:
         self.strategy.parallelize(model, seeded(model.init_rows, 0))
         params = [param for _, param in self.strategy.named_parameters()]
         if contestant.shards_states:
+            from torch.distributed.optim import ZeroRedundancyOptimizer  # it compiles much that is not of use here
+
             self.optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(params, torch.optim.AdamW, **SETTINGS)
         else:
             self.optimizer = torch.optim.AdamW(params, **SETTINGS)  # type: ignore[arg-type]

@@ -20,6 +20,8 @@ shares=(
   "tests/plan tests/simulator"
   "tests/memory"
   "tests/checkpoint"
+  "tests/toys"
+  "tests/test_planning.py tests/test_resume.py"
   "tests/models"
   "tests/report tests/recorded"
   "tests/data tests/metrics tests/profiler tests/patches"
