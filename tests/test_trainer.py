@@ -213,9 +213,9 @@ def test_a_run_leaves_its_files_with_a_sample_that_is_the_same_under_every_strat
 def test_deterministic_kernels_leave_the_settings_as_they_were() -> None:
     """Oracle: PyTorch's own flags before."""
     before = torch.are_deterministic_algorithms_enabled()
-    with deterministic_kernels(True):
+    with deterministic_kernels(True, "cpu"):
         assert torch.are_deterministic_algorithms_enabled()
-    with deterministic_kernels(False):
+    with deterministic_kernels(False, "cpu"):
         assert torch.are_deterministic_algorithms_enabled() == before
     assert torch.are_deterministic_algorithms_enabled() == before
 
