@@ -171,8 +171,8 @@ def _work(words: list[str]) -> None:
         handed.local_ranks,
         hardware.cores,
         config.train.deterministic,
-        config.launch.timeout_seconds,
         os.environ,
+        config.launch.timeout_seconds,
     )
     os.environ.update(environment)
     threads = os.environ["OMP_NUM_THREADS"].partition(",")[0]  # the others are for nested regions

@@ -14,11 +14,12 @@ def explain_autoload(error: BaseException) -> str | None:
         return None
     backend = named[1]
     reason = (str(error.__cause__).strip().splitlines() or [type(error.__cause__).__name__])[0]
-    wanted = (
-        "to use NPUs install the CANN that it is made for and source its set_env.sh, and to do without them"
-        if "npu" in backend
-        else "to do without it"
-    )
+    wanted = "to do without it"
+    if "npu" in backend:
+        # torch_npu refuses PyTorch built for CUDA before it looks for CANN.
+        missing = "the CANN that it is made for and source its set_env.sh"
+        missing = "PyTorch's build for CPUs" if "Two accelerators" in reason else missing
+        wanted = f"to use NPUs install {missing}, and to do without them"
     return (
         f"PyTorch cannot be imported, since the installed {backend} cannot be loaded [{reason}]; {wanted} set "
         "TORCH_DEVICE_BACKEND_AUTOLOAD=0 in the environment"

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .config import DeviceChoice
+from .config import DeviceChoice, LaunchConfig
 from .device import (
     Device,
     available_cores,
@@ -65,8 +65,8 @@ def hardware_environment(
     local_ranks: int,
     cores: int,
     deterministic: bool,
-    timeout_seconds: float,
     present: Mapping[str, str],
+    timeout_seconds: float = LaunchConfig.timeout_seconds,
 ) -> dict[str, str]:
     """Environment variables that the hardware wants and that must stand before a worker starts.
 
@@ -75,8 +75,8 @@ def hardware_environment(
         local_ranks: ranks on this machine.
         cores: CPU cores for all of them.
         deterministic: whether the same bits are asked for.
-        timeout_seconds: after which a collective ends the run.
         present: the environment so far; what it sets is left as it is.
+        timeout_seconds: after which a collective ends the run.
     """
     wanted = {"OMP_NUM_THREADS": str(max(1, cores // local_ranks))}
     wanted |= device_environment(device_type, deterministic, timeout_seconds, present)

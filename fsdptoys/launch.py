@@ -177,8 +177,8 @@ def launch(plan: Plan) -> int:
         plan.local_ranks,
         plan.hardware.cores,
         config.train.deterministic,
-        config.launch.timeout_seconds,
         os.environ,
+        config.launch.timeout_seconds,
     )
     print(f"fsdptoys: {describe(plan, environment)}", flush=True)
     return run_workers(

@@ -41,12 +41,12 @@ HCCL = {
 )
 def test_environment_of_the_user_wins(device_type: str, present: dict[str, str], expected: dict[str, str]) -> None:
     """Oracle: the table; 8 cores and 2 ranks, and a collective may take 600 s."""
-    assert hardware_environment(device_type, 2, 8, False, 600, present) == expected
+    assert hardware_environment(device_type, 2, 8, False, present) == expected
 
 
 def test_more_ranks_than_cores_get_one_thread_each() -> None:
     """Oracle: at least 1."""
-    assert hardware_environment("cpu", 16, 2, False, 600, {})["OMP_NUM_THREADS"] == "1"
+    assert hardware_environment("cpu", 16, 2, False, {})["OMP_NUM_THREADS"] == "1"
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -57,7 +57,7 @@ def test_libraries_are_told_of_deterministic_runs_alone(
     device_type: str, name: str, value: str, deterministic: bool
 ) -> None:
     """Oracle: cuBLAS's documentation on reproducibility, CANN's of HCCL_DETERMINISTIC; a process of no launcher too."""
-    environment = hardware_environment(device_type, 1, 1, deterministic, 600, {})
+    environment = hardware_environment(device_type, 1, 1, deterministic, {})
     assert environment.get(name) == (value if deterministic else None)
     with pytest.MonkeyPatch.context() as present:
         present.setattr(os, "environ", {})
@@ -70,7 +70,7 @@ def test_libraries_are_told_of_deterministic_runs_alone(
 )
 def test_hccl_gives_up_after_our_own_limit(timeout_seconds: float, connect: int, execute: int) -> None:
     """Oracle: by hand, from CANN's range of 120 to 7200 s for meeting, and its advice to set that below the other."""
-    environment = hardware_environment("npu", 8, 8, False, timeout_seconds, {})
+    environment = hardware_environment("npu", 8, 8, False, {}, timeout_seconds)
     assert (environment["HCCL_CONNECT_TIMEOUT"], environment["HCCL_EXEC_TIMEOUT"]) == (str(connect), str(execute))
     assert float(environment["HCCL_EXEC_TIMEOUT"]) > timeout_seconds
 
