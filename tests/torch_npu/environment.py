@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 NEWEST, OLDEST = "2.13.0", "2.7.1"
 """Versions of torch_npu: the one that runs, of the torch that the project is tested with; and the one that is read."""
 
-SOURCES = {"libascendcl.so": ("runtime", "memory", "reduce", "hccl"), "libmsprofiler.so": ("profiler",)}
+SOURCES = {"libascendcl.so": ("runtime", "memory", "operators", "reduce", "hccl"), "libmsprofiler.so": ("profiler",)}
 ALIASES = ("libhccl.so", "libacl_op_compiler.so", "libacl_tdt_channel.so", "libge_runner.so", "libgraph.so")
 """Further names under which torch_npu's libraries ask for CANN's."""
 
@@ -47,7 +47,7 @@ def make(folder: Path) -> None:
     site = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
     (site / "shared.pth").write_text(f"{sysconfig.get_path('purelib')}\n{packages[NEWEST]}\n")
     build_cann(packages[NEWEST] / "torch_npu")
-    build_kernels(site)
+    build_kernels(site, packages[NEWEST] / "torch_npu")
     mark.write_text(sources())
 
 
@@ -68,9 +68,8 @@ def unpack(version: str, folder: Path) -> Path:
 
 def build_cann(package: Path) -> None:
     """Compile the stub, and fill in by name what torch_npu's libraries ask for and nobody has."""
-    include = package / "include"
     flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-Wno-deprecated-declarations"]
-    flags += [f"-I{path}" for path in (include, include / "third_party/acl/inc")]
+    flags += [f"-I{path}" for path in _headers(package)]
     for library, names in SOURCES.items():
         files = [str(HERE / "cann" / f"{name}.cpp") for name in names]
         built = package / "lib" / library
@@ -84,15 +83,18 @@ def build_cann(package: Path) -> None:
         shutil.copy(package / "lib" / "libascendcl.so", package / "lib" / alias)
 
 
-def build_kernels(site: Path) -> None:
+def build_kernels(site: Path, package: Path) -> None:
     """Compile the host's kernels, and have torch load them after torch_npu."""
     from torch.utils.cpp_extension import include_paths, library_paths
 
     flags = ["-std=c++20", "-O1", "-fPIC", "-shared", "-DTORCH_EXTENSION_NAME=_host_kernels"]
-    flags += [f"-I{path}" for path in [*include_paths(), sysconfig.get_path("include")]]
-    flags += [f"-L{path}" for path in library_paths()]
-    libraries = ["-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10"]
-    run(["g++", *flags, str(HERE / "kernels/host_kernels.cpp"), "-o", str(site / "_host_kernels.so"), *libraries])
+    flags += [f"-I{path}" for path in [*include_paths(), sysconfig.get_path("include"), *_headers(package)]]
+    flags += [f"-L{path}" for path in [*library_paths(), package / "lib"]]
+    flags += [f"-Wl,-rpath,{package / 'lib'}"]
+    libraries = ["-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10", "-l:libtorch_npu.so"]
+    source, built = HERE / "kernels/host_kernels.cpp", site / "_host_kernels.so"
+    if not built.exists() or built.stat().st_mtime < source.stat().st_mtime:  # takes half a minute
+        run(["g++", *flags, str(source), "-o", str(built), *libraries])
     shutil.copy(HERE / "kernels/host_kernels.py", site)
     facts = site / "host_kernels-0.dist-info"
     facts.mkdir(exist_ok=True)
@@ -119,6 +121,10 @@ def undefined(package: Path) -> set[str]:
 def defined(library: Path) -> set[str]:
     """Functions that a library has."""
     return set(_symbols(library, "--defined-only"))
+
+
+def _headers(package: Path) -> list[Path]:
+    return [package / "include", package / "include/third_party/acl/inc"]
 
 
 def _symbols(library: Path, which: str) -> Sequence[str]:

@@ -8,7 +8,6 @@
 #include <cstring>
 
 #include "acl/acl.h"
-#include "acl/acl_op_compiler.h"
 #include "stub.h"
 
 namespace {
@@ -189,22 +188,6 @@ aclError aclrtEventElapsedTime(float* milliseconds, aclrtEvent start, aclrtEvent
   auto *first = static_cast<Event*>(start), *last = static_cast<Event*>(end);
   if (!first->recorded || !last->recorded) return ACL_ERROR_INVALID_PARAM;
   *milliseconds = std::chrono::duration<float, std::milli>(last->moment - first->moment).count();
-  return ACL_SUCCESS;
-}
-
-// Operators: torch_npu's own way to run one. The host kernels take its place; what they left out must not pass
-// silently, with memory that nobody wrote.
-
-aclError aclopCompileAndExecute(const char* name, int, const aclTensorDesc* const[], const aclDataBuffer* const[], int,
-                                const aclTensorDesc* const[], aclDataBuffer* const[], const aclopAttr*, aclopEngineType,
-                                aclopCompileType, const char*, aclrtStream) {
-  return stub_refuse(ACL_ERROR_OP_NOT_FOUND, "operator %s has no host kernel", name);
-}
-
-aclError aclSetCompileopt(aclCompileOpt, const char*) { return ACL_SUCCESS; }
-size_t aclGetCompileoptSize(aclCompileOpt) { return 1; }
-aclError aclGetCompileopt(aclCompileOpt, char* value, size_t length) {
-  if (length) value[0] = 0;
   return ACL_SUCCESS;
 }
 

@@ -9,6 +9,8 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
+#include "torch_npu/csrc/core/npu/NPUStream.h"
+
 namespace {
 
 using at::Tensor;
@@ -136,6 +138,8 @@ void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
     if (value.isNone()) value = host_generator(at::globalContext().defaultGenerator(c10::Device(NPU)));
     else if (value.toGenerator().device().type() == NPU) value = host_generator(value.toGenerator());
   }
+  // Copies and collectives wait in torch_npu's queue for a thread of its own; a kernel must not overtake them.
+  if (on_device) c10_npu::npuSynchronizeDevice(true);
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   call.take_back_resized();
   for (size_t i = stack->size() - op.schema().returns().size(); i < stack->size(); i++) {
