@@ -173,11 +173,8 @@ class Run:
     def _open_checkpoints(self) -> Checkpoints:
         folder = checkpoint_folder(self.config, self.run_dir)
         assert folder is not None
-        # Nothing else talks over this group, so that a background thread may. A process group that is bound to a device
-        # wants each of its subgroups to have a backend for that device; gloo by its bare name has none for an NPU.
-        devices = {"cpu", self.trainer.device.type}
-        backend = ",".join(f"{device}:gloo" for device in sorted(devices))
-        group = dist.new_group(backend=backend, timeout=timedelta(seconds=self.config.checkpoint.timeout_seconds))
+        # Nothing else talks over this group, so that a background thread may.
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.config.checkpoint.timeout_seconds))
         return Checkpoints(
             self.config.checkpoint,
             folder,
