@@ -2,8 +2,7 @@
 
 import pytest
 
-from tests.simulated_npu import ranks  # noqa: F401  # finds the package
-from simulated_npu.build import build_extension
+from tests.simulated_npu.ranks import build_extension
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
