@@ -81,10 +81,9 @@ class Device:
 
     @property
     def bound_device(self) -> torch.device | None:
-        """The device that a process group is bound to, so that its communicators are made at once and then split.
+        """The device that a process group is bound to, so that it connects at once and can be split.
 
-        Only where the backend splits communicators: groups that are made of a bound one ask for that, without a way
-        back, and a group of gloo's, which knows CUDA alone beside the CPU, cannot be made at all.
+        NCCL's can, HCCL's cannot: there PyTorch 2.13 would refuse a mesh of two axes, and gloo's group for checkpoints.
         """
         return self.torch_device if KINDS[self.type].splits_groups else None
 
