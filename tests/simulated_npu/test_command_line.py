@@ -1,20 +1,17 @@
-"""Whole runs on NPUs: on the simulated ones of ``tests/simulated_npu``, which compute as a CPU does."""
+"""Whole runs through the command line and ``scripts/parity.py``, in processes that load the device by themselves."""
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-SITE = ROOT / "tests" / "simulated_npu" / "site"
+from tests.simulated_npu.ranks import SITE
 
-pytestmark = [
-    pytest.mark.launcher,
-    pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler"),
-]
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.launcher
 
 
 def run(words: list[str], cwd: Path) -> str:
