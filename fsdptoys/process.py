@@ -35,7 +35,9 @@ def process_group(config: Config) -> Iterator[None]:
             rank=int(os.environ.get("RANK", 0)),
             world_size=world_size,
             timeout=timedelta(seconds=config.launch.timeout_seconds),
-            device_id=device.torch_device if device.is_accelerator else None,
+            # Binding the group lets it connect at once and be split, which NCCL's can and HCCL's cannot: there
+            # PyTorch 2.13 would refuse a mesh of two axes, and gloo's group for checkpoints.
+            device_id=device.torch_device if device.backend == "nccl" else None,
         )
     except RuntimeError as error:
         if not is_lost(str(error)):
