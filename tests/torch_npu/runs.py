@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 200
-SMALL = """
-experiment=null model=llama_debug data=synthetic train.steps=3 train.batch_size=2 train.seq_len=64
-optim.implementation=foreach checkpoint.final_weights=true
-""".split()
+SMALL = [
+    *("experiment=null", "model=llama_debug", "data=synthetic", "train.batch_size=2", "train.seq_len=64"),
+    *("train.steps=3", "train.sum_dtype=float32", "optim.implementation=foreach", "checkpoint.final_weights=true"),
+]
 """Of every run. AdamW by default takes another form on an accelerator than on a CPU, and rounds differently."""
 
 
@@ -36,6 +36,10 @@ class Result:
     def losses(self) -> list[float]:
         """Of its steps."""
         return [step["loss"] for step in self.steps()]
+
+    def norms(self) -> list[float]:
+        """Of its gradients."""
+        return [step["grad_norm"] for step in self.steps()]
 
     def weights(self) -> dict[str, torch.Tensor]:
         """That it trained."""

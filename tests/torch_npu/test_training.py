@@ -1,8 +1,7 @@
 """Every strategy and every memory switch trains on the real torch_npu, to the weights that a CPU trains to.
 
-Without clipping, so that the weights do not depend on the gradient norm: HCCL has no float64, so it and the mean of the
-losses are sums in float32 on an NPU, and agree to about seven digits. The rest runs the same kernels and is held to the
-last bit; over four ranks gloo adds in another order than the stub of HCCL, and so it is not.
+Both run the same kernels and add losses and norms over ranks in float32 (``train.sum_dtype``: HCCL has no float64), so
+they are held to the last bit. Over four ranks gloo adds in another order than the stub of HCCL, and so that is not.
 """
 
 from collections.abc import Callable
@@ -48,7 +47,6 @@ OWN = {
 }
 """Held against the same words on a CPU."""
 CASES = {name: (words, PLAIN) for name, words in EXACT.items()} | {name: (words, words) for name, words in OWN.items()}
-UNCLIPPED = "train.max_grad_norm=null"
 
 OnCPU = Callable[[list[str]], Result]
 
@@ -65,7 +63,7 @@ def on_cpu(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> OnCPU
     def result(words: list[str]) -> Result:
         if tuple(words) not in done:
             folder = tmp_path_factory.mktemp("cpu") / "run"
-            done[tuple(words)] = run(environment, folder, "cpu", [UNCLIPPED, *words], ranks_of(words))
+            done[tuple(words)] = run(environment, folder, "cpu", words, ranks_of(words))
         assert done[tuple(words)].status == 0, done[tuple(words)].told
         return done[tuple(words)]
 
@@ -76,18 +74,19 @@ def on_cpu(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> OnCPU
 def test_an_npu_trains_to_the_weights_of_a_cpu(
     environment: Path, tmp_path: Path, on_cpu: OnCPU, words: list[str], oracle: list[str]
 ) -> None:
-    """Oracle: a run with launch.device=cpu; weights in every bit, losses to float32's rounding."""
-    npu = run(environment, tmp_path / "npu", "npu", [UNCLIPPED, *words], ranks_of(words))
+    """Oracle: a run with launch.device=cpu; losses and weights in every bit, gradient norms to float32's rounding."""
+    npu = run(environment, tmp_path / "npu", "npu", words, ranks_of(words))
     assert npu.status == 0, npu.told
     assert differences(npu.weights(), on_cpu(oracle).weights()) == []
-    assert npu.losses() == pytest.approx(on_cpu(oracle).losses(), rel=1e-6)
+    assert npu.losses() == on_cpu(oracle).losses()
+    assert npu.norms() == pytest.approx(on_cpu(oracle).norms(), rel=1e-6)  # over shards that are cut otherwise
 
 
 def test_hybrid_sharding_of_fsdp1_over_four_ranks_trains_as_on_a_cpu(
     environment: Path, tmp_path: Path, on_cpu: OnCPU
 ) -> None:
     """Oracle: the same on a CPU, within 1e-6 of each weight: three steps of AdamW at rates up to 3e-5."""
-    npu = run(environment, tmp_path / "npu", "npu", [UNCLIPPED, *HYBRID], 4, {"STUB_DEVICES": "4"})
+    npu = run(environment, tmp_path / "npu", "npu", HYBRID, 4, {"STUB_DEVICES": "4"})
     assert npu.status == 0, npu.told
     expected = on_cpu(HYBRID).weights()
     assert npu.losses() == pytest.approx(on_cpu(HYBRID).losses(), rel=1e-6)
