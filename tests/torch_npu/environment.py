@@ -1,9 +1,9 @@
 """Makes the environment that these tests run in: the real torch_npu wheel over the stub of CANN.
 
-``python -m tests.torch_npu.environment FOLDER`` (``bash scripts/torch_npu_env.sh`` calls it) makes a virtual environment
-that sees the packages of the Python that runs this, and has three things of its own: torch_npu's wheel, with the stub's
-libraries where its own libraries look for CANN's; the host's kernels; and the unpacked wheel of the oldest torch_npu
-that is supported, which is only read. Wheels come through pip, once.
+``python -m tests.torch_npu.environment FOLDER`` (``bash scripts/torch_npu_env.sh`` calls it) makes a virtual
+environment that sees the packages of the Python that runs this, and has three things of its own: torch_npu's wheel,
+with the stub's libraries where its own libraries look for CANN's; the host's kernels; and the unpacked wheel of the
+oldest torch_npu that is supported, which is only read. Wheels come through pip, once.
 """
 
 import hashlib

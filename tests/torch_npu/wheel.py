@@ -1,8 +1,10 @@
 """What a wheel of torch_npu offers, read and never run: the names and parameters of its Python, its operators' schemas,
 and the strings in its libraries.
 
-A name is followed through ``from … import`` and star imports to the ``def`` or ``class`` behind it. Not seen: what is put
-on a module at run time. Operators' schemas are registered by libtorch_npu.so, which holds them as text.
+A name is followed through ``from … import`` and star imports to the ``def`` or ``class`` behind it, or into the
+extension module, where its text must be; a function that hands on all that it is given, to the one that it calls.
+Not seen: what is put on a module at run time. Operators' schemas are registered by libtorch_npu.so, which holds them
+as text.
 """
 
 import ast
@@ -13,7 +15,7 @@ from pathlib import Path
 
 SCHEMA = re.compile(rb"(?<![\w.:])(?:npu::)?(npu_\w+(?:\.\w+)?)\(([^()\0]*(?:\([^()\0]*\)[^()\0]*)*)\) -> [^\0\n]+")
 ENDS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-Found = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
+Found = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign | ast.ImportFrom
 
 
 @dataclass(frozen=True)
@@ -22,12 +24,10 @@ class Parameters:
 
     positional: tuple[str, ...]
     keywords: frozenset[str]
-    takes_all: bool = False
-    """Whether it takes any keyword."""
 
     def accepts(self, positional: int, keywords: frozenset[str]) -> bool:
         """Whether a call with so many positional arguments and these keywords fits."""
-        return self.takes_all or (positional <= len(self.positional) and keywords <= self.keywords)
+        return positional <= len(self.positional) and keywords <= self.keywords - {*self.positional[:positional]}
 
 
 class Wheel:
@@ -65,23 +65,33 @@ class Wheel:
         """Where a dotted name is defined: in ``torch_npu.npu.Stream.wait_event``, the method's ``def``; or None."""
         parts = name.split(".")
         for length in range(len(parts) - 1, 0, -1):
-            module = self._module(".".join(parts[:length]))
-            if module is not None:
-                return self._within(module, parts[length:])
+            path = self._module(".".join(parts[:length]))
+            if path is not None:
+                found = self._named(path, parts[length], frozenset())
+                for part in parts[length + 1 :]:
+                    found = self._member(found, part)
+                return found
         return None
 
     def parameters(self, name: str) -> Parameters | None:
         """What a function, method or class takes; None where there is no such thing."""
         found = self.find(name)
         if isinstance(found, ast.ClassDef):
-            for constructor in ("__new__", "__init__"):
-                made = self.find(f"{name}.{constructor}")
-                if made is not None:
-                    return _parameters(made, bound=True)
-            return Parameters((), frozenset(), takes_all=False)
-        if isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef):
-            *_, owner = name.rsplit(".", 2)[:2]
-            return _parameters(found, bound=owner[:1].isupper())
+            makers = (self._member(found, maker) for maker in ("__init__", "__new__"))
+            return next((_parameters(maker, bound=True) for maker in makers if isinstance(maker, ENDS)), None)
+        if not isinstance(found, ast.FunctionDef):
+            return None
+        handed_on = _hands_on_to(found)
+        if handed_on is not None:
+            return self.parameters(f"{name.rpartition('.')[0]}.{handed_on}")
+        return _parameters(found, bound=name.split(".")[-2][:1].isupper())
+
+    def _member(self, found: Found | None, name: str) -> Found | None:
+        """An attribute of a class; of one that C++ defines, the class, where the extension module has the text."""
+        if isinstance(found, ast.ImportFrom):
+            return found if name.encode() in self._binaries else None
+        if isinstance(found, ast.ClassDef):
+            return next((node for node in found.body if name in _bound(node)), None)  # type: ignore[misc]
         return None
 
     def _module(self, name: str) -> Path | None:
@@ -90,28 +100,27 @@ class Wheel:
             return path.with_suffix(".py")
         return path / "__init__.py" if (path / "__init__.py").is_file() else None
 
-    def _within(self, path: Path, parts: list[str]) -> Found | None:
-        found = self._named(path, parts[0])
-        for part in parts[1:]:
-            if not isinstance(found, ast.ClassDef):
-                return None
-            found = next((node for node in found.body if part in _bound(node)), None)  # type: ignore[assignment]
-        return found
-
-    @functools.cache  # noqa: B019  (a wheel lives as long as the tests)
-    def _named(self, path: Path, name: str) -> Found | None:
-        """The definition of a name in a module, looked for in what the module imports too; the last one counts."""
-        found: Found | None = None
-        for node in ast.walk(_tree(path)):
-            if isinstance(node, ast.ImportFrom):
+    def _named(self, path: Path, name: str, seen: frozenset[tuple[Path, str]]) -> Found | None:
+        """The definition of a name in a module, looked for in what the module imports too; its own comes first."""
+        if (path, name) in seen:
+            return None
+        seen |= {(path, name)}
+        own = [node for node in _tree(path).body if name in _bound(node)]
+        if own:
+            return own[-1]  # type: ignore[return-value]
+        for node in _imports(path):
+            for alias in node.names:
+                if alias.name != "*" and (alias.asname or alias.name) != name:
+                    continue
+                if (node.module or "").startswith("torch_npu._C") and alias.name.encode() in self._binaries:
+                    return node
                 source = self._source(path, node)
-                for alias in node.names:
-                    if source is not None and (alias.name == "*" or (alias.asname or alias.name) == name):
-                        found = self._named(source, name if alias.name == "*" else alias.name) or found
-        for node in _tree(path).body:
-            if name in _bound(node):
-                found = node  # type: ignore[assignment]
-        return found
+                if source is None:
+                    continue
+                found = self._named(source, name if alias.name == "*" else alias.name, seen)
+                if found is not None:
+                    return found
+        return None
 
     def _source(self, path: Path, node: ast.ImportFrom) -> Path | None:
         parts = [] if node.module is None else node.module.split(".")
@@ -122,6 +131,11 @@ class Wheel:
             parts = [*package.relative_to(self._folder).parts, *parts]
         source = self._module(".".join(parts))
         return None if source == path else source
+
+
+@functools.cache
+def _imports(path: Path) -> list[ast.ImportFrom]:
+    return [node for node in ast.walk(_tree(path)) if isinstance(node, ast.ImportFrom)]
 
 
 @functools.cache
@@ -140,9 +154,25 @@ def _bound(node: ast.AST) -> set[str]:
     return set()
 
 
-def _parameters(node: Found, bound: bool) -> Parameters:
-    assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+def _hands_on_to(node: ast.FunctionDef) -> str | None:
+    """The function that is given all of ``*args`` and ``**kwargs``, where there is one."""
+    if node.args.vararg is None or node.args.kwarg is None:
+        return None
+    calls = (call for call in ast.walk(node) if isinstance(call, ast.Call) and isinstance(call.func, ast.Name))
+    for call in calls:
+        if any(isinstance(each, ast.Starred) for each in call.args) and any(each.arg is None for each in call.keywords):
+            return _name_of(call)
+    return None
+
+
+def _name_of(call: ast.Call) -> str:
+    assert isinstance(call.func, ast.Name)
+    return call.func.id
+
+
+def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, bound: bool) -> Parameters:
+    assert not isinstance(node, ast.ClassDef)
     arguments = node.args
     positional = [each.arg for each in [*arguments.posonlyargs, *arguments.args]][bound:]
     by_keyword = [each.arg for each in [*arguments.args, *arguments.kwonlyargs]]
-    return Parameters(tuple(positional), frozenset(by_keyword), takes_all=arguments.kwarg is not None and bool(arguments.vararg))
+    return Parameters(tuple(positional), frozenset(by_keyword))
