@@ -20,7 +20,6 @@ HYBRID = ["parallel=fsdp1", "mesh.fsdp_size=2"]
 EXACT = {
     "ddp": ["parallel=ddp"],
     "fsdp1": ["parallel=fsdp1"],
-    "fsdp1, flat": ["parallel=fsdp1", "parallel.use_orig_params=false"],
     "fsdp2": PLAIN,
     "fsdp2, hsdp": [*PLAIN, "mesh.fsdp_size=1"],
     "fsdp2, attention and mlp": [*PLAIN, "parallel.wrap=block_attn_mlp", "parallel.forward_prefetch=1"],
@@ -31,7 +30,6 @@ EXACT = {
     "toy_fsdp": ["parallel=toy_fsdp"],
     "full checkpointing": [*PLAIN, "memory.gradient_checkpointing=full"],
     "selective checkpointing": [*PLAIN, "memory.gradient_checkpointing=selective"],
-    "activation offload": [*PLAIN, "memory.gradient_checkpointing=full", "memory.activation_offload=true"],
     "optimizer offload, lazy": [*PLAIN, "memory.optimizer_offload=true"],
     "optimizer offload, pipelined": [
         "parallel=fsdp1", "memory.optimizer_offload=true", "memory.offload_schedule=pipelined"
@@ -41,12 +39,16 @@ EXACT = {
 }  # fmt: skip
 OWN = {
     "single": ["parallel=single"],
+    "fsdp1, flat": ["parallel=fsdp1", "parallel.use_orig_params=false", "optim.weight_decay_on=all"],
     "bf16": [*PLAIN, "parallel.param_dtype=bfloat16"],
     "chunked loss": [*PLAIN, "memory.chunk_loss=true", "train.grad_accum=2"],
     "experts": [*PLAIN, "model=qwen3_moe_debug"],
 }
 """Held against the same words on a CPU."""
+THREE_BLOCKS = [*PLAIN, "model.n_layers=3"]
+OFFLOADED = [*THREE_BLOCKS, "memory.gradient_checkpointing=full", "memory.activation_offload=true"]
 CASES = {name: (words, PLAIN) for name, words in EXACT.items()} | {name: (words, words) for name, words in OWN.items()}
+CASES["activation offload"] = (OFFLOADED, THREE_BLOCKS)
 
 OnCPU = Callable[[list[str]], Result]
 
