@@ -1,5 +1,6 @@
 """Runs of ``fsdptoys train`` in the environment of the real torch_npu, and what they leave behind."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -11,13 +12,22 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from fsdptoys.config import Config
+
 ROOT = Path(__file__).parents[2]
 SECONDS = 200
+MODEL = "model=llama_debug"
 SMALL = [
-    *("experiment=null", "model=llama_debug", "data=synthetic", "train.batch_size=2", "train.seq_len=64"),
-    *("train.steps=3", "train.sum_dtype=float32", "optim.implementation=foreach", "checkpoint.final_weights=true"),
+    *("experiment=null", "data=synthetic", "train.batch_size=2", "train.seq_len=64", "train.steps=3"),
+    *("train.sum_dtype=float32", "optim.implementation=foreach", "checkpoint.final_weights=true"),
 ]
 """Of every run. AdamW by default takes another form on an accelerator than on a CPU, and rounds differently."""
+
+
+def plain_kernels() -> list[str]:
+    """The words that keep a model's operations PyTorch's, where a run could choose: the stub has no fused ones."""
+    chosen = next((each.type for each in dataclasses.fields(Config) if each.name == "kernels"), None)
+    return [f"kernels.{each.name}=torch" for each in dataclasses.fields(chosen)] if chosen is not None else []
 
 
 @dataclass(frozen=True)
@@ -66,7 +76,9 @@ def run(
         variables: of the processes' environment.
     """
     fixed = [f"launch.device={device}", f"launch.nproc_per_node={ranks}", f"metrics.run_dir={folder}"]
-    command = [str(environment / "bin/python"), "-m", "fsdptoys", "train", *SMALL, *fixed, *words]
+    if not any(word.startswith("model=") for word in words):
+        fixed.append(MODEL)
+    command = [str(environment / "bin/python"), "-m", "fsdptoys", "train", *SMALL, *plain_kernels(), *fixed, *words]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("RANK", "WORLD_SIZE"))}
     set_here = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(variables or {})}
     done = subprocess.run(
