@@ -4,7 +4,7 @@ import copy
 from typing import Any
 
 from fsdptoys.checkpoint import CheckpointConfig
-from fsdptoys.config import Config, LaunchConfig, TrainConfig
+from fsdptoys.config import Config, DeviceChoice, LaunchConfig, TrainConfig
 from fsdptoys.data import SyntheticConfig
 from fsdptoys.memory import MemoryConfig
 from fsdptoys.mesh import MeshConfig
@@ -83,6 +83,7 @@ def make_config(
     optim: OptimConfig | None = None,
     tie_embeddings: bool = False,
     model: ModelConfig | None = None,
+    device: str = "cpu",
     **train: Any,
 ) -> Config:
     """A validated configuration: ragged padding, clipping, AdamW, two micro-batches, deterministic mode."""
@@ -100,8 +101,8 @@ def make_config(
         metrics=MetricsConfig(console=Console.none),
         profile=ProfileConfig(),
         debug=DebugConfig(),
-        launch=LaunchConfig(),
+        launch=LaunchConfig(device=DeviceChoice(device)),
         plan=PlanConfig(),
     )
-    config.validate(world_size, "cpu")
+    config.validate(world_size, device)
     return config

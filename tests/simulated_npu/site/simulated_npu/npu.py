@@ -19,7 +19,7 @@ def build_module(extension: Any) -> types.ModuleType:
         found = torch.device(device).index
         return int(extension.current_device()) if found is None else found
 
-    class device(accelerator.device_index):
+    class Current(accelerator.device_index):
         """Make a device the current one in a ``with``."""
 
         def __init__(self, where: Any) -> None:
@@ -45,7 +45,7 @@ def build_module(extension: Any) -> types.ModuleType:
         device_count=extension.device_count,
         current_device=extension.current_device,
         set_device=lambda where: extension.set_device(index(where)),
-        device=device,
+        device=Current,
         get_device_name=lambda where=None: "Simulated NPU",
         get_device_properties=get_device_properties,
         is_bf16_supported=lambda: True,
