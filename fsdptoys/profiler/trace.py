@@ -189,10 +189,11 @@ class Trace:
     def _find_npu_files(self) -> None:
         """Find what torch_npu's handler wrote, which does not tell."""
         folders = sorted(self._folder.glob(f"{self._worker_name}_*_ascend_pt"), key=lambda path: path.stat().st_mtime)
-        if not folders:
-            self._message(f"torch_npu's profiler left no trace in {self._folder}; its own messages say why")
+        output = folders[-1] / "ASCEND_PROFILER_OUTPUT" if folders else None
+        if output is None or not output.is_dir():  # its analysis makes it; without, there are notes on the run at most
+            where = folders[-1] if folders else self._folder
+            self._message(f"torch_npu's profiler left no trace in {where}; its own messages say why")
             return
-        output = folders[-1] / "ASCEND_PROFILER_OUTPUT"
         if (output / "op_statistic.csv").exists():
             self.top_ops = npu_top_ops((output / "op_statistic.csv").read_text(encoding="utf-8"))
         self._done(folders[-1], "MindStudio Insight opens it; trace_view.json in it is for chrome://tracing")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fsdptoys.device import Device
 from fsdptoys.profiler import NPULevel, ProfileConfig, Profiler
-from fsdptoys.profiler.trace import npu_top_ops
+from fsdptoys.profiler.trace import Trace, npu_top_ops
 from scripts.ranks import run_ranks
 
 
@@ -200,6 +200,19 @@ def test_npu_trace_uses_the_names_and_keywords_of_torch_npu(tmp_path, monkeypatc
     assert levels == ["Level2 text"]
     assert "Rank 3, step 2; the trace is `profile/rank3_1_2_ascend_pt`." in profiler.summary_markdown()
     assert "| `MatMulV2` | 2 | 0.10 ms |" in profiler.summary_markdown()
+
+
+def test_npu_trace_that_was_not_analysed_is_told_as_none(tmp_path):
+    """Oracle: the files that torch_npu 2.13.0 left where CANN's profiler recorded nothing."""
+    told: list[str] = []
+    trace = Trace(ProfileConfig(enabled=True), "npu", 0, tmp_path, 1, told.append)
+    left = tmp_path / "rank0_1_2_ascend_pt"
+    left.mkdir()
+    for name in ("profiler_info_0.json", "profiler_metadata.json"):
+        (left / name).write_text("{}")
+    trace._find_npu_files()
+    assert told == [f"torch_npu's profiler left no trace in {left}; its own messages say why"]
+    assert trace.path is None
 
 
 def test_operators_of_an_npu_come_from_its_table_the_longest_first():

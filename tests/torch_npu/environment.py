@@ -1,9 +1,9 @@
 """Makes the environment that these tests run in: the real torch_npu wheel over the stub of CANN.
 
-``python -m tests.torch_npu.environment FOLDER`` (``bash scripts/torch_npu_env.sh`` calls it) makes a virtual environment
-that sees the packages of the Python that runs this, and has three things of its own: torch_npu's wheel, with the stub's
-libraries where its own libraries look for CANN's; the host's kernels; and the unpacked wheel of the oldest torch_npu
-that is supported, which is only read. Wheels come through pip, once.
+``python -m tests.torch_npu.environment FOLDER`` (``bash scripts/torch_npu_env.sh`` calls it) makes a virtual
+environment that sees the packages of the Python that runs this, and has three things of its own: torch_npu's wheel,
+with the stub's libraries where its own libraries look for CANN's; the host's kernels; and the unpacked wheel of the
+oldest torch_npu that is supported, which is only read. Wheels come through pip, once.
 """
 
 import hashlib
@@ -21,7 +21,8 @@ HERE = Path(__file__).parent
 NEWEST, OLDEST = "2.13.0", "2.7.1"
 """Versions of torch_npu: the one that runs, of the torch that the project is tested with; and the one that is read."""
 
-SOURCES = {"libascendcl.so": ("runtime", "memory", "operators", "reduce", "hccl"), "libmsprofiler.so": ("profiler",)}
+SOURCES = ("runtime", "memory", "operators", "reduce", "hccl", "profiler")
+LIBRARY = "libascendcl.so"
 ALIASES = ("libhccl.so", "libacl_op_compiler.so", "libacl_tdt_channel.so", "libge_runner.so", "libgraph.so")
 """Further names under which torch_npu's libraries ask for CANN's."""
 
@@ -35,8 +36,10 @@ def make(folder: Path) -> None:
     Raises:
         SystemExit: where this Python's torch is not the one that the wheel is for.
     """
-    import torch
-
+    try:
+        import torch
+    except ImportError:
+        raise SystemExit(f"{sys.executable} has no torch; set PYTHON=/path/to/python") from None
     if torch.__version__.split("+")[0] != NEWEST:
         raise SystemExit(f"torch_npu {NEWEST} wants torch {NEWEST}, and {sys.executable} has {torch.__version__}")
     mark = folder / "made-from"
@@ -70,17 +73,14 @@ def build_cann(package: Path) -> None:
     """Compile the stub, and fill in by name what torch_npu's libraries ask for and nobody has."""
     flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-Wno-deprecated-declarations"]
     flags += [f"-I{path}" for path in _headers(package)]
-    for library, names in SOURCES.items():
-        files = [str(HERE / "cann" / f"{name}.cpp") for name in names]
-        built = package / "lib" / library
-        run(["g++", *flags, *files, "-o", str(built)])
-        if library == "libascendcl.so":
-            rest = package / "lib" / "rest.cpp"
-            missing = sorted(undefined(package) - defined(built))
-            rest.write_text("".join(f'extern "C" int {name}() {{ return 0; }}\n' for name in missing))
-            run(["g++", *flags, *files, str(rest), "-o", str(built)])
+    files = [str(HERE / "cann" / f"{name}.cpp") for name in SOURCES]
+    built, rest = package / "lib" / LIBRARY, package / "lib" / "rest.cpp"
+    run(["g++", *flags, *files, "-o", str(built)])
+    missing = sorted(undefined(package) - defined(built))
+    rest.write_text("".join(f'extern "C" int {name}() {{ return 0; }}\n' for name in missing))
+    run(["g++", *flags, *files, str(rest), "-o", str(built)])
     for alias in ALIASES:
-        shutil.copy(package / "lib" / "libascendcl.so", package / "lib" / alias)
+        shutil.copy(built, package / "lib" / alias)
 
 
 def build_kernels(site: Path, package: Path) -> None:

@@ -4,11 +4,12 @@ from collections.abc import Iterator
 
 import torch
 
-OWN = """
-_pin_memory _reshape_alias _resize_output_ alias as_strided copy_memory_ detach empty.memory_format empty_strided
-empty_with_format is_pinned record_stream resize_ resize_as_ set_ set_.source_Storage
-set_.source_Storage_storage_offset set_.source_Tensor set_.source_Tensor_storage_offset unsafe_empty_with_format view
-""".split()
+OWN = {
+    *("empty.memory_format", "empty_strided", "empty_with_format", "unsafe_empty_with_format", "copy_memory_"),
+    *("as_strided", "view", "_reshape_alias", "alias", "detach", "resize_", "resize_as_", "_resize_output_"),
+    *("set_", "set_.source_Tensor", "set_.source_Tensor_storage_offset"),
+    *("set_.source_Storage", "set_.source_Storage_storage_offset", "record_stream", "is_pinned", "_pin_memory"),
+}
 """Kernels of torch_npu's that stay: they make and place tensors, and call no operator of the device."""
 
 ATTENTION = "scaled_dot_product_attention"

@@ -1,0 +1,40 @@
+"""Our calls of torch_npu, held against its real wheels; there is neither an NPU nor CANN here.
+
+``bash scripts/torch_npu_env.sh`` makes the environment, once; ``pytest -m torch_npu`` runs these tests, which plain
+``pytest`` leaves out. There are two kinds:
+
+- ``test_interface.py`` reads the wheels of torch_npu 2.13.0 and 2.7.1 and runs nothing of them: every name and
+  parameter in ``interface.py`` is there, and every name that our sources use is in ``interface.py``.
+- The others run ``fsdptoys train launch.device=npu`` on torch_npu 2.13.0 with a stub of CANN under it, and hold losses
+  and trained weights against ``launch.device=cpu``.
+
+What is torch_npu's own in those runs: its import and autoload, allocator with expandable segments and statistics,
+memory history, streams, events and task queue, pinned memory, random number states, ``ProcessGroupHCCL`` with its
+checks of number formats, the Python around its profiler. What is not: ``cann/`` stands in for the runtime, HCCL and
+the profiler on host memory, where every call has done its work when it returns; ``kernels/`` replaces the operators
+by the CPU's on the same bytes. So a run here says that our calls fit torch_npu. It says nothing of speed, of CANN's
+kernels and their rounding, of waits that are missing, of HCCL between machines; and ``torch.compile`` is not
+covered.
+
+``STUB_DEVICES`` (2) and ``STUB_DEVICE_MIB`` (16384) set what the stub has.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from .environment import sources
+
+FOLDER = Path(os.environ.get("TORCH_NPU_ENV", Path(__file__).parents[2] / ".venv-torch-npu"))
+
+
+@pytest.fixture(scope="session")
+def environment() -> Path:
+    """The folder that ``scripts/torch_npu_env.sh`` has made."""
+    mark = FOLDER / "made-from"
+    if not mark.exists():
+        pytest.skip(f"{FOLDER} is not there: bash scripts/torch_npu_env.sh makes it")
+    if mark.read_text() != sources():
+        pytest.skip(f"{FOLDER} was made from other sources: bash scripts/torch_npu_env.sh makes it again")
+    return FOLDER

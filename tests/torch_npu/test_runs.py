@@ -1,0 +1,99 @@
+"""What else a run does on the real torch_npu: collectives, checkpoints, the profiler, memory histories, running out."""
+
+import json
+import os
+import pickle
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from .runs import ROOT, SECONDS, differences, run
+
+pytestmark = pytest.mark.torch_npu
+
+
+def test_collectives_give_what_they_should_and_float64_is_refused(environment: Path) -> None:
+    """Oracle: the values by hand. torch_npu pads lists itself, and knows itself which formats HCCL takes."""
+    done = subprocess.run(
+        [
+            environment / "bin/python",
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node=2",
+            "-m",
+            "tests.torch_npu.collectives",
+        ],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+    found = {int(rank): json.loads(text) for rank, text in re.findall(r"rank (\d): (.*)", done.stdout)}
+    for rank in range(2):
+        assert found[rank] == {
+            "all_gather": [[0, 1, 2], [10, 11, 12]],
+            "objects": [{"rank": 0}, {"rank": 1}],
+            "mean": [5, 6, 7],
+            "part": [[10], [12]][rank],
+            "all_to_all": [[0, 10], [1, 11]][rank],
+            "large": [3],
+            "refused": "HCCL allreduce: Unsupported data type at::kDouble",
+        }
+
+
+def test_float64_sums_are_refused_before_anything_starts(environment: Path, tmp_path: Path) -> None:
+    """Oracle: the exit status of a mistake, and no run directory."""
+    refused = run(environment, tmp_path / "run", "npu", ["parallel=fsdp2", "train.sum_dtype=float64"])
+    assert refused.status == 2, refused.told
+    assert "train.sum_dtype=float64" in refused.told and not refused.folder.exists()
+
+
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+def test_a_resumed_run_ends_with_the_weights_of_one_that_was_not_stopped(
+    environment: Path, tmp_path: Path, strategy: str
+) -> None:
+    """Oracle: the run in one piece; weights in every bit."""
+    words = [f"parallel={strategy}", "train.steps=4", "checkpoint.every=2"]
+    whole = run(environment, tmp_path / "whole", "npu", words)
+    assert whole.status == 0, whole.told
+    (after_two,) = (whole.folder / "checkpoints").glob("*2")
+    resumed = run(environment, tmp_path / "resumed", "npu", [*words, f"checkpoint.resume={after_two}"])
+    assert resumed.status == 0, resumed.told
+    assert [step["step"] for step in resumed.steps()] == [3, 4]
+    assert differences(resumed.weights(), whole.weights()) == []
+
+
+def test_profile_goes_through_torch_npus_profiler(environment: Path, tmp_path: Path) -> None:
+    """Oracle: the folder that torch_npu's own handler makes; CANN's part records nothing here, which is told."""
+    words = ["parallel=fsdp2", "profile.enabled=true", "profile.skip_steps=0", "profile.active_steps=1"]
+    done = run(environment, tmp_path / "run", "npu", words)
+    assert done.status == 0, done.told
+    left = list((done.folder / "profile").glob("rank0_*_ascend_pt"))
+    assert len(left) == 1
+    assert f"torch_npu's profiler left no trace in {left[0]}; its own messages say why" in done.told
+
+
+def test_memory_history_is_torch_npus(environment: Path, tmp_path: Path) -> None:
+    """Oracle: the pickle, which has Python's stack of what was allocated in a step, and segments that hold it."""
+    done = run(environment, tmp_path / "run", "npu", ["parallel=fsdp2", "profile.snapshot=true"])
+    assert done.status == 0, done.told
+    history = pickle.loads((done.folder / "profile/memory-rank0.pickle").read_bytes())
+    allocated = [event for event in history["device_traces"][0] if event["action"] == "alloc"]
+    assert any("fsdptoys/trainer.py" in frame["filename"] for event in allocated for frame in event["frames"])
+    assert all(segment["is_expandable"] for segment in history["segments"])
+    assert (done.folder / "profile/memory-rank0.html").exists()
+
+
+def test_running_out_of_memory_is_explained_with_torch_npus_numbers(environment: Path, tmp_path: Path) -> None:
+    """Oracle: the stub's capacity of 40 MiB, and the report's own words."""
+    words = ["parallel=fsdp2", "train.batch_size=64", "profile.snapshot=true"]
+    done = run(environment, tmp_path / "run", "npu", words, variables={"STUB_DEVICE_MIB": "40"})
+    assert done.status == 1
+    assert re.search(r"the memory of the npu device ran out on rank \d in the forward of step 1", done.told)
+    assert re.search(r"MiB asked for, 40\.00 MiB in all, \d+\.\d+ MiB allocated, \d+\.\d+ MiB reserved", done.told)
+    assert "memory.gradient_checkpointing=full" in done.told
+    assert (done.folder / "profile/memory-rank0-out-of-memory.pickle").exists()

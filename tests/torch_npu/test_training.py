@@ -1,0 +1,103 @@
+"""Every strategy and every memory switch trains on the real torch_npu, to the weights that a CPU trains to.
+
+Both run the same kernels and add losses and norms over ranks in float32 (``train.sum_dtype``: HCCL has no float64), so
+they are held to the last bit, but for ``CLOSE``.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from .runs import Result, differences, run
+
+pytestmark = pytest.mark.torch_npu
+
+PLAIN = ["parallel=fsdp2"]
+"""What must not change the weights is held against one run of this."""
+HYBRID = ["parallel=fsdp1", "mesh.fsdp_size=2"]
+EXACT = {
+    "ddp": ["parallel=ddp"],
+    "fsdp1": ["parallel=fsdp1"],
+    "fsdp2": PLAIN,
+    "fsdp2, hsdp": [*PLAIN, "mesh.fsdp_size=1"],
+    "fsdp2, attention and mlp": [*PLAIN, "parallel.wrap=block_attn_mlp", "parallel.forward_prefetch=1"],
+    "toy_ddp": ["parallel=toy_ddp"],
+    "toy_zero1": ["parallel=toy_zero1"],
+    "toy_zero2": ["parallel=toy_zero2"],
+    "toy_zero3": ["parallel=toy_zero3"],
+    "toy_fsdp": ["parallel=toy_fsdp"],
+    "full checkpointing": [*PLAIN, "memory.gradient_checkpointing=full"],
+    "selective checkpointing": [*PLAIN, "memory.gradient_checkpointing=selective"],
+    "optimizer offload, lazy": [*PLAIN, "memory.optimizer_offload=true"],
+    "optimizer offload, pipelined": [
+        "parallel=fsdp1", "memory.optimizer_offload=true", "memory.offload_schedule=pipelined"
+    ],
+    "cpu offload": [*PLAIN, "memory.cpu_offload=true"],
+    "cpu offload, overlapped": [*PLAIN, "memory.cpu_offload=true", "memory.cpu_offload_executor=overlapped"],
+}  # fmt: skip
+OWN = {
+    "single": ["parallel=single"],
+    "fsdp1, flat": ["parallel=fsdp1", "parallel.use_orig_params=false", "optim.weight_decay_on=all"],
+    "bf16": [*PLAIN, "parallel.param_dtype=bfloat16"],
+    "two microbatches": [*PLAIN, "train.grad_accum=2"],
+    "experts": [*PLAIN, "model=qwen3_moe_debug"],
+}
+"""Held against the same words on a CPU."""
+CLOSE = {
+    "fsdp1, hsdp over four ranks": HYBRID,
+    "chunked loss": [*PLAIN, "memory.chunk_loss=true"],
+}
+"""What adds in another order: gloo, and the chunked loss, whose chunks and products are chosen by the device."""
+THREE_BLOCKS = [*PLAIN, "model.n_layers=3"]
+OFFLOADED = [*THREE_BLOCKS, "memory.gradient_checkpointing=full", "memory.activation_offload=true"]
+CASES = {name: (words, PLAIN) for name, words in EXACT.items()} | {name: (words, words) for name, words in OWN.items()}
+CASES["activation offload"] = (OFFLOADED, THREE_BLOCKS)
+
+OnCPU = Callable[[list[str]], Result]
+
+
+def ranks_of(words: list[str]) -> int:
+    return 1 if "parallel=single" in words else 4 if words == HYBRID else 2
+
+
+@pytest.fixture(scope="session")
+def on_cpu(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> OnCPU:
+    """Each run on a CPU once."""
+    done: dict[tuple[str, ...], Result] = {}
+
+    def result(words: list[str]) -> Result:
+        if tuple(words) not in done:
+            folder = tmp_path_factory.mktemp("cpu") / "run"
+            done[tuple(words)] = run(environment, folder, "cpu", words, ranks_of(words))
+        assert done[tuple(words)].status == 0, done[tuple(words)].told
+        return done[tuple(words)]
+
+    return result
+
+
+@pytest.mark.parametrize(("words", "oracle"), CASES.values(), ids=CASES)
+def test_an_npu_trains_to_the_weights_of_a_cpu(
+    environment: Path, tmp_path: Path, on_cpu: OnCPU, words: list[str], oracle: list[str]
+) -> None:
+    """Oracle: a run with launch.device=cpu; losses and weights in every bit, gradient norms to float32's rounding."""
+    npu = run(environment, tmp_path / "npu", "npu", words, ranks_of(words))
+    assert npu.status == 0, npu.told
+    assert differences(npu.weights(), on_cpu(oracle).weights()) == []
+    assert npu.losses() == on_cpu(oracle).losses()
+    assert npu.norms() == pytest.approx(on_cpu(oracle).norms(), rel=1e-6)  # over shards that are cut otherwise
+
+
+@pytest.mark.parametrize("words", CLOSE.values(), ids=CLOSE)
+def test_an_npu_trains_close_to_the_weights_of_a_cpu(
+    environment: Path, tmp_path: Path, on_cpu: OnCPU, words: list[str]
+) -> None:
+    """Oracle: the same on a CPU, within 1e-6 of each weight: three steps of AdamW at rates up to 3e-5."""
+    ranks = ranks_of(words)
+    npu = run(environment, tmp_path / "npu", "npu", words, ranks, {"STUB_DEVICES": str(ranks)})
+    assert npu.status == 0, npu.told
+    expected = on_cpu(words).weights()
+    assert npu.losses() == pytest.approx(on_cpu(words).losses(), rel=1e-6)
+    for name, weight in npu.weights().items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-6)
