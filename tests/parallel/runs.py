@@ -6,6 +6,7 @@ from typing import Any
 from fsdptoys.checkpoint import CheckpointConfig
 from fsdptoys.config import Config, LaunchConfig, TrainConfig
 from fsdptoys.data import SyntheticConfig
+from fsdptoys.kernels import KernelConfig
 from fsdptoys.memory import MemoryConfig
 from fsdptoys.mesh import MeshConfig
 from fsdptoys.metrics import Console, MetricsConfig
@@ -83,6 +84,7 @@ def make_config(
     optim: OptimConfig | None = None,
     tie_embeddings: bool = False,
     model: ModelConfig | None = None,
+    kernels: KernelConfig | None = None,
     **train: Any,
 ) -> Config:
     """A validated configuration: ragged padding, clipping, AdamW, two micro-batches, deterministic mode."""
@@ -102,6 +104,7 @@ def make_config(
         debug=DebugConfig(),
         launch=LaunchConfig(),
         plan=PlanConfig(),
+        kernels=copy.copy(kernels) if kernels else KernelConfig(),
     )
     config.validate(world_size, "cpu")
     return config
