@@ -327,18 +327,19 @@ def test_float32_is_foretold_where_no_accelerator_has_a_kernel_for_it(model: str
 
 
 TRACED = [
-    ("parallel=fsdp2", FULL, "memory.chunk_loss=true", "memory.optimizer_offload=true"),
-    ("parallel=fsdp1",),
+    ("h100", ("parallel=fsdp2", FULL, "memory.chunk_loss=true", "memory.optimizer_offload=true")),
+    ("h100", ("parallel=fsdp1",)),
+    ("a2", ("parallel=fsdp2",)),  # with torch_npu's kernels
 ]
 
 
 @pytest.mark.usefixtures("unmeasured")
-@pytest.mark.parametrize("words", TRACED)
-def test_closed_form_agrees_with_the_trace(words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("name", "words"), TRACED)
+def test_closed_form_agrees_with_the_trace(name: str, words: tuple[str, ...]) -> None:
     """Oracle: the real trainer, traced and replayed, within the tenth from which on the two contradict each other."""
     model = ("model=llama3_1b", "model.n_layers=4", "parallel.param_dtype=bfloat16", "train.seq_len=2048")
-    config = _config(*model, *words)
-    hardware = _hardware("h100")
+    config = _config(*model, *words, hardware=name)
+    hardware = _hardware(name)
     formula = closed_form(config, hardware, 8, AllocatorKind.expandable)
     replayed = replay(traced_on(config, hardware, 8), hardware, build_allocator(AllocatorKind.expandable))
     memory = replayed.memory()

@@ -189,6 +189,15 @@ def test_the_kernels_that_are_chosen_are_traced(
     assert found == expected
 
 
+def test_one_mask_serves_all_attention_of_an_npu() -> None:
+    """Oracle: 2048 x 2048 booleans once, beside the rotary frequencies; PyTorch's function makes one a layer."""
+    for words, masks in (((), 1), (("kernels.attention=torch",), 0)):
+        made = traced([*LLAMA, "parallel=fsdp2", BF16, *words], device_type="npu")
+        assert live_bytes(made, 2, "end")[Category.buffers] // 2048**2 == masks
+        kept = live_bytes(made, 2, "backward")[Category.activations]
+        assert (kept > LAYERS * 2048**2) == (masks == 0)
+
+
 def test_products_of_a_step_are_those_of_the_model() -> None:
     """Oracle: 6 FLOPs a weight and token, attention over half the square with its forward's product once more."""
     made = traced([*LLAMA, "parallel=fsdp2", BF16])
