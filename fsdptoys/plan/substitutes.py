@@ -2,11 +2,11 @@
 
 Some operators are chosen by the device: attention, normalisation, the products of experts, the loss's own kernel. On
 the fake device PyTorch would decompose them, or this project would take its way for devices without the kernel. Here
-they are put back to what CUDA, or an NPU, takes. Sources: PyTorch's ``sdp_utils.cpp`` (which attention), torch_npu's
-``npu_fusion_attention`` (github.com/Ascend/op-plugin, ``scaled_dot_product_attention``).
+they are put back to what CUDA, or an NPU, takes (``fused`` has what these keep). Sources: PyTorch's ``sdp_utils.cpp``
+(which attention), torch_npu's ``npu_fusion_attention`` (github.com/Ascend/op-plugin, ``scaled_dot_product_attention``).
 
 Not covered: the split of tokens over experts is unknown, so experts are multiplied as one group whose rows are all
-there are; an NPU, which has no such product, would multiply them one by one.
+there are; PyTorch's operators on an NPU, which have no such product, would multiply them one by one.
 """
 
 import functools
