@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from . import __version__
+from .autoload import explain_autoload
 from .errors import ConfigError
 from .outcome import Outcome, leave_outcome
 
@@ -40,13 +41,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(words, worker)
     except ConfigError as error:
-        print(f"fsdptoys: {error}", file=sys.stderr)
-        if not worker:
-            leave_outcome(Outcome(2, str(error)))
-        return 2
+        return _tell_mistake(str(error), worker)
+    except RuntimeError as error:
+        told = explain_autoload(error)  # whichever command was the first to import torch
+        if told is None:
+            raise
+        return _tell_mistake(told, worker)
     except KeyboardInterrupt:
         print("fsdptoys: stopped by SIGINT", file=sys.stderr)
         return 128 + signal.SIGINT
+
+
+def _tell_mistake(sentence: str, worker: bool) -> int:
+    print(f"fsdptoys: {sentence}", file=sys.stderr)
+    if not worker:
+        leave_outcome(Outcome(2, sentence))
+    return 2
 
 
 def _run(words: list[str], worker: bool) -> int:
@@ -157,7 +167,12 @@ def _work(words: list[str]) -> None:
     # Under torchrun nobody has set these before the start. Allocators read theirs with the first allocation, OpenMP its
     # own at import, which was in the launcher for its forks, so threads are set once more.
     environment = hardware_environment(
-        hardware.device_type, handed.local_ranks, hardware.cores, config.train.deterministic, os.environ
+        hardware.device_type,
+        handed.local_ranks,
+        hardware.cores,
+        config.train.deterministic,
+        os.environ,
+        config.launch.timeout_seconds,
     )
     os.environ.update(environment)
     threads = os.environ["OMP_NUM_THREADS"].partition(",")[0]  # the others are for nested regions

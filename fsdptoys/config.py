@@ -14,7 +14,7 @@ import torch
 
 from .checkpoint import CheckpointConfig, open_init_from
 from .data import DataConfig
-from .device import DEVICE_TYPES, available_cores
+from .device import DEVICE_TYPES, available_cores, float64_collectives
 from .errors import ConfigError
 from .kernels import KernelConfig
 from .memory import CPUOffloadExecutor, GradientCheckpointing, MemoryConfig, StateDType, resolve_schedule
@@ -38,6 +38,21 @@ class DeviceChoice(Enum):
     cuda = "cuda"
     npu = "npu"
     cpu = "cpu"
+
+
+class SumDType(Enum):
+    """Number format of sums over ranks that no gradient is in: gradient norms, losses, shares of experts."""
+
+    auto = "auto"
+    """float64 where the device's collectives have it, which HCCL's do not; else float32."""
+    float32 = "float32"
+    float64 = "float64"
+
+    @property
+    def torch(self) -> torch.dtype:
+        """PyTorch's name for it."""
+        assert self is not SumDType.auto, "it must have been resolved"
+        return torch.float64 if self is SumDType.float64 else torch.float32
 
 
 @dataclass
@@ -74,6 +89,8 @@ class TrainConfig:
     """Compile each block with ``torch.compile``."""
     deterministic: bool = False
     """Deterministic kernels and float64 reductions: the same bits whatever the layout, on 1, 2, 4, 8, … ranks."""
+    sum_dtype: SumDType = SumDType.auto
+    """Number format in which gradient norms and losses are added up over ranks; auto: float64, on NPUs float32."""
     seed: int = 0
     """Seed for all purposes that have none of their own."""
     init_seed: int | None = None
@@ -191,6 +208,7 @@ class Config:
         """
         assert device_type in DEVICE_TYPES
         self.train.resolve()
+        self._choose_sums(device_type)
         self.parallel.resolve(self.train.deterministic)
         self._check_model()
         train = self.train
@@ -211,6 +229,21 @@ class Config:
         if self.model.init_from is not None:
             with torch.device("meta"):
                 open_init_from(self.model.build())
+
+    def _choose_sums(self, device_type: str) -> None:
+        train, has_float64 = self.train, float64_collectives(device_type)
+        if train.sum_dtype is SumDType.auto:
+            train.sum_dtype = SumDType.float64 if has_float64 else SumDType.float32
+        elif train.sum_dtype is SumDType.float64 and not has_float64:
+            raise ConfigError(
+                f"train.sum_dtype=float64 cannot run on {device_type}, whose collectives have no float64; "
+                "set train.sum_dtype=float32"
+            )
+        elif train.sum_dtype is SumDType.float32 and train.deterministic and has_float64:
+            raise ConfigError(
+                "train.sum_dtype=float32 contradicts train.deterministic=true, whose norms and losses have the same "
+                "bits on any layout, for which they are added up in float64; set train.sum_dtype=auto"
+            )
 
     def _check_model(self) -> None:
         train, model, memory = self.train, self.model, self.memory

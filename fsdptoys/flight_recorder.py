@@ -1,7 +1,8 @@
-"""What NCCL's flight recorder leaves when a collective hangs: each rank's last collectives, kept with the run.
+"""What a flight recorder leaves when a collective hangs: each rank's last collectives, kept with the run.
 
-It is torch that records and writes; ``torchfrtrace``, which comes with it, compares the ranks. The names of its
-settings were read in torch 2.7.1 and 2.13.0; nothing of this has been tried on a GPU.
+It is torch that records and writes under NCCL, where ``torchfrtrace``, which comes with it, compares the ranks; and
+torch_npu under HCCL. The names of their settings were read in torch 2.7.1 and 2.13.0 and in torch_npu 2.13.0; nothing
+of this has been tried on a GPU or an NPU.
 """
 
 import os
@@ -14,6 +15,9 @@ FLIGHT_RECORDER_FOLDER = "flight_recorder"
 FILE_NAMES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 """How the prefix of the files is set, in newer and older torch."""
 
+HCCL_FILE_NAME = "TORCH_HCCL_DEBUG_INFO_TEMP_FILE"
+"""And by torch_npu."""
+
 
 def name_recordings(folder: Path) -> None:
     """Let recordings land in the launcher's folder, if the environment asks for any and names no other place."""
@@ -21,6 +25,8 @@ def name_recordings(folder: Path) -> None:
     place.mkdir()
     if os.environ.get("TORCH_NCCL_DUMP_ON_TIMEOUT") == "1" and not any(name in os.environ for name in FILE_NAMES):
         os.environ[FILE_NAMES["TORCH_FR_BUFFER_SIZE" not in os.environ]] = f"{place}/rank_"
+    if os.environ.get("TORCH_HCCL_DUMP_ON_TIMEOUT") == "1":
+        os.environ.setdefault(HCCL_FILE_NAME, f"{place}/rank_")
 
 
 def keep_recordings(folder: Path, run_dir: Path) -> str | None:
@@ -32,4 +38,5 @@ def keep_recordings(folder: Path, run_dir: Path) -> str | None:
     kept.mkdir(exist_ok=True)
     for path in recordings:
         shutil.move(path, kept / path.name)
-    return f"the last collectives of each rank are in {kept}; torchfrtrace {kept} compares them"
+    told = f"the last collectives of each rank are in {kept}"
+    return told if HCCL_FILE_NAME in os.environ else f"{told}; torchfrtrace {kept} compares them"

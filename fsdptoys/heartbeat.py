@@ -41,9 +41,9 @@ LOST_PEER = re.compile(
 """What a rank says whose collective broke because another rank was gone."""
 
 TIMED_OUT = re.compile(
-    # gloo; the stores that ranks meet at; NCCL, where it tells Python at all
+    # gloo; the stores that ranks meet at; NCCL and torch_npu, where they tell Python at all; HCCL (EI0002)
     r"timed out waiting \d+ ?ms|wait timeout|socket timeout|timed out after \d+ seconds waiting for clients"
-    r"|collective operation timeout|milliseconds before timing out",
+    r"|collective operation timeout|milliseconds before timing out|notify register times out",
     re.I,
 )
 """What a rank says whose collective some other rank did not join in time."""

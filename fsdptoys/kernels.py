@@ -9,6 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 from enum import Enum
 
+from .device import available_device_type
 from .errors import ConfigError
 from .models import DecoderModel, choose_kernels, npu_kernels, use_kernels
 
@@ -82,6 +83,8 @@ class KernelConfig:
                 )
             if name == "auto":
                 fused = device_type == "npu" and not seen and not deterministic
+                if available_device_type() == "npu" and not npu_kernels.is_there(operation):
+                    fused = False  # an older torch_npu; elsewhere, where a run is only planned, it is taken to be there
                 setattr(self, operation, type(getattr(self, operation))("npu" if fused else "torch"))
 
 

@@ -173,7 +173,12 @@ def launch(plan: Plan) -> int:
     """Start the workers of a plan, print what was found, and wait for their end; returns an exit status."""
     config = plan.composition.config
     environment = hardware_environment(
-        plan.hardware.device_type, plan.local_ranks, plan.hardware.cores, config.train.deterministic, os.environ
+        plan.hardware.device_type,
+        plan.local_ranks,
+        plan.hardware.cores,
+        config.train.deterministic,
+        os.environ,
+        config.launch.timeout_seconds,
     )
     print(f"fsdptoys: {describe(plan, environment)}", flush=True)
     return run_workers(

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 from .config import Config
-from .device import Device, available_device_type
-from .errors import LostRanksError
+from .device import DETERMINISTIC, Device, available_device_type
+from .errors import ConfigError, LostRanksError
 from .heartbeat import is_lost
+from .parallel.precision import DType
 
 
 @contextmanager
@@ -31,11 +32,13 @@ def process_group(config: Config) -> Iterator[None]:
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     try:
         dist.init_process_group(
-            device.backend,
+            device.group_backend(host_tensors=config.memory.cpu_offload),
             rank=int(os.environ.get("RANK", 0)),
             world_size=world_size,
             timeout=timedelta(seconds=config.launch.timeout_seconds),
-            device_id=device.torch_device if device.is_accelerator else None,
+            # Binding the group lets it connect at once and be split, which NCCL's can and HCCL's cannot: there
+            # PyTorch 2.13 would refuse a mesh of two axes, and gloo's group for checkpoints.
+            device_id=device.torch_device if device.backend == "nccl" else None,
         )
     except RuntimeError as error:
         if not is_lost(str(error)):
@@ -57,14 +60,16 @@ def process_group(config: Config) -> Iterator[None]:
 
 
 @contextmanager
-def deterministic_kernels(wanted: bool) -> Iterator[None]:
+def deterministic_kernels(wanted: bool, device_type: str) -> Iterator[None]:
     """Let PyTorch choose deterministic kernels only, and leave its settings as they were."""
     if not wanted:
         yield
         return
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
-    # cuBLAS reads this when its first handle is made; without it PyTorch refuses deterministic matrix products.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # For a process that no launcher of ours made: cuBLAS reads its variable with its first handle, HCCL with its first
+    # group; without cuBLAS's, PyTorch refuses deterministic matrix products.
+    for name, value in DETERMINISTIC.get(device_type, {}).items():
+        os.environ.setdefault(name, value)
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
     try:
@@ -75,7 +80,17 @@ def deterministic_kernels(wanted: bool) -> Iterator[None]:
 
 
 def device_of(config: Config) -> Device:
-    """The device of this rank."""
+    """The device of this rank.
+
+    Raises:
+        ConfigError: if it is not there, or has not the number format of the model.
+    """
     chosen = config.launch.device.value
     device_type = available_device_type() if chosen == "auto" else chosen
-    return Device(device_type, int(os.environ.get("LOCAL_RANK", 0)))
+    device = Device(device_type, int(os.environ.get("LOCAL_RANK", 0)))
+    if config.parallel.param_dtype is DType.bfloat16 and not device.supports_bfloat16():
+        raise ConfigError(
+            f"parallel.param_dtype=bfloat16 cannot run on {device.name}, which has no bfloat16; "
+            "set parallel.param_dtype=float32"
+        )
+    return device

@@ -123,9 +123,10 @@ def rng_facts(device: Device) -> dict[str, Any]:
     """States of this process's random number generators, as JSON can hold them."""
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     version, internal, gauss = random.getstate()
+    own = device.rng_state()
     return {
         "torch": _encode(torch.get_rng_state()),
-        "device": _encode(torch.get_device_module(device.type).get_rng_state()) if device.is_accelerator else None,
+        "device": None if own is None else _encode(own),
         "numpy": {
             "keys": base64.b64encode(np.asarray(keys, dtype="<u4").tobytes()).decode(),
             "position": int(position),
@@ -145,8 +146,7 @@ def restore_rng(own_facts: dict[str, Any] | None, device: Device, seed: int, ste
         random.seed(mixed)
         return
     torch.set_rng_state(_decode(own_facts["torch"]))
-    if device.is_accelerator and own_facts["device"] is not None:
-        torch.get_device_module(device.type).set_rng_state(_decode(own_facts["device"]))
+    device.restore_rng_state(None if own_facts["device"] is None else _decode(own_facts["device"]))
     numpy, python = own_facts["numpy"], own_facts["python"]
     keys = np.frombuffer(base64.b64decode(numpy["keys"]), dtype="<u4")
     np.random.set_state(("MT19937", keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))

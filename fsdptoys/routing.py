@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .device import float64_collectives
 from .models import DecoderModel, MoEConfig, routers
 
 
@@ -54,16 +53,19 @@ class RoutingBalance:
         config: coefficients of the auxiliary losses.
         device: on which the model will run.
         local_ranks: ranks whose micro-batches this process runs in turn.
+        sum_dtype: of the sums over ranks.
     """
 
-    def __init__(self, model: DecoderModel, config: MoEConfig, device: torch.device, local_ranks: int) -> None:
+    def __init__(
+        self, model: DecoderModel, config: MoEConfig, device: torch.device, local_ranks: int, sum_dtype: torch.dtype
+    ) -> None:
         self._routers = routers(model)
         self._aux_coef = config.router_aux_loss_coef
         self._z_coef = config.router_z_loss_coef
         self._top_k = config.top_k
         self._device = device
         self._local_ranks = local_ranks
-        self._sum_dtype = torch.float64 if float64_collectives(device.type) else torch.float32
+        self._sum_dtype = sum_dtype
 
     def begin_step(self, tokens: int, loss_scale: float) -> None:
         """Start the sums of a step.
@@ -141,7 +143,9 @@ def _no_loss(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
     return hidden_ND.new_zeros(())
 
 
-def build_routing_balance(model: DecoderModel, device: torch.device, local_ranks: int) -> RoutingBalance | None:
+def build_routing_balance(
+    model: DecoderModel, device: torch.device, local_ranks: int, sum_dtype: torch.dtype
+) -> RoutingBalance | None:
     """The balance of a model with experts; None for one without."""
     config = model.config
-    return RoutingBalance(model, config, device, local_ranks) if isinstance(config, MoEConfig) else None
+    return RoutingBalance(model, config, device, local_ranks, sum_dtype) if isinstance(config, MoEConfig) else None

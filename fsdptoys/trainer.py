@@ -22,7 +22,7 @@ from torch import Tensor
 from .checkpoint import open_init_from
 from .config import Config
 from .data import BatchStream, TextConfig, TextDataset, eval_batches
-from .device import Device, float64_collectives
+from .device import Device
 from .kernels import put_kernels
 from .memory import (
     IGNORE_INDEX,
@@ -76,6 +76,7 @@ class Trainer:
             mesh=config.mesh,
             deterministic=train.deterministic,
             cpu_offload=config.memory.cpu_offload,
+            sum_dtype=train.sum_dtype.torch,
         )
 
         # 2. The model: a plan without memory, then checkpointing, then sharding, memory and initial values.
@@ -89,7 +90,7 @@ class Trainer:
         prepare_blocks(model, config, self.device)
         self.strategy = config.parallel.build(context)
         local = self.strategy.local_data_ranks
-        self.routing = build_routing_balance(model, self.device.torch_device, local)
+        self.routing = build_routing_balance(model, self.device.torch_device, local, train.sum_dtype.torch)
         if fill is None:
             drawn = seeded(model.init_rows, train.init_seed)
             fill = open_init_from(model).fill if config.model.init_from else drawn
@@ -197,7 +198,7 @@ class Trainer:
         stop = Stop("all steps done") if self.steps_done >= train.steps else None
         with (
             closing(self.batches),
-            deterministic_kernels(train.deterministic),
+            deterministic_kernels(train.deterministic, self.device.type),
             profiler or nullcontext() as watching,
         ):
             while stop is None:
@@ -373,9 +374,8 @@ class Trainer:
         self.on_phase(step, phase)
 
     def _zero(self) -> Tensor:
-        """A sum that is exact enough not to depend on the order of its terms, where the device has float64."""
-        dtype = torch.float64 if float64_collectives(self.device.type) else torch.float32
-        return torch.zeros((), dtype=dtype, device=self.device.torch_device)
+        """A sum that is exact enough not to depend on the order of its terms, where it is in float64."""
+        return torch.zeros((), dtype=self.config.train.sum_dtype.torch, device=self.device.torch_device)
 
     def _situation(self, step: int) -> Situation:
         params = (param for _, param in self.strategy.named_parameters())

@@ -18,7 +18,7 @@ def share_streams(owner: Any, attributes: Iterable[str], device: torch.device) -
     """Replace an object's streams by the first that were seen under the same names.
 
     Streams of another priority stay apart, since a collective that has to come first must not wait in a queue of the
-    usual priority. (Those of a CPU have none.)
+    usual priority. (Those of a CPU have none, and those of an NPU do not tell it.)
 
     Args:
         owner: has just made its streams, and has not used them.
@@ -27,5 +27,12 @@ def share_streams(owner: Any, attributes: Iterable[str], device: torch.device) -
     """
     for attribute in attributes:
         stream = getattr(owner, attribute)
-        key = (device, attribute, getattr(stream, "priority", None))
+        key = (device, attribute, _priority_of(stream))
         setattr(owner, attribute, _kept.setdefault(key, stream))
+
+
+def _priority_of(stream: Any) -> object:
+    try:
+        return getattr(stream, "priority", None)
+    except RuntimeError:  # torch_npu's, "NPU dose not support Stream.get_priority() currently": 2.7.1 and 2.13.0
+        return None

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from fsdptoys.compose import compose_config
-from fsdptoys.device import Device, available_cores, available_device_type
+from fsdptoys.device import DEVICE_TYPES, Device, available_cores, available_device_type
 from fsdptoys.errors import ConfigError
 from fsdptoys.hardware import hardware_environment
 from fsdptoys.metrics import StepMetrics
@@ -158,7 +158,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def add_row_arguments(parser: argparse.ArgumentParser) -> None:
     """Which rows are measured, and as what."""
-    parser.add_argument("--device", choices=["cuda", "cpu"], default=available_device_type())
+    parser.add_argument("--device", choices=DEVICE_TYPES, default=available_device_type())
     parser.add_argument("--model", default="llama2_7b")
     parser.add_argument("--world-size", type=int, default=8)
     parser.add_argument("--seq-len", type=int, default=4096)

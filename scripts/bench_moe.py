@@ -32,6 +32,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
+from fsdptoys.device import DEVICE_TYPES, Device
 from fsdptoys.models.layers import SwiGLU
 from fsdptoys.models.moe import MoE, Scores
 from scripts.machine import machine
@@ -77,7 +78,7 @@ def main() -> int:
     parser.add_argument("--ffn-dim", type=int)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--device", choices=DEVICE_TYPES, default="cpu")
     parser.add_argument("--repeats", type=int, default=9)
     args = parser.parse_args()
     if (args.dim is None) != (args.ffn_dim is None):
@@ -105,9 +106,9 @@ def run_size(console: Console, args: argparse.Namespace, dim: int, ffn_dim: int)
     ]
     grad_ND = torch.randn(args.tokens, dim, generator=generator).to(args.device, dtype)
     compare(blocks, inputs[0], grad_ND, TOLERANCE[dtype])
-    times = {}
+    times, device = {}, Device(args.device)
     for phase, step in (("forward", forward), ("forward+backward", forward_backward)):
-        times[phase] = take_turns(blocks, inputs, lambda block, x, step=step: step(block, x, grad_ND), args.device)
+        times[phase] = take_turns(blocks, inputs, lambda block, x, step=step: step(block, x, grad_ND), device)
 
     table = Table(
         title=f"{args.experts} experts, top-{args.top_k}, {args.tokens} tokens, dim {dim}, ffn_dim {ffn_dim}, "
@@ -193,27 +194,21 @@ def compare(blocks: dict[str, nn.Module], hidden_ND: Tensor, grad_ND: Tensor, to
 
 
 def take_turns(
-    blocks: dict[str, nn.Module], inputs: list[Tensor], step: Callable[[nn.Module, Tensor], Tensor], device: str
+    blocks: dict[str, nn.Module], inputs: list[Tensor], step: Callable[[nn.Module, Tensor], Tensor], device: Device
 ) -> dict[str, list[float]]:
     """Seconds of each block on each input, the blocks one after another; the first two inputs warm up."""
     seconds: dict[str, list[float]] = {name: [] for name in blocks}
     for turn, hidden_ND in enumerate(inputs):
         for name, block in blocks.items():
-            synchronise(device)
+            device.synchronize()
             start = time.perf_counter()
             step(block, hidden_ND)
-            synchronise(device)
+            device.synchronize()
             if turn >= 2:
                 seconds[name].append(time.perf_counter() - start)
             block.zero_grad(set_to_none=True)
             hidden_ND.grad = None
     return seconds
-
-
-def synchronise(device: str) -> None:
-    """Wait for the device."""
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

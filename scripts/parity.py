@@ -14,6 +14,11 @@ parallel.simulated_ranks=N``).
   in every bit on the same mesh wherever a reduction adds two numbers. Over more ranks a ring adds in an order that
   depends on where in the buffer a number lies, which differs between flat and per-parameter sharding: their last bits
   then differ, and the table says so. With bf16 parameters FSDP1 adds up micro-batches in bf16, the others in float32.
+- portable mode (``train.sum_dtype=float32``), for devices whose collectives have no float64, as NPUs, and the only one
+  of the three that they run; any device does the same arithmetic in it. Norms are then rounded in the order in which
+  gradients are sharded, so that only what shards alike agrees in every bit, and every loss is within 1e-6 of the one
+  process in float32. ``--against-cpu`` trains every row on CPU ranks too, and tells how far a device's losses are from
+  theirs. That is no breach: another kernel may round otherwise.
 - what is written here from scratch (``toy-``) must agree with PyTorch's in every bit, in both modes: the toy DDP and
   ZeRO-1 with DDP, the toy FSDP with FSDP2. The toy ZeRO-2 and ZeRO-3 reduce after every micro-batch, DDP once a step;
   where that is the same (--grad-accum 1) and a reduction adds two numbers, they must agree with DDP in every bit. Over
@@ -40,7 +45,7 @@ from rich.table import Table
 
 from fsdptoys.compose import compose_config
 from fsdptoys.config import Config
-from fsdptoys.device import device_count
+from fsdptoys.device import device_count, float64_collectives, missing_device
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import FAMILIES
 from fsdptoys.trainer import Trainer
@@ -75,11 +80,22 @@ FSDP2_ON_THE_SAME_MESH = {"fsdp1": "fsdp2", "fsdp1-flat": "fsdp2", "hsdp1": "hsd
 NATIVE = {"toy-ddp": "ddp", "toy-zero1": "ddp", "toy-fsdp": "fsdp2"}
 """Row → the one that does the same arithmetic and must be equal in every mode, on any number of ranks."""
 
+SHARDS_OTHERWISE = ("toy-zero1",)
+"""Of these the one whose norms are added up in another order, which portable mode lets show."""
+
 REDUCES_OFTENER = {"toy-zero2": "ddp", "toy-zero3": "ddp"}
 """Row → the one that it must equal in default mode with one micro-batch, where reductions add two numbers."""
 
 FLOAT32_ONLY = ("toy-zero3",)
 """Rows that compute with the parameters as they are kept."""
+
+
+MODES = {
+    "deterministic": ["train.deterministic=true"],
+    "default": ["train.deterministic=false"],
+    "portable": ["train.deterministic=false", "train.sum_dtype=float32"],
+}
+"""Mode → overrides that make it."""
 
 
 @dataclass
@@ -92,7 +108,7 @@ class Outcome:
     """Name → hash of the full parameter."""
 
 
-def overrides(args: argparse.Namespace, model: str, deterministic: bool, dtype: str) -> list[str]:
+def overrides(args: argparse.Namespace, model: str, mode: str, dtype: str) -> list[str]:
     """What all rows of a table have in common."""
     return [
         f"model={model}",
@@ -103,19 +119,18 @@ def overrides(args: argparse.Namespace, model: str, deterministic: bool, dtype: 
         f"train.steps={args.steps}",
         f"train.grad_accum={args.grad_accum}",
         "train.max_grad_norm=0.5",
-        f"train.deterministic={str(deterministic).lower()}",
+        *MODES[mode],
         f"parallel.param_dtype={dtype}",
         "optim.lr=1e-3",
         "optim.weight_decay_on=all",
         "optim.warmup_steps=2",
         "metrics.console=none",
-        f"launch.device={args.device}",
     ]
 
 
 def compose_row(overrides: list[str], world_size: int, device: str) -> Config:
     """Compose and check the configuration of one row."""
-    config = compose_config(overrides)
+    config = compose_config([*overrides, f"launch.device={device}"])
     config.validate(world_size, device)
     return config
 
@@ -170,19 +185,20 @@ def judge(
     reference: Outcome,
     world_size: int,
     dtype: str,
-    deterministic: bool,
+    mode: str,
     grad_accum: int = 2,
 ) -> Verdict:
     """Hold one row against one process and, in default mode, FSDP1's against FSDP2's and a toy's against PyTorch's."""
     outcome = outcomes[name]
-    where = f"{dtype} {'deterministic' if deterministic else 'default'} mode, {world_size} ranks"
-    native = NATIVE.get(name)
+    where = f"{dtype} {mode} mode, {world_size} ranks"
+    portable = mode == "portable"
+    native = None if portable and name in SHARDS_OTHERWISE else NATIVE.get(name)
     if native in outcomes and outcome != outcomes[native]:
         return Verdict("BREACH", f"{where}: {name} differs from {native}")
     if outcome == reference:
         return Verdict("every bit")
     tolerance = LOSS_TOLERANCE if dtype == "float32" else BF16_LOSS_TOLERANCE
-    if deterministic or not max_loss_difference(outcome, reference) <= tolerance:  # nan is a breach too
+    if mode == "deterministic" or not max_loss_difference(outcome, reference) <= tolerance:  # nan is a breach too
         return Verdict("BREACH", f"{where}: {name} differs from one process")
     within = f"loss within {tolerance:g}"
     twin = (FSDP2_ON_THE_SAME_MESH | NATIVE | REDUCES_OFTENER).get(name)
@@ -190,39 +206,58 @@ def judge(
         return Verdict(within)
     if outcome == outcomes[twin]:
         return Verdict(f"{within}, = {twin}")
-    adds_alike = grad_accum == 1
+    adds_alike = grad_accum == 1 and not portable
     if name in FSDP2_ON_THE_SAME_MESH:
         if dtype == "bfloat16":
             return Verdict(f"{within}, {twin} adds in float32")
-        adds_alike = True
+        adds_alike = not portable
     if adds_alike and (world_size == 2 or (world_size == 4 and name.startswith("hsdp"))):
         return Verdict("BREACH", f"{where}: {name} differs from {twin} although each reduction adds two numbers")
     return Verdict(f"{within}, last bits != {twin}")
 
 
-def compare(args: argparse.Namespace, model: str, deterministic: bool, dtype: str, console: Console) -> list[str]:
+def train_rows(configs: list[Config], world_size: int, device: str) -> list[Outcome]:
+    """Train rows one after another on fresh ranks; what rank 0 has to say of each."""
+    start = "fork" if device == "cpu" else "spawn"
+    outcomes: list[Outcome] = run_ranks(
+        world_size, train_all, configs, device=device, start=start, timeout_seconds=3600
+    )[0]
+    return outcomes
+
+
+def against(outcome: Outcome, on_cpu: Outcome) -> str:
+    """How far a device's training is from the same on CPU ranks."""
+    return "every bit" if outcome == on_cpu else f"loss {max_loss_difference(outcome, on_cpu):.1e}"
+
+
+def compare(args: argparse.Namespace, model: str, mode: str, dtype: str, console: Console) -> list[str]:
     """Train and print one table; return what breaks the promise."""
-    mode = "deterministic" if deterministic else "default"
     table = Table(title=f"{model}, {dtype}, {mode} mode, {args.steps} steps, {args.device}")
     for column in ("ranks", "strategy", "final loss", "max |loss diff| rel", "max |grad-norm diff|"):
         table.add_column(column, justify="left" if column == "strategy" else "right")
     table.add_column("parameters equal?")
     table.add_column("against one process")
-    common = overrides(args, model, deterministic, dtype)
+    if args.against_cpu:
+        table.add_column("against CPU ranks")
+    common = overrides(args, model, mode, dtype)
     breaches: list[str] = []
     for world_size in args.world_sizes:
         names = [name for name in args.strategies if not name.startswith("hsdp") or world_size > 2]
         names = [name for name in names if dtype == "float32" or name not in FLOAT32_ONLY]
         simulated = [*common, "parallel=single", f"parallel.simulated_ranks={world_size}"]
-        single = compose_row(simulated, 1, args.device)
-        rows = [compose_row(common + STRATEGIES[name], world_size, args.device) for name in names]
-        reference = run_ranks(1, train_all, [single], device=args.device, timeout_seconds=3600)[0][0]
-        per_rank = run_ranks(world_size, train_all, rows, device=args.device, timeout_seconds=3600)
-        outcomes = dict(zip(names, per_rank[0], strict=True))
+        singles: dict[str, Outcome] = {}
+        trained: dict[str, dict[str, Outcome]] = {}
+        for device in [args.device, "cpu"] if args.against_cpu else [args.device]:
+            rows = [compose_row(common + STRATEGIES[name], world_size, device) for name in names]
+            (singles[device],) = train_rows([compose_row(simulated, 1, device)], 1, device)
+            trained[device] = dict(zip(names, train_rows(rows, world_size, device), strict=True))
+        reference, outcomes = singles[args.device], trained[args.device]
         table.add_section()
-        table.add_row(str(world_size), "single", f"{reference.losses[-1]:.9f}", "", "", "", "")
+        told = [against(reference, singles["cpu"])] if args.against_cpu else []
+        table.add_row(str(world_size), "single", f"{reference.losses[-1]:.9f}", "", "", "", "", *told)
         for name, outcome in outcomes.items():
-            verdict = judge(name, outcomes, reference, world_size, dtype, deterministic, args.grad_accum)
+            verdict = judge(name, outcomes, reference, world_size, dtype, mode, args.grad_accum)
+            told = [against(outcome, trained["cpu"][name])] if args.against_cpu else []
             breaches += [verdict.breach] if verdict.breach else []
             table.add_row(
                 str(world_size),
@@ -232,9 +267,22 @@ def compare(args: argparse.Namespace, model: str, deterministic: bool, dtype: st
                 f"{max_norm_difference(outcome, reference):.1e}",
                 "yes" if outcome.parameters == reference.parameters else "no",
                 verdict.text,
+                *told,
             )
     console.print(table)
     return breaches
+
+
+def check_device(device: str, against_cpu: bool) -> None:
+    """Refuse a device that is not there, and a comparison of CPU ranks with themselves.
+
+    Raises:
+        ConfigError: with the fix.
+    """
+    if device_count(device) == 0:
+        raise missing_device(device)
+    if against_cpu and device == "cpu":
+        raise ConfigError("--against-cpu has nothing to compare with --device cpu; leave it out")
 
 
 def check_world_sizes(world_sizes: list[int], device: str) -> None:
@@ -266,18 +314,24 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda", "npu"])
     parser.add_argument("--strategies", nargs="+", choices=list(STRATEGIES), default=list(STRATEGIES))
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
-    return parser.parse_args(words)
+    parser.add_argument("--modes", nargs="+", choices=list(MODES), help="by default all that the device runs")
+    parser.add_argument("--against-cpu", action="store_true", help="train every row on CPU ranks too")
+    args = parser.parse_args(words)
+    if args.modes is None:
+        args.modes = ["deterministic", "default"] if float64_collectives(args.device) else ["portable"]
+    return args
 
 
 def main() -> int:
     """Print the tables; 1 on any breach, 2 on a mistake in the arguments."""
     args = parse_arguments()
-    console = Console(width=144)
+    console = Console(width=164 if args.against_cpu else 144)
     breaches: list[str] = []
     try:
+        check_device(args.device, args.against_cpu)
         check_world_sizes(args.world_sizes, args.device)
-        for model, dtype, deterministic in product(args.models, args.dtypes, (True, False)):
-            breaches += [f"{model}: {breach}" for breach in compare(args, model, deterministic, dtype, console)]
+        for model, dtype, mode in product(args.models, args.dtypes, args.modes):
+            breaches += [f"{model}: {breach}" for breach in compare(args, model, mode, dtype, console)]
     except ConfigError as error:
         print(f"parity: {error}", file=sys.stderr)
         return 2

@@ -24,15 +24,21 @@ import torch.distributed.fsdp  # with these in the parent, no rank takes a secon
 
 
 def run_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, device: str = "cpu", timeout_seconds: float = 300.0
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    device: str = "cpu",
+    start: str = "fork",
+    timeout_seconds: float = 300.0,
 ) -> list[Any]:
     """Call ``function(*args)`` on every rank of a fresh process group.
 
     Args:
         world_size: ranks.
         function: called in each rank; its result must be picklable.
-        args: need not be picklable.
+        args: need not be picklable, unless ``start`` is ``spawn``.
         device: decides the backend of the group.
+        start: ``fork``, or ``spawn`` for an accelerator whose driver the parent may have touched.
         timeout_seconds: for all ranks together.
 
     Returns:
@@ -41,7 +47,7 @@ def run_ranks(
     Raises:
         RuntimeError: with the traceback of the first rank that failed; the others are ended.
     """
-    context = multiprocessing.get_context("fork")
+    context: Any = multiprocessing.get_context(start)
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
         processes = [

@@ -118,6 +118,9 @@ MISTAKES = {
     "under parallel.use_orig_params=false; set optim.weight_decay_on=all or parallel.use_orig_params=true",
     "parallel=ddp train.deterministic=true parallel.reduce_dtype=bfloat16": "parallel.reduce_dtype=bfloat16 "
     "contradicts train.deterministic=true, which reduces in float64; set parallel.reduce_dtype=auto",
+    "train.deterministic=true train.sum_dtype=float32": "train.sum_dtype=float32 contradicts train.deterministic=true, "
+    "whose norms and losses have the same bits on any layout, for which they are added up in float64; "
+    "set train.sum_dtype=auto",
     "data.sample_tokens=5": "data.sample_tokens=5 is not an option of data=synthetic, it belongs to text; "
     "set data=text or leave it out",
     "data=text data.sample_tokens=-1": "data.sample_tokens=-1 must be at least 0; set data.sample_tokens=0",

@@ -84,12 +84,18 @@ MESSAGES = [
     "Timed out after 601 seconds waiting for clients. 1/2 clients joined.",
     "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, Timeout(ms)=600000) "
     "ran for 600012 milliseconds before timing out.",
+    "[Rank 5] Watchdog caught collective operation timeout: WorkHCCL(SeqNum=11, OpType=ALLREDUCE, Timeout(ms)=600000) "
+    "ran for 600196 milliseconds before timing out.",
+    "EI0002: The wait execution of the Notify register times out. Reason: The Notify register has not received the "
+    "Notify record from remote rank [4].",
 ]
 
 
 @pytest.mark.parametrize("message", MESSAGES)
 def test_timeouts_are_known_by_their_messages(message: str) -> None:
-    """Oracle: what gloo says in torch 2.7.1 and 2.13.0, seen; the stores' and NCCL's, from their sources."""
+    """Oracle: what gloo says in torch 2.7.1 and 2.13.0, seen; the stores' and NCCL's, from their sources;
+    torch_npu's and HCCL's, from reports on hiascend.com (forum, and CANN's description of EI0002).
+    """
     assert TIMED_OUT.search(message) and not LOST_PEER.search(message)
 
 

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
 
 from fsdptoys import run as run_module
-from fsdptoys.config import Config
+from fsdptoys.compose import compose_config
+from fsdptoys.config import Config, SumDType
 from fsdptoys.data import SyntheticConfig, TextConfig
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import MemoryConfig
@@ -125,6 +126,43 @@ def histories(configs: list[Config]) -> list[list[tuple[float, float | None]]]:
     return results
 
 
+def sums(configs: list[Config]) -> list[list[tuple[float, float]]]:
+    """(loss, norm) of each step of each configuration."""
+    trainers = []
+    for config in configs:
+        trainers.append(Trainer(config))
+        trainers[-1].train()
+    return [[(step.loss, step.grad_norm) for step in trainer.history] for trainer in trainers]
+
+
+def test_sums_over_ranks_round_as_their_number_format_does() -> None:
+    """Oracle: in float64 DDP and FSDP2 agree in every bit where a reduction adds two numbers; in float32 they do not,
+    since each adds up the squares of its own pieces of the gradients, and all are as close as float32 is.
+    """
+    configs = [
+        make_config(parallel, 2, deterministic=False, steps=6, sum_dtype=dtype)
+        for dtype in (SumDType.float64, SumDType.float32)
+        for parallel in (DDPConfig(), FSDP2Config())
+    ]
+    ddp, fsdp2, *rounded = run_ranks(2, sums, configs)[0]
+    assert ddp == fsdp2 and rounded[0] != rounded[1] and ddp not in rounded
+    for row in rounded:
+        assert [value for step in row for value in step] == pytest.approx([v for step in ddp for v in step], rel=2e-6)
+
+
+@pytest.mark.parametrize("dtype, expected", [("auto", "float32"), ("float32", "float32"), ("float64", None)])
+def test_sums_are_in_float64_where_the_collectives_have_it(dtype: str, expected: str | None) -> None:
+    """Oracle: HCCL's types, among which float64 is not for reductions."""
+    for device_type, chosen in (("npu", expected), ("cuda", "float64" if dtype == "auto" else dtype)):
+        config = compose_config(["model=llama_debug", "parallel=fsdp2", f"train.sum_dtype={dtype}"])
+        if chosen is None:
+            with pytest.raises(ConfigError, match=r"^train.sum_dtype=float64 cannot run on npu, whose collectives"):
+                config.validate(2, device_type)
+        else:
+            config.validate(2, device_type)
+            assert config.train.sum_dtype.value == chosen and config.train.sum_dtype.torch == getattr(torch, chosen)
+
+
 @pytest.mark.usefixtures("unmeasured")
 def test_the_same_global_batch_over_other_ranks_gives_the_same_losses() -> None:
     """Oracle: the same 8 sequences a step in one process; layouts of ranks, batch and accumulation."""
@@ -213,9 +251,9 @@ def test_a_run_leaves_its_files_with_a_sample_that_is_the_same_under_every_strat
 def test_deterministic_kernels_leave_the_settings_as_they_were() -> None:
     """Oracle: PyTorch's own flags before."""
     before = torch.are_deterministic_algorithms_enabled()
-    with deterministic_kernels(True):
+    with deterministic_kernels(True, "cpu"):
         assert torch.are_deterministic_algorithms_enabled()
-    with deterministic_kernels(False):
+    with deterministic_kernels(False, "cpu"):
         assert torch.are_deterministic_algorithms_enabled() == before
     assert torch.are_deterministic_algorithms_enabled() == before
 

@@ -31,6 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
+from fsdptoys.device import Streams, is_accelerator
+
 MIN_BYTES = 2**18
 """Smaller tensors stay on the device: starting a copy takes as long as copying some 256 KiB."""
 
@@ -58,9 +60,8 @@ class StreamCopies:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._module = torch.get_device_module(device)
-        self._device = device
-        self._stream = self._module.Stream(device=device)
+        self._streams = Streams(device)
+        self._stream = self._streams.new()
 
     def empty_host(self, nbytes: int) -> Tensor:
         """Pinned."""
@@ -68,14 +69,14 @@ class StreamCopies:
 
     def start(self, target: Tensor, source: Tensor) -> Any:
         """See ``Copies``."""
-        self._stream.wait_stream(self._module.current_stream(self._device))
-        with self._module.stream(self._stream):
+        self._stream.wait_stream(self._streams.current())
+        with self._streams.on(self._stream):
             target.copy_(source, non_blocking=True)
         return self._stream.record_event()
 
     def wait(self, mark: Any) -> None:
         """See ``Copies``."""
-        self._module.current_stream(self._device).wait_event(mark)
+        self._streams.current().wait_event(mark)
 
     def abandon(self, tensor: Tensor) -> None:
         """See ``Copies``."""
@@ -205,7 +206,7 @@ class ActivationOffload:
 
     def __init__(self, device: torch.device, *, min_bytes: int = MIN_BYTES, copies: Copies | None = None) -> None:
         self.device = device
-        self.copies = copies or (HostCopies() if device.type == "cpu" else StreamCopies(device))
+        self.copies = copies or (StreamCopies(device) if is_accelerator(device) else HostCopies())
         self._min_bytes = min_bytes
         self._latest: _Block | None = None
         self._idle: dict[int, list[Tensor]] = defaultdict(list)

@@ -77,9 +77,8 @@ class Workers:
         together = threading.Barrier(workers)
 
         def begin() -> None:
-            if device is not None and device.is_accelerator:
-                # A thread starts with device 0, which is another rank's.
-                torch.accelerator.set_device_index(device.torch_device.index)
+            if device is not None:
+                device.make_current()
             torch.get_num_threads()
             torch.set_num_threads(threads // workers)
             together.wait()

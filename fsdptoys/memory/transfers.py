@@ -7,15 +7,11 @@ A CPU has nothing to overlap: there each copy is done when the call returns, in 
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fsdptoys.device import Device
-
-Event = Any
-"""An event of the device's module; None where there is nothing to wait for."""
+from fsdptoys.device import Device, Event, Stream
 
 
 class Transfers:
@@ -51,12 +47,12 @@ class Transfers:
 
 
 class StreamTransfers(Transfers):
-    """The accelerator's form, through the device's module (``torch.cuda``, ``torch.npu``)."""
+    """The accelerator's form."""
 
     def __init__(self, device: Device) -> None:
         super().__init__(device)
-        self._module: Any = torch.get_device_module(self.device.type)
-        self._load_stream, self._store_stream = self._module.Stream(), self._module.Stream()
+        self._streams = device.streams
+        self._load_stream, self._store_stream = self._streams.new(), self._streams.new()
 
     def host_tensor(self, elements: int, dtype: torch.dtype) -> Tensor:
         """Zeros in pinned memory."""
@@ -79,27 +75,27 @@ class StreamTransfers(Transfers):
 
     def mark(self) -> Event:
         """An event on the stream that is current."""
-        event = self._module.Event()
-        event.record(self._module.current_stream())
+        event = self._streams.event()
+        event.record(self._streams.current())
         return event
 
     def wait(self, event: Event) -> None:
         """Let the stream that is current wait."""
         if event is not None:
-            self._module.current_stream().wait_event(event)
+            self._streams.current().wait_event(event)
 
     def wait_on_host(self, event: Event) -> None:
         """Block this thread."""
         if event is not None:
             event.synchronize()
 
-    def _copy(self, stream: Any, target: Tensor, source: Tensor, after: Sequence[Event]) -> Event:
+    def _copy(self, stream: Stream, target: Tensor, source: Tensor, after: Sequence[Event]) -> Event:
         for event in after:
             if event is not None:
                 stream.wait_event(event)
-        with self._module.stream(stream):
+        with self._streams.on(stream):
             target.copy_(source, non_blocking=True)
-            event = self._module.Event()
+            event = self._streams.event()
             event.record(stream)
         return event
 

@@ -25,6 +25,10 @@ ENVIRONMENT_VARIABLES = (
     "PYTORCH_CUDA_ALLOC_CONF",
     "PYTORCH_NPU_ALLOC_CONF",
     "MULTI_STREAM_MEMORY_REUSE",
+    "TASK_QUEUE_ENABLE",
+    "ASCEND_LAUNCH_BLOCKING",
+    "HCCL_BUFFSIZE",
+    "HCCL_DETERMINISTIC",
 )
 """What the environment decides about speed and memory."""
 

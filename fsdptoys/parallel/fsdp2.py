@@ -66,7 +66,7 @@ class FSDP2(Strategy):
         config, context, library = self.config, self.context, self.library
         policies: dict[str, Any] = {}
         if context.cpu_offload:
-            policies["offload_policy"] = library.CPUOffloadPolicy(pin_memory=context.device.is_accelerator)
+            policies["offload_policy"] = library.CPUOffloadPolicy(pin_memory=context.device.pins_memory)
         policies["mp_policy"] = library.MixedPrecisionPolicy(
             param_dtype=None if config.param_dtype is DType.float32 else config.param_dtype.torch,
             reduce_dtype=config.reduce_dtype.torch,
@@ -154,7 +154,7 @@ class FSDP2(Strategy):
         if not self.context.cpu_offload or self.config.param_dtype is DType.float32:
             return None
         modules = [module for module, _ in self.units()]
-        pin_memory = self.context.device.is_accelerator
+        pin_memory = self.context.device.pins_memory
         mirror = mirror_parameters(modules, self.units_ahead, self.config.param_dtype.torch, pin_memory)
         return mirror.refresh if mirror else None
 

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsdptoys.device import Streams, is_accelerator
 from fsdptoys.mesh import is_dtensor
 
 NamedParameters = Callable[[], Iterable[tuple[str, nn.Parameter]]]
@@ -125,11 +126,11 @@ def host_copy(tensors: dict[str, Tensor], into: dict[str, Tensor] | None = None)
         copies[name] = earlier if earlier is not None and _fits(earlier, tensor) else _host_memory(tensor)
         source = _local(tensor)
         _local(copies[name]).copy_(source, non_blocking=True)
-        if source.device.type != "cpu":
+        if is_accelerator(source.device):
             devices.add(source.device)
     # Each copy was given to the stream that updates its tensor, behind the updates.
     for device in devices:
-        torch.accelerator.current_stream(device).synchronize()
+        Streams(device).current().synchronize()
     return copies
 
 
@@ -188,7 +189,7 @@ def _local(tensor: Tensor) -> Tensor:
 def _host_memory(tensor: Tensor) -> Tensor:
     """Host memory for a tensor, laid out as it is, with nothing in it."""
     source = _local(tensor)
-    local = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.device.type != "cpu")
+    local = torch.empty(source.shape, dtype=source.dtype, pin_memory=is_accelerator(source.device))
     if not is_dtensor(tensor):
         return local
     # DTensor.from_local would move it to the mesh's device.

@@ -156,6 +156,7 @@ class ParallelContext:
     mesh: MeshConfig
     deterministic: bool = False
     cpu_offload: bool = False
+    sum_dtype: torch.dtype = torch.float64
 
 
 class Strategy(ABC):
@@ -249,16 +250,15 @@ class Strategy(ABC):
     ) -> Tensor:
         """Scale all gradients so that their norm is at most ``max_norm``; return the norm before, as float32.
 
-        The squares are added up in float64, where the device can, and rounded once at the end: the norm is then the
-        same number however the gradients are sharded. ``max_norm`` of infinity only measures.
+        The squares are added up in the context's ``sum_dtype`` and rounded once at the end: in float64 the norm is
+        then the same number however the gradients are sharded. ``max_norm`` of infinity only measures.
 
         Args:
             max_norm: the largest norm that is left as it is.
             scale_by: takes the factor instead of the gradients being multiplied by it here.
             map_parts: applies a function to parts of gradients, in order, as ``map`` does; may use threads.
         """
-        device = self.context.device
-        dtype = torch.float64 if float64_collectives(device.type) else torch.float32
+        device, dtype = self.context.device, self.context.sum_dtype
         grads = [_local(param.grad) for _, param in self.named_parameters() if param.grad is not None]
         parts = [
             part for grad in grads for part in grad.flatten().split(norm_elements(grad.device.type)) if part.numel()

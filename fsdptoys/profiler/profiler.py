@@ -5,8 +5,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
-import torch
-
 from fsdptoys.device import Device
 
 from .config import ProfileConfig
@@ -50,7 +48,7 @@ class Profiler:
             self._trace = Trace(config, device.type, rank, folder, first_step, say)
         if config.snapshot:
             self._snapshot = Snapshot(
-                torch.get_device_module(device.type).memory,
+                device.memory_history,
                 device.torch_device.index,
                 rank,
                 folder,

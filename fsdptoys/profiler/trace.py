@@ -11,6 +11,7 @@ Source: https://docs.pytorch.org/docs/stable/profiler.html
 """
 
 import csv
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +62,9 @@ class Trace:
         message: Callable[[str], None],
     ) -> None:
         self._config = config
-        self._device_type = device_type
+        # An NPU without torch_npu is a simulated one, whose operators run on the host.
+        simulated = device_type == "npu" and "torch_npu" not in sys.modules
+        self._device_type = "cpu" if simulated else device_type
         self._folder = folder
         self._first_step = first_step
         self._message = message

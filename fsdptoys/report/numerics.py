@@ -53,6 +53,7 @@ ROUNDING = (
     "train.batch_size",
     "train.grad_accum",
     "train.deterministic",
+    "train.sum_dtype",
     "train.compile",
     "optim.implementation",
     "memory.chunk_loss",
@@ -192,5 +193,6 @@ def bits_of(tree: dict[str, Any], world_size: int, device_type: str) -> Settings
     kept = {key: settings.get(key) for key in keys if key not in ("memory.cpu_threads", "patches")}
     if device_type == "cpu":
         kept.pop("memory.cpu_offload", None)
-    kept.pop("parallel.reduce_dtype", None)
+    for decided in ("parallel.reduce_dtype", "train.sum_dtype"):  # by the deterministic mode and the device
+        kept.pop(decided, None)
     return kept | {RANKS: ranks}

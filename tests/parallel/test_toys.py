@@ -101,7 +101,7 @@ def pass_on(configs: list[Config]) -> tuple[dict[str, str], dict[str, str]]:
         if facts:
             trainer.go_on_from(facts, load)
         last = trainer.steps_done + 1
-        with closing(trainer.batches), deterministic_kernels(True):
+        with closing(trainer.batches), deterministic_kernels(True, "cpu"):
             trainer._train_step(last, 0.0)
         trainer.steps_done = last
         facts = trainer.facts()

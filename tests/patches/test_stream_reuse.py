@@ -1,5 +1,6 @@
 """Several FSDP roots in one process use the same streams, and what they compute does not change."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from fsdptoys.patches import apply_patches
 from fsdptoys.patches.fsdp1_stream_reuse import STREAMS as FSDP1_STREAMS
 from fsdptoys.patches.fsdp2_stream_reuse import STREAMS as FSDP2_STREAMS
 from fsdptoys.patches.patch import parse_version
+from fsdptoys.patches.streams import share_streams
 from scripts.ranks import run_ranks
 
 WIDTH = 6
@@ -106,6 +108,21 @@ def step(strategy: str, hybrid: bool, patched: bool, order: str) -> tuple[int, l
         contexts = [root if strategy == "fsdp1" else root._get_fsdp_state()._comm_ctx for root in roots.values()]
         same = all(one is other for one, other in zip(first, second, strict=True))
         return len(used), [gradients(root) for root in roots.values()], same, contexts[0] is contexts[1]
+
+
+def test_streams_that_do_not_tell_their_priority_are_shared_too() -> None:
+    """Held against the first root's stream; torch_npu's raise RuntimeError where they are asked."""
+
+    class Stream(torch.cpu.Stream):
+        @property
+        def priority(self) -> int:
+            raise RuntimeError("NPU dose not support Stream.get_priority() currently.")
+
+    roots = [SimpleNamespace(stream=Stream()) for _ in range(2)]
+    first = roots[0].stream
+    for root in roots:
+        share_streams(root, ["stream"], torch.device("cpu"))
+    assert [root.stream for root in roots] == [first, first]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,26 @@
+"""What to tell where ``import torch`` itself fails, since a backend that it loads by itself cannot be loaded.
+
+PyTorch imports every installed distribution with an entry point in the group ``torch.backends``, as torch_npu's; where
+CANN's libraries are not found the whole import ends in a traceback. Nothing here imports torch.
+"""
+
+import re
+
+
+def explain_autoload(error: BaseException) -> str | None:
+    """A sentence with the backend, the reason and what to do; None for an error of another kind."""
+    named = re.search(r"Failed to load the backend extension: (\S+?)\.? ", f"{error} ")
+    if not isinstance(error, RuntimeError) or named is None or error.__cause__ is None:
+        return None
+    backend = named[1]
+    reason = (str(error.__cause__).strip().splitlines() or [type(error.__cause__).__name__])[0]
+    wanted = "to do without it"
+    if "npu" in backend:
+        # torch_npu refuses PyTorch built for CUDA before it looks for CANN.
+        missing = "the CANN that it is made for and source its set_env.sh"
+        missing = "PyTorch's build for CPUs" if "Two accelerators" in reason else missing
+        wanted = f"to use NPUs install {missing}, and to do without them"
+    return (
+        f"PyTorch cannot be imported, since the installed {backend} cannot be loaded [{reason}]; {wanted} set "
+        "TORCH_DEVICE_BACKEND_AUTOLOAD=0 in the environment"
+    )

@@ -1,0 +1,42 @@
+"""One Device for CUDA, NPU and CPU: collectives, streams, memory, random numbers, environment and peak FLOP/s."""
+
+from .device import Device, MemoryStats, device_name
+from .environment import DETERMINISTIC, check_allocator_settings, device_environment
+from .host import available_cores, highest_resident_set_bytes, resident_set_bytes
+from .kinds import (
+    DEVICE_TYPES,
+    available_device_type,
+    check_visible_devices,
+    device_count,
+    float64_collectives,
+    missing_device,
+)
+from .peaks import PEAK_FLOPS, peak_flops
+from .streams import Event, Stream, Streams, is_accelerator
+
+GIB = 2**30
+
+__all__ = [
+    "DETERMINISTIC",
+    "DEVICE_TYPES",
+    "GIB",
+    "PEAK_FLOPS",
+    "Device",
+    "Event",
+    "MemoryStats",
+    "Stream",
+    "Streams",
+    "available_cores",
+    "available_device_type",
+    "check_allocator_settings",
+    "check_visible_devices",
+    "device_count",
+    "device_environment",
+    "device_name",
+    "float64_collectives",
+    "highest_resident_set_bytes",
+    "is_accelerator",
+    "missing_device",
+    "peak_flops",
+    "resident_set_bytes",
+]

@@ -1,0 +1,52 @@
+"""The machine around the device: cores, memory, and what a process has of it."""
+
+import contextlib
+import os
+import platform
+from pathlib import Path
+
+
+def available_cores() -> int:
+    """Physical cores that this process may use: its affinity, hyper-threads counted once, and its container's quota."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    cores = set()
+    for cpu in os.sched_getaffinity(0):
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        cores.add(siblings.read_text() if siblings.exists() else str(cpu))
+    quota = Path("/sys/fs/cgroup/cpu.max")
+    with contextlib.suppress(OSError, ValueError):
+        limit_us, period_us = quota.read_text().split()
+        if limit_us != "max":
+            return max(1, min(len(cores), int(limit_us) // int(period_us)))
+    return len(cores)
+
+
+def host_memory_bytes() -> int:
+    """Memory of the machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def resident_set_bytes() -> int:
+    """Memory of this process that is in RAM; 0 where the system has no ``/proc``."""
+    with contextlib.suppress(OSError), open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def highest_resident_set_bytes() -> int | None:
+    """Highest ``resident_set_bytes`` since the process started; None where the system does not tell."""
+    with contextlib.suppress(OSError), open("/proc/self/status") as status:
+        for line in status:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def cpu_name() -> str:
+    """The processor's name as its maker gave it."""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as cpuinfo:
+        for line in cpuinfo:
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

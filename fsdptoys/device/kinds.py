@@ -1,0 +1,117 @@
+"""The kinds of devices, which of them this machine has, and why one that is asked for is not there.
+
+``torch_npu`` is imported where an NPU is asked for and PyTorch has not loaded it by itself
+(``TORCH_DEVICE_BACKEND_AUTOLOAD=0``), and nowhere else.
+"""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+from dataclasses import dataclass
+
+import torch
+
+from fsdptoys.errors import ConfigError
+
+NPU_PACKAGE = "torch_npu"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What all devices of a type have in common."""
+
+    backend: str
+    """Of collectives over tensors on the device."""
+    float64_collectives: bool = True
+    """Whether collectives reduce float64; HCCL's do not."""
+
+
+KINDS = {
+    "cuda": Kind("nccl"),
+    "npu": Kind("hccl", float64_collectives=False),
+    "cpu": Kind("gloo"),
+}
+
+DEVICE_TYPES = tuple(KINDS)
+
+
+def available_device_type() -> str:
+    """``cuda``, ``npu`` or ``cpu``: the first that has a device here, without touching it."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator.type if accelerator is not None and accelerator.type in DEVICE_TYPES else "cpu"
+
+
+def device_count(device_type: str) -> int:
+    """Number of devices of a type on this machine; 1 for a CPU."""
+    if device_type == "cpu":
+        return 1
+    _load_module(device_type)
+    return torch.accelerator.device_count() if available_device_type() == device_type else 0
+
+
+def float64_collectives(device_type: str) -> bool:
+    """Whether the device's collectives reduce float64."""
+    return KINDS[device_type].float64_collectives
+
+
+def missing_device(device_type: str) -> ConfigError:
+    """Why ``launch.device`` names a type that has no device here, and what to do."""
+    asked, found = f"launch.device={device_type}", available_device_type()
+    if device_type != "npu":
+        return ConfigError(f"{asked} finds no such device on this machine; set launch.device={found}")
+    if not hasattr(torch, "npu"):
+        problem = _load_module(device_type)
+        if problem is None or importlib.util.find_spec(NPU_PACKAGE) is None:
+            return ConfigError(
+                f"{asked} needs {NPU_PACKAGE}, which is not installed; pip install '{NPU_PACKAGE}=={_release()}.*', "
+                f"whose versions are PyTorch's, and CANN; or set launch.device={found}"
+            )
+        return ConfigError(
+            f"{asked} needs {NPU_PACKAGE}, which is installed but cannot be imported [{problem}]; install CANN and "
+            f"source its set_env.sh, or set launch.device={found}"
+        )
+    visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
+    chosen = "" if visible is None else f", does ASCEND_RT_VISIBLE_DEVICES={visible} name one that is there"
+    return ConfigError(
+        f"{asked} finds no device, although {NPU_PACKAGE} is loaded: does npu-smi info list one, was CANN's set_env.sh "
+        f"sourced{chosen}? Or set launch.device={found}"
+    )
+
+
+def check_visible_devices(present: str) -> None:
+    """Refuse a value of ``ASCEND_RT_VISIBLE_DEVICES`` of which CANN would read a part, or nothing.
+
+    It reads up to the first character that is neither digit nor comma, and wants the numbers in ascending order
+    (hiascend.com, CANN's environment variables, ASCEND_RT_VISIBLE_DEVICES).
+
+    Args:
+        present: the variable's value.
+
+    Raises:
+        ConfigError: with the value that was probably meant.
+    """
+    numbers = [int(number) for number in re.findall(r"\d+", present)]
+    meant = ",".join(map(str, sorted(set(numbers))))
+    if present != meant:
+        raise ConfigError(
+            f"ASCEND_RT_VISIBLE_DEVICES={present!r} must be device numbers in ascending order with nothing but commas "
+            f"between them, or CANN reads a part of it; set ASCEND_RT_VISIBLE_DEVICES={meant}"
+        )
+
+
+def _release() -> str:
+    """This PyTorch's version, without what it was built for."""
+    return re.split(r"[+a-z]", str(torch.__version__))[0].rstrip(".")
+
+
+def _load_module(device_type: str) -> str | None:
+    """Import what brings a device type along, where it is not there; return what went wrong."""
+    if device_type != "npu" or hasattr(torch, "npu"):
+        return None
+    try:
+        importlib.import_module(NPU_PACKAGE)
+    except Exception as error:  # whatever its native libraries make of a machine without CANN
+        return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return None

@@ -1,0 +1,142 @@
+"""Makes the environment that these tests run in: the real torch_npu wheel over the stub of CANN.
+
+``python -m tests.torch_npu.environment FOLDER`` (``bash scripts/torch_npu_env.sh`` calls it) makes a virtual environment
+that sees the packages of the Python that runs this, and has three things of its own: torch_npu's wheel, with the stub's
+libraries where its own libraries look for CANN's; the host's kernels; and the unpacked wheel of the oldest torch_npu
+that is supported, which is only read. Wheels come through pip, once.
+"""
+
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+HERE = Path(__file__).parent
+NEWEST, OLDEST = "2.13.0", "2.7.1"
+"""Versions of torch_npu: the one that runs, of the torch that the project is tested with; and the one that is read."""
+
+SOURCES = {"libascendcl.so": ("runtime", "memory", "operators", "reduce", "hccl"), "libmsprofiler.so": ("profiler",)}
+ALIASES = ("libhccl.so", "libacl_op_compiler.so", "libacl_tdt_channel.so", "libge_runner.so", "libgraph.so")
+"""Further names under which torch_npu's libraries ask for CANN's."""
+
+CANN_SYMBOL = re.compile(r"(acl|Hccl|Msprof|rt[A-Z])\w+")
+ENTRY_POINT = "[torch.backends]\nhost_kernels = host_kernels:install\n"
+
+
+def make(folder: Path) -> None:
+    """Make the environment, or leave it as it is where it was made from the same sources.
+
+    Raises:
+        SystemExit: where this Python's torch is not the one that the wheel is for.
+    """
+    import torch
+
+    if torch.__version__.split("+")[0] != NEWEST:
+        raise SystemExit(f"torch_npu {NEWEST} wants torch {NEWEST}, and {sys.executable} has {torch.__version__}")
+    mark = folder / "made-from"
+    if mark.exists() and mark.read_text() == sources():
+        return
+    packages = {version: unpack(version, folder) for version in (NEWEST, OLDEST)}
+    venv.create(folder, symlinks=True)
+    site = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
+    (site / "shared.pth").write_text(f"{sysconfig.get_path('purelib')}\n{packages[NEWEST]}\n")
+    build_cann(packages[NEWEST] / "torch_npu")
+    build_kernels(site, packages[NEWEST] / "torch_npu")
+    mark.write_text(sources())
+
+
+def unpack(version: str, folder: Path) -> Path:
+    """Fetch a wheel of torch_npu with pip and unpack it; returns the folder that holds its packages."""
+    unpacked = folder / "wheels" / version
+    if not unpacked.exists():
+        fetched = folder / "wheels" / f"{version}-fetched"
+        run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(fetched), f"torch_npu=={version}"])
+        part = unpacked.with_suffix(".part")
+        shutil.rmtree(part, ignore_errors=True)
+        for wheel in fetched.glob("*.whl"):
+            zipfile.ZipFile(wheel).extractall(part)
+        part.rename(unpacked)
+        shutil.rmtree(fetched)
+    return unpacked
+
+
+def build_cann(package: Path) -> None:
+    """Compile the stub, and fill in by name what torch_npu's libraries ask for and nobody has."""
+    flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-Wno-deprecated-declarations"]
+    flags += [f"-I{path}" for path in _headers(package)]
+    for library, names in SOURCES.items():
+        files = [str(HERE / "cann" / f"{name}.cpp") for name in names]
+        built = package / "lib" / library
+        run(["g++", *flags, *files, "-o", str(built)])
+        if library == "libascendcl.so":
+            rest = package / "lib" / "rest.cpp"
+            missing = sorted(undefined(package) - defined(built))
+            rest.write_text("".join(f'extern "C" int {name}() {{ return 0; }}\n' for name in missing))
+            run(["g++", *flags, *files, str(rest), "-o", str(built)])
+    for alias in ALIASES:
+        shutil.copy(package / "lib" / "libascendcl.so", package / "lib" / alias)
+
+
+def build_kernels(site: Path, package: Path) -> None:
+    """Compile the host's kernels, and have torch load them after torch_npu."""
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    flags = ["-std=c++20", "-O1", "-fPIC", "-shared", "-DTORCH_EXTENSION_NAME=_host_kernels"]
+    flags += [f"-I{path}" for path in [*include_paths(), sysconfig.get_path("include"), *_headers(package)]]
+    flags += [f"-L{path}" for path in [*library_paths(), package / "lib"]]
+    flags += [f"-Wl,-rpath,{package / 'lib'}"]
+    libraries = ["-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10", "-l:libtorch_npu.so"]
+    source, built = HERE / "kernels/host_kernels.cpp", site / "_host_kernels.so"
+    if not built.exists() or built.stat().st_mtime < source.stat().st_mtime:  # takes half a minute
+        run(["g++", *flags, str(source), "-o", str(built), *libraries])
+    shutil.copy(HERE / "kernels/host_kernels.py", site)
+    facts = site / "host_kernels-0.dist-info"
+    facts.mkdir(exist_ok=True)
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: host_kernels\nVersion: 0\n")
+    (facts / "entry_points.txt").write_text(ENTRY_POINT)
+
+
+def sources() -> str:
+    """A sum over all that the environment is made from."""
+    digest = hashlib.sha256(f"{sys.executable} {sys.version}".encode())
+    for path in sorted([Path(__file__), *(HERE / "cann").iterdir(), *(HERE / "kernels").iterdir()]):
+        if path.is_file():
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def undefined(package: Path) -> set[str]:
+    """CANN's functions that torch_npu's libraries want from others."""
+    libraries = [*(package / "lib").glob("libt*.so"), *package.glob("_C.*.so")]
+    wanted = {name for library in libraries for name in _symbols(library, "--undefined-only")}
+    return {name for name in wanted if CANN_SYMBOL.fullmatch(name)}
+
+
+def defined(library: Path) -> set[str]:
+    """Functions that a library has."""
+    return set(_symbols(library, "--defined-only"))
+
+
+def _headers(package: Path) -> list[Path]:
+    return [package / "include", package / "include/third_party/acl/inc"]
+
+
+def _symbols(library: Path, which: str) -> Sequence[str]:
+    listed = subprocess.run(["nm", "-D", which, str(library)], check=True, capture_output=True, text=True).stdout
+    return [line.split()[-1].split("@")[0] for line in listed.splitlines()]
+
+
+def run(command: Sequence[str]) -> None:
+    """Run a command, told first."""
+    print("torch_npu environment:", Path(command[0]).name, *command[-1:], flush=True)
+    subprocess.run(command, check=True)
+
+
+if __name__ == "__main__":
+    make(Path(sys.argv[1]).absolute())
