@@ -13,7 +13,8 @@ take goes to PyTorch's own operators. What is kept for the backward:
 
 Signatures were read in the wheel of torch_npu 2.13.0 (schemas in ``libtorch_npu.so``; layouts and limits in
 ``_op_plugin_docs.py``; shapes, and the splitting of inner dims that those documents lack, in
-``op_plugin/meta/_meta_registrations.py``). They have run over stand-ins on a CPU, never on an NPU.
+``op_plugin/meta/_meta_registrations.py``). They have run under torch_npu's own autograd with the arithmetic of a CPU
+(``tests/npu_stand_ins.py``), never on an NPU.
 
 Shapes: B batch, T sequence, H query heads, G key/value heads, K width of a head, E experts, M rows, I and O widths.
 """

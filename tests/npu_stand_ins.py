@@ -2,7 +2,9 @@
 
 They are registered with PyTorch's dispatcher as torch_npu registers its own, with a gradient where torch_npu has one,
 and refuse what its documents refuse: another dtype, layout or length. So what is held against them is how they are
-called. Not what the hardware computes: nothing here has run on an NPU.
+called. Where the real torch_npu is imported (over a stub of CANN, ``tests/torch_npu``), its schemas and its autograd
+are the real ones, and only what the device would compute is put in. Not what the hardware computes: nothing here has
+run on an NPU.
 """
 
 import functools
@@ -40,6 +42,11 @@ SCHEMAS = {
 """As ``libtorch_npu.so`` of torch_npu 2.13.0 holds them."""
 
 
+IS_REAL = torch._C._dispatch_has_kernel("npu::npu_rms_norm")
+"""Whether torch_npu is here."""
+DEVICE = torch.device("npu", 0) if IS_REAL else torch.device("cpu")
+"""Where its operators take tensors."""
+
 CALLS: Counter[str] = Counter()
 """Operator → how often it has run."""
 
@@ -49,11 +56,11 @@ def _count(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -
     return function(*args, **kwargs)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Causal from the upper left corner, each token with all before it: what ``sparse_mode=2`` says."""
     heads, groups, length = query.shape[1], key.shape[1], query.shape[2]
     keys, values = (x.float().repeat_interleave(heads // groups, dim=1) for x in (key, value))
-    hidden = torch.ones(length, length, dtype=torch.bool, device=mask.device).triu(1)
+    hidden = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
     scores = (query.float() @ keys.transpose(2, 3) * scale).masked_fill(hidden, -torch.inf)
     return (scores.softmax(-1) @ values).to(query.dtype)
 
@@ -63,9 +70,9 @@ def _fusion_attention(query: Tensor, key: Tensor, value: Tensor, head_num: int, 
     assert input_layout == "BNSD" and head_num == query.shape[1] and head_num % key.shape[1] == 0
     assert query.dtype == key.dtype == value.dtype and key.shape == value.shape
     assert sparse_mode == 2 and mask.shape == (2048, 2048) and mask.dtype == torch.bool
-    assert torch.equal(mask, torch.ones(2048, 2048, dtype=torch.bool).triu(1))
+    assert torch.equal(mask.cpu(), torch.ones(2048, 2048, dtype=torch.bool).triu(1))
     statistics = [query.new_zeros((*query.shape[:3], 8), dtype=torch.float32) for _ in range(2)]
-    return _attend(query, key, value, mask, scale).contiguous(), *statistics, query.new_zeros(0), 0, 0, 0
+    return _attend(query, key, value, scale).contiguous(), *statistics, query.new_zeros(0), 0, 0, 0
 
 
 def _keep_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -74,11 +81,27 @@ def _keep_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) 
 
 
 def _attention_gradient(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
-    query, key, value, mask, *_ = ctx.saved_tensors
+    query, key, value, *_ = ctx.saved_tensors
+    made = _gradients(lambda *leaves: _attend(*leaves, ctx.scale), (query, key, value), grad)
+    return *made, *[None] * ctx.others
+
+
+def _fusion_attention_grad(
+    query: Tensor, key: Tensor, value: Tensor, dy: Tensor, head_num: int, input_layout: str, **given: Any
+) -> tuple[Tensor, ...]:
+    assert head_num == query.shape[1] and input_layout == "BNSD" and given["sparse_mode"] == 2
+    assert given["atten_mask"].shape == (2048, 2048)
+    scale = given["scale_value"]
+    made = _gradients(lambda *leaves: _attend(*leaves, scale), (query, key, value), dy)
+    return *made, query.new_empty(0), query.new_empty(0)
+
+
+def _gradients(function: Callable[..., Tensor], inputs: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
+    """Of plain arithmetic on the host, wherever the tensors are."""
     with torch.enable_grad():
-        leaves = [x.detach().requires_grad_() for x in (query, key, value)]
-        grads = torch.autograd.grad(_attend(*leaves, mask, ctx.scale), leaves, grad)
-    return *grads, *[None] * ctx.others
+        leaves = [x.detach().cpu().requires_grad_() for x in inputs]
+        made = torch.autograd.grad(function(*leaves), leaves, grad.cpu())
+    return tuple(each.to(grad.device) for each in made)
 
 
 def _normalise(x: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
@@ -98,10 +121,16 @@ def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> No
 
 def _norm_gradient(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
     x, gamma, _ = ctx.saved_tensors
-    with torch.enable_grad():
-        leaves = [x.detach().requires_grad_(), gamma.detach().requires_grad_()]
-        grads = torch.autograd.grad(_normalise(*leaves, ctx.epsilon)[0], leaves, grad)
-    return grads[0], grads[1].float(), None  # the gradient of gamma is float32 whatever gamma is
+    made = _gradients(lambda *leaves: _normalise(*leaves, ctx.epsilon)[0], (x, gamma), grad)
+    return made[0], made[1].float(), None  # the gradient of gamma is float32 whatever gamma is
+
+
+def _rms_norm_backward(dy: Tensor, x: Tensor, gamma: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """By the formula: the operator is not told epsilon, only what came of it."""
+    wide, grad = x.float() * rstd, dy.float()
+    scaled = grad * gamma.float()
+    made = rstd * (scaled - wide * (scaled * wide).mean(-1, keepdim=True))
+    return made.to(x.dtype), (grad * wide).flatten(0, -2).sum(0)
 
 
 def _rotary_mul(x: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half") -> Tensor:
@@ -122,11 +151,11 @@ def _gate(x: Tensor, dim: int = -1) -> Tensor:
 
 
 def _gate_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    (x,) = ctx.saved_tensors
-    with torch.enable_grad():
-        leaf = x.detach().requires_grad_()
-        (made,) = torch.autograd.grad(_gate(leaf, ctx.dim), leaf, grad)
-    return made, None
+    return _gate_backward(grad, *ctx.saved_tensors, ctx.dim), None
+
+
+def _gate_backward(grad: Tensor, x: Tensor, dim: int = -1) -> Tensor:
+    return _gradients(lambda leaf: _gate(leaf, dim), (x,), grad)[0]
 
 
 def _keep_gate(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -150,16 +179,26 @@ def _grouped_matmul(x: list[Tensor], weight: list[Tensor], **given: Any) -> list
     return [torch.stack([left[:, piece].float() @ right[piece].float() for piece in pieces]).to(left.dtype)]
 
 
+FORWARDS: dict[str, Callable[..., Any]] = {
+    "npu_fusion_attention": _fusion_attention,
+    "npu_rms_norm": _rms_norm,
+    "npu_rotary_mul": _rotary_mul,
+    "npu_swiglu": _gate,
+    "npu_grouped_matmul": _grouped_matmul,
+}
+BACKWARDS: dict[str, Callable[..., Any]] = {
+    "npu_fusion_attention_grad": _fusion_attention_grad,
+    "npu_rms_norm_backward": _rms_norm_backward,
+    "npu_swiglu_backward": _gate_backward,
+}
+"""Which torch_npu's autograd calls."""
+
+
 def _define(library: torch.library.Library) -> None:
+    """Both schemas and gradients are ours."""
     for name, schema in SCHEMAS.items():
         library.define(name + schema)
-    for name, function in (
-        ("npu_fusion_attention", _fusion_attention),
-        ("npu_rms_norm", _rms_norm),
-        ("npu_rotary_mul", _rotary_mul),
-        ("npu_swiglu", _gate),
-        ("npu_grouped_matmul", _grouped_matmul),
-    ):
+    for name, function in FORWARDS.items():
         library.impl(name, functools.partial(_count, name, function), "CPU")
     for name, gradient, keep in (
         ("npu_fusion_attention", _attention_gradient, _keep_attention),
@@ -169,11 +208,17 @@ def _define(library: torch.library.Library) -> None:
         torch.library.register_autograd(f"npu::{name}", gradient, setup_context=keep, lib=library)
 
 
+def _put_into_torch_npu(library: torch.library.Library) -> None:
+    """Both schemas and gradients are torch_npu's."""
+    for name, function in (FORWARDS | BACKWARDS).items():
+        library.impl(name, functools.partial(_count, name, function), "PrivateUse1")
+
+
 @contextmanager
 def npu_operators() -> Iterator[None]:
     """Have ``torch.ops.npu``."""
-    with torch.library._scoped_library("npu", "FRAGMENT") as library:
-        _define(library)
+    with torch.library._scoped_library("npu", "IMPL" if IS_REAL else "FRAGMENT") as library:
+        (_put_into_torch_npu if IS_REAL else _define)(library)
         try:
             yield
         finally:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from fsdptoys import kernels
 from fsdptoys.compose import compose_config
 from fsdptoys.errors import ConfigError
 from fsdptoys.kernels import Kernel, KernelConfig, put_kernels
@@ -14,6 +15,7 @@ from fsdptoys.parallel import FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.trainer import Trainer
 from scripts.parity import train_all
 from scripts.ranks import run_ranks
+from tests.npu_stand_ins import IS_REAL
 from tests.parallel.runs import make_config
 
 COMPILED = KernelConfig(rms_norm=Kernel.compiled, rotary=Kernel.compiled, swiglu=Kernel.compiled)
@@ -58,7 +60,16 @@ def test_a_kernel_of_torch_npu_is_refused_in_compiled_blocks() -> None:
     )
 
 
-@pytest.mark.skipif(hasattr(torch, "npu"), reason="torch_npu is here")
+@pytest.mark.skipif(IS_REAL, reason="torch_npu is here")
+def test_auto_is_pytorchs_on_an_npu_whose_torch_npu_lacks_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: an NPU in this machine, of which no operator is registered; what is named is taken at its word."""
+    monkeypatch.setattr(kernels, "available_device_type", lambda: "npu")
+    config = compose_config(["experiment=null", "kernels.swiglu=npu"])
+    config.validate(2, "npu")
+    assert config.kernels.names() == {name: "npu" if name == "swiglu" else "torch" for name in IMPLEMENTATIONS}
+
+
+@pytest.mark.skipif(IS_REAL, reason="torch_npu is here")
 def test_a_missing_torch_npu_is_told_before_anything_is_allocated() -> None:
     """Oracle: the sentence, while the model is on the meta device."""
     config = compose_config(["experiment=null"])

@@ -24,7 +24,7 @@ from fsdptoys.models.kernels import IMPLEMENTATIONS, Pairs
 from fsdptoys.models.layers import rope_tables
 from tests.checkpoint.folders import build
 from tests.models.families import SMALL
-from tests.npu_stand_ins import CALLS, npu_operators
+from tests.npu_stand_ins import CALLS, DEVICE, npu_operators
 
 NPU = dict.fromkeys(IMPLEMENTATIONS, "npu")
 COMPILED = {operation: "compiled" for operation, named in IMPLEMENTATIONS.items() if "compiled" in named}
@@ -66,7 +66,7 @@ CASES: dict[str, tuple[str, Callable[[], list[Tensor]], tuple[Any, ...]]] = {
 def _run(function: Callable[..., Tensor], leaves: list[Tensor], rest: tuple[Any, ...]) -> list[Tensor]:
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
     out = function(*leaves, *rest)
-    out.backward(torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.dtype))
+    out.backward(torch.linspace(-1, 1, out.numel()).view(out.shape).to(out))
     grads = [leaf.grad for leaf in leaves if leaf.grad is not None]
     assert len(grads) == len(leaves)
     return [out.detach(), *grads]
@@ -84,7 +84,8 @@ def test_implementation_gives_the_plain_ones_values_and_gradients(name: str, cas
     """Oracle: the plain function, to some roundings of the format, in whose format all results are."""
     operation, make, rest = CASES[case]
     torch.manual_seed(0)
-    leaves = [leaf.to(dtype) for leaf in make()]
+    leaves = [leaf.to(DEVICE, dtype) for leaf in make()]
+    rest = tuple(each.to(DEVICE) if isinstance(each, Tensor) else each for each in rest)
     plain = _run(IMPLEMENTATIONS[operation]["torch"], leaves, rest)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     for found, expected in zip(_run(IMPLEMENTATIONS[operation][name], leaves, rest), plain, strict=True):
@@ -94,7 +95,7 @@ def test_implementation_gives_the_plain_ones_values_and_gradients(name: str, cas
 
 def test_norm_with_a_weight_of_another_format_is_pytorchs() -> None:
     """Oracle: the plain function in every bit; torch_npu's kernel refuses such a weight, and so does its stand-in."""
-    x, weight = torch.randn(3, 8, dtype=torch.bfloat16), torch.randn(8)
+    x, weight = torch.randn(3, 8, dtype=torch.bfloat16).to(DEVICE), torch.randn(8).to(DEVICE)
     assert torch.equal(npu_kernels.rms_norm(x, weight, 1e-5), F.rms_norm(x, (8,), weight, 1e-5))
 
 
@@ -112,11 +113,12 @@ def test_norm_with_a_weight_of_another_format_is_pytorchs() -> None:
 )
 def test_so_many_tensors_of_the_inputs_size_are_kept(operation: str, name: str, kept: int) -> None:
     """Oracle: what autograd saves, in sizes of the input; tables, weights and statistics are smaller."""
-    x = torch.randn(2, 4, 128, 16, requires_grad=True)
+    x = torch.randn(2, 4, 128, 16).to(DEVICE).requires_grad_()
+    cos, sin = (table.to(DEVICE) for table in _tables(128, 16))
     arguments: dict[str, tuple[Any, ...]] = {
-        "rotary": (x * 1, *_tables(128, 16), Pairs.halves),
+        "rotary": (x * 1, cos, sin, Pairs.halves),
         "swiglu": (x * 1, x * 2),
-        "rms_norm": (x * 1, torch.randn(16), 1e-5),
+        "rms_norm": (x * 1, torch.randn(16).to(DEVICE), 1e-5),
     }
     saved: dict[int, int] = {}
 
@@ -137,8 +139,8 @@ def test_so_many_tensors_of_the_inputs_size_are_kept(operation: str, name: str, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_grouped_product_of_the_npu_is_right_and_taken(dtype: torch.dtype) -> None:
     """Oracle: multiplying and adding one by one, with an empty group (``works``)."""
-    assert works(npu_kernels.NPUGrouped(), "cpu", dtype)
-    assert isinstance(npu_kernels.choose_product("cpu", dtype, 16, 24), npu_kernels.NPUGrouped)
+    assert works(npu_kernels.NPUGrouped(), DEVICE.type, dtype)
+    assert isinstance(npu_kernels.choose_product(DEVICE.type, dtype, 16, 24), npu_kernels.NPUGrouped)
 
 
 def test_grouped_product_that_is_wrong_gives_way_to_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +148,7 @@ def test_grouped_product_that_is_wrong_gives_way_to_the_loop(monkeypatch: pytest
     right = npu_kernels.operator("npu_grouped_matmul")
     monkeypatch.setattr(npu_kernels, "operator", lambda name: lambda *args, **kwargs: [right(*args, **kwargs)[0] + 1])
     npu_kernels._tried.cache_clear()
-    assert type(npu_kernels.choose_product("cpu", torch.float32, 16)) is Looped
+    assert type(npu_kernels.choose_product(DEVICE.type, torch.float32, 16)) is Looped
     npu_kernels._tried.cache_clear()
 
 
@@ -155,9 +157,10 @@ def _loss_and_gradients(case: str, names: dict[str, str], dtype: torch.dtype, mo
     model = build(SMALL[case]).to(dtype)
     for name, param in model.named_parameters():
         torch.nn.init.normal_(param, 1.0 if name.endswith("norm.weight") else 0.0, 0.2)
+    model.to(DEVICE)
     use_kernels(model, choose_kernels(names))
     checkpoint_blocks(model.layers, mode)
-    tokens_BT = torch.randint(0, 96, (2, 41), generator=torch.Generator().manual_seed(1))
+    tokens_BT = torch.randint(0, 96, (2, 41), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     loss = model(tokens_BT, tokens_BT.roll(-1, 1), cross_entropy_sum)
     loss.backward()
     return loss.detach(), {name: param.grad for name, param in model.named_parameters()}
@@ -209,7 +212,7 @@ def test_selective_checkpointing_attends_and_multiplies_once(
 def test_operators_of_torch_npu_that_selective_keeps_are_those_that_are_called() -> None:
     """Oracle: a process in which they exist before ``memory`` is imported, as where torch_npu loads itself."""
     program = """
-from tests.npu_stand_ins import CALLS, npu_operators
+from tests.npu_stand_ins import CALLS, DEVICE, IS_REAL, npu_operators
 with npu_operators():
     import torch
     from fsdptoys.memory.checkpointing import SAVED_OPERATORS
@@ -221,8 +224,8 @@ with npu_operators():
 
 def test_layers_of_two_models_have_their_own_kernels() -> None:
     """Oracle: the stand-ins' calls: what one model was given, the other does not take, and it can be taken back."""
-    tokens_BT = torch.zeros(1, 8, dtype=torch.int64)
-    one, other = build(SMALL["qwen3"]), build(SMALL["qwen3"])
+    tokens_BT = torch.zeros(1, 8, dtype=torch.int64, device=DEVICE)
+    one, other = (build(SMALL["qwen3"]).to(DEVICE) for _ in range(2))
     use_kernels(one, choose_kernels(NPU))
     CALLS.clear()
     other(tokens_BT)
