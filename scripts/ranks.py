@@ -29,6 +29,7 @@ def run_ranks(
     *args: Any,
     device: str = "cpu",
     start: str = "fork",
+    prepare: Callable[[], None] | None = None,
     timeout_seconds: float = 300.0,
 ) -> list[Any]:
     """Call ``function(*args)`` on every rank of a fresh process group.
@@ -39,6 +40,7 @@ def run_ranks(
         args: need not be picklable, unless ``start`` is ``spawn``.
         device: decides the backend of the group.
         start: ``fork``, or ``spawn`` for an accelerator whose driver the parent may have touched.
+        prepare: called in each rank before it joins the group; need not be picklable, unless ``start`` is ``spawn``.
         timeout_seconds: for all ranks together.
 
     Returns:
@@ -52,7 +54,8 @@ def run_ranks(
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
         processes = [
             context.Process(
-                target=_rank, args=(rank, world_size, f"{folder}/store", device, pipes[rank][1], function, args)
+                target=_rank,
+                args=(rank, world_size, f"{folder}/store", device, pipes[rank][1], prepare, function, args),
             )
             for rank in range(world_size)
         ]
@@ -76,6 +79,7 @@ def _rank(
     store: str,
     device: str,
     results: Connection,
+    prepare: Callable[[], None] | None,
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
@@ -86,6 +90,8 @@ def _rank(
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     try:
+        if prepare is not None:
+            prepare()
         dist.init_process_group(
             torch.distributed.get_default_backend_for_device(device),
             store=dist.FileStore(store, world_size),

@@ -4,9 +4,9 @@ import copy
 from typing import Any
 
 from fsdptoys.checkpoint import CheckpointConfig
-from fsdptoys.config import Config, LaunchConfig, TrainConfig
+from fsdptoys.config import Config, DeviceChoice, LaunchConfig, TrainConfig
 from fsdptoys.data import SyntheticConfig
-from fsdptoys.kernels import KernelConfig
+from fsdptoys.kernels import Kernel, KernelConfig, KernelLibrary
 from fsdptoys.memory import MemoryConfig
 from fsdptoys.mesh import MeshConfig
 from fsdptoys.metrics import Console, MetricsConfig
@@ -15,6 +15,16 @@ from fsdptoys.optim import AdamWConfig, OptimConfig, WeightDecayOn
 from fsdptoys.parallel import ParallelConfig
 from fsdptoys.profiler import DebugConfig, ProfileConfig
 from fsdptoys.simulator.config import PlanConfig
+
+
+PLAIN_KERNELS = KernelConfig(
+    attention=KernelLibrary.torch,
+    rms_norm=Kernel.torch,
+    rotary=Kernel.torch,
+    swiglu=Kernel.torch,
+    grouped_matmul=KernelLibrary.torch,
+)
+"""For simulated NPUs, which have none of torch_npu's."""
 
 
 def tiny_model(tie_embeddings: bool = False) -> LlamaConfig:
@@ -85,6 +95,7 @@ def make_config(
     tie_embeddings: bool = False,
     model: ModelConfig | None = None,
     kernels: KernelConfig | None = None,
+    device: str = "cpu",
     **train: Any,
 ) -> Config:
     """A validated configuration: ragged padding, clipping, AdamW, two micro-batches, deterministic mode."""
@@ -102,9 +113,9 @@ def make_config(
         metrics=MetricsConfig(console=Console.none),
         profile=ProfileConfig(),
         debug=DebugConfig(),
-        launch=LaunchConfig(),
+        launch=LaunchConfig(device=DeviceChoice(device)),
         plan=PlanConfig(),
-        kernels=copy.copy(kernels) if kernels else KernelConfig(),
+        kernels=copy.copy(kernels or (PLAIN_KERNELS if device == "npu" else KernelConfig())),
     )
-    config.validate(world_size, "cpu")
+    config.validate(world_size, device)
     return config

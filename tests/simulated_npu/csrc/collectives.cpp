@@ -28,7 +28,10 @@ struct Launched final : c10d::Work {
     On on(end.device, end.stream);  // who waits for the future waits for this stream
     future_->markCompleted(c10::IValue(results_));
   }
-  bool isCompleted() override { return is_done(end_); }
+  bool isCompleted() override {
+    advance(end_);  // who asks again and again must see it happen at last
+    return is_done(end_);
+  }
   bool isSuccess() const override { return true; }
   bool wait(std::chrono::milliseconds) override {
     if (host_waits_) wait_for(end_);

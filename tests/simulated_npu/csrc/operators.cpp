@@ -10,6 +10,7 @@
 #include <ATen/ops/_fused_sdp_choice.h>
 #include <ATen/ops/_scaled_dot_product_attention_math.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
+#include <ATen/ops/alias.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/where.h>
 #include <ATen/SDPBackend.h>
@@ -41,7 +42,7 @@ Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::
 
 // What a CPU's tensor holds now, for a copy that comes later; pinned memory is read by the device when the copy runs.
 Tensor source_for_later(const Tensor& cpu, bool non_blocking) {
-  return non_blocking && is_pinned(cpu.const_data_ptr()) ? cpu : cpu.clone();
+  return non_blocking && is_pinned(cpu.const_data_ptr()) ? at::alias(cpu) : cpu.clone();
 }
 
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
@@ -49,7 +50,7 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   On on(is_npu(to) ? to.device().index() : from.device().index());
   CPUViews views;
   const auto source = is_npu(from) || !is_delayed() ? views.view(from) : source_for_later(from, non_blocking);
-  const auto target = views.view(to);
+  const auto target = is_npu(to) ? views.view(to) : at::alias(to);  // `to` may be given other data by then
   submit(current_device(), current_stream(current_device()), [source, target] { target.copy_(source); });
   const bool host_waits = to.is_cpu() ? !(non_blocking && is_pinned(to.const_data_ptr())) : from.is_cpu() && !non_blocking;
   if (host_waits) wait_for_current_stream();

@@ -6,10 +6,14 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <deque>
 #include <map>
 #include <mutex>
+#include <optional>
+#include <thread>
 #include <utility>
+#include <vector>
 
 namespace simulated_npu {
 namespace {
@@ -27,12 +31,15 @@ struct Queue {
 };
 using Key = std::pair<c10::DeviceIndex, c10::StreamId>;
 
-// All that is queued, in all streams. Tasks run while the lock is held, by whichever thread waits, and may wait themselves.
+// All that is queued, in all streams. One thread at a time runs tasks, which may wait themselves; others go on submitting.
 struct Queues {
-  std::recursive_mutex mutex;
+  std::mutex mutex;  // of all below; never held while a task runs
   std::map<Key, Queue> streams;
   std::map<uint64_t, Mark> collectives;  // launched and not run, by their order
   uint64_t next_collective = 0;
+  uint64_t activity = 0;  // calls from outside
+
+  std::recursive_mutex running;
 };
 
 Queues& queues() {
@@ -47,19 +54,62 @@ struct Bare {
       c10::autocast_dispatch_keyset | c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};
 };
 
-void run_first(Queue& queue) {
-  Task task = std::move(queue.tasks.front());
-  queue.tasks.pop_front();
+// Runs the next task of a stream, if it has not come as far as `mark`; returns whether there was one.
+bool run_next(const Mark& mark) {
+  auto& all = queues();
+  Queue* queue;
+  Task task;
+  {
+    std::lock_guard<std::mutex> lock(all.mutex);
+    queue = &all.streams[{mark.device, mark.stream}];
+    if (queue->done >= mark.position || queue->tasks.empty()) return false;
+    task = std::move(queue->tasks.front());
+    queue->tasks.pop_front();
+  }
   struct Count {
-    Queue& queue;
-    ~Count() { queue.done++; }  // also where the task throws, to whoever waits for it
+    Queue* queue;
+    ~Count() {  // also where the task throws, to whoever waits for it
+      std::lock_guard<std::mutex> lock(queues().mutex);
+      queue->done++;
+    }
   } count{queue};
   Bare bare;
   task();
+  return true;
 }
 
-void run_until(Queue& queue, uint64_t position) {
-  while (queue.done < position && !queue.tasks.empty()) run_first(queue);
+std::optional<Mark> oldest_collective() {
+  auto& all = queues();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  return all.collectives.empty() ? std::nullopt : std::optional<Mark>(all.collectives.begin()->second);
+}
+
+// Other ranks wait for this one's collectives also while its host waits for something else, a store or a file: where
+// nothing was asked of the device for a while, the oldest collective runs.
+void run_collectives_when_idle() {
+  uint64_t seen = 0;
+  while (true) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    uint64_t now;
+    {
+      std::lock_guard<std::mutex> lock(queues().mutex);
+      now = queues().activity;
+    }
+    if (std::exchange(seen, now) != now) continue;
+    if (auto collective = oldest_collective()) {
+      try {
+        wait_for(*collective);
+      } catch (const std::exception&) {  // such as a rank that is gone: whoever waits on the host finds out
+      }
+    }
+  }
+}
+
+void submit_locked(Queues& all, c10::DeviceIndex device, c10::StreamId stream, Task task) {
+  auto& queue = all.streams[{device, stream}];
+  queue.tasks.push_back(std::move(task));
+  queue.submitted++;
+  all.activity++;
 }
 
 }  // namespace
@@ -79,6 +129,8 @@ c10::DeviceIndex device_or_current(c10::DeviceIndex device) { return device < 0 
 void set_delayed(bool on) {
   for (int device = 0; device < n_devices; device++) wait_for_device(device);
   delayed = on;
+  static bool watched = false;
+  if (on && !std::exchange(watched, true)) std::thread(run_collectives_when_idle).detach();
 }
 bool is_delayed() { return delayed; }
 
@@ -95,24 +147,29 @@ void submit(c10::DeviceIndex device, c10::StreamId stream, Task task) {
     return;
   }
   auto& all = queues();
-  std::lock_guard<std::recursive_mutex> lock(all.mutex);
-  auto& queue = all.streams[{device, stream}];
-  queue.tasks.push_back(std::move(task));
-  queue.submitted++;
+  std::lock_guard<std::mutex> lock(all.mutex);
+  submit_locked(all, device, stream, std::move(task));
 }
 
 void submit_collective(c10::DeviceIndex device, c10::StreamId stream, Task task) {
   if (!delayed) return submit(device, stream, std::move(task));
   auto& all = queues();
-  std::lock_guard<std::recursive_mutex> lock(all.mutex);
+  std::lock_guard<std::mutex> lock(all.mutex);
   const auto order = all.next_collective++;
-  submit(device, stream, [order, task = std::move(task)] {
-    auto& pending = queues().collectives;
-    while (pending.begin()->first < order) wait_for(Mark(pending.begin()->second));
-    pending.erase(order);
+  const auto in_order = [order, task = std::move(task)] {
+    const auto is_first = [order] {
+      std::lock_guard<std::mutex> lock(queues().mutex);
+      return queues().collectives.begin()->first == order;
+    };
+    while (!is_first()) wait_for(*oldest_collective());
+    {
+      std::lock_guard<std::mutex> lock(queues().mutex);
+      queues().collectives.erase(order);
+    }
     task();
-  });
-  all.collectives[order] = mark(device, stream);
+  };
+  submit_locked(all, device, stream, in_order);
+  all.collectives[order] = {device, stream, all.streams[{device, stream}].submitted};
 }
 
 void submit_wait(c10::DeviceIndex device, c10::StreamId stream, const Mark& mark) {
@@ -121,37 +178,38 @@ void submit_wait(c10::DeviceIndex device, c10::StreamId stream, const Mark& mark
 
 Mark mark(c10::DeviceIndex device, c10::StreamId stream) {
   auto& all = queues();
-  std::lock_guard<std::recursive_mutex> lock(all.mutex);
+  std::lock_guard<std::mutex> lock(all.mutex);
   return {device, stream, all.streams[{device, stream}].submitted};
 }
 
 bool is_done(const Mark& mark) {
   auto& all = queues();
-  std::lock_guard<std::recursive_mutex> lock(all.mutex);
+  std::lock_guard<std::mutex> lock(all.mutex);
   return all.streams[{mark.device, mark.stream}].done >= mark.position;
 }
 
 void wait_for(const Mark& mark) {
-  auto& all = queues();
-  std::lock_guard<std::recursive_mutex> lock(all.mutex);
-  run_until(all.streams[{mark.device, mark.stream}], mark.position);
+  std::lock_guard<std::recursive_mutex> lock(queues().running);
+  while (run_next(mark)) continue;
 }
 
 void advance(const Mark& mark) {
-  auto& all = queues();
-  std::lock_guard<std::recursive_mutex> lock(all.mutex);
-  auto& queue = all.streams[{mark.device, mark.stream}];
-  if (queue.done < mark.position && !queue.tasks.empty()) run_first(queue);
+  std::lock_guard<std::recursive_mutex> lock(queues().running);
+  run_next(mark);
 }
 
 void wait_for_stream(c10::DeviceIndex device, c10::StreamId stream) { wait_for(mark(device, stream)); }
 void wait_for_current_stream() { wait_for_stream(this_device, this_stream[this_device]); }
 
 void wait_for_device(c10::DeviceIndex device) {
-  auto& all = queues();
-  std::lock_guard<std::recursive_mutex> lock(all.mutex);
-  for (auto& [key, queue] : all.streams)
-    if (key.first == device) run_until(queue, queue.submitted);
+  std::vector<Mark> ends;
+  {
+    auto& all = queues();
+    std::lock_guard<std::mutex> lock(all.mutex);
+    for (auto& [key, queue] : all.streams)
+      if (key.first == device) ends.push_back({key.first, key.second, queue.submitted});
+  }
+  for (const auto& end : ends) wait_for(end);
 }
 
 On::On(c10::DeviceIndex device) : old_device_(this_device), device_(device_or_current(device)) {

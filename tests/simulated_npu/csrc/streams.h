@@ -2,10 +2,11 @@
 //
 // Delayed mode is the worst that asynchronous hardware may do: nothing runs until somebody waits for it, and then only
 // what is waited for, in the order of its own stream. A stream that forgets to wait for another one reads what the
-// other has not written yet, on every run. No threads are needed, so that a failure comes again.
+// other has not written yet, on every run.
 //
-// One thing is less than the worst: collectives run in the order in which they were launched, whichever stream they are
-// on, because ranks that start them in different orders would wait for each other for ever.
+// Two things are less than the worst, because ranks would wait for each other for ever: collectives run in the order in
+// which they were launched, whichever stream they are on; and they run, with what they wait for, when nothing has been
+// asked of the device for a tenth of a second.
 #pragma once
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>

@@ -16,7 +16,17 @@ NAME = "simulated_npu_c"
 
 
 def load_extension() -> Any:
-    """The extension's module, built where there is none for these sources and this PyTorch."""
+    """The extension's module, for this process alone."""
+    loader = importlib.machinery.ExtensionFileLoader(NAME, str(build_extension()))
+    spec = importlib.util.spec_from_loader(NAME, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def build_extension() -> Path:
+    """The extension's library, built where there is none for these sources and this PyTorch."""
     sources = sorted((FOLDER / "csrc").glob("*.cpp"))
     build = FOLDER / "build" / f"torch-{torch.__version__}-{sys.implementation.cache_tag}"
     library, stamp = build / f"{NAME}.so", build / "sources"
@@ -35,12 +45,7 @@ def load_extension() -> Any:
                 stamp.write_text(digest)
                 seconds = time.monotonic() - started
                 print(f"simulated_npu: built its extension in {seconds:.0f} s", file=sys.stderr, flush=True)
-    loader = importlib.machinery.ExtensionFileLoader(NAME, str(library))
-    spec = importlib.util.spec_from_loader(NAME, loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
+    return library
 
 
 def _is_built(library: Path, stamp: Path, digest: str) -> bool:
