@@ -33,6 +33,17 @@ class Kernel(Enum):
     npu = "npu"
 
 
+class GroupedKernel(Enum):
+    """Whose function, or none but a loop."""
+
+    auto = "auto"
+    """torch_npu's on an NPU, else PyTorch's."""
+    torch = "torch"
+    looped = "looped"
+    """A product for each expert, with the same arithmetic on every device: to compare devices by."""
+    npu = "npu"
+
+
 @dataclass
 class KernelConfig:
     """Implementations of a model's operations."""
@@ -45,8 +56,8 @@ class KernelConfig:
     """Rotary positions: PyTorch's, compiled by themselves, or torch_npu's."""
     swiglu: Kernel = Kernel.auto
     """Gate of a dense feed-forward: PyTorch's, compiled by itself, or torch_npu's."""
-    grouped_matmul: KernelLibrary = KernelLibrary.auto
-    """Products of experts: PyTorch's, one by one where it has no grouped one, or torch_npu's."""
+    grouped_matmul: GroupedKernel = GroupedKernel.auto
+    """Products of experts: PyTorch's, one by one where it has no grouped one; always one by one; or torch_npu's."""
 
     def names(self) -> dict[str, str]:
         """Operation → implementation."""

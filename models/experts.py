@@ -148,7 +148,7 @@ class _Experts(torch.autograd.Function):
                 gate_MF, up_MF = (gate_up_MH * weights_R[rows] if scale_input else gate_up_MH).chunk(2, dim=1)
                 act_MF = F.silu(gate_MF).mul_(up_MF)
                 out_RD = _put(out_RD, rows, product, act_MF, down_EDF[piece.experts], piece)
-            out_ND = _gather_sum(out_RD, routes.rows_NK, None if scale_input else weights_NK)
+            out_ND = _gather_sum(out_RD, routes.rows_NK, product, None if scale_input else weights_NK)
         if keep:
             ctx.save_for_backward(hidden_ND, weights_NK, gate_up_EHD, down_EDF, *routes[:3], *kept)
             ctx.pieces, ctx.product, ctx.scale_input = routes.pieces, product, scale_input
@@ -197,7 +197,7 @@ class _Experts(torch.autograd.Function):
                 if grad_gate_up_EHD is not None:
                     input_MD = _gather(hidden_ND, tokens[rows], piece)
                     grad_gate_up_EHD = _put_outer(grad_gate_up_EHD, product, grad_gate_up_MH, input_MD, piece)
-            grad_hidden_ND = _gather_sum(grad_input_RD, rows_NK) if ctx.needs_input_grad[0] else None
+            grad_hidden_ND = _gather_sum(grad_input_RD, rows_NK, product) if ctx.needs_input_grad[0] else None
         grad_weights_NK = grad_weights_R.flatten()[rows_NK] if ctx.needs_input_grad[1] else None
         return grad_hidden_ND, grad_weights_NK, grad_gate_up_EHD, grad_down_EDF, None, None, None, None
 
@@ -210,9 +210,10 @@ def _gather(source_ND: Tensor, tokens_M: Tensor, piece: Segment) -> Tensor:
     return rows_MD
 
 
-def _gather_sum(source_RD: Tensor, rows_NK: Tensor, weights_NK: Tensor | None = None) -> Tensor:
+def _gather_sum(source_RD: Tensor, rows_NK: Tensor, product: Product, weights_NK: Tensor | None = None) -> Tensor:
     """Sum of each token's K rows, weighted where weights are given, in the order of its choices."""
-    if source_RD.device.type == "cpu" and rows_NK.numel():  # one pass over the rows, and no copy of them
+    # One pass over the rows, and no copy of them.
+    if product.one_pass_sums and source_RD.device.type == "cpu" and rows_NK.numel():
         return F.embedding_bag(rows_NK, source_RD, mode="sum", per_sample_weights=weights_NK)
     rows_NKD = source_RD.index_select(0, rows_NK.flatten()).view(*rows_NK.shape, source_RD.shape[1])
     return (rows_NKD if weights_NK is None else rows_NKD.mul_(weights_NK[..., None])).sum(1)

@@ -49,6 +49,9 @@ class Segment(NamedTuple):
 class Looped:
     """One ``torch.mm`` a group, written into its place."""
 
+    one_pass_sums = True
+    """Whether a CPU may add up a token's rows in one pass, which rounds otherwise than product by product."""
+
     def __init__(self, row_multiple: int = 1) -> None:
         self.row_multiple = row_multiple
 
@@ -91,6 +94,12 @@ class LoopedOneDNN(Looped):
         return self.linear(a_MO.t(), b_MI.t(), piece, out_OI)
 
 
+class LoopedAlike(Looped):
+    """One ``torch.mm`` a group, and no way of its own on any device: what devices are compared by."""
+
+    one_pass_sums = False
+
+
 class LoopedFloat32(Looped):
     """One product a group of bf16 factors, multiplied in float32, for CPUs that cannot multiply bf16."""
 
@@ -108,6 +117,7 @@ class Grouped:
     """torch's grouped product: all groups in one call, the results in fresh tensors."""
 
     row_multiple = 1
+    one_pass_sums = True
 
     def __init__(self) -> None:
         self.grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
@@ -129,6 +139,11 @@ Product = Looped | Grouped
 
 ONEDNN_ROW_MULTIPLE = 32
 """At 512 rows an expert this adds 3% of work, and 32 experts come in about five lengths rather than 32."""
+
+
+def loop_alike(device_type: str, dtype: torch.dtype, *widths: int) -> Product:
+    """A product that does the same arithmetic on every device."""
+    return LoopedAlike()
 
 
 def choose_product(device_type: str, dtype: torch.dtype, *widths: int) -> Product:

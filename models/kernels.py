@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import npu_kernels
-from .grouped import Product, choose_product
+from .grouped import Product, choose_product, loop_alike
 from .linear import goes_through_float32
 
 
@@ -92,7 +92,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Callable[..., Any]]] = {
         "npu": lambda x, cos, sin, pairs: npu_kernels.rotary(x, cos, sin, pairs is Pairs.neighbours),
     },
     "swiglu": {"torch": swiglu, "compiled": _compiled(swiglu), "npu": npu_kernels.swiglu},
-    "grouped_matmul": {"torch": choose_product, "npu": npu_kernels.choose_product},
+    "grouped_matmul": {"torch": choose_product, "looped": loop_alike, "npu": npu_kernels.choose_product},
 }
 """Operation → name of an implementation → the function; those of an operation take and give the same."""
 

@@ -37,10 +37,10 @@ def run_ranks(
     Args:
         world_size: ranks.
         function: called in each rank; its result must be picklable.
-        args: need not be picklable, unless ``start`` is ``spawn``.
+        args: need not be picklable, unless ``start`` is another.
         device: decides the backend of the group.
-        start: ``fork``, or ``spawn`` for an accelerator whose driver the parent may have touched.
-        prepare: called in each rank before it joins the group; need not be picklable, unless ``start`` is ``spawn``.
+        start: ``fork``; ``forkserver`` or ``spawn`` where the parent may have touched the accelerator.
+        prepare: called in each rank before it joins the group; need not be picklable, unless ``start`` is another.
         timeout_seconds: for all ranks together.
 
     Returns:

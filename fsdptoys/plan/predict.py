@@ -7,7 +7,7 @@ from fsdptoys.config import Config
 from fsdptoys.device import GIB, Device, available_device_type
 from fsdptoys.errors import ConfigError
 from fsdptoys.hardware import profile_of_this_machine
-from fsdptoys.kernels import KernelLibrary
+from fsdptoys.kernels import GroupedKernel
 from fsdptoys.models import MoEConfig
 from fsdptoys.simulator.allocator import build_allocator
 from fsdptoys.simulator.events import Trace
@@ -171,7 +171,8 @@ def doubts(config: Config, hardware: Hardware, world_size: int) -> tuple[str, ..
         found.append("two steps are traced, and what is reserved here may grow in a third: up to 2% seen")
     if config.train.compile:
         found.append("train.compile=true is predicted as if nothing were compiled: an upper bound of time and memory")
-    unmeasured = [f"{key}={name}" for key, name in config.kernels.names().items() if name not in ("torch", "auto")]
+    known = ("torch", "auto", GroupedKernel.looped.value)
+    unmeasured = [f"{key}={name}" for key, name in config.kernels.names().items() if name not in known]
     if unmeasured:
         found.append(
             f"kernels.{{{', '.join(unmeasured)}}} are taken to touch each tensor once, to keep what their sources "
@@ -179,8 +180,10 @@ def doubts(config: Config, hardware: Hardware, world_size: int) -> tuple[str, ..
         )
     if isinstance(config.model, MoEConfig):
         found.append("experts are taken to be sent equally many tokens: an idle or a busy one costs time")
-        if hardware.device_type == "npu" and config.kernels.grouped_matmul is not KernelLibrary.npu:
-            found.append("experts are taken as one product, where an NPU multiplies one by one: a lower bound of time")
+        one_by_one = config.kernels.grouped_matmul is GroupedKernel.looped
+        one_by_one |= hardware.device_type == "npu" and config.kernels.grouped_matmul is not GroupedKernel.npu
+        if one_by_one:
+            found.append("experts are taken as one product, where they are multiplied singly: a lower bound of time")
     if config.data.name != "synthetic":
         found.append("reading the data is taken to cost nothing")
     return tuple(found)

@@ -247,7 +247,8 @@ def substituted(attention: AttentionKind, workers: Workers) -> Iterator[None]:
             kept = (*SAVED_OPERATORS["attention"], torch.ops.planned.npu_fusion_attention.default)
             stack.enter_context(mock.patch.dict(SAVED_OPERATORS, attention=kept))
         # Without a trial, which takes real tensors.
-        products = {"torch": lambda *args: PlannedGrouped(), "npu": lambda *args: npu_kernels.NPUGrouped()}
+        planned = dict.fromkeys(("torch", "looped"), lambda *args: PlannedGrouped())
+        products = {**planned, "npu": lambda *args: npu_kernels.NPUGrouped()}
         stack.enter_context(mock.patch.dict(IMPLEMENTATIONS["grouped_matmul"], products))
         for operation, function in fused.COMPILED.items():
             stack.enter_context(mock.patch.dict(IMPLEMENTATIONS[operation], compiled=function))

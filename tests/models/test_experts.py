@@ -8,11 +8,12 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdptoys.models import grouped
 from fsdptoys.models.experts import Experts, apply_experts
-from fsdptoys.models.grouped import Grouped, Looped, LoopedOneDNN, Product, choose_product, works
+from fsdptoys.models.grouped import Grouped, Looped, LoopedAlike, LoopedOneDNN, Product, choose_product, works
 
 DIM, FFN_DIM = 16, 8
 PRODUCTS = {
     "loop": (Looped(), torch.float64),
+    "loop as on every device": (LoopedAlike(), torch.float64),
     "padded loop": (Looped(row_multiple=5), torch.float64),
     "loop, float32": (Looped(), torch.float32),
     "onednn": (LoopedOneDNN(), torch.float32),

@@ -6,7 +6,7 @@ from typing import Any
 from fsdptoys.checkpoint import CheckpointConfig
 from fsdptoys.config import Config, DeviceChoice, LaunchConfig, TrainConfig
 from fsdptoys.data import SyntheticConfig
-from fsdptoys.kernels import Kernel, KernelConfig, KernelLibrary
+from fsdptoys.kernels import GroupedKernel, Kernel, KernelConfig, KernelLibrary
 from fsdptoys.memory import MemoryConfig
 from fsdptoys.mesh import MeshConfig
 from fsdptoys.metrics import Console, MetricsConfig
@@ -21,9 +21,9 @@ PLAIN_KERNELS = KernelConfig(
     rms_norm=Kernel.torch,
     rotary=Kernel.torch,
     swiglu=Kernel.torch,
-    grouped_matmul=KernelLibrary.torch,
+    grouped_matmul=GroupedKernel.looped,
 )
-"""For simulated NPUs, which have none of torch_npu's."""
+"""What every device has, with the same arithmetic on all of them; simulated NPUs have none of torch_npu's."""
 
 
 def tiny_model(tie_embeddings: bool = False) -> LlamaConfig:

@@ -89,7 +89,7 @@ def test_experts_one_by_one_are_doubted_on_an_npu_where_they_are_not_grouped(
 ) -> None:
     """Oracle: the sentence; torch_npu's product is what an NPU takes unless told otherwise."""
     config = composed("model=qwen3_moe_debug", *words, device_type="npu")
-    assert any("an NPU multiplies one by one" in each for each in doubts(config, load_hardware("a2"), 8)) is told
+    assert any("multiplied singly" in each for each in doubts(config, load_hardware("a2"), 8)) is told
 
 
 def test_two_ways_that_differ_by_over_a_tenth_are_told() -> None:

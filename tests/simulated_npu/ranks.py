@@ -1,5 +1,11 @@
-"""Ranks on simulated NPUs: forks that get the device for themselves, so that the process of the tests stays without."""
+"""Ranks on simulated NPUs: forks that get the device for themselves, so that the process of the tests stays without.
 
+They are forks of a server that has imported what they need and used nothing of it: PyTorch's autograd counts devices
+once, and in a fork of a process that has run a backward there would be none.
+"""
+
+import functools
+import multiprocessing
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +21,9 @@ sys.path.append(str(SITE))
 import simulated_npu as simulated_npu  # noqa: E402
 from simulated_npu.build import build_extension as build_extension  # noqa: E402
 
+PRELOADED = ["scripts.parity", "tests.memory.offloaded", "tests.parallel.runs", "simulated_npu"]
+PRELOADED += ["fsdptoys.parallel.fsdp1", "fsdptoys.parallel.fsdp2", "fsdptoys.checkpoint.plans"]
+
 MODES = ("immediate", "delayed")
 """Whether streams do their work at once, or when somebody waits for it."""
 
@@ -27,18 +36,16 @@ def run_npu_ranks(
     Args:
         world_size: ranks, each with a device.
         function: called in each rank; its result must be picklable.
-        args: need not be picklable.
+        args: picklable, as the function.
         mode: one of ``MODES``.
         capacity_mib: memory of each device.
 
     Returns:
         The results in order of rank.
     """
-
-    def prepare() -> None:
-        simulated_npu.install(world_size, capacity_mib * 2**20, delayed=mode == "delayed")
-
-    return run_ranks(world_size, function, *args, device="npu", prepare=prepare)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    prepare = functools.partial(simulated_npu.install, world_size, capacity_mib * 2**20, mode == "delayed")
+    return run_ranks(world_size, function, *args, device="npu", start="forkserver", prepare=prepare)
 
 
 def run_on_npu(function: Callable[..., Any], *args: Any, mode: str = "immediate", capacity_mib: int = 4096) -> Any:
