@@ -68,13 +68,15 @@ def test_a_resumed_run_ends_with_the_weights_of_one_that_was_not_stopped(
 
 
 def test_profile_goes_through_torch_npus_profiler(environment: Path, tmp_path: Path) -> None:
-    """Oracle: the folder that torch_npu's own handler makes; CANN's part records nothing here, which is told."""
+    """Oracle: the trace that torch_npu's own analysis writes: the operators of the host, since CANN records nothing."""
     words = ["parallel=fsdp2", "profile.enabled=true", "profile.skip_steps=0", "profile.active_steps=1"]
     done = run(environment, tmp_path / "run", "npu", words)
     assert done.status == 0, done.told
-    left = list((done.folder / "profile").glob("rank0_*_ascend_pt"))
-    assert len(left) == 1
-    assert f"torch_npu's profiler left no trace in {left[0]}; its own messages say why" in done.told
+    (written,) = (done.folder / "profile").glob("rank0_*_ascend_pt")
+    assert f"trace of step 2: {written}" in done.told
+    events = json.loads((written / "ASCEND_PROFILER_OUTPUT/trace_view.json").read_text())
+    names = {event["name"] for event in events}
+    assert "aten::mm" in names and any(name.startswith("ProfilerStep#2") for name in names)
 
 
 def test_memory_history_is_torch_npus(environment: Path, tmp_path: Path) -> None:
