@@ -6,7 +6,7 @@ here knows Hydra: the command line composes YAML into these classes and calls ``
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -16,6 +16,7 @@ from .checkpoint import CheckpointConfig, open_init_from
 from .data import DataConfig
 from .device import DEVICE_TYPES, available_cores, float64_collectives
 from .errors import ConfigError
+from .kernels import KernelConfig
 from .memory import CPUOffloadExecutor, GradientCheckpointing, MemoryConfig, StateDType, resolve_schedule
 from .mesh import MeshConfig
 from .metrics import MetricsConfig
@@ -191,6 +192,7 @@ class Config:
     debug: DebugConfig
     launch: LaunchConfig
     plan: PlanConfig
+    kernels: KernelConfig = field(default_factory=KernelConfig)
     patches: Any = "auto"
     """Fixes of PyTorch to apply, [NAME,...]; auto for those that its version and the strategy need, [] for none."""
 
@@ -209,6 +211,8 @@ class Config:
         self._choose_sums(device_type)
         self.parallel.resolve(self.train.deterministic)
         self._check_model()
+        train = self.train
+        self.kernels.resolve(device_type, compiles=train.compile, deterministic=train.deterministic)
         self._check_optimizer(device_type)
         self.parallel.validate(world_size, self.mesh, device_type, self.memory.cpu_offload)
         self._check_shards(world_size)
@@ -217,7 +221,7 @@ class Config:
         self._check_evaluation()
         self._check_going_on()
         self.profile.validate(world_size, device_type, self.train.steps)
-        self.debug.validate(self.train.compile)
+        self.debug.validate(self.train.compile, self.kernels.compiles)
         try:
             check_patches(self.patches, self.parallel.name)
         except ValueError as mistake:  # patches know no ConfigError, but their sentences are made the same way
@@ -391,7 +395,7 @@ def _plain(value: Any) -> Any:
         # Where a section is one of several kinds, which of them is its name; a model's is that of the preset.
         kind = {"name": value.name} if isinstance(value, (ParallelConfig, DataConfig, OptimConfig)) else {}
         kind |= {"family": value.family} if isinstance(value, ModelConfig) else {}
-        return kind | {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return kind | {each.name: _plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return value

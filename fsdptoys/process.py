@@ -32,13 +32,11 @@ def process_group(config: Config) -> Iterator[None]:
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     try:
         dist.init_process_group(
-            device.group_backend(host_tensors=config.memory.cpu_offload),
+            device.backend,
             rank=int(os.environ.get("RANK", 0)),
             world_size=world_size,
             timeout=timedelta(seconds=config.launch.timeout_seconds),
-            # Binding the group lets it connect at once and be split, which NCCL's can and HCCL's cannot: there
-            # PyTorch 2.13 would refuse a mesh of two axes, and gloo's group for checkpoints.
-            device_id=device.torch_device if device.backend == "nccl" else None,
+            device_id=device.bound_device,
         )
     except RuntimeError as error:
         if not is_lost(str(error)):
@@ -55,7 +53,7 @@ def process_group(config: Config) -> Iterator[None]:
             # gloo's threads need the interpreter to free the tensors of the last collective. A group that is destroyed
             # before they did (or an interpreter that ends) waits for them while they wait for it: seen with torch
             # 2.13 as a hang or "terminate called". Waiting for the others lets them; a barrier has no tensors.
-            dist.barrier()
+            dist.barrier(device_ids=device.barrier_devices)
             dist.destroy_process_group()
 
 

@@ -99,7 +99,9 @@ class Run:
             self._go_on()
             if self.rank == 0:
                 self._recorder = stack.enter_context(self._open_recorder())
-            dist.barrier()  # whoever writes into the run directory from here on finds it claimed
+            dist.barrier(
+                device_ids=self.trainer.device.barrier_devices
+            )  # whoever writes into the run directory from here on finds it claimed
             profiler = self._profiler()
             if self._recorder and config.debug.trace_collectives:
                 self._trace_collectives()

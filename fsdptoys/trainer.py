@@ -23,6 +23,7 @@ from .checkpoint import open_init_from
 from .config import Config
 from .data import BatchStream, TextConfig, TextDataset, eval_batches
 from .device import Device
+from .kernels import put_kernels
 from .memory import (
     IGNORE_INDEX,
     BucketedOptimizer,
@@ -84,6 +85,7 @@ class Trainer:
             model = config.model.build()
         self.flops_per_token = model.flops_per_token(train.seq_len)
         self.parameter_count = model.parameter_counts().total
+        put_kernels(model, config.kernels)
         matrix_names = {name for name, param in model.named_parameters() if param.ndim >= 2}
         prepare_blocks(model, config, self.device)
         self.strategy = config.parallel.build(context)

@@ -4,9 +4,11 @@ A family is a configuration and a ``DecoderModel`` that it builds; a new one is 
 its presets to ``configs/model`` (``docs/models.md``).
 """
 
+from . import npu_kernels
 from .decoder import DecoderModel, ModelConfig, ParameterCounts
 from .gpt2 import GPT2Config
 from .huggingface import HuggingFaceFormat, Piece, whole
+from .kernels import Kernels, choose_kernels, use_kernels
 from .llama import LlamaConfig
 from .llama4 import Llama4Config
 from .moe import MoEConfig, Router, routers
@@ -24,6 +26,7 @@ __all__ = [
     "DecoderModel",
     "GPT2Config",
     "HuggingFaceFormat",
+    "Kernels",
     "Llama4Config",
     "LlamaConfig",
     "MoEConfig",
@@ -34,6 +37,9 @@ __all__ = [
     "Qwen3MoEConfig",
     "RotaryConfig",
     "Router",
+    "choose_kernels",
+    "npu_kernels",
     "routers",
+    "use_kernels",
     "whole",
 ]

@@ -28,7 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .grouped import Grouped, Product, Segment, choose_product
+from .grouped import Grouped, Product, Segment
+from .kernels import UsesKernels
 
 
 def _leave_uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,7 +40,7 @@ def _leave_uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return getattr(torch, "_disable_dynamo", torch.compiler.disable)(function)
 
 
-class Experts(nn.Module):
+class Experts(UsesKernels):
     """Gated feed-forwards, stacked."""
 
     def __init__(self, dim: int, ffn_dim: int, n_experts: int) -> None:
@@ -71,7 +72,7 @@ class Experts(nn.Module):
                 f"{self.gate_up_proj.dtype} and {self.down_proj.dtype}; cast them to one dtype"
             )
         dim, ffn_dim = self.down_proj.shape[1:]
-        product = choose_product(hidden_ND.device.type, hidden_ND.dtype, dim, ffn_dim)
+        product = self.kernels.grouped_matmul(hidden_ND.device.type, hidden_ND.dtype, dim, ffn_dim)
         return apply_experts(
             hidden_ND, experts_NK, weights_NK, self.gate_up_proj, self.down_proj, product, scale_input=scale_input
         )

@@ -11,16 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .linear import Linear, goes_through_float32
+from .kernels import Pairs, UsesKernels
+from .linear import Linear
 
 LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``loss_fn(hidden_ND, weight_VD, labels_N)``: the loss summed over valid labels, a float32 scalar."""
 
-Rotation = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""``rotation(x_BHTK, cos, sin)``: rotary positions; cosines and sines have the shape (T, K/2)."""
 
-
-class RMSNorm(nn.Module):
+class RMSNorm(UsesKernels):
     """Root-mean-square normalisation over the last dim, accumulated in float32 (arXiv:1910.07467)."""
 
     def __init__(self, dim: int, eps: float) -> None:
@@ -30,7 +28,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
         """Normalise; any leading shape."""
-        return F.rms_norm(hidden_BTD, self.weight.shape, self.weight, self.eps)
+        return self.kernels.rms_norm(hidden_BTD, self.weight, self.eps)
 
 
 def rope_tables(inv_freq: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
@@ -38,19 +36,6 @@ def rope_tables(inv_freq: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
     positions_T = torch.arange(seq_len, device=inv_freq.device, dtype=torch.float32)
     angles = torch.outer(positions_T, inv_freq.float())
     return angles.cos(), angles.sin()
-
-
-def rotate_halves(x_BHTK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (i, i + K/2) by their angles, computed in float32 and returned in the input's dtype."""
-    first, second = x_BHTK.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BHTK.dtype)
-
-
-def rotate_neighbours(x_BHTK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (2i, 2i + 1) by their angles, computed in float32 and returned in the input's dtype."""
-    first, second = x_BHTK.float().unflatten(-1, (-1, 2)).unbind(-1)
-    rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return rotated.flatten(-2).to(x_BHTK.dtype)
 
 
 @dataclass(frozen=True)
@@ -68,7 +53,7 @@ class AttentionTemperature:
         return (torch.log1p((positions_T / self.floor).floor()) * self.scale + 1.0).unsqueeze(-1)
 
 
-class Attention(nn.Module):
+class Attention(UsesKernels):
     """Causal self-attention with grouped key/value heads (arXiv:2305.13245), for all families.
 
     Args:
@@ -78,7 +63,7 @@ class Attention(nn.Module):
         head_dim: width of a head.
         bias: whether the projections have biases.
         qk_norm_eps: normalise the heads' queries and keys with weights of their own before they are rotated (Qwen3).
-        rotation: how positions enter queries and keys; None for not at all.
+        rotation: the pairs of a head that positions turn; None for not at all.
         rotated_norm_eps: normalise queries and keys, without weights, after they are rotated (Llama 4).
         temperature: what queries are multiplied by.
         chunk_len: a token sees only those before it in its own chunk of so many tokens; None for all before it.
@@ -93,7 +78,7 @@ class Attention(nn.Module):
         *,
         bias: bool = False,
         qk_norm_eps: float | None = None,
-        rotation: Rotation | None = rotate_halves,
+        rotation: Pairs | None = Pairs.halves,
         rotated_norm_eps: float | None = None,
         temperature: AttentionTemperature | None = None,
         chunk_len: int | None = None,
@@ -118,11 +103,10 @@ class Attention(nn.Module):
         q_BHTK, k_BGTK, v_BGTK = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
         if self.rotation is not None:
             assert rotations is not None
-            q_BHTK, k_BGTK = (self.rotation(x, *rotations) for x in (q_BHTK, k_BGTK))
+            q_BHTK, k_BGTK = (self.kernels.rotary(x, *rotations, self.rotation) for x in (q_BHTK, k_BGTK))
         if self.rotated_norm_eps is not None:
             q_BHTK, k_BGTK = (
-                F.rms_norm(x.float(), (self.head_dim,), None, self.rotated_norm_eps).type_as(x)
-                for x in (q_BHTK, k_BGTK)
+                self.kernels.rms_norm(x.float(), None, self.rotated_norm_eps).type_as(x) for x in (q_BHTK, k_BGTK)
             )
         if self.temperature is not None:
             q_BHTK = (q_BHTK * self.temperature.factors(T, q_BHTK.device)).type_as(q_BHTK)
@@ -133,12 +117,7 @@ class Attention(nn.Module):
         chunk_len = self.chunk_len or T
         if chunk_len < T:
             q_BHTK, k_BGTK, v_BGTK = (_fold_chunks(x, chunk_len) for x in (q_BHTK, k_BGTK, v_BGTK))
-        dtype = q_BHTK.dtype
-        if goes_through_float32(q_BHTK):
-            q_BHTK, k_BGTK, v_BGTK = (x.float() for x in (q_BHTK, k_BGTK, v_BGTK))
-        out_BHTK = F.scaled_dot_product_attention(
-            q_BHTK, k_BGTK, v_BGTK, is_causal=True, enable_gqa=self.n_kv_heads != self.n_heads
-        ).to(dtype)
+        out_BHTK = self.kernels.attention(q_BHTK, k_BGTK, v_BGTK)
         if chunk_len < T:
             out_BHTK = out_BHTK.unflatten(0, (B, -1)).transpose(1, 2).flatten(2, 3)[:, :, :T]
         return out_BHTK
@@ -157,7 +136,7 @@ def _fold_chunks(x_BHTK: Tensor, chunk_len: int) -> Tensor:
     return padded.unflatten(2, (-1, chunk_len)).transpose(1, 2).flatten(0, 1)
 
 
-class SwiGLU(nn.Module):
+class SwiGLU(UsesKernels):
     """Gated feed-forward: ``down(silu(gate(x)) * up(x))`` (arXiv:2002.05202)."""
 
     def __init__(self, dim: int, ffn_dim: int) -> None:
@@ -168,7 +147,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
         """Apply to the last dim; any leading shape."""
-        return self.down_proj(F.silu(self.gate_proj(hidden_BTD)) * self.up_proj(hidden_BTD))
+        return self.down_proj(self.kernels.swiglu(self.gate_proj(hidden_BTD), self.up_proj(hidden_BTD)))
 
 
 class GELUFeedForward(nn.Module):

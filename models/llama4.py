@@ -18,7 +18,8 @@ from torch import nn
 from .checks import check_at_least_one, check_positive
 from .decoder import ModelConfig, rms_norm
 from .huggingface import Piece, whole
-from .layers import Attention, AttentionTemperature, Block, SwiGLU, rotate_neighbours
+from .kernels import Pairs
+from .layers import Attention, AttentionTemperature, Block, SwiGLU
 from .moe import MoE, MoEConfig, Scores
 from .rotary import ROTARY_DEFAULTS, ROTARY_KEYS, ROTARY_NAMES, RotaryConfig, RotaryFormat, RotaryModel
 
@@ -175,7 +176,7 @@ def _attention(config: Llama4Config, layer: int) -> Attention:
         config.n_heads,
         config.n_kv_heads,
         config.head_width,
-        rotation=rotate_neighbours if rotates else None,
+        rotation=Pairs.neighbours if rotates else None,
         rotated_norm_eps=config.norm_eps if rotates and config.qk_norm else None,
         temperature=temperature if config.attention_temperature and not rotates else None,
         chunk_len=config.attention_chunk_len if rotates else None,

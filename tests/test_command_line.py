@@ -13,6 +13,7 @@ import fsdptoys
 from fsdptoys.__main__ import COMMANDS, main
 from fsdptoys.compose import SCHEMAS, compose_config
 from fsdptoys.config import LaunchConfig, TrainConfig
+from fsdptoys.kernels import KernelConfig
 from fsdptoys.listing import compose_presets
 from fsdptoys.models import FAMILIES
 from fsdptoys.overrides import list_choices, list_options, plain_text
@@ -87,6 +88,7 @@ def test_help_lists_every_key_with_its_default(capsys: pytest.CaptureFixture[str
     shown = capsys.readouterr().out
     schemas = [(group, schema) for group, named in SCHEMAS.items() for schema in named.values()]
     sections = [("train", TrainConfig), ("profile", ProfileConfig), ("debug", DebugConfig), ("launch", LaunchConfig)]
+    sections.append(("kernels", KernelConfig))
     for section, schema in [*schemas, *sections]:
         for key, option in list_options(schema, section).items():
             value = "[...]" if key == "data.files" and option.default else plain_text(option.default)

@@ -157,11 +157,10 @@ def fake_npus(monkeypatch: pytest.MonkeyPatch) -> FakeModule:
     return module
 
 
-def test_an_npu_has_hccl_and_gloo_beside_it_for_tensors_of_the_host(fake_npus: FakeModule) -> None:
-    """Oracle: the form that ``init_process_group`` documents for several backends."""
+def test_an_npu_has_a_backend_of_its_own_whose_groups_are_not_bound_to_it(fake_npus: FakeModule) -> None:
+    """Oracle: torch_npu 2.13.0, whose process group has no way to split one."""
     device = Device("npu", 1)
-    assert device.group_backend(host_tensors=False) == device.backend == "hccl"
-    assert device.group_backend(host_tensors=True) == "cpu:gloo,npu:hccl"
+    assert (device.backend, device.bound_device, device.barrier_devices) == ("hccl", None, [1])
     assert device.is_accelerator and device.pins_memory and not float64_collectives("npu")
     with pytest.raises(ConfigError, match=r"local rank 2 needs its own npu device, this machine has 2; set launch"):
         Device("npu", 2)
@@ -170,7 +169,8 @@ def test_an_npu_has_hccl_and_gloo_beside_it_for_tensors_of_the_host(fake_npus: F
 def test_a_cpu_has_gloo_alone_and_no_generator_of_its_own() -> None:
     """Oracle: PyTorch's own generator is the CPU's."""
     device = Device("cpu")
-    assert device.group_backend(host_tensors=True) == "gloo" and not device.pins_memory
+    assert (device.backend, device.bound_device, device.barrier_devices) == ("gloo", None, None)
+    assert not device.pins_memory
     assert device.rng_state() is None and device.supports_bfloat16()
     device.restore_rng_state(torch.zeros(16, dtype=torch.uint8))
 

@@ -79,13 +79,18 @@ class Device:
         asked = getattr(self._module, "is_bf16_supported", None)
         return asked is None or bool(asked())
 
-    def group_backend(self, host_tensors: bool) -> str:
-        """What a process group is made with.
+    @property
+    def bound_device(self) -> torch.device | None:
+        """The device that a process group is bound to, so that it connects at once and can be split.
 
-        Args:
-            host_tensors: whether tensors in host memory meet collectives too, as offloaded parameters may.
+        NCCL's can, HCCL's cannot: there PyTorch 2.13 would refuse a mesh of two axes, and gloo's group for checkpoints.
         """
-        return f"cpu:gloo,{self.type}:{self.backend}" if host_tensors and self.is_accelerator else self.backend
+        return self.torch_device if KINDS[self.type].splits_groups else None
+
+    @property
+    def barrier_devices(self) -> list[int] | None:
+        """What ``dist.barrier`` is told, which would guess the device where the group is not bound to one."""
+        return [self.torch_device.index] if self.is_accelerator else None
 
     # Streams and host memory.
 

@@ -26,10 +26,12 @@ class Kind:
     """Of collectives over tensors on the device."""
     float64_collectives: bool = True
     """Whether collectives reduce float64; HCCL's do not."""
+    splits_groups: bool = False
+    """Whether a communicator can be made of a larger one; torch_npu 2.13.0 has no such thing for HCCL."""
 
 
 KINDS = {
-    "cuda": Kind("nccl"),
+    "cuda": Kind("nccl", splits_groups=True),
     "npu": Kind("hccl", float64_collectives=False),
     "cpu": Kind("gloo"),
 }

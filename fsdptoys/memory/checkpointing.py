@@ -52,8 +52,8 @@ SAVED_OPERATORS = {
         "npu.npu_fusion_attention_v2",
         "npu.npu_fusion_attention_v3",
     ),
-    # The latter is how a CPU multiplies experts in float32; nothing else calls it but compiled code.
-    "grouped_mm": _operators("aten._grouped_mm", "mkldnn._linear_pointwise"),
+    # The last is how a CPU multiplies experts in float32; nothing else calls it but compiled code.
+    "grouped_mm": _operators("aten._grouped_mm", "npu.npu_grouped_matmul", "mkldnn._linear_pointwise"),
 }
 """Name in ``memory.checkpointing_save`` → the operators that it stands for."""
 

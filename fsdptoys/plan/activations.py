@@ -27,7 +27,8 @@ from fsdptoys.config import Config
 from fsdptoys.memory import GradientCheckpointing, Objective, build_loss, checkpoint_blocks
 from fsdptoys.memory.activation_offload import MIN_BYTES
 from fsdptoys.memory.chunked_loss import GradientDType
-from fsdptoys.models import DecoderModel, ModelConfig, experts, grouped
+from fsdptoys.models import DecoderModel, ModelConfig, choose_kernels, grouped, npu_kernels, use_kernels
+from fsdptoys.models.kernels import IMPLEMENTATIONS
 from fsdptoys.simulator.hardware import AttentionKind
 
 from .kernels import fuses_rms_norm
@@ -76,7 +77,7 @@ def segments_of(config: Config, model: DecoderModel, attention: AttentionKind) -
     """
     train, memory = config.train, config.memory
     dtype = config.parallel.param_dtype.torch
-    common = (attention, dtype, train.batch_size, train.seq_len)
+    common = _Common(attention, tuple(config.kernels.names().items()), dtype, train.batch_size, train.seq_len)
     key = _model_key(config.model)
     kinds = _kinds(key, _Held(model))
     chosen = set(range(model.config.n_layers)[memory.checkpointing_start_index :: memory.checkpointing_every])
@@ -120,7 +121,16 @@ class _Held:
         return 0
 
 
-_Common = tuple[AttentionKind, torch.dtype, int, int]
+@dataclass(frozen=True)
+class _Common:
+    """What all parts have in common."""
+
+    attention: AttentionKind
+    kernels: tuple[tuple[str, str], ...]
+    """Operation and its implementation."""
+    dtype: torch.dtype
+    batch: int
+    length: int
 
 
 @functools.lru_cache(maxsize=16)
@@ -132,18 +142,17 @@ def _kinds(key: str, held: _Held) -> list[tuple[object, ...]]:
 def _block(
     key: str, index: int, common: _Common, mode: GradientCheckpointing, save: tuple[str, ...], held: _Held
 ) -> Segment:
-    attention, dtype, batch, length = common
     model = held.model
-    block = copy.deepcopy(model.layers[index]).to(dtype)
-    walk = Walk(attention)
+    block = copy.deepcopy(model.layers[index]).to(common.dtype)
+    walk = Walk(common.attention)
     for part in PARTS:
         _mark_part(block.get_submodule(part), part, walk)
     if mode is not GradientCheckpointing.none:
         checkpoint_blocks([block], mode, save=save)
     with torch.device("meta"):
-        rotations = model.rotations(length)
+        rotations = model.rotations(common.length)
     walk.ignore(*(rotations or ()))
-    return _measure(block, lambda hidden: block(hidden, rotations), (batch, length, model.config.dim), dtype, walk)
+    return _measure(block, lambda hidden: block(hidden, rotations), model.config.dim, common, walk)
 
 
 def _mark_part(module: nn.Module, part: str, walk: Walk) -> None:
@@ -158,31 +167,28 @@ def _mark_part(module: nn.Module, part: str, walk: Walk) -> None:
 
 @functools.lru_cache(maxsize=1024)
 def _embedding(key: str, common: _Common, held: _Held) -> Segment:
-    attention, dtype, batch, length = common
     model = copy.copy(held.model)
     model._modules = dict(model._modules)
     tables = nn.ModuleList()
     for name, module in held.model.named_children():
         if name.startswith("embed"):
-            model._modules[name] = copy.deepcopy(module).to(dtype)
+            model._modules[name] = copy.deepcopy(module).to(common.dtype)
             tables.append(model.get_submodule(name))
-    tokens_BT = torch.empty(batch, length, dtype=torch.int64, device="meta")
-    return _measure(tables, lambda _: model.embed(tokens_BT), None, dtype, Walk(attention))
+    tokens_BT = torch.empty(common.batch, common.length, dtype=torch.int64, device="meta")
+    return _measure(tables, lambda _: model.embed(tokens_BT), None, common, Walk(common.attention))
 
 
 @functools.lru_cache(maxsize=1024)
 def _head(
     key: str, common: _Common, loss: tuple[bool, int | None, GradientDType, float, float], held: _Held
 ) -> Segment:
-    attention, dtype, batch, length = common
     model = held.model
     chunk_loss, chunk_tokens, grad_dtype, smoothing, z_loss_coef = loss
     loss_fn = build_loss(chunk_loss, chunk_tokens, grad_dtype, Objective(smoothing, z_loss_coef))
-    norm, head = (copy.deepcopy(module).to(dtype) for module in (model.norm, model.lm_head))
-    labels_BT = torch.empty(batch, length, dtype=torch.int64, device="meta")
-    both = nn.ModuleList([norm, head])
-    shape = (batch, length, model.config.dim)
-    return _measure(both, lambda hidden: head(norm(hidden), labels_BT, loss_fn), shape, dtype, Walk(attention))
+    norm, head = (copy.deepcopy(module).to(common.dtype) for module in (model.norm, model.lm_head))
+    labels_BT = torch.empty(common.batch, common.length, dtype=torch.int64, device="meta")
+    both, dim = nn.ModuleList([norm, head]), model.config.dim
+    return _measure(both, lambda hidden: head(norm(hidden), labels_BT, loss_fn), dim, common, Walk(common.attention))
 
 
 @contextmanager
@@ -199,18 +205,20 @@ def _kernels_of(attention: AttentionKind) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(substituted(attention, NoWorkers()))
-        grouped_product = experts.choose_product
+        given = dict(IMPLEMENTATIONS["grouped_matmul"])
 
-        def choose_product(device_type: str, dtype: torch.dtype, *widths: int) -> grouped.Product:
+        def choose_product(name: str, device_type: str, dtype: torch.dtype, *widths: int) -> grouped.Product:
             # CUDA's grouped product takes nothing else; the loop's one group stands for all.
             if attention is AttentionKind.cpu or dtype is not torch.bfloat16:
                 return grouped.Looped()
             try:
-                return grouped_product(device_type, dtype, *widths)
+                product: grouped.Product = given[name](device_type, dtype, *widths)
             except AttributeError:  # torch 2.7 has none
                 return grouped.Looped()
+            return product
 
-        stack.enter_context(mock.patch.object(experts, "choose_product", choose_product))
+        products = {name: functools.partial(choose_product, name) for name in given}
+        stack.enter_context(mock.patch.dict(IMPLEMENTATIONS["grouped_matmul"], products))
         if attention is AttentionKind.cpu:
             stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attend))
         yield
@@ -219,8 +227,8 @@ def _kernels_of(attention: AttentionKind) -> Iterator[None]:
 def _measure(
     module: nn.Module,
     run: Callable[[Tensor], Tensor],
-    shape: tuple[int, ...] | None,
-    dtype: torch.dtype,
+    dim: int | None,
+    common: _Common,
     walk: Walk,
 ) -> Segment:
     """Run a part forward and backward.
@@ -228,14 +236,17 @@ def _measure(
     Args:
         module: whose parameters are not counted, but whose gradients are.
         run: the part.
-        shape: of its input; None where it has none.
-        dtype: of its input.
+        dim: width of its input; None where it has none.
+        common: to all parts.
         walk: that takes notes.
     """
     anchor = torch.empty((), device="meta", requires_grad=True)
     walk.ignore(anchor, *module.parameters())
     with _kernels_of(walk.attention), MetaRecorder(walk):
-        hidden = anchor if shape is None else Source.apply(anchor, shape, dtype)
+        use_kernels(module, choose_kernels(dict(common.kernels)))
+        walk.ignore(npu_kernels.causal_mask(anchor.device))  # one for all blocks
+        shape = (common.batch, common.length, dim)
+        hidden = anchor if dim is None else Source.apply(anchor, shape, common.dtype)
         walk.begin()
         output = run(hidden)
         del hidden

@@ -15,7 +15,8 @@ import functools
 import torch
 
 from fsdptoys.config import Config
-from fsdptoys.models import DecoderModel, ModelConfig
+from fsdptoys.kernels import KernelLibrary
+from fsdptoys.models import DecoderModel, ModelConfig, npu_kernels
 from fsdptoys.parallel.fsdp import FSDPConfig, ReshardAfterForward, Wrap
 from fsdptoys.simulator.allocator import LARGE_SEGMENT_BYTES, Allocator, build_allocator
 from fsdptoys.simulator.config import AllocatorKind
@@ -107,6 +108,8 @@ def _walk(
     # One for the forward's thread and one for the backward's.
     workspace = matmul_workspace_bytes(hardware)
     ledger.add(Category.temporary, 2 * workspace, pieces=[workspace] * 2)
+    if setting.config.kernels.attention is KernelLibrary.npu:
+        ledger.add(Category.buffers, npu_kernels.MASK_ROWS**2)
     if allocator is None:
         walk.update.make_states()
     else:

@@ -7,6 +7,7 @@ from fsdptoys.config import Config
 from fsdptoys.device import GIB, Device, available_device_type
 from fsdptoys.errors import ConfigError
 from fsdptoys.hardware import profile_of_this_machine
+from fsdptoys.kernels import KernelLibrary
 from fsdptoys.models import MoEConfig
 from fsdptoys.simulator.allocator import build_allocator
 from fsdptoys.simulator.events import Trace
@@ -170,9 +171,15 @@ def doubts(config: Config, hardware: Hardware, world_size: int) -> tuple[str, ..
         found.append("two steps are traced, and what is reserved here may grow in a third: up to 2% seen")
     if config.train.compile:
         found.append("train.compile=true is predicted as if nothing were compiled: an upper bound of time and memory")
+    unmeasured = [f"{key}={name}" for key, name in config.kernels.names().items() if name not in ("torch", "auto")]
+    if unmeasured:
+        found.append(
+            f"kernels.{{{', '.join(unmeasured)}}} are taken to touch each tensor once, to keep what their sources "
+            "say, and to take no scratch: no device has measured them here"
+        )
     if isinstance(config.model, MoEConfig):
         found.append("experts are taken to be sent equally many tokens: an idle or a busy one costs time")
-        if hardware.device_type == "npu":
+        if hardware.device_type == "npu" and config.kernels.grouped_matmul is not KernelLibrary.npu:
             found.append("experts are taken as one product, where an NPU multiplies one by one: a lower bound of time")
     if config.data.name != "synthetic":
         found.append("reading the data is taken to cost nothing")

@@ -2,11 +2,11 @@
 
 Some operators are chosen by the device: attention, normalisation, the products of experts, the loss's own kernel. On
 the fake device PyTorch would decompose them, or this project would take its way for devices without the kernel. Here
-they are put back to what CUDA, or an NPU, takes. Sources: PyTorch's ``sdp_utils.cpp`` (which attention), torch_npu's
-``npu_fusion_attention`` (github.com/Ascend/op-plugin, ``scaled_dot_product_attention``).
+they are put back to what CUDA, or an NPU, takes (``fused`` has what these keep). Sources: PyTorch's ``sdp_utils.cpp``
+(which attention), torch_npu's ``npu_fusion_attention`` (github.com/Ascend/op-plugin, ``scaled_dot_product_attention``).
 
 Not covered: the split of tokens over experts is unknown, so experts are multiplied as one group whose rows are all
-there are; an NPU, which has no such product, would multiply them one by one.
+there are; PyTorch's operators on an NPU, which have no such product, would multiply them one by one.
 """
 
 import functools
@@ -27,27 +27,18 @@ from fsdptoys.memory import chunked_loss, cpu_offload
 from fsdptoys.memory.checkpointing import SAVED_OPERATORS
 from fsdptoys.memory.head_products import DeviceProducts
 from fsdptoys.memory.objective import Objective
-from fsdptoys.models import experts, grouped
+from fsdptoys.models import grouped, npu_kernels
+from fsdptoys.models.kernels import IMPLEMENTATIONS
 from fsdptoys.simulator.hardware import AttentionKind
 
+from . import fused
 from .kernels import fuses_rms_norm
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
-NPU_MASK_ROWS = 2048
-"""Of the mask that stands for all causal ones, however long the sequence."""
-
-_library = torch.library.Library("planned", "DEF")
-_library.define("rms_norm(Tensor input, Tensor? weight, float? eps) -> (Tensor, Tensor)")
-_library.define("rms_norm_backward(Tensor grad, Tensor input, Tensor rstd, Tensor? weight) -> (Tensor, Tensor)")
+_library = torch.library.Library("planned", "FRAGMENT")
 _library.define("softmax_gradient_(Tensor(a!) logits, Tensor labels, Tensor(b!) losses) -> ()")
 _library.define("addmm_to_float32_(Tensor(a!) sum, Tensor left, Tensor right) -> ()")
-_library.define("grouped_mm(Tensor left, Tensor right, Tensor offs) -> Tensor")
-_library.define("npu_fusion_attention(Tensor query, Tensor key, Tensor value) -> (Tensor, Tensor, Tensor)")
-_library.define(
-    "npu_fusion_attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor output, Tensor maximum, "
-    "Tensor sum) -> (Tensor, Tensor, Tensor)"
-)
 
 
 def _shape(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -60,82 +51,12 @@ def _shape(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return register
 
 
-@_shape("rms_norm")
-def _rms_norm(input: Tensor, weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
-    return (
-        torch.empty_like(input, memory_format=torch.contiguous_format),
-        input.new_empty((*input.shape[:-1], 1), dtype=torch.float32),
-    )
-
-
-@_shape("rms_norm_backward")
-def _rms_norm_backward(grad: Tensor, input: Tensor, rstd: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-    grad_input = torch.empty_like(input, memory_format=torch.contiguous_format)
-    return grad_input, torch.empty_like(weight) if weight is not None else grad.new_empty(0)
-
-
 @_shape("softmax_gradient_")
 def _softmax_gradient(logits: Tensor, labels: Tensor, losses: Tensor) -> None: ...
 
 
 @_shape("addmm_to_float32_")
 def _addmm_to_float32(sum: Tensor, left: Tensor, right: Tensor) -> None: ...
-
-
-@_shape("grouped_mm")
-def _grouped_mm(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
-    groups = () if right.ndim == 3 else (len(offs),)
-    return left.new_empty((*groups, left.shape[0], right.shape[-1]))
-
-
-@_shape("npu_fusion_attention")
-def _npu_fusion_attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    statistics = [query.new_empty((*query.shape[:3], 8), dtype=torch.float32) for _ in range(2)]
-    return query.new_empty(query.shape), statistics[0], statistics[1]
-
-
-@_shape("npu_fusion_attention_backward")
-def _npu_fusion_attention_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, maximum: Tensor, sum: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
-
-
-class _RMSNorm(torch.autograd.Function):
-    """CUDA's fused normalisation, which keeps its input and one number a row."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor | None, eps: float | None) -> Tensor:
-        output, rstd = torch.ops.planned.rms_norm(input, weight, eps)
-        ctx.save_for_backward(input, weight, rstd)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        input, weight, rstd = ctx.saved_tensors
-        grad_input, grad_weight = torch.ops.planned.rms_norm_backward(grads[0], input, rstd, weight)
-        return grad_input, None if weight is None else grad_weight, None
-
-
-class _NPUAttention(torch.autograd.Function):
-    """torch_npu's fused attention, which keeps its inputs, its result, and two statistics a row, eight times each.
-
-    Results and gradients are contiguous, whatever the inputs are.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        results = torch.ops.planned.npu_fusion_attention(query, key, value)
-        ctx.save_for_backward(mask, query, key, value, *results)
-        output: Tensor = results[0]
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        made: tuple[Tensor, Tensor, Tensor] = torch.ops.planned.npu_fusion_attention_backward(
-            grads[0], *ctx.saved_tensors[1:]
-        )
-        return *made, None
 
 
 def rms_norm_cuda(
@@ -148,7 +69,7 @@ def rms_norm_cuda(
     """``F.rms_norm`` as CUDA takes it from torch 2.9 on: in one kernel, unless weight and input differ in dtype."""
     if len(normalized_shape) != 1 or (weight is not None and weight.dtype != input.dtype):
         return original(input, normalized_shape, weight, eps)
-    output: Tensor = _RMSNorm.apply(input, weight, eps)
+    output: Tensor = fused.rms_norm(input, weight, eps)
     return output
 
 
@@ -191,8 +112,8 @@ def attention_npu(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> 
     """``F.scaled_dot_product_attention`` as torch_npu computes it: each causal call makes a mask, which is kept."""
     mask = None
     if options.get("is_causal"):
-        mask = torch.ones((NPU_MASK_ROWS, NPU_MASK_ROWS), dtype=torch.bool, device=query.device).triu(1)
-    output: Tensor = _NPUAttention.apply(query, key, value, mask)
+        mask = torch.ones((npu_kernels.MASK_ROWS, npu_kernels.MASK_ROWS), dtype=torch.bool, device=query.device).triu(1)
+    output: Tensor = fused.npu_attention(query, key, value, mask)
     return output
 
 
@@ -298,7 +219,7 @@ def substituted(attention: AttentionKind, workers: Workers) -> Iterator[None]:
     """
     replacements: list[tuple[Any, str, Any]] = [
         (cpu_offload, "ThreadPoolExecutor", lambda *args, **kwargs: InlineExecutor(workers)),
-        (experts, "choose_product", lambda *args: PlannedGrouped()),
+        (npu_kernels, "operator", fused.NPU_OPERATORS.__getitem__),
         # The optimizer chooses its loop by the type of its parameters.
         (
             torch_optimizer,
@@ -325,4 +246,10 @@ def substituted(attention: AttentionKind, workers: Workers) -> Iterator[None]:
         if attention is AttentionKind.npu:
             kept = (*SAVED_OPERATORS["attention"], torch.ops.planned.npu_fusion_attention.default)
             stack.enter_context(mock.patch.dict(SAVED_OPERATORS, attention=kept))
+        # Without a trial, which takes real tensors.
+        products = {"torch": lambda *args: PlannedGrouped(), "npu": lambda *args: npu_kernels.NPUGrouped()}
+        stack.enter_context(mock.patch.dict(IMPLEMENTATIONS["grouped_matmul"], products))
+        for operation, function in fused.COMPILED.items():
+            stack.enter_context(mock.patch.dict(IMPLEMENTATIONS[operation], compiled=function))
+        stack.callback(npu_kernels.causal_mask.cache_clear)
         yield

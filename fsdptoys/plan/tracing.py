@@ -32,6 +32,7 @@ from fsdptoys.checkpoint import CheckpointConfig
 from fsdptoys.config import Config
 from fsdptoys.data import SyntheticConfig
 from fsdptoys.errors import ConfigError
+from fsdptoys.models import npu_kernels
 from fsdptoys.models.layers import LMHead
 from fsdptoys.parallel.precision import CastParameters
 from fsdptoys.profiler import DebugConfig, ProfileConfig
@@ -212,6 +213,8 @@ def _known(trainer: Trainer) -> Iterator[tuple[Category, Tensor]]:
                 yield Category.optimizer_states, state
     for buffer in trainer.strategy.model.buffers():
         yield Category.buffers, buffer
+    if npu_kernels.causal_mask.cache_info().currsize:
+        yield Category.buffers, npu_kernels.causal_mask(trainer.device.torch_device)
     for module in trainer.strategy.model.modules():
         if isinstance(module, CastParameters):
             for whole in module._copies.values():

@@ -62,6 +62,7 @@ ROUNDING = (
     "memory.cpu_offload",
     "memory.cpu_threads",
     "patches",
+    *(f"kernels.{operation}" for operation in ("attention", "rms_norm", "rotary", "swiglu", "grouped_matmul")),
 )
 """The layout is here for its default mode; ``train.deterministic=true`` makes all layouts equal."""
 

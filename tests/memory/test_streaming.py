@@ -334,7 +334,7 @@ class PretendedStreams:
         self.made = 0
         self.now = self.Stream()
 
-    def Stream(self) -> Any:  # noqa: N802 (the module's word)
+    def Stream(self, device: torch.device | None = None) -> Any:  # noqa: N802 (the module's word)
         """Make a stream, named by its number: 0 computes."""
         name = str(self.made)
         self.made += 1
@@ -346,7 +346,7 @@ class PretendedStreams:
         event.record = lambda stream: setattr(event, "by", stream.name)
         return event
 
-    def current_stream(self) -> Any:
+    def current_stream(self, device: torch.device) -> Any:
         """The stream that work goes to."""
         return self.now
 

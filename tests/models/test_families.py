@@ -1,5 +1,6 @@
 """Every family against transformers' implementation, with weights that went through transformers' own files."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsdptoys.memory import cross_entropy_sum
-from fsdptoys.models import FAMILIES, Llama4Config, ModelConfig, RotaryConfig, experts
+from fsdptoys.models import FAMILIES, Llama4Config, ModelConfig, RotaryConfig, choose_kernels, use_kernels
 from fsdptoys.models.grouped import Looped
 from fsdptoys.models.layers import Attention
 from tests.checkpoint.folders import build, load
@@ -78,11 +79,11 @@ def test_logits_and_gradients_equal_transformers(case: str, seq_len: int, tmp_pa
 
 
 @pytest.mark.parametrize("case", SMALL)
-def test_flops_per_token_match_torchs_counter(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flops_per_token_match_torchs_counter(case: str) -> None:
     """Oracle: torch's FlopCounterMode to 1%, which counts the whole square of attention: once more what we count."""
     # The counter knows torch's own products only, and counts the rows that another may be padded with.
-    monkeypatch.setattr(experts, "choose_product", lambda *_: Looped())
     model, seq_len = build(SMALL[case]), 96  # four whole chunks
+    use_kernels(model, replace(choose_kernels({}), grouped_matmul=lambda *_: Looped()))
     tokens_BT = torch.randint(0, 96, (2, seq_len))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(tokens_BT, tokens_BT, cross_entropy_sum).backward()

@@ -6,6 +6,7 @@ from typing import Any
 from fsdptoys.checkpoint import CheckpointConfig
 from fsdptoys.config import Config, DeviceChoice, LaunchConfig, TrainConfig
 from fsdptoys.data import SyntheticConfig
+from fsdptoys.kernels import Kernel, KernelConfig, KernelLibrary
 from fsdptoys.memory import MemoryConfig
 from fsdptoys.mesh import MeshConfig
 from fsdptoys.metrics import Console, MetricsConfig
@@ -14,6 +15,15 @@ from fsdptoys.optim import AdamWConfig, OptimConfig, WeightDecayOn
 from fsdptoys.parallel import ParallelConfig
 from fsdptoys.profiler import DebugConfig, ProfileConfig
 from fsdptoys.simulator.config import PlanConfig
+
+PLAIN_KERNELS = KernelConfig(
+    attention=KernelLibrary.torch,
+    rms_norm=Kernel.torch,
+    rotary=Kernel.torch,
+    swiglu=Kernel.torch,
+    grouped_matmul=KernelLibrary.torch,
+)
+"""For simulated NPUs, which have none of torch_npu's."""
 
 
 def tiny_model(tie_embeddings: bool = False) -> LlamaConfig:
@@ -83,6 +93,7 @@ def make_config(
     optim: OptimConfig | None = None,
     tie_embeddings: bool = False,
     model: ModelConfig | None = None,
+    kernels: KernelConfig | None = None,
     device: str = "cpu",
     **train: Any,
 ) -> Config:
@@ -103,6 +114,7 @@ def make_config(
         debug=DebugConfig(),
         launch=LaunchConfig(device=DeviceChoice(device)),
         plan=PlanConfig(),
+        kernels=copy.copy(kernels or (PLAIN_KERNELS if device == "npu" else KernelConfig())),
     )
     config.validate(world_size, device)
     return config

@@ -256,6 +256,23 @@ def test_kept_activations_of_a_llama_block_are_those_of_its_formulas(kind: Atten
         assert kept > expected * 0.97  # normalisation in parts keeps float32 copies
 
 
+@pytest.mark.parametrize("name", ["npu", "compiled"])
+def test_a_block_of_fused_kernels_keeps_one_tensor_less_of_the_feed_forward_s_width(name: str) -> None:
+    """Oracle: by hand, tensors in bf16: nine of width D, three of width F (gate, up, their product), statistics."""
+    kind, device_type = (AttentionKind.npu, "npu") if name == "npu" else (AttentionKind.flash, "cuda")
+    words = [f"kernels.{operation}={name}" for operation in ("rms_norm", "rotary", "swiglu")]
+    config = compose_config([*LLAMA, "train.batch_size=1", "parallel.param_dtype=bfloat16", *words])
+    config.validate(8, device_type)
+    with torch.device("meta"):
+        model = config.model.build()
+    (block,) = {id(block): block for block in segments_of(config, model, kind).blocks}.values()
+    kept = sum(stage.net_bytes for stage in block.forward)
+    tokens, width, ffn_width, heads = 4096, 4096, 11008, 32
+    statistics = tokens * heads * 4 * (16 if name == "npu" else 1)
+    expected = 9 * tokens * width * 2 + 3 * tokens * ffn_width * 2 + statistics
+    assert kept == pytest.approx(expected, rel=0.001)
+
+
 def test_native_segments_reserve_at_least_what_is_allocated() -> None:
     """Oracle: the allocator's invariant, and that the closed form says what it leaves out."""
     native = _predict(*LLAMA, FULL, allocator=AllocatorKind.native)
@@ -310,18 +327,19 @@ def test_float32_is_foretold_where_no_accelerator_has_a_kernel_for_it(model: str
 
 
 TRACED = [
-    ("parallel=fsdp2", FULL, "memory.chunk_loss=true", "memory.optimizer_offload=true"),
-    ("parallel=fsdp1",),
+    ("h100", ("parallel=fsdp2", FULL, "memory.chunk_loss=true", "memory.optimizer_offload=true")),
+    ("h100", ("parallel=fsdp1",)),
+    ("a2", ("parallel=fsdp2",)),  # with torch_npu's kernels
 ]
 
 
 @pytest.mark.usefixtures("unmeasured")
-@pytest.mark.parametrize("words", TRACED)
-def test_closed_form_agrees_with_the_trace(words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("name", "words"), TRACED)
+def test_closed_form_agrees_with_the_trace(name: str, words: tuple[str, ...]) -> None:
     """Oracle: the real trainer, traced and replayed, within the tenth from which on the two contradict each other."""
     model = ("model=llama3_1b", "model.n_layers=4", "parallel.param_dtype=bfloat16", "train.seq_len=2048")
-    config = _config(*model, *words)
-    hardware = _hardware("h100")
+    config = _config(*model, *words, hardware=name)
+    hardware = _hardware(name)
     formula = closed_form(config, hardware, 8, AllocatorKind.expandable)
     replayed = replay(traced_on(config, hardware, 8), hardware, build_allocator(AllocatorKind.expandable))
     memory = replayed.memory()

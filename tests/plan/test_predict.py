@@ -67,6 +67,7 @@ def test_ranks_are_those_asked_for_or_those_of_one_machine(words: list[str], ran
         (("plan.memory_gib=500",), 8, "plan.memory_gib=500 is over the 77.61 GiB that h100 leaves the allocator"),
         (("parallel=fsdp1",), 8, "two steps are traced, and what is reserved here may grow in a third"),
         (("train.compile=true",), 8, "train.compile=true is predicted as if nothing were compiled"),
+        (("kernels.swiglu=compiled",), 8, "kernels.{swiglu=compiled} are taken to touch each tensor once"),
         (("model=qwen3_moe_debug",), 8, "experts are taken to be sent equally many tokens"),
     ],
 )
@@ -80,6 +81,15 @@ def test_what_is_not_known_is_said_where_it_matters_and_nowhere_else(
     assert sum(sentence.startswith(told) for sentence in found) == 1
     assert not any(sentence.startswith(told) for sentence in plain)
     assert any("1.1 to 1.7 times" in sentence for sentence in plain)
+
+
+@pytest.mark.parametrize(("words", "told"), [((), False), (("kernels.grouped_matmul=torch",), True)])
+def test_experts_one_by_one_are_doubted_on_an_npu_where_they_are_not_grouped(
+    words: tuple[str, ...], told: bool
+) -> None:
+    """Oracle: the sentence; torch_npu's product is what an NPU takes unless told otherwise."""
+    config = composed("model=qwen3_moe_debug", *words, device_type="npu")
+    assert any("an NPU multiplies one by one" in each for each in doubts(config, load_hardware("a2"), 8)) is told
 
 
 def test_two_ways_that_differ_by_over_a_tenth_are_told() -> None:

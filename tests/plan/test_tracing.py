@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from fsdptoys.errors import ConfigError
+from fsdptoys.plan.kernels import fuses_rms_norm
 from fsdptoys.plan.tracing import trace
 from fsdptoys.simulator.events import (
     Alloc,
@@ -157,6 +158,44 @@ def test_attention_keeps_its_result_and_its_statistics(
         results.append(event)
     kept = [event for event in results if made.categories.get(event.block, event.category) is Category.activations]
     assert sum(event.bytes for event in kept) == pytest.approx(HEADS * TOKENS * row_bytes, abs=64)
+
+
+@pytest.mark.parametrize(
+    ("device_type", "kernels", "calls"),
+    [
+        ("npu", (), {"npu_fusion_attention": 1, "rms_norm": 2, "rotary": 4, "npu_swiglu": 1}),
+        ("npu", ("torch",), {"npu_fusion_attention": 1}),
+        ("npu", ("torch", "attention=npu", "swiglu=compiled"), {"npu_fusion_attention": 1, "swiglu": 1}),
+        ("cuda", ("torch", "rotary=compiled", "swiglu=compiled"), {"rms_norm": 2, "rotary": 4, "swiglu": 1}),
+    ],
+)
+def test_the_kernels_that_are_chosen_are_traced(
+    device_type: str, kernels: tuple[str, ...], calls: dict[str, int]
+) -> None:
+    """Oracle: calls a layer by hand, forward and backward of queries and keys' rotations; PyTorch's are many others."""
+    if device_type == "cuda" and not fuses_rms_norm():
+        calls = {name: count for name, count in calls.items() if name != "rms_norm"}
+    plain = ("attention", "rms_norm", "rotary", "swiglu") if "torch" in kernels else ()
+    words = [f"kernels.{operation}=torch" for operation in plain]
+    chosen = {word.split("=")[0]: word for word in [*words, *(f"kernels.{each}" for each in kernels if "=" in each)]}
+    made = traced([*LLAMA, "parallel=fsdp2", BF16, *chosen.values()], device_type=device_type)
+    counts = Counter(event.name for event in of_step(made, Kernel))
+    found = {
+        name.removeprefix("planned::"): count
+        for name, count in counts.items()
+        if name.startswith("planned::") and not name.endswith("_backward")
+    }
+    expected = {name: count * LAYERS + (name == "rms_norm") for name, count in calls.items()}
+    assert found == expected
+
+
+def test_one_mask_serves_all_attention_of_an_npu() -> None:
+    """Oracle: 2048 x 2048 booleans once, beside the rotary frequencies; PyTorch's function makes one a layer."""
+    for words, masks in (((), 1), (("kernels.attention=torch",), 0)):
+        made = traced([*LLAMA, "parallel=fsdp2", BF16, *words], device_type="npu")
+        assert live_bytes(made, 2, "end")[Category.buffers] // 2048**2 == masks
+        kept = live_bytes(made, 2, "backward")[Category.activations]
+        assert (kept > LAYERS * 2048**2) == (masks == 0)
 
 
 def test_products_of_a_step_are_those_of_the_model() -> None:

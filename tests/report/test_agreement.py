@@ -188,6 +188,7 @@ def test_another_training_is_not_compared(tmp_path: Path, second: dict[str, Any]
         {"memory.cpu_offload": True, "optim.implementation": "fused"},
         {"train.batch_size": 1, "train.grad_accum": 4},
         {"train.compile": True},
+        {"kernels.rms_norm": "compiled"},
         {"checkpoint.every": 5, "metrics.log_every": 3, "data.workers": 2, "train.eval_every": 4},
         {"train.deterministic": True, "parallel.reduce_dtype": "float64"},
     ],

@@ -1,0 +1,257 @@
+"""Each implementation of an operation against the plain one: values, gradients, formats, and what is kept.
+
+torch_npu's are called through stand-ins of its operators (``tests/npu_stand_ins.py``); the compiled ones are compiled
+for this CPU.
+"""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd.graph import saved_tensors_hooks
+
+from fsdptoys.memory import GradientCheckpointing, checkpoint_blocks, cross_entropy_sum
+from fsdptoys.memory.checkpointing import SAVED_OPERATORS
+from fsdptoys.models import choose_kernels, npu_kernels, use_kernels
+from fsdptoys.models.grouped import Looped, works
+from fsdptoys.models.kernels import IMPLEMENTATIONS, Pairs
+from fsdptoys.models.layers import rope_tables
+from tests.checkpoint.folders import build
+from tests.models.families import SMALL
+from tests.npu_stand_ins import CALLS, DEVICE, npu_operators
+
+NPU = dict.fromkeys(IMPLEMENTATIONS, "npu")
+COMPILED = {operation: "compiled" for operation, named in IMPLEMENTATIONS.items() if "compiled" in named}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def stand_ins() -> Iterator[None]:
+    """Have torch_npu's operators in this module."""
+    with npu_operators():
+        yield
+
+
+def _tables(length: int, width: int) -> tuple[Tensor, Tensor]:
+    return rope_tables(torch.logspace(0, -3, width // 2), length)
+
+
+def _qkv(batch: int, heads: int, groups: int, length: int, width: int) -> list[Tensor]:
+    """As ``Attention`` hands them over: views whose heads were moved in front of positions."""
+    return [torch.randn(batch, length, n, width).transpose(1, 2) for n in (heads, groups, groups)]
+
+
+CASES: dict[str, tuple[str, Callable[[], list[Tensor]], tuple[Any, ...]]] = {
+    "attention": ("attention", lambda: _qkv(2, 4, 4, 17, 16), ()),
+    "attention, shared heads, odd length": ("attention", lambda: _qkv(2, 6, 2, 33, 10), ()),
+    "attention, one token": ("attention", lambda: _qkv(1, 2, 1, 1, 8), ()),
+    "attention, more heads than the kernel takes": ("attention", lambda: _qkv(1, 258, 258, 3, 4), ()),
+    "norm of the stream": ("rms_norm", lambda: [torch.randn(2, 17, 24), torch.randn(24)], (1e-5,)),
+    "norm of heads": ("rms_norm", lambda: [torch.randn(2, 17, 4, 10), torch.randn(10)], (1e-6,)),
+    "norm without a weight": ("rms_norm", lambda: [torch.randn(2, 17, 4, 10).transpose(1, 2)], (None, 1e-5)),
+    "halves": ("rotary", lambda: _qkv(2, 4, 2, 17, 10)[:1], (*_tables(17, 10), Pairs.halves)),
+    "neighbours": ("rotary", lambda: _qkv(2, 4, 2, 17, 10)[:1], (*_tables(17, 10), Pairs.neighbours)),
+    "halves, many sequences": ("rotary", lambda: [torch.randn(1000, 1, 3, 4)], (*_tables(3, 4), Pairs.halves)),
+    "neighbours, many heads": ("rotary", lambda: [torch.randn(40, 25, 3, 4)], (*_tables(3, 4), Pairs.neighbours)),
+    "gate": ("swiglu", lambda: [torch.randn(2, 17, 22), torch.randn(2, 17, 22)], ()),
+}
+"""What a case has → operation, its differentiable arguments, the others."""
+
+
+def _run(function: Callable[..., Tensor], leaves: list[Tensor], rest: tuple[Any, ...]) -> list[Tensor]:
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    out = function(*leaves, *rest)
+    out.backward(torch.linspace(-1, 1, out.numel()).view(out.shape).to(out))
+    grads = [leaf.grad for leaf in leaves if leaf.grad is not None]
+    assert len(grads) == len(leaves)
+    return [out.detach(), *grads]
+
+
+COMPILED_CASES = ("norm of the stream", "norm without a weight", "halves", "neighbours", "gate")
+"""Few, since each is compiled in some seconds."""
+
+VARIANTS = [("npu", case, dtype) for case in CASES for dtype in (torch.float32, torch.bfloat16)]
+VARIANTS += [("compiled", case, torch.float32) for case in COMPILED_CASES]
+
+
+@pytest.mark.parametrize(("name", "case", "dtype"), VARIANTS)
+def test_implementation_gives_the_plain_ones_values_and_gradients(name: str, case: str, dtype: torch.dtype) -> None:
+    """Oracle: the plain function, to some roundings of the format, in whose format all results are."""
+    operation, make, rest = CASES[case]
+    torch.manual_seed(0)
+    leaves = [leaf.to(DEVICE, dtype) for leaf in make()]
+    rest = tuple(each.to(DEVICE) if isinstance(each, Tensor) else each for each in rest)
+    plain = _run(IMPLEMENTATIONS[operation]["torch"], leaves, rest)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for found, expected in zip(_run(IMPLEMENTATIONS[operation][name], leaves, rest), plain, strict=True):
+        assert found.dtype == expected.dtype == dtype and found.shape == expected.shape
+        assert (found.float() - expected.float()).norm() <= tolerance * expected.float().norm()
+
+
+def test_norm_with_a_weight_of_another_format_is_pytorchs() -> None:
+    """Oracle: the plain function in every bit; torch_npu's kernel refuses such a weight, and so does its stand-in."""
+    x, weight = torch.randn(3, 8, dtype=torch.bfloat16).to(DEVICE), torch.randn(8).to(DEVICE)
+    assert torch.equal(npu_kernels.rms_norm(x, weight, 1e-5), F.rms_norm(x, (8,), weight, 1e-5))
+
+
+@pytest.mark.parametrize(
+    ("operation", "name", "kept"),
+    [
+        ("rotary", "npu", 0),
+        ("rotary", "compiled", 0),
+        ("swiglu", "torch", 3),
+        ("swiglu", "npu", 2),
+        ("swiglu", "compiled", 2),
+        ("rms_norm", "npu", 1),
+        ("rms_norm", "compiled", 1),
+    ],
+)
+def test_so_many_tensors_of_the_inputs_size_are_kept(operation: str, name: str, kept: int) -> None:
+    """Oracle: what autograd saves, in sizes of the input; tables, weights and statistics are smaller."""
+    x = torch.randn(2, 4, 128, 16).to(DEVICE).requires_grad_()
+    cos, sin = (table.to(DEVICE) for table in _tables(128, 16))
+    arguments: dict[str, tuple[Any, ...]] = {
+        "rotary": (x * 1, cos, sin, Pairs.halves),
+        "swiglu": (x * 1, x * 2),
+        "rms_norm": (x * 1, torch.randn(16).to(DEVICE), 1e-5),
+    }
+    saved: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    function = IMPLEMENTATIONS[operation][name]
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = function(*arguments[operation])
+    assert out.requires_grad
+    size = x.untyped_storage().nbytes()
+    # Two tables of a head's half width are small beside what all heads have.
+    assert sum(nbytes // size for nbytes in saved.values()) == kept
+    assert sum(nbytes % size for nbytes in saved.values()) <= size / 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_product_of_the_npu_is_right_and_taken(dtype: torch.dtype) -> None:
+    """Oracle: multiplying and adding one by one, with an empty group (``works``)."""
+    assert works(npu_kernels.NPUGrouped(), DEVICE.type, dtype)
+    assert isinstance(npu_kernels.choose_product(DEVICE.type, dtype, 16, 24), npu_kernels.NPUGrouped)
+
+
+def test_grouped_product_that_is_wrong_gives_way_to_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: an operator that forgets empty groups; whoever asks gets one product a group."""
+    right = npu_kernels.operator("npu_grouped_matmul")
+    monkeypatch.setattr(npu_kernels, "operator", lambda name: lambda *args, **kwargs: [right(*args, **kwargs)[0] + 1])
+    npu_kernels._tried.cache_clear()
+    assert type(npu_kernels.choose_product(DEVICE.type, torch.float32, 16)) is Looped
+    npu_kernels._tried.cache_clear()
+
+
+def _loss_and_gradients(case: str, names: dict[str, str], dtype: torch.dtype, mode: GradientCheckpointing) -> Any:
+    torch.manual_seed(0)
+    model = build(SMALL[case]).to(dtype)
+    for name, param in model.named_parameters():
+        torch.nn.init.normal_(param, 1.0 if name.endswith("norm.weight") else 0.0, 0.2)
+    model.to(DEVICE)
+    use_kernels(model, choose_kernels(names))
+    checkpoint_blocks(model.layers, mode)
+    tokens_BT = torch.randint(0, 96, (2, 41), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    loss = model(tokens_BT, tokens_BT.roll(-1, 1), cross_entropy_sum)
+    loss.backward()
+    return loss.detach(), {name: param.grad for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("mode", [GradientCheckpointing.none, GradientCheckpointing.selective])
+@pytest.mark.parametrize(
+    ("case", "names"),
+    [("llama3 scaled tied", NPU), ("llama4", NPU), ("qwen3_moe", NPU), ("gpt2", NPU), ("llama3 scaled tied", COMPILED)],
+    ids=["llama3 npu", "llama4 npu", "qwen3_moe npu", "gpt2 npu", "llama3 compiled"],
+)
+def test_model_computes_the_same_with_other_kernels(
+    case: str, names: dict[str, str], mode: GradientCheckpointing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the same model with PyTorch's own, loss and all gradients in float32; experts, chunks, bare norms too."""
+    kept = (*SAVED_OPERATORS["attention"], torch.ops.npu.npu_fusion_attention.default)
+    monkeypatch.setitem(SAVED_OPERATORS, "attention", kept)
+    loss, grads = _loss_and_gradients(case, {}, torch.float32, GradientCheckpointing.none)
+    found_loss, found_grads = _loss_and_gradients(case, names, torch.float32, mode)
+    assert found_loss.item() == pytest.approx(loss.item(), rel=1e-5)
+    whole_norm = torch.stack([grad.norm() for grad in grads.values()]).norm()
+    for name, grad in grads.items():  # those of keys' biases are zero but for rounding
+        assert (found_grads[name] - grad).norm() <= 1e-4 * grad.norm() + 1e-7 * whole_norm, name
+
+
+@pytest.mark.parametrize(
+    ("mode", "attended", "multiplied"),
+    [
+        (GradientCheckpointing.none, 1, 6),
+        (GradientCheckpointing.full, 2, 8),
+        (GradientCheckpointing.selective, 1, 6),
+    ],
+)
+def test_selective_checkpointing_attends_and_multiplies_once(
+    mode: GradientCheckpointing, attended: int, multiplied: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: calls a layer, by hand: one attention; two products of experts in the forward, four in the backward."""
+    for name, operator in (("attention", "npu_fusion_attention"), ("grouped_mm", "npu_grouped_matmul")):
+        kept = (*SAVED_OPERATORS[name], getattr(torch.ops.npu, operator).default)
+        monkeypatch.setitem(SAVED_OPERATORS, name, kept)
+    _loss_and_gradients("qwen3_moe", NPU, torch.float32, GradientCheckpointing.none)  # tries the product
+    CALLS.clear()
+    _loss_and_gradients("qwen3_moe", NPU, torch.float32, mode)
+    layers = SMALL["qwen3_moe"].n_layers
+    assert CALLS["npu_fusion_attention"] == attended * layers
+    assert CALLS["npu_grouped_matmul"] == multiplied * layers
+
+
+def test_operators_of_torch_npu_that_selective_keeps_are_those_that_are_called() -> None:
+    """Oracle: a process in which they exist before ``memory`` is imported, as where torch_npu loads itself."""
+    program = """
+from tests.npu_stand_ins import CALLS, DEVICE, IS_REAL, npu_operators
+with npu_operators():
+    import torch
+    from fsdptoys.memory.checkpointing import SAVED_OPERATORS
+    assert torch.ops.npu.npu_fusion_attention.default in SAVED_OPERATORS["attention"]
+    assert torch.ops.npu.npu_grouped_matmul.default in SAVED_OPERATORS["grouped_mm"]
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_layers_of_two_models_have_their_own_kernels() -> None:
+    """Oracle: the stand-ins' calls: what one model was given, the other does not take, and it can be taken back."""
+    tokens_BT = torch.zeros(1, 8, dtype=torch.int64, device=DEVICE)
+    one, other = (build(SMALL["qwen3"]).to(DEVICE) for _ in range(2))
+    use_kernels(one, choose_kernels(NPU))
+    CALLS.clear()
+    other(tokens_BT)
+    assert not CALLS
+    one(tokens_BT)
+    layers = SMALL["qwen3"].n_layers  # with two norms each and one of queries and of keys, and one after all
+    assert dict(CALLS) == {
+        "npu_fusion_attention": layers,
+        "npu_rms_norm": 4 * layers + 1,
+        "npu_rotary_mul": 2 * layers,
+        "npu_swiglu": layers,
+    }
+    use_kernels(one, choose_kernels({}))
+    CALLS.clear()
+    one(tokens_BT)
+    assert not CALLS
+
+
+def test_compiled_kernels_are_taken_into_a_compiled_block() -> None:
+    """Oracle: the compiler's own count: one graph, in which the functions are, and the same result."""
+    model = build(SMALL["qwen3"])
+    tokens_BT = torch.zeros(1, 8, dtype=torch.int64)
+    hidden, rotations = model.embed(tokens_BT), model.rotations(8)
+    expected = model.layers[0](hidden, rotations)
+    use_kernels(model, choose_kernels(COMPILED))
+    counter = CompileCounterWithBackend("aot_eager")
+    found = torch.compile(model.layers[0], backend=counter, fullgraph=True)(hidden, rotations)
+    assert counter.frame_count == 1
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
