@@ -42,14 +42,14 @@ OWN = {
     "fsdp1, flat": ["parallel=fsdp1", "parallel.use_orig_params=false", "optim.weight_decay_on=all"],
     "bf16": [*PLAIN, "parallel.param_dtype=bfloat16"],
     "two microbatches": [*PLAIN, "train.grad_accum=2"],
-    "experts": [*PLAIN, "model=qwen3_moe_debug"],
 }
 """Held against the same words on a CPU."""
 CLOSE = {
     "fsdp1, hsdp over four ranks": HYBRID,
     "chunked loss": [*PLAIN, "memory.chunk_loss=true"],
+    "experts": [*PLAIN, "model=qwen3_moe_debug"],
 }
-"""What adds in another order: gloo, and the chunked loss, whose chunks and products are chosen by the device."""
+"""What adds in another order: gloo; and the chunked loss and the experts, whose products are chosen by the device."""
 THREE_BLOCKS = [*PLAIN, "model.n_layers=3"]
 OFFLOADED = [*THREE_BLOCKS, "memory.gradient_checkpointing=full", "memory.activation_offload=true"]
 CASES = {name: (words, PLAIN) for name, words in EXACT.items()} | {name: (words, words) for name, words in OWN.items()}
