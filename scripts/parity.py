@@ -14,11 +14,11 @@ parallel.simulated_ranks=N``).
   in every bit on the same mesh wherever a reduction adds two numbers. Over more ranks a ring adds in an order that
   depends on where in the buffer a number lies, which differs between flat and per-parameter sharding: their last bits
   then differ, and the table says so. With bf16 parameters FSDP1 adds up micro-batches in bf16, the others in float32.
-- portable mode (``train.sum_dtype=float32 optim.implementation=for_loop``): what every device runs, and NPUs alone of
-  the three, whose collectives have no float64. Norms are rounded in the order in which gradients are sharded, so that
-  only what shards alike agrees in every bit, and every loss is within 1e-6 of the one process in float32.
-  ``--against-cpu`` trains every row on CPU ranks too, in the same arithmetic, and tells how far a device's losses are
-  from theirs. That is no breach: another kernel may round otherwise.
+- portable mode (``train.sum_dtype=float32 optim.implementation=for_loop`` and PyTorch's kernels): what every device
+  runs, and NPUs alone of the three, whose collectives have no float64. Norms are rounded in the order in which
+  gradients are sharded, so that only what shards alike agrees in every bit, and every loss is within 1e-6 of the one
+  process in float32. ``--against-cpu`` trains every row on CPU ranks too, in the same arithmetic, and tells how far a
+  device's losses are from theirs. That is no breach: another kernel may round otherwise.
 - what is written here from scratch (``toy-``) must agree with PyTorch's in every bit, in both modes: the toy DDP and
   ZeRO-1 with DDP, the toy FSDP with FSDP2. The toy ZeRO-2 and ZeRO-3 reduce after every micro-batch, DDP once a step;
   where that is the same (--grad-accum 1) and a reduction adds two numbers, they must agree with DDP in every bit. Over
@@ -47,6 +47,7 @@ from fsdptoys.compose import compose_config
 from fsdptoys.config import Config
 from fsdptoys.device import device_count, float64_collectives, missing_device
 from fsdptoys.errors import ConfigError
+from fsdptoys.kernels import KernelConfig
 from fsdptoys.models import FAMILIES
 from fsdptoys.trainer import Trainer
 from scripts.ranks import run_ranks
@@ -93,7 +94,12 @@ FLOAT32_ONLY = ("toy-zero3",)
 MODES = {
     "deterministic": ["train.deterministic=true"],
     "default": ["train.deterministic=false"],
-    "portable": ["train.deterministic=false", "train.sum_dtype=float32", "optim.implementation=for_loop"],
+    "portable": [
+        "train.deterministic=false",
+        "train.sum_dtype=float32",
+        "optim.implementation=for_loop",
+        *(f"kernels.{operation}=torch" for operation in KernelConfig().names()),
+    ],
 }
 """Mode → overrides that make it."""
 

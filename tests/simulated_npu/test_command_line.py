@@ -1,6 +1,8 @@
 """Whole runs through the command line and ``scripts/parity.py``, in processes that load the device by themselves."""
 
+import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -14,14 +16,30 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.launcher
 
 
-def run(words: list[str], cwd: Path) -> str:
-    """What a command prints where there are four simulated NPUs; it must end well."""
+def run(words: list[str], cwd: Path, status: int = 0, **variables: str) -> str:
+    """What a command prints where there are four simulated NPUs, and it must end with this status."""
     unset = ("RANK", "WORLD_SIZE", "COVERAGE_PROCESS_")
     present = {name: value for name, value in os.environ.items() if not name.startswith(unset)}
-    present |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{SITE}", "SIMULATED_NPU_DEVICES": "4", "OMP_NUM_THREADS": "1"}
+    present |= {
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{SITE}",
+        "SIMULATED_NPU_DEVICES": "4",
+        "OMP_NUM_THREADS": "1",
+    } | variables
     done = subprocess.run([sys.executable, *words], cwd=cwd, env=present, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout if status == 0 else done.stderr
+
+
+def train(words: str, cwd: Path, status: int = 0, **variables: str) -> str:
+    """What a small run prints."""
+    small = "train model=llama_debug experiment=null train.seq_len=32 launch.device=npu"
+    return run(["-m", "fsdptoys", *small.split(), *words.split()], cwd, status, **variables)
+
+
+def losses(run_dir: Path) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
 
 
 def test_npus_train_to_the_losses_of_cpu_ranks_in_portable_mode(tmp_path: Path) -> None:
@@ -35,10 +53,42 @@ def test_npus_train_to_the_losses_of_cpu_ranks_in_portable_mode(tmp_path: Path) 
 
 def test_a_mesh_of_two_axes_trains_on_npus_and_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     """Oracle: what the run says; both ask for groups that a group which is bound to an NPU cannot give."""
-    words = "train model=llama_debug parallel=fsdp2 mesh.fsdp_size=2 train.seq_len=32 launch.device=npu "
-    words += "checkpoint.every=2 checkpoint.resume=auto metrics.run_dir=run"
-    said = [run(["-m", "fsdptoys", *words.split(), f"train.steps={steps}"], tmp_path) for steps in (2, 3)]
+    words = "parallel=fsdp2 mesh.fsdp_size=2 checkpoint.every=2 checkpoint.resume=auto metrics.run_dir=run"
+    said = [train(f"{words} train.steps={steps}", tmp_path) for steps in (2, 3)]
     first = next(line for line in said[0].splitlines() if line.startswith("fsdptoys: found"))
     assert first.startswith("fsdptoys: found 4 × Simulated NPU") and "HCCL_EXEC_TIMEOUT=660" in first
     assert "checkpoint of step 2 saved" in said[0] and "3 of 3 steps; all steps done" in said[1]
     assert "barrier(): using the device under current context" not in "".join(said)
+
+
+def test_what_npus_saved_cpu_ranks_go_on_from_under_another_strategy(tmp_path: Path) -> None:
+    """Oracle: the same four steps on CPU ranks without a break, to the last bit of losses and norms."""
+    words = "train.steps={} parallel={} launch.nproc_per_node=2 launch.device={} metrics.run_dir={} "
+    words += "train.sum_dtype=float32 optim.implementation=foreach optim.schedule=constant checkpoint.every=2"
+    train(
+        words.format(2, "fsdp1", "npu", "run") + " memory.optimizer_offload=true", tmp_path, SIMULATED_NPU_DELAYED="1"
+    )
+    train(words.format(4, "fsdp2", "cpu", "run") + " checkpoint.resume=auto", tmp_path)
+    train(words.format(4, "fsdp2", "cpu", "whole"), tmp_path)
+    assert losses(tmp_path / "run")[2:] == losses(tmp_path / "whole")[2:]
+    assert len(losses(tmp_path / "whole")) == 4
+
+
+def test_a_profile_falls_back_to_pytorchs_own_and_a_snapshot_has_every_allocation(tmp_path: Path) -> None:
+    """Oracle: the files; a device without torch_npu has nobody but PyTorch to trace it."""
+    words = "parallel=single launch.nproc_per_node=1 train.steps=3 metrics.run_dir=run profile.enabled=true "
+    words += "profile.skip_steps=1 profile.warmup_steps=0 profile.active_steps=1 profile.snapshot=true "
+    said = train(words + "profile.snapshot_first_step=2 profile.snapshot_steps=1", tmp_path)
+    assert "trace of step 2: run/profile/rank0.json.gz" in said and "memory snapshot (steps 2 to 2)" in said
+    with open(tmp_path / "run" / "profile" / "memory-rank0.pickle", "rb") as file:
+        entries = pickle.load(file)["device_traces"][0]
+    assert {"alloc", "free_completed"} <= {entry["action"] for entry in entries}
+    assert any("trainer.py" in frame["filename"] for entry in entries for frame in entry["frames"])
+
+
+def test_memory_that_runs_out_is_told_with_what_was_live_and_what_would_make_room(tmp_path: Path) -> None:
+    """Oracle: the device's capacity, and switches of memory by name."""
+    words = "parallel=fsdp2 launch.nproc_per_node=2 train.steps=2 train.seq_len=512 train.batch_size=16"
+    said = train(words, tmp_path, 1, SIMULATED_NPU_MIB="24")
+    assert "the memory of the npu device ran out on rank" in said and "24.00 MiB in all" in said
+    assert "activations, temporaries, gathered parameters" in said and "memory.gradient_checkpointing=full" in said
