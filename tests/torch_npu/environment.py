@@ -25,7 +25,7 @@ SOURCES = ("runtime", "memory", "operators", "reduce", "hccl", "profiler")
 LIBRARY = "libascendcl.so"
 ALIASES = (
     *("libhccl.so", "libacl_op_compiler.so", "libacl_tdt_channel.so"),
-    *("libge_runner.so", "libgraph.so", "libascend_hal.so"),
+    *("libge_runner.so", "libgraph.so", "libmsprofiler.so", "libascend_hal.so"),
 )
 """Further names under which torch_npu's libraries ask for CANN's."""
 
