@@ -12,7 +12,7 @@ SITE = Path(__file__).parent / "site"
 
 sys.path.append(str(SITE))
 
-import simulated_npu  # noqa: E402
+import simulated_npu as simulated_npu  # noqa: E402
 from simulated_npu.build import build_extension as build_extension  # noqa: E402
 
 MODES = ("immediate", "delayed")

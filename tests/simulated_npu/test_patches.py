@@ -1,6 +1,5 @@
 """The patches of streams and of prefetching on a device that has streams, and FSDP1's settings that need one."""
 
-import contextlib
 from typing import Any
 
 import pytest
@@ -14,13 +13,15 @@ from fsdptoys.patches import apply_patches
 from fsdptoys.patches.fsdp1_stream_reuse import STREAMS as FSDP1_STREAMS
 from fsdptoys.patches.fsdp2_stream_reuse import STREAMS as FSDP2_STREAMS
 from scripts.ranks import run_ranks
-from tests.simulated_npu.ranks import MODES, run_npu_ranks
+from tests.simulated_npu.ranks import MODES, run_npu_ranks, simulated_npu
 
 WIDTH = 6
 
 
 def make_root(strategy: str, device: str, seed: int, hybrid: bool = False, **options: Any) -> nn.Module:
     """Three blocks, each a unit, and the root around them."""
+    if device == "npu":
+        torch.npu.set_device(dist.get_rank())
     torch.manual_seed(seed)
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).to(device) for _ in range(3)]
     ranks = dist.get_world_size()
@@ -30,7 +31,7 @@ def make_root(strategy: str, device: str, seed: int, hybrid: bool = False, **opt
         for block in blocks:
             fully_shard(block, mesh=mesh)
         return fully_shard(nn.Sequential(*blocks), mesh=mesh)
-    options |= {"device_mesh": mesh, "device_id": torch.device(device, dist.get_rank() if device == "npu" else None)}
+    options |= {"device_mesh": mesh, "device_id": blocks[0][0].weight.device}
     options |= {"sharding_strategy": ShardingStrategy.HYBRID_SHARD if hybrid else ShardingStrategy.FULL_SHARD}
     options |= {"use_orig_params": True}
     wrapped = [FullyShardedDataParallel(block, **options) for block in blocks]
@@ -108,24 +109,15 @@ def test_fsdp1s_prefetching_and_offload_change_no_gradient(name: str, mode: str)
     assert ours == run_ranks(2, prefetch, "cpu", on_cpu)
 
 
-@contextlib.contextmanager
-def streams_that_do_not_wait() -> Any:
-    """A fault, as a careless patch could make: nobody waits for another stream."""
-    before = torch.Stream.wait_stream, torch.Stream.wait_event
-    torch.Stream.wait_stream = torch.Stream.wait_event = lambda self, other: None  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.Stream.wait_stream, torch.Stream.wait_event = before  # type: ignore[method-assign]
+def careless(strategy: str) -> list[Any]:
+    """Gradients where no stream waits for another one, as under a careless patch."""
+    simulated_npu.extension.set_waits(False)
+    return two_roots(strategy, "npu", False, False)[1]
 
 
-def careless(device: str) -> list[Any]:
-    with streams_that_do_not_wait():
-        return two_roots("fsdp1", device, False, False)[1]
-
-
-def test_delayed_streams_show_a_wait_that_is_missing() -> None:
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+def test_delayed_streams_show_a_wait_that_is_missing(strategy: str) -> None:
     """Oracle: the gradients with all waits in place; streams that work at once do not show it."""
-    right = [gradients for _, gradients in run_npu_ranks(2, two_roots, "fsdp1", "npu", False, False)]
-    assert run_npu_ranks(2, careless, "npu") == right
-    assert run_npu_ranks(2, careless, "npu", mode="delayed") != right
+    right = [gradients for _, gradients in run_npu_ranks(2, two_roots, strategy, "npu", False, False)]
+    assert run_npu_ranks(2, careless, strategy) == right
+    assert run_npu_ranks(2, careless, strategy, mode="delayed") != right

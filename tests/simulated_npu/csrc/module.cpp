@@ -95,6 +95,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_fraction", [](double fraction, int device) { allocator().set_fraction(fraction, device); });
   m.def("set_delayed", &set_delayed, py::call_guard<py::gil_scoped_release>());
   m.def("is_delayed", &is_delayed);
+  m.def("set_waits", &set_waits);
   m.def("device_count", &device_count);
   m.def("current_device", [] { return int(current_device()); });
   m.def("set_device", [](int device) { set_current_device(device); });

@@ -20,6 +20,7 @@ namespace {
 
 int n_devices = 8;
 std::atomic<bool> delayed{false};
+std::atomic<bool> waits{true};
 thread_local c10::DeviceIndex this_device = 0;
 thread_local std::array<c10::StreamId, kMostDevices> this_stream{};
 std::atomic<c10::StreamId> next_stream{1};
@@ -133,6 +134,7 @@ void set_delayed(bool on) {
   if (on && !std::exchange(watched, true)) std::thread(run_collectives_when_idle).detach();
 }
 bool is_delayed() { return delayed; }
+void set_waits(bool on) { waits = on; }
 
 c10::StreamId current_stream(c10::DeviceIndex device) { return this_stream[device]; }
 c10::StreamId exchange_stream(c10::DeviceIndex device, c10::StreamId stream) {
@@ -173,7 +175,7 @@ void submit_collective(c10::DeviceIndex device, c10::StreamId stream, Task task)
 }
 
 void submit_wait(c10::DeviceIndex device, c10::StreamId stream, const Mark& mark) {
-  if (delayed && !is_done(mark)) submit(device, stream, [mark] { wait_for(mark); });
+  if (delayed && waits && !is_done(mark)) submit(device, stream, [mark] { wait_for(mark); });
 }
 
 Mark mark(c10::DeviceIndex device, c10::StreamId stream) {

@@ -36,6 +36,7 @@ using Task = std::function<void()>;
 
 void set_delayed(bool delayed);
 bool is_delayed();
+void set_waits(bool on);  // off: streams wait for nothing, a fault that tests must be able to see
 
 c10::StreamId current_stream(c10::DeviceIndex device);
 c10::StreamId exchange_stream(c10::DeviceIndex device, c10::StreamId stream);  // returns the previous one
