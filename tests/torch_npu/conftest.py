@@ -16,6 +16,9 @@ by the CPU's on the same bytes. So a run here says that our calls fit torch_npu.
 kernels and their rounding, of waits that are missing, of HCCL between machines; and ``torch.compile`` is not
 covered.
 
+Its fused operators, which a run on an NPU takes by itself, are turned off but in one test, which computes them by
+plain products under torch_npu's own schemas and autograd (``tests/npu_stand_ins.py``).
+
 ``STUB_DEVICES`` (2) and ``STUB_DEVICE_MIB`` (16384) set what the stub has.
 """
 

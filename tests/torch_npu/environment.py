@@ -23,7 +23,10 @@ NEWEST, OLDEST = "2.13.0", "2.7.1"
 
 SOURCES = ("runtime", "memory", "operators", "reduce", "hccl", "profiler")
 LIBRARY = "libascendcl.so"
-ALIASES = ("libhccl.so", "libacl_op_compiler.so", "libacl_tdt_channel.so", "libge_runner.so", "libgraph.so")
+ALIASES = (
+    *("libhccl.so", "libacl_op_compiler.so", "libacl_tdt_channel.so"),
+    *("libge_runner.so", "libgraph.so", "libmsprofiler.so", "libascend_hal.so"),
+)
 """Further names under which torch_npu's libraries ask for CANN's."""
 
 CANN_SYMBOL = re.compile(r"(acl|Hccl|Msprof|rt[A-Z])\w+")
@@ -80,7 +83,9 @@ def build_cann(package: Path) -> None:
     rest.write_text("".join(f'extern "C" int {name}() {{ return 0; }}\n' for name in missing))
     run(["g++", *flags, *files, str(rest), "-o", str(built)])
     for alias in ALIASES:
-        shutil.copy(built, package / "lib" / alias)
+        link = package / "lib" / alias
+        link.unlink(missing_ok=True)
+        link.symlink_to(LIBRARY)  # copies would be loaded side by side, each with a memory of its own
 
 
 def build_kernels(site: Path, package: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from fsdptoys.config import Config
+from fsdptoys.kernels import KernelConfig
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 200
@@ -23,11 +23,8 @@ SMALL = [
 ]
 """Of every run. AdamW by default takes another form on an accelerator than on a CPU, and rounds differently."""
 
-
-def plain_kernels() -> list[str]:
-    """The words that keep a model's operations PyTorch's, where a run could choose: the stub has no fused ones."""
-    chosen = next((each.type for each in dataclasses.fields(Config) if each.name == "kernels"), None)
-    return [f"kernels.{each.name}=torch" for each in dataclasses.fields(chosen)] if chosen is not None else []
+PLAIN_KERNELS = [f"kernels.{each.name}=torch" for each in dataclasses.fields(KernelConfig)]
+"""A model's operations as PyTorch has them: the stub computes none of torch_npu's fused ones."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +75,27 @@ def run(
     fixed = [f"launch.device={device}", f"launch.nproc_per_node={ranks}", f"metrics.run_dir={folder}"]
     if not any(word.startswith("model=") for word in words):
         fixed.append(MODEL)
-    command = [str(environment / "bin/python"), "-m", "fsdptoys", "train", *SMALL, *plain_kernels(), *fixed, *words]
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("RANK", "WORLD_SIZE"))}
+    command = ["-m", "fsdptoys", "train", *SMALL, *PLAIN_KERNELS, *fixed, *words]
+    done = run_python(environment, command, variables)
+    return Result(done.returncode, done.stdout, folder)
+
+
+def run_fused(environment: Path, folder: Path, words: Sequence[str]) -> Result:
+    """Train on two ranks with the fused operators that an NPU takes by itself, over stand-ins for their kernels."""
+    fixed = ["launch.device=npu", f"metrics.run_dir={folder}"]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "tests.torch_npu.fused_run"]
+    done = run_python(environment, [*launcher, *SMALL, *fixed, *words])
+    return Result(done.returncode, done.stdout, folder)
+
+
+def run_python(
+    environment: Path, arguments: Sequence[str], variables: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run the environment's Python in the checkout; stderr comes with stdout."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     set_here = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(variables or {})}
-    done = subprocess.run(
-        command,
+    return subprocess.run(
+        [str(environment / "bin/python"), *arguments],
         cwd=ROOT,
         env=inherited | set_here,
         stdout=subprocess.PIPE,
@@ -90,7 +103,6 @@ def run(
         text=True,
         timeout=SECONDS,
     )
-    return Result(done.returncode, done.stdout, folder)
 
 
 def differences(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[str]:

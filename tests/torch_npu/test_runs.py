@@ -1,37 +1,23 @@
 """What else a run does on the real torch_npu: collectives, checkpoints, the profiler, memory histories, running out."""
 
 import json
-import os
 import pickle
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from .runs import ROOT, SECONDS, differences, run
+from .runs import differences, run, run_fused, run_python
 
 pytestmark = pytest.mark.torch_npu
 
 
 def test_collectives_give_what_they_should_and_float64_is_refused(environment: Path) -> None:
     """Oracle: the values by hand. torch_npu pads lists itself, and knows itself which formats HCCL takes."""
-    done = subprocess.run(
-        [
-            environment / "bin/python",
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node=2",
-            "-m",
-            "tests.torch_npu.collectives",
-        ],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
+    done = run_python(
+        environment, ["-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "tests.torch_npu.collectives"]
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout
     found = {int(rank): json.loads(text) for rank, text in re.findall(r"rank (\d): (.*)", done.stdout)}
     for rank in range(2):
         assert found[rank] == {
@@ -43,6 +29,28 @@ def test_collectives_give_what_they_should_and_float64_is_refused(environment: P
             "large": [3],
             "refused": "HCCL allreduce: Unsupported data type at::kDouble",
         }
+
+
+@pytest.mark.parametrize(
+    ("model", "operators"),
+    [
+        ("llama_debug", {"npu_fusion_attention", "npu_rms_norm", "npu_rotary_mul", "npu_swiglu"}),
+        ("qwen3_moe_debug", {"npu_fusion_attention", "npu_rms_norm", "npu_rotary_mul", "npu_grouped_matmul"}),
+    ],
+)
+def test_an_npu_trains_with_torch_npus_fused_operators_by_itself(
+    environment: Path, tmp_path: Path, model: str, operators: set[str]
+) -> None:
+    """Oracle: losses on a CPU with PyTorch's, to 1e-5; and the calls of the operators and of their backwards."""
+    words = [f"model={model}", "parallel=fsdp2"]
+    npu = run_fused(environment, tmp_path / "npu", words)
+    assert npu.status == 0, npu.told
+    counted = [json.loads(line)["calls"] for line in re.findall(r'{"calls": .*}', npu.told)]
+    backwards = {"npu_fusion_attention_grad", "npu_rms_norm_backward"}
+    backwards |= {"npu_swiglu_backward"} if "npu_swiglu" in operators else set()
+    assert [set(calls) for calls in counted] == [operators | backwards] * 2
+    cpu = run(environment, tmp_path / "cpu", "cpu", words)
+    assert npu.losses() == pytest.approx(cpu.losses(), rel=1e-5)
 
 
 def test_float64_sums_are_refused_before_anything_starts(environment: Path, tmp_path: Path) -> None:
@@ -68,13 +76,16 @@ def test_a_resumed_run_ends_with_the_weights_of_one_that_was_not_stopped(
 
 
 def test_profile_goes_through_torch_npus_profiler(environment: Path, tmp_path: Path) -> None:
-    """Oracle: the folder that torch_npu's own handler makes; CANN's part records nothing here, which is told."""
+    """Oracle: the trace that torch_npu's own analysis writes: the operators of the host, since CANN records nothing."""
     words = ["parallel=fsdp2", "profile.enabled=true", "profile.skip_steps=0", "profile.active_steps=1"]
     done = run(environment, tmp_path / "run", "npu", words)
     assert done.status == 0, done.told
-    left = list((done.folder / "profile").glob("rank0_*_ascend_pt"))
-    assert len(left) == 1
-    assert f"torch_npu's profiler left no trace in {left[0]}; its own messages say why" in done.told
+    (written,) = (done.folder / "profile").glob("rank0_*_ascend_pt")
+    told = "".join(done.told.split())  # a console that is narrower than the path cuts it
+    assert f"traceofstep2:{written}" in told, done.told
+    events = json.loads((written / "ASCEND_PROFILER_OUTPUT/trace_view.json").read_text())
+    names = {event["name"] for event in events}
+    assert "aten::mm" in names and any(name.startswith("ProfilerStep#2") for name in names)
 
 
 def test_memory_history_is_torch_npus(environment: Path, tmp_path: Path) -> None:

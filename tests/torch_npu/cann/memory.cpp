@@ -72,8 +72,10 @@ aclError copy(void* to, size_t most, const void* from, size_t bytes, aclrtMemcpy
   if (bytes > most) return stub_refuse(ACL_ERROR_INVALID_PARAM, "copy of %zu bytes into %zu", bytes, most);
   bool to_device = kind == ACL_MEMCPY_HOST_TO_DEVICE || kind == ACL_MEMCPY_DEVICE_TO_DEVICE;
   bool from_device = kind == ACL_MEMCPY_DEVICE_TO_HOST || kind == ACL_MEMCPY_DEVICE_TO_DEVICE;
-  if (kind != ACL_MEMCPY_DEFAULT && (to_device != on_device(to, bytes) || from_device != on_device(from, bytes)))
-    return stub_refuse(ACL_ERROR_INVALID_PARAM, "copy of kind %d between the wrong sides", static_cast<int>(kind));
+  bool to_is_device = on_device(to, bytes), from_is_device = on_device(from, bytes);
+  if (kind != ACL_MEMCPY_DEFAULT && (to_device != to_is_device || from_device != from_is_device))
+    return stub_refuse(ACL_ERROR_INVALID_PARAM, "copy of kind %d from %p (device memory: %d) to %p (%d), %zu bytes",
+                       static_cast<int>(kind), from, from_is_device, to, to_is_device, bytes);
   std::memmove(to, from, bytes);
   return ACL_SUCCESS;
 }

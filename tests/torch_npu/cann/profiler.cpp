@@ -1,4 +1,5 @@
-// CANN's profiler, which records nothing: torch_npu's starts and stops it, and finds no data to analyse.
+// CANN's profiler, which records nothing: torch_npu's starts and stops it, and finds no data to analyse. While it runs,
+// torch_npu asks the driver's library, libascend_hal.so, for the device's clock.
 #include <cstdint>
 #include <cstdlib>
 
@@ -21,6 +22,16 @@ aclprofConfig* aclprofCreateConfig(uint32_t*, uint32_t, aclprofAicoreMetrics, co
 aclError aclprofDestroyConfig(const aclprofConfig* config) {
   std::free(const_cast<aclprofConfig*>(config));
   return ACL_SUCCESS;
+}
+
+int halGetAPIVersion(int* version) {
+  *version = 0;  // without a clock of the device
+  return 0;
+}
+
+int halGetDeviceInfo(uint32_t, int32_t, int32_t, int64_t* value) {
+  *value = 0;
+  return 0;
 }
 
 }  // extern "C"

@@ -1,0 +1,17 @@
+"""``fsdptoys train`` as one rank of torchrun's, where torch_npu's fused operators compute what plain products do.
+
+Their schemas, and the autograd that calls their backwards, are torch_npu's own. The last line counts the calls.
+"""
+
+import json
+import sys
+
+from fsdptoys.__main__ import main
+from tests.npu_stand_ins import CALLS, npu_operators
+
+if __name__ == "__main__":
+    sys.argv[1:1] = ["train"]
+    with npu_operators():
+        status = main()
+    print(json.dumps({"calls": CALLS}))
+    sys.exit(status)
