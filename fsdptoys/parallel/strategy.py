@@ -80,6 +80,11 @@ class ParallelConfig(ABC):
         return True
 
     @property
+    def cuts_along_dims(self) -> bool:
+        """Whether the optimizer sees parameters whole, or as DTensors that are cut along a dim: optim=muon."""
+        return True
+
+    @property
     def hooks_parts_of_blocks(self) -> bool:
         """Whether the strategy puts hooks on parts of a block, besides the block."""
         return False

@@ -31,6 +31,11 @@ class ToyZero1Config(DDPConfig):
         """The optimizer sees pieces."""
         return False
 
+    @property
+    def cuts_along_dims(self) -> bool:
+        """A piece ends in the middle of a row."""
+        return False
+
     def build(self, context: ParallelContext) -> "ToyZero1":
         """Construct the strategy."""
         return ToyZero1(self, context)

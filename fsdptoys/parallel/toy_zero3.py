@@ -40,6 +40,11 @@ class ToyZero3Config(ReducingConfig):
         return False
 
     @property
+    def cuts_along_dims(self) -> bool:
+        """Only the owner has anything of a parameter."""
+        return False
+
+    @property
     def compiles(self) -> bool:
         """Its tensors come and go, which a compiled forward would not see."""
         return False
