@@ -56,9 +56,9 @@ class BFloat16AdamW(AdamW):
         else:
             beta1, beta2 = group["betas"]
             adamw(
-                [tensors[0]], [tensors[1]], [tensors[2]], [tensors[3]], [], [state["step"]], foreach=group["foreach"], fused=group["fused"],
-                amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"],
-                eps=group["eps"], maximize=False,
+                [tensors[0]], [tensors[1]], [tensors[2]], [tensors[3]], [], [state["step"]],
+                foreach=group["foreach"], fused=group["fused"], amsgrad=False, beta1=beta1, beta2=beta2,
+                lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
             )  # fmt: skip
         for mean, rounded in zip(means, kept, strict=True):
             rounded.copy_(mean)

@@ -383,10 +383,10 @@ class Config:
 
     def _check_muon(self) -> None:
         """Muon needs matrices that lie whole on the device, or cut along one dim."""
-        if not self.parallel.cuts_along_dims:
+        if self.parallel.matrices_lost:
             raise ConfigError(
-                f"optim=muon orthogonalises whole matrices, which parallel={self.parallel.name} cuts elsewhere than "
-                "between rows; set parallel=fsdp2 or optim=adamw"
+                f"optim=muon orthogonalises whole matrices, which parallel={self.parallel.name} "
+                f"{self.parallel.matrices_lost}; set parallel=fsdp2 or optim=adamw"
             )
         for name in ("optimizer_offload", "cpu_offload"):
             if getattr(self.memory, name):

@@ -1,7 +1,7 @@
 """Orthogonalisation by Newton-Schulz: the nearest matrix with orthonormal rows or columns, roughly, by products alone.
 
-A matrix ``U S Vᵀ`` is scaled to singular values of at most 1, and the polynomial ``a x + b x³ + c x⁵`` is applied to all
-of them again and again. Muon's coefficients rise so steeply at 0 that five rounds are enough, and pay for it at the
+A matrix ``U S Vᵀ`` is scaled to singular values of at most 1, and ``a x + b x³ + c x⁵`` is applied to all of them,
+again and again. Muon's coefficients rise so steeply at 0 that five rounds are enough, and pay for it at the
 top, where values end anywhere between about 0.7 and 1.2 rather than at 1.
 
 Source: https://kellerjordan.github.io/posts/muon/

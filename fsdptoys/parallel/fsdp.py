@@ -83,9 +83,9 @@ class FSDP1Config(FSDPConfig):
         return self.use_orig_params
 
     @property
-    def cuts_along_dims(self) -> bool:
+    def matrices_lost(self) -> str:
         """A shard of a flat parameter ends in the middle of a row."""
-        return False
+        return "cuts elsewhere than between rows"
 
     @property
     def defers_updates(self) -> bool:

@@ -80,9 +80,9 @@ class ParallelConfig(ABC):
         return True
 
     @property
-    def cuts_along_dims(self) -> bool:
-        """Whether the optimizer sees parameters whole, or as DTensors that are cut along a dim: optim=muon."""
-        return True
+    def matrices_lost(self) -> str | None:
+        """What it does to matrices, so that the ranks cannot put them together for optim=muon; None for nothing."""
+        return None
 
     @property
     def hooks_parts_of_blocks(self) -> bool:

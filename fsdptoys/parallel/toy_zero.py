@@ -32,9 +32,9 @@ class ToyZero1Config(DDPConfig):
         return False
 
     @property
-    def cuts_along_dims(self) -> bool:
+    def matrices_lost(self) -> str:
         """A piece ends in the middle of a row."""
-        return False
+        return "cuts elsewhere than between rows"
 
     def build(self, context: ParallelContext) -> "ToyZero1":
         """Construct the strategy."""

@@ -40,9 +40,9 @@ class ToyZero3Config(ReducingConfig):
         return False
 
     @property
-    def cuts_along_dims(self) -> bool:
+    def matrices_lost(self) -> str:
         """Only the owner has anything of a parameter."""
-        return False
+        return "keeps on one rank each"
 
     @property
     def compiles(self) -> bool:
