@@ -1,4 +1,4 @@
-"""States of bfloat16 against PyTorch's AdamW whose states are rounded after each step, and layouts against each other."""
+"""States of bfloat16 against PyTorch's AdamW with states rounded after each step, and layouts against one process."""
 
 from typing import Any
 
