@@ -87,6 +87,7 @@ class Trainer:
         self.parameter_count = model.parameter_counts().total
         put_kernels(model, config.kernels)
         matrix_names = {name for name, param in model.named_parameters() if param.ndim >= 2}
+        block_names = {f"layers.{name}" for name, _ in model.layers.named_parameters()}
         prepare_blocks(model, config, self.device)
         self.strategy = config.parallel.build(context)
         local = self.strategy.local_data_ranks
@@ -115,7 +116,7 @@ class Trainer:
         )
         self.loss_fn = build_loss(*chunks, Objective(train.label_smoothing, train.z_loss_coef))
         self.eval_loss_fn = build_loss(*chunks)
-        optimizer = build_optimizer(config.optim, self.strategy.named_parameters(), matrix_names)
+        optimizer = build_optimizer(config.optim, self.strategy.named_parameters(), matrix_names, block_names)
         self.strategy.attach(optimizer)
         with explain_out_of_memory(self.device, constructing):
             self.optimizer = offload(optimizer, self.strategy, config, self._cpu_threads)
