@@ -15,8 +15,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from .checks import check_at_least_one, check_positive
 from .cache import KeyValueCache
+from .checks import check_at_least_one, check_positive
 from .huggingface import HuggingFaceFormat
 from .layers import Attention, Block, LMHead, LossFn, RMSNorm
 from .moe import MoE, Router
@@ -129,7 +129,7 @@ class DecoderModel(nn.Module, ABC):
         return hidden_BTD
 
     def rotations(self, seq_len: int, start: int = 0) -> tuple[Tensor, Tensor] | None:
-        """Cosines and sines, from position ``start`` on, that every block's attention is given; None for no rotation."""
+        """Cosines and sines, from position ``start`` on, that every block's attention is given; None for none."""
         return None
 
     def forward(

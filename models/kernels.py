@@ -11,7 +11,8 @@ A new implementation is entered in ``IMPLEMENTATIONS``. Which one a run takes is
 Not covered: LayerNorm and GELU (GPT-2), the experts' gate, which is written out with their gradients (``experts``), the
 loss (``memory``), and attention over a cache (``cached_attention``), which is PyTorch's on every device.
 
-Shapes: B batch, T sequence, S sequence with what a cache has kept before it, H query heads, G key/value heads, K width of a head, F feed-forward width.
+Shapes: B batch, T sequence, S sequence with what a cache has kept before it, H query heads, G key/value heads, K width
+of a head, F feed-forward width.
 """
 
 import functools
