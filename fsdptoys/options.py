@@ -141,7 +141,8 @@ def read_integer(options: Mapping[str, str], option: str, default: int, *, least
     if typed is None:
         return default
     if not re.fullmatch(r"-?\d{1,18}", typed) or int(typed) < least:
-        raise ConfigError(f"{option} {typed} must be a whole number of at least {least}; write {option} {default}")
+        fix = f"write {option} {max(default, least)}"
+        raise ConfigError(f"{option} {typed} must be a whole number of at least {least}; {fix}")
     return int(typed)
 
 

@@ -154,6 +154,7 @@ def test_a_folders_own_tokenizer_is_used_where_no_other_is_named(
         ("run --promt a", "--promt is not an option of fsdptoys generate; did you mean --prompt?"),
         ("run tokens=3 --prompt a", "tokens=3 lacks its dashes; write --tokens 3"),
         ("run --prompt a --tokens 0", "--tokens 0 must be a whole number of at least 1; write --tokens 200"),
+        ("run --prompt a --top-k 0", "--top-k 0 must be a whole number of at least 1; write --top-k 1"),
         ("run --prompt a --temperature x", "--temperature x must be a number of at least 0; write --temperature 1"),
         ("run --prompt a --top-p 0", "--top-p 0 must be a number above 0 and at most 1; write --top-p 1"),
         ("run --prompt a --top-k 2 --temperature 0", "--top-k 2 is about draws, and --temperature 0 takes the "
