@@ -12,17 +12,21 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD
 minimum_percent=90
-# A process takes one share after the other, those that take longest first; what no share has runs beside them. Three at
-# a time, for two cores: tests wait for each other's ranks a fifth of the time. Not pytest-xdist: its workers have threads,
-# and the tests fork ranks.
+# A process takes one share after the other, those that take longest first; what no share has, a new file of a folder
+# that was split too, runs beside them. Three at a time, for two cores: tests wait for each other's ranks a fifth of the
+# time. Not pytest-xdist: its workers have threads, and the tests fork ranks.
 shares=(
-  "tests/parallel"
+  "tests/simulated_npu/test_training.py"
   "tests/plan tests/simulator"
+  "tests/parallel/test_equality.py tests/parallel/test_toys.py"
+  "tests/simulated_npu/test_command_line.py tests/simulated_npu/test_patches.py"
   "tests/memory"
   "tests/checkpoint"
   "tests/toys"
+  "tests/parallel/test_state.py tests/parallel/test_checkpointed_collectives.py"
   "tests/test_planning.py tests/test_resume.py"
   "tests/models"
+  "tests/simulated_npu/test_device.py tests/simulated_npu/test_collectives.py"
   "tests/report tests/recorded"
   "tests/data tests/metrics tests/profiler tests/patches"
   "tests/sweep tests/sweeping"

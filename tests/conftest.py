@@ -2,12 +2,16 @@
 
 import gc
 import importlib
+import os
 import subprocess
 from collections.abc import Iterator
 
 import pytest
 
 from tests.measuring import without_coverage
+
+# Else every process that compiles starts others, each of which imports torch, to compile a handful of kernels.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 def pytest_collection_finish() -> None:

@@ -11,6 +11,7 @@ TINY = ["--rounds", "1", "--turns", "2", "--warmup", "1", "--dim", "32", "--laye
 TINY += ["--vocab-size", "101", "--batch-size", "1", "--seq-len", "16"]
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("target", [1e9, 0.0], ids=["met", "missed"])
 def test_script_shows_every_contestant_and_exits_by_its_targets(
     target: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

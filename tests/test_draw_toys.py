@@ -9,6 +9,7 @@ from scripts import draw_toys, record_toys
 from scripts.draw_toys import KEPT, STRATEGIES, TIMELINES, draw_memory, draw_timelines
 from scripts.ranks import run_ranks
 from scripts.record_toys import Bar, Recorded, record
+from tests.measuring import without_coverage
 
 BLOCKS = 2
 
@@ -16,7 +17,7 @@ BLOCKS = 2
 @pytest.fixture(scope="module")
 def steps() -> dict[str, list[Recorded]]:
     """Strategy → what each of two ranks recorded."""
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, without_coverage():
         small = ["model.dim=128", f"model.n_layers={BLOCKS}", "model.ffn_dim=352", "train.seq_len=16"]
         patch.setattr(record_toys, "MODEL", [*record_toys.MODEL, *small])
         patch.setattr(record_toys, "TIMED_STEPS", 2)

@@ -1,5 +1,6 @@
 """Which implementations a run takes: by device, by setting, and through to the trained parameters."""
 
+import importlib
 from typing import Any
 
 import pytest
@@ -101,12 +102,14 @@ def test_the_trainer_gives_every_layer_the_kernels_that_are_set() -> None:
     assert set(found) == {(True, "attention")}
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_a_compiled_kernel_trains_the_same_bits_sharded_as_in_one_process_and_the_losses_of_pytorchs() -> None:
     """Oracle: one process that runs the same micro-batches, in every bit; PyTorch's operators to 1e-5 in float32."""
 
     def config(parallel: ParallelConfig, ranks: int, kernels: KernelConfig | None = COMPILED) -> Any:
         return make_config(parallel, ranks, steps=2, kernels=kernels)
 
+    importlib.import_module("torch._inductor.compile_fx")  # once, and not in each rank
     one = SingleConfig(simulated_ranks=2)
     single, plain = run_ranks(1, train_all, [config(one, 1), config(one, 1, None)])[0]
     (sharded,) = run_ranks(2, train_all, [config(FSDP2Config(), 2)])[0]

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ["pyproject.toml", "README.md", "LICENSE", "fsdptoys", "models", "patches", "configs"]
-NO_NETWORK = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
+NO_NETWORK = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--no-compile"]
 
 LOOK = """
 import importlib, importlib.util, json, site, sys

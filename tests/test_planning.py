@@ -44,6 +44,7 @@ def test_mistake_gets_its_sentence(typed: str, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err == f"fsdptoys: {MISTAKES[typed]}\n"
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_end_of_step_is_twelve_bytes_a_parameter_of_the_shard(capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: float32 parameter and two states of AdamW over 8 ranks, and a workspace of cuBLAS for each of 2 threads,
     32 MiB on Hopper (torch.backends.cuda, CUBLAS_WORKSPACE_CONFIG); not a tenth more for all that is small."""
@@ -92,6 +93,7 @@ def test_search_prints_words_that_train_takes(tmp_path: Path, capsys: pytest.Cap
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_command_without_words_trains_the_largest_model_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: AdamW's step takes 20 bytes a parameter (itself, gradient, two states, a temporary), which 8 H100 of 77
     GiB have for the 30.5 billion of one preset, and beside activations not for the 32.8 of the next; a CPU has its own.

@@ -5,9 +5,10 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from fsdptoys.stopping import Stop
 from fsdptoys.trainer import Trainer
 from scripts.parity import hash_parameters
 from scripts.ranks import run_ranks
+from tests.measuring import without_coverage
 from tests.parallel.runs import TINY, make_config, tiny_model
 
 STEPS = 6
@@ -96,11 +98,13 @@ def steps_of(folder: Path) -> list[list[Any]]:
     return [[json.loads(line)[name] for name in KEPT] for line in lines]
 
 
-@pytest.fixture(autouse=True)
-def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def without_pictures() -> Iterator[None]:
     """Leave out what takes most of the time of such small runs; their other files are looked at."""
-    monkeypatch.setattr("fsdptoys.metrics.plot.draw_loss", lambda *_: None)
-    monkeypatch.setattr("fsdptoys.metrics.plot_experts.draw_experts", lambda *_: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fsdptoys.metrics.plot.draw_loss", lambda *_: None)
+        patch.setattr("fsdptoys.metrics.plot_experts.draw_experts", lambda *_: None)
+        yield
 
 
 def resumed_and_undisturbed(rows: dict[str, tuple[Config, dict[str, Any]]], folder: Path) -> dict[str, Any]:
@@ -175,7 +179,7 @@ def test_a_resumed_run_is_the_undisturbed_one_in_every_bit(
     ranks: int, rows: Any, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """Oracle: the same run in one go: losses, norms, learning rates, tokens, final parameters."""
-    if ranks == 4:
+    if ranks > 1:
         request.getfixturevalue("unmeasured")
     outcomes = run_ranks(ranks, resumed_and_undisturbed, rows(), tmp_path)
     for label in rows():
@@ -214,21 +218,34 @@ def train_and_tell(config: Config, killed_in: int | None) -> list[str]:
     return seen
 
 
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], list[str]]:
+    """A folder with a run that went to its end and one that was killed in its middle, and the samples of each."""
+    folder = tmp_path_factory.mktemp("on_two_ranks")
+    config = make_config(FSDP1Config(), 2, steps=STEPS, grad_accum=2, deterministic=False)
+    with without_coverage():
+        told = [
+            run_ranks(2, train_and_tell, kept(config, folder / name), killed_in)
+            for name, killed_in in (("whole", None), ("killed", 4))
+        ]
+    wanted, first = ([row for rank in ranks for row in rank] for ranks in told)
+    return folder, wanted, first
+
+
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("ranks, parallel", [(4, FSDP2Config()), (1, SingleConfig()), (4, DDPConfig())])
 def test_another_number_of_ranks_goes_on_with_the_same_samples(
-    ranks: int, parallel: ParallelConfig, tmp_path: Path
+    ranks: int, parallel: ParallelConfig, on_two_ranks: tuple[Path, list[str], list[str]], tmp_path: Path
 ) -> None:
     """Oracle: the undisturbed run on two ranks with the same global batch; losses within 1e-6, each sample once."""
-    two = make_config(FSDP1Config(), 2, steps=STEPS, grad_accum=2, deterministic=False)
+    folder, wanted, first = on_two_ranks
+    killed = tmp_path / "killed"
+    shutil.copytree(folder / "killed", killed)
     other = make_config(parallel, ranks, steps=STEPS, grad_accum=4 // ranks, deterministic=False)
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    wanted = [row for rank in run_ranks(2, train_and_tell, kept(two, whole), None) for row in rank]
-    first = [row for rank in run_ranks(2, train_and_tell, kept(two, killed), 4) for row in rank]
     rest = [row for rank in run_ranks(ranks, train_and_tell, kept(other, killed), None) for row in rank]
     assert sorted(first + rest) == sorted(wanted)
     assert len(set(wanted)) == len(wanted) == STEPS * 8
-    for found, undisturbed in zip(steps_of(killed), steps_of(whole), strict=True):
+    for found, undisturbed in zip(steps_of(killed), steps_of(folder / "whole"), strict=True):
         assert found[0] == undisturbed[0]
         assert found[1] == pytest.approx(undisturbed[1], abs=1e-6)
 

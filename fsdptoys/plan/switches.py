@@ -51,8 +51,8 @@ def vary(config: Config, changes: Changes, fixed: Collection[str] = ()) -> Confi
     Raises:
         ConfigError: where a section refuses its new values.
     """
-    # Validating replaces values in place, in these sections and in the optimizer's.
-    sections: dict[str, Any] = {"optim": copy.copy(config.optim)}
+    # Validating replaces values in place, in these sections and in the optimizer's and the kernels'.
+    sections: dict[str, Any] = {"optim": copy.copy(config.optim), "kernels": copy.copy(config.kernels)}
     for section in SECTIONS:
         old = getattr(config, section)
         mine = {key.partition(".")[2]: value for key, value in changes.items() if key.startswith(f"{section}.")}

@@ -51,7 +51,7 @@ def variants() -> dict[str, dict[str, Any]]:
     return made
 
 
-IN_FLOAT32 = ["20 steps", "deterministic", "parts, prefetch", "fused"]
+IN_FLOAT32 = ["deterministic", "parts, prefetch", "fused"]
 
 
 @pytest.mark.usefixtures("unmeasured")
@@ -69,9 +69,10 @@ def test_overlapped_gives_the_bits_of_native(dtype: DType) -> None:
 
 
 @pytest.mark.skipif(TORCH < (2, 8), reason="HSDP on a CPU came with torch 2.8")
+@pytest.mark.usefixtures("unmeasured")
 def test_overlapped_gives_the_bits_of_native_with_replicas() -> None:
     """Oracle: the same on a 2x2 mesh of four ranks."""
-    rows = [(config(ranks=4, fsdp_size=2), how, {}) for how in (None, OVERLAPPED)]
+    rows = [(config(ranks=4, fsdp_size=2, steps=3), how, {}) for how in (None, OVERLAPPED)]
     native, overlapped = run_ranks(4, train_all, rows)[0]
     assert native == overlapped
 

@@ -4,6 +4,7 @@ torch_npu's are called through stand-ins of its operators (``tests/npu_stand_ins
 for this CPU.
 """
 
+import functools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fsdptoys.memory import GradientCheckpointing, checkpoint_blocks, cross_entropy_sum
 from fsdptoys.memory.checkpointing import SAVED_OPERATORS
-from fsdptoys.models import choose_kernels, npu_kernels, use_kernels
+from fsdptoys.models import choose_kernels, kernels, npu_kernels, use_kernels
 from fsdptoys.models.grouped import Looped, works
 from fsdptoys.models.kernels import IMPLEMENTATIONS, Pairs
 from fsdptoys.models.layers import rope_tables
@@ -175,7 +176,13 @@ def _loss_and_gradients(case: str, names: dict[str, str], dtype: torch.dtype, mo
 def test_model_computes_the_same_with_other_kernels(
     case: str, names: dict[str, str], mode: GradientCheckpointing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the same model with PyTorch's own, loss and all gradients in float32; experts, chunks, bare norms too."""
+    """Oracle: the same model with PyTorch's own, loss and all gradients in float32; experts, chunks, bare norms too.
+
+    What is compiled goes through the compiler's own decompositions, but not to machine code, as each operation does
+    alone above.
+    """
+    backend = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
+    monkeypatch.setattr(kernels, "_compile", functools.cache(backend))
     kept = (*SAVED_OPERATORS["attention"], torch.ops.npu.npu_fusion_attention.default)
     monkeypatch.setitem(SAVED_OPERATORS, "attention", kept)
     loss, grads = _loss_and_gradients(case, {}, torch.float32, GradientCheckpointing.none)
