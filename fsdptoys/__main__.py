@@ -18,7 +18,7 @@ from .outcome import Outcome, leave_outcome
 if TYPE_CHECKING:
     from .config import Config
 
-COMMANDS = ("train", "sweep", "plan", "report", "compare", "models", "convert")
+COMMANDS = ("train", "sweep", "plan", "report", "compare", "models", "convert", "generate", "evaluate")
 
 MULTIRUN = ("-m", "--multirun")
 """Hydra's own words for a sweep."""
@@ -126,6 +126,24 @@ def _run(words: list[str], worker: bool) -> int:
         from .convert import convert
 
         return convert(words)
+    if command == "generate":
+        if not words or any(word in ("-h", "--help") for word in words):
+            from .usage import generate_help
+
+            print(generate_help(), end="")
+            return 0
+        from .generating import run_generate
+
+        return run_generate(words)
+    if command == "evaluate":
+        if not words or any(word in ("-h", "--help") for word in words):
+            from .usage import evaluate_help
+
+            print(evaluate_help(), end="")
+            return 0
+        from .evaluating import run_evaluate
+
+        return run_evaluate(words)
     if any(word in ("-h", "--help") for word in words):
         from .usage import train_help
 

@@ -25,7 +25,7 @@ from .memory import MemoryConfig
 from .mesh import MeshConfig
 from .metrics import MetricsConfig
 from .models import FAMILIES, ModelConfig
-from .optim import AdamWConfig, SGDConfig
+from .optim import AdamWConfig, MuonConfig, SGDConfig
 from .overrides import Option, check_groups, check_values, list_choices, list_defaults, parse_overrides, schema_name
 from .parallel import (
     DDPConfig,
@@ -57,7 +57,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "mesh": {"default": MeshConfig},
     "memory": {"default": MemoryConfig},
     "data": {"synthetic": SyntheticConfig, "text": TextConfig, "bin": BinConfig},
-    "optim": {"adamw": AdamWConfig, "sgd": SGDConfig},
+    "optim": {"adamw": AdamWConfig, "sgd": SGDConfig, "muon": MuonConfig},
     "checkpoint": {"default": CheckpointConfig},
     "metrics": {"default": MetricsConfig},
 }

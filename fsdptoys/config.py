@@ -21,7 +21,8 @@ from .memory import CPUOffloadExecutor, GradientCheckpointing, MemoryConfig, Sta
 from .mesh import MeshConfig
 from .metrics import MetricsConfig
 from .models import ModelConfig, MoEConfig
-from .optim import Implementation, OptimConfig, WeightDecayOn
+from .optim import OptimConfig
+from .optimizer_checks import check_optimizer
 from .parallel import ParallelConfig
 from .patches import check_patches
 from .profiler import DebugConfig, ProfileConfig
@@ -213,7 +214,7 @@ class Config:
         self._check_model()
         train = self.train
         self.kernels.resolve(device_type, compiles=train.compile, deterministic=train.deterministic)
-        self._check_optimizer(device_type)
+        check_optimizer(self.optim, self.parallel, self.memory, train, device_type)
         self.parallel.validate(world_size, self.mesh, device_type, self.memory.cpu_offload)
         self._check_shards(world_size)
         self._check_memory()
@@ -325,40 +326,6 @@ class Config:
                 "memory.gradient_checkpointing=selective cannot see into what train.compile=true compiles where there "
                 "are experts, parallel.wrap=block_attn_mlp or memory.activation_offload=true; set "
                 "memory.gradient_checkpointing=full"
-            )
-
-    def _check_optimizer(self, device_type: str) -> None:
-        deterministic = self.train.deterministic
-        if self.parallel.name == "fsdp1" and self.memory.cpu_offload and deterministic and self.train.grad_accum > 1:
-            # Each reduction would overwrite the offloaded gradient of the one before.
-            raise ConfigError(
-                f"train.grad_accum={self.train.grad_accum} with train.deterministic=true reduces after every "
-                "micro-batch, which FSDP1 cannot add up under memory.cpu_offload=true; set parallel=fsdp2"
-            )
-        on_cpu = device_type == "cpu" or self.memory.cpu_offload
-        # An accelerator has its own bits in the deterministic mode with offload too, and those are not the fused ones.
-        may_fuse = device_type == "cpu" or (self.memory.cpu_offload and not deterministic)
-        if self.optim.implementation is Implementation.auto and may_fuse and self.optim.name == "adamw":
-            # On a CPU it is several times as fast as what PyTorch would choose.
-            self.optim.implementation = Implementation.fused
-        fused = self.optim.implementation is Implementation.fused
-        if fused and self.optim.name == "sgd" and self.parallel.name in ("fsdp2", "toy_fsdp"):
-            raise ConfigError(
-                "optim.implementation=fused has no SGD for FSDP2's sharded parameters; set optim.implementation=foreach"
-            )
-        if fused and self.optim.name == "sgd" and deterministic and on_cpu:
-            raise ConfigError(
-                "optim.implementation=fused has SGD round by a shard's size on a CPU, which train.deterministic=true "
-                "rules out; set optim.implementation=auto"
-            )
-        if (
-            not self.parallel.keeps_parameters
-            and self.optim.weight_decay > 0
-            and self.optim.weight_decay_on is WeightDecayOn.matrices
-        ):
-            raise ConfigError(
-                "optim.weight_decay_on=matrices cannot tell parameters apart under parallel.use_orig_params=false; "
-                "set optim.weight_decay_on=all or parallel.use_orig_params=true"
             )
 
     def _check_evaluation(self) -> None:

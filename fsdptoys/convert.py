@@ -12,16 +12,10 @@ import torch
 
 from .checkpoint import (
     CHECKSUMS_FILE,
-    MANIFEST_FILE,
-    RUN_FOLDER,
-    WEIGHTS_FOLDER,
-    CheckpointWeights,
     HuggingFaceFolder,
-    RunWeights,
     check_new_folder,
     differences,
     dtype_name,
-    step_of,
     write_hugging_face,
 )
 from .compose import compose_presets
@@ -29,9 +23,8 @@ from .config import TrainConfig
 from .errors import ConfigError
 from .models import ModelConfig
 from .overrides import list_choices, near_miss, plain_text, schema_name
+from .trained import DTYPES, open_weights
 from .usage import CONVERT
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def convert(words: list[str]) -> int:
@@ -80,7 +73,7 @@ def _read_to_hf_words(words: list[str]) -> tuple[str, str, torch.dtype]:
 def _to_hf(source: str, target: str, dtype: torch.dtype) -> None:
     out_dir = Path(target).expanduser()
     check_new_folder(out_dir)
-    weights = _open_weights(source)
+    weights = open_weights(source)
     written = write_hugging_face(out_dir, weights.config, weights.read, dtype)
     files = f"{len(written.files)} files" if len(written.files) > 1 else written.files[0]
     print(
@@ -88,20 +81,6 @@ def _to_hf(source: str, target: str, dtype: torch.dtype) -> None:
         f"{written.tensor_bytes:,} bytes\n"
         f"load it with transformers.AutoModelForCausalLM.from_pretrained({str(out_dir)!r}); a tokenizer is not in it"
     )
-
-
-def _open_weights(source: str) -> RunWeights | CheckpointWeights:
-    """What a run left behind at its end, or else its newest checkpoint; read once against its checksums."""
-    run = Path(source).expanduser()
-    if "://" in source or run.name == RUN_FOLDER or step_of(run.name) is not None or (run / MANIFEST_FILE).exists():
-        return CheckpointWeights(source)
-    if not (run / WEIGHTS_FOLDER).exists() and (run / RUN_FOLDER).is_dir():
-        weights = CheckpointWeights(source)
-        print(f"{source} holds no final weights; taking those of its newest checkpoint, {weights.name}")
-        return weights
-    final = RunWeights(source)
-    final.verify_checksums()
-    return final
 
 
 def _from_hf(path: str) -> None:

@@ -7,7 +7,6 @@ checked by OmegaConf once it is resolved.
 """
 
 import dataclasses
-import difflib
 import math
 import re
 import types
@@ -24,6 +23,7 @@ from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 
 from .errors import ConfigError
+from .options import near_miss
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -325,9 +325,3 @@ def _example(key: str, options: Mapping[str, Option]) -> str:
 
 def _one_of(names: Sequence[str]) -> str:
     return f"one of {', '.join(names)}" if len(names) > 1 else names[0]
-
-
-def near_miss(word: str, names: Sequence[str], cutoff: float = 0.6) -> str | None:
-    """The name that the word was most likely meant to be; ``cutoff`` is the least likeness, 0 to 1."""
-    matches = difflib.get_close_matches(word, names, n=1, cutoff=cutoff)
-    return matches[0] if matches else None

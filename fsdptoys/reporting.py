@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from .errors import ConfigError
-from .options import take_options
-from .overrides import near_miss
+from .options import refuse_unknown, take_options
 
 if TYPE_CHECKING:
     from .report.table import Table
@@ -45,7 +44,7 @@ def run_report(words: Sequence[str]) -> int:
     """
     flags, values = (*FORMS, "--live"), {"--out": "FILE.html"}
     paths, options = take_options(words, flags, values)
-    _refuse_unknown("report", paths, [*flags, *values])
+    refuse_unknown("report", paths, [*flags, *values])
     forms = [option for option in options if option in FORMS]
     if len(forms) > 1:
         raise ConfigError(f"{forms[0]} and {forms[1]} exclude each other; keep one of them")
@@ -92,7 +91,7 @@ def run_compare(words: Sequence[str]) -> int:
     """
     values = {"--tolerance": "1e-6"}
     paths, options = take_options(words, values=values)
-    _refuse_unknown("compare", paths, list(values))
+    refuse_unknown("compare", paths, list(values))
     if len(paths) != 2:
         given = "none was given" if not paths else f"{len(paths)} were given" if len(paths) > 2 else "one was given"
         raise ConfigError(f"fsdptoys compare needs two runs, and {given}; write fsdptoys compare RUN_A RUN_B")
@@ -113,20 +112,6 @@ def run_compare(words: Sequence[str]) -> int:
             f"{paths[0]} and {paths[1]} cannot be compared ({reason}); check the files of both"
         ) from mistake
     return 0 if found.same else 1
-
-
-def _refuse_unknown(command: str, words: Sequence[str], options: Sequence[str]) -> None:
-    """Refuse dashed words that are no options, and settings, which are of other commands."""
-    for word in words:
-        name, equals, value = word.partition("=")
-        if word.startswith("-"):
-            near = near_miss(name, options)
-            if near == name:  # a flag with a value
-                raise ConfigError(f"{word} gives a value to {name}, which takes none; write {name}")
-            fix = f"did you mean {near}?" if near else f"see fsdptoys {command} --help"
-            raise ConfigError(f"{word} is not an option of fsdptoys {command}; {fix}")
-        if equals and f"--{name}" in options:
-            raise ConfigError(f"{word} lacks its dashes; write --{name} {value}")
 
 
 def _follow(paths: Sequence[str], others: Sequence[str]) -> int:

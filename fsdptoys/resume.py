@@ -92,6 +92,12 @@ def check_same_run(config: Config, facts: dict[str, Any]) -> list[str]:
             f"states; set memory.offload_state_dtype={formats[0]}"
             + (" and memory.optimizer_offload=true" if formats[0] != "float32" else "")
         )
+    kept = [each.get("state_dtype", "float32") for each in (before["optim"], config.to_dict()["optim"])]
+    if kept[0] != kept[1]:
+        raise ConfigError(
+            f"optim.state_dtype={kept[1]} is not {kept[0]}, in which {where} holds the optimizer's states; set "
+            f"optim.state_dtype={kept[0]}"
+        )
     if facts["step"] > config.train.steps:
         raise ConfigError(
             f"train.steps={config.train.steps} is behind {where}; set train.steps={before['train']['steps']}, or more "

@@ -8,6 +8,7 @@ from torch import Tensor
 from fsdptoys.config import Config
 from fsdptoys.memory import BucketedOptimizer
 from fsdptoys.mesh import is_dtensor
+from fsdptoys.muon import MATRICES
 from fsdptoys.profiler import LiveBytes, Placed, Situation, Switches, live_bytes
 
 
@@ -41,7 +42,11 @@ def situation(
     parameters = list(parameters)
     model, memory, train = config.model, config.memory, config.train
     shards = config.parallel.name in ("fsdp1", "fsdp2", "toy_fsdp")
-    local_elements = sum((param.to_local() if is_dtensor(param) else param).numel() for param in parameters)
+    local_elements = sum(map(_local_elements, parameters))
+    groups = optimizer.param_groups if optimizer is not None else []
+    in_matrices = sum(_local_elements(param) for group in groups if group.get(MATRICES) for param in group["params"])
+    optim = config.optim
+    states_bytes = sum(optim.matrix_state_widths) * in_matrices + optim.state_bytes * (local_elements - in_matrices)
     offloads = memory.optimizer_offload or memory.cpu_offload
     switches = Switches(
         parallel=config.parallel.name,
@@ -59,7 +64,7 @@ def situation(
         activation_offload=memory.activation_offload,
         optimizer_offload=memory.optimizer_offload,
         cpu_offload=memory.cpu_offload,
-        states_bytes=0 if offloads else config.optim.state_bytes * local_elements,
+        states_bytes=0 if offloads else states_bytes,
     )
     if phase == "construction":
         planned = 4 * -(-parameter_count // switches.fsdp_size)
@@ -69,3 +74,7 @@ def situation(
         held = optimizer.held_gradients if isinstance(optimizer, BucketedOptimizer) else ()
         live = live_bytes(parameters, optimizer, held)
     return Situation(step, phase, rank, live, switches)
+
+
+def _local_elements(param: Tensor) -> int:
+    return (param.to_local() if is_dtensor(param) else param).numel()

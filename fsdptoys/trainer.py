@@ -43,7 +43,7 @@ from .prepare import offload, prepare_blocks
 from .process import deterministic_kernels, device_of
 from .profiler import Profiler, Situation, explain_out_of_memory
 from .routing import build_routing_balance
-from .sampling import generate
+from .sampling import Draw, generate
 from .signals import STOP_SIGNALS, StopRequest
 from .situation import situation
 from .stopping import Stop, agreed_stop
@@ -87,6 +87,7 @@ class Trainer:
         self.parameter_count = model.parameter_counts().total
         put_kernels(model, config.kernels)
         matrix_names = {name for name, param in model.named_parameters() if param.ndim >= 2}
+        block_names = {f"layers.{name}" for name, _ in model.layers.named_parameters()}
         prepare_blocks(model, config, self.device)
         self.strategy = config.parallel.build(context)
         local = self.strategy.local_data_ranks
@@ -115,7 +116,7 @@ class Trainer:
         )
         self.loss_fn = build_loss(*chunks, Objective(train.label_smoothing, train.z_loss_coef))
         self.eval_loss_fn = build_loss(*chunks)
-        optimizer = build_optimizer(config.optim, self.strategy.named_parameters(), matrix_names)
+        optimizer = build_optimizer(config.optim, self.strategy.named_parameters(), matrix_names, block_names)
         self.strategy.attach(optimizer)
         with explain_out_of_memory(self.device, constructing):
             self.optimizer = offload(optimizer, self.strategy, config, self._cpu_threads)
@@ -363,9 +364,11 @@ class Trainer:
         assert isinstance(self.dataset, TextDataset) and train.sample_seed is not None
         prompt = torch.from_numpy(self.dataset.encode(data.sample_prompt)).to(self.device.torch_device)
         self.strategy.model.eval()
-        tokens = generate(
-            self.strategy.model, prompt, data.sample_tokens, train.seq_len, data.sample_temperature, train.sample_seed
-        )
+        draw = Draw(data.sample_temperature, seed=train.sample_seed)
+        # The compiler would compile for every length anew.
+        compiles = train.compile or self.config.kernels.compiles
+        with torch.compiler.set_stance("force_eager") if compiles else nullcontext():
+            tokens = generate(self.strategy.model, prompt, data.sample_tokens, train.seq_len, draw)
         self.strategy.model.train()
         return self.dataset.decode(tokens.cpu().numpy())
 

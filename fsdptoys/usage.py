@@ -34,6 +34,8 @@ COMMANDS = (
        fsdptoys models [NAME ...] [--json]
        fsdptoys convert to-hf RUN OUT_DIR
        fsdptoys convert from-hf DIR
+       fsdptoys generate RUN_OR_DIR --prompt TEXT ...
+       fsdptoys evaluate RUN_OR_DIR --text FILE
        fsdptoys --version
 
 Trains a language model, as configured. Without any word it finds the hardware and trains what fits it.
@@ -47,6 +49,8 @@ Trains a language model, as configured. Without any word it finds the hardware a
   compare          tell at which step two runs first differ, and which settings could explain it
   models           parameters, active parameters and FLOPs a token of the model presets
   convert          write a run's weights in Hugging Face format, or read such a folder
+  generate         go on from a prompt with a run's weights or those of a folder in Hugging Face format
+  evaluate         loss and perplexity of such a model on a text
 """
 )
 
@@ -144,6 +148,49 @@ usage: fsdptoys convert to-hf RUN OUT_DIR [dtype=float32|bfloat16|float16]
   from-hf  check a folder in Hugging Face format, every value of it, and tell the command that trains from it
 """
 
+TRAINED = """\
+  --context N            tokens that the model sees at most: train.seq_len of a run, the model's own of a folder, if
+                         left out; at most model.max_seq_len
+  --tokenizer T          bytes, ids (text is numbers with blanks between), or a tokenizer.json or its folder; if left
+                         out, the folder's own, or bytes for a run with data=text
+  --device D             cuda, npu or cpu; an accelerator where there is one, if left out
+  --dtype D              number format of the weights: float32 (if left out), bfloat16 or float16
+"""
+
+SOURCE = """\
+RUN_OR_DIR is the directory of a run with final weights (checkpoint.final_weights=true) or checkpoints, a checkpoint's
+folder or URL, or a folder in Hugging Face format: config.json and safetensors files. The model must fit one device.
+"""
+
+GENERATE = """\
+usage: fsdptoys generate RUN_OR_DIR --prompt TEXT [--prompt TEXT ...] [options]
+
+Prints each prompt and what the model goes on with; how fast it was goes to stderr. Text ends with the folder's
+eos_token_id, if it has one.
+
+{source}
+  --tokens N             tokens to add; 200 if left out
+  --temperature X        divides the logits; 1 if left out, 0 takes the likeliest token
+  --top-k N              draw from the N likeliest tokens only
+  --top-p X              draw from the fewest likeliest tokens that have this probability together
+  --seed N               of the draws, for each prompt anew; 0 if left out
+{trained}\
+  --json                 prompts, texts and the ids that were added, as a list of objects
+"""
+
+EVALUATE = """\
+usage: fsdptoys evaluate RUN_OR_DIR --text FILE [options]
+
+Tells the loss of the model on a text in nats a token, its perplexity, and bits a byte. The text is read in windows of
+--context tokens, each by itself.
+
+{source}
+  --text FILE            of which all tokens but the first are predicted once
+  --batch N              windows at a time; 1 if left out
+{trained}\
+  --json                 exact numbers, as an object
+"""
+
 
 @dataclass
 class _Class:
@@ -185,6 +232,16 @@ def compare_help() -> str:
 def convert_help() -> str:
     """The page of ``fsdptoys convert --help``."""
     return CONVERT
+
+
+def generate_help() -> str:
+    """The page of ``fsdptoys generate --help``."""
+    return GENERATE.format(source=SOURCE, trained=TRAINED)
+
+
+def evaluate_help() -> str:
+    """The page of ``fsdptoys evaluate --help``."""
+    return EVALUATE.format(source=SOURCE, trained=TRAINED)
 
 
 def plan_help() -> str:

@@ -33,7 +33,7 @@ class VectorAdamW(AdamW):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            updates = _Updates()
+            updates = Updates()
             for param in group["params"]:
                 if param.grad is None:
                     continue
@@ -47,7 +47,7 @@ class VectorAdamW(AdamW):
         return loss
 
 
-class _Updates:
+class Updates:
     """One group's tensors, cut where their whole vectors end."""
 
     def __init__(self) -> None:

@@ -5,6 +5,7 @@ its presets to ``configs/model`` (``docs/models.md``).
 """
 
 from . import npu_kernels
+from .cache import KeyValueCache
 from .decoder import DecoderModel, ModelConfig, ParameterCounts
 from .gpt2 import GPT2Config
 from .huggingface import HuggingFaceFormat, Piece, whole
@@ -27,6 +28,7 @@ __all__ = [
     "GPT2Config",
     "HuggingFaceFormat",
     "Kernels",
+    "KeyValueCache",
     "Llama4Config",
     "LlamaConfig",
     "MoEConfig",

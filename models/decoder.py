@@ -15,6 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from .cache import KeyValueCache
 from .checks import check_at_least_one, check_positive
 from .huggingface import HuggingFaceFormat
 from .layers import Attention, Block, LMHead, LossFn, RMSNorm
@@ -122,30 +123,40 @@ class DecoderModel(nn.Module, ABC):
         if config.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
-    def embed(self, tokens_BT: Tensor) -> Tensor:
-        """Token ids to hidden_BTD, before the first block."""
+    def embed(self, tokens_BT: Tensor, start: int = 0) -> Tensor:
+        """Token ids to hidden_BTD, before the first block; ``start`` is the position of the first."""
         hidden_BTD: Tensor = self.embed_tokens(tokens_BT)
         return hidden_BTD
 
-    def rotations(self, seq_len: int) -> tuple[Tensor, Tensor] | None:
-        """Cosines and sines that every block's attention is given; None where positions are not rotated."""
+    def rotations(self, seq_len: int, start: int = 0) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines, from position ``start`` on, that every block's attention is given; None for none."""
         return None
 
-    def forward(self, tokens_BT: Tensor, labels_BT: Tensor | None = None, loss_fn: LossFn | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        labels_BT: Tensor | None = None,
+        loss_fn: LossFn | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
         """Predict the next token at every position.
 
         Args:
             tokens_BT: token ids, int64.
             labels_BT: the id that should follow each position, or ``-100`` for positions that do not count.
             loss_fn: called by the head as ``loss_fn(hidden_ND, weight_VD, labels_N)``.
+            cache: of the tokens that came before these, which are added to it; without gradients only.
 
         Returns:
             logits_BTV in the parameters' dtype, or ``loss_fn``'s scalar where labels are given.
         """
-        rotations = self.rotations(tokens_BT.shape[1])
-        hidden_BTD = self.embed(tokens_BT)
+        start, seq_len = 0 if cache is None else cache.length, tokens_BT.shape[1]
+        rotations = self.rotations(seq_len, start)
+        hidden_BTD = self.embed(tokens_BT, start)
         for layer in self.layers:
-            hidden_BTD = layer(hidden_BTD, rotations)
+            hidden_BTD = layer(hidden_BTD, rotations, cache)
+        if cache is not None:
+            cache.length += seq_len
         output: Tensor = self.lm_head(self.norm(hidden_BTD), labels_BT, loss_fn)
         return output
 

@@ -9,9 +9,10 @@ A new implementation is entered in ``IMPLEMENTATIONS``. Which one a run takes is
 (``fsdptoys.kernels``): these functions know tensors, not devices.
 
 Not covered: LayerNorm and GELU (GPT-2), the experts' gate, which is written out with their gradients (``experts``), the
-loss (``memory``).
+loss (``memory``), and attention over a cache (``cached_attention``), which is PyTorch's on every device.
 
-Shapes: B batch, T sequence, H query heads, G key/value heads, K width of a head, F feed-forward width.
+Shapes: B batch, T sequence, S sequence with what a cache has kept before it, H query heads, G key/value heads, K width
+of a head, F feed-forward width.
 """
 
 import functools
@@ -45,6 +46,15 @@ def attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
     if goes_through_float32(q_BHTK):
         q_BHTK, k_BGTK, v_BGTK = (x.float() for x in (q_BHTK, k_BGTK, v_BGTK))
     return F.scaled_dot_product_attention(q_BHTK, k_BGTK, v_BGTK, is_causal=True, enable_gqa=shares).to(dtype)
+
+
+def cached_attention(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, seen_TS: Tensor | None) -> Tensor:
+    """Attention of a few tokens over all that came before; a mask says who sees whom, None that all see everything."""
+    dtype = q_BHTK.dtype
+    shares = q_BHTK.shape[1] != k_BGSK.shape[1]
+    if goes_through_float32(q_BHTK):
+        q_BHTK, k_BGSK, v_BGSK = (x.float() for x in (q_BHTK, k_BGSK, v_BGSK))
+    return F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, attn_mask=seen_TS, enable_gqa=shares).to(dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -1,7 +1,7 @@
 """Layers that the model families share.
 
-Shapes: B batch, T sequence, D width, H query heads, G key/value heads, K width of a head, F feed-forward width,
-V vocabulary, C tokens of a chunk, N = B·T tokens.
+Shapes: B batch, T sequence, S sequence with what a cache has kept before it, D width, H query heads, G key/value heads,
+K width of a head, F feed-forward width, V vocabulary, C tokens of a chunk, N = B·T tokens.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .kernels import Pairs, UsesKernels
+from .cache import KeyValueCache
+from .kernels import Pairs, UsesKernels, cached_attention
 from .linear import Linear
 
 LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -31,9 +32,9 @@ class RMSNorm(UsesKernels):
         return self.kernels.rms_norm(hidden_BTD, self.weight, self.eps)
 
 
-def rope_tables(inv_freq: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary angles in float32, each of shape (T, K/2)."""
-    positions_T = torch.arange(seq_len, device=inv_freq.device, dtype=torch.float32)
+def rope_tables(inv_freq: Tensor, seq_len: int, start: int = 0) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary angles from position ``start`` on, in float32, each of shape (T, K/2)."""
+    positions_T = torch.arange(start, start + seq_len, device=inv_freq.device, dtype=torch.float32)
     angles = torch.outer(positions_T, inv_freq.float())
     return angles.cos(), angles.sin()
 
@@ -47,9 +48,9 @@ class AttentionTemperature:
     floor: int
     """Tokens before the first growth, and between two."""
 
-    def factors(self, seq_len: int, device: torch.device) -> Tensor:
-        """What the queries at each position are multiplied by: float32 of shape (T, 1)."""
-        positions_T = torch.arange(1, seq_len + 1, device=device, dtype=torch.float32)
+    def factors(self, seq_len: int, device: torch.device, start: int = 0) -> Tensor:
+        """What the queries at each position from ``start`` on are multiplied by: float32 of shape (T, 1)."""
+        positions_T = torch.arange(start + 1, start + seq_len + 1, device=device, dtype=torch.float32)
         return (torch.log1p((positions_T / self.floor).floor()) * self.scale + 1.0).unsqueeze(-1)
 
 
@@ -94,8 +95,10 @@ class Attention(UsesKernels):
         self.q_norm = nn.Identity() if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
         self.k_norm = nn.Identity() if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
 
-    def forward(self, hidden_BTD: Tensor, rotations: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Attend over positions up to each token's own; returns the shape of the input."""
+    def forward(
+        self, hidden_BTD: Tensor, rotations: tuple[Tensor, Tensor] | None, cache: KeyValueCache | None = None
+    ) -> Tensor:
+        """Attend over positions up to each token's own, those in a cache included; returns the shape of the input."""
         B, T, _ = hidden_BTD.shape
         q_BTHK = self.q_norm(self.q_proj(hidden_BTD).view(B, T, self.n_heads, self.head_dim))
         k_BTGK = self.k_norm(self.k_proj(hidden_BTD).view(B, T, self.n_kv_heads, self.head_dim))
@@ -109,8 +112,13 @@ class Attention(UsesKernels):
                 self.kernels.rms_norm(x.float(), None, self.rotated_norm_eps).type_as(x) for x in (q_BHTK, k_BGTK)
             )
         if self.temperature is not None:
-            q_BHTK = (q_BHTK * self.temperature.factors(T, q_BHTK.device)).type_as(q_BHTK)
-        return self.o_proj(self._attend(q_BHTK, k_BGTK, v_BGTK).transpose(1, 2).reshape(B, T, -1))
+            start = 0 if cache is None else cache.length
+            q_BHTK = (q_BHTK * self.temperature.factors(T, q_BHTK.device, start)).type_as(q_BHTK)
+        if cache is None:
+            out_BHTK = self._attend(q_BHTK, k_BGTK, v_BGTK)
+        else:
+            out_BHTK = self._attend_cached(q_BHTK, k_BGTK, v_BGTK, cache)
+        return self.o_proj(out_BHTK.transpose(1, 2).reshape(B, T, -1))
 
     def _attend(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
         B, _, T, _ = q_BHTK.shape
@@ -120,6 +128,25 @@ class Attention(UsesKernels):
         out_BHTK = self.kernels.attention(q_BHTK, k_BGTK, v_BGTK)
         if chunk_len < T:
             out_BHTK = out_BHTK.unflatten(0, (B, -1)).transpose(1, 2).flatten(2, 3)[:, :, :T]
+        return out_BHTK
+
+    def _attend_cached(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, cache: KeyValueCache) -> Tensor:
+        start, T = cache.length, q_BHTK.shape[2]
+        end = start + T
+        k_BGSK, v_BGSK = cache.extend(self, k_BGTK, v_BGTK)
+        S = k_BGSK.shape[2]
+        if start == 0:
+            out_BHTK = self._attend(q_BHTK, k_BGTK, v_BGTK)
+        elif T == 1:
+            out_BHTK = cached_attention(q_BHTK, k_BGSK, v_BGSK, None)  # what is kept is what it sees
+        else:
+            queries_T1 = torch.arange(start, end, device=q_BHTK.device).unsqueeze(1)
+            keys_S = torch.arange(end - S, end, device=q_BHTK.device)
+            seen_TS = keys_S <= queries_T1
+            if self.chunk_len is not None:
+                seen_TS &= keys_S // self.chunk_len == queries_T1 // self.chunk_len
+            out_BHTK = cached_attention(q_BHTK, k_BGSK, v_BGSK, seen_TS)
+        cache.keep(self, k_BGSK, v_BGSK, S if self.chunk_len is None else end % self.chunk_len)
         return out_BHTK
 
     def flops_per_token(self, seq_len: int) -> float:
@@ -173,9 +200,11 @@ class Block(nn.Module):
         self.mlp_norm = mlp_norm
         self.mlp = mlp
 
-    def forward(self, hidden_BTD: Tensor, rotations: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(
+        self, hidden_BTD: Tensor, rotations: tuple[Tensor, Tensor] | None, cache: KeyValueCache | None = None
+    ) -> Tensor:
         """Return the residual stream after this block."""
-        hidden_BTD = hidden_BTD + self.attn(self.attn_norm(hidden_BTD), rotations)
+        hidden_BTD = hidden_BTD + self.attn(self.attn_norm(hidden_BTD), rotations, cache)
         return hidden_BTD + self.mlp(self.mlp_norm(hidden_BTD))
 
 

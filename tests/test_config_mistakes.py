@@ -44,8 +44,38 @@ MISTAKES = {
     "write model=llama_debug",
     "parallel=ddp parallel.wrap=block": "parallel.wrap=block is not an option of parallel=ddp, "
     "it belongs to fsdp1, fsdp2, toy_fsdp; set parallel=fsdp1 or leave it out",
-    "optim.momentum=0.5": "optim.momentum=0.5 is not an option of optim=adamw, it belongs to sgd; "
-    "set optim=sgd or leave it out",
+    "optim.momentum=0.5": "optim.momentum=0.5 is not an option of optim=adamw, it belongs to muon, sgd; "
+    "set optim=muon or leave it out",
+    "optim.ns_steps=6": "optim.ns_steps=6 is not an option of optim=adamw, it belongs to muon; set optim=muon or leave "
+    "it out",
+    "optim=muon optim.ns_steps=0": "optim.ns_steps=0 must be between 1 and 99; set optim.ns_steps=5",
+    "optim=muon optim.momentum=1": "optim.momentum=1.0 must be at least 0 and below 1; set optim.momentum=0.95",
+    "optim=muon optim.momentum=0": "optim.nesterov=true needs momentum; set optim.momentum=0.95 or "
+    "optim.nesterov=false",
+    "optim=muon optim.beta2=1": "optim.beta2=1.0 must be at least 0 and below 1; set optim.beta2=0.9",
+    "optim=muon optim.adamw_lr=-1": "optim.adamw_lr=-1.0 must be a finite number of at least 0; set "
+    "optim.adamw_lr=0.0003",
+    "optim=muon parallel=fsdp1": "optim=muon orthogonalises whole matrices, which parallel=fsdp1 cuts elsewhere than "
+    "between rows; set parallel=fsdp2 or optim=adamw",
+    "optim=muon parallel=toy_zero1": "optim=muon orthogonalises whole matrices, which parallel=toy_zero1 cuts "
+    "elsewhere than between rows; set parallel=fsdp2 or optim=adamw",
+    "optim=muon parallel=toy_zero2": "optim=muon orthogonalises whole matrices, which parallel=toy_zero2 cuts "
+    "elsewhere than between rows; set parallel=fsdp2 or optim=adamw",
+    "optim=muon parallel=toy_zero3": "optim=muon orthogonalises whole matrices, which parallel=toy_zero3 keeps on one "
+    "rank each; set parallel=fsdp2 or optim=adamw",
+    "optim=muon parallel=fsdp2 memory.optimizer_offload=true": "memory.optimizer_offload=true is not an option of "
+    "optim=muon, whose update needs whole matrices on the device; set memory.optimizer_offload=false or optim=adamw",
+    "optim=muon parallel=fsdp2 memory.cpu_offload=true": "memory.cpu_offload=true is not an option of optim=muon, "
+    "whose update needs whole matrices on the device; set memory.cpu_offload=false or optim=adamw",
+    "optim.state_dtype=bfloat16 optim.beta2=0.999": "optim.beta2=0.999 shrinks a mean by less than "
+    "optim.state_dtype=bfloat16 can tell, so that it would never fall; set optim.beta2=0.95 or "
+    "optim.state_dtype=float32",
+    "optim.state_dtype=bfloat16 memory.optimizer_offload=true": "optim.state_dtype=bfloat16 is of states that stay "
+    "where they are, which memory.optimizer_offload=true moves; set memory.offload_state_dtype=bfloat16 and "
+    "optim.state_dtype=float32",
+    "optim.state_dtype=bfloat16 parallel=fsdp2 memory.cpu_offload=true memory.cpu_offload_executor=overlapped": "optim."
+    "state_dtype=bfloat16 is not an option of memory.cpu_offload_executor=overlapped; set "
+    "memory.cpu_offload_executor=native or optim.state_dtype=float32",
     "model.top_k=2": "model.top_k=2 is not an option of model=llama_debug, it belongs to llama4_debug, llama4_mini, "
     "llama4_scout, qwen3_moe_30b_a3b, qwen3_moe_debug, qwen3_moe_mini; set model=llama4_debug or leave it out",
     "experiment.top_k=2": "experiment.top_k=2 names a key that does not exist; did you mean experiment=2?",

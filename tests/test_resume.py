@@ -25,7 +25,8 @@ from fsdptoys.errors import ConfigError, GivenUpError, LostRanksError
 from fsdptoys.memory import CPUOffloadExecutor, MemoryConfig, OffloadSchedule, StateDType
 from fsdptoys.memory.buckets import local_tensor
 from fsdptoys.metrics import FolderLock
-from fsdptoys.optim import SGDConfig
+from fsdptoys.optim import AdamWConfig, MuonConfig, SGDConfig, WeightDecayOn
+from fsdptoys.optim import StateDType as KeptDType
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.parallel.precision import DType
 from fsdptoys.run import Run
@@ -130,6 +131,7 @@ def two_ranks() -> dict[str, tuple[Config, dict[str, Any]]]:
     background = {"async_save": True}
     lazy = {"optimizer_offload": True, "offload_schedule": OffloadSchedule.lazy}
     rounded = {"optimizer_offload": True, "offload_state_dtype": StateDType.bfloat16}
+    halved = AdamWConfig(lr=1e-2, state_dtype=KeptDType.bfloat16, weight_decay_on=WeightDecayOn.all)
     overlapped = {"cpu_offload": True, "cpu_offload_executor": CPUOffloadExecutor.overlapped, "cpu_threads": 2}
     return {
         "ddp, at a URL": row(DDPConfig(), checkpoint={"url": "file://"}),
@@ -142,6 +144,12 @@ def two_ranks() -> dict[str, tuple[Config, dict[str, Any]]]:
         "fsdp2, tied": row(FSDP2Config(), model=TINY["gpt2"], checkpoint={"form": Form.full, **background}),
         "fsdp2, no state": row(FSDP2Config(), optim=SGDConfig(lr=1e-2, momentum=0.0)),
         "fsdp2, lazy offload": row(FSDP2Config(), lazy, checkpoint=background),
+        "ddp, muon": row(DDPConfig(), optim=MuonConfig(lr=1e-2)),
+        "fsdp2, muon": row(FSDP2Config(), optim=MuonConfig(lr=1e-2), model=TINY["qwen3_moe"], checkpoint=background),
+        "ddp, bf16 states": row(DDPConfig(), optim=halved),
+        "fsdp1, bf16 states": row(FSDP1Config(), optim=halved),
+        "fsdp1, flat, bf16 states": row(FSDP1Config(use_orig_params=False), optim=halved),
+        "fsdp2, bf16 states": row(FSDP2Config(), optim=halved, checkpoint=background),
         "ddp, rounded offload": row(DDPConfig(), rounded),
         "fsdp2, rounded offload": row(FSDP2Config(), rounded, optim=SGDConfig(lr=1e-2)),
         "fsdp2, overlapped CPU offload": row(FSDP2Config(), overlapped, checkpoint=background),

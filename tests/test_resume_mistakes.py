@@ -167,6 +167,12 @@ MISTAKES: list[tuple[str, Callable[[], object], str]] = [
         "states; set memory.offload_state_dtype=float32",
     ),
     (
+        "metrics.run_dir=run checkpoint.resume=auto optim.state_dtype=bfloat16",
+        nothing,
+        "optim.state_dtype=bfloat16 is not float32, in which the checkpoint of step 3 holds the optimizer's states; "
+        "set optim.state_dtype=float32",
+    ),
+    (
         "metrics.run_dir=run checkpoint.resume=auto train.steps=2",
         nothing,
         "train.steps=2 is behind the checkpoint of step 3; set train.steps=3, or more to go on",

@@ -1,6 +1,7 @@
 """The weights in a checkpoint, for whoever wants the model alone."""
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,9 @@ class CheckpointWeights:
 
     Raises:
         ConfigError: if there is none, or it is not whole.
+
+    Attributes:
+        settings: of the run, as plain values.
     """
 
     def __init__(self, where: str) -> None:
@@ -38,9 +42,8 @@ class CheckpointWeights:
         except NotWholeError as problem:
             raise ConfigError(f"{where}: {place.name} {problem}; name another checkpoint") from problem
         self.name = place.name
-        self.config = model_config_of(
-            self._checkpoint.facts.get("config", {}).get("model"), f"{where}: {place.name}", "name another checkpoint"
-        )
+        self.settings: dict[str, Any] = self._checkpoint.facts.get("config", {})
+        self.config = model_config_of(self.settings.get("model"), f"{where}: {place.name}", "name another checkpoint")
         with torch.device("meta"):
             model: DecoderModel = self.config.build()
         self._shapes = {name: param.shape for name, param in model.named_parameters()}

@@ -7,6 +7,7 @@ from them.
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -60,6 +61,8 @@ class RunWeights:
     """
 
     config: ModelConfig
+    settings: dict[str, Any]
+    """Of the run, as plain values."""
     tensors: TensorFolder
 
     def __init__(self, path: str | Path) -> None:
@@ -70,7 +73,9 @@ class RunWeights:
         self.path = given / WEIGHTS_FOLDER if is_run else given
         if not any(self.path.glob(f"{STEM}*.safetensors*")):
             raise ConfigError(f"{path} holds no weights; train with checkpoint.final_weights=true")
-        self.config = _read_config(self.path.absolute().parent / CONFIG_FILE)
+        where = self.path.absolute().parent / CONFIG_FILE
+        self.settings = _read_settings(where)
+        self.config = model_config_of(self.settings.get("model"), str(where), "use the file that the run wrote")
         self.tensors = TensorFolder(self.path, STEM)
         model = self.build()
         shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
@@ -98,8 +103,8 @@ class RunWeights:
         return verify_checksums(self.path)
 
 
-def _read_config(path: Path) -> ModelConfig:
-    """The model's part of a run's ``config.yaml``."""
+def _read_settings(path: Path) -> dict[str, Any]:
+    """A run's ``config.yaml``."""
     try:
         with open(path, "rb") as file:
             text = file.read(LARGEST_CONFIG_BYTES + 1)
@@ -116,7 +121,7 @@ def _read_config(path: Path) -> ModelConfig:
         raise ConfigError(f"{path} cannot be read as YAML ({reason}); use the file that the run wrote") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} lacks the section model; use the file that the run wrote")
-    return model_config_of(tree.get("model"), str(path), "use the file that the run wrote")
+    return tree
 
 
 def model_config_of(section: object, where: str, fix: str) -> ModelConfig:

@@ -9,9 +9,10 @@ from .bin import BinConfig, TokenDType
 from .dataset import IGNORE_INDEX, DataConfig, Samples, TokenDataset
 from .stream import BatchStream, eval_batches
 from .synthetic import SyntheticConfig
-from .text import TextConfig, TextDataset
+from .text import BYTES, TextConfig, TextDataset, decode_bytes, encode_bytes
 
 __all__ = [
+    "BYTES",
     "IGNORE_INDEX",
     "BatchStream",
     "BinConfig",
@@ -22,5 +23,7 @@ __all__ = [
     "TextDataset",
     "TokenDType",
     "TokenDataset",
+    "decode_bytes",
+    "encode_bytes",
     "eval_batches",
 ]

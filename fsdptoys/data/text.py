@@ -95,14 +95,24 @@ class TextDataset(FileDataset):
 
     def encode(self, text: str) -> Tokens:
         """Bytes of a text in UTF-8, shape (T,)."""
-        return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8).astype(np.int64)
+        return encode_bytes(text)
 
     def decode(self, tokens: Sequence[int] | Tokens) -> str:
         """Text of UTF-8 bytes; ids that are no byte, and bytes that are no text, become U+FFFD."""
-        tokens_T = np.asarray(tokens, dtype=np.int64)
-        never_in_utf8 = 0xFF
-        in_range = (tokens_T >= 0) & (tokens_T < BYTES)
-        return np.where(in_range, tokens_T, never_in_utf8).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+        return decode_bytes(tokens)
+
+
+def encode_bytes(text: str) -> Tokens:
+    """Bytes of a text in UTF-8, shape (T,)."""
+    return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8).astype(np.int64)
+
+
+def decode_bytes(tokens: Sequence[int] | Tokens) -> str:
+    """Text of UTF-8 bytes; ids that are no byte, and bytes that are no text, become U+FFFD."""
+    tokens_T = np.asarray(tokens, dtype=np.int64)
+    never_in_utf8 = 0xFF
+    in_range = (tokens_T >= 0) & (tokens_T < BYTES)
+    return np.where(in_range, tokens_T, never_in_utf8).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
 def stdlib_files() -> list[SourceFile]:

@@ -83,6 +83,11 @@ class FSDP1Config(FSDPConfig):
         return self.use_orig_params
 
     @property
+    def matrices_lost(self) -> str:
+        """A shard of a flat parameter ends in the middle of a row."""
+        return "cuts elsewhere than between rows"
+
+    @property
     def defers_updates(self) -> bool:
         """Its streams wait for the one that updates parameters once a forward, in the root."""
         return False

@@ -149,7 +149,7 @@ def settle(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     nothing = 0.0 if any(not example.ndim for example in kinds.values()) else -0.0
     for param in without if kinds else []:
         for kind, example in kinds.items():
-            state = torch.zeros_like(param.detach() if example.ndim else example)
+            state = torch.zeros_like(param.detach() if example.ndim else example, dtype=example.dtype)
             if example.ndim:
                 _local(state).fill_(nothing)
             optimizer.state[param][kind] = state

@@ -80,6 +80,11 @@ class ParallelConfig(ABC):
         return True
 
     @property
+    def matrices_lost(self) -> str | None:
+        """What it does to matrices, so that the ranks cannot put them together for optim=muon; None for nothing."""
+        return None
+
+    @property
     def hooks_parts_of_blocks(self) -> bool:
         """Whether the strategy puts hooks on parts of a block, besides the block."""
         return False

@@ -31,6 +31,11 @@ class ToyZero1Config(DDPConfig):
         """The optimizer sees pieces."""
         return False
 
+    @property
+    def matrices_lost(self) -> str:
+        """A piece ends in the middle of a row."""
+        return "cuts elsewhere than between rows"
+
     def build(self, context: ParallelContext) -> "ToyZero1":
         """Construct the strategy."""
         return ToyZero1(self, context)

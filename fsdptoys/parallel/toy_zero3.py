@@ -40,6 +40,11 @@ class ToyZero3Config(ReducingConfig):
         return False
 
     @property
+    def matrices_lost(self) -> str:
+        """Only the owner has anything of a parameter."""
+        return "keeps on one rank each"
+
+    @property
     def compiles(self) -> bool:
         """Its tensors come and go, which a compiled forward would not see."""
         return False

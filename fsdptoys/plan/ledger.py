@@ -193,6 +193,11 @@ class Ledger:
         seconds = kernels * kernel_seconds(self.hardware, KernelKind.memory, 0.0, int(bytes / kernels), "")
         self._compute(Work(seconds, kernels, {KernelKind.memory.value: seconds}))
 
+    def multiply(self, flops: float, bytes: float, dtype: str, kernels: int = 1) -> None:
+        """Compute equal matrix products, of so many operations and bytes in all."""
+        each = kernel_seconds(self.hardware, KernelKind.matmul, flops / kernels, int(bytes / kernels), dtype)
+        self._compute(Work(kernels * each, kernels, {KernelKind.matmul.value: kernels * each}))
+
     def _compute(self, work: Work) -> None:
         issued = self.host
         self.host += work.kernels * self.hardware.host_operator_seconds.value

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from fsdptoys.memory import CPUOffloadExecutor, OffloadSchedule, StateDType
 from fsdptoys.memory.streaming import BUFFERS
-from fsdptoys.optim import Implementation
+from fsdptoys.optim import Implementation, MuonConfig
 from fsdptoys.simulator.costs import cpu_update_seconds
 from fsdptoys.simulator.events import Category
 
@@ -40,8 +40,9 @@ class Update:
 
     def make_states(self) -> None:
         """Hold what the first update makes."""
-        each = [4 * size for unit in self.walk.units.in_forward() for size in unit.local]
-        pieces = [size for size in each for _ in range(self.state_bytes // 4)]
+        widths = self.walk.config.optim.state_widths
+        sizes = [size for unit in self.walk.units.in_forward() for size in unit.local]
+        pieces = [width * size for size in sizes for width in widths]
         self.walk.ledger.add(Category.optimizer_states, sum(pieces), pieces=pieces)
 
     def before_forward(self, unit: Unit) -> None:
@@ -55,7 +56,14 @@ class Update:
         """Update parameters of these sizes together."""
         ledger, elements, count = self.walk.ledger, sum(sizes), len(sizes)
         fused = self.implementation is Implementation.fused
-        if self.walk.config.optim.name == "adamw" and not fused:
+        if self.state_bytes < 8 and self.walk.config.optim.name == "adamw":
+            # One parameter after the other, on float32 copies of its means.
+            pieces = [4 * max(sizes)] * (2 if fused else 3)
+            ledger.spike(sum(pieces), pieces=pieces)
+            per_element = UPDATE_BYTES["fused" if fused else "other"] + 12
+            ledger.move(per_element * elements, (5 if fused else 14) * count)
+            return
+        if self.walk.config.optim.name != "sgd" and not fused:
             if self.implementation is Implementation.foreach:
                 ledger.spike(4 * elements, pieces=[4 * size for size in sizes])
             else:
@@ -180,6 +188,10 @@ class StreamedUpdate(Update):
 def make_update(walk: "Rehearsal") -> Update:
     """The update that the configuration asks for."""
     memory = walk.config.memory
+    if isinstance(walk.config.optim, MuonConfig):
+        from .muon_update import MuonUpdate  # which is made of this module's
+
+        return MuonUpdate(walk)
     return (HostUpdate if memory.cpu_offload else StreamedUpdate if memory.optimizer_offload else Update)(walk)
 
 

@@ -110,8 +110,8 @@ class Trace:
         if profiler is None:
             return
         self._is_empty = self._last_done + within_step < self._first_traced
-        profiler.stop()  # writes if the window has begun
-        if self.traced_steps is None:
+        profiler.stop()  # writes if the window has begun, and tells where it could not
+        if self._is_empty:
             self._message(
                 f"nothing was traced: the run ended after step {self._last_done}, and profile.skip_steps and "
                 f"warmup_steps set the first traced one to {self._first_traced}"

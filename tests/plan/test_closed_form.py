@@ -12,7 +12,7 @@ import torch
 from fsdptoys.compose import compose_config, compose_presets
 from fsdptoys.config import Config
 from fsdptoys.models import ModelConfig
-from fsdptoys.optim import SGDConfig
+from fsdptoys.optim import MuonConfig, SGDConfig
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, SingleConfig
 from fsdptoys.parallel.fsdp import Wrap
 from fsdptoys.plan import activations
@@ -36,7 +36,7 @@ FULL = "memory.gradient_checkpointing=full"
 MODELS = ("llama2_7b", "llama3_1b", "llama3_8b", "qwen3_0.6b", "gpt2", "qwen3_moe_mini", "llama4_mini")
 KINDS: dict[str, dict[str, Any]] = {
     "parallel": {"single": SingleConfig, "ddp": DDPConfig, "fsdp1": FSDP1Config, "fsdp2": FSDP2Config},
-    "optim": {"sgd": SGDConfig},
+    "optim": {"sgd": SGDConfig, "muon": MuonConfig},
 }
 
 
@@ -107,6 +107,7 @@ def _parameters(config: Config) -> int:
         (("parallel=ddp", "parallel.param_dtype=float32"), 8, 16, 1),
         (("parallel=single", "parallel.param_dtype=float32"), 1, 12, 1),
         (("parallel=fsdp2", "optim=sgd", "optim.momentum=0"), 8, 4, 8),
+        (("parallel=fsdp2", "optim.state_dtype=bfloat16"), 8, 8, 8),
         (("parallel=fsdp2", "memory.optimizer_offload=true", "memory.offload_schedule=pipelined"), 8, 4, 8),
         (("parallel=fsdp2", "memory.cpu_offload=true"), 8, 0, 8),
     ],
@@ -330,6 +331,9 @@ TRACED = [
     ("h100", ("parallel=fsdp2", FULL, "memory.chunk_loss=true", "memory.optimizer_offload=true")),
     ("h100", ("parallel=fsdp1",)),
     ("a2", ("parallel=fsdp2",)),  # with torch_npu's kernels
+    ("h100", ("parallel=fsdp2", "optim=muon")),
+    ("h100", ("parallel=ddp", "optim=muon", "parallel.param_dtype=float32")),
+    ("h100", ("parallel=fsdp2", "optim.state_dtype=bfloat16")),
 ]
 
 
@@ -347,6 +351,12 @@ def test_closed_form_agrees_with_the_trace(name: str, words: tuple[str, ...]) ->
     assert formula.memory.peak_bytes == pytest.approx(memory.peak_bytes, rel=0.1)
     assert formula.memory.reserved_bytes == pytest.approx(memory.reserved_bytes, rel=0.1)
     assert formula.time.step_seconds == pytest.approx(replayed.time().step_seconds, rel=0.1)
+    for exchange in ("all_to_all", "broadcast"):  # of Muon's matrices
+        of_formula, of_trace = (
+            [(each.axis, each.calls, each.bytes) for each in time.volumes if each.collective == exchange]
+            for time in (formula.time, replayed.time())
+        )
+        assert of_formula == of_trace
 
 
 def _peak(prediction: Prediction) -> float:

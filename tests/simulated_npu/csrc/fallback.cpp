@@ -84,16 +84,13 @@ struct Call {
 
   // As hardware does: a CPU's tensor is taken where it is one number, and for the indices of `index`.
   void check_devices() const {
+    if (!device) return;
     const auto& name = op.schema().name();
     const bool indexes = name.rfind("aten::index", 0) == 0 || name.rfind("aten::_index", 0) == 0;
     for (const auto& [tensor, written] : tensors) {
-      if (is_npu(tensor) || !device) {
-        TORCH_CHECK(!device || tensor.device() == *device, toString(op.operator_name()),
-                    ": Expected all tensors to be on the same device, but found ", tensor.device(), " and ", *device);
-      } else {
-        TORCH_CHECK((tensor.dim() == 0 && !written) || indexes, toString(op.operator_name()),
-                    ": Expected all tensors to be on the same device, but found ", tensor.device(), " and ", *device);
-      }
+      const bool taken = tensor.device() == *device || (tensor.is_cpu() && (indexes || (tensor.dim() == 0 && !written)));
+      TORCH_CHECK(taken, toString(op.operator_name()), ": Expected all tensors to be on the same device, but found ",
+                  tensor.device(), " and ", *device);
     }
   }
 

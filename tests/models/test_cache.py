@@ -1,0 +1,42 @@
+"""Models that are given a few tokens at a time, against the same models given all at once."""
+
+import pytest
+import torch
+
+from fsdptoys.models import KeyValueCache
+from tests.checkpoint.folders import build
+from tests.models.families import SMALL
+
+PIECES = {
+    "one by one": [1] * 53,
+    "a prompt that ends within a chunk, then one by one": [29] + [1] * 24,
+    "a prompt that ends with a chunk": [24] + [1] * 29,
+    "pieces that cross chunks": [5, 31, 2, 15],
+}
+"""How 53 tokens are given; chunks of the models that have some are 24 long."""
+
+
+@pytest.mark.parametrize("pieces", PIECES)
+@pytest.mark.parametrize("case", SMALL)
+@torch.no_grad()
+def test_cached_logits_are_those_of_the_whole_sequence(case: str, pieces: str) -> None:
+    """Oracle: the model without a cache, at every position, two rows at a time."""
+    model = build(SMALL[case])
+    tokens_BT = torch.randint(0, model.config.vocab_size, (2, 53))
+    expected_BTV = model(tokens_BT)
+    cache = KeyValueCache()
+    found_BTV = torch.cat([model(piece, cache=cache) for piece in tokens_BT.split(PIECES[pieces], dim=1)], dim=1)
+    error = (found_BTV - expected_BTV).abs().amax() / expected_BTV.abs().amax()
+    assert error < 1e-5 and cache.length == 53
+
+
+@torch.no_grad()
+def test_an_attention_within_chunks_keeps_no_more_than_its_chunk() -> None:
+    """Oracle: the shapes; the last block of four sees everything."""
+    model = build(SMALL["llama4"])
+    cache = KeyValueCache()
+    for piece in torch.randint(0, 96, (1, 60)).split([50, 5, 5], dim=1):
+        model(piece, cache=cache)
+    blank = torch.zeros(1, 2, 0, 32)
+    kept = [cache.extend(layer.attn, blank, blank)[0].shape[2] for layer in model.layers]
+    assert kept == [60 % 24] * 3 + [60]
