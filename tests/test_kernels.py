@@ -1,6 +1,5 @@
 """Which implementations a run takes: by device, by setting, and through to the trained parameters."""
 
-import importlib
 from typing import Any
 
 import pytest
@@ -109,7 +108,6 @@ def test_a_compiled_kernel_trains_the_same_bits_sharded_as_in_one_process_and_th
     def config(parallel: ParallelConfig, ranks: int, kernels: KernelConfig | None = COMPILED) -> Any:
         return make_config(parallel, ranks, steps=2, kernels=kernels)
 
-    importlib.import_module("torch._inductor.compile_fx")  # once, and not in each rank
     one = SingleConfig(simulated_ranks=2)
     single, plain = run_ranks(1, train_all, [config(one, 1), config(one, 1, None)])[0]
     (sharded,) = run_ranks(2, train_all, [config(FSDP2Config(), 2)])[0]
