@@ -40,12 +40,11 @@ class Memory:
 
 
 def take_steps(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, last: int, fail_in: int | None = None, error: str = ""
+    folder: Path, last: int, fail_in: int | None = None, error: str = ""
 ) -> tuple[list[str], list[str], str | None]:
     """Steps of a run whose window is 2 to 3: the allocator's calls, the messages, and the summary."""
     memory, said = Memory(), []
-    monkeypatch.setattr(torch, "get_device_module", lambda _: types.SimpleNamespace(memory=memory))
-    device = types.SimpleNamespace(type="cuda", torch_device=torch.device("cuda", 1))
+    device = types.SimpleNamespace(type="cuda", torch_device=torch.device("cuda", 1), memory_history=memory)
     config = ProfileConfig(snapshot=True, snapshot_first_step=2, snapshot_steps=2)
     profiler = Profiler(config, device, 0, folder / "profile", message=said.append)
     with profiler:
@@ -57,9 +56,9 @@ def take_steps(
     return memory.calls, said, profiler.summary_markdown()
 
 
-def test_the_history_is_that_of_the_chosen_steps_and_is_written_once(tmp_path, monkeypatch):
+def test_the_history_is_that_of_the_chosen_steps_and_is_written_once(tmp_path):
     """Oracle: the order of calls: emptied before step 2, read after step 3."""
-    calls, said, summary = take_steps(monkeypatch, tmp_path, 4)
+    calls, said, summary = take_steps(tmp_path, 4)
     assert calls == ["record", "step 1", "stop", "record", "step 2", "step 3", "snapshot", "step 4", "stop"]
     folder = tmp_path / "profile"
     names = ["memory-rank0-interactive.html", "memory-rank0.html", "memory-rank0.pickle"]
@@ -76,28 +75,28 @@ def test_the_history_is_that_of_the_chosen_steps_and_is_written_once(tmp_path, m
         (1, "no memory snapshot: the run ended after step 1, before profile.snapshot_first_step=2"),
     ],
 )
-def test_a_run_that_ends_early_keeps_the_history_or_says_that_there_is_none(tmp_path, monkeypatch, last, words):
+def test_a_run_that_ends_early_keeps_the_history_or_says_that_there_is_none(tmp_path, last, words):
     """Oracle: the message; the window is 2 to 3."""
-    calls, said, _ = take_steps(monkeypatch, tmp_path, last)
+    calls, said, _ = take_steps(tmp_path, last)
     assert calls[-1] == "stop" and len(said) == 1 and said[0].startswith(words)
     assert ("snapshot" in calls) == (last == 2)
 
 
 @pytest.mark.parametrize("step", [1, 4])
-def test_what_led_to_an_out_of_memory_is_written_in_and_outside_of_the_window(tmp_path, monkeypatch, step):
+def test_what_led_to_an_out_of_memory_is_written_in_and_outside_of_the_window(tmp_path, step):
     """Oracle: the files, and that the error itself goes on."""
     with pytest.raises(torch.OutOfMemoryError, match="tried"):
-        take_steps(monkeypatch, tmp_path, 6, fail_in=step, error="tried")
+        take_steps(tmp_path, 6, fail_in=step, error="tried")
     assert (tmp_path / "profile" / "memory-rank0-out-of-memory.pickle").exists()
     page = (tmp_path / "profile" / "memory-rank0-out-of-memory.html").read_text()
     assert f"out of memory in step {step}" in page
 
 
-def test_a_disk_that_refuses_the_snapshot_does_not_hide_the_error(tmp_path, monkeypatch):
+def test_a_disk_that_refuses_the_snapshot_does_not_hide_the_error(tmp_path):
     """Oracle: the error that ends the run."""
     (tmp_path / "profile" / "memory-rank0-out-of-memory.pickle").mkdir(parents=True)
     with pytest.raises(torch.OutOfMemoryError, match="tried"):
-        take_steps(monkeypatch, tmp_path, 6, fail_in=1, error="tried")
+        take_steps(tmp_path, 6, fail_in=1, error="tried")
 
 
 def test_torch_still_has_the_functions_that_are_called():
