@@ -1,17 +1,13 @@
-"""The help pages, made from the YAML folder and from the source text of the dataclasses.
+"""The help pages, made from the YAML folder and from what the dataclasses declare (``declarations``)."""
 
-Reading the source with ``ast`` rather than importing it keeps the help under a second: importing torch takes longer.
-"""
-
-import ast
 import re
 import textwrap
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
 
-from .overrides import list_choices, list_defaults, plain_text, schema_name
+from .declarations import Declaration, ancestors, collect_keys, read_classes
+from .overrides import list_choices, list_defaults, schema_name
 
 HEAD = """\
 usage: fsdptoys train [GROUP=CHOICE ...] [KEY=VALUE ...] [--cfg job]
@@ -192,28 +188,6 @@ Tells the loss of the model on a text in nats a token, its perplexity, and bits 
 """
 
 
-@dataclass
-class _Class:
-    """What the source says of one class."""
-
-    bases: list[str]
-    doc: str
-    fields: list[tuple[str, str, str]] = field(default_factory=list)
-    """Name, annotation and default."""
-    docs: dict[str, str] = field(default_factory=dict)
-    family: str | None = None
-    """Of a model's configuration: the ``base_<family>`` that its presets start from."""
-
-
-@dataclass
-class _Field:
-    """One key, with the default of the most derived class that has one."""
-
-    annotation: str
-    default: str
-    doc: str
-
-
 def command_help() -> str:
     """The page of ``fsdptoys --help``."""
     return COMMANDS
@@ -282,7 +256,7 @@ def _groups() -> list[str]:
 
 
 def _keys() -> list[str]:
-    classes, choices = _read_classes(Path(__file__).parent), list_choices()
+    classes, choices = read_classes(Path(__file__).parent), list_choices()
     lines = []
     roots = []
     for section, annotation, default in classes["Config"].fields:
@@ -292,7 +266,7 @@ def _keys() -> list[str]:
         base = classes[annotation]
         lines += ["", f"{section}: {base.doc}", *_fields(classes, annotation, section)]
         for name, found in classes.items():
-            if annotation not in _ancestors(classes, name):
+            if annotation not in ancestors(classes, name):
                 continue
             # FSDP1Config is what parallel=fsdp1 chooses, and ToyFSDPConfig what parallel=toy_fsdp does.
             choice = re.sub(r"^toy", "toy_", name.removesuffix("Config").lower())
@@ -313,11 +287,11 @@ def _presets(group: str, family: str) -> list[str]:
     return [name for name in list_choices()[group] if schema_name(group, name) == family]
 
 
-def _fields(classes: dict[str, _Class], name: str, prefix: str, without: str | None = None) -> list[str]:
+def _fields(classes: dict[str, Declaration], name: str, prefix: str, without: str | None = None) -> list[str]:
     """Lines of a class's keys, inherited ones too; ``without`` those that another class has with the same default."""
-    shown = _collect(classes, without) if without else {}
+    shown = collect_keys(classes, without) if without else {}
     lines = []
-    for key, found in _collect(classes, name).items():
+    for key, found in collect_keys(classes, name).items():
         if shown.get(key) == found:
             continue
         annotation, doc = found.annotation, found.doc
@@ -329,77 +303,3 @@ def _fields(classes: dict[str, _Class], name: str, prefix: str, without: str | N
             doc = f"{doc} [{members}]"
         lines.append(f"  {f'{prefix}.{key}={found.default}':<42} {doc}")
     return lines
-
-
-def _collect(classes: dict[str, _Class], name: str) -> dict[str, _Field]:
-    """All keys of a class, in the order and with the defaults that its dataclass has."""
-    collected: dict[str, _Field] = {}
-    for owner in [*reversed(_ancestors(classes, name)), name]:
-        for key, annotation, default in classes[owner].fields:
-            doc = classes[owner].docs.get(key) or (collected[key].doc if key in collected else "")
-            collected[key] = _Field(annotation, default, doc)
-    return collected
-
-
-def _ancestors(classes: dict[str, _Class], name: str) -> list[str]:
-    """Known bases of a class in the order in which Python looks things up, which is nearest first."""
-    found: list[str] = []
-    for base in classes[name].bases:
-        if base in classes:
-            found += [base, *_ancestors(classes, base)]
-    # A base that several share comes after all of them.
-    return [base for index, base in enumerate(found) if base not in found[index + 1 :]]
-
-
-def _read_classes(root: Path) -> dict[str, _Class]:
-    classes: dict[str, _Class] = {}
-    aliases: dict[str, str] = {}
-    for path in sorted(root.glob("*.py")) + sorted(root.glob("*/*.py")):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef):
-                classes[node.name] = _read_class(node)
-            elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Name):
-                aliases |= {target.id: node.value.id for target in node.targets if isinstance(target, ast.Name)}
-    return classes | {alias: classes[name] for alias, name in aliases.items() if name in classes}
-
-
-def _read_class(node: ast.ClassDef) -> _Class:
-    bases = [ast.unparse(base) for base in node.bases]
-    is_enum = "Enum" in bases
-    found = _Class(bases, " ".join((ast.get_docstring(node) or "").split()))
-    is_dataclass = any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
-    if not (is_enum or is_dataclass):
-        return found
-    last = ""
-    for statement in node.body:
-        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and last:
-            found.docs[last] = " ".join(str(statement.value.value).replace("``", "").split())
-        last = ""
-        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-            if is_enum:
-                found.fields.append((statement.targets[0].id, "", ""))
-        elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            last = statement.target.id
-            annotation = ast.unparse(statement.annotation)
-            if not annotation.startswith("ClassVar"):
-                found.fields.append((last, annotation, _default(statement.value)))
-            elif last == "family" and isinstance(statement.value, ast.Constant):
-                found.family = str(statement.value.value)
-    return found
-
-
-def _default(node: ast.expr | None) -> str:
-    """A default value as it is typed on the command line."""
-    if node is None:
-        return ""
-    if isinstance(node, ast.Constant):
-        return plain_text(node.value)
-    if isinstance(node, ast.Attribute):
-        return node.attr
-    if isinstance(node, ast.Call) and node.keywords:  # field(default_factory=...)
-        factory = node.keywords[0].value
-        listed = factory.body.elts if isinstance(factory, ast.Lambda) and isinstance(factory.body, ast.List) else []
-        if listed and all(isinstance(item, ast.Constant) for item in listed):
-            return plain_text([item.value for item in listed if isinstance(item, ast.Constant)])
-        return "[]" if ast.unparse(node).endswith("=list)") else "[...]"
-    return ast.unparse(node)

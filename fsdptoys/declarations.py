@@ -1,0 +1,107 @@
+"""What the dataclasses of the settings declare, read from their source text: keys, annotations, defaults, docstrings.
+
+Reading the source with ``ast`` rather than importing it keeps the help under a second: importing torch takes longer.
+"""
+
+import ast
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .overrides import plain_text
+
+
+@dataclass
+class Declaration:
+    """What the source says of one class."""
+
+    bases: list[str]
+    doc: str
+    fields: list[tuple[str, str, str]] = field(default_factory=list)
+    """Name, annotation and default."""
+    docs: dict[str, str] = field(default_factory=dict)
+    family: str | None = None
+    """Of a model's configuration: the ``base_<family>`` that its presets start from."""
+
+
+@dataclass
+class Key:
+    """One key, with the default of the most derived class that has one."""
+
+    annotation: str
+    default: str
+    doc: str
+
+
+def collect_keys(classes: dict[str, Declaration], name: str) -> dict[str, Key]:
+    """All keys of a class, in the order and with the defaults that its dataclass has."""
+    collected: dict[str, Key] = {}
+    for owner in [*reversed(ancestors(classes, name)), name]:
+        for key, annotation, default in classes[owner].fields:
+            doc = classes[owner].docs.get(key) or (collected[key].doc if key in collected else "")
+            collected[key] = Key(annotation, default, doc)
+    return collected
+
+
+def ancestors(classes: dict[str, Declaration], name: str) -> list[str]:
+    """Known bases of a class in the order in which Python looks things up, which is nearest first."""
+    found: list[str] = []
+    for base in classes[name].bases:
+        if base in classes:
+            found += [base, *ancestors(classes, base)]
+    # A base that several share comes after all of them.
+    return [base for index, base in enumerate(found) if base not in found[index + 1 :]]
+
+
+def read_classes(root: Path) -> dict[str, Declaration]:
+    """Name → what every class in a folder and the folders right below declares; names that are given to another too."""
+    classes: dict[str, Declaration] = {}
+    aliases: dict[str, str] = {}
+    for path in sorted(root.glob("*.py")) + sorted(root.glob("*/*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                classes[node.name] = _read_class(node)
+            elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Name):
+                aliases |= {target.id: node.value.id for target in node.targets if isinstance(target, ast.Name)}
+    return classes | {alias: classes[name] for alias, name in aliases.items() if name in classes}
+
+
+def _read_class(node: ast.ClassDef) -> Declaration:
+    bases = [ast.unparse(base) for base in node.bases]
+    is_enum = "Enum" in bases
+    found = Declaration(bases, " ".join((ast.get_docstring(node) or "").split()))
+    is_dataclass = any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
+    if not (is_enum or is_dataclass):
+        return found
+    last = ""
+    for statement in node.body:
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and last:
+            found.docs[last] = " ".join(str(statement.value.value).replace("``", "").split())
+        last = ""
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            if is_enum:
+                found.fields.append((statement.targets[0].id, "", ""))
+        elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            last = statement.target.id
+            annotation = ast.unparse(statement.annotation)
+            if not annotation.startswith("ClassVar"):
+                found.fields.append((last, annotation, _default(statement.value)))
+            elif last == "family" and isinstance(statement.value, ast.Constant):
+                found.family = str(statement.value.value)
+    return found
+
+
+def _default(node: ast.expr | None) -> str:
+    """A default value as it is typed on the command line."""
+    if node is None:
+        return ""
+    if isinstance(node, ast.Constant):
+        return plain_text(node.value)
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    if isinstance(node, ast.Call) and node.keywords:  # field(default_factory=...)
+        factory = node.keywords[0].value
+        listed = factory.body.elts if isinstance(factory, ast.Lambda) and isinstance(factory.body, ast.List) else []
+        if listed and all(isinstance(item, ast.Constant) for item in listed):
+            return plain_text([item.value for item in listed if isinstance(item, ast.Constant)])
+        return "[]" if ast.unparse(node).endswith("=list)") else "[...]"
+    return ast.unparse(node)
