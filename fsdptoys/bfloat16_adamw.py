@@ -13,10 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.adamw import AdamW, adamw
 
-from .mesh import is_dtensor
+from .mesh import local_tensor
 from .vector_adamw import Updates
 
 MEANS = ("exp_avg", "exp_avg_sq")
@@ -40,15 +40,15 @@ class BFloat16AdamW(AdamW):
 
     def _update(self, param: nn.Parameter, group: dict[str, Any]) -> None:
         state = self.state[param]
-        local = _local(param)
+        local = local_tensor(param)
         on_cpu = local.device.type == "cpu"
         if not state:
             state["step"] = torch.zeros((), device=local.device if group["fused"] else "cpu")
             for name in MEANS:
                 state[name] = torch.zeros_like(param, dtype=torch.bfloat16)
-        kept = [_local(state[name]) for name in MEANS]
+        kept = [local_tensor(state[name]) for name in MEANS]
         means = [mean.float() for mean in kept]
-        tensors = [local, _local(param.grad), *means]  # type: ignore[arg-type]
+        tensors = [local, local_tensor(param.grad), *means]  # type: ignore[arg-type]
         if group["fused"] and on_cpu:
             updates = Updates()
             updates.add(tensors, state["step"])
@@ -70,7 +70,3 @@ class BFloat16AdamW(AdamW):
             for name in MEANS:
                 if name in state:
                     state[name] = state[name].to(torch.bfloat16)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if is_dtensor(tensor) else tensor

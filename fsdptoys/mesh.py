@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeGuard
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -68,6 +69,12 @@ def is_dtensor(tensor: Tensor) -> TypeGuard["DTensor"]:
     """Whether a tensor is spread over a mesh."""
     module = sys.modules.get("torch.distributed.tensor")  # takes a second to import, and is there where one was made
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, sharing its memory."""
+    with torch.no_grad():  # or the local part would come as a view that autograd knows
+        return tensor.to_local() if is_dtensor(tensor) else tensor.detach()
 
 
 def local_bounds(param: Tensor) -> tuple[tuple[int, int], ...]:

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .mesh import is_dtensor
+from .mesh import is_dtensor, local_tensor
 from .newton_schulz import orthogonalise
 
 MATRICES = "matrices"
@@ -94,7 +94,7 @@ class Muon(torch.optim.Optimizer):
                     state["momentum_buffer"] = torch.zeros_like(param)
                 else:
                     on_device = group["fused"] or group["capturable"]
-                    state["step"] = torch.zeros((), device=_local(param).device if on_device else "cpu")
+                    state["step"] = torch.zeros((), device=local_tensor(param).device if on_device else "cpu")
                     state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
 
     @torch.no_grad()
@@ -118,8 +118,8 @@ class Muon(torch.optim.Optimizer):
         matrices: list[Matrix] = []
         for param in group["params"]:
             if param.grad is not None:
-                buffer = _local(self.state[param]["momentum_buffer"])
-                buffer.lerp_(_local(param.grad), 1 - self.momentum)
+                buffer = local_tensor(self.state[param]["momentum_buffer"])
+                buffer.lerp_(local_tensor(param.grad), 1 - self.momentum)
                 matrices += cut_matrices(param, buffer)
         whole = [matrix for matrix in matrices if matrix.ranks == 1]
         dealt = sorted((matrix for matrix in matrices if matrix.ranks > 1), key=lambda matrix: -matrix.elements)
@@ -202,7 +202,7 @@ def cut_matrices(param: nn.Parameter, buffer: Tensor) -> list[Matrix]:
         buffer: this rank's momentum.
     """
     dim, group = _layout(param)
-    local, grad = _local(param.detach()), _local(param.grad)  # type: ignore[arg-type]
+    local, grad = local_tensor(param.detach()), local_tensor(param.grad)  # type: ignore[arg-type]
     rows, columns = param.shape[-2:]
     if param.ndim == 2:
         return [Matrix((rows, columns), local, grad, buffer, dim, group)]
@@ -268,7 +268,3 @@ def _broadcast(matrices: list[Matrix], ahead: Ahead, work: Work, dtype: torch.dt
             update = torch.empty(matrix.shape, dtype=dtype, device=matrix.param.device)
         dist.broadcast(update, owner, group=group)
         yield matrix, update
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if is_dtensor(tensor) else tensor

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import AdamW, adamw
 
-from .mesh import is_dtensor
+from .mesh import local_tensor
 
 VECTOR_ELEMENTS = 64
 """A multiple of what a vector holds in any number format, and of where the kernel divides its work among threads."""
@@ -41,7 +41,7 @@ class VectorAdamW(AdamW):
                 if not state:
                     state["step"] = torch.zeros(())
                     state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
-                tensors = [_local(each) for each in (param, param.grad, state["exp_avg"], state["exp_avg_sq"])]
+                tensors = [local_tensor(each) for each in (param, param.grad, state["exp_avg"], state["exp_avg_sq"])]
                 updates.add(tensors, state["step"])
             updates.run(group)
         return loss
@@ -83,7 +83,3 @@ class Updates:
         for (param, _, *states), (param_copy, _, *state_copies) in self._padded:
             for view, copy in zip((param, *states), (param_copy, *state_copies), strict=True):
                 view.copy_(copy[: view.numel()])
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if is_dtensor(tensor) else tensor

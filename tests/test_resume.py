@@ -23,7 +23,7 @@ from fsdptoys.config import Config
 from fsdptoys.convert import convert
 from fsdptoys.errors import ConfigError, GivenUpError, LostRanksError
 from fsdptoys.memory import CPUOffloadExecutor, MemoryConfig, OffloadSchedule, StateDType
-from fsdptoys.memory.buckets import local_tensor
+from fsdptoys.mesh import local_tensor
 from fsdptoys.metrics import FolderLock
 from fsdptoys.optim import AdamWConfig, MuonConfig, SGDConfig, WeightDecayOn
 from fsdptoys.optim import StateDType as KeptDType

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdptoys.mesh import is_dtensor
+from fsdptoys.mesh import is_dtensor, local_tensor
 
 ALIGNMENT = 64
 """Elements to whose multiples each state's offset is rounded up: where vector loads may start."""
@@ -207,12 +207,6 @@ def cut_buckets(
             size += added
         buckets += [Bucket(unit, members, optimizer, kinds) for members in cut]
     return buckets
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, sharing its memory."""
-    with torch.no_grad():  # or the local part would come as a view that autograd knows
-        return tensor.to_local() if is_dtensor(tensor) else tensor.detach()
 
 
 @torch.no_grad()

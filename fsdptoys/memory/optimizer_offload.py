@@ -25,9 +25,10 @@ from torch import nn
 
 from fsdptoys.device import Device
 from fsdptoys.errors import ConfigError
+from fsdptoys.mesh import local_tensor
 
 from .bucketed_optimizer import BucketedOptimizer
-from .buckets import Bucket, Unit, cut_buckets, local_tensor
+from .buckets import Bucket, Unit, cut_buckets
 from .config import MemoryConfig, OffloadSchedule, StateDType
 from .streaming import BUFFERS, Streaming, rounding_seeds
 from .transfers import Transfers, transfers_for

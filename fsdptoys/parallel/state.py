@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdptoys.device import Streams, is_accelerator
-from fsdptoys.mesh import is_dtensor
+from fsdptoys.mesh import is_dtensor, local_tensor
 
 NamedParameters = Callable[[], Iterable[tuple[str, nn.Parameter]]]
 """Gives what the optimizer updates, by name, in the order of the model."""
@@ -82,7 +82,7 @@ def load_state_tensors(
     named = list(named_parameters())
     load(_live_tensors(named, optimizer))
     # Whoever keeps copies of parameters tells by their versions that they were written.
-    torch.autograd.graph.increment_version([_local(param) for _, param in named])
+    torch.autograd.graph.increment_version([local_tensor(param) for _, param in named])
     # The states are in place; an optimizer may keep more than them, such as how many steps it took.
     optimizer.load_state_dict(optimizer.state_dict())
 
@@ -124,8 +124,8 @@ def host_copy(tensors: dict[str, Tensor], into: dict[str, Tensor] | None = None)
     for name, tensor in tensors.items():
         earlier = (into or {}).get(name)
         copies[name] = earlier if earlier is not None and _fits(earlier, tensor) else _host_memory(tensor)
-        source = _local(tensor)
-        _local(copies[name]).copy_(source, non_blocking=True)
+        source = local_tensor(tensor)
+        local_tensor(copies[name]).copy_(source, non_blocking=True)
         if is_accelerator(source.device):
             devices.add(source.device)
     # Each copy was given to the stream that updates its tensor, behind the updates.
@@ -151,7 +151,7 @@ def settle(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for kind, example in kinds.items():
             state = torch.zeros_like(param.detach() if example.ndim else example, dtype=example.dtype)
             if example.ndim:
-                _local(state).fill_(nothing)
+                local_tensor(state).fill_(nothing)
             optimizer.state[param][kind] = state
 
 
@@ -161,7 +161,7 @@ def _kept_states(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     if not any(base.__module__.startswith("torch.optim.") for base in bases):
         return {}
     group = optimizer.param_groups[0]
-    first = _local(group["params"][0])
+    first = local_tensor(group["params"][0])
     stand_in = nn.Parameter(torch.zeros(2, dtype=first.dtype, device=first.device))
     stand_in.grad = torch.zeros_like(stand_in)
     kind: Any = type(optimizer)
@@ -181,14 +181,9 @@ def _live_tensors(
     return tensors
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, sharing its memory."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor.detach()
-
-
 def _host_memory(tensor: Tensor) -> Tensor:
     """Host memory for a tensor, laid out as it is, with nothing in it."""
-    source = _local(tensor)
+    source = local_tensor(tensor)
     local = torch.empty(source.shape, dtype=source.dtype, pin_memory=is_accelerator(source.device))
     if not is_dtensor(tensor):
         return local

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from fsdptoys.device import Device, float64_collectives
 from fsdptoys.errors import ConfigError
-from fsdptoys.mesh import MeshConfig, is_dtensor
+from fsdptoys.mesh import MeshConfig, local_tensor
 from fsdptoys.models import DecoderModel
 
 from . import state
@@ -264,7 +264,7 @@ class Strategy(ABC):
             map_parts: applies a function to parts of gradients, in order, as ``map`` does; may use threads.
         """
         device, dtype = self.context.device, self.context.sum_dtype
-        grads = [_local(param.grad) for _, param in self.named_parameters() if param.grad is not None]
+        grads = [local_tensor(param.grad) for _, param in self.named_parameters() if param.grad is not None]
         parts = [
             part for grad in grads for part in grad.flatten().split(norm_elements(grad.device.type)) if part.numel()
         ]
@@ -290,10 +290,6 @@ class Strategy(ABC):
 def norm_elements(device_type: str) -> int:
     """Elements of a gradient whose norm is taken at a time."""
     return CPU_NORM_ELEMENTS if device_type == "cpu" else NORM_ELEMENTS
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def own_parameters(modules: list[list[nn.Module]]) -> list[list[nn.Parameter]]:
