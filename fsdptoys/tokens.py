@@ -1,21 +1,18 @@
 """From text to token ids and back, for whoever uses a trained model: bytes, a tokenizer's file, or the ids themselves.
 
-A model's weights do not say what its ids mean. What a run was trained on does where that was the bytes of text, and a
-folder in Hugging Face format does where it has a ``tokenizer.json``, which the package ``tokenizers`` reads. For all
-others the user says it. Not covered: tokenizers in other files (``tokenizer.model``), chat templates.
+A model's weights do not say what its ids mean. What a run was trained on does where that was text, and a folder in
+Hugging Face format does where it has a ``tokenizer.json``, which the package ``tokenizers`` reads. For all others the
+user says it. Not covered: tokenizers in other files (``tokenizer.model``), chat templates.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from .data import BYTES, decode_bytes, encode_bytes
+from .data import BYTES, TOKENIZER_FILE, decode_bytes, encode_bytes, read_tokenizer
 from .errors import ConfigError
-
-TOKENIZER_FILE = "tokenizer.json"
 
 CHOICE = "--tokenizer bytes, --tokenizer ids, or --tokenizer with a folder that holds a tokenizer.json"
 
@@ -88,42 +85,34 @@ class FileTokenizer(Tokenizer):
 
     Args:
         path: the file, or the folder that holds it.
+        plain: whether text is taken as prepared data has it (``data.encoding``), rather than as the file says.
 
     Raises:
         ConfigError: if it cannot be read, or the package for it is not there.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, plain: bool) -> None:
         file = path / TOKENIZER_FILE if path.is_dir() else path
-        try:
-            from tokenizers import Tokenizer as Reader
-        except ImportError as error:
-            raise ConfigError(
-                f"{file} needs the package tokenizers, which is not installed; pip install 'fsdptoys[generate]', or "
-                "write --tokenizer ids"
-            ) from error
-        if not file.is_file():
-            raise ConfigError(f"{file} is not there, and should say what text the ids stand for; write {CHOICE}")
-        try:
-            self._reader: Any = Reader.from_file(str(file))
-        except Exception as error:  # the package has no class of its own for them
-            raise ConfigError(f"{file} cannot be read as a tokenizer ({error}); download it again") from error
+        missing = f"{file} is not there, and should say what text the ids stand for; write {CHOICE}"
+        self._reader = read_tokenizer(file, str(file), "generate", "write --tokenizer ids", missing, plain=plain)
+        self._plain = plain
 
     def encode(self, text: str) -> list[int]:
-        """See ``Tokenizer``; with the special ids that the file puts around a text, if it does."""
-        return list(self._reader.encode(text).ids)
+        """See ``Tokenizer``; with the special ids that the file puts around a text, if it does, unless plain."""
+        return list(self._reader.encode(text, add_special_tokens=not self._plain).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """See ``Tokenizer``; without special ids."""
         return str(self._reader.decode(list(ids)))
 
 
-def open_tokenizer(choice: str, vocab_size: int) -> Tokenizer:
+def open_tokenizer(choice: str, vocab_size: int, *, plain: bool = False) -> Tokenizer:
     """The tokenizer that a word names.
 
     Args:
         choice: ``bytes``, ``ids``, or the path of a ``tokenizer.json`` or its folder.
         vocab_size: of the model.
+        plain: whether a file's own special ids, cutting and padding are left out, as in prepared data.
 
     Raises:
         ConfigError: if there is none, or it is not for the model.
@@ -136,7 +125,7 @@ def open_tokenizer(choice: str, vocab_size: int) -> Tokenizer:
                 f"--tokenizer bytes needs {BYTES} ids, and this model has {vocab_size}; write --tokenizer ids"
             )
         return ByteTokenizer()
-    return FileTokenizer(Path(choice).expanduser())
+    return FileTokenizer(Path(choice).expanduser(), plain)
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, owner: str) -> None:

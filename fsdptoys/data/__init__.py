@@ -1,29 +1,54 @@
-"""Where tokens come from: a synthetic source, the bytes of text files, or binary token files; and their order.
+"""Where tokens come from: a synthetic source, bytes of text, binary token files, prepared folders; and their order.
 
 ``DataConfig.build`` gives a ``TokenDataset`` of numbered samples; ``BatchStream`` turns them into batches, in an order
-that is a pure function of the seed and of the number of samples already seen. Not covered: mixtures of sources with
-weights, masks between documents, tokenizers (a binary file holds what any of them made), reading over a network.
+that is a pure function of the seed and of the number of samples already seen. ``prepare`` turns text into folders of
+tokens, of which several can be mixed by weight. Not covered: reading over a network.
 """
 
 from .bin import BinConfig, TokenDType
 from .dataset import IGNORE_INDEX, DataConfig, Samples, TokenDataset
+from .display import Display
+from .documents import find_sources
+from .encoding import TOKENIZER_FILE, open_encoder, read_tokenizer
+from .hf import HFConfig
+from .index import Index, check_folder, files_of, read_ends, read_index
+from .prepared import PreparedConfig
+from .preparing import MOST_PROCESSES, SHARD_TOKENS, Request, prepare
 from .stream import BatchStream, eval_batches
 from .synthetic import SyntheticConfig
 from .text import BYTES, TextConfig, TextDataset, decode_bytes, encode_bytes
+from .windows import check_eval_fraction
 
 __all__ = [
     "BYTES",
     "IGNORE_INDEX",
+    "MOST_PROCESSES",
+    "SHARD_TOKENS",
+    "TOKENIZER_FILE",
     "BatchStream",
     "BinConfig",
     "DataConfig",
+    "Display",
+    "HFConfig",
+    "Index",
+    "PreparedConfig",
+    "Request",
     "Samples",
     "SyntheticConfig",
     "TextConfig",
     "TextDataset",
     "TokenDType",
     "TokenDataset",
+    "check_eval_fraction",
+    "check_folder",
     "decode_bytes",
     "encode_bytes",
     "eval_batches",
+    "files_of",
+    "find_sources",
+    "open_encoder",
+    "prepare",
+    "read_ends",
+    "read_index",
+    "read_tokenizer",
 ]

@@ -141,13 +141,17 @@ def _as_it_is(step: Any) -> Any:
 
 
 def _prepare_worker(index: int) -> None:
-    """End with the rank: the server would outlive it for as long as it has workers."""
     for number in UNHEARD:
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, name="end-with-parent", daemon=True).start()
+    end_with_parent()
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """Have this process end with the one that it works for, which a server or a queue of tasks would outlive."""
+    threading.Thread(target=_wait_for_parent, name="end-with-parent", daemon=True).start()
+
+
+def _wait_for_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

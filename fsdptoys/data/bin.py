@@ -30,11 +30,14 @@ class BinConfig(DataConfig):
     """Token ids from binary files."""
 
     name = "bin"
+    documents_fix = "data.document_end=ID"
 
     files: list[str] = field(default_factory=list)
     """Paths or globs (``**`` for any depth)."""
     dtype: TokenDType = TokenDType.uint16
     """Number format of a token, in all files."""
+    document_end: int | None = None
+    """The id that is the last of every document; null where there is none."""
     eval_files: list[str] = field(default_factory=list)
     """Paths or globs of files that are held out."""
     eval_fraction: float = 0.0
@@ -55,8 +58,18 @@ class BinConfig(DataConfig):
         """Whether files, or a share of them, are held out."""
         return bool(self.eval_files) or self.eval_fraction > 0
 
+    @property
+    def tells_documents(self) -> bool:
+        """Whether somebody said which id ends a document."""
+        return self.document_end is not None
+
     def validate(self, seq_len: int, vocab_size: int) -> None:
         """Check that the files are there, whole and long enough, and that the first MiB of each fits the vocabulary."""
+        if self.document_end is not None and not 0 <= self.document_end < vocab_size:
+            raise ConfigError(
+                f"data.document_end={self.document_end} is no id below model.vocab_size={vocab_size}; set "
+                "data.document_end to the id that ends documents in the files, or to null"
+            )
         for part in self._open(seq_len, vocab_size):
             if part is not None:
                 part.stream.check_heads()
@@ -64,7 +77,7 @@ class BinConfig(DataConfig):
     def build(self, seq_len: int, vocab_size: int, seed: int) -> FileDataset:
         """Find the files and lay them out."""
         train, held_out = self._open(seq_len, vocab_size)
-        return FileDataset(self.name, train, held_out, seed)
+        return FileDataset(self.name, train, held_out, seed, self.document_end)
 
     def _open(self, seq_len: int, vocab_size: int) -> tuple[WindowSamples, WindowSamples | None]:
         if not self.files:

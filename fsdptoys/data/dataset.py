@@ -47,6 +47,8 @@ class TokenDataset(ABC):
     """The held-out part, or None."""
     fingerprint: str
     """Hash of what decides the training samples and their order: a checkpoint must not go on where it differs."""
+    document_end: int | None = None
+    """The id that is the last of every document; None where there is none, or nobody said which."""
     conditional_entropy_nats: float | None = None
     """Lowest loss that any model can reach, where it is known."""
 
@@ -54,6 +56,18 @@ class TokenDataset(ABC):
         self.train = train
         self.eval = eval
         self.fingerprint = fingerprint
+
+    def end_labels_with_documents(self) -> int:
+        """Have no label for the first token of a document, which nothing before it in its document foretells.
+
+        Returns:
+            The id that ends a document.
+        """
+        assert self.document_end is not None
+        self.train = LabelsWithinDocuments(self.train, self.document_end)
+        self.eval = None if self.eval is None else LabelsWithinDocuments(self.eval, self.document_end)
+        self.fingerprint = hash_of(self.fingerprint, self.document_end)
+        return self.document_end
 
     @cached_property
     def unigram_entropy_nats(self) -> float | None:
@@ -68,6 +82,22 @@ class TokenDataset(ABC):
         """Compute ``unigram_entropy_nats``."""
 
 
+class LabelsWithinDocuments:
+    """Samples without the labels that follow the end of a document."""
+
+    def __init__(self, samples: Samples, document_end: int) -> None:
+        self.samples = samples
+        self.endless = samples.endless
+        self.document_end = document_end
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[Tokens, Tokens]:
+        tokens_T, labels_T = self.samples[index]
+        return tokens_T, np.where(tokens_T == self.document_end, IGNORE_INDEX, labels_T)
+
+
 @dataclass(kw_only=True)
 class DataConfig(ABC):
     """What every kind of data has."""
@@ -77,9 +107,15 @@ class DataConfig(ABC):
 
     eval_fix: ClassVar[str] = "data.eval_fraction=0.05"
     """The override that holds a part out."""
+    documents_fix: ClassVar[str] = ""
+    """The override that tells which id ends a document, where that is not known."""
+    plain_texts: ClassVar[bool] = False
+    """Whether texts became ids as ``encoding`` has it: nothing put around them, nothing in them special."""
 
     workers: int = 0
     """Processes on each rank that make batches ahead of the loop; 0 to make each when it is its turn."""
+    mask_documents: bool = False
+    """Let each document of a sequence see nothing but itself, and leave out the label after its end."""
 
     def __post_init__(self) -> None:
         """Check each value by itself."""
@@ -94,9 +130,45 @@ class DataConfig(ABC):
     def has_eval(self) -> bool:
         """Whether a part is held out."""
 
+    @property
+    def tells_documents(self) -> bool:
+        """Whether the dataset will know which id ends a document."""
+        return True
+
+    def find_tokenizer(self) -> str | None:
+        """What the ids mean: ``bytes``, or the path of a ``tokenizer.json``; None where nothing that is left says it.
+
+        Raises:
+            ConfigError: if what says it cannot be read, or is not what it was.
+        """
+        return None
+
+    def check_documents(self) -> None:
+        """Refuse to keep documents apart where nobody knows them.
+
+        Raises:
+            ConfigError: naming key, value and fix.
+        """
+        if self.mask_documents and not self.tells_documents:
+            raise ConfigError(
+                f"data.mask_documents=true must know which id ends a document, which data={self.name} does not tell as "
+                f"set; set {self.documents_fix} or data.mask_documents=false"
+            )
+
     @abstractmethod
     def validate(self, seq_len: int, vocab_size: int) -> None:
         """Check all that can be checked cheaply, before any worker starts.
+
+        Args:
+            seq_len: tokens a sample.
+            vocab_size: the model's number of token ids.
+
+        Raises:
+            ConfigError: naming key, value and fix.
+        """
+
+    def prepare(self, seq_len: int, vocab_size: int) -> None:  # noqa: B027  # most kinds have nothing to make
+        """Make what ``build`` reads, where that takes long: once on each machine, before any rank joins the others.
 
         Args:
             seq_len: tokens a sample.

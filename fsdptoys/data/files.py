@@ -184,12 +184,20 @@ class FileStream:
                 f"{self.key}=[{path}] has fewer than the {self.files[index].size_bytes} bytes it had when the run "
                 "started; put it back as it was"
             )
+        self.check_tokens(index, offset, tokens)
+        return tokens
+
+    def check_tokens(self, index: int, offset: int, tokens: NDArray[Any]) -> None:
+        """Hold what was read of a file from an offset on against the vocabulary.
+
+        Raises:
+            ConfigError: if a token is outside.
+        """
         if len(tokens) and int(tokens.max()) >= self.vocab_size:
             first = int(np.flatnonzero(tokens >= self.vocab_size)[0])
             token = int(tokens[first])
             raise ConfigError(
-                f"{self.key}=[{path}] has token {token} at position {offset + first}, outside "
+                f"{self.key}=[{self.files[index].path}] has token {token} at position {offset + first}, outside "
                 f"model.vocab_size={self.vocab_size}; set model.vocab_size to at least {token + 1}, or "
                 "mend the file or data.dtype"
             )
-        return tokens

@@ -1,11 +1,12 @@
 """The order in which samples are trained on: a pure function of the seed and of how many were seen before.
 
 All samples of a step, over every rank and micro-batch, are consecutive places of a seeded permutation, a new one each
-epoch; where an epoch ends within a step, the next one's permutation goes on, so that nothing is left out or seen twice.
-Place (micro-batch · ranks + rank) · batch_size + row of the step belongs to that row: as long as the product of ranks,
-micro-batches and batch size stays the same, so does every step, and a checkpoint needs one number and no rank's state.
-The permutation costs 8 bytes a sample on every rank, and in each of its workers. A step is read when it is asked for,
-or, with workers, before that: since the order is a function, neither the batches nor the state can tell which.
+epoch; where an epoch ends within a step, the next one's permutation goes on, so that nothing is left out or seen
+twice. Place (micro-batch · ranks + rank) · batch_size + row of the step belongs to that row: as long as the product of
+ranks, micro-batches and batch size stays the same, so does every step, and a checkpoint needs one number and no rank's
+state. The permutation is computed place by place (``shuffle``), so that it costs no memory however many samples there
+are. A step is read when it is asked for, or, with workers, before that: since the order is a function, neither the
+batches nor the state can tell which.
 """
 
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from fsdptoys.errors import ConfigError
 
 from .ahead import StepsAhead
 from .dataset import IGNORE_INDEX, Samples, Tokens
+from .shuffle import ORDER, EndlessShuffle
 
 
 class StepReader:
@@ -34,11 +36,9 @@ class StepReader:
         self.microbatches = microbatches
         self.ranks = ranks
         self.data_ranks = data_ranks
-        self.seed = seed
         self.stride = microbatches * data_ranks * batch_size
         """Samples of a step, over all ranks."""
-        self._epoch = -1
-        self._permutation: Tokens = np.empty(0, dtype=np.int64)
+        self._shuffle = EndlessShuffle(len(samples), seed)
 
     def read(self, place: int) -> Tensor:
         """Tokens and labels of the step whose first sample is at a place of the order.
@@ -46,21 +46,22 @@ class StepReader:
         Returns:
             int64 of shape (micro-batches · own ranks, 2, B, T).
         """
-        batches = []
+        step: Tokens | None = None
         for microbatch in range(self.microbatches):
-            for rank in self.ranks:
+            for number, rank in enumerate(self.ranks):
                 first = place + (microbatch * self.data_ranks + rank) * self.batch_size
-                batches.append(_stack([self.samples[self._index(first + row)] for row in range(self.batch_size)]))
-        return torch.from_numpy(np.stack(batches))
+                for row in range(self.batch_size):
+                    tokens_T, labels_T = self.samples[self._index(first + row)]
+                    if step is None:
+                        batches = self.microbatches * len(self.ranks)
+                        step = np.empty((batches, 2, self.batch_size, len(tokens_T)), np.int64)
+                    batch = step[microbatch * len(self.ranks) + number]
+                    batch[0, row], batch[1, row] = tokens_T, labels_T
+        assert step is not None
+        return torch.from_numpy(step)
 
     def _index(self, place: int) -> int:
-        if self.samples.endless:
-            return place
-        epoch, place = divmod(place, len(self.samples))
-        if epoch != self._epoch:
-            self._permutation = _permute(len(self.samples), self.seed, epoch)
-            self._epoch = epoch
-        return int(self._permutation[place])
+        return place if self.samples.endless else self._shuffle[place]
 
 
 class BatchStream:
@@ -93,6 +94,7 @@ class BatchStream:
         self.samples_seen = 0
         """Samples of all steps that were taken so far, over all ranks."""
         self._reader = StepReader(samples, batch_size, microbatches, ranks, data_ranks, seed)
+        self._order = None if samples.endless else ORDER
         self._workers = workers
         self._ahead: StepsAhead | None = None
 
@@ -129,14 +131,20 @@ class BatchStream:
 
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to go on, the same on every rank."""
-        return {"samples": self.samples_seen, "fingerprint": self.fingerprint}
+        return {"samples": self.samples_seen, "fingerprint": self.fingerprint, "order": self._order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after the samples that were seen before.
 
         Raises:
-            ConfigError: if the data is not what it was.
+            ConfigError: if the data is not what it was, or would come in another order.
         """
+        if state.get("order") != self._order:
+            raise ConfigError(
+                f"the checkpoint's data came in the order {state.get('order') or 'of an earlier version'}, and this "
+                f"version's is {self._order}, so the order cannot go on; finish the run with the version that began "
+                "it, or start a new run"
+            )
         if state["fingerprint"] != self.fingerprint:
             raise ConfigError(
                 f"data has changed since the checkpoint (fingerprint {self.fingerprint[:12]} instead of "
@@ -166,12 +174,6 @@ def eval_batches(
         rows += [(blank_T, np.full_like(blank_T, IGNORE_INDEX))] * (batch_size - len(rows))
         tokens_BT, labels_BT = torch.from_numpy(_stack(rows))
         yield tokens_BT, labels_BT
-
-
-def _permute(count: int, seed: int, epoch: int) -> Tokens:
-    # Sorting raw Philox bits: NumPy promises these bits for all versions, unlike its own or torch's permutation.
-    bits = np.random.Philox(np.random.SeedSequence(seed, spawn_key=(epoch,))).random_raw(count)
-    return np.argsort(bits, kind="stable")
 
 
 def _stack(rows: list[tuple[Tokens, Tokens]]) -> Tokens:

@@ -20,6 +20,10 @@ TRAIN_SAMPLES = 2**40
 """More than any run asks for."""
 
 
+DOCUMENT_END = 0
+"""The id that is taken to end a document: about every vocab_size-th token is one."""
+
+
 class Part(IntEnum):
     """Which samples; part of their seed, so that the held-out ones are none of the training's."""
 
@@ -78,6 +82,7 @@ class SyntheticDataset(TokenDataset):
         super().__init__(train, held_out, fingerprint)
         self.conditional_entropy_nats = math.log(config.branching)
         self.vocab_size = vocab_size
+        self.document_end = DOCUMENT_END
 
     def _unigram_entropy_nats(self) -> float:
         return math.log(self.vocab_size)

@@ -65,6 +65,10 @@ class TextConfig(DataConfig):
         """Whether a share of the bytes is held out."""
         return self.eval_fraction > 0
 
+    def find_tokenizer(self) -> str:
+        """Bytes."""
+        return "bytes"
+
     def validate(self, seq_len: int, vocab_size: int) -> None:
         """Check that the files are there and long enough, and that a byte fits the vocabulary."""
         split_windows(self._open(vocab_size), seq_len, self.eval_fraction)
@@ -72,7 +76,7 @@ class TextConfig(DataConfig):
     def build(self, seq_len: int, vocab_size: int, seed: int) -> "TextDataset":
         """Find the files and lay them out."""
         train, held_out = split_windows(self._open(vocab_size), seq_len, self.eval_fraction)
-        return TextDataset(self.name, train, held_out, seed)
+        return TextDataset(self.name, train, held_out, seed, SEPARATOR)
 
     def _open(self, vocab_size: int) -> FileStream:
         if vocab_size < BYTES:

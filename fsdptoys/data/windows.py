@@ -5,6 +5,7 @@ the first input of the next. The held-out part is the end of the stream, or a st
 """
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fsdptoys.errors import ConfigError
 
@@ -88,7 +89,14 @@ def split_windows(stream: FileStream, seq_len: int, eval_fraction: float) -> tup
 class FileDataset(TokenDataset):
     """Samples from files."""
 
-    def __init__(self, kind: str, train: WindowSamples, eval: WindowSamples | None, seed: int) -> None:
+    def __init__(
+        self,
+        kind: str,
+        train: WindowSamples,
+        eval: WindowSamples | None,
+        seed: int,
+        document_end: int | None,
+    ) -> None:
         stream = train.stream
         files = [[file.name, file.size_bytes] for file in stream.files]
         fingerprint = hash_of(
@@ -96,13 +104,24 @@ class FileDataset(TokenDataset):
         )
         super().__init__(train, eval, fingerprint)
         self.windows = train
+        self.document_end = document_end
 
     def _unigram_entropy_nats(self) -> float:
-        stream, stop = self.windows.stream, self.windows.stop
-        counts = np.zeros(stream.vocab_size, dtype=np.int64)
-        stop = min(stop, ENTROPY_BYTES // stream.dtype.itemsize)
-        for start in range(0, stop, CHUNK_TOKENS):
-            chunk = stream.read(start, min(CHUNK_TOKENS, stop - start))
-            counts += np.bincount(chunk, minlength=stream.vocab_size)
-        shares = counts[counts > 0] / counts.sum()
-        return float(-(shares * np.log(shares)).sum())
+        return entropy_nats(token_shares(self.windows))
+
+
+def token_shares(windows: WindowSamples, parts: int = 1) -> NDArray[np.float64]:
+    """How frequent each token is in the start of some windows, one of so many parts of the data, shape (V,)."""
+    stream = windows.stream
+    counts = np.zeros(stream.vocab_size, dtype=np.int64)
+    stop = min(windows.stop, windows.start + ENTROPY_BYTES // parts // stream.dtype.itemsize)
+    for start in range(windows.start, stop, CHUNK_TOKENS):
+        chunk = stream.read(start, min(CHUNK_TOKENS, stop - start))
+        counts += np.bincount(chunk, minlength=stream.vocab_size)
+    return counts / counts.sum()
+
+
+def entropy_nats(shares_V: NDArray[np.float64]) -> float:
+    """Entropy of a distribution."""
+    shares_V = shares_V[shares_V > 0]
+    return float(-(shares_V * np.log(shares_V)).sum())

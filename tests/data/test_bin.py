@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fsdptoys.data import BinConfig, TokenDType
+from fsdptoys.data import IGNORE_INDEX, BinConfig, TokenDType
 from fsdptoys.errors import ConfigError
 
 VOCAB = 70_000
@@ -31,6 +31,25 @@ def test_windows_are_the_files_one_after_the_other(tmp_path, dtype, seq_len):
         np.testing.assert_array_equal(tokens_T, window[:-1])
         np.testing.assert_array_equal(labels_T, window[1:])
         assert tokens_T.dtype == labels_T.dtype == np.int64
+
+
+def test_labels_end_with_documents_where_that_is_asked_for(tmp_path):
+    """Oracle: a walk over the tokens; a checkpoint of the other labels is refused by its fingerprint."""
+    path, end = tmp_path / "train.bin", 3
+    np.random.default_rng(0).integers(0, 8, 200).astype("uint16").tofile(path)
+    config = BinConfig([str(path)], document_end=end, eval_fraction=0.2)
+    config.validate(10, VOCAB)
+    plain, dataset = config.build(10, VOCAB, seed=0), config.build(10, VOCAB, seed=0)
+    dataset.end_labels_with_documents()
+    assert dataset.fingerprint != plain.fingerprint and len(dataset.train) == len(plain.train)
+    for before, after in ((plain.train, dataset.train), (plain.eval, dataset.eval)):
+        for index in range(len(before)):
+            tokens_T, labels_T = before[index]
+            expected = [
+                IGNORE_INDEX if token == end else label for token, label in zip(tokens_T, labels_T, strict=True)
+            ]
+            np.testing.assert_array_equal(after[index][0], tokens_T)
+            np.testing.assert_array_equal(after[index][1], expected)
 
 
 @pytest.mark.parametrize("held_out", ["fraction", "files", "none"])

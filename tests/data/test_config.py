@@ -8,13 +8,13 @@ import yaml
 from omegaconf import OmegaConf
 
 import fsdptoys.data
-from fsdptoys.data import BinConfig, DataConfig, SyntheticConfig, TextConfig
+from fsdptoys.data import BinConfig, DataConfig, HFConfig, PreparedConfig, SyntheticConfig, TextConfig
 from fsdptoys.memory import IGNORE_INDEX
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "data"
 
 
-@pytest.mark.parametrize("schema", [SyntheticConfig, TextConfig, BinConfig])
+@pytest.mark.parametrize("schema", [SyntheticConfig, TextConfig, BinConfig, PreparedConfig, HFConfig])
 def test_yaml_holds_every_field_at_its_default(schema):
     """Oracle: the dataclass, through OmegaConf's structured configs as Hydra composes them."""
     values = yaml.safe_load((CONFIGS / f"{schema.name}.yaml").read_text())

@@ -1,0 +1,141 @@
+"""Training straight from files of text, JSON lines, Parquet or Arrow: they are prepared at the first use.
+
+What ``fsdptoys data prepare`` would write goes into a folder of the cache, named by a hash of the tokenizer, the
+options and the files' places, sizes and times; later runs find it there. After that it is ``data=prepared``. The
+launcher prepares before it starts any rank; under torchrun the first rank that comes does, and the others wait for its
+lock. With several machines each prepares for itself, unless they share the cache: then one does.
+
+For a corpus that takes hours, prepare it beforehand: accelerators would stand idle meanwhile.
+"""
+
+import dataclasses
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fsdptoys.device import available_cores
+from fsdptoys.errors import ConfigError
+
+from .cache import cache_folder
+from .dataset import DataConfig, TokenDataset
+from .display import Display, tell
+from .documents import find_sources
+from .encoding import ByteEncoder, Encoder, open_encoder
+from .index import INDEX_FILE, TOKENIZER_FILE, kept_tokenizer, read_index
+from .packing import Packing
+from .prepared import PreparedConfig
+from .preparing import MOST_PROCESSES, Request, prepare
+from .windows import check_eval_fraction
+
+KEY_LENGTH = 24
+
+
+@dataclass
+class HFConfig(DataConfig):
+    """Text files, JSON lines, Parquet, Arrow, or a folder of datasets, tokenised at the first use."""
+
+    name = "hf"
+    eval_fix = "data.eval_fraction=0.01"
+    plain_texts = True
+
+    files: list[str] = field(default_factory=list)
+    """Paths or globs of .txt, .jsonl, .parquet, .arrow (also .gz, .zst), or folders of datasets."""
+    tokenizer: str = "bytes"
+    """bytes, or a tokenizer.json or the folder that holds it."""
+    document_end: str | None = None
+    """Token that ends a document; null for the tokenizer's own."""
+    text_field: str = "text"
+    """Of records, the one that holds the text."""
+    eval_fraction: float = 0.0
+    """Share of the documents held out, by a hash of their text; 0 for none."""
+    packing: Packing = Packing.none
+    """How documents become samples."""
+    processes: int = -1
+    """Processes that tokenise; -1 for one a core."""
+    cache: str | None = None
+    """Folder that prepared data is kept in; null for fsdptoys/data in $XDG_CACHE_HOME or ~/.cache."""
+
+    def __post_init__(self) -> None:
+        """Check each value by itself."""
+        super().__post_init__()
+        check_eval_fraction(self.eval_fraction)
+        if not (self.processes == -1 or 1 <= self.processes <= MOST_PROCESSES):
+            raise ConfigError(
+                f"data.processes={self.processes} must be at least 1 and at most {MOST_PROCESSES}, or -1 for one a "
+                "core; set data.processes=-1"
+            )
+
+    @property
+    def has_eval(self) -> bool:
+        """Whether a share of the documents is held out."""
+        return self.eval_fraction > 0
+
+    def find_tokenizer(self) -> str:
+        """The file that is configured, or else its copy in the cache."""
+        place = Path(self.tokenizer).expanduser()
+        if self.tokenizer == "bytes" or (place / TOKENIZER_FILE if place.is_dir() else place).is_file():
+            return self.tokenizer
+        # A folder's name is a hash of the tokenizer among others, and its index tells that tokenizer.
+        with suppress(ConfigError):
+            request = self._request_of(ByteEncoder())
+            for path in sorted(cache_folder(self.cache).glob(f"*/{INDEX_FILE}")):
+                folder = str(path.parent)
+                index = read_index(folder, folder)
+                wanted = request.fingerprint_with(index.tokenizer_sha256, index.document_end)
+                kept = kept_tokenizer(folder, index) if path.parent.name == wanted[:KEY_LENGTH] else None
+                if kept is not None:
+                    return str(kept)
+        raise ConfigError(f"data.tokenizer={self.tokenizer} is not there, and nor is a copy in the cache; put it back")
+
+    def validate(self, seq_len: int, vocab_size: int) -> None:
+        """Check files, tokenizer and vocabulary, and what was prepared of them, if it was."""
+        request = self._request()
+        if request.encoder.vocab_size > vocab_size:
+            raise ConfigError(
+                f"data.tokenizer={self.tokenizer} has ids up to {request.encoder.vocab_size - 1}, over "
+                f"model.vocab_size={vocab_size}; set model.vocab_size={request.encoder.vocab_size} or the model's "
+                "tokenizer"
+            )
+        if (request.folder / INDEX_FILE).is_file():
+            self._prepared(request).validate(seq_len, vocab_size)
+
+    def prepare(self, seq_len: int, vocab_size: int) -> None:
+        """Fill the cache, if nobody has."""
+        request = self._request()
+        if not (request.folder / INDEX_FILE).is_file():
+            with Display("preparing the data") as display:
+                index = prepare(
+                    request, display.show, wait=lambda holder: tell(f"process {holder} prepares the data; waiting")
+                )
+            tell(f"{index.documents('train'):,} documents to train on, prepared in {request.folder}")
+        prepared = self._prepared(request)
+        prepared.validate(seq_len, vocab_size)
+        prepared.prepare(seq_len, vocab_size)
+
+    def build(self, seq_len: int, vocab_size: int, seed: int) -> TokenDataset:
+        """Map what was prepared."""
+        return self._prepared(self._request()).build(seq_len, vocab_size, seed)
+
+    def _request(self) -> Request:
+        if not self.files:
+            raise ConfigError("data.files=[] names no file; set data.files=[corpus/*.jsonl]")
+        encoder = open_encoder(
+            self.tokenizer, self.document_end, f"data.tokenizer={self.tokenizer}", "data.document_end"
+        )
+        request = self._request_of(encoder)
+        return dataclasses.replace(request, folder=cache_folder(self.cache) / request.fingerprint[:KEY_LENGTH])
+
+    def _request_of(self, encoder: Encoder) -> Request:
+        """What is asked for, but where."""
+        return Request(
+            key="data.files",
+            sources=find_sources("data.files", self.files),
+            encoder=encoder,
+            folder=Path(),
+            field=self.text_field,
+            eval_fraction=self.eval_fraction,
+            processes=available_cores() if self.processes == -1 else self.processes,
+        )
+
+    def _prepared(self, request: Request) -> PreparedConfig:
+        return PreparedConfig(folder=str(request.folder), packing=self.packing, cache=self.cache)

@@ -1,0 +1,308 @@
+"""A folder of tokens, as ``fsdptoys data prepare`` writes it, and what its index says.
+
+- ``index.json``: the number format, what the ids mean, where they came from, and size and sums of every shard.
+- ``shard-00000.bin``: ids, little-endian, 16 bits each where the vocabulary allows it and 32 otherwise. Whole
+  documents, one after the other, each with the id after it that ends a document.
+- ``shard-00000.ends``: the position behind each document's last id in that shard, little-endian, 64 bits each.
+- ``tokenizer.json``: a copy of the tokenizer's file, where there was one, for whoever uses what was trained on the
+  folder. Training does without; folders of earlier versions have none.
+
+A shard belongs to one split, ``train`` or ``eval``. The index is written last, into a folder that gets its name after
+that (``writing``), so a folder with an index is whole. Opening one reads the index and the sizes of the files; only
+``check_folder`` reads the files themselves.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdptoys.errors import ConfigError
+
+from .dataset import hash_of
+
+INDEX_FILE = "index.json"
+TOKENIZER_FILE = "tokenizer.json"
+FORMAT = "fsdptoys tokens"
+VERSION = 1
+SPLITS = ("train", "eval")
+DTYPES: dict[str, "np.dtype[Any]"] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+ENDS_DTYPE = np.dtype("<i8")
+MOST_IDS = 2**32
+BLOCK_BYTES = 2**20
+MOST_INDEX_BYTES = 2**28
+"""More than an index of a million shards has."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Two files: ids, and where documents end."""
+
+    name: str
+    split: str
+    tokens: int
+    documents: int
+    sha256: str
+    """Of the ids, in hexadecimal."""
+    ends_sha256: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """What was read."""
+
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Index:
+    """All that is known of a folder without reading it."""
+
+    dtype: str
+    vocab_size: int
+    """Ids are below it."""
+    document_end: int
+    """The id after each document."""
+    tokenizer: str
+    """``bytes``, or the name of the tokenizer's file."""
+    tokenizer_sha256: str
+    """Of what the ids mean, the end of a document included; folders that differ in it cannot be mixed."""
+    tokenizer_file_sha256: str | None
+    """Of the copy of the tokenizer's file that the folder keeps; None where it keeps none."""
+    field: str
+    """Of records: the one that was taken."""
+    eval_fraction: float
+    """Share of the documents that was to be held out."""
+    left_out: int
+    """Documents without text."""
+    sources: tuple[Source, ...]
+    shards: tuple[Shard, ...]
+
+    def of(self, split: str) -> list[Shard]:
+        """A split's shards, in order."""
+        return [shard for shard in self.shards if shard.split == split]
+
+    def tokens(self, split: str) -> int:
+        """A split's ids."""
+        return sum(shard.tokens for shard in self.of(split))
+
+    def documents(self, split: str) -> int:
+        """A split's documents."""
+        return sum(shard.documents for shard in self.of(split))
+
+    def fingerprint(self, split: str) -> str:
+        """Hash of a split's contents, made of its shards' sums."""
+        return hash_of(self.dtype, self.document_end, [[shard.tokens, shard.sha256] for shard in self.of(split)])
+
+    def to_json(self) -> str:
+        """The file's text, the same for the same contents."""
+        tree = {"format": FORMAT, "version": VERSION} | dataclasses.asdict(self)
+        return json.dumps(tree, indent=1, ensure_ascii=False) + "\n"
+
+
+def read_index(folder: str, owner: str) -> Index:
+    """Read a folder's index, and hold the sizes of its files against it.
+
+    Args:
+        folder: where it is.
+        owner: how the user named it, ``data.folder=corpus``, for messages.
+
+    Raises:
+        ConfigError: if it is no such folder, or not what it was.
+    """
+    root = Path(folder).expanduser()
+    path = root / INDEX_FILE
+    if not path.is_file():
+        what = "holds no" if root.is_dir() else "is no folder with an"
+        raise ConfigError(
+            f"{owner} {what} {INDEX_FILE}; make one with fsdptoys data prepare FILE ... --out {folder} --tokenizer T"
+        )
+    try:
+        if path.stat().st_size > MOST_INDEX_BYTES:
+            raise ValueError(f"it has more than {MOST_INDEX_BYTES} bytes")
+        index = _from_tree(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ConfigError(
+            f"{owner} cannot be read ({error.strerror}); change its permissions or name another"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(
+            f"{owner} has an {INDEX_FILE} that cannot be used ({error}); prepare the folder again"
+        ) from error
+    for file, size in files_of(index):
+        try:
+            found = (root / file).stat().st_size
+        except OSError:
+            raise ConfigError(f"{owner} lacks its file {file}; put it back or prepare the folder again") from None
+        if found != size:
+            raise ConfigError(
+                f"{owner} has {found} bytes in {file}, where its index says {size}; put the file back as it was or "
+                "prepare the folder again"
+            )
+    return index
+
+
+def files_of(index: Index) -> list[tuple[str, int]]:
+    """Names and sizes of a folder's files, without the index."""
+    itemsize = DTYPES[index.dtype].itemsize
+    return [
+        entry
+        for shard in index.shards
+        for entry in (
+            (tokens_file(shard.name), shard.tokens * itemsize),
+            (ends_file(shard.name), shard.documents * ENDS_DTYPE.itemsize),
+        )
+    ]
+
+
+def tokens_file(shard: str) -> str:
+    """Name of a shard's file of ids."""
+    return f"{shard}.bin"
+
+
+def ends_file(shard: str) -> str:
+    """Name of a shard's file of documents' ends."""
+    return f"{shard}.ends"
+
+
+def shard_name(number: int) -> str:
+    """Name of a shard by its number."""
+    return f"shard-{number:05d}"
+
+
+def read_ends(folder: str, shard: Shard) -> NDArray[np.int64]:
+    """Position behind each document of a shard, mapped rather than read."""
+    path = Path(folder).expanduser() / ends_file(shard.name)
+    return np.memmap(path, ENDS_DTYPE, "r") if shard.documents else np.empty(0, ENDS_DTYPE)
+
+
+def check_folder(folder: str, advance: Callable[[int], None] = lambda count: None) -> tuple[Index, list[str]]:
+    """Read every byte of a folder and hold it against its index.
+
+    Args:
+        folder: where it is.
+        advance: told of bytes that were read.
+
+    Returns:
+        The index, and a sentence for every file that is damaged.
+
+    Raises:
+        ConfigError: if the index cannot be read or files are missing.
+    """
+    index = read_index(folder, folder)
+    root, dtype = Path(folder).expanduser(), DTYPES[index.dtype]
+    damage = _check_tokenizer(root, index)
+    damages = [damage] if damage else []
+    for shard in index.shards:
+        for file, expected in ((tokens_file(shard.name), shard.sha256), (ends_file(shard.name), shard.ends_sha256)):
+            digest, highest = hashlib.sha256(), 0
+            with open(root / file, "rb") as opened:
+                while block := opened.read(BLOCK_BYTES):
+                    digest.update(block)
+                    if file.endswith(".bin"):
+                        highest = max(highest, int(np.frombuffer(block, dtype).max()))
+                    advance(len(block))
+            if digest.hexdigest() != expected:
+                damages.append(f"{file} is not what was written: its SHA-256 is {digest.hexdigest()[:12]}…")
+            elif highest >= index.vocab_size:
+                damages.append(f"{file} has id {highest}, and the index says that all are below {index.vocab_size}")
+        ends = read_ends(folder, shard)
+        if len(ends) and not (ends[0] > 0 and ends[-1] == shard.tokens and (np.diff(ends) > 0).all()):
+            damages.append(f"{ends_file(shard.name)} does not fit its {shard.tokens} ids")
+    return index, damages
+
+
+def kept_tokenizer(folder: str, index: Index) -> Path | None:
+    """The folder's copy of its tokenizer's file; None where it keeps none.
+
+    Raises:
+        ConfigError: if it is gone, or not what was written.
+    """
+    root = Path(folder).expanduser()
+    damage = _check_tokenizer(root, index)
+    if damage:
+        raise ConfigError(f"{damage}; put it back as it was")
+    return root / TOKENIZER_FILE if index.tokenizer_file_sha256 else None
+
+
+def _check_tokenizer(root: Path, index: Index) -> str | None:
+    """What is wrong with the copy of the tokenizer's file, if anything is."""
+    if index.tokenizer_file_sha256 is None:
+        return None
+    path = root / TOKENIZER_FILE
+    try:
+        found = hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        return f"{path} cannot be read ({error.strerror or error})"
+    return (
+        None
+        if found == index.tokenizer_file_sha256
+        else f"{path} is not what was written: its SHA-256 is {found[:12]}…"
+    )
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder on the disk; where a system cannot, it is left to it."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:  # Windows opens no folders
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        pass
+    finally:
+        os.close(descriptor)
+
+
+def _from_tree(tree: Any) -> Index:
+    """The index that a file holds.
+
+    Raises:
+        ValueError: saying what is wrong with it.
+    """
+    if not isinstance(tree, dict) or tree.get("format") != FORMAT:
+        raise ValueError(f"it is not of the format {FORMAT!r}")
+    if tree.get("version") != VERSION:
+        raise ValueError(f"it is of version {tree.get('version')}, and this program reads version {VERSION}")
+    kinds = {"dtype": str, "vocab_size": int, "document_end": int, "tokenizer": str, "tokenizer_sha256": str}
+    kinds |= {"field": str, "eval_fraction": float, "left_out": int}
+    values = {name: _value(tree, name, kind) for name, kind in kinds.items()}
+    copy = "tokenizer_file_sha256"  # which earlier versions did not write
+    values[copy] = None if tree.get(copy) is None else _value(tree, copy, str)
+    sources = [Source(_value(each, "name", str), _value(each, "bytes", int)) for each in _value(tree, "sources", list)]
+    shards = [
+        Shard(**{field.name: _value(each, field.name, field.type) for field in dataclasses.fields(Shard)})
+        for each in _value(tree, "shards", list)
+    ]
+    index = Index(**values, sources=tuple(sources), shards=tuple(shards))
+    if index.dtype not in DTYPES or not 0 <= index.document_end < index.vocab_size <= MOST_IDS:
+        raise ValueError("number format, vocabulary and end of document do not fit each other")
+    _check_shards(index.shards)
+    return index
+
+
+def _check_shards(shards: Sequence[Shard]) -> None:
+    if len({shard.name for shard in shards}) < len(shards):
+        raise ValueError("it lists a shard twice")
+    for shard in shards:
+        # A name with a slash would read other folders.
+        named = re.fullmatch(r"shard-\d{5,9}", shard.name) and shard.split in SPLITS
+        if not named or not 0 < shard.documents <= shard.tokens:
+            raise ValueError(f"it describes shard {shard.name!r:.40} wrongly")
+
+
+def _value(tree: Any, name: str, kind: Any) -> Any:
+    value = tree.get(name) if isinstance(tree, dict) else None
+    if type(value) is not kind and not (kind is float and type(value) is int):
+        raise ValueError(f"{name} is {value!r:.40}" if value is not None else f"{name} is missing")
+    return value

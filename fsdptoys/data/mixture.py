@@ -1,0 +1,163 @@
+"""Samples of several sources in fixed proportions, in an order that is a function of the seed and the place alone.
+
+The weights become whole numbers of places in a block, the smallest that keep the proportions: 3 and 1 make blocks of
+four samples, three of the one source and one of the other. Every block has these numbers exactly, spread as evenly as
+they go, and begins at another place of that pattern, so that no rank meets one source alone. The samples that a source
+gives, over all blocks, are its own places: it goes through its own epochs, each with each of its samples once, whatever
+the others do. Nothing is kept from one place to the next.
+
+Shares that are no ratio of small numbers (sizes of corpora, 1/3) are rounded to 1/10,000. The held-out parts are read
+in the same proportions, in a fixed order, until the first of them ends.
+"""
+
+import bisect
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from fsdptoys.errors import ConfigError
+
+from .dataset import Samples, Tokens
+from .shuffle import EndlessShuffle, Shuffle
+
+BLOCK = 10_000
+"""Places of a block at most."""
+ENDLESS = 2**62
+"""More places than any run asks for."""
+
+
+class Pattern:
+    """Which source stands where in a block, spread evenly.
+
+    Args:
+        weights: of the sources, above 0.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        self.counts = _places(weights)
+        """Places of each source in a block."""
+        owners = np.repeat(np.arange(len(self.counts)), self.counts)
+        # The j-th of n places of a source would best be at (j + 1/2) / n of the block.
+        best = np.concatenate([(np.arange(count) + 0.5) / count for count in self.counts])
+        order = np.argsort(best, kind="stable")
+        self.owners: list[int] = owners[order].tolist()
+        self.ranks: list[int] = np.concatenate([np.arange(count) for count in self.counts])[order].tolist()
+        """Of each place: how many places of the same source come before it."""
+
+        self.spots: list[list[int]] = [[] for _ in self.counts]
+        """Of each source."""
+        for spot, owner in enumerate(self.owners):
+            self.spots[owner].append(spot)
+
+    def __len__(self) -> int:
+        return len(self.owners)
+
+    def rotated(self, first: int, place: int) -> tuple[int, int]:
+        """The source of a place in a block that begins with spot ``first``, and how many of its own come before it."""
+        spot = (first + place) % len(self)
+        owner = self.owners[spot]
+        skipped = bisect.bisect_left(self.spots[owner], first)
+        return owner, (self.ranks[spot] - skipped) % self.counts[owner]
+
+
+class MixedSamples:
+    """Samples of several sources without end.
+
+    Args:
+        sources: their samples, at least one each.
+        weights: of the sources, above 0.
+        seed: decides the order.
+    """
+
+    endless = True
+
+    def __init__(self, sources: Sequence[Samples], weights: Sequence[float], seed: int) -> None:
+        self.sources = sources
+        self.pattern = Pattern(weights)
+        self._seed = seed
+        self._block = -1
+        self._first = 0
+        self._own = [EndlessShuffle(len(source), "source", seed, number) for number, source in enumerate(sources)]
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    def locate(self, place: int) -> tuple[int, int]:
+        """The source of a place, and the number of its sample there."""
+        block, place = divmod(place, len(self.pattern))
+        if block != self._block:
+            self._first, self._block = Shuffle(len(self.pattern), "mixture", self._seed, block)[0], block
+        owner, rank = self.pattern.rotated(self._first, place)
+        return owner, self._own[owner][block * self.pattern.counts[owner] + rank]
+
+    def __getitem__(self, index: int) -> tuple[Tokens, Tokens]:
+        owner, sample = self.locate(index)
+        return self.sources[owner][sample]
+
+
+class MixedHeldOut:
+    """Held-out samples of several sources, until one has no more.
+
+    Args:
+        sources: their samples, at least one each.
+        weights: of the sources, above 0.
+    """
+
+    endless = False
+
+    def __init__(self, sources: Sequence[Samples], weights: Sequence[float]) -> None:
+        self.sources = sources
+        self.pattern = Pattern(weights)
+        ends = []
+        for source, own in zip(sources, self.pattern.spots, strict=True):
+            blocks, more = divmod(len(source), len(own))
+            ends.append(blocks * len(self.pattern) + own[more])
+        self.length = min(ends)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[Tokens, Tokens]:
+        if not 0 <= index < self.length:
+            raise IndexError(index)
+        block, spot = divmod(index, len(self.pattern))
+        owner, rank = self.pattern.rotated(0, spot)
+        return self.sources[owner][block * self.pattern.counts[owner] + rank]
+
+
+def _places(weights: Sequence[float]) -> list[int]:
+    """Places of each source in the smallest block that has the proportions to within half a place in ``BLOCK``.
+
+    Raises:
+        ConfigError: if a share is too small to have a place.
+    """
+    total = math.fsum(weights)
+    shares = [weight / total for weight in weights]
+    for size in _block_sizes(shares):
+        counts = _rounded(shares, size)
+        if all(counts):
+            return counts
+    smallest = min(range(len(shares)), key=shares.__getitem__)
+    raise ConfigError(
+        f"data.weights gives source {smallest + 1} a share of {shares[smallest]:.2g}, less than one sample in {BLOCK}; "
+        "give it more, or leave it out"
+    )
+
+
+def _block_sizes(shares: Sequence[float]) -> list[int]:
+    exact = (
+        size
+        for size in range(1, BLOCK + 1)
+        if all(abs(share * size - round(share * size)) < 1e-9 * size for share in shares)
+    )
+    return [next(exact, BLOCK), BLOCK]
+
+
+def _rounded(shares: Sequence[float], size: int) -> list[int]:
+    """Whole numbers that add up to ``size``, by the largest remainder."""
+    counts = [math.floor(share * size + 1e-9 * size) for share in shares]
+    behind = sorted(range(len(shares)), key=lambda number: counts[number] - shares[number] * size)
+    for number in behind[: size - sum(counts)]:
+        counts[number] += 1
+    return counts

@@ -1,0 +1,278 @@
+"""Folders that ``fsdptoys data prepare`` has made: one, or several mixed by weight (``mixture``).
+
+A split's shards are one stream, cut into windows of ``seq_len`` that may cross from one document into the next, or
+packed into rows of whole documents (``packing``). The shards are mapped into memory, not read: a window costs one copy
+of its tokens, and the operating system keeps what is used. A rank, or a worker of it, holds the maps of up to
+``MOST_MAPS`` shards open.
+
+What a run depends on is the index: vocabulary, what the ids mean, and the shards' sums, which are the data's
+fingerprint, so that nothing is scanned at the start. Whoever shortens a mapped file kills the run (SIGBUS): make a new
+folder instead.
+"""
+
+import math
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdptoys.errors import ConfigError
+
+from .cache import cache_folder
+from .dataset import DataConfig, Samples, TokenDataset, hash_of
+from .display import tell
+from .encoding import ByteEncoder
+from .files import FileStream, SourceFile
+from .index import DTYPES, Index, kept_tokenizer, read_index, tokens_file
+from .mixture import MixedHeldOut, MixedSamples, Pattern
+from .packing import PackedSamples, Packing, make_plan
+from .shuffle import ORDER
+from .windows import WindowSamples, entropy_nats, token_shares
+
+MOST_MAPS = 256
+"""Shards of all sources mapped at a time; each map holds a file descriptor, of which a process may have 1024."""
+
+
+@dataclass
+class PreparedConfig(DataConfig):
+    """Folders of tokens that fsdptoys data prepare has made, one or several mixed."""
+
+    name = "prepared"
+    eval_fix = "data.folder to one that was prepared with --eval-fraction 0.01"
+    plain_texts = True
+
+    folder: str | None = None
+    """The folder; null where several are mixed."""
+    sources: list[str] = field(default_factory=list)
+    """Folders to mix, prepared with the same tokenizer."""
+    weights: list[float] = field(default_factory=list)
+    """Of the sources: their shares of the samples; [] for shares by size."""
+    packing: Packing = Packing.none
+    """How documents become samples."""
+    cache: str | None = None
+    """Folder for plans of data.packing; null for fsdptoys/data in $XDG_CACHE_HOME or ~/.cache."""
+
+    def __post_init__(self) -> None:
+        """Check each value by itself."""
+        super().__post_init__()
+        if self.folder is not None and self.sources:
+            raise ConfigError(
+                f"data.folder={self.folder} and data.sources=[{','.join(self.sources)}] exclude each other; set "
+                "data.folder=null or data.sources=[]"
+            )
+        if self.weights and len(self.weights) != len(self.sources):
+            raise ConfigError(
+                f"data.weights has {len(self.weights)} numbers for the {len(self.sources)} folders of data.sources; "
+                "give one for each, or data.weights=[] for shares by size"
+            )
+        for weight in self.weights:
+            if not (math.isfinite(weight) and weight > 0):
+                raise ConfigError(
+                    f"data.weights has {weight}, which must be above 0; leave the source out that is to give nothing"
+                )
+        places = [os.path.realpath(os.path.expanduser(source)) for source in self.sources]
+        for number, place in enumerate(places):
+            if place in places[:number]:
+                raise ConfigError(f"data.sources has {self.sources[number]} twice; give it a higher weight instead")
+
+    @property
+    def has_eval(self) -> bool:
+        """Whether every folder has a held-out part."""
+        return all(index.of("eval") for _, _, index in self._read())
+
+    def find_tokenizer(self) -> str | None:
+        """The copy in the first folder that keeps one."""
+        for _, folder, index in self._read():
+            if index.tokenizer_sha256 == ByteEncoder.sha256:
+                return "bytes"
+            kept = kept_tokenizer(folder, index)
+            if kept is not None:
+                return str(kept)
+        return None
+
+    def validate(self, seq_len: int, vocab_size: int) -> None:
+        """Check that the folders are whole and alike, long enough, and fit the vocabulary; and the weights."""
+        parts = self._open(seq_len, vocab_size)
+        Pattern(self._shares(parts))
+
+    def prepare(self, seq_len: int, vocab_size: int) -> None:
+        """Pack documents into rows, if nobody has."""
+        for part in self._open(seq_len, vocab_size):
+            self._pack(part, seq_len)
+
+    def build(self, seq_len: int, vocab_size: int, seed: int) -> "PreparedDataset":
+        """Map the folders."""
+        parts = self._open(seq_len, vocab_size)
+        for part in parts:
+            self._pack(part, seq_len)
+        return PreparedDataset(parts, self._shares(parts), seq_len, seed, self.packing)
+
+    def _shares(self, parts: Sequence["Part"]) -> list[float]:
+        return self.weights or [float(len(part.train)) or 1.0 for part in parts]
+
+    def _pack(self, part: "Part", seq_len: int) -> None:
+        if self.packing is Packing.best_fit:
+            part.pack(cache_folder(self.cache), seq_len)
+
+    def _read(self) -> list[tuple[str, str, Index]]:
+        """How the user names each folder, where it is, and its index."""
+        if self.folder is not None:
+            named = [(f"data.folder={self.folder}", self.folder)]
+        else:
+            named = [(f"data.sources=[{source}]", source) for source in self.sources]
+        if not named:
+            raise ConfigError(
+                "data=prepared needs a folder that fsdptoys data prepare has made; set data.folder=FOLDER, or "
+                "data.sources=[FOLDER,FOLDER]"
+            )
+        return [(owner, folder, read_index(folder, owner)) for owner, folder in named]
+
+    def _open(self, seq_len: int, vocab_size: int) -> list["Part"]:
+        packed = self.packing is Packing.best_fit
+        parts = [Part(owner, folder, index, seq_len, vocab_size, packed) for owner, folder, index in self._read()]
+        first = parts[0]
+        for part in parts:
+            part.share_maps(len(parts))
+        for part in parts[1:]:
+            if (part.index.tokenizer_sha256, part.index.document_end) != (
+                first.index.tokenizer_sha256,
+                first.index.document_end,
+            ):
+                raise ConfigError(
+                    f"{part.owner} was prepared with another tokenizer ({part.index.tokenizer}) than {first.owner} "
+                    f"({first.index.tokenizer}), so their ids do not mean the same; prepare one of them again"
+                )
+        return parts
+
+
+class Part:
+    """One folder's samples: windows, which ``pack`` replaces by rows.
+
+    Raises:
+        ConfigError: if its ids do not fit the vocabulary, or a split has no whole window where there must be one.
+    """
+
+    train: Samples
+    eval: Samples | None
+
+    def __init__(
+        self, owner: str, folder: str, index: Index, seq_len: int, vocab_size: int, packed: bool = False
+    ) -> None:
+        self.owner = owner
+        self.folder = folder
+        self.index = index
+        if index.vocab_size > vocab_size:
+            raise ConfigError(
+                f"{owner} has ids up to {index.vocab_size - 1} (of {index.tokenizer}), over "
+                f"model.vocab_size={vocab_size}; set model.vocab_size={index.vocab_size} or prepare it with the "
+                "model's tokenizer"
+            )
+        train = self._windows("train", seq_len, vocab_size)
+        held_out = self._windows("eval", seq_len, vocab_size)
+        if train is None:
+            raise ConfigError(f"{owner} holds no document to train on; prepare it with a lower --eval-fraction")
+        if not packed:
+            train.require_one(f"the training part of {owner}", "prepare more text")
+            if held_out is not None:
+                held_out.require_one(f"the held-out part of {owner}", "prepare it with a higher --eval-fraction")
+        self.windows = train
+        self.train, self.eval = train, held_out
+
+    def share_maps(self, sharers: int) -> None:
+        """Be one of so many parts that are read side by side."""
+        for windows in (self.train, self.eval):
+            if isinstance(windows, WindowSamples) and isinstance(windows.stream, MappedStream):
+                windows.stream.sharers = sharers
+
+    def pack(self, cache: Path, seq_len: int) -> None:
+        """Have rows of whole documents instead of windows."""
+        self.train = self._rows(cache, "train", self.windows.stream, seq_len)
+        if isinstance(self.eval, WindowSamples):
+            self.eval = self._rows(cache, "eval", self.eval.stream, seq_len)
+
+    def _rows(self, cache: Path, split: str, stream: FileStream, seq_len: int) -> PackedSamples:
+        plan = make_plan(cache, self.folder, self.index, split, seq_len, tell)
+        return PackedSamples(stream, plan, seq_len, self.index.document_end)
+
+    def _windows(self, split: str, seq_len: int, vocab_size: int) -> WindowSamples | None:
+        shards = self.index.of(split)
+        dtype, root = DTYPES[self.index.dtype], Path(self.folder).expanduser()
+        files = []
+        for shard in shards:
+            name = tokens_file(shard.name)
+            files.append(SourceFile(str(root / name), name, shard.tokens * dtype.itemsize))
+        stream = MappedStream(self.owner.partition("=")[0], files, dtype, vocab_size)
+        return WindowSamples(stream, 0, len(stream), seq_len) if shards else None
+
+
+class MappedStream(FileStream):
+    """Tokens of files that are mapped into memory, each when it is first read from."""
+
+    sharers = 1
+    """Streams that are read side by side, over which the maps are shared out."""
+    _maps: "OrderedDict[int, NDArray[Any]] | None" = None
+
+    def _read_file(self, index: int, offset: int, count: int) -> NDArray[Any]:
+        tokens = self._map(index)[offset : offset + count]
+        self.check_tokens(index, offset, tokens)
+        return tokens
+
+    def _map(self, index: int) -> NDArray[Any]:
+        if self._maps is None:
+            self._maps = OrderedDict()
+        found = self._maps.get(index)
+        if found is not None:
+            self._maps.move_to_end(index)
+            return found
+        file = self.files[index]
+        try:
+            found = np.memmap(file.path, self.dtype, "r", shape=(self.file_tokens[index],)).view(np.ndarray)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{self.key}=[{file.path}] can no longer be read ({error}); put it back or change {self.key}"
+            ) from error
+        self._maps[index] = found
+        if len(self._maps) > max(1, MOST_MAPS // self.sharers):
+            self._maps.popitem(last=False)
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_maps"}
+
+
+class PreparedDataset(TokenDataset):
+    """Samples of one folder, or of several mixed."""
+
+    def __init__(
+        self, parts: Sequence[Part], weights: Sequence[float], seq_len: int, seed: int, packing: Packing = Packing.none
+    ) -> None:
+        contents = [packing.value, *(part.index.fingerprint("train") for part in parts)]
+        train: Samples = parts[0].train
+        held_out: Samples | None = parts[0].eval
+        if len(parts) > 1:
+            mixed = MixedSamples([part.train for part in parts], weights, seed)
+            contents += [ORDER, *map(str, mixed.pattern.counts)]
+            train = mixed
+            evals = [part.eval for part in parts if part.eval is not None]
+            held_out = MixedHeldOut(evals, weights) if len(evals) == len(parts) else None
+        super().__init__(train, held_out, hash_of(PreparedConfig.name, seq_len, seed, contents))
+        self.document_end = parts[0].index.document_end
+        self._parts = parts
+        self._weights = weights
+
+    def _unigram_entropy_nats(self) -> float:
+        shares = [weight / math.fsum(self._weights) for weight in self._weights]
+        return entropy_nats(
+            sum(
+                (
+                    share * token_shares(part.windows, len(self._parts))
+                    for share, part in zip(shares, self._parts, strict=True)
+                ),
+                start=np.zeros(self._parts[0].windows.stream.vocab_size),
+            )
+        )

@@ -1,0 +1,159 @@
+"""``data=hf``: prepared once, before any rank, and then the same as ``data=prepared``."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fsdptoys import __main__, launch, run
+from fsdptoys.config import Config
+from fsdptoys.data import HFConfig, PreparedConfig, preparing
+from fsdptoys.errors import ConfigError
+from fsdptoys.parallel import FSDP2Config
+from fsdptoys.trainer import Trainer
+from scripts.ranks import run_ranks
+from tests.data.test_prepare import contents, documents, prepare, request, save_tokenizer, write_lines
+from tests.parallel.runs import make_config
+
+
+@pytest.fixture
+def corpus(tmp_path, monkeypatch):
+    """A file of documents, and a log of who has prepared."""
+    monkeypatch.chdir(tmp_path)
+    write_lines(Path("a.jsonl"), documents(100), "body")
+    write = preparing._write
+
+    def logged(request, advance):
+        with open("log", "a") as log:
+            print(os.getpid(), file=log)
+        return write(request, advance)
+
+    monkeypatch.setattr(preparing, "_write", logged)
+
+
+def config(**changes) -> HFConfig:
+    settings = {"files": ["a.jsonl"], "text_field": "body", "eval_fraction": 0.2, "cache": "cache", "processes": 1}
+    return HFConfig(**(settings | changes))
+
+
+def times_prepared() -> int:
+    return len(Path("log").read_text().splitlines())
+
+
+@pytest.mark.usefixtures("corpus")
+def test_it_is_what_the_command_prepares():
+    """Oracle: a folder that the command's own function has made of the same file."""
+    config().validate(16, 256)
+    assert not Path("cache").exists(), "checking prepares nothing"
+    config().prepare(16, 256)
+    prepare(request(Path("out"), "a.jsonl", field="body", eval_fraction=0.2))
+    (cached,) = Path("cache").iterdir()
+    assert contents(cached) == contents(Path("out"))
+    dataset, other = config().build(16, 256, 0), PreparedConfig(folder="out").build(16, 256, 0)
+    assert dataset.fingerprint == other.fingerprint and dataset.document_end == 0
+    assert config().has_eval and dataset.eval is not None and not config(eval_fraction=0).has_eval
+    np.testing.assert_array_equal(dataset.train[3][0], other.train[3][0])
+
+
+@pytest.mark.usefixtures("corpus")
+def test_it_is_prepared_again_only_where_something_has_changed():
+    """Oracle: the number of preparations and of folders, after every change of options and of the file."""
+    for processes in (1, 1, 2):
+        config(processes=processes).prepare(16, 256)
+    assert times_prepared() == len(list(Path("cache").iterdir())) == 1
+    config(eval_fraction=0.0).prepare(16, 256)
+    config(tokenizer=save_tokenizer(Path("tokenizer"), None)).prepare(8, 256)
+    write_lines(Path("a.jsonl"), documents(101), "body")
+    config().prepare(16, 256)
+    assert times_prepared() == len(list(Path("cache").iterdir())) == 4
+
+
+def prepare_and_look(config: HFConfig) -> str:
+    config.prepare(16, 256)
+    return config.build(16, 256, 0).fingerprint
+
+
+@pytest.mark.usefixtures("corpus")
+def test_ranks_that_come_at_once_prepare_once():
+    """Oracle: the log of who prepared; all see the same data."""
+    assert len(set(run_ranks(4, prepare_and_look, config()))) == 1
+    assert times_prepared() == 1
+
+
+WORDS = (
+    "train data=hf data.files=[a.jsonl] data.text_field=body data.cache=cache data.eval_fraction=0.2 launch.device=cpu"
+)
+
+
+@pytest.mark.usefixtures("corpus")
+def test_the_launcher_prepares_before_it_starts_ranks(monkeypatch):
+    """Oracle: what is there when the ranks would be started."""
+    seen = []
+    monkeypatch.setattr(launch, "launch", lambda plan: seen.append(len(list(Path("cache").iterdir()))) or 0)
+    assert __main__.main(WORDS.split()) == 0 and seen == [1]
+    assert __main__.main([*WORDS.split(), "--cfg", "job"]) == 0 and times_prepared() == 1
+
+
+@pytest.mark.usefixtures("corpus")
+def test_a_rank_of_torchrun_prepares_before_it_joins(monkeypatch):
+    """Oracle: what is there when the rank would begin."""
+    seen = []
+    monkeypatch.setattr(run, "train", lambda config, prediction: seen.append(len(list(Path("cache").iterdir()))))
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    __main__._work(WORDS.split()[1:])
+    assert seen == [1]
+
+
+def losses(config: Config) -> list[float]:
+    trainer = Trainer(config)
+    trainer.train()
+    return [step.loss for step in trainer.history] + [trainer.history[-1].eval_loss or 0.0]
+
+
+@pytest.mark.usefixtures("corpus")
+def test_two_ranks_train_as_one():
+    """Oracle: one process with the whole global batch, which sums in another order."""
+    found = []
+    for ranks, batch_size in ((1, 4), (2, 2)):
+        wanted = make_config(FSDP2Config(), ranks, steps=3, grad_accum=1, batch_size=batch_size, eval_every=3)
+        wanted.model.vocab_size = 256
+        wanted.data = config()
+        wanted.data.prepare(wanted.train.seq_len, 256)
+        wanted.validate(ranks, "cpu")
+        found.append(run_ranks(ranks, losses, wanted)[0])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"files": []}, "data.files=[] names no file; set data.files=[corpus/*.jsonl]"),
+        ({"files": ["none.txt"]}, "data.files=[none.txt] does not exist; set data.files to files that do"),
+        ({"tokenizer": "none"}, "data.tokenizer=none names no tokenizer.json that is there (none); name one, its fol"),
+        ({"tokenizer": "bytes"}, "data.tokenizer=bytes has ids up to 255, over model.vocab_size=200; set model.vocab_"),
+        ({"document_end": "x"}, "data.document_end names a token, and bytes have none but 0 for the end; leave it out"),
+        ({"processes": 0}, "data.processes=0 must be at least 1 and at most 1024, or -1 for one a core; set data.pro"),
+        ({"eval_fraction": 1.0}, "data.eval_fraction=1.0 must be at least 0 and below 1; set data.eval_fraction=0.05"),
+    ],
+)
+@pytest.mark.usefixtures("corpus")
+def test_mistakes_are_told_in_a_sentence(settings, sentence):
+    """Oracle: the sentence; nothing is prepared."""
+    with pytest.raises(ConfigError) as caught:
+        config(**settings).validate(16, 200)
+    assert str(caught.value).startswith(sentence)
+    assert not Path("cache").exists()
+
+
+@pytest.mark.usefixtures("corpus")
+def test_a_text_that_is_too_short_is_told_before_ranks_start():
+    """Oracle: the sentence, when it is prepared and each time after that."""
+    config(eval_fraction=0.0).prepare(16, 256)
+    for check in (config(eval_fraction=0.0).prepare, config(eval_fraction=0.0).validate):
+        with pytest.raises(
+            ConfigError, match=r"^train\.seq_len=99999 needs 100000 tokens for one sequence, but the tr"
+        ):
+            check(99999, 256)

@@ -1,0 +1,496 @@
+"""Preparing data: held against the documents that went in, and against itself under other circumstances."""
+
+import gzip
+import hashlib
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fsdptoys.corpus import run_data
+from fsdptoys.data import Display, PreparedConfig, Request, find_sources, open_encoder, prepare, read_ends, read_index
+from fsdptoys.data.preparing import Advance, is_held_out
+from fsdptoys.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+WORDS = ["[UNK]", "<|endoftext|>", "one", "two", "three", "<|", "|>", "endoftext"]
+
+
+def documents(count: int, seed: int = 0) -> list[str]:
+    """Texts of many lengths, each with its number."""
+    lengths = np.random.default_rng(seed).integers(1, 60, count)
+    return [f"{number}: " + "é one two " * int(length) for number, length in enumerate(lengths)]
+
+
+def write_lines(path: Path, texts: list[str | None], field: str = "text") -> Path:
+    path.write_text("".join(json.dumps({"id": number, field: text}) + "\n" for number, text in enumerate(texts)))
+    return path
+
+
+def request(out: Path, *files: Path | str, **changes) -> Request:
+    encoder = open_encoder(changes.pop("tokenizer", "bytes"), changes.pop("end", None), "--tokenizer", "--document-end")
+    return Request("FILE", find_sources("FILE", [str(file) for file in files]), encoder, out, **changes)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def read_split(folder: Path, split: str) -> list[bytes]:
+    """Documents of a split of bytes, without their ends, by the folder's own boundaries."""
+    index, found = read_index(str(folder), "folder"), []
+    for shard in index.of(split):
+        ids = np.fromfile(folder / f"{shard.name}.bin", index.dtype)
+        starts = 0
+        for stop in read_ends(str(folder), shard).tolist():
+            assert ids[stop - 1] == index.document_end and (ids[starts : stop - 1] != index.document_end).all()
+            found.append(ids[starts : stop - 1].astype(np.uint8).tobytes())
+            starts = stop
+        assert starts == len(ids) == shard.tokens
+    return found
+
+
+def save_tokenizer(folder: Path, end: str | None) -> str:
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens([AddedToken("<|endoftext|>", special=True)])
+    tokenizer.enable_truncation(3)
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    if end:
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": end}}))
+    return str(folder)
+
+
+def test_every_document_is_there_once_in_order_with_its_end(tmp_path):
+    """Oracle: the texts; shards end with the first document that brings them to 2,000 ids, and none is empty."""
+    texts = documents(200)
+    write_lines(tmp_path / "a.jsonl", [*texts[:120], None, "", *texts[120:]])
+    index = prepare(request(tmp_path / "out", tmp_path / "a.jsonl", shard_tokens=2000))
+    assert read_split(tmp_path / "out", "train") == [text.encode() for text in texts]
+    assert index == read_index(str(tmp_path / "out"), "out")
+    assert (index.documents("train"), index.left_out, index.of("eval")) == (200, 2, [])
+    assert index.tokens("train") == sum(len(text.encode()) + 1 for text in texts)
+    longest = max(len(text.encode()) for text in texts)
+    assert all(2000 <= shard.tokens <= 2000 + longest for shard in index.shards[:-1]) and len(index.shards) > 5
+    for shard in index.shards:
+        content = (tmp_path / "out" / f"{shard.name}.bin").read_bytes()
+        assert hashlib.sha256(content).hexdigest() == shard.sha256
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "out"]
+
+
+def test_the_result_does_not_depend_on_the_number_of_processes(tmp_path, monkeypatch):
+    """Oracle: every byte of what one process makes."""
+    monkeypatch.setattr("fsdptoys.data.preparing.GROUP_CHARACTERS", 500)
+    write_lines(tmp_path / "a.jsonl", documents(300))
+    (tmp_path / "b.txt").write_text("a text file is one document")
+    made = []
+    for processes in (1, 2, 3):
+        out = tmp_path / f"out{processes}"
+        files = (tmp_path / "a.jsonl", tmp_path / "b.txt")
+        prepare(request(out, *files, shard_tokens=3000, eval_fraction=0.2, processes=processes))
+        made.append(contents(out))
+    assert made[0] == made[1] == made[2] and len(made[0]) > 10
+
+
+def test_no_document_is_on_both_sides(tmp_path):
+    """Oracle: sets of texts; about a fifth is held out, and a text that comes again is on the same side again."""
+    texts = documents(500)
+    write_lines(tmp_path / "a.jsonl", texts)
+    write_lines(tmp_path / "b.jsonl", texts[::-1])
+    prepare(request(tmp_path / "out", tmp_path / "a.jsonl", tmp_path / "b.jsonl", eval_fraction=0.2))
+    train, held_out = (read_split(tmp_path / "out", split) for split in ("train", "eval"))
+    assert not set(train) & set(held_out)
+    assert sorted(train + held_out) == sorted(2 * [text.encode() for text in texts])
+    assert held_out[: len(held_out) // 2] == [text.encode() for text in texts if is_held_out(text, 0.2)]
+    assert 70 < len(set(held_out)) < 130
+
+
+class StoppedError(Exception):
+    """As if the process had been killed: nothing is tidied up."""
+
+
+@pytest.mark.parametrize("after", [0, 1, 7, 20])
+def test_an_interrupted_run_goes_on_to_the_same_bytes(tmp_path, monkeypatch, after):
+    """Oracle: a run that nobody interrupted; the first leaves nothing under the folder's name."""
+    monkeypatch.setattr("fsdptoys.data.preparing.GROUP_CHARACTERS", 500)
+    monkeypatch.setattr("fsdptoys.data.writing.SAVE_TOKENS", 1500)
+    write_lines(tmp_path / "a.jsonl", documents(300))
+    settings = {"shard_tokens": 3000, "eval_fraction": 0.2}
+    prepare(request(tmp_path / "whole", tmp_path / "a.jsonl", **settings))
+    seen = []
+
+    def stop(advance):
+        seen.append(advance.documents)
+        if len(seen) > after:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        prepare(request(tmp_path / "out", tmp_path / "a.jsonl", **settings), stop)
+    assert not (tmp_path / "out").exists() and not (tmp_path / "out.part" / "index.json").exists()
+    begun = []
+    prepare(
+        request(tmp_path / "out", tmp_path / "a.jsonl", **settings), lambda advance: begun.append(advance.documents)
+    )
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert after < 7 or begun[0] > seen[-5], "what was saved is not done again"
+
+
+def test_the_rest_of_another_request_is_thrown_away(tmp_path, monkeypatch):
+    """Oracle: a run in an empty folder; the interrupted one had another held-out share."""
+    monkeypatch.setattr("fsdptoys.data.preparing.GROUP_CHARACTERS", 500)
+    monkeypatch.setattr("fsdptoys.data.writing.SAVE_TOKENS", 500)
+    write_lines(tmp_path / "a.jsonl", documents(100))
+
+    def stop(advance):
+        if advance.documents > 50:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        prepare(request(tmp_path / "out", tmp_path / "a.jsonl", eval_fraction=0.5), stop)
+    assert (tmp_path / "out.part" / "progress.json").exists()
+    for out in ("out", "fresh"):
+        prepare(request(tmp_path / out, tmp_path / "a.jsonl", eval_fraction=0.2))
+    assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
+
+
+SLOW = """
+import sys, time
+from pathlib import Path
+from tests.data.test_prepare import request
+from fsdptoys.data import prepare
+from fsdptoys.data.encoding import ByteEncoder
+
+class Slow(ByteEncoder):
+    def encode(self, texts):
+        time.sleep(0.05)
+        return super().encode(texts)
+
+import dataclasses
+room, writing = (sys.modules[f"fsdptoys.data.{name}"] for name in ("preparing", "writing"))
+room.GROUP_CHARACTERS, writing.SAVE_TOKENS = 500, 1000
+wanted = dataclasses.replace(request(Path(sys.argv[1]), sys.argv[2], processes=2), encoder=Slow())
+prepare(wanted, lambda advance: print(advance.documents, flush=True))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_killed_run_leaves_no_process_and_no_lock(tmp_path):
+    """Oracle: the kernel's list of the group's processes; another is refused while it lives, and goes on after it."""
+    write_lines(tmp_path / "a.jsonl", documents(300))
+    words = [sys.executable, "-c", SLOW, str(tmp_path / "out"), str(tmp_path / "a.jsonl")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    run = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True)
+    try:
+        assert run.stdout is not None and int(run.stdout.readline()) > 0
+        with pytest.raises(ConfigError, match=rf"out is being written by another process \(pid {run.pid}\); wait"):
+            prepare(request(tmp_path / "out", tmp_path / "a.jsonl"))
+        assert int(run.stdout.readline()) > 0
+    finally:
+        run.kill()
+    run.wait()
+    deadline = time.monotonic() + 30
+    while any(_group(path) == run.pid for path in Path("/proc").glob("[0-9]*/stat")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    prepare(request(tmp_path / "out", tmp_path / "a.jsonl"))
+    assert read_split(tmp_path / "out", "train") == [text.encode() for text in documents(300)]
+
+
+def _group(path: Path) -> int | None:
+    try:
+        state, _, group = path.read_text().rsplit(")", 1)[1].split()[:3]
+    except OSError:
+        return None
+    return int(group) if state not in "ZX" else None
+
+
+def kill_itself(texts):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_process_is_told_and_is_no_hang(tmp_path, monkeypatch):
+    """Oracle: the sentence."""
+    write_lines(tmp_path / "a.jsonl", documents(5))
+    monkeypatch.setattr("fsdptoys.data.preparing._encode_here", kill_itself)
+    with pytest.raises(ConfigError, match=r"^a process that turns text into ids has ended: .* with 1 processes$"):
+        prepare(request(tmp_path / "out", tmp_path / "a.jsonl", processes=2))
+
+
+def test_every_kind_of_file_gives_the_same_documents(tmp_path):
+    """Oracle: the texts, written by json, gzip, pyarrow and datasets themselves."""
+    datasets, pyarrow = pytest.importorskip("datasets"), pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    texts = documents(50)
+    lines = write_lines(tmp_path / "a.jsonl", texts, "body").read_bytes()
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines[:1000]) + gzip.compress(lines[1000:]))
+    codec = pyarrow.Codec("zstd")
+    parts = [codec.compress(part).to_pybytes() for part in (lines[:1001], lines[1001:])]
+    (tmp_path / "a.json.zst").write_bytes(b"".join(parts))
+    table = pyarrow.table({"id": list(range(50)), "body": texts})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=7)
+    whole = datasets.Dataset(table)
+    whole.save_to_disk(tmp_path / "saved", num_shards=2)
+    (tmp_path / "stream.arrow").write_bytes(next((tmp_path / "saved").glob("data-00000*.arrow")).read_bytes())
+    datasets.DatasetDict({"first": whole, "second": whole.select(range(3))}).save_to_disk(tmp_path / "parts")
+    expected = [text.encode() for text in texts]
+    counts = {f"a.{kind}": 50 for kind in ("jsonl", "jsonl.gz", "json.zst", "parquet")}
+    counts |= {"saved": 50, "stream.arrow": 25, "parts/second": 3}
+    for number, (name, count) in enumerate(counts.items()):
+        advances = []
+        prepare(request(tmp_path / f"out{number}", tmp_path / name, field="body"), advances.append)
+        assert read_split(tmp_path / f"out{number}", "train") == expected[:count], name
+        assert advances[-1].done_bytes == advances[-1].total_bytes
+    with pytest.raises(ConfigError, match=r"holds several parts \(first, second\); name one of them, .*parts/first$"):
+        request(tmp_path / "out", tmp_path / "parts")
+
+
+@pytest.mark.parametrize("own", [None, "three"])
+def test_a_tokenizer_s_ids_are_its_own_and_ends_are_no_text(tmp_path, own):
+    """Oracle: the vocabulary; text that spells the end, and a tokenizer's own truncation, change nothing."""
+    pytest.importorskip("tokenizers")
+    choice = save_tokenizer(tmp_path / "tokenizer", own)
+    write_lines(tmp_path / "a.jsonl", ["one two one two", "two <|endoftext|> one", "\ud800 one"])
+    index = prepare(request(tmp_path / "out", tmp_path / "a.jsonl", tokenizer=choice))
+    end = 4 if own else 1
+    ids = np.fromfile(tmp_path / "out" / "shard-00000.bin", "<u2").tolist()
+    assert ids == [2, 3, 2, 3, end, 3, 5, 7, 6, 2, end, 0, 2, end]
+    assert (index.document_end, index.vocab_size, index.tokenizer) == (end, 8, "tokenizer.json")
+    with pytest.raises(
+        ConfigError, match=r"^--tokenizer has no token 'four'; set --document-end to one of its tokens$"
+    ):
+        request(tmp_path / "other", tmp_path / "a.jsonl", tokenizer=choice, end="four")
+    with pytest.raises(ConfigError, match=r"^a document holds id 2, which is to end documents; name a special token"):
+        prepare(request(tmp_path / "other", tmp_path / "a.jsonl", tokenizer=choice, end="one"))
+
+
+def test_a_vocabulary_over_16_bits_takes_32(tmp_path, monkeypatch):
+    """Oracle: ids written and read back."""
+    wide = open_encoder("bytes", None, "", "")
+    wide.vocab_size = 2**16 + 1
+    (tmp_path / "a.txt").write_text("ab")
+    asked = Request("FILE", find_sources("FILE", [str(tmp_path / "a.txt")]), wide, tmp_path / "out")
+    assert prepare(asked).dtype == "uint32"
+    assert np.fromfile(tmp_path / "out" / "shard-00000.bin", "<u4").tolist() == [97, 98, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("a.txt", b"ab\xff", "holds no text in UTF-8 (byte 2); write it in UTF-8 or leave it out"),
+        ("a.jsonl", b'{"text": "a"}\n{"te', "has no JSON object in line 2 ("),
+        ("a.jsonl", b'{"body": "a", "id": 1}\n', "has no field 'text' in line 1: it has body, id; name the one that"),
+        ("a.json", b"[\n{}]\n", "has no JSON object in line 1 ("),
+        ("a.jsonl", b'{"text": 5}\n', "has 5 as text in line 1, which is no text; name a field of text"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99)[:-9], "cannot be read ("),
+        ("a.txt.gz", b"no gzip", "cannot be read (Not a gzipped file"),
+        ("a.parquet", b"PAR1 nonsense PAR1", "cannot be read as Parquet ("),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, sentence):
+    """Oracle: the sentence."""
+    if name.endswith("parquet"):
+        pytest.importorskip("datasets")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        prepare(request(tmp_path / "out", tmp_path / name))
+    assert str(caught.value).startswith(f"FILE=[{tmp_path / name}] {sentence}")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk_is_told_and_the_same_command_goes_on(tmp_path, monkeypatch):
+    """Oracle: the sentence, and the bytes of a run with room."""
+    monkeypatch.setattr("fsdptoys.data.preparing.GROUP_CHARACTERS", 500)
+    monkeypatch.setattr("fsdptoys.data.writing.SAVE_TOKENS", 1000)
+    write_lines(tmp_path / "a.jsonl", documents(100))
+    prepare(request(tmp_path / "whole", tmp_path / "a.jsonl"))
+
+    def fill(advance):
+        if advance.documents > 60:
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(ConfigError, match=r"out cannot be written \(No space left on device\); make room or name"):
+        prepare(request(tmp_path / "out", tmp_path / "a.jsonl"), fill)
+    prepare(request(tmp_path / "out", tmp_path / "a.jsonl"))
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def tell(capsys, *words: str) -> tuple[int, str, str]:
+    capsys.readouterr()
+    status = run_data([str(word) for word in words])
+    return (status, *capsys.readouterr())
+
+
+def test_the_command_prepares_shows_and_checks(tmp_path, capsys):
+    """Oracle: counts of two documents; one flipped bit is found, and a file that is cut is refused."""
+    write_lines(tmp_path / "a.jsonl", ["one", "three"], "body")
+    words = [tmp_path / "a.jsonl", "--tokenizer", "bytes", "--field", "body", "--processes", "1"]
+    status, out, _ = tell(capsys, "prepare", *words, "--out", tmp_path / "out")
+    assert status == 0 and "train      2 documents, 10 tokens in 1 shard of uint16\neval       nothing\n" in out
+    assert tell(capsys, "show", tmp_path / "out")[1] == out
+    tree = json.loads(tell(capsys, "show", tmp_path / "out", "--json")[1])[0]
+    assert tree["splits"] == {"train": {"documents": 2, "tokens": 10}, "eval": {"documents": 0, "tokens": 0}}
+    status, out, _ = tell(capsys, "check", tmp_path / "out")
+    assert (status, out) == (0, f"{tmp_path / 'out'}: 1 shard, every byte as it was written\n")
+    shard = tmp_path / "out" / "shard-00000.bin"
+    content = bytearray(shard.read_bytes())
+    content[4] ^= 1
+    shard.write_bytes(content)
+    status, out, err = tell(capsys, "check", tmp_path / "out")
+    assert (status, out) == (1, "") and "shard-00000.bin is not what was written: its SHA-256 is " in err
+    shard.write_bytes(content[:-2])
+    with pytest.raises(ConfigError, match=r"has 18 bytes in shard-00000\.bin, where its index says 20; put the file"):
+        tell(capsys, "check", tmp_path / "out")
+
+
+def test_a_copy_of_the_tokenizer_is_kept_and_checked(tmp_path, capsys):
+    """Oracle: the file's bytes; a byte that was changed, and a copy that is gone, are told, and hinder no training."""
+    pytest.importorskip("tokenizers")
+    choice = Path(save_tokenizer(tmp_path / "tokenizer", None))
+    write_lines(tmp_path / "a.jsonl", ["one two one two", "two three"])
+    words = [tmp_path / "a.jsonl", "--out", tmp_path / "out", "--tokenizer", choice, "--processes", "1"]
+    assert tell(capsys, "prepare", *words)[1].endswith("…; kept in the folder\n")
+    copy, content = tmp_path / "out" / "tokenizer.json", (choice / "tokenizer.json").read_bytes()
+    assert copy.read_bytes() == content
+    config = PreparedConfig(folder=str(tmp_path / "out"))
+    assert config.find_tokenizer() == str(copy)
+    whole = f"{tmp_path / 'out'}: 1 shard and tokenizer.json, every byte as it was written\n"
+    assert tell(capsys, "check", tmp_path / "out") == (0, whole, "")
+    copy.write_bytes(content[:-1] + b" ")
+    for damage in ("is not what was written: its SHA-256 is ", "cannot be read (No such file or directory)"):
+        status, _, err = tell(capsys, "check", tmp_path / "out")
+        assert status == 1 and f"{copy} {damage}" in err
+        with pytest.raises(ConfigError, match=re.escape(f"{copy} {damage}")):
+            config.find_tokenizer()
+        config.validate(4, 8)
+        copy.unlink(missing_ok=True)
+
+
+def test_a_folder_of_an_earlier_version_is_read(tmp_path, capsys):
+    """Oracle: the same folder with its copy, the line of which its index lacks."""
+    pytest.importorskip("tokenizers")
+    choice = save_tokenizer(tmp_path / "tokenizer", None)
+    write_lines(tmp_path / "a.jsonl", ["one two one two", "two three"])
+    prepare(request(tmp_path / "out", tmp_path / "a.jsonl", tokenizer=choice))
+    config = PreparedConfig(folder=str(tmp_path / "out"))
+    dataset = config.build(4, 8, 0)
+    path = tmp_path / "out" / "index.json"
+    tree = json.loads(path.read_text())
+    assert tree.pop("tokenizer_file_sha256") == hashlib.sha256(Path(choice, "tokenizer.json").read_bytes()).hexdigest()
+    path.write_text(json.dumps(tree))
+    (tmp_path / "out" / "tokenizer.json").unlink()
+    older = config.build(4, 8, 0)
+    assert older.fingerprint == dataset.fingerprint and older.train[0][0].tolist() == [2, 3, 2, 3]
+    assert config.find_tokenizer() is None and tell(capsys, "check", tmp_path / "out")[0] == 0
+
+
+class Stream(io.StringIO):
+    """Text that may claim to be a terminal."""
+
+    def __init__(self, terminal: bool) -> None:
+        super().__init__()
+        self.isatty = lambda: terminal  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_display_tells_how_far_it_is(terminal, monkeypatch):
+    """Oracle: the numbers; without a terminal there are lines, one for each stretch of time, and no control codes."""
+    now = iter(range(0, 1000, 5))
+    monkeypatch.setattr("fsdptoys.data.display.monotonic", lambda: next(now))
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Stream(terminal)
+    with Display("preparing", stream) as display:
+        for done in (1, 2, 3, 4):
+            display.show(Advance(done * 1e6, 4_000_000, 1000 * done, 2_000_000 * done))
+    lines = re.sub("\x1b[^a-zA-Z]*[a-zA-Z]", "", stream.getvalue().replace("\r", "\n")).splitlines()
+    if terminal:
+        *_, last = (line for line in lines if line.strip())
+        assert last.startswith("preparing ") and "4.0/4.0 MB" in last and "8.0M tokens" in last
+    else:
+        assert lines == [
+            "preparing: 50%, 0.2 MB/s, 4.0M tokens",
+            "preparing: 100%, 0.2 MB/s, 8.0M tokens",
+        ]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("prepar", "fsdptoys data prepar is not a command; did you mean fsdptoys data prepare?"),
+        ("prepare", "fsdptoys data prepare has nothing to read; write fsdptoys data prepare FILE ... --out DIR"),
+        ("prepare a.txt --tokenizer bytes", "fsdptoys data prepare needs --out; write --out DIR"),
+        (
+            "prepare a.txt --out new",
+            "fsdptoys data prepare needs --tokenizer; write --tokenizer bytes, or a tokenizer.json",
+        ),
+        ("prepare a.txt --out . --tokenizer bytes", "--out . exists already; name another folder, or remove it"),
+        (
+            "prepare a.txt --out new --tokenizer bytes --eval-fraction 1",
+            "--eval-fraction 1 leaves nothing to train on; write --eval-fraction 0.01",
+        ),
+        (
+            "prepare a.txt --out new --tokenizer bytes --proceses 2",
+            "--proceses is not an option of fsdptoys data; did you mean --processes?",
+        ),
+        (
+            "prepare a.txt --out new --tokenizer none.json",
+            "--tokenizer none.json names no tokenizer.json that is there (none.json); name one, its folder, or bytes",
+        ),
+        (
+            "prepare a.txt --out new --tokenizer bytes --document-end x",
+            "--document-end names a token, and bytes have none but 0 for the end; leave it out",
+        ),
+        ("prepare *.md --out new --tokenizer bytes", "FILE=[*.md] matches no file; set FILE to paths or globs"),
+        ("prepare e.txt --out new --tokenizer bytes", "FILE=[e.txt] is an empty file; take it out of FILE"),
+        ("prepare b.jsonl --out new --tokenizer bytes", "FILE finds no document with text; name files that hold some"),
+        ("check", "fsdptoys data check needs a folder; write fsdptoys data check DIR"),
+        ("show nowhere", "nowhere is no folder with an index.json; make one with fsdptoys data prepare FILE ... --out"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(tmp_path, monkeypatch, words, sentence):
+    """Oracle: the sentence; nothing is made."""
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("a")
+    Path("e.txt").touch()
+    write_lines(Path("b.jsonl"), ["", None])
+    with pytest.raises(ConfigError) as caught:
+        run_data(words.split())
+    assert str(caught.value).startswith(sentence)
+    assert not Path("new").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"format": "other"}, "it is not of the format 'fsdptoys tokens'"),
+        ({"version": 2}, "it is of version 2, and this program reads version 1"),
+        ({"dtype": "int8"}, "number format, vocabulary and end of document do not fit each other"),
+        ({"vocab_size": True}, "vocab_size is True"),
+        ({"tokenizer_file_sha256": 5}, "tokenizer_file_sha256 is 5"),
+        ({"document_end": 256}, "number format, vocabulary and end of document do not fit each other"),
+        ({"shards": [{"name": "../shard-00000"}]}, "it describes shard '../shard-00000' wrongly"),
+        ({"shards": [{"tokens": 0}]}, "it describes shard 'shard-00000' wrongly"),
+    ],
+)
+def test_an_index_that_cannot_be_used_is_refused(tmp_path, change, sentence):
+    """Oracle: the sentence; a shard's name that leads elsewhere is not followed."""
+    (tmp_path / "a.txt").write_text("abc")
+    prepare(request(tmp_path / "out", tmp_path / "a.txt"))
+    path = tmp_path / "out" / "index.json"
+    tree = json.loads(path.read_text())
+    shards = [tree["shards"][0] | each for each in change.pop("shards", [{}])]
+    path.write_text(json.dumps(tree | change | {"shards": shards}))
+    with pytest.raises(ConfigError) as caught:
+        PreparedConfig(folder=str(tmp_path / "out")).validate(1, 256)
+    assert f"has an index.json that cannot be used ({sentence}); prepare the folder again" in str(caught.value)

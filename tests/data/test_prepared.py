@@ -1,0 +1,303 @@
+"""Prepared folders, alone and mixed, held against the files that hold their tokens."""
+
+import json
+import pickle
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fsdptoys.data import IGNORE_INDEX, BatchStream, PreparedConfig, eval_batches
+from fsdptoys.data.mixture import BLOCK, MixedHeldOut, MixedSamples, Pattern
+from fsdptoys.errors import ConfigError
+from scripts.ranks import run_ranks
+from tests.data.test_prepare import documents, prepare, request, save_tokenizer, write_lines
+from tests.data.test_stream import SEQ_LEN, NumberedSamples, take_numbers
+
+
+def make(folder: Path, count: int = 150, seed: int = 0, **changes) -> str:
+    lines = write_lines(folder.with_suffix(".jsonl"), [f"{folder.name} {text}" for text in documents(count, seed)])
+    prepare(request(folder, lines, **({"shard_tokens": 1000, "eval_fraction": 0.2} | changes)))
+    return str(folder)
+
+
+def tokens_of(folder: str, split: str) -> np.ndarray:
+    shards = json.loads((Path(folder) / "index.json").read_text())["shards"]
+    parts = [np.fromfile(Path(folder) / f"{each['name']}.bin", "<u2") for each in shards if each["split"] == split]
+    return np.concatenate(parts).astype(np.int64)
+
+
+@pytest.mark.parametrize("seq_len", [1, 16, 1500])
+def test_windows_are_the_shards_of_a_split_one_after_the_other(tmp_path, monkeypatch, seq_len):
+    """Oracle: ``np.fromfile`` of the shards, joined, with fewer of them mapped at a time than a window crosses."""
+    monkeypatch.setattr("fsdptoys.data.prepared.MOST_MAPS", 2)
+    folder = make(tmp_path / "out")
+    config = PreparedConfig(folder=folder)
+    config.validate(seq_len, 256)
+    dataset = config.build(seq_len, 256, seed=0)
+    assert dataset.document_end == 0 and config.has_eval
+    for samples, split in ((dataset.train, "train"), (dataset.eval, "eval")):
+        tokens = tokens_of(folder, split)
+        assert len(samples) == (len(tokens) - 1) // seq_len > 0
+        for reader in (samples, pickle.loads(pickle.dumps(samples))):
+            for index in range(0, len(samples), max(1, len(samples) // 50)):
+                tokens_T, labels_T = reader[index]
+                window = tokens[index * seq_len : (index + 1) * seq_len + 1]
+                np.testing.assert_array_equal(tokens_T, window[:-1])
+                np.testing.assert_array_equal(labels_T, window[1:])
+                assert tokens_T.dtype == labels_T.dtype == np.int64
+            assert len(reader.stream._maps) <= 2
+
+
+def test_fingerprint_is_of_contents_alone(tmp_path):
+    """Oracle: one change at a time; a copy elsewhere, in shards of the same tokens, is the same data."""
+    first, copy = make(tmp_path / "out"), tmp_path / "elsewhere"
+    copy.mkdir()
+    for path in Path(first).iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    other = make(tmp_path / "other")
+
+    def fingerprint(seq_len: int = 8, seed: int = 0, **settings) -> str:
+        return PreparedConfig(**settings).build(seq_len, 256, seed).fingerprint
+
+    assert fingerprint(folder=first) == fingerprint(folder=str(copy))
+    mixed = {"sources": [first, other], "weights": [3.0, 1.0]}
+    prints = [
+        fingerprint(folder=first),
+        fingerprint(folder=first, seq_len=9),
+        fingerprint(folder=first, seed=1),
+        fingerprint(folder=other),
+        fingerprint(**mixed),
+        fingerprint(**mixed | {"weights": [1.0, 3.0]}),
+        fingerprint(**mixed | {"sources": [other, first]}),
+        fingerprint(**mixed, seed=1),
+    ]
+    assert len(set(prints)) == len(prints)
+    assert fingerprint(**mixed | {"weights": [6.0, 2.0]}) == fingerprint(**mixed)
+
+
+def test_unigram_entropy_is_that_of_the_mixed_tokens(tmp_path):
+    """Oracle: the formula over counts by hand, weighed by the sources' shares."""
+    first, other = make(tmp_path / "first"), make(tmp_path / "other")
+    shares = [
+        np.bincount(tokens, minlength=256) / len(tokens) for tokens in (tokens_of(f, "train") for f in (first, other))
+    ]
+
+    def entropy(shares_V: np.ndarray) -> float:
+        return float(-(shares_V[shares_V > 0] * np.log(shares_V[shares_V > 0])).sum())
+
+    assert PreparedConfig(folder=first).build(8, 256, 0).unigram_entropy_nats == pytest.approx(entropy(shares[0]))
+    mixed = PreparedConfig(sources=[first, other], weights=[3.0, 1.0]).build(8, 256, 0)
+    assert mixed.unigram_entropy_nats == pytest.approx(entropy(0.75 * shares[0] + 0.25 * shares[1]))
+
+
+class Marked(NumberedSamples):
+    """Numbers of a source begin with its own thousands."""
+
+    def __init__(self, source: int, count: int) -> None:
+        super().__init__(count)
+        self.source = source
+
+    def __getitem__(self, index: int):
+        tokens, labels = super().__getitem__(index)
+        return tokens + 1000 * self.source, labels
+
+
+def mixture(weights, sizes=(40, 7, 100), seed: int = 0) -> MixedSamples:
+    return MixedSamples([Marked(number, size) for number, size in enumerate(sizes[: len(weights)])], weights, seed)
+
+
+@pytest.mark.parametrize(
+    ("weights", "counts"),
+    [
+        ([3, 1], [3, 1]),
+        ([0.7, 0.3], [7, 3]),
+        ([1, 1, 1], [1, 1, 1]),
+        ([0.5, 0.25, 0.25], [2, 1, 1]),
+        ([0.6, 0.2999, 0.1001], [6000, 2999, 1001]),
+        ([1, np.pi], [2415, 7585]),
+        ([1e6, 2e6], [1, 2]),
+    ],
+)
+def test_every_block_has_the_proportions_exactly(weights, counts):
+    """Oracle: counting in blocks of the smallest size that has them, or of 10,000 for what no smaller one has."""
+    samples = mixture(weights)
+    size = sum(counts)
+    assert list(samples.pattern.counts) == counts and size <= BLOCK
+    for block in range(3):
+        owners = Counter(samples.locate(place)[0] for place in range(block * size, (block + 1) * size))
+        assert [owners[number] for number in range(len(weights))] == counts
+
+
+def test_blocks_begin_at_places_of_their_own():
+    """Oracle: the ten rotations of a block of 7 and 3, all of them in the first hundred blocks."""
+    samples = mixture([0.7, 0.3])
+    blocks = {tuple(samples.locate(10 * block + spot)[0] for spot in range(10)) for block in range(100)}
+    assert len(blocks) == 10
+    (one, *_) = blocks
+    assert blocks == {one[first:] + one[:first] for first in range(10)}
+
+
+def test_every_source_goes_through_epochs_of_its_own():
+    """Oracle: sorted numbers of each source's epochs, of 40 and of 7 samples, in orders of their own; two seeds."""
+    samples = mixture([3, 1])
+    taken: dict[int, list[int]] = {0: [], 1: []}
+    for place in range(400):
+        owner, number = samples.locate(place)
+        taken[owner].append(number)
+    for owner, size in ((0, 40), (1, 7)):
+        epochs = [taken[owner][start : start + size] for start in range(0, len(taken[owner]) - size + 1, size)]
+        assert len(epochs) >= 7 and all(sorted(epoch) == list(range(size)) for epoch in epochs)
+        assert len({tuple(epoch) for epoch in epochs}) == len(epochs)
+    assert [mixture([3, 1], seed=1).locate(place) for place in range(400)] != [samples.locate(p) for p in range(400)]
+
+
+@pytest.mark.parametrize(("ranks", "batch_size", "microbatches"), [(1, 4, 3), (2, 3, 2), (4, 3, 1)])
+def test_the_global_batch_of_a_mixture_does_not_depend_on_ranks(ranks, batch_size, microbatches):
+    """Oracle: one process with the whole global batch of 12; the others are stopped in between, and go on."""
+    reference = take_numbers(BatchStream(mixture([3, 1]), 12, 1, range(1), 1, 0), 6)
+    streams = [BatchStream(mixture([3, 1]), batch_size, microbatches, range(r, r + 1), ranks, 0) for r in range(ranks)]
+    found = []
+    for step in range(6):
+        if step == 3:
+            for rank, stream in enumerate(streams):
+                state, again = stream.state_dict(), range(rank, rank + 1)
+                streams[rank] = BatchStream(mixture([3, 1]), batch_size, microbatches, again, ranks, 0)
+                streams[rank].load_state_dict(state)
+        apart = [stream.next_step() for stream in streams]
+        for microbatch in range(microbatches):
+            for rank in range(ranks):
+                found += [int(row[0]) for row in apart[rank][microbatch][0]]
+    assert found == reference
+
+
+def compare_with_workers(settings: dict) -> None:
+    dataset = PreparedConfig(**settings).build(32, 256, 3)
+    layout = {"batch_size": 2, "microbatches": 2, "ranks": range(1, 2), "data_ranks": 2, "seed": 3}
+    reference, ahead = (BatchStream(dataset.train, **layout, workers=workers) for workers in (0, 2))
+    for _ in range(12):
+        for batch, expected in zip(ahead.next_step(), reference.next_step(), strict=True):
+            assert all(torch.equal(*pair) for pair in zip(batch, expected, strict=True))
+    ahead.close()
+
+
+def test_workers_change_no_batch_of_a_mixture(tmp_path):
+    """Oracle: the stream without workers, over more than an epoch of the smaller source."""
+    folders = [make(tmp_path / "first"), make(tmp_path / "other", count=10)]
+    run_ranks(1, compare_with_workers, {"sources": folders, "weights": [1.0, 1.0]})
+
+
+@pytest.mark.parametrize(
+    ("weights", "sizes", "length"), [([3, 1], (7, 7), 9), ([1, 1], (4, 9), 8), ([2, 1], (1, 5), 2)]
+)
+def test_held_out_samples_keep_the_proportions_until_one_source_ends(weights, sizes, length):
+    """Oracle: each source's samples in their order; every start of the list has its share to within one sample."""
+    samples = MixedHeldOut([Marked(number, size) for number, size in enumerate(sizes)], weights)
+    numbers = [int(samples[index][0][0]) for index in range(len(samples))]
+    assert len(numbers) == length
+    for owner in (0, 1):
+        own = [number - 1000 * owner for number in numbers if number // 1000 == owner]
+        assert own == list(range(len(own)))
+    for stop in range(1, length + 1):
+        share = sum(number < 1000 for number in numbers[:stop])
+        assert abs(share - stop * weights[0] / sum(weights)) < 1
+    (tokens_BT, labels_BT), *_ = eval_batches(samples, 16, 1, 0, 1)
+    assert tokens_BT.shape == (16, SEQ_LEN) and int((labels_BT != IGNORE_INDEX).sum()) == length * SEQ_LEN
+
+
+def test_sources_share_out_the_maps(tmp_path, monkeypatch):
+    """Oracle: the limit of all together, when every sample of both has been read."""
+    monkeypatch.setattr("fsdptoys.data.prepared.MOST_MAPS", 4)
+    train = PreparedConfig(sources=[make(tmp_path / "a"), make(tmp_path / "b")]).build(64, 256, 0).train
+    for source in train.sources:
+        assert all(source[number][0].shape == (64,) for number in range(len(source)))
+        assert len(source.stream.files) > 10
+    assert [len(source.stream._maps) for source in train.sources] == [2, 2]
+
+
+def test_sizes_are_the_weights_where_none_are_given(tmp_path):
+    """Oracle: the numbers of training samples."""
+    folders = [make(tmp_path / "first"), make(tmp_path / "other", count=40)]
+    train = PreparedConfig(sources=folders).build(32, 256, 0).train
+    sizes = [len(source) for source in train.sources]
+    assert sizes[0] > 3 * sizes[1]
+    shares = [count / len(train.pattern) for count in train.pattern.counts]
+    assert shares == pytest.approx([size / sum(sizes) for size in sizes], abs=1 / BLOCK)
+
+
+def test_places_of_a_source_in_a_block_are_spread_evenly():
+    """Oracle: any start of the pattern has each source's share to within one place."""
+    pattern = Pattern([5, 2, 1])
+    for stop in range(1, 9):
+        for owner, count in enumerate((5, 2, 1)):
+            assert abs(pattern.owners[:stop].count(owner) - stop * count / 8) < 1.01
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({}, "data=prepared needs a folder that fsdptoys data prepare has made; set data.folder=FOLDER, or data.so"),
+        ({"folder": "none"}, "data.folder=none is no folder with an index.json; make one with fsdptoys data prepare"),
+        (
+            {"folder": "empty"},
+            "data.folder=empty holds no index.json; make one with fsdptoys data prepare FILE ... --out",
+        ),
+        ({"folder": "a", "sources": ["b"]}, "data.folder=a and data.sources=[b] exclude each other; set data.folder="),
+        (
+            {"sources": ["a", "b"], "weights": [1.0]},
+            "data.weights has 1 numbers for the 2 folders of data.sources; give",
+        ),
+        (
+            {"sources": ["a", "b"], "weights": [1.0, 0.0]},
+            "data.weights has 0.0, which must be above 0; leave the source",
+        ),
+        ({"sources": ["a", "./a"]}, "data.sources has ./a twice; give it a higher weight instead"),
+        ({"sources": ["a", "b"], "weights": [1e6, 1.0]}, "data.weights gives source 2 a share of 1e-06, less than one"),
+        (
+            {"sources": ["a", "words"]},
+            "data.sources=[words] was prepared with another tokenizer (tokenizer.json) than d",
+        ),
+        (
+            {"folder": "wide"},
+            "data.folder=wide has ids up to 299 (of bytes), over model.vocab_size=256; set model.vocab",
+        ),
+        (
+            {"folder": "short"},
+            "train.seq_len=2000 needs 2001 tokens for one sequence, but the training part of data.fo",
+        ),
+        (
+            {"folder": "gone"},
+            "data.folder=gone lacks its file shard-00000.bin; put it back or prepare the folder again",
+        ),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(tmp_path, monkeypatch, settings, sentence):
+    """Oracle: the sentence."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    for name in ("a", "b", "gone", "wide", "short"):
+        make(Path(name), count=3 if name == "short" else 20, eval_fraction=0.0)
+    if "words" in settings.get("sources", ()):
+        make(Path("words"), count=90, eval_fraction=0.0, tokenizer=save_tokenizer(Path("tokenizer"), None))
+    (tmp_path / "gone" / "shard-00000.bin").unlink()
+    wide = tmp_path / "wide" / "index.json"
+    wide.write_text(wide.read_text().replace('"vocab_size": 256', '"vocab_size": 300'))
+    with pytest.raises(ConfigError) as caught:
+        PreparedConfig(**settings).validate(2000, 256)
+    assert str(caught.value).startswith(sentence)
+
+
+def test_a_damaged_shard_is_told_when_it_is_read(tmp_path):
+    """Oracle: the sentence of what reads any file of tokens."""
+    folder = make(tmp_path / "out", eval_fraction=0.0)
+    tokens = np.fromfile(f"{folder}/shard-00000.bin", "<u2")
+    tokens[20] = 999
+    tokens.tofile(f"{folder}/shard-00000.bin")
+    samples = PreparedConfig(folder=folder).build(16, 256, 0).train
+    samples[0]
+    with pytest.raises(
+        ConfigError, match=r"shard-00000\.bin\] has token 999 at position 20, outside model\.vocab_size"
+    ):
+        samples[1]

@@ -1,0 +1,41 @@
+"""The data benchmark measures what it says, and can fail."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fsdptoys.data import PreparedConfig, check_folder
+from scripts import bench_data
+
+TINY = ["--tokens", "64000", "--shards", "2", "--seq-lens", "64", "--seconds", "0.01", "--repeats", "1", "--files", "3"]
+TINY += ["--vocab-size", "300", "--processes", "1", "--steps", "0"]
+
+
+@pytest.mark.parametrize(("bar", "status"), [(0.0, 0), (1e15, 1)])
+def test_the_page_has_every_row_and_the_status_is_the_bar_s(bar, status, tmp_path: Path, monkeypatch) -> None:
+    """Oracle: counts of rows by kind, and bars that are always or never reached."""
+    pytest.importorskip("tokenizers")
+    monkeypatch.setattr(bench_data, "BAR", bar)
+    assert bench_data.main([*TINY, "--write", str(tmp_path / "data.md")]) == status
+    page = (tmp_path / "data.md").read_text()
+    assert page.count("| 64 | ") == 5 and page.count("| 1 | ") == 2 and page.count("MISSED") == status
+
+
+def test_its_shards_are_what_is_trained_from(tmp_path: Path) -> None:
+    """Oracle: the folder's own check, and the number of tokens that were asked for."""
+    folder = bench_data.write_shards(tmp_path / "out", 5_000_000, 3, wide=False)
+    index, damages = check_folder(folder)
+    assert damages == [] and index.tokens("train") == 5_000_000 and 4700 < index.documents("train") < 5300
+    assert len(index.shards) == 3
+    assert np.mean([PreparedConfig(folder=folder).build(999, 50_000, 0).train[0][0] < 25_000]) == pytest.approx(
+        0.5, abs=0.1
+    )
+
+
+def test_the_rate_counts_tokens_for_time(tmp_path: Path, monkeypatch) -> None:
+    """Oracle: a clock that goes on a second with each look: a stretch of 4.5 has 4 batches of 8 rows, in 5 seconds."""
+    folder = bench_data.write_shards(tmp_path / "out", 64_000, 1, wide=True)
+    seconds = iter(range(1000))
+    monkeypatch.setattr(bench_data.time, "process_time", lambda: next(seconds))
+    assert bench_data.read_rate(PreparedConfig(folder=folder), 64, 4.5, 2) == 4 * 8 * 64 / 5
