@@ -33,6 +33,17 @@ class Kernel(Enum):
     npu = "npu"
 
 
+class DocumentKernel(Enum):
+    """Whose function."""
+
+    auto = "auto"
+    """``torch``."""
+    torch = "torch"
+    """A mask of the whole square, which every device takes."""
+    flex = "flex"
+    """PyTorch's flex_attention, which leaves out what no token sees; trains on CUDA alone."""
+
+
 class GroupedKernel(Enum):
     """Whose function, or none but a loop."""
 
@@ -50,6 +61,8 @@ class KernelConfig:
 
     attention: KernelLibrary = KernelLibrary.auto
     """Causal attention: PyTorch's, or torch_npu's."""
+    document_attention: DocumentKernel = DocumentKernel.auto
+    """Attention under ``data.mask_documents``: PyTorch's with a mask, or its flex_attention."""
     rms_norm: Kernel = Kernel.auto
     """RMSNorm: PyTorch's, compiled by itself, or torch_npu's."""
     rotary: Kernel = Kernel.auto
@@ -92,11 +105,40 @@ class KernelConfig:
                     f"kernels.{operation}=npu is a kernel that train.compile=true cannot see into, which torch_npu "
                     f"documents for attention as not to be compiled; set kernels.{operation}=auto"
                 )
+            if name == "flex" and (device_type != "cuda" or deterministic):
+                where = f"this run is on {device_type}" if device_type != "cuda" else "train.deterministic=true"
+                raise ConfigError(
+                    "kernels.document_attention=flex is PyTorch's flex_attention, which trains on CUDA alone and is "
+                    f"not known to be deterministic, and {where}; set kernels.document_attention=auto"
+                )
             if name == "auto":
-                fused = device_type == "npu" and not seen and not deterministic
-                if available_device_type() == "npu" and not npu_kernels.is_there(operation):
+                fused = device_type == "npu" and not seen and not deterministic and operation in npu_kernels.OPERATORS
+                if fused and available_device_type() == "npu" and not npu_kernels.is_there(operation):
                     fused = False  # an older torch_npu; elsewhere, where a run is only planned, it is taken to be there
                 setattr(self, operation, type(getattr(self, operation))("npu" if fused else "torch"))
+
+    def check_documents(self, masks: bool, selective: bool) -> None:
+        """Refuse flex_attention where it would do nothing or harm.
+
+        Args:
+            masks: ``data.mask_documents``.
+            selective: whether ``memory.gradient_checkpointing=selective``.
+
+        Raises:
+            ConfigError: naming key, value and fix.
+        """
+        if self.document_attention is not DocumentKernel.flex:
+            return
+        if not masks:
+            raise ConfigError(
+                "kernels.document_attention=flex is for sequences whose documents are kept apart; set "
+                "data.mask_documents=true or kernels.document_attention=auto"
+            )
+        if selective:
+            raise ConfigError(
+                "memory.gradient_checkpointing=selective knows no operator of kernels.document_attention=flex whose "
+                "result it could keep; set memory.gradient_checkpointing=full"
+            )
 
 
 def put_kernels(model: DecoderModel, config: KernelConfig) -> None:

@@ -7,6 +7,7 @@ its presets to ``configs/model`` (``docs/models.md``).
 from . import npu_kernels
 from .cache import KeyValueCache
 from .decoder import DecoderModel, ModelConfig, ParameterCounts
+from .documents import attended_keys
 from .gpt2 import GPT2Config
 from .huggingface import HuggingFaceFormat, Piece, whole
 from .kernels import Kernels, choose_kernels, use_kernels
@@ -39,6 +40,7 @@ __all__ = [
     "Qwen3MoEConfig",
     "RotaryConfig",
     "Router",
+    "attended_keys",
     "choose_kernels",
     "npu_kernels",
     "routers",

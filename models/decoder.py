@@ -8,7 +8,7 @@ Shapes: B batch, T sequence, D width, V vocabulary, N = B·T tokens.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from .cache import KeyValueCache
 from .checks import check_at_least_one, check_positive
+from .documents import document_positions, mask_documents
 from .huggingface import HuggingFaceFormat
+from .kernels import UsesKernels
 from .layers import Attention, Block, LMHead, LossFn, RMSNorm
 from .moe import MoE, Router
 
@@ -101,7 +103,7 @@ class ParameterCounts:
         return self.total - self.embedding - self.experts
 
 
-class DecoderModel(nn.Module, ABC):
+class DecoderModel(UsesKernels, ABC):
     """A causal language model; built on the meta device, it costs no memory until a strategy materialises it."""
 
     embed_tokens: nn.Module
@@ -112,10 +114,17 @@ class DecoderModel(nn.Module, ABC):
     """Normalisation before the head."""
     lm_head: nn.Module
     """``lm_head(hidden_BTD, labels_BT, loss_fn)``: logits, or the loss computed inside the head's own forward."""
+    chunk_lens: list[int | None]
+    """Of the attentions of the blocks, each once."""
+    document_end: int | None = None
+    """The id that ends every document, where each is to see nothing but itself (``documents``); None where it sees
+    all that is before it."""
 
     def __init__(self, config: ModelConfig, blocks: Sequence[Block], norm: nn.Module) -> None:
         super().__init__()
         self.config = config
+        attentions = (block.attn for block in blocks)
+        self.chunk_lens = list(dict.fromkeys(attn.chunk_len for attn in attentions if isinstance(attn, Attention)))
         self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(blocks)
         self.norm = norm
@@ -123,8 +132,8 @@ class DecoderModel(nn.Module, ABC):
         if config.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
-    def embed(self, tokens_BT: Tensor, start: int = 0) -> Tensor:
-        """Token ids to hidden_BTD, before the first block; ``start`` is the position of the first."""
+    def embed(self, tokens_BT: Tensor, start: int = 0, positions_BT: Tensor | None = None) -> Tensor:
+        """Token ids to hidden_BTD, before the first block; their positions count from ``start``, unless given."""
         hidden_BTD: Tensor = self.embed_tokens(tokens_BT)
         return hidden_BTD
 
@@ -145,16 +154,22 @@ class DecoderModel(nn.Module, ABC):
             tokens_BT: token ids, int64.
             labels_BT: the id that should follow each position, or ``-100`` for positions that do not count.
             loss_fn: called by the head as ``loss_fn(hidden_ND, weight_VD, labels_N)``.
-            cache: of the tokens that came before these, which are added to it; without gradients only.
+            cache: of the tokens that came before these, which are added to it; without gradients only, and all
+                taken for one document.
 
         Returns:
             logits_BTV in the parameters' dtype, or ``loss_fn``'s scalar where labels are given.
         """
         start, seq_len = 0 if cache is None else cache.length, tokens_BT.shape[1]
         rotations = self.rotations(seq_len, start)
-        hidden_BTD = self.embed(tokens_BT, start)
+        positions_BT, documents = None, None
+        if self.document_end is not None and cache is None:
+            positions_BT = document_positions(tokens_BT, self.document_end)
+        hidden_BTD = self.embed(tokens_BT, start, positions_BT)
+        if positions_BT is not None:
+            documents = mask_documents(positions_BT, self.chunk_lens, self.kernels, hidden_BTD.dtype)
         for layer in self.layers:
-            hidden_BTD = layer(hidden_BTD, rotations, cache)
+            hidden_BTD = layer(hidden_BTD, rotations, cache, documents)
         if cache is not None:
             cache.length += seq_len
         output: Tensor = self.lm_head(self.norm(hidden_BTD), labels_BT, loss_fn)
@@ -188,6 +203,19 @@ class DecoderModel(nn.Module, ABC):
         routed = sum(module.active_expert_parameters for module in self.modules() if isinstance(module, MoE))
         attention = sum(module.flops_per_token(seq_len) for module in self.modules() if isinstance(module, Attention))
         return 6 * (weights + routed) + attention
+
+    def flops_per_token_of_documents(self, seq_len: int, mean_keys: Mapping[int | None, float]) -> float:
+        """The same where documents are kept apart.
+
+        Args:
+            seq_len: tokens of a sequence.
+            mean_keys: length of an attention's chunks → keys that a token sees there on average.
+        """
+        flops = self.flops_per_token(seq_len)
+        for module in self.modules():
+            if isinstance(module, Attention):
+                flops += module.flops_per_key * mean_keys[module.chunk_len] - module.flops_per_token(seq_len)
+        return flops
 
     def parameter_counts(self) -> ParameterCounts:
         """Count parameters by what they are for."""

@@ -130,8 +130,10 @@ class GPT2Model(DecoderModel):
         super().__init__(config, blocks, norm())
         self.embed_positions = nn.Embedding(config.max_seq_len, config.dim)
 
-    def embed(self, tokens_BT: Tensor, start: int = 0) -> Tensor:
+    def embed(self, tokens_BT: Tensor, start: int = 0, positions_BT: Tensor | None = None) -> Tensor:
         """Add the embedding of each position to that of its token."""
-        positions_T = torch.arange(start, start + tokens_BT.shape[1], device=tokens_BT.device)
-        hidden_BTD: Tensor = self.embed_tokens(tokens_BT) + self.embed_positions(positions_T)
+        positions = positions_BT
+        if positions is None:
+            positions = torch.arange(start, start + tokens_BT.shape[1], device=tokens_BT.device)
+        hidden_BTD: Tensor = self.embed_tokens(tokens_BT) + self.embed_positions(positions)
         return hidden_BTD

@@ -9,7 +9,7 @@ A new implementation is entered in ``IMPLEMENTATIONS``. Which one a run takes is
 (``fsdptoys.kernels``): these functions know tensors, not devices.
 
 Not covered: LayerNorm and GELU (GPT-2), the experts' gate, which is written out with their gradients (``experts``), the
-loss (``memory``), and attention over a cache (``cached_attention``), which is PyTorch's on every device.
+loss (``memory``), and attention over a cache (``masked_attention``), which is PyTorch's on every device.
 
 Shapes: B batch, T sequence, S sequence with what a cache has kept before it, H query heads, G key/value heads, K width
 of a head, F feed-forward width.
@@ -19,7 +19,7 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,9 @@ from torch import Tensor, nn
 from . import npu_kernels
 from .grouped import Product, choose_product, loop_alike
 from .linear import goes_through_float32
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 class Pairs(Enum):
@@ -48,13 +51,56 @@ def attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q_BHTK, k_BGTK, v_BGTK, is_causal=True, enable_gqa=shares).to(dtype)
 
 
-def cached_attention(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, seen_TS: Tensor | None) -> Tensor:
-    """Attention of a few tokens over all that came before; a mask says who sees whom, None that all see everything."""
+def masked_attention(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, seen: Tensor | None) -> Tensor:
+    """Attention where a mask, to be spread to (B, H, T, S), says who sees whom or is added; None: all see all."""
     dtype = q_BHTK.dtype
     shares = q_BHTK.shape[1] != k_BGSK.shape[1]
     if goes_through_float32(q_BHTK):
         q_BHTK, k_BGSK, v_BGSK = (x.float() for x in (q_BHTK, k_BGSK, v_BGSK))
-    return F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, attn_mask=seen_TS, enable_gqa=shares).to(dtype)
+        seen = seen.float() if seen is not None and seen.is_floating_point() else seen
+    return F.scaled_dot_product_attention(q_BHTK, k_BGSK, v_BGSK, attn_mask=seen, enable_gqa=shares).to(dtype)
+
+
+def dense_mask(segments_BT: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores: 0 where a token sees another of its segment, else -inf; of shape (B, 1, T, T).
+
+    No bool, of which each call of ``scaled_dot_product_attention`` would make this, and keep it for the backward.
+    """
+    batch, length = segments_BT.shape
+    seen_BTT = (segments_BT.unsqueeze(2) == segments_BT.unsqueeze(1)).tril_()
+    added_BTT = torch.full((batch, length, length), -torch.inf, dtype=dtype, device=segments_BT.device)
+    return added_BTT.masked_fill_(seen_BTT, 0.0).unsqueeze(1)
+
+
+def dense_document_attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, added: Tensor) -> Tensor:
+    """Attention with what ``dense_mask`` adds."""
+    share = q_BHTK.shape[1] // k_BGTK.shape[1]
+    if share > 1 and q_BHTK.device.type != "cpu":
+        # On CUDA the memory-efficient kernel, which takes masks, shares no heads: all scores would be written out.
+        k_BGTK, v_BGTK = (x.repeat_interleave(share, dim=1) for x in (k_BGTK, v_BGTK))
+    return masked_attention(q_BHTK, k_BGTK, v_BGTK, added)
+
+
+def block_mask(segments_BT: Tensor, dtype: torch.dtype) -> "BlockMask":
+    """Blocks of the square, of which those that nobody sees are left out."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (segments_BT[row, query] == segments_BT[row, key])
+
+    batch, length = segments_BT.shape
+    return create_block_mask(sees, batch, None, length, length, device=segments_BT.device)
+
+
+def flex_attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, seen: "BlockMask") -> Tensor:
+    """Attention over blocks, in a kernel that the compiler makes; by itself it would write all products out."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    shares = q_BHTK.shape[1] != k_BGTK.shape[1]
+    # On a CPU it has no gradients, and serves for comparison alone.
+    attend: Any = flex_attention if q_BHTK.device.type == "cpu" else _compiled(flex_attention)
+    out_BHTK: Tensor = attend(q_BHTK, k_BGTK, v_BGTK, block_mask=seen, enable_gqa=shares)
+    return out_BHTK
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -86,15 +132,30 @@ def _compile(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(function)
-    def call(*args: Any) -> Tensor:
+    def call(*args: Any, **options: Any) -> Tensor:
         # A block that is compiled itself takes the plain function in, and fuses it with what is around it.
-        return function(*args) if torch.compiler.is_compiling() else _compile(function)(*args)
+        chosen = function if torch.compiler.is_compiling() else _compile(function)
+        return chosen(*args, **options)
 
     return call
 
 
-IMPLEMENTATIONS: dict[str, dict[str, Callable[..., Any]]] = {
+@dataclass(frozen=True)
+class DocumentAttention:
+    """Causal attention within segments of a sequence."""
+
+    mask: Callable[[Tensor, torch.dtype], Any]
+    """``mask(segments_BT, dtype)``: who sees whom, where tokens of a segment have the same number."""
+    attend: Callable[[Tensor, Tensor, Tensor, Any], Tensor]
+    """``attend(q_BHTK, k_BGTK, v_BGTK, mask)``: returns the shape of the queries."""
+
+
+IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
     "attention": {"torch": attention, "npu": npu_kernels.attention},
+    "document_attention": {
+        "torch": DocumentAttention(dense_mask, dense_document_attention),
+        "flex": DocumentAttention(block_mask, flex_attention),
+    },
     "rms_norm": {"torch": rms_norm, "compiled": _compiled(rms_norm), "npu": npu_kernels.rms_norm},
     "rotary": {
         "torch": rotary,
@@ -112,6 +173,7 @@ class Kernels:
     """One implementation of each operation, as layers call it."""
 
     attention: Callable[[Tensor, Tensor, Tensor], Tensor] = attention
+    document_attention: DocumentAttention = IMPLEMENTATIONS["document_attention"]["torch"]
     rms_norm: Callable[[Tensor, Tensor | None, float], Tensor] = rms_norm
     rotary: Callable[[Tensor, Tensor, Tensor, Pairs], Tensor] = rotary
     swiglu: Callable[[Tensor, Tensor], Tensor] = swiglu

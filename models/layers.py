@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .cache import KeyValueCache
-from .kernels import Pairs, UsesKernels, cached_attention
+from .documents import Documents
+from .kernels import Pairs, UsesKernels, masked_attention
 from .linear import Linear
 
 LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -48,10 +49,9 @@ class AttentionTemperature:
     floor: int
     """Tokens before the first growth, and between two."""
 
-    def factors(self, seq_len: int, device: torch.device, start: int = 0) -> Tensor:
-        """What the queries at each position from ``start`` on are multiplied by: float32 of shape (T, 1)."""
-        positions_T = torch.arange(start + 1, start + seq_len + 1, device=device, dtype=torch.float32)
-        return (torch.log1p((positions_T / self.floor).floor()) * self.scale + 1.0).unsqueeze(-1)
+    def factors(self, ordinals: Tensor) -> Tensor:
+        """What queries are multiplied by, given their positions counted from one: float32 with a last dim of 1."""
+        return (torch.log1p((ordinals / self.floor).floor()) * self.scale + 1.0).unsqueeze(-1)
 
 
 class Attention(UsesKernels):
@@ -96,9 +96,16 @@ class Attention(UsesKernels):
         self.k_norm = nn.Identity() if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
 
     def forward(
-        self, hidden_BTD: Tensor, rotations: tuple[Tensor, Tensor] | None, cache: KeyValueCache | None = None
+        self,
+        hidden_BTD: Tensor,
+        rotations: tuple[Tensor, Tensor] | None,
+        cache: KeyValueCache | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
-        """Attend over positions up to each token's own, those in a cache included; returns the shape of the input."""
+        """Attend over positions up to each token's own, those in a cache included; returns the shape of the input.
+
+        With documents, over those of its own document.
+        """
         B, T, _ = hidden_BTD.shape
         q_BTHK = self.q_norm(self.q_proj(hidden_BTD).view(B, T, self.n_heads, self.head_dim))
         k_BTGK = self.k_norm(self.k_proj(hidden_BTD).view(B, T, self.n_kv_heads, self.head_dim))
@@ -112,9 +119,16 @@ class Attention(UsesKernels):
                 self.kernels.rms_norm(x.float(), None, self.rotated_norm_eps).type_as(x) for x in (q_BHTK, k_BGTK)
             )
         if self.temperature is not None:
-            start = 0 if cache is None else cache.length
-            q_BHTK = (q_BHTK * self.temperature.factors(T, q_BHTK.device, start)).type_as(q_BHTK)
-        if cache is None:
+            if documents is None:
+                first = 1 if cache is None else cache.length + 1
+                ordinals = torch.arange(first, first + T, device=q_BHTK.device, dtype=torch.float32)
+            else:
+                ordinals = (documents.positions_BT.unsqueeze(1) + 1).float()
+            q_BHTK = (q_BHTK * self.temperature.factors(ordinals)).type_as(q_BHTK)
+        if documents is not None:
+            seen = documents.seen[self.chunk_len]
+            out_BHTK = self.kernels.document_attention.attend(q_BHTK, k_BGTK, v_BGTK, seen)
+        elif cache is None:
             out_BHTK = self._attend(q_BHTK, k_BGTK, v_BGTK)
         else:
             out_BHTK = self._attend_cached(q_BHTK, k_BGTK, v_BGTK, cache)
@@ -138,23 +152,28 @@ class Attention(UsesKernels):
         if start == 0:
             out_BHTK = self._attend(q_BHTK, k_BGTK, v_BGTK)
         elif T == 1:
-            out_BHTK = cached_attention(q_BHTK, k_BGSK, v_BGSK, None)  # what is kept is what it sees
+            out_BHTK = masked_attention(q_BHTK, k_BGSK, v_BGSK, None)  # what is kept is what it sees
         else:
             queries_T1 = torch.arange(start, end, device=q_BHTK.device).unsqueeze(1)
             keys_S = torch.arange(end - S, end, device=q_BHTK.device)
             seen_TS = keys_S <= queries_T1
             if self.chunk_len is not None:
                 seen_TS &= keys_S // self.chunk_len == queries_T1 // self.chunk_len
-            out_BHTK = cached_attention(q_BHTK, k_BGSK, v_BGSK, seen_TS)
+            out_BHTK = masked_attention(q_BHTK, k_BGSK, v_BGSK, seen_TS)
         cache.keep(self, k_BGSK, v_BGSK, S if self.chunk_len is None else end % self.chunk_len)
         return out_BHTK
+
+    @property
+    def flops_per_key(self) -> int:
+        """FLOPs of forward and backward in scores and values, for each key that a token sees."""
+        return 12 * self.n_heads * self.head_dim
 
     def flops_per_token(self, seq_len: int) -> float:
         """FLOPs of forward and backward a token in scores and values, over half the square of each chunk."""
         chunk_len = min(self.chunk_len or seq_len, seq_len)
         chunks, rest = divmod(seq_len, chunk_len)
         keys = (chunks * chunk_len**2 + rest**2) / 2 / seq_len
-        return 12 * self.n_heads * self.head_dim * keys
+        return self.flops_per_key * keys
 
 
 def _fold_chunks(x_BHTK: Tensor, chunk_len: int) -> Tensor:
@@ -201,10 +220,14 @@ class Block(nn.Module):
         self.mlp = mlp
 
     def forward(
-        self, hidden_BTD: Tensor, rotations: tuple[Tensor, Tensor] | None, cache: KeyValueCache | None = None
+        self,
+        hidden_BTD: Tensor,
+        rotations: tuple[Tensor, Tensor] | None,
+        cache: KeyValueCache | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """Return the residual stream after this block."""
-        hidden_BTD = hidden_BTD + self.attn(self.attn_norm(hidden_BTD), rotations, cache)
+        hidden_BTD = hidden_BTD + self.attn(self.attn_norm(hidden_BTD), rotations, cache, documents)
         return hidden_BTD + self.mlp(self.mlp_norm(hidden_BTD))
 
 

@@ -1,0 +1,115 @@
+"""Documents that share a sequence, against the same documents each by itself."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsdptoys.models import Kernels, attended_keys, choose_kernels, use_kernels
+from fsdptoys.models.documents import document_positions
+from fsdptoys.models.kernels import dense_mask
+from tests.checkpoint.folders import build
+from tests.models.families import SMALL
+
+END = 7
+LENGTHS = [1, 30, 11, 1, 1, 49, 7]
+"""Of the documents of a sequence, the last without its end; chunks of the models that have some are 24 long."""
+
+
+def packed(vocab_size: int) -> Tensor:
+    """Two sequences, in the second of which the documents come the other way round."""
+    rows = []
+    for lengths in (LENGTHS, LENGTHS[::-1]):
+        documents = [torch.randint(END + 1, vocab_size, (length,)) for length in lengths]
+        for document in documents[:-1]:
+            document[-1] = END
+        rows.append(torch.cat(documents))
+    return torch.stack(rows)
+
+
+def pieces(tokens_BT: Tensor) -> Iterator[tuple[int, int, int]]:
+    """Row, start and stop of each document, by walking over the tokens."""
+    for row, tokens in enumerate(tokens_BT.tolist()):
+        start = 0
+        for place, token in enumerate(tokens):
+            if token == END or place == len(tokens) - 1:
+                yield row, start, place + 1
+                start = place + 1
+
+
+@pytest.mark.parametrize("case", SMALL)
+def test_logits_and_gradients_in_a_pack_are_those_of_each_document_by_itself(case: str) -> None:
+    """Oracle: the same model without masks, given one document at a time; and masks do make a difference."""
+    model = build(SMALL[case])
+    tokens_BT = packed(model.config.vocab_size)
+    weights_BTV = torch.randn(*tokens_BT.shape, model.config.vocab_size)
+
+    def gradients() -> list[Tensor]:
+        found = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+        model.zero_grad(set_to_none=True)
+        return found
+
+    unmasked_BTV = model(tokens_BT).detach()
+    alone_BTV = torch.zeros_like(unmasked_BTV)
+    for row, start, stop in pieces(tokens_BT):
+        logits = model(tokens_BT[row : row + 1, start:stop])
+        (logits * weights_BTV[row, start:stop]).sum().backward()
+        alone_BTV[row, start:stop] = logits[0].detach()
+    expected = gradients()
+
+    model.document_end = END
+    together_BTV = model(tokens_BT)
+    (together_BTV * weights_BTV).sum().backward()
+    scale = alone_BTV.abs().amax()
+    assert (together_BTV.detach() - alone_BTV).abs().amax() < 1e-5 * scale
+    assert (unmasked_BTV - alone_BTV).abs().amax() > 1e-2 * scale
+    largest = max(float(wanted.abs().amax()) for wanted in expected)  # a bias of keys has none but roundings
+    for grad, wanted in zip(gradients(), expected, strict=True):
+        assert (grad - wanted).abs().amax() < 1e-5 * largest
+
+
+def test_positions_and_keys_are_those_of_a_walk_over_the_tokens() -> None:
+    """Oracle: counting by hand, with chunks and without."""
+    tokens_BT = packed(20)
+    positions_BT = torch.empty_like(tokens_BT)
+    for row, start, stop in pieces(tokens_BT):
+        positions_BT[row, start:stop] = torch.arange(stop - start)
+    assert torch.equal(document_positions(tokens_BT, END), positions_BT)
+    lengths = [stop - start for _, start, stop in pieces(tokens_BT)]
+    assert attended_keys(tokens_BT, END, None) == sum(length**2 for length in lengths)
+    in_chunks = [(length // 24) * 24**2 + (length % 24) ** 2 for length in lengths]
+    assert attended_keys(tokens_BT, END, 24) == sum(in_chunks)
+
+
+@pytest.mark.parametrize("heads", [4, 2])
+@torch.no_grad()
+def test_flex_attention_sees_what_the_mask_sees(heads: int) -> None:
+    """Oracle: the dense mask; without gradients, which PyTorch's flex_attention has on no CPU."""
+    tokens_BT = packed(20)
+    segments_BT = torch.arange(tokens_BT.shape[1]) - document_positions(tokens_BT, END)
+    q, k, v = (torch.randn(2, n, tokens_BT.shape[1], 16) for n in (4, heads, heads))
+    dense, flex = (choose_kernels({"document_attention": name}).document_attention for name in ("torch", "flex"))
+    mask = flex.mask(segments_BT, q.dtype)
+    expected = dense.attend(q, k, v, dense.mask(segments_BT, q.dtype))
+    torch.testing.assert_close(flex.attend(q, k, v, mask), expected, rtol=1e-5, atol=1e-6)
+
+
+@torch.no_grad()
+def test_a_model_takes_flex_attention_where_it_is_told_to() -> None:
+    """Oracle: the model with the dense mask; Llama 4 has masks of two kinds."""
+    model = build(SMALL["llama4"])
+    model.document_end = END
+    tokens_BT = packed(model.config.vocab_size)
+    expected = model(tokens_BT)
+    use_kernels(model, choose_kernels({"document_attention": "flex"}))
+    assert model.kernels.document_attention is not Kernels().document_attention
+    torch.testing.assert_close(model(tokens_BT), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_added_is_infinite_where_nothing_is_seen() -> None:
+    """Oracle: three segments written out."""
+    added = dense_mask(torch.tensor([[0, 0, 2, 3]]), torch.bfloat16)
+    seen = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]], dtype=torch.bool)
+    assert added.dtype is torch.bfloat16 and added.shape == (1, 1, 4, 4)
+    assert torch.equal(added[0, 0] == 0, seen) and torch.equal(added[0, 0] == -torch.inf, ~seen)
