@@ -27,11 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .beside_adamw import BesideAdamW, Groups
 from .mesh import is_dtensor, local_tensor
 from .newton_schulz import orthogonalise
-
-MATRICES = "matrices"
-"""Key of a parameter group: whether it is of hidden matrices."""
 
 
 def scale_to_adamw(rows: int, columns: int) -> float:
@@ -44,77 +42,38 @@ def scale_of_original(rows: int, columns: int) -> float:
     return math.sqrt(max(1.0, rows / columns))
 
 
-class Muon(torch.optim.Optimizer):
-    """Muon over groups that say so, and another optimizer over the others.
+class Muon(BesideAdamW):
+    """Muon over groups that say so, and AdamW over the others. A step is a collective over those who share matrices.
 
     Args:
-        groups: parameter groups, each with ``lr``, ``weight_decay`` and ``MATRICES``; all others' keys are AdamW's.
+        groups, build_adamw: as for ``BesideAdamW``.
         momentum: decay of the mean of the gradients.
         nesterov: look ahead by one momentum step.
         steps: rounds of Newton-Schulz.
         dtype: number format of its products.
         scale: factor of the update of a matrix with so many rows and columns.
-        build_adamw: constructs AdamW over the other groups.
     """
 
     def __init__(
         self,
-        groups: list[dict[str, Any]],
+        groups: Groups,
         *,
         momentum: float,
         nesterov: bool,
         steps: int,
         dtype: torch.dtype,
         scale: Callable[[int, int], float],
-        build_adamw: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        build_adamw: Callable[[Groups], torch.optim.Optimizer],
     ) -> None:
-        others = [group for group in groups if not group[MATRICES]]
-        # It writes its settings into these groups, which both have from now on.
-        self._adamw = build_adamw(others) if others else None
-        super().__init__(groups, {})
+        super().__init__(groups, build_adamw)
         self.momentum, self.nesterov, self.steps, self.dtype, self.scale = momentum, nesterov, steps, dtype, scale
 
-    def _others(self) -> list[dict[str, Any]]:
-        return [group for group in self.param_groups if not group[MATRICES]]
+    def make_matrix_states(self, param: nn.Parameter) -> dict[str, Any]:
+        """The momentum."""
+        return {"momentum_buffer": torch.zeros_like(param)}
 
-    def state_dict(self) -> dict[str, Any]:
-        """As PyTorch's, with the states that the first step would start from."""
-        self.make_states()
-        return super().state_dict()
-
-    @torch.no_grad()
-    def make_states(self) -> None:
-        """Give every parameter the states that it lacks."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                state = self.state[param]
-                if state:
-                    continue
-                if group[MATRICES]:
-                    state["momentum_buffer"] = torch.zeros_like(param)
-                else:
-                    on_device = group["fused"] or group["capturable"]
-                    state["step"] = torch.zeros((), device=local_tensor(param).device if on_device else "cpu")
-                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient. A collective over the ranks that share the matrices."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self.make_states()
-        for group in self.param_groups:
-            if group[MATRICES]:
-                self._step_matrices(group)
-        if self._adamw is not None:
-            # Loading replaces both.
-            self._adamw.param_groups, self._adamw.state = self._others(), self.state
-            self._adamw.step()
-        return loss
-
-    def _step_matrices(self, group: dict[str, Any]) -> None:
+    def step_matrices(self, group: dict[str, Any]) -> None:
+        """Update the matrices of a group that have a gradient. A collective."""
         matrices: list[Matrix] = []
         for param in group["params"]:
             if param.grad is not None:

@@ -1,22 +1,20 @@
-"""Optimizers, their parameter groups, and learning-rate schedules, chosen by name: PyTorch's own, and Muon.
-
-The schedule is a pure function of the step, so that a resumed run needs nothing but its step number.
-"""
+"""Optimizers and their parameter groups, chosen by name: PyTorch's own, with states of fewer bits too, and Muon."""
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 
+from . import low_bit_adamw
+from .beside_adamw import MATRICES
 from .bfloat16_adamw import BFloat16AdamW
 from .errors import ConfigError
-from .muon import MATRICES, Muon, scale_of_original, scale_to_adamw
+from .muon import Muon, scale_of_original, scale_to_adamw
 from .vector_adamw import VectorAdamW
 
 MOST_NS_STEPS = 99
@@ -42,6 +40,7 @@ class Implementation(Enum):
     auto = "auto"
     """What PyTorch chooses."""
     fused = "fused"
+    """One kernel; with states of 8 or 4 bits, those that the compiler makes."""
     foreach = "foreach"
     for_loop = "for_loop"
 
@@ -60,6 +59,17 @@ class StateDType(Enum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     """Half the bytes, rounded to nearest: 8 bits of each mean."""
+    int8 = "int8"
+    """A quarter: torchao's codes of 8 bits, and a scale for up to 256 of them."""
+    float8 = "float8"
+    """A quarter: float8_e4m3fn, with such scales."""
+    int4 = "int4"
+    """An eighth: codes of 4 bits, and a scale for up to 128 of them."""
+
+    @property
+    def is_low_bit(self) -> bool:
+        """Whether states are torchao's."""
+        return self.value in low_bit_adamw.FORMATS
 
 
 class ProductDType(Enum):
@@ -126,18 +136,21 @@ class OptimConfig(ABC):
         """Bytes of each state for an element of a parameter."""
 
     @property
-    def matrix_state_widths(self) -> tuple[int, ...]:
-        """The same for an element of a block's matrices."""
-        return self.state_widths
+    def keeps_states(self) -> bool:
+        """Whether there are any."""
+        return bool(self.state_widths)
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of state for each element of a parameter that is no block's matrix."""
-        return sum(self.state_widths)
+    def is_matrix(self, shape: Sequence[int], in_block: bool) -> bool:
+        """Whether a parameter of this shape, in a block or outside of all, is updated as a matrix of its own kind."""
+        return False
+
+    def state_bytes(self, shape: Sequence[int], elements: int, in_block: bool) -> tuple[int, ...]:
+        """Bytes of each state of so many elements of a parameter of this shape."""
+        return tuple(width * elements for width in self.state_widths)
 
     @abstractmethod
     def build(self, params: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Construct the optimizer over parameter groups, whose ``MATRICES`` says whether they are blocks' matrices."""
+        """Construct the optimizer over parameter groups, whose ``MATRICES`` says whether ``is_matrix`` holds."""
 
 
 @dataclass
@@ -201,13 +214,35 @@ class AdamWConfig(AdamWSettings):
 
     @property
     def state_widths(self) -> tuple[int, ...]:
-        """Two means."""
-        return (4, 4) if self.state_dtype is StateDType.float32 else (2, 2)
+        """Two means; of what is kept in fewer bits, the rest."""
+        return (2, 2) if self.state_dtype is StateDType.bfloat16 else (4, 4)
+
+    def is_matrix(self, shape: Sequence[int], in_block: bool) -> bool:
+        """Whether its states are kept in few bits."""
+        kept = self.state_dtype
+        return kept.is_low_bit and low_bit_adamw.block_elements(kept.value, shape) is not None
+
+    def state_bytes(self, shape: Sequence[int], elements: int, in_block: bool) -> tuple[int, ...]:
+        """Those of codes and scales for matrices."""
+        if self.is_matrix(shape, in_block):
+            return low_bit_adamw.state_bytes(self.state_dtype.value, shape, elements)
+        return super().state_bytes(shape, elements, in_block)
 
     def build(self, params: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """Construct AdamW, with states of the number format that is asked for."""
         if self.state_dtype is StateDType.bfloat16:
             return self._construct(BFloat16AdamW, params)
+        if self.state_dtype.is_low_bit:
+            for group in params:
+                group["lr"] = self.lr
+            return low_bit_adamw.LowBitAdamW(
+                params,
+                format=self.state_dtype.value,
+                betas=(self.beta1, self.beta2),
+                eps=self.eps,
+                compiles=self.implementation is not Implementation.for_loop,
+                build_adamw=self.build_adamw,
+            )
         return self.build_adamw(params)
 
 
@@ -244,10 +279,13 @@ class MuonConfig(AdamWSettings):
         if self.adamw_lr is not None:
             _at_least_zero("adamw_lr", self.adamw_lr, fix=3e-4)
 
-    @property
-    def matrix_state_widths(self) -> tuple[int, ...]:
-        """The momentum in float32."""
-        return (4,)
+    def is_matrix(self, shape: Sequence[int], in_block: bool) -> bool:
+        """Whether it is orthogonalised."""
+        return in_block and len(shape) >= 2
+
+    def state_bytes(self, shape: Sequence[int], elements: int, in_block: bool) -> tuple[int, ...]:
+        """The momentum in float32 for matrices."""
+        return (4 * elements,) if self.is_matrix(shape, in_block) else super().state_bytes(shape, elements, in_block)
 
     def resolve(self, deterministic: bool) -> None:
         """Choose the number format of the products."""
@@ -315,49 +353,19 @@ def build_optimizer(
         matrix_names: names of the parameters that had two or more dims before anything sharded them.
         block_names: names of the parameters that are in blocks, not in embedding, head or last norm.
     """
-    apart = isinstance(config, MuonConfig)
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {
         (is_matrix, decays): [] for is_matrix in (True, False) for decays in (True, False)
     }
     for name, param in named_parameters:
         decays = config.weight_decay_on is WeightDecayOn.all or name in matrix_names
-        is_matrix = apart and name in matrix_names and name in block_names
-        groups[is_matrix, decays].append(param)
+        groups[config.is_matrix(param.shape, name in block_names), decays].append(param)
     return config.build(
         [
-            {"params": params, "weight_decay": config.weight_decay if decays else 0.0}
-            | ({MATRICES: is_matrix} if apart else {})
+            {"params": params, "weight_decay": config.weight_decay if decays else 0.0, MATRICES: is_matrix}
             for (is_matrix, decays), params in groups.items()
             if params
         ]
     )
-
-
-def learning_rate_ratio(config: OptimConfig, step: int, steps: int) -> float:
-    """Learning rate of the step numbered ``step`` (from 0) of ``steps``, as a share of ``config.lr``."""
-    if step < config.warmup_steps:
-        return (step + 1) / config.warmup_steps
-    if config.schedule is Schedule.constant:
-        return 1.0
-    after_warmup = max(1, steps - config.warmup_steps - 1)
-    progress = min(1.0, (step - config.warmup_steps) / after_warmup)
-    if config.schedule is Schedule.cosine:
-        return config.min_lr_ratio + (1 - config.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
-    decayed = max(0.0, progress - (1 - config.decay_share)) / config.decay_share if config.decay_share else 0.0
-    return 1 - (1 - config.min_lr_ratio) * decayed
-
-
-def build_schedule(config: OptimConfig, optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
-    """Construct PyTorch's scheduler over :func:`learning_rate_ratio`."""
-    return LambdaLR(optimizer, lambda step: learning_rate_ratio(config, step, steps))
-
-
-def set_schedule(schedule: LambdaLR, step: int) -> None:
-    """Put a schedule where it is after ``step`` steps, learning rates included."""
-    rates = [base * ratio(step) for base, ratio in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
-    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    schedule.load_state_dict(schedule.state_dict() | {"last_epoch": step, "_step_count": step + 1, "_last_lr": rates})
 
 
 def _implementation(implementation: Implementation) -> dict[str, bool]:

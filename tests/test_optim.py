@@ -14,9 +14,8 @@ from fsdptoys.optim import (
     SGDConfig,
     WeightDecayOn,
     build_optimizer,
-    build_schedule,
-    learning_rate_ratio,
 )
+from fsdptoys.schedule import build_schedule, learning_rate_ratio
 
 
 def ratios(config: OptimConfig, steps: int) -> list[float]:
