@@ -8,6 +8,7 @@ from .config import CPUOffloadExecutor, MemoryConfig, OffloadSchedule, StateDTyp
 from .cpu_offload import Workers, cpu_threads, overlap_cpu_offload, threads_per_rank
 from .loss import build_loss, cross_entropy_sum
 from .objective import IGNORE_INDEX, Objective
+from .optimizer_in_backward import OptimizerInBackward
 from .optimizer_offload import offload_optimizer, resolve_schedule
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "MemoryConfig",
     "Objective",
     "OffloadSchedule",
+    "OptimizerInBackward",
     "StateDType",
     "Workers",
     "build_loss",

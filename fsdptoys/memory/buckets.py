@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdptoys.mesh import is_dtensor, local_tensor
+from fsdptoys.mesh import is_dtensor, local_tensor, unwrapped
 
 ALIGNMENT = 64
 """Elements to whose multiples each state's offset is rounded up: where vector loads may start."""
@@ -217,7 +217,7 @@ def sharded_like(param: Tensor, local: Tensor) -> Tensor:
     """
     if not is_dtensor(param):
         return local
-    made = torch.empty_like(param, dtype=local.dtype, device=local.device)
+    made = torch.empty_like(unwrapped(param), dtype=local.dtype, device=local.device)
     assert is_dtensor(made)
     made.to_local().set_(local)  # type: ignore[call-overload]
     assert made.to_local().data_ptr() == local.data_ptr() and made.to_local().device == local.device

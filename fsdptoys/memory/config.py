@@ -71,6 +71,8 @@ class MemoryConfig:
     """Optimizer states that travel at a time; a bucket holds at least one parameter."""
     offload_state_dtype: StateDType = StateDType.float32
     """Number format of the states that ``optimizer_offload`` keeps in host memory."""
+    optimizer_in_backward: bool = False
+    """Update each parameter as soon as its gradient is whole, and free the gradient; excludes clipping."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer states in host memory and update them there."""
     cpu_offload_executor: CPUOffloadExecutor = CPUOffloadExecutor.native

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fsdptoys.memory.activation_offload import ActivationOffload
 from fsdptoys.memory.checkpointing import SAVED_OPERATORS, GradientCheckpointing, checkpoint_blocks
-from fsdptoys.models import routers
+from fsdptoys.models import grouped, routers
 from tests.memory.blocks import LLAMA, Operators, assert_equal, build, forward, gradients
 from tests.models.families import SMALL
 
@@ -55,6 +55,22 @@ def test_gradients_and_routing_of_every_family_stay_the_same(
     (expected, expected_counts), (got, got_counts) = results
     assert_equal(got, expected)
     assert got_counts == expected_counts
+
+
+def test_the_first_selective_step_with_experts_keeps_nothing_of_the_trial_of_their_products(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Oracle: the same model without checkpointing, bit for bit, where the trial falls into a checkpointed block."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")  # only there it is tried
+    results = []
+    for mode in (SELECTIVE, NONE):
+        grouped._fastest.cache_clear()
+        model = build(SMALL["qwen3_moe"])
+        checkpoint_blocks(model.layers, mode)
+        forward(model).backward()
+        results.append(gradients(model))
+    grouped._fastest.cache_clear()
+    assert_equal(*results)
 
 
 def operators_of(
