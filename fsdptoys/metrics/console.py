@@ -45,6 +45,10 @@ def _flops(value: float) -> str:
     return f"{value:.3g}" if value < 100 else f"{value:.0f}"
 
 
+def _stall(metrics: StepMetrics) -> float:
+    return (metrics.data_wait_seconds or 0.0) / metrics.step_time_seconds
+
+
 def _load(value: float) -> str:
     return f"{value:.1f}x" if value < 10 else f"{value:.0f}x"
 
@@ -62,6 +66,9 @@ COLUMNS = (
     Column(("TFLOP/s", "a rank"), "TFLOP/s a rank", "", 7, 3, lambda m: _flops(m.tflops_per_second_per_rank)),
 )
 """Columns of every device."""
+
+DATA_COLUMN = Column(("data", "wait"), "data wait", "", 5, 2, lambda m: f"{_stall(m):.1%}")
+"""Of steps that tell it: the share of the time in which rank 0 waited for its batches."""
 
 MFU_COLUMN = Column(("", "MFU"), "MFU", "", 5, 2, lambda m: f"{(m.mfu or 0.0):.1%}")
 """Where the device's peak is known."""
@@ -87,6 +94,8 @@ RESIDENT_SET_COLUMN = Column(("resident", "set"), "resident set", "", 9, 6, lamb
 def columns_for(metrics: StepMetrics) -> list[Column]:
     """What there is to show of a step, on its device and with its model."""
     columns = list(COLUMNS)
+    if metrics.data_wait_seconds is not None:
+        columns.append(DATA_COLUMN)
     if metrics.mfu is not None:
         columns.append(MFU_COLUMN)
     if metrics.routing is not None:

@@ -31,12 +31,20 @@ FORECAST_DEFINITION = (
 )
 
 
+COMPILATION_DEFINITION = (
+    "- Compiler: functions that `torch.compile` compiled, each time that it did, and the seconds that it took for "
+    "forwards and backwards, which are part of the steps that they fell in. Graph breaks are places where it had to "
+    "leave a function and to begin anew behind."
+)
+
+
 def definitions(
     warmup_steps: int,
     with_experts: bool,
     with_skipped: bool = False,
     with_spikes: bool = False,
     with_forecast: bool = False,
+    with_compilation: bool = False,
 ) -> str:
     """One line on how each number was made."""
     return "\n".join(
@@ -50,14 +58,18 @@ def definitions(
             "count in the step whose forward waits for them, or before an evaluation in their own.",
             f"- Medians (with 10th and 90th percentile) leave out the first {warmup_steps} steps of each start, which "
             "pay for allocation, kernel choice and compilation.",
+            "- Waiting for data: the sum, over the same steps, of the time until rank 0 had its batches, over that of "
+            "their step times. What other ranks wait for shows there as time in a collective, and not here.",
             "- tokens/s: valid tokens of all ranks over the step time.",
             "- TFLOP/s: the model's FLOPs for those tokens, without recomputation, over the step time and the ranks.",
-            "- MFU: that over the peak of the device; left out where the peak is not known.",
+            "- MFU: that over the peak of the device in bfloat16, with `train.float8` too; left out where the peak is "
+            "not known.",
             "- Peak device memory: the allocator's highest sum of tensors. Resident set: memory of the process in RAM, "
             "read after each step; its peak is the kernel's own record (VmHWM), from the process's start on.",
             *([SKIPPED_DEFINITION] if with_skipped else ()),
             *([SPIKES_DEFINITION] if with_spikes else ()),
             *([FORECAST_DEFINITION] if with_forecast else ()),
+            *([COMPILATION_DEFINITION] if with_compilation else ()),
             *(ROUTING_DEFINITIONS if with_experts else ()),
         ]
     )

@@ -16,7 +16,7 @@ import torch
 import fsdptoys
 from fsdptoys.device import GIB, Device, device_count
 
-PACKAGES = ("numpy", "hydra-core", "omegaconf", "torch-npu")
+PACKAGES = ("numpy", "hydra-core", "omegaconf", "torch-npu", "torchao", "tokenizers")
 """Distributions whose versions are written down, beside Python's and PyTorch's."""
 
 ENVIRONMENT_VARIABLES = (

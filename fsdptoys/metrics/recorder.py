@@ -7,8 +7,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from fsdptoys.compilation import Compilations
 from fsdptoys.simulator.prediction import Prediction
 
+from .compiled import compilation_line
 from .config import EXPERTS_FILE, LOSS_FILE, PREDICTION_FILE, SUMMARY_FILE, MetricsConfig
 from .console import Reporter, build_reporter
 from .forecast import Comparison, compare
@@ -119,13 +121,20 @@ class Recorder:
         """Show text on the console alone."""
         self._reporter.message(text)
 
-    def finish(self, stop_reason: str, sample: str | None = None, profile: str | None = None) -> None:
+    def finish(
+        self,
+        stop_reason: str,
+        sample: str | None = None,
+        profile: str | None = None,
+        compilation: Compilations | None = None,
+    ) -> None:
         """Write the pictures and ``summary.md``, and print how the run ended.
 
         Args:
             stop_reason: why there is no further step, as the end of "15 of 20 steps; …".
             sample: text that the trained model wrote.
             profile: what the profiler found, as Markdown.
+            compilation: what was compiled, where something was to be.
         """
         from .plot import draw_loss  # matplotlib takes most of a second to import
 
@@ -153,6 +162,7 @@ class Recorder:
             environment=self._environment,
             sample=sample,
             profile=profile,
+            compilation=compilation,
             resumes=resumes,
             forecast=forecast,
             writers=self._config.writers,
@@ -162,7 +172,10 @@ class Recorder:
         self._writers.close()
         if sample is not None:
             self.message(f"a sample of the trained model:\n{sample}\n")
-        self.message(closing_lines(results, self._planned_steps, stop_reason, self._references, self.run_dir, forecast))
+        lines = closing_lines(results, self._planned_steps, stop_reason, self._references, forecast)
+        if compilation is not None:
+            lines.append(compilation_line(compilation))
+        self.message("\n".join([*lines, f"run directory: {self.run_dir}"]))
 
     def _tell(self, problem: str | None) -> None:
         if problem is not None:
@@ -181,10 +194,9 @@ def closing_lines(
     planned_steps: int,
     stop_reason: str,
     references: dict[str, float],
-    run_dir: Path,
     forecast: Sequence[Comparison] = (),
-) -> str:
-    """What the console says last: the loss next to its references, the speed, what was predicted wrongly, the place."""
+) -> list[str]:
+    """What the console says last: the loss next to its references, the speed, what was predicted wrongly."""
     lines = [f"{results.steps} of {planned_steps} steps; {stop_reason}"]
     if results.last_loss is not None:
         losses = [f"last loss {results.last_loss:.4f}"]
@@ -193,13 +205,13 @@ def closing_lines(
         losses += [f"{label} {nats:.4f}" for label, nats in references.items()]
         lines.append(", ".join(losses) + " (nats a token)")
     if results.step_time_seconds is not None and results.tokens_per_second is not None:
+        stall = f", {results.data_stall:.2%} of the time waiting for data" if results.data_stall is not None else ""
         lines.append(
             f"median step {results.step_time_seconds.median * 1e3:,.1f} ms, "
-            f"{results.tokens_per_second.median:,.0f} tokens/s over all ranks "
+            f"{results.tokens_per_second.median:,.0f} tokens/s over all ranks{stall} "
             f"(without the first {results.warmup_steps} steps{' of each start' * (len(results.starts) > 1)})"
         )
     lines += [
         f"predicted {each.what} was {each.difference:+.0%} off what was measured" for each in forecast if each.flagged
     ]
-    lines.append(f"run directory: {run_dir}")
-    return "\n".join(lines)
+    return lines

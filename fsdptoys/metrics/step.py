@@ -65,6 +65,8 @@ class StepMetrics:
     """Steps without update so far in the run, this one included."""
     loss_spike: float | None = None
     """Robust standard deviations over the median of the losses before; None where that is no spike."""
+    data_wait_seconds: float | None = None
+    """Of the step's time, what rank 0 waited for its batches; None in lines of earlier versions."""
 
     def to_json(self) -> str:
         """One line of strict JSON; what is not a number becomes null and is named under ``non_finite``.
@@ -138,6 +140,7 @@ def step_metrics(
     skipped: bool = False,
     skipped_steps: int = 0,
     loss_spike: float | None = None,
+    data_wait_seconds: float | None = None,
 ) -> StepMetrics:
     """Compute a step's rates and read the memory of this process.
 
@@ -157,6 +160,7 @@ def step_metrics(
         skipped: whether there was no update.
         skipped_steps: steps without update so far in the run.
         loss_spike: score of a loss that stands out.
+        data_wait_seconds: what this rank waited for its batches.
     """
     assert step_time_seconds > 0
     flops_per_second_per_rank = flops_per_token * valid_tokens / step_time_seconds / world_size
@@ -182,6 +186,7 @@ def step_metrics(
         skipped=skipped,
         skipped_steps=skipped_steps,
         loss_spike=loss_spike,
+        data_wait_seconds=data_wait_seconds,
     )
 
 

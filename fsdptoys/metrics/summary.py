@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from fsdptoys.compilation import Compilations
 from fsdptoys.routing import RoutingMetrics
 
+from .compiled import again_rows, compilation_line
 from .config import COLLECTIVES_FILE, EXPERT_FILES, PREDICTION_FILE, PROFILE_FOLDER, RESUMES_FILE, RUN_FILES, WRITERS
 from .definitions import definitions
 from .forecast import Comparison, forecast_rows
@@ -69,6 +71,8 @@ class RunResults:
     """Steps without update."""
     spikes: int
     """Steps whose loss stood out from those before."""
+    data_stall: float | None
+    """Share of the steps' time, after the warm-up, in which rank 0 waited for its batches; None where not recorded."""
 
 
 def summarize(steps: Sequence[StepMetrics], warmup_steps: int, starts: Sequence[int] = (0,)) -> RunResults:
@@ -107,6 +111,7 @@ def summarize(steps: Sequence[StepMetrics], warmup_steps: int, starts: Sequence[
         routing=steps[-1].routing if steps else None,
         skipped_steps=len(steps) - len(updated),
         spikes=sum(metrics.loss_spike is not None for metrics in steps),
+        data_stall=_stall(measured),
     )
 
 
@@ -122,6 +127,7 @@ def render_summary(
     environment: dict[str, Any],
     sample: str | None,
     profile: str | None = None,
+    compilation: Compilations | None = None,
     resumes: Sequence[Resume] = (),
     forecast: Sequence[Comparison] = (),
     writers: Sequence[str] = (),
@@ -139,6 +145,7 @@ def render_summary(
         environment: where and with what the run took place.
         sample: text that the trained model wrote, if it did.
         profile: what the profiler found, as Markdown, if it was on.
+        compilation: what was compiled, where something was to be.
         resumes: how the run went on.
         forecast: what was predicted beside what was measured.
         writers: names of those that wrote into folders of theirs.
@@ -164,6 +171,8 @@ def render_summary(
     ]
     if results.mfu is not None:
         rows.append(("MFU", _render_spread(results.mfu, 100, "%", digits=1)))
+    if results.data_stall is not None:
+        rows.append(("waiting for data", f"{results.data_stall:.2%} of the step time"))
     if results.memory_peak_gib is not None:
         rows.append(("peak device memory of rank 0", f"{results.memory_peak_gib:.3f} GiB"))
     if results.resident_set_gib is not None:
@@ -172,6 +181,8 @@ def render_summary(
         rows.append(("peak resident set of rank 0", f"{results.resident_set_peak_gib:.3f} GiB"))
     if results.routing is not None:
         rows += _routing_rows(results.routing)
+    if compilation is not None:
+        rows.append(("compiler, rank 0" + " of the last start" * bool(resumes), _line(compilation_line(compilation))))
     rows.append((f"wall time{' of the last start' if resumes else ''}", f"{wall_seconds:.1f} s"))
 
     parts = [
@@ -187,6 +198,9 @@ def render_summary(
     if forecast:
         head = ("what", "predicted", "measured", "difference")
         parts += ["## What was predicted", _table(head, forecast_rows(forecast))]
+    if compilation is not None and compilation.again:
+        head = ("step", "in", "function", "compiled again because of")
+        parts += ["## What was compiled again", _table(head, again_rows(compilation))]
     if resumes:
         parts += ["## How it went on", _resumes_table(resumes)]
     if sample is not None:
@@ -215,6 +229,7 @@ def render_summary(
             with_skipped=results.skipped_steps > 0,
             with_spikes=results.spikes > 0,
             with_forecast=bool(forecast),
+            with_compilation=compilation is not None,
         ),
     ]
     return "\n\n".join(parts) + "\n"
@@ -229,6 +244,11 @@ def fence(text: str) -> str:
 
 def _spread(values: list[float]) -> Spread | None:
     return Spread(*(float(value) for value in np.percentile(values, [10, 50, 90]))) if values else None
+
+
+def _stall(steps: Sequence[StepMetrics]) -> float | None:
+    waits = [(each.data_wait_seconds, each.step_time_seconds) for each in steps if each.data_wait_seconds is not None]
+    return sum(wait for wait, _ in waits) / sum(seconds for _, seconds in waits) if waits else None
 
 
 def _highest(values: Sequence[float | None]) -> float | None:

@@ -16,6 +16,7 @@ from fsdptoys.metrics import Console, MetricsConfig, Recorder, StepMetrics, envi
 from fsdptoys.metrics.config import RUN_FILES
 from fsdptoys.metrics.plot import draw_loss
 from fsdptoys.metrics.plot_experts import draw_experts
+from fsdptoys.metrics.recorder import closing_lines
 from fsdptoys.metrics.summary import fence, summarize
 from fsdptoys.routing import RoutingMetrics
 
@@ -112,6 +113,23 @@ def test_results_are_the_steps_own_numbers():
     old = [replace(metrics, resident_set_peak_gib=None) for metrics in run_of(3)]
     assert summarize(old, warmup_steps=2).resident_set_peak_gib is None
     assert results.mfu is not None and results.mfu.median == pytest.approx(0.4)
+
+
+def test_the_stall_share_is_that_of_the_measured_steps(tmp_path, capsys):
+    """Oracle: 15 ms of 300 and 60 ms of 400 are 75 of 700; the warm-up, which waits 8 s of 9, does not count."""
+    waits = [8.0, 8.0, 0.015, 0.06]
+    steps = [replace(metrics, data_wait_seconds=wait) for metrics, wait in zip(run_of(4), waits, strict=True)]
+    assert summarize(steps, warmup_steps=2).data_stall == pytest.approx(0.075 / 0.7)
+    assert summarize(steps[:2], warmup_steps=2).data_stall is None
+    assert summarize(run_of(4), warmup_steps=2).data_stall is None
+    with make_recorder(tmp_path) as recorder:
+        for metrics in steps:
+            recorder.step(metrics)
+        recorder.finish("all done")
+    assert "| waiting for data | 10.71% of the step time |" in (tmp_path / "run" / "summary.md").read_text()
+    results = summarize(steps, 2)
+    assert "\n".join(closing_lines(results, 4, "", {})).count("10.71% of the time") == 1
+    assert "waiting" not in "\n".join(closing_lines(replace(results, data_stall=None), 4, "", {}))
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])

@@ -30,6 +30,7 @@ KEYS = [
     "skipped",
     "skipped_steps",
     "loss_spike",
+    "data_wait_seconds",
 ]
 
 ROUTING_KEYS = ["router_aux_loss", "router_z_loss", "router_entropy", "expert_load_max", "expert_load_min"]
@@ -159,7 +160,7 @@ def test_lines_of_other_versions_are_read():
     """Oracle: the defaults for keys that an earlier version did not write; those of a later one are left out."""
     metrics = measure(Device("cpu"), None)
     values = json.loads(metrics.to_json()) | {"of_a_later_version": [1]}
-    for name in ("resident_set_peak_gib", "eval_loss", "skipped", "skipped_steps", "loss_spike"):
+    for name in ("resident_set_peak_gib", "eval_loss", "skipped", "skipped_steps", "loss_spike", "data_wait_seconds"):
         del values[name]
     assert StepMetrics.from_json(json.dumps(values)) == dataclasses.replace(metrics, resident_set_peak_gib=None)
 
