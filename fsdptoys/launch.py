@@ -10,8 +10,10 @@ from .config import LaunchConfig
 from .device import available_device_type
 from .errors import ConfigError
 from .hardware import FoundHardware, find_hardware, hardware_environment, profile_of_this_machine
+from .mesh import NODE, straddling
 from .overrides import list_choices, plain_text
 from .parallel import SingleConfig
+from .parallel.fsdp import FSDPConfig
 from .simulator.config import AllocatorKind, PlanConfig
 from .simulator.hardware import load_hardware
 from .worker import Handed
@@ -63,8 +65,10 @@ def plan_run(words: Sequence[str], present: Mapping[str, str]) -> Plan:
         words = [experiment, *words] if words else choose_largest(experiment, hardware.device_type, world_size)
     words.append(f"launch.device={hardware.device_type}")
     composition = compose(words)
+    if composition.config.mesh.fsdp_size == NODE:
+        _check_machines(present)
     check_plan_settings(composition.config.plan, hardware.device_type)
-    composition.config.validate(world_size, hardware.device_type)
+    composition.config.validate(world_size, hardware.device_type, local_ranks)
     return Plan(composition, hardware, local_ranks, world_size, words)
 
 
@@ -127,6 +131,27 @@ def _read_rank_variable(present: Mapping[str, str], name: str) -> int:
     return int(value)
 
 
+def _check_machines(present: Mapping[str, str]) -> None:
+    """Refuse ranks of which nobody says how they lie over machines, and machines that have not equally many."""
+    if present.get("WORLD_SIZE", "1") == "1":
+        return
+    if "LOCAL_WORLD_SIZE" not in present:
+        raise ConfigError(
+            f"mesh.fsdp_size={NODE} needs to know the ranks of each machine, and LOCAL_WORLD_SIZE is not set beside "
+            "WORLD_SIZE; start the ranks with torchrun, or set mesh.fsdp_size to a number"
+        )
+    if "GROUP_WORLD_SIZE" in present:  # torchrun's number of machines
+        machines, here, all_ranks = (
+            _read_rank_variable(present, name) for name in ("GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
+        )
+        if machines * here != all_ranks:
+            raise ConfigError(
+                f"mesh.fsdp_size={NODE} needs equally many ranks on each machine, and {machines} machines, this one "
+                f"with {here} ranks, have {all_ranks} together; give torchrun the same --nproc-per-node on each, or "
+                "set mesh.fsdp_size=-1"
+            )
+
+
 def choose_experiment(device_type: str, world_size: int) -> str:
     """The experiment for a command that names none."""
     if device_type == "cpu":
@@ -169,6 +194,22 @@ def describe(plan: Plan, environment: Mapping[str, str]) -> str:
     return "; ".join([found, ", ".join([running, *(f"{name}={value}" for name, value in environment.items())])])
 
 
+def tell(plan: Plan, environment: Mapping[str, str]) -> None:
+    """Print what was found and chosen."""
+    print(f"fsdptoys: {describe(plan, environment)}", flush=True)
+    sentence = note(plan)
+    if sentence is not None:
+        print(f"fsdptoys: {sentence}", flush=True)
+
+
+def note(plan: Plan) -> str | None:
+    """A sentence on what would run, and not as one may think."""
+    config = plan.composition.config
+    if not isinstance(config.parallel, FSDPConfig):
+        return None
+    return straddling(config.mesh.shard_ranks(plan.world_size), plan.world_size, plan.local_ranks)
+
+
 def launch(plan: Plan) -> int:
     """Start the workers of a plan, print what was found, and wait for their end; returns an exit status."""
     config = plan.composition.config
@@ -180,7 +221,7 @@ def launch(plan: Plan) -> int:
         os.environ,
         config.launch.timeout_seconds,
     )
-    print(f"fsdptoys: {describe(plan, environment)}", flush=True)
+    tell(plan, environment)
     return run_workers(
         "fsdptoys",
         ["train", *plan.words],

@@ -38,13 +38,13 @@ from typing import Any
 from torch.distributed.elastic.agent.server import WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler
 from torch.distributed.launcher import LaunchConfig
 
 from .agent import Agent, EndedError, group_runs, quieten, runs
 from .failures import FirstFailure, first_failure, outcome_of, own_failure_is_recorded
 from .flight_recorder import name_recordings
-from .meeting import meet, no_meeting
+from .meeting import Meeting, meet, no_meeting
 from .outcome import Outcome, leave_outcome
 from .remains import hung_ranks, remains
 from .signals import SAME_REQUEST_SECONDS, STOP_SIGNALS
@@ -153,6 +153,7 @@ class _Workers:
         self._first: FirstFailure | None = None
         self._succeeded = False
         self._error: Exception | None = None
+        self._meeting: RendezvousHandler | None = None
         self._agent = threading.Thread(target=self._run_agent, name="elastic agent", daemon=True)
 
     # In the main thread.
@@ -203,8 +204,8 @@ class _Workers:
 
     @property
     def left_behind(self) -> bool:
-        """Whether the agent still runs, which is so where it waits for another machine."""
-        return self._agent.is_alive()
+        """Whether the agent still runs, or a question of its, which is so where it waits for another machine."""
+        return self._agent.is_alive() or (isinstance(self._meeting, Meeting) and self._meeting.hangs)
 
     def outcome(self, status: int, told: str | None) -> Outcome:
         """The same as :meth:`run` returned, for programs."""
@@ -278,7 +279,7 @@ class _Workers:
         handler = None
         try:
             launch = self.launch
-            handler = meet(launch)
+            handler = self._meeting = meet(launch)
             # torch 2.7 binds no memory; newer ones choose in LaunchConfig
             known = {field.name for field in dataclasses.fields(WorkerSpec)}
             options: dict[str, Any] = {"numa_options": launch.numa_options} if "numa_options" in known else {}

@@ -4,9 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from fsdptoys.__main__ import _work
 from fsdptoys.errors import ConfigError
 from fsdptoys.hardware import FoundHardware
-from fsdptoys.launch import choose_experiment, describe, plan_run
+from fsdptoys.launch import choose_experiment, describe, note, plan_run, tell
+from fsdptoys.worker import Handed
 
 
 @pytest.mark.parametrize(
@@ -35,6 +37,44 @@ def test_ranks_of_a_plan(words: list[str], present: dict[str, str], world_size: 
     """Oracle: two ranks on a CPU, one for ``single``, what is asked for, and above all torchrun's numbers."""
     plan = plan_run([*words, "launch.device=cpu"], present)
     assert (plan.world_size, plan.local_ranks) == (world_size, local_ranks)
+
+
+@pytest.mark.parametrize(
+    "words, present, size",
+    [
+        (["launch.nproc_per_node=3", "launch.nnodes=2", "launch.rdzv_endpoint=x:1"], {}, 3),
+        (["launch.nproc_per_node=3"], {}, 3),
+        ([], TORCHRUN, 2),
+        ([], TORCHRUN | {"GROUP_WORLD_SIZE": "2"}, 2),
+    ],
+)
+def test_shards_stay_within_a_machine(words: list[str], present: dict[str, str], size: int) -> None:
+    """Oracle: the ranks of a machine, as the settings or torchrun have them."""
+    plan = plan_run(["mesh.fsdp_size=node", "launch.device=cpu", *words], present)
+    assert plan.composition.config.mesh.fsdp_size == size and note(plan) is None
+
+
+@pytest.mark.parametrize(
+    "present, told",
+    [
+        ({"LOCAL_WORLD_SIZE": ""}, "mesh.fsdp_size=node needs to know the ranks of each machine, and LOCAL_WORLD_SIZE"),
+        ({"GROUP_WORLD_SIZE": "3"}, "3 machines, this one with 2 ranks, have 4 together; give torchrun the same"),
+    ],
+)
+def test_machines_that_do_not_say_their_ranks_or_differ_are_a_mistake(present: dict[str, str], told: str) -> None:
+    """Oracle: the sentence; ranks that cut the mesh differently would wait for each other."""
+    environment = {name: value for name, value in (TORCHRUN | present).items() if value}
+    with pytest.raises(ConfigError, match=told):
+        plan_run(["mesh.fsdp_size=node", "launch.device=cpu"], environment)
+
+
+@pytest.mark.parametrize("parallel, told", [("fsdp2", True), ("ddp", False)])
+def test_groups_across_machines_are_told_and_run(parallel: str, told: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the sentence, beneath the line on what was found."""
+    size = 2 if parallel == "fsdp2" else -1
+    where = ["launch.nproc_per_node=3", "launch.nnodes=2", "launch.rdzv_endpoint=x:1", "launch.device=cpu"]
+    tell(plan_run([f"parallel={parallel}", f"mesh.fsdp_size={size}", *where], {}), {})
+    assert ("mesh.fsdp_size=2 on machines of 3 ranks has groups that lie" in capsys.readouterr().out) == told
 
 
 @pytest.mark.parametrize(
@@ -108,4 +148,19 @@ def test_line_names_what_was_found_and_chosen() -> None:
     assert describe(made_up, {"OMP_NUM_THREADS": "8"}) == (  # type: ignore[arg-type]
         "found 2 × NVIDIA H200, 16 cores; running experiment=cpu_text model=llama_bytes data=text with fsdp1 on "
         "2 ranks, OMP_NUM_THREADS=8"
+    )
+
+
+def test_machines_with_other_ranks_than_this_one_reckoned_with_are_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the sentence; a launcher takes it that the other machines start as many ranks as it does."""
+    words = ["launch.nproc_per_node=2", "launch.nnodes=2", "launch.rdzv_endpoint=x:1", "launch.device=cpu"]
+    plan = plan_run(words, {})
+    handed = Handed(plan.composition.config, plan.hardware, plan.local_ranks, plan.world_size)
+    monkeypatch.setattr("fsdptoys.worker.take_handed", lambda: handed)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ConfigError) as caught:
+        _work(words)
+    assert str(caught.value) == (
+        "launch.nnodes=2 machines of 2 ranks were expected, and 3 ranks have come; set launch.nproc_per_node to the "
+        "same on each"
     )
