@@ -6,6 +6,7 @@ several threads: OpenMP's do not survive a fork (https://github.com/pytorch/pyto
 """
 
 import faulthandler
+import gc
 import logging
 import multiprocessing
 import multiprocessing.process
@@ -76,6 +77,8 @@ class ForkedProcess:
 
 def become_interpreter(environment: Mapping[str, str]) -> None:
     """Have in this fork what a new interpreter would have: variables, signals, streams, no logs."""
+    # What the parent had stays for good: a file that is collected here would close its number, which is another's now.
+    gc.freeze()
     for number in signal.valid_signals():
         handler = signal.getsignal(number)
         if callable(handler) and not isinstance(handler, signal.Handlers):
