@@ -1,0 +1,122 @@
+"""What a rank does in a step does not depend on how many others there are: counted among eight and among a thousand.
+
+Ranks of large worlds are alone here, in a process group whose collectives do nothing (``scripts/counted.py``). Not
+covered so: DDP, whose reducer wants an answer; and FSDP1 over all ranks on a CPU, where PyTorch itself gathers with a
+list of tensors, one a rank.
+"""
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdptoys.config import Config
+from fsdptoys.errors import ConfigError
+from fsdptoys.mesh import MeshConfig
+from fsdptoys.profiler.collectives import CollectiveTrace
+from fsdptoys.run import Run
+from fsdptoys.trainer import Trainer
+from scripts.counted import configured, count_step, counting
+from scripts.ranks import run_ranks
+
+SMALL = ["model=llama_debug", "train.batch_size=1", "train.seq_len=16", "optim.implementation=foreach"]
+HYBRID = ["mesh.fsdp_size=node", *SMALL]
+
+STEPS = {
+    "fsdp2, hybrid": (HYBRID, 16, 1024),
+    "fsdp2, all ranks": (SMALL, 8, 64),
+    "fsdp2, deterministic": ([*HYBRID, "train.deterministic=true", "train.grad_accum=2"], 16, 1024),
+    "fsdp2, Muon": ([*HYBRID[:-1], "optim=muon", "optim.implementation=foreach"], 16, 1024),
+    "fsdp2, offload": ([*HYBRID, "memory.optimizer_offload=true", "memory.chunk_loss=true"], 16, 1024),
+    "fsdp2, experts": ([HYBRID[0], "model=qwen3_moe_debug", *SMALL[1:]], 16, 1024),
+    "fsdp1, hybrid": ([*HYBRID, "parallel=fsdp1"], 16, 1024),
+    "toy_ddp": ([*SMALL, "parallel=toy_ddp"], 8, 1024),
+    "toy_zero1": ([*SMALL, "parallel=toy_zero1"], 8, 1024),
+}
+"""Name → words, and two world sizes in which a rank's shards are alike."""
+
+
+def numbers_of_a_step(words: Sequence[str], world_size: int) -> tuple[dict[str, int], dict[str, int], list[Any]]:
+    counted, collectives, _ = count_step(words, world_size)
+    return dict(counted.lines), dict(counted.calls), [(call.phase, call.collective, call.size_bytes) for call in collectives]
+
+
+def differences(some: dict[str, int], others: dict[str, int]) -> dict[str, tuple[int | None, int | None]]:
+    return {key: (some.get(key), others.get(key)) for key in some | others if some.get(key) != others.get(key)}
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_does_the_same_in_a_world_of_any_size(name: str) -> None:
+    """Oracle: the smaller world: lines of ours that ran, function by function, calls of any Python function, and the
+    collectives with their sizes."""
+    words, small, large = STEPS[name]
+    ((few, calls, collectives),) = run_ranks(1, numbers_of_a_step, words, small)
+    ((many, more_calls, more_collectives),) = run_ranks(1, numbers_of_a_step, words, large)
+    assert differences(few, many) == differences(calls, more_calls) == {}
+    assert sum(calls.values()) > 1000 and sum(few.values()) > 500
+    if "mesh.fsdp_size=node" not in words:  # parameters are padded to what all the ranks divide
+        collectives, more_collectives = ([each[:2] for each in listed] for listed in (collectives, more_collectives))
+    assert collectives == more_collectives
+    assert len(collectives) > 2
+
+
+def numbers_of_a_save(config: Config) -> tuple[list[str], list[str]]:
+    """Collectives of a rank's second save, and the files that it opens, without its own number."""
+    run = Run(Trainer(config))
+    save, opened, calls = run._save, [], []
+    watching = False
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        if watching and event == "open" and isinstance(args[0], (str, os.PathLike)):
+            path = Path(args[0])
+            if "checkpoints" in path.parts:
+                opened.append(path.name.replace(f"{run.rank:05d}", "N"))
+
+    def watched(stop: Any) -> None:
+        nonlocal watching
+        if run.trainer.steps_done != 2:
+            save(stop)
+            return
+        watching = True
+        trace = CollectiveTrace(2, run.trainer.strategy.model, {}, calls.extend)
+        with trace.around(2):
+            save(stop)
+        watching = False
+
+    sys.addaudithook(hook)
+    run._save = watched  # type: ignore[method-assign]
+    run.run()
+    return [call.collective for call in calls], sorted(opened)
+
+
+def test_a_save_has_as_many_collectives_and_files_on_a_rank_of_two_as_of_four(tmp_path: Path) -> None:
+    """Oracle: each other, of each rank by itself: rank 0, which reads and writes what is of all, and the others."""
+    found = {}
+    for ranks in (2, 4):
+        words = [
+            *SMALL,
+            "mesh.fsdp_size=2",
+            "train.steps=3",
+            "checkpoint.every=1",
+            f"metrics.run_dir={tmp_path / str(ranks)}",
+        ]
+        found[ranks] = run_ranks(ranks, numbers_of_a_save, configured([*words, "metrics.console=none"], ranks, ranks))
+    first, others = found[4][0], found[4][1:]
+    assert found[2][0] == first and len(first[0]) > 3 and len(first[1]) > 4
+    assert all(Counter(other[0]) == Counter(found[2][1][0]) for other in others)
+    assert all(set(other[1]) <= set(found[2][1][1]) for other in others)
+
+
+def test_the_count_notices_a_loop_over_the_ranks() -> None:
+    """Oracle: a mistake whose fix is sought among all sizes up to the world's."""
+    lines = []
+    for world_size in (8, 64):
+        with counting() as counted, pytest.raises(ConfigError):
+            MeshConfig(world_size - 1).shard_ranks(world_size)
+        lines.append(sum(counted.lines.values()))
+    assert lines[1] - lines[0] >= 56
