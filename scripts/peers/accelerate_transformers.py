@@ -2,13 +2,13 @@
 
 from accelerate import Accelerator
 from torch.optim import AdamW
-from transformers import LlamaForCausalLM
-from work import BETAS, EPS, LEARNING_RATE, MAX_GRAD_NORM, decay_groups, read_work, tell_step
+from transformers_llama import build_llama
+from work import BETAS, EPS, LEARNING_RATE, MAX_GRAD_NORM, decay_groups, read_work, tell_peak, tell_step
 
 work = read_work()
-accelerator = Accelerator(cpu=work.device == "cpu", mixed_precision="bf16" if work.bfloat16 else "no")
+accelerator = Accelerator(cpu=work.device == "cpu", mixed_precision="bf16" if work.bfloat16 and not work.half else "no")
 assert accelerator.num_processes == work.ranks
-model = LlamaForCausalLM.from_pretrained(work.weights, dtype="float32", attn_implementation="sdpa", use_cache=False)
+model = build_llama(work)
 optimizer = AdamW(decay_groups(model), lr=LEARNING_RATE, betas=BETAS, eps=EPS)
 model, optimizer = accelerator.prepare(model, optimizer)
 model.train()
@@ -24,4 +24,5 @@ for step, (tokens, labels) in enumerate(work.batches_of(accelerator.process_inde
     mean = accelerator.reduce(loss.detach(), "mean").item()
     if accelerator.is_main_process:
         tell_step(step, mean)
+tell_peak(work.device)
 accelerator.end_training()

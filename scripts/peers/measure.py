@@ -39,6 +39,8 @@ class Measured:
     cpu_seconds: list[float] = field(default_factory=list)
     """Of all ranks, in the same spans."""
     peak_bytes: int = 0
+    device_peak_bytes: int | None = None
+    """Highest sum of tensors on the device, where the run told it."""
     note: str = ""
     """What the run said of itself."""
     failure: str | None = None
@@ -110,6 +112,8 @@ class Run:
             for line in process.stdout:
                 if line.startswith("note "):
                     result.note = line.removeprefix("note ").strip()
+                elif line.startswith("peak "):
+                    result.device_peak_bytes = int(line.split()[1])
                 elif STEP_LINE.match(line):
                     result.seconds.append(time.perf_counter() - began)
                     self._send(signal.SIGSTOP)
@@ -121,7 +125,7 @@ class Run:
                     self._told.append(line)
             status = process.wait()
         if status or len(result.seconds) != self.steps:
-            told = "".join(self._told[:40])
+            told = "".join(self._told if len(self._told) <= 40 else self._told[:10] + self._told[-30:])
             result.failure = f"status {status} after {len(result.seconds)} of {self.steps} steps\n{told}"
         elif self.metrics is not None:
             result.losses = [json.loads(line)["loss"] for line in self.metrics.read_text().splitlines()]
@@ -156,6 +160,17 @@ class Run:
             for pid in [self._process.pid, *_descendants(self._process.pid)]:
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
+
+
+def take_within(run: Run, seconds: float) -> None:
+    """Take one run to its end, or kill it when the time is over."""
+    end = time.monotonic() + seconds
+    try:
+        for _ in range(run.steps + 1):
+            run.limit_seconds = max(0.1, end - time.monotonic())
+            run.take_step()
+    finally:
+        run.kill()
 
 
 def take_turns(runs: Sequence[Run]) -> None:

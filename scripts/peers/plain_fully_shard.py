@@ -5,13 +5,13 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
-from transformers import LlamaForCausalLM
+from transformers_llama import build_llama
 from work import BETAS, EPS, LEARNING_RATE, MAX_GRAD_NORM, Work, decay_groups, read_work, tell_step
 
 
 def train(work: Work) -> list[float]:
     """Take the steps; returns the mean loss of each over all ranks."""
-    model = LlamaForCausalLM.from_pretrained(work.weights, dtype="float32", attn_implementation="sdpa", use_cache=False)
+    model = build_llama(work)
     model.to(work.device)
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if work.bfloat16 else None, reduce_dtype=torch.float32, cast_forward_inputs=False

@@ -24,7 +24,7 @@ class Work:
     """What is trained, on what, and how long."""
 
     weights: str
-    """Folder in Hugging Face format."""
+    """Folder in Hugging Face format; without weights in it they are drawn on the device."""
     batches: str
     """File of int32 with the shape (steps, ranks, 2, batch_size, seq_len): tokens, labels."""
     ranks: int
@@ -35,6 +35,12 @@ class Work:
     """``float32`` or ``bfloat16``."""
     device: str
     """``cpu`` or ``cuda``."""
+    compiles: int = 0
+    """1 to compile the blocks."""
+    checkpoints: int = 0
+    """1 to compute the blocks again in the backward."""
+    half: int = 0
+    """1 for parameters, gradients and optimizer states in bfloat16 too, where ``dtype`` is."""
 
     @property
     def bfloat16(self) -> bool:
@@ -56,7 +62,7 @@ def read_work() -> Work:
     """The work that the command line asks for."""
     parser = argparse.ArgumentParser()
     for name, kind in Work.__annotations__.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, required=True)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=getattr(Work, name, None))
     return Work(**vars(parser.parse_args()))
 
 
@@ -65,6 +71,12 @@ def decay_groups(model: torch.nn.Module) -> list[dict[str, object]]:
     matrices = [param for param in model.parameters() if param.ndim >= 2]
     others = [param for param in model.parameters() if param.ndim < 2]
     return [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+
+
+def tell_peak(device: str) -> None:
+    """The highest sum of tensors on the device, where it is no CPU."""
+    if device != "cpu":
+        print(f"peak {torch.cuda.max_memory_allocated()}", flush=True)
 
 
 def tell_step(step: int, loss: float) -> None:

@@ -1,0 +1,386 @@
+"""How fast is training on one GPU: eager, compiled, in float8, and next to others? All of it in one call.
+
+    python scripts/bench_gpu.py --write benchmarks/gpu             # gpu.md and gpu.json; under ten minutes
+    python scripts/bench_gpu.py --shapes llama3_8b-8192 --seconds 300
+    python scripts/bench_gpu.py --device cpu --tiny --seconds 120  # the script itself, without any target
+
+Contestants train the same shapes on the same batches, each in a fresh process, one after the other, by scripts in
+``scripts/peers`` that ``peers/measure.py`` watches from outside. Ours is the trainer with FSDP2 on one rank, forward
+and backward in bf16 over fp32 parameters; peers are transformers' Llama in a compiled loop of PyTorch alone, and under
+Hugging Face accelerate as it comes. Values are drawn on the device by each, so first losses agree only roughly.
+
+The 7B and 8B take more than one H200 with fp32 parameters, gradients and AdamW states. Ours keeps the states in bf16
+there (``optim.state_dtype``); transformers has no such switch, so its parameters, gradients and states are all bf16:
+fewer bytes than ours, and other rounding. The planner foretells the memory of our rows before anything runs.
+
+Speed is tokens over the median step after the warm-up, with the loss read after each step; MFU is the model's FLOPs
+without recomputation over the peak in bf16. A row has a budget, and the call has one: what does not fit, runs out of
+memory or cannot run is a row that says so. Exits with status 1 where a target is missed.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from fsdptoys.compose import compose_config
+from fsdptoys.data.bin import TokenDType
+from fsdptoys.device import GIB, Device, peak_flops
+from fsdptoys.models import ModelConfig
+from fsdptoys.plan.closed_form import closed_form
+from fsdptoys.simulator.config import AllocatorKind
+from fsdptoys.simulator.hardware import load_hardware
+from scripts.bench_peers import DATA_SEED, PEERS, ROOT, write_batches, write_tokens
+from scripts.machine import machine
+from scripts.peers.measure import Measured, Run, take_within
+from scripts.peers.work import BETAS, EPS, LEARNING_RATE, MAX_GRAD_NORM, WEIGHT_DECAY, Work
+
+EAGER, COMPILED, FLOAT8 = "FSDPToys, eager", "FSDPToys, compiled", "FSDPToys, compiled, float8"
+BARE, ACCELERATE = "PyTorch loop + transformers, compiled", "accelerate + transformers, eager"
+FLOAT8_GAIN = 1.25
+"""Of the tokens/s of bf16, both compiled."""
+LOSS_TOLERANCE = 0.05
+"""Relative, of first losses: other initial values of the same distribution."""
+HARDWARE = "h200"
+STEPS, WARMUP = 8, 3
+LEAST_SECONDS = 30.0
+"""A row is not begun with less."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is trained."""
+
+    model: str
+    seq_len: int
+    batch_size: int
+    words: tuple[str, ...] = ()
+    """Of ours, so that it fits."""
+    checkpoints: bool = False
+    """Whether the peers compute blocks again."""
+    half: bool = False
+    """Whether the peers have parameters, gradients and states in bf16."""
+    target_mfu: float = 0.5
+
+    @property
+    def name(self) -> str:
+        """For people and the command line."""
+        return f"{self.model}-{self.seq_len}"
+
+
+STATES = "optim.state_dtype=bfloat16"
+SELECTIVE = "memory.gradient_checkpointing=selective"
+SHAPES = [
+    Shape("llama3_8b", 8192, 1, (STATES, SELECTIVE), half=True),
+    Shape("llama3_1b", 4096, 4, target_mfu=0.45),
+    Shape("llama2_7b", 4096, 2, (STATES, SELECTIVE), half=True),
+    Shape("llama3_1b", 8192, 2, target_mfu=0.45),
+    Shape("llama3_8b", 4096, 2, (STATES, SELECTIVE), half=True),
+]
+"""In the order in which they are run: what matters most is not what the end of the budget leaves out."""
+TINY = [Shape("llama_debug", 64, 2, ("kernels.rms_norm=torch",))]
+
+CONTESTANTS: dict[str, str | tuple[str, ...]] = {
+    COMPILED: ("train.compile=true",),
+    BARE: "bare_loop.py",
+    FLOAT8: ("train.compile=true", "train.float8=tensorwise"),
+    EAGER: (),
+    ACCELERATE: "accelerate_transformers.py",
+}
+"""Name → words of ours, or a peer's script."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one contestant did with one shape."""
+
+    shape: str
+    contestant: str
+    command: str
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    peak_gib: float | None = None
+    planned_gib: float | None = None
+    startup_seconds: float | None = None
+    first_loss: float | None = None
+    last_loss: float | None = None
+    note: str = ""
+    failure: str | None = None
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One call."""
+
+    device: str
+    folder: Path
+    python: str
+    """Of the peers."""
+    peak: float | None
+    row_seconds: float
+
+    def work(self, shape: Shape, contestant: str) -> Work:
+        """What a peer is told."""
+        return Work(
+            weights=str(self.folder / shape.name), batches=str(self.folder / shape.name / "batches.bin"), ranks=1,
+            batch_size=shape.batch_size, seq_len=shape.seq_len, steps=STEPS, dtype="bfloat16", device=self.device,
+            compiles=int(contestant == BARE), checkpoints=int(shape.checkpoints), half=int(shape.half),
+        )  # fmt: skip
+
+    def words(self, shape: Shape, contestant: str) -> list[str]:
+        """What our trainer is told."""
+        added = CONTESTANTS[contestant]
+        assert not isinstance(added, str)
+        return [
+            "experiment=null", f"model={shape.model}", "parallel=fsdp2", "parallel.param_dtype=bfloat16",
+            "memory.chunk_loss=true", "data=bin", f"data.files=[{self.folder / shape.name / 'tokens.bin'}]",
+            "data.dtype=uint32", f"train.data_seed={DATA_SEED}", f"train.batch_size={shape.batch_size}",
+            f"train.seq_len={shape.seq_len}", f"train.steps={STEPS}", f"train.max_grad_norm={MAX_GRAD_NORM}",
+            "optim=adamw", "optim.implementation=fused", f"optim.lr={LEARNING_RATE}", f"optim.beta1={BETAS[0]}",
+            f"optim.beta2={BETAS[1]}", f"optim.eps={EPS}", f"optim.weight_decay={WEIGHT_DECAY}",
+            "optim.schedule=constant", f"launch.device={self.device}", "metrics.console=none", *shape.words, *added,
+        ]  # fmt: skip
+
+    def command(self, shape: Shape, contestant: str) -> list[str]:
+        """What starts a contestant."""
+        script = CONTESTANTS[contestant]
+        if isinstance(script, str):
+            return [self.python, str(PEERS / script), *self.work(shape, contestant).arguments()]
+        return [sys.executable, str(PEERS / "ours.py"), *self.words(shape, contestant)]
+
+    def environment(self, contestant: str) -> dict[str, str]:
+        """One rank by itself, with the same allocator for all."""
+        kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        kept |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "RANK": "0", "LOCAL_RANK": "0"}
+        kept |= {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        if self.device == "cuda":
+            kept["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+        if contestant == ACCELERATE:  # it is told of ranks by its launcher, and of none here
+            kept = {name: value for name, value in kept.items() if not name.endswith(("RANK", "WORLD_SIZE"))}
+        return kept
+
+    def write_inputs(self, shape: Shape) -> ModelConfig:
+        """A folder with the tokens, the batches made of them, and the model's ``config.json`` for the peers."""
+        folder = self.folder / shape.name
+        folder.mkdir()
+        model = compose_config(["experiment=null", f"model={shape.model}"]).model
+        write_tokens(folder, model.vocab_size, TokenDType.uint32)
+        write_batches(folder, self.work(shape, COMPILED), model.vocab_size, TokenDType.uint32)
+        (folder / "config.json").write_text(json.dumps(model.hugging_face.write_config(model)))
+        return model
+
+    def run(self, shape: Shape, contestant: str, flops_per_token: float, planned_gib: float | None) -> Row:
+        """One row, in a process of its own."""
+        command = self.command(shape, contestant)
+        row = Row(shape.name, contestant, shlex.join(command[1:]).replace(f"{ROOT}/", ""))
+        if isinstance(CONTESTANTS[contestant], tuple):
+            row = dataclasses.replace(row, planned_gib=planned_gib)
+        if self.row_seconds < LEAST_SECONDS:
+            return dataclasses.replace(row, failure="left out: the call's time was over")
+        run = Run(command, self.environment(contestant), self.folder, STEPS, self.row_seconds)
+        take_within(run, self.row_seconds)
+        result = run.result
+        if len(result.seconds) < STEPS:
+            return dataclasses.replace(row, failure=why(result))
+        speed = shape.batch_size * shape.seq_len / result.step_seconds(WARMUP)
+        return dataclasses.replace(
+            row,
+            tokens_per_second=speed,
+            mfu=speed * flops_per_token / self.peak if self.peak else None,
+            peak_gib=result.device_peak_bytes / GIB if result.device_peak_bytes else None,
+            startup_seconds=result.startup_seconds,
+            first_loss=result.losses[0],
+            last_loss=result.losses[-1],
+            note=result.note,
+        )
+
+
+def why(result: Measured) -> str:
+    """Why a row has no figures, in one line."""
+    told = result.failure or ""
+    if re.search(r"OutOfMemoryError|out of memory|CUBLAS_STATUS_ALLOC_FAILED", told):
+        return "out of memory"
+    if "killed after" in told:
+        return f"no end within its time, {len(result.seconds)} of {STEPS} steps done"
+    missing = re.findall(r"No module named '([\w.]+)'", told)
+    if missing:
+        return f"unsupported: {missing[-1]} is not installed"
+    if refused := re.search(r"ConfigError: (.+)", told):
+        return f"unsupported: {refused[1]}"
+    lines = [line.strip() for line in told.splitlines() if line.strip()]
+    return f"failed: {lines[-1]}" if lines else "failed without a word"
+
+
+def planned_gib(words: Sequence[str], device: str) -> float | None:
+    """What the planner's closed form says that the allocator reserves; None where nothing is imagined of the device."""
+    if device != "cuda":
+        return None
+    config = compose_config(list(words))
+    config.validate(1, "cuda")
+    prediction = closed_form(config, load_hardware(HARDWARE), 1, AllocatorKind.expandable)
+    return prediction.memory.reserved_bytes / GIB
+
+
+def judge(rows: Sequence[Row], shapes: Sequence[Shape]) -> list[str]:
+    """A sentence a target: met, missed, or not measured."""
+    told = []
+
+    def tell(met: bool, sentence: str) -> None:
+        told.append(f"{'met' if met else 'missed'}: {sentence}")
+
+    for shape in shapes:
+        of = {row.contestant: row for row in rows if row.shape == shape.name}
+        speeds = {name: row.tokens_per_second for name, row in of.items() if row.tokens_per_second is not None}
+        ours = speeds.get(COMPILED)
+        if ours is None:
+            failure = of[COMPILED].failure if COMPILED in of else "it was not asked for"
+            told.append(f"not measured: {shape.name} {COMPILED}: {failure}")
+            continue
+        mfu = of[COMPILED].mfu
+        if mfu is not None:
+            tell(mfu >= shape.target_mfu, f"{shape.name} compiled has {mfu:.1%} MFU, target {shape.target_mfu:.0%}")
+        if FLOAT8 in speeds:
+            gain = speeds[FLOAT8] / ours
+            tell(gain >= FLOAT8_GAIN, f"{shape.name} float8 has {gain:.2f} of bf16's tokens/s, target {FLOAT8_GAIN}")
+        else:
+            told.append(f"not measured: {shape.name} float8")
+        peers = {name: speeds[name] for name in (BARE, ACCELERATE) if name in speeds}
+        if peers:
+            best = max(peers, key=peers.__getitem__)
+            ratio = ours / peers[best]
+            tell(ratio >= 1, f"{shape.name} compiled has {ratio:.2f} of the tokens/s of {best}, target 1")
+        else:
+            told.append(f"not measured: {shape.name} against a peer")
+        first = {name: row.first_loss for name, row in of.items() if row.first_loss is not None}
+        for name, loss in first.items():
+            if abs(loss - first[COMPILED]) > LOSS_TOLERANCE * first[COMPILED]:
+                tell(
+                    False, f"{shape.name} {name} begins with the loss {loss:.3f}, {COMPILED} with {first[COMPILED]:.3f}"
+                )
+    return told
+
+
+def render(rows: Sequence[Row], shapes: Sequence[Shape], bench: Bench, on: str, verdicts: Sequence[str]) -> str:
+    """The page as Markdown."""
+    peak = f"{bench.peak / 1e12:,.0f} TFLOP/s" if bench.peak else "not known, so no MFU is told"
+    lines = [
+        "# One GPU" if bench.device == "cuda" else "# A trial of the script on a CPU, whose figures mean nothing",
+        "", f"Command: `python {shlex.join(sys.argv)}`", "", f"{on}. Peak in bf16: {peak}.", "",
+        f"Medians of {STEPS - WARMUP} steps after {WARMUP}; a fresh process a row, one after the other, with the loss "
+        "read after each step. Planned is what the planner's closed form foretold that our allocator would reserve. "
+        "Start is from the command to the end of step 1: imports, values, compilation.",
+    ]  # fmt: skip
+    for shape in shapes:
+        peers = "all in bf16" if shape.half else "fp32 parameters and states"
+        lines += [
+            "", f"## {shape.model}, {shape.batch_size} × {shape.seq_len} tokens a step", "",
+            f"Ours: `{' '.join(shape.words) or 'fp32 parameters and states'}`; peers: {peers}"
+            f"{', blocks computed again' * shape.checkpoints}.", "",
+            "| | tokens/s | MFU | peak GiB | planned GiB | start, s | loss, first → last |", "|---|" + "---:|" * 6,
+        ]  # fmt: skip
+        for row in rows:
+            if row.shape != shape.name:
+                continue
+            if row.failure is not None:
+                lines.append(f"| {row.contestant} | {row.failure} | | | {_cell(row.planned_gib, '.1f')} | | |")
+                continue
+            lines.append(
+                f"| {row.contestant} | {_cell(row.tokens_per_second, ',.0f')} | {_cell(row.mfu, '.1%')} "
+                f"| {_cell(row.peak_gib, '.1f')} | {_cell(row.planned_gib, '.1f')} "
+                f"| {_cell(row.startup_seconds, '.1f')} | {row.first_loss:.3f} → {row.last_loss:.3f} |"
+            )
+        notes = [f"{row.contestant}: {row.note}." for row in rows if row.shape == shape.name and row.note]
+        lines += ["", *(f"- {note}" for note in notes)]
+    return "\n".join([*lines, "", "## Targets", "", *(f"- {verdict}" for verdict in verdicts)]) + "\n"
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def peers_versions(python: str) -> str:
+    """What the peers' interpreter has of them."""
+    ask = (
+        "import importlib.metadata as m, importlib.util as u\n"
+        "print(*(f'{n} {m.version(n)}' for n in ('torch', 'transformers', 'accelerate') if u.find_spec(n)), sep=', ')"
+    )
+    return subprocess.run([python, "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="one tiny shape, to try the script")
+    parser.add_argument("--shapes", nargs="+", metavar="MODEL-LENGTH", help=" ".join(shape.name for shape in SHAPES))
+    parser.add_argument("--contestants", nargs="+", metavar="WORDS", help="those whose name begins with one of these")
+    parser.add_argument("--seconds", type=float, default=570.0, help="for the whole call")
+    parser.add_argument("--row-seconds", type=float, default=90.0, help="for a row at most")
+    parser.add_argument("--peers-python", default=sys.executable, help="has transformers and accelerate")
+    parser.add_argument("--write", type=Path, metavar="STEM", help="STEM.md and STEM.json, written after every row")
+    args = parser.parse_args()
+    known = TINY if args.tiny else SHAPES
+    names = args.shapes or [shape.name for shape in known]
+    unknown = set(names) - {shape.name for shape in known}
+    if unknown:
+        parser.error(f"--shapes {' '.join(sorted(unknown))}: must be of {' '.join(shape.name for shape in known)}")
+    args.shapes = [shape for shape in known if shape.name in names]
+    wanted = args.contestants or list(CONTESTANTS)
+    args.contestants = [name for name in CONTESTANTS if name.startswith(tuple(wanted))]
+    return args
+
+
+def main() -> int:
+    """Run the rows; 0 if no target is missed."""
+    args = parse_arguments()
+    began = time.monotonic()
+    on = f"{machine(args.device)}; peers: {peers_versions(args.peers_python)}"
+    peak = peak_flops(Device(args.device).name) if args.device == "cuda" else None
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        bench = Bench(args.device, Path(scratch), args.peers_python, peak, args.row_seconds)
+        for shape in args.shapes:
+            model = bench.write_inputs(shape)
+            with torch.device("meta"):
+                flops_per_token = model.build().flops_per_token(shape.seq_len)
+            planned = planned_gib(bench.words(shape, EAGER), args.device)
+            for contestant in args.contestants:
+                left = args.seconds - (time.monotonic() - began)
+                timed = dataclasses.replace(bench, row_seconds=min(args.row_seconds, left))
+                rows.append(row := timed.run(shape, contestant, flops_per_token, planned))
+                told = row.failure or f"{row.tokens_per_second:,.0f} tokens/s"
+                print(f"{shape.name}, {contestant}: {told}", file=sys.stderr, flush=True)
+                verdicts = judge(rows, args.shapes)
+                if args.device == "cpu":
+                    verdicts = ["The targets are those of an H200; on a CPU nothing is held against them."]
+                page = render(rows, args.shapes, bench, on, verdicts)
+                if args.write:
+                    write(args.write, page, rows, on, bench)
+    print(page)
+    return 1 if any(verdict.startswith("missed") for verdict in verdicts) else 0
+
+
+def write(stem: Path, page: str, rows: Sequence[Row], on: str, bench: Bench) -> None:
+    """Both files, so that a call that is cut off leaves what it has measured."""
+    stem.with_suffix(".md").write_text(page)
+    tree: dict[str, Any] = {"command": shlex.join(sys.argv), "machine": on, "peak_flops": bench.peak}
+    tree |= {"steps": STEPS, "warmup": WARMUP, "rows": [dataclasses.asdict(row) for row in rows]}
+    stem.with_suffix(".json").write_text(json.dumps(tree, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""This project's trainer on one device, with values drawn there: those of a real start take a minute for 8B parameters.
+
+python scripts/peers/ours.py WORDS OF THE COMMAND LINE
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from torch import Tensor
+
+from fsdptoys.compose import compose_config
+from fsdptoys.mesh import local_tensor
+from fsdptoys.metrics import StepMetrics
+from fsdptoys.metrics.compiled import compilation_line
+from fsdptoys.process import process_group
+from fsdptoys.trainer import Trainer
+
+INIT_STD = 0.02
+
+
+def fill(param: Tensor, name: str) -> None:
+    """Ones for norms, and small numbers for matrices."""
+    local = local_tensor(param)
+    if param.ndim == 1:
+        local.fill_(1.0)
+    else:
+        local.normal_(0.0, INIT_STD)
+
+
+def on_step(step: StepMetrics) -> None:
+    """One line, at once, as the peers do."""
+    print(f"step {step.step} loss {step.loss!r}", flush=True)
+
+
+if __name__ == "__main__":
+    config = compose_config(sys.argv[1:])
+    config.validate(1, config.launch.device.value)
+    with process_group(config):
+        trainer = Trainer(config, fill=fill)
+        trainer.train(on_step)
+        if trainer.compilation:
+            print(f"note {compilation_line(trainer.compilation.result())}", flush=True)
+        memory = trainer.device.memory() if trainer.device.is_accelerator else None
+        if memory is not None:
+            print(f"peak {memory.peak_bytes}", flush=True)
