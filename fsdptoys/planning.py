@@ -33,7 +33,7 @@ from .plan.measured import calibrate_command
 from .plan.predict import Predictor, hardware_of, predict, world_size_of
 from .plan.report import advice_to_dict, print_prediction, print_search, search_to_dict
 from .plan.search import search
-from .plan.switches import validate_switches
+from .plan.switches import node_ranks_of, validate_switches
 from .simulator.hardware import Hardware
 
 COMMANDS = ("search", "calibrate")
@@ -60,7 +60,8 @@ class Imagined:
         """
         config = copy.deepcopy(self.config)
         try:
-            validate_switches(config, self.world_size, self.hardware.device_type)
+            node_ranks = node_ranks_of(config, self.hardware, self.world_size)
+            validate_switches(config, self.world_size, self.hardware.device_type, node_ranks)
         except ConfigError as mistake:  # of ranks that are imagined, another key sets the number
             raise ConfigError(str(mistake).replace("launch.nproc_per_node=", "plan.world_size=")) from mistake
         return config
@@ -145,7 +146,7 @@ def _run(words: Sequence[str]) -> int:
         lambda changed: closed_form(changed, hardware, world_size, allocator),
         prediction,
         imagined.memory_bytes,
-        int(hardware.devices_per_node.value),
+        node_ranks_of(imagined.config, hardware, world_size),
     )
     if "--json" in options:
         limit = {"memory_limit_bytes": imagined.memory_bytes, "advice": advice_to_dict(advice)}

@@ -48,7 +48,7 @@ def advise(
     predict: Callable[[Config], Prediction],
     prediction: Prediction,
     memory_bytes: float,
-    devices_per_node: int = 8,
+    node_ranks: int = 8,
 ) -> list[Advice]:
     """Find the changes that make a run fit, or faster.
 
@@ -57,14 +57,14 @@ def advise(
         predict: predicts a validated configuration quickly, as ``closed_form`` does.
         prediction: what the user is shown of ``config``.
         memory_bytes: of a device, that may be used.
-        devices_per_node: of a machine: a size for the shard axis.
+        node_ranks: ranks of one machine: a size for the shard axis.
 
     Returns:
         The best first. Where the run does not fit and no two changes suffice, those that save most.
     """
 
     def validated(one: Config) -> Prediction:
-        validate_switches(one, prediction.world_size, prediction.device_type)
+        validate_switches(one, prediction.world_size, prediction.device_type, node_ranks)
         return predict(one)
 
     before = validated(vary(config, {}))
@@ -86,7 +86,7 @@ def advise(
         speed = prediction.tokens_per_second * ratio
         return Advice(tuple(words), reserved, speed, saved, ratio - 1, reserved <= memory_bytes)
 
-    changes_of_one = list(_changes(config, prediction.world_size, devices_per_node))
+    changes_of_one = list(_changes(config, prediction.world_size, node_ranks))
     if prediction.device_type == "cpu":  # host memory is where everything is already
         changes_of_one = [changes for changes in changes_of_one if not any("offload" in key for key in changes)]
     alone = [(changes, told(changes)) for changes in changes_of_one]
@@ -106,7 +106,7 @@ def _fastest(advice: Iterable[Advice]) -> list[Advice]:
     return sorted(advice, key=lambda one: (-one.tokens_per_second, len(one.words)))[:MOST]
 
 
-def _changes(config: Config, world_size: int, devices_per_node: int) -> Iterator[dict[str, Any]]:
+def _changes(config: Config, world_size: int, node_ranks: int) -> Iterator[dict[str, Any]]:
     """Each change of one switch that differs from what is set."""
     memory, parallel, batch = config.memory, config.parallel, config.train.batch_size
     alternatives: list[dict[str, Any]] = [
@@ -132,7 +132,7 @@ def _changes(config: Config, world_size: int, devices_per_node: int) -> Iterator
     if isinstance(parallel, FSDPConfig):
         alternatives += [{"parallel.wrap": wrap} for wrap in Wrap]
         alternatives += [{"parallel.reshard_after_forward": reshard} for reshard in ReshardAfterForward]
-        alternatives += [{"mesh.fsdp_size": size} for size in (-1, devices_per_node)]
+        alternatives += [{"mesh.fsdp_size": size} for size in (-1, node_ranks)]
     if world_size > 1:
         alternatives.append({"parallel": "fsdp2"})
     for changes in alternatives:

@@ -15,6 +15,7 @@ import functools
 import torch
 
 from fsdptoys.config import Config
+from fsdptoys.float8 import Float8
 from fsdptoys.kernels import KernelLibrary
 from fsdptoys.models import DecoderModel, ModelConfig, npu_kernels
 from fsdptoys.parallel.fsdp import FSDPConfig, ReshardAfterForward, Wrap
@@ -156,6 +157,10 @@ def _doubts(config: Config, allocator: AllocatorKind) -> tuple[str, ...]:
         doubts.append("the closed form knows no fragmentation, which native segments have: reserved memory may be more")
     if config.train.compile:
         doubts.append("the closed form takes train.compile=true for eager kernels")
+    if config.data.mask_documents:
+        doubts.append("the closed form takes data.mask_documents=true for attention over whole sequences")
+    if config.train.float8 is not Float8.none:
+        doubts.append(f"the closed form takes train.float8={config.train.float8.value} for bfloat16")
     if config.train.deterministic:
         doubts.append("the closed form leaves out what train.deterministic=true adds up in float64")
     return tuple(doubts)

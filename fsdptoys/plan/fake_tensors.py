@@ -80,6 +80,7 @@ def fake_tensors(device_type: str) -> Iterator[None]:
         (DeviceMesh, "__init__", _really(DeviceMesh.__init__)),
         (DeviceMesh, "__getitem__", _really(DeviceMesh.__getitem__)),
         (fsdptoys.mesh, "init_device_mesh", _really(fsdptoys.mesh.init_device_mesh)),
+        (fsdptoys.mesh, "hybrid_mesh", _really(fsdptoys.mesh.hybrid_mesh)),
     ]
     with ExitStack() as stack:
         for owner, name, replacement in replacements:

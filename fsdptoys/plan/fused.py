@@ -28,6 +28,10 @@ _library.define("rotary(Tensor input, Tensor cos, Tensor sin) -> Tensor")
 _library.define("npu_swiglu(Tensor input) -> Tensor")
 _library.define("npu_swiglu_backward(Tensor grad, Tensor input) -> Tensor")
 _library.define("swiglu(Tensor gate, Tensor up) -> Tensor")
+_library.define(
+    "low_bit_adamw_(Tensor(a!) param, Tensor grad, Tensor(b!) codes, Tensor(c!) scales, Tensor(d!) more_codes, "
+    "Tensor(e!) more_scales, Tensor(f!) copies) -> ()"
+)
 _library.define("swiglu_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)")
 
 
@@ -72,6 +76,10 @@ def _npu_fusion_attention_backward(
 def _grouped_mm(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
     groups = () if right.ndim == 3 else (len(offs),)
     return left.new_empty((*groups, left.shape[0], right.shape[-1]))
+
+
+@_shape("low_bit_adamw_")
+def _low_bit_adamw(*tensors: Tensor) -> None: ...
 
 
 @_shape("rotary")
@@ -177,6 +185,12 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         return torch.ops.planned.rotary(grads[0], *ctx.saved_tensors), None, None, None
+
+
+def low_bit_adamw(param: Tensor, grad: Tensor, step: Tensor, mean: Any, square: Any, *_: Any) -> None:
+    """A compiled update of states of few bits; on a CPU the compiler keeps float32 copies of both means meanwhile."""
+    copies = param.new_empty((2, *param.shape))
+    torch.ops.planned.low_bit_adamw_(param, grad, mean.codes, mean.scale, square.codes, square.scale, copies)
 
 
 rms_norm: Callable[..., Tensor] = _RMSNorm.apply

@@ -7,7 +7,6 @@ from fsdptoys.newton_schulz import orthogonalise_flops
 from fsdptoys.optim import MuonConfig
 from fsdptoys.parallel import DDPConfig, FSDP2Config
 from fsdptoys.parallel.fsdp2 import placement
-from fsdptoys.simulator.events import Category
 
 from .updates import Update
 
@@ -67,13 +66,6 @@ class MuonUpdate(Update):
                 else:
                     self.dealt += [Dealt(rows, columns, local // count)] * count
         self.dealt.sort(key=lambda matrix: -matrix.elements)
-
-    def make_states(self) -> None:
-        """One state for matrices, AdamW's for the others."""
-        widths, of_others = self.optim.matrix_state_widths, self.optim.state_widths
-        pieces = [width * size for size in self.of_matrices for width in widths]
-        pieces += [width * size for size in self.of_others for width in of_others]
-        self.walk.ledger.add(Category.optimizer_states, sum(pieces), pieces=pieces)
 
     def step(self) -> None:
         """Update all."""

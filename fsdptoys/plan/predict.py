@@ -6,9 +6,12 @@ import dataclasses
 from fsdptoys.config import Config
 from fsdptoys.device import GIB, Device, available_device_type
 from fsdptoys.errors import ConfigError
+from fsdptoys.float8 import Float8
 from fsdptoys.hardware import profile_of_this_machine
 from fsdptoys.kernels import GroupedKernel
+from fsdptoys.mesh import straddling
 from fsdptoys.models import MoEConfig
+from fsdptoys.optim import AdamWConfig
 from fsdptoys.simulator.allocator import build_allocator
 from fsdptoys.simulator.events import Trace
 from fsdptoys.simulator.hardware import Hardware, Quantity, list_hardware, load_hardware
@@ -17,7 +20,7 @@ from fsdptoys.simulator.replay import Replay, replay
 
 from .closed_form import closed_form
 from .depths import choose_depths, extrapolate
-from .switches import STRATEGIES, check_strategy
+from .switches import STRATEGIES, check_strategy, node_ranks_of
 from .tracing import trace
 
 VALIDATED_RANKS = 128
@@ -144,6 +147,11 @@ def doubts(config: Config, hardware: Hardware, world_size: int) -> tuple[str, ..
             f"time beyond {VALIDATED_RANKS} ranks was held against no measurement: stragglers, congestion and "
             "failures are not modelled, so its error band is open upwards"
         )
+    if config.parallel.name.startswith("fsdp"):
+        ranks = config.mesh.shard_ranks(world_size)
+        sentence = straddling(ranks, world_size, node_ranks_of(config, hardware, world_size))
+        if sentence is not None:
+            found.append(f"{sentence}; here each group is taken to begin where a machine does")
     limit = config.plan.memory_gib
     if limit is not None and limit * GIB > hardware.usable_bytes:
         found.append(
@@ -171,12 +179,24 @@ def doubts(config: Config, hardware: Hardware, world_size: int) -> tuple[str, ..
         found.append("two steps are traced, and what is reserved here may grow in a third: up to 2% seen")
     if config.train.compile:
         found.append("train.compile=true is predicted as if nothing were compiled: an upper bound of time and memory")
+    if config.data.mask_documents:
+        found.append("how long documents are is not known: attention is taken to be over whole sequences")
+    if config.train.float8 is not Float8.none:
+        found.append(
+            f"train.float8={config.train.float8.value} is predicted as if products and gathers were in bfloat16: an "
+            "upper bound of time where the compiler fuses the casts, and short of the casts' scratch memory"
+        )
     known = ("torch", "auto", GroupedKernel.looped.value)
     unmeasured = [f"{key}={name}" for key, name in config.kernels.names().items() if name not in known]
     if unmeasured:
         found.append(
             f"kernels.{{{', '.join(unmeasured)}}} are taken to touch each tensor once, to keep what their sources "
             "say, and to take no scratch: no device has measured them here"
+        )
+    if isinstance(config.optim, AdamWConfig) and config.optim.state_dtype.is_low_bit:
+        found.append(
+            f"optim.state_dtype={config.optim.state_dtype.value} is taken to be updated in two compiled kernels, with "
+            "the scratch that the compiler makes on a CPU: no other device has measured it here"
         )
     if isinstance(config.model, MoEConfig):
         found.append("experts are taken to be sent equally many tokens: an idle or a busy one costs time")

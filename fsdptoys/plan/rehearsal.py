@@ -19,7 +19,7 @@ from fsdptoys.parallel.strategy import norm_elements
 from fsdptoys.simulator.events import Category
 
 from .activations import Segment, Segments
-from .ledger import Ledger
+from .ledger import COMPUTE, Ledger
 from .meta_walk import INPUT, Stage
 from .units import Unit, Units
 from .updates import make_update
@@ -83,6 +83,9 @@ class Rehearsal(ABC):
 
     # What a strategy says
 
+    update_stream: str = COMPUTE
+    """On which parameters are updated in the backward, if they are."""
+
     @abstractmethod
     def construct(self) -> None:
         """Hold parameters."""
@@ -129,6 +132,8 @@ class Rehearsal(ABC):
         ledger.clear_times()
         train = self.config.train
         walked = min(micro_batches, 3)
+        if makes_states and self.update.in_backward:
+            self.update.make_states()
         for number in range(walked):
             self.first, self.last = number == 0, number == walked - 1
             before = ledger.times()
@@ -144,7 +149,9 @@ class Rehearsal(ABC):
             if number == 1 and walked == 3:
                 ledger.repeat(before, micro_batches - 3)
         ledger.phase = "optimizer"
-        if not memory.cpu_offload:
+        if self.update.in_backward:
+            ledger.move(512)
+        elif not memory.cpu_offload:
             sizes = [size for unit in self.units.in_forward() for size in unit.local]
             at_a_time = norm_elements(ledger.hardware.device_type)
             ledger.move(4 * self.local, sum(-(-size // at_a_time) for size in sizes))
@@ -157,7 +164,7 @@ class Rehearsal(ABC):
         ends = ledger.communicate("all_reduce", 512, self.setting.world_size, 1, "world", ledger.compute)
         ledger.wait(ends, "communication")
         ledger.wait_on_host()
-        if makes_states:
+        if makes_states and not self.update.in_backward:
             self.update.make_states()
         self.update.step()
         if not self.update.holds_gradients:

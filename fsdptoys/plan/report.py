@@ -20,6 +20,7 @@ from .advice import Advice
 from .candidates import Candidate, frontier
 from .frontier import layout, spread_out, traits
 from .search import SearchResult
+from .switches import node_ranks_of
 
 BAR = 24
 """Characters of the longest bar."""
@@ -113,8 +114,7 @@ def print_command(candidate: Candidate, hardware: Hardware, console: Console) ->
     """Print the line that trains a candidate, unbroken so that it can be copied."""
     devices = round(hardware.devices_per_node.value)
     ranks = candidate.prediction.world_size
-    # The fewest machines that can have equally many ranks each.
-    nodes = next(nodes for nodes in range(-(-ranks // devices), ranks + 1) if ranks % nodes == 0)
+    nodes = ranks // node_ranks_of(candidate.config, hardware, ranks)
     more = []
     if nodes > 1:
         more = [f"launch.nnodes={nodes}", "launch.rdzv_endpoint=HOST:29400"]

@@ -35,7 +35,7 @@ from fsdptoys.simulator.prediction import Prediction
 
 from .candidates import TIE, Candidate, frontier, rank
 from .combinations import EVERYTHING, SENSIBLE, Combinations, Space
-from .switches import Changes, count_switches, read, validate_switches, vary, words_between
+from .switches import Changes, count_switches, node_ranks_of, read, validate_switches, vary, words_between
 
 MOST_SEQUENCES = 2**14
 """Of a rank's batch."""
@@ -150,7 +150,7 @@ def search(
     for candidate in result.leading(CHECKED) if check else ():
         assert check is not None
         config = dataclasses.replace(config_for(candidate.words), plan=base.plan)
-        validate_switches(config, world_size, hardware.device_type)
+        validate_switches(config, world_size, hardware.device_type, node_ranks_of(base, hardware, world_size))
         prediction = check(config, hardware, world_size)
         result.checked.append(Checked(candidate, prediction, exploration.fits(prediction)))
     return result
@@ -245,6 +245,7 @@ class _Exploration:
         )
         self.fixed = frozenset(word.partition("=")[0] for word in words)
         self.hardware, self.world_size = hardware, world_size
+        self.node_ranks = node_ranks_of(base, hardware, world_size)
         self.memory_bytes, self.host_memory_bytes = memory_bytes, host_memory_bytes
         self.predict = functools.partial(_predict, predict, hardware, allocator)
         self.fitting: list[Candidate] = []
@@ -307,7 +308,7 @@ class _Exploration:
         missing = [key for key in self.fixed if key.startswith("parallel.") and read(varied, key) is None]
         if missing:
             raise ConfigError(f"{missing[0]} is not an option of parallel={varied.parallel.name}; leave it out")
-        validate_switches(varied, self.world_size, self.hardware.device_type)
+        validate_switches(varied, self.world_size, self.hardware.device_type, self.node_ranks)
         prediction = self.predict(varied, self.world_size)
         return Candidate(words, varied, prediction, count_switches(varied), changes)
 

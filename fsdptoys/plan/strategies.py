@@ -132,6 +132,9 @@ class ShardedRehearsal(Rehearsal):
             self.ledger.add(Category.gradients, -bytes, stream)
         else:
             self.gradients[stream] = self.gradients.get(stream, 0) + bytes
+        if self.update.in_backward:  # beside the backward
+            self.reduced += self.update.update_in_backward(unit, self.update_stream)
+            self.free_gradients(unit.local_elements)
 
     def free_gradients(self, elements: int | None = None) -> None:
         """Those that are on the device."""
@@ -144,6 +147,8 @@ class ShardedRehearsal(Rehearsal):
 
 class FSDP2Rehearsal(ShardedRehearsal):
     """``fully_shard``: gathers through a buffer on a stream of its own, computes on copies on the computing stream."""
+
+    update_stream = REDUCE
 
     def __init__(self, setting: Setting, ledger: Ledger) -> None:
         super().__init__(setting, ledger)

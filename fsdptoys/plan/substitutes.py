@@ -23,12 +23,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer as torch_optimizer
 
+from fsdptoys import low_bit_adamw
 from fsdptoys.memory import chunked_loss, cpu_offload
 from fsdptoys.memory.checkpointing import SAVED_OPERATORS
 from fsdptoys.memory.head_products import DeviceProducts
 from fsdptoys.memory.objective import Objective
 from fsdptoys.models import grouped, npu_kernels
-from fsdptoys.models.kernels import IMPLEMENTATIONS
+from fsdptoys.models.kernels import IMPLEMENTATIONS, DocumentAttention
 from fsdptoys.simulator.hardware import AttentionKind
 
 from . import fused
@@ -219,6 +220,7 @@ def substituted(attention: AttentionKind, workers: Workers) -> Iterator[None]:
     """
     replacements: list[tuple[Any, str, Any]] = [
         (cpu_offload, "ThreadPoolExecutor", lambda *args, **kwargs: InlineExecutor(workers)),
+        (low_bit_adamw, "choose_update", lambda compiles: fused.low_bit_adamw),
         (npu_kernels, "operator", fused.NPU_OPERATORS.__getitem__),
         # The optimizer chooses its loop by the type of its parameters.
         (
@@ -250,6 +252,12 @@ def substituted(attention: AttentionKind, workers: Workers) -> Iterator[None]:
         planned = dict.fromkeys(("torch", "looped"), lambda *args: PlannedGrouped())
         products = {**planned, "npu": lambda *args: npu_kernels.NPUGrouped()}
         stack.enter_context(mock.patch.dict(IMPLEMENTATIONS["grouped_matmul"], products))
+        # Blocks of a mask are small, and what flex_attention keeps is what FlashAttention keeps.
+        flex = DocumentAttention(
+            lambda segments, dtype: segments.new_empty(segments.shape[0], 1),
+            lambda query, key, value, mask: attention_cuda(query, key, value, is_causal=True),
+        )
+        stack.enter_context(mock.patch.dict(IMPLEMENTATIONS["document_attention"], flex=flex))
         for operation, function in fused.COMPILED.items():
             stack.enter_context(mock.patch.dict(IMPLEMENTATIONS[operation], compiled=function))
         stack.callback(npu_kernels.causal_mask.cache_clear)

@@ -17,6 +17,7 @@ from fsdptoys.data import SyntheticConfig
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import MemoryConfig
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
+from fsdptoys.simulator.hardware import Hardware
 
 Changes = Mapping[str, Any]
 """Key → value, as typed but for the value's type; ``parallel`` names the strategy."""
@@ -98,18 +99,33 @@ def check_strategy(config: Config) -> None:
         raise ConfigError(f"parallel={name} cannot be predicted; set parallel={like} for what comes near it")
 
 
-def validate_switches(config: Config, world_size: int, device_type: str) -> None:
+def node_ranks_of(config: Config, hardware: Hardware, world_size: int) -> int:
+    """Ranks of one machine: as the launch says, or else of the fewest machines that can have equally many each."""
+    if config.launch.nproc_per_node != -1:
+        return min(config.launch.nproc_per_node, world_size)
+    devices = round(hardware.devices_per_node.value)
+    nodes = next(nodes for nodes in range(-(-world_size // devices), world_size + 1) if world_size % nodes == 0)
+    return world_size // nodes
+
+
+def validate_switches(config: Config, world_size: int, device_type: str, node_ranks: int | None = None) -> None:
     """Validate in place what is decided here, leaving out what only the machine that trains can tell: its files.
+
+    Args:
+        config: as composed.
+        world_size: ranks over all machines.
+        device_type: ``cuda``, ``npu`` or ``cpu``.
+        node_ranks: ranks of one machine; None for all of them.
 
     Raises:
         ConfigError: the first mistake.
     """
     check_strategy(config)
     data, model, eval_every = config.data, config.model, config.train.eval_every
-    config.data, config.train.eval_every = SyntheticConfig(branching=1), 0
+    config.data, config.train.eval_every = SyntheticConfig(branching=1, mask_documents=data.mask_documents), 0
     config.model = dataclasses.replace(model, init_from=None) if model.init_from else model
     try:
-        config.validate(world_size, device_type)
+        config.validate(world_size, device_type, node_ranks)
     finally:
         config.data, config.model, config.train.eval_every = data, model, eval_every
 

@@ -32,6 +32,7 @@ from fsdptoys.checkpoint import CheckpointConfig
 from fsdptoys.config import Config
 from fsdptoys.data import SyntheticConfig
 from fsdptoys.errors import ConfigError
+from fsdptoys.float8 import Float8
 from fsdptoys.models import npu_kernels
 from fsdptoys.models.layers import LMHead
 from fsdptoys.parallel.precision import CastParameters
@@ -187,6 +188,7 @@ def stream_purposes() -> dict[int, str]:
 
 def _steps_only(config: Config) -> Config:
     train = dataclasses.replace(config.train, steps=STEPS, eval_every=0, max_seconds=None, compile=False)
+    train.float8, train.float8_all_gather = Float8.none, False
     memory = copy.copy(config.memory)
     # One thread, so that workers that wait for each other are one; what more of them gain is the replay's affair.
     memory.checkpointing_budget, memory.cpu_threads = None, 1
@@ -194,7 +196,7 @@ def _steps_only(config: Config) -> Config:
         config,
         train=train,
         memory=memory,
-        data=SyntheticConfig(eval_samples=0),
+        data=SyntheticConfig(eval_samples=0, mask_documents=config.data.mask_documents),
         checkpoint=CheckpointConfig(),
         profile=ProfileConfig(),
         debug=DebugConfig(),

@@ -36,6 +36,10 @@ class Unit:
         """That a rank holds."""
         return sum(self.local)
 
+    def held(self) -> list[tuple[nn.Parameter, int]]:
+        """Each parameter, and how many elements of it a rank holds."""
+        return list(zip(self.params, self.local, strict=True))
+
 
 @dataclass
 class Units:

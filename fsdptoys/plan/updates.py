@@ -2,14 +2,18 @@
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from torch import nn
+
+from fsdptoys.low_bit_adamw import ELEMENTS_AT_A_TIME
 from fsdptoys.memory import CPUOffloadExecutor, OffloadSchedule, StateDType
 from fsdptoys.memory.streaming import BUFFERS
-from fsdptoys.optim import Implementation, MuonConfig
-from fsdptoys.simulator.costs import cpu_update_seconds
-from fsdptoys.simulator.events import Category
+from fsdptoys.optim import AdamWConfig, Implementation, MuonConfig
+from fsdptoys.simulator.costs import cpu_update_seconds, kernel_seconds
+from fsdptoys.simulator.events import Category, KernelKind
 
+from .ledger import COMPUTE
 from .units import Unit
 
 if TYPE_CHECKING:
@@ -19,8 +23,18 @@ UPDATE_BYTES = {"fused": 28, "other": 80}
 """Traffic of AdamW for each parameter: once over parameter, gradient and both states; or eight passes over some."""
 
 
+class Cost(NamedTuple):
+    """Of an update."""
+
+    pieces: list[int]
+    """Bytes of its scratch."""
+    bytes: float
+    """Read and written."""
+    kernels: int
+
+
 class Update:
-    """The optimizer on the device, after the backward."""
+    """The optimizer on the device, after the backward or in it."""
 
     holds_gradients = False
     """Whether they live on into the next forward."""
@@ -28,7 +42,16 @@ class Update:
     def __init__(self, walk: "Rehearsal") -> None:
         self.walk = walk
         config = walk.config
-        self.state_bytes = config.optim.state_bytes
+        in_blocks = {unit for block in walk.units.blocks for unit in block.values()}
+        self.states = [
+            config.optim.state_bytes(param.shape, local, unit in in_blocks)
+            for unit in walk.units.in_forward()
+            for param, local in zip(unit.params, unit.local, strict=True)
+        ]
+        """Bytes of each state of each parameter."""
+        self.in_backward = config.memory.optimizer_in_backward
+        self.state_width = sum(config.optim.state_widths)
+        """Bytes of state for each element of a parameter that is not updated as a matrix."""
         implementation = config.optim.implementation
         if implementation is Implementation.auto:
             on_cpu = walk.ledger.hardware.device_type == "cpu"
@@ -40,37 +63,85 @@ class Update:
 
     def make_states(self) -> None:
         """Hold what the first update makes."""
-        widths = self.walk.config.optim.state_widths
-        sizes = [size for unit in self.walk.units.in_forward() for size in unit.local]
-        pieces = [width * size for size in sizes for width in widths]
-        self.walk.ledger.add(Category.optimizer_states, sum(pieces), pieces=pieces)
+        pieces = [piece for of_one in self.states for piece in of_one]
+        stream = self.walk.update_stream if self.in_backward else COMPUTE
+        self.walk.ledger.add(Category.optimizer_states, sum(pieces), stream, pieces)
 
     def before_forward(self, unit: Unit) -> None:
         """Before a unit's forward in the first micro-batch."""
 
     def step(self) -> None:
-        """Update all."""
-        self.compute([size for unit in self.walk.units.in_forward() for size in unit.local])
+        """Update all that the backward did not."""
+        if not self.in_backward:
+            for cost in self.costs([each for unit in self.walk.units.in_forward() for each in unit.held()]):
+                self._spend(cost)
+
+    def costs(self, held: Sequence[tuple[nn.Parameter, int]]) -> list[Cost]:
+        """What it takes to update parameters, of each of which a rank holds so many elements, together."""
+        return [self.cost([local for _, local in held])]
 
     def compute(self, sizes: Sequence[int]) -> None:
-        """Update parameters of these sizes together."""
-        ledger, elements, count = self.walk.ledger, sum(sizes), len(sizes)
+        """Update parameters of these sizes together, by AdamW or SGD."""
+        self._spend(self.cost(sizes))
+
+    def update_in_backward(self, unit: Unit, stream: str = COMPUTE) -> float:
+        """Measure and update a unit's parameters, one after the other; returns seconds where it is not the stream that
+        computes."""
+        ledger, seconds = self.walk.ledger, 0.0
+        for param, local in unit.held():
+            for cost in [Cost([], 4 * local, 1), *self.costs([(param, local)])]:
+                if stream == COMPUTE:
+                    self._spend(cost)
+                else:
+                    ledger.spike(sum(cost.pieces), stream, pieces=cost.pieces)
+                    each = kernel_seconds(ledger.hardware, KernelKind.memory, 0.0, int(cost.bytes / cost.kernels), "")
+                    seconds += cost.kernels * each
+        return seconds
+
+    def _spend(self, cost: Cost) -> None:
+        if cost.pieces:
+            self.walk.ledger.spike(sum(cost.pieces), pieces=cost.pieces)
+        self.walk.ledger.move(cost.bytes, cost.kernels)
+
+    def cost(self, sizes: Sequence[int]) -> Cost:
+        """What AdamW or SGD takes for parameters of these sizes together."""
+        elements, count = sum(sizes), len(sizes)
         fused = self.implementation is Implementation.fused
-        if self.state_bytes < 8 and self.walk.config.optim.name == "adamw":
+        per_element = UPDATE_BYTES["fused" if fused else "other"]
+        if self.state_width < 8 and self.walk.config.optim.name == "adamw":
             # One parameter after the other, on float32 copies of its means.
             pieces = [4 * max(sizes)] * (2 if fused else 3)
-            ledger.spike(sum(pieces), pieces=pieces)
-            per_element = UPDATE_BYTES["fused" if fused else "other"] + 12
-            ledger.move(per_element * elements, (5 if fused else 14) * count)
-            return
+            return Cost(pieces, (per_element + 12) * elements, (5 if fused else 14) * count)
+        pieces = []
         if self.walk.config.optim.name != "sgd" and not fused:
-            if self.implementation is Implementation.foreach:
-                ledger.spike(4 * elements, pieces=[4 * size for size in sizes])
-            else:
-                ledger.spike(8 * max(sizes), pieces=[4 * max(sizes)] * 2)
-        per_element = UPDATE_BYTES["fused" if fused else "other"]
+            foreach = self.implementation is Implementation.foreach
+            pieces = [4 * size for size in sizes] if foreach else [4 * max(sizes)] * 2
         kernels = 10 * count if self.implementation is Implementation.for_loop else 1 if fused else 10
-        ledger.move(per_element * elements, max(1, kernels))
+        return Cost(pieces, per_element * elements, max(1, kernels))
+
+
+class LowBitUpdate(Update):
+    """States of few bits on the device: matrices in pieces, on float32 copies of both means; then all others.
+
+    As compiled: ``optim.implementation=for_loop`` takes longer, and more scratch.
+    """
+
+    def costs(self, held: Sequence[tuple[nn.Parameter, int]]) -> list[Cost]:
+        """Those of matrices, and those of all others."""
+        optim = self.walk.config.optim
+        assert isinstance(optim, AdamWConfig)
+        costs: list[Cost] = []
+        sizes: dict[bool, list[int]] = {True: [], False: []}
+        for param, local in held:
+            sizes[optim.is_matrix(param.shape, in_block=False)].append(local)
+        if sizes[True]:
+            # Parameter, gradient, codes; copies are written and read.
+            calls = sum(-(-size // ELEMENTS_AT_A_TIME) for size in sizes[True])
+            pieces = [4 * min(ELEMENTS_AT_A_TIME, max(sizes[True]))] * 2
+            costs.append(Cost(pieces, (12 + 4 + 16) * sum(sizes[True]), 2 * calls))
+        if sizes[False]:
+            costs.append(self.cost(sizes[False]))
+        return costs
 
 
 class HostUpdate(Update):
@@ -78,11 +149,11 @@ class HostUpdate(Update):
 
     def construct(self) -> None:
         """Hold everything on the host."""
-        per_element = 8 + self.state_bytes
+        per_element = 8
         if self.walk.config.memory.cpu_offload_executor is CPUOffloadExecutor.overlapped:
             per_element += 2 if self.walk.setting.compute_bytes == 2 else 0
             self.holds_gradients = True
-        self.walk.host_bytes += per_element * self.walk.local
+        self.walk.host_bytes += per_element * self.walk.local + sum(map(sum, self.states))
         self._ready = 0.0
 
     def make_states(self) -> None:
@@ -116,7 +187,7 @@ class StreamedUpdate(Update):
         self.lazy = memory.offload_schedule is OffloadSchedule.lazy
         self.holds_gradients = self.lazy
         limit = memory.offload_bucket_mib * 2**20
-        kinds = self.state_bytes // 4
+        kinds = self.state_width // 4
         self.buckets: dict[Unit, list[int]] = {}
         """Elements of parameters in each bucket."""
         for unit in walk.units.in_forward():
@@ -141,7 +212,7 @@ class StreamedUpdate(Update):
         self.buffers = [largest * self.width] * self.rings + ([largest * 4] if self.width == 2 else [])
         self.buffer_bytes = sum(self.buffers)
         walk.host_bytes += sum(_power_of_two(size * kinds * self.width) for size in sizes[self.stays :])
-        staying = [size * self.state_bytes for size in sizes[: self.stays]]
+        staying = [size * self.state_width for size in sizes[: self.stays]]
         walk.ledger.add(Category.optimizer_states, sum(staying), pieces=staying)
         self._number = 0
         self._stored: deque[float] = deque([0.0] * self.rings)
@@ -170,7 +241,7 @@ class StreamedUpdate(Update):
         self.walk.ledger.add(Category.optimizer_states, -self.buffer_bytes, pieces=self.buffers)
 
     def _update(self, unit: Unit) -> None:
-        ledger, kinds = self.walk.ledger, self.state_bytes // 4
+        ledger, kinds = self.walk.ledger, self.state_width // 4
         for size in self.buckets.get(unit, ()):
             travels = self._number >= self.stays
             self._number += 1
@@ -192,6 +263,9 @@ def make_update(walk: "Rehearsal") -> Update:
         from .muon_update import MuonUpdate  # which is made of this module's
 
         return MuonUpdate(walk)
+    optim = walk.config.optim
+    if isinstance(optim, AdamWConfig) and optim.state_dtype.is_low_bit and not memory.cpu_offload:
+        return LowBitUpdate(walk)
     return (HostUpdate if memory.cpu_offload else StreamedUpdate if memory.optimizer_offload else Update)(walk)
 
 

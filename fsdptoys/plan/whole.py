@@ -22,6 +22,8 @@ class WholeRehearsal(Rehearsal):
         self.gradient_bytes = 0
         self.copies = 0
         self.reduced = 0.0
+        self.filled = 0
+        """Elements in the bucket that is being filled."""
         sizes = [param.numel() for unit in self.units.in_forward() for param in unit.params]
         self.ledger.add(Category.parameters, 4 * self.elements, pieces=[4 * size for size in sizes])
         if self.ddp:
@@ -62,7 +64,7 @@ class WholeRehearsal(Rehearsal):
             return
         self._whole(unit)
         if self.ddp and self.last:
-            self._all_reduce(4 * unit.elements)
+            self._fill_buckets(unit)
 
     def end_backward(self) -> None:
         """Copies' gradients become the parameters', and DDP reduces what is left."""
@@ -72,37 +74,50 @@ class WholeRehearsal(Rehearsal):
             for unit in self.units.in_forward():
                 pieces = [4 * param.numel() for param in unit.params]
                 # One parameter after the other.
-                if joins:
+                if joins or self.update.in_backward:
                     ledger.spike(max(pieces))
                 else:
                     ledger.add(Category.gradients, sum(pieces), pieces=pieces)
                     self.gradient_bytes += sum(pieces)
                 ledger.move((18 if joins else 6) * unit.elements, len(pieces))
                 self.release_gradients(unit)
+                if self.update.in_backward:
+                    self.update.update_in_backward(unit)
             if self.ddp and self.last:
-                self._all_reduce(4 * self.elements)
+                for unit in reversed(self.units.in_forward()):
+                    self._fill_buckets(unit)
+        if self.filled:
+            self._all_reduce()
         ledger.wait(self.reduced, "communication")
 
     def _whole(self, unit: Unit) -> None:
         """A unit's gradients are there, in float32."""
         self.release_gradients(unit)
         pieces = [4 * param.numel() for param in unit.params]
-        if self.ddp or not self.first:
+        if self.update.in_backward:
+            self.ledger.spike(sum(pieces), pieces=pieces)  # all of a unit's, where really they go one by one
+            self.update.update_in_backward(unit)
+        elif self.ddp or not self.first:
             self.ledger.move(3 * sum(pieces), max(1, len(pieces)))
         elif pieces:
             self.ledger.add(Category.gradients, sum(pieces), pieces=pieces)
             self.gradient_bytes += sum(pieces)
 
-    def _all_reduce(self, bytes: int) -> None:
-        ledger, ranks = self.ledger, self.setting.world_size
+    def _fill_buckets(self, unit: Unit) -> None:
+        """Put a unit's gradients into buckets, whole, and reduce each as soon as it has its size or more."""
         assert isinstance(self.config.parallel, DDPConfig)
-        bucket = self.config.parallel.bucket_cap_mb * 2**20
-        width = self.setting.reduce_bytes
+        for param in reversed(unit.params):
+            self.filled += param.numel()
+            if 4 * self.filled >= self.config.parallel.bucket_cap_mb * 2**20:
+                self._all_reduce()
+
+    def _all_reduce(self) -> None:
+        ledger, width = self.ledger, self.setting.reduce_bytes
+        bytes, self.filled = self.filled * width, 0
         if width != 4:
-            ledger.spike(min(bytes, bucket) * width // 4)
-        for start in range(0, bytes, bucket):
-            size = min(bucket, bytes - start) * width // 4
-            self.reduced = ledger.communicate("all_reduce", size, ranks, 1, "world", max(self.reduced, ledger.compute))
+            ledger.spike(bytes)
+        after = max(self.reduced, ledger.compute)
+        self.reduced = ledger.communicate("all_reduce", bytes, self.setting.world_size, 1, "world", after)
 
     def free_gradients(self, elements: int | None = None) -> None:
         """Those that are not in DDP's buckets."""

@@ -8,6 +8,7 @@ from fsdptoys.compose import compose_config
 from fsdptoys.config import Config
 from fsdptoys.plan.closed_form import closed_form
 from fsdptoys.plan.predict import disagreement, doubts, foretell, hardware_of, world_size_of
+from fsdptoys.plan.switches import node_ranks_of, validate_switches
 from fsdptoys.simulator.config import AllocatorKind
 from fsdptoys.simulator.hardware import load_hardware
 
@@ -67,6 +68,11 @@ def test_ranks_are_those_asked_for_or_those_of_one_machine(words: list[str], ran
         (("plan.memory_gib=500",), 8, "plan.memory_gib=500 is over the 77.61 GiB that h100 leaves the allocator"),
         (("parallel=fsdp1",), 8, "two steps are traced, and what is reserved here may grow in a third"),
         (("train.compile=true",), 8, "train.compile=true is predicted as if nothing were compiled"),
+        (
+            ("train.float8=rowwise", "parallel.param_dtype=bfloat16"),
+            8,
+            "train.float8=rowwise is predicted as if products",
+        ),
         (("kernels.swiglu=compiled",), 8, "kernels.{swiglu=compiled} are taken to touch each tensor once"),
         (("model=qwen3_moe_debug",), 8, "experts are taken to be sent equally many tokens"),
     ],
@@ -81,6 +87,25 @@ def test_what_is_not_known_is_said_where_it_matters_and_nowhere_else(
     assert sum(sentence.startswith(told) for sentence in found) == 1
     assert not any(sentence.startswith(told) for sentence in plain)
     assert any("1.1 to 1.7 times" in sentence for sentence in plain)
+
+
+def test_groups_across_machines_are_doubted() -> None:
+    """Oracle: the sentence, for machines of eight; its costs begin every group where a machine does."""
+    config = compose_config(["experiment=null", "plan.hardware=h100", "mesh.fsdp_size=12"])
+    config.validate(24, "cuda")
+    (told,) = [sentence for sentence in doubts(config, load_hardware("h100"), 24) if "across two" in sentence]
+    assert told.startswith("mesh.fsdp_size=12 on machines of 8 ranks") and told.endswith("where a machine does")
+
+
+@pytest.mark.parametrize(
+    "words, world_size, size",
+    [([], 16, 8), ([], 12, 6), ([], 4, 4), (["launch.nproc_per_node=4"], 16, 4), (["launch.nproc_per_node=4"], 2, 2)],
+)
+def test_a_node_has_the_ranks_of_an_imagined_machine(words: list[str], world_size: int, size: int) -> None:
+    """Oracle: the table, for machines of up to eight."""
+    config = compose_config(["experiment=null", "plan.hardware=h100", "mesh.fsdp_size=node", *words])
+    validate_switches(config, world_size, "cuda", node_ranks_of(config, load_hardware("h100"), world_size))
+    assert config.mesh.fsdp_size == size
 
 
 @pytest.mark.parametrize(("words", "told"), [((), False), (("kernels.grouped_matmul=torch",), True)])

@@ -74,7 +74,14 @@ CASES = {
     ),
     "optimizer offload, lazy": ("parallel=fsdp2", "memory.optimizer_offload=true", "memory.offload_schedule=lazy"),
     "cpu offload": ("parallel=fsdp2", "memory.cpu_offload=true"),
+    "optimizer in the backward": (
+        "parallel=fsdp2",
+        "memory.optimizer_in_backward=true",
+        "train.max_grad_norm=null",
+        "train.skip_nonfinite=false",
+    ),
     "gpt2": ("parallel=fsdp2", "model=gpt2_debug"),
+    "documents apart": ("parallel=fsdp2", "model=gpt2_debug", "data.mask_documents=true"),
 }
 HYBRID = {
     "hybrid fsdp2": ("parallel=fsdp2", "mesh.fsdp_size=2"),
