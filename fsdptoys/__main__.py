@@ -18,7 +18,7 @@ from .outcome import Outcome, leave_outcome
 if TYPE_CHECKING:
     from .config import Config
 
-COMMANDS = ("train", "sweep", "plan", "report", "compare", "models", "convert", "generate", "evaluate")
+COMMANDS = ("train", "sweep", "plan", "report", "compare", "models", "convert", "generate", "evaluate", "data")
 
 MULTIRUN = ("-m", "--multirun")
 """Hydra's own words for a sweep."""
@@ -144,6 +144,15 @@ def _run(words: list[str], worker: bool) -> int:
         from .evaluating import run_evaluate
 
         return run_evaluate(words)
+    if command == "data":
+        if not words or any(word in ("-h", "--help") for word in words):
+            from .usage import data_help
+
+            print(data_help(), end="")
+            return 0
+        from .corpus import run_data
+
+        return run_data(words)
     if any(word in ("-h", "--help") for word in words):
         from .usage import train_help
 
@@ -164,6 +173,7 @@ def _run(words: list[str], worker: bool) -> int:
         # With several machines, another one's rank 0 may have made the folder by now.
         _check_places(plan.composition.config)
     _verify_weights(plan.composition.config.model.init_from)
+    _prepare_data(plan.composition.config)
     return launch(plan)
 
 
@@ -177,10 +187,16 @@ def _work(words: list[str]) -> None:
 
     handed, plan = take_handed(), None
     if handed is None:
-        from .launch import describe, plan_run
+        from .launch import plan_run, tell
 
         plan = plan_run(words, os.environ)
         handed = Handed(plan.composition.config, plan.hardware, plan.local_ranks, plan.world_size)
+        _prepare_data(handed.config)  # every rank comes by here, and one of them does it
+    elif int(os.environ["WORLD_SIZE"]) != handed.world_size:
+        raise ConfigError(
+            f"launch.nnodes={handed.config.launch.nnodes} machines of {handed.local_ranks} ranks were expected, and "
+            f"{os.environ['WORLD_SIZE']} ranks have come; set launch.nproc_per_node to the same on each"
+        )
     config, hardware = handed.config, handed.hardware
     # Under torchrun nobody has set these before the start. Allocators read theirs with the first allocation, OpenMP its
     # own at import, which was in the launcher for its forks, so threads are set once more.
@@ -201,7 +217,7 @@ def _work(words: list[str]) -> None:
         _check_places(config)
         if plan is not None:
             _verify_weights(config.model.init_from)
-            print(f"fsdptoys: {describe(plan, environment)}", flush=True)
+            tell(plan, environment)
         if config.plan.hardware != "auto" or profile_of_this_machine() is not None:
             from .metrics import forecast_line
             from .plan.predict import foretell
@@ -230,6 +246,11 @@ def _verify_weights(init_from: str | None) -> None:
 
     if init_from is not None:
         HuggingFaceFolder(init_from).verify_checksums()
+
+
+def _prepare_data(config: "Config") -> None:
+    """Make what the data is read from, before a rank starts or joins the others."""
+    config.data.prepare(config.train.seq_len, config.model.vocab_size)
 
 
 def _show(words: list[str]) -> None:

@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from .checkpoint import CheckpointConfig
 from .config import Config
-from .data import BinConfig, SyntheticConfig, TextConfig
+from .data import BinConfig, HFConfig, PreparedConfig, SyntheticConfig, TextConfig
 from .errors import ConfigError
 from .memory import MemoryConfig
 from .mesh import MeshConfig
@@ -56,7 +56,13 @@ SCHEMAS: dict[str, dict[str, type]] = {
     },
     "mesh": {"default": MeshConfig},
     "memory": {"default": MemoryConfig},
-    "data": {"synthetic": SyntheticConfig, "text": TextConfig, "bin": BinConfig},
+    "data": {
+        "synthetic": SyntheticConfig,
+        "text": TextConfig,
+        "bin": BinConfig,
+        "prepared": PreparedConfig,
+        "hf": HFConfig,
+    },
     "optim": {"adamw": AdamWConfig, "sgd": SGDConfig, "muon": MuonConfig},
     "checkpoint": {"default": CheckpointConfig},
     "metrics": {"default": MetricsConfig},

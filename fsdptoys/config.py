@@ -16,13 +16,14 @@ from .checkpoint import CheckpointConfig, open_init_from
 from .data import DataConfig
 from .device import DEVICE_TYPES, available_cores, float64_collectives
 from .errors import ConfigError
+from .float8 import Float8, check_even_shards, check_float8
 from .kernels import KernelConfig
 from .memory import CPUOffloadExecutor, GradientCheckpointing, MemoryConfig, StateDType, resolve_schedule
 from .mesh import MeshConfig
 from .metrics import MetricsConfig
 from .models import ModelConfig, MoEConfig
 from .optim import OptimConfig
-from .optimizer_checks import check_optimizer
+from .optimizer_checks import check_blocks, check_in_backward, check_optimizer
 from .parallel import ParallelConfig
 from .patches import check_patches
 from .profiler import DebugConfig, ProfileConfig
@@ -88,6 +89,10 @@ class TrainConfig:
     """Stop, with a checkpoint, after so many steps without update one after the other."""
     compile: bool = False
     """Compile each block with ``torch.compile``."""
+    float8: Float8 = Float8.none
+    """Factors of the products in the blocks' linear layers; tensorwise, rowwise: over what a scale is."""
+    float8_all_gather: bool = False
+    """FSDP2 gathers those weights as float8 (tensorwise only)."""
     deterministic: bool = False
     """Deterministic kernels and float64 reductions: the same bits whatever the layout, on 1, 2, 4, 8, … ranks."""
     sum_dtype: SumDType = SumDType.auto
@@ -197,27 +202,43 @@ class Config:
     patches: Any = "auto"
     """Fixes of PyTorch to apply, [NAME,...]; auto for those that its version and the strategy need, [] for none."""
 
-    def validate(self, world_size: int, device_type: str) -> None:
+    def validate(self, world_size: int, device_type: str, node_ranks: int | None = None) -> None:
         """Replace every ``auto`` by its value and check all rooms against each other, before any worker starts.
 
         Args:
             world_size: ranks over all machines.
             device_type: ``cuda``, ``npu`` or ``cpu``.
+            node_ranks: ranks of one machine; None for all of them.
 
         Raises:
             ConfigError: the first mistake found, in one sentence naming key, value and fix.
         """
         assert device_type in DEVICE_TYPES
         self.train.resolve()
+        self.mesh.resolve(world_size, node_ranks or world_size)
         self._choose_sums(device_type)
         self.parallel.resolve(self.train.deterministic)
         self._check_model()
         train = self.train
         self.kernels.resolve(device_type, compiles=train.compile, deterministic=train.deterministic)
+        check_float8(
+            train.float8,
+            train.float8_all_gather,
+            strategy=self.parallel.name,
+            device_type=device_type,
+            computes_in=self.parallel.param_dtype.value,
+            tokens=train.batch_size * train.seq_len,
+            offloads=self.memory.cpu_offload,
+            in_parts=self.parallel.hooks_parts_of_blocks,
+        )
         check_optimizer(self.optim, self.parallel, self.memory, train, device_type)
         self.parallel.validate(world_size, self.mesh, device_type, self.memory.cpu_offload)
+        check_in_backward(self.optim, self.parallel, self.memory, train, self.mesh, world_size)
         self._check_shards(world_size)
         self._check_memory()
+        selective = self.memory.gradient_checkpointing is GradientCheckpointing.selective
+        self.kernels.check_documents(self.data.mask_documents, selective)
+        self.data.check_documents()
         self.data.validate(self.train.seq_len, self.model.vocab_size)
         self._check_evaluation()
         self._check_going_on()
@@ -267,7 +288,7 @@ class Config:
             )
 
     def _check_shards(self, world_size: int) -> None:
-        """Refuse more shards than most parameters have rows: FSDP2 cuts along the first dim."""
+        """Refuse more shards than most parameters have rows, and shards that states cannot follow."""
         if self.parallel.name not in ("fsdp2", "toy_fsdp"):
             return
         shards, dim = self.mesh.shard_ranks(world_size), self.model.dim
@@ -277,6 +298,10 @@ class Config:
                 f"mesh.fsdp_size={self.mesh.fsdp_size} cuts parameters of {dim} rows (model.dim) into {shards} shards, "
                 f"so that ranks would hold nothing of them; set mesh.fsdp_size={fitting}"
             )
+        check_blocks(self.optim, self.model, self.mesh, shards)
+        if self.train.float8_all_gather:
+            with torch.device("meta"):
+                check_even_shards(self.model.build(), shards)
 
     def _check_memory(self) -> None:
         memory, parallel = self.memory, self.parallel
@@ -301,7 +326,7 @@ class Config:
                 f"memory.optimizer_offload=true is not an option of parallel={parallel.name}, whose states are cut; "
                 "leave it out or set parallel=toy_ddp"
             )
-        if memory.optimizer_offload and self.optim.state_bytes == 0:
+        if memory.optimizer_offload and not self.optim.keeps_states:
             raise ConfigError(
                 f"memory.optimizer_offload=true moves states, of which optim={self.optim.name} keeps none as set; "
                 "leave it out or set optim.momentum=0.9"
@@ -317,8 +342,8 @@ class Config:
             )
         if self.train.compile and not parallel.compiles:
             raise ConfigError(
-                f"train.compile=true is not an option of parallel={parallel.name}; set train.compile=false or a "
-                "strategy of PyTorch's own"
+                "train.compile=true passes over every module whose parameters FSDP1 made flat; set "
+                "parallel.use_orig_params=true"
             )
         hidden = parallel.hooks_parts_of_blocks or memory.activation_offload or isinstance(self.model, MoEConfig)
         if self.train.compile and memory.gradient_checkpointing is GradientCheckpointing.selective and hidden:

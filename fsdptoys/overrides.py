@@ -251,6 +251,8 @@ def _check_value(key: str, raw: str, value: Any, option: Option) -> None:
     wanted, nullable = _without_none(option.annotation)
     if value is None and nullable:
         return
+    if wanted is Any and isinstance(option.default, int):
+        wanted = int | str  # OmegaConf cannot merge a field that is declared so
     expected, mended = _mismatch(wanted, value, raw)
     if expected is None:
         return
@@ -282,11 +284,13 @@ def _mismatch(wanted: Any, value: Any, raw: str) -> tuple[str | None, str | None
         names = [member.name for member in wanted]
         return (None, None) if value in names else (_one_of(names), near_miss(str(value), names))
     if typing.get_origin(wanted) is list:
-        of_integers = typing.get_args(wanted) == (int,)
-        if isinstance(value, list) and all(_is_item(item, of_integers) for item in value):
+        (kind,) = typing.get_args(wanted)
+        if isinstance(value, list) and all(_is_item(item, kind) for item in value):
             return None, None
-        mended = f"[{raw}]" if _is_item(value, of_integers) else None
-        return "a list of integers" if of_integers else "a list", mended
+        mended = f"[{raw}]" if _is_item(value, kind) else None
+        return {int: "a list of integers", float: "a list of finite numbers"}.get(kind, "a list"), mended
+    if wanted == int | str:  # which words, the dataclass checks
+        return (None if isinstance(value, str) or type(value) is int else "an integer or a word"), None
     if wanted is Any:  # one word, or several
         words = value if isinstance(value, list) else [value]
         return (None if all(isinstance(word, str) for word in words) else "a word or a list of words"), None
@@ -294,8 +298,10 @@ def _mismatch(wanted: Any, value: Any, raw: str) -> tuple[str | None, str | None
     return (None if isinstance(value, (str, int, float)) else "text"), None
 
 
-def _is_item(value: Any, integer: bool) -> bool:
-    return type(value) is int if integer else isinstance(value, (str, int, float))
+def _is_item(value: Any, kind: type) -> bool:
+    if kind is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    return type(value) is int if kind is int else isinstance(value, (str, int, float))
 
 
 def _without_none(annotation: Any) -> tuple[Any, bool]:

@@ -1,19 +1,23 @@
 """What is done to a model before it is sharded, and to an optimizer after it is built, where the config asks for it."""
 
 import torch
+from torch import Tensor
 
 from .config import Config
 from .device import Device
 from .memory import (
     ActivationOffload,
     CPUOffloadExecutor,
+    OptimizerInBackward,
     checkpoint_blocks,
     compile_blocks,
     offload_optimizer,
     overlap_cpu_offload,
 )
+from .mesh import local_tensor
 from .models import DecoderModel
 from .parallel import Strategy
+from .parallel.strategy import grad_parts
 
 
 def prepare_blocks(model: DecoderModel, config: Config, device: Device) -> None:
@@ -61,3 +65,16 @@ def offload(
             device=context.device,
         )
     return optimizer
+
+
+def update_in_backward(
+    optimizer: torch.optim.Optimizer, strategy: Strategy, config: Config
+) -> OptimizerInBackward | None:
+    """Let the backward take the optimizer's steps, if that is asked for."""
+    if not config.memory.optimizer_in_backward:
+        return None
+
+    def measure(grad: Tensor) -> list[Tensor]:
+        return [strategy.part_norm(part) for part in grad_parts(local_tensor(grad))]
+
+    return OptimizerInBackward(optimizer, (param for _, param in strategy.named_parameters()), measure)

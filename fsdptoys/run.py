@@ -139,7 +139,9 @@ class Run:
         finally:
             # A disk that is too full for weights must not cost the results too.
             if self._recorder:
-                self._recorder.finish(reason, sample, profiler.summary_markdown())
+                watch = self.trainer.compilation
+                compilation = watch.result() if watch else None
+                self._recorder.finish(reason, sample, profiler.summary_markdown(), compilation)
         if stop.gave_up:
             raise GivenUpError(
                 f"stopped after step {self.trainer.steps_done}: {reason}; lower optim.lr or look at the data of these "
@@ -269,6 +271,8 @@ class Run:
     def _on_step(self, metrics: StepMetrics) -> None:
         if self._recorder:
             self._recorder.step(metrics)
+            for sentence in self.trainer.compilation.take_sentences() if self.trainer.compilation else ():
+                self._recorder.message(sentence)
         self._report()
 
     def _save(self, stop: Stop | None) -> None:

@@ -5,10 +5,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from fsdptoys.beside_adamw import MATRICES
 from fsdptoys.config import Config
 from fsdptoys.memory import BucketedOptimizer
 from fsdptoys.mesh import is_dtensor
-from fsdptoys.muon import MATRICES
 from fsdptoys.profiler import LiveBytes, Placed, Situation, Switches, live_bytes
 
 
@@ -42,11 +42,11 @@ def situation(
     parameters = list(parameters)
     model, memory, train = config.model, config.memory, config.train
     shards = config.parallel.name in ("fsdp1", "fsdp2", "toy_fsdp")
-    local_elements = sum(map(_local_elements, parameters))
     groups = optimizer.param_groups if optimizer is not None else []
-    in_matrices = sum(_local_elements(param) for group in groups if group.get(MATRICES) for param in group["params"])
-    optim = config.optim
-    states_bytes = sum(optim.matrix_state_widths) * in_matrices + optim.state_bytes * (local_elements - in_matrices)
+    in_blocks = {param for group in groups if group.get(MATRICES) for param in group["params"]}
+    states_bytes = sum(
+        sum(config.optim.state_bytes(param.shape, _local_elements(param), param in in_blocks)) for param in parameters
+    )
     offloads = memory.optimizer_offload or memory.cpu_offload
     switches = Switches(
         parallel=config.parallel.name,

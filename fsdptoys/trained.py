@@ -23,11 +23,13 @@ from .checkpoint import (
 )
 from .checkpoint.hugging_face import CONFIG_FILE
 from .checkpoint.tensors import read_json
+from .data import DataConfig
 from .device import DEVICE_TYPES, Device, available_device_type
 from .errors import ConfigError
 from .kernels import KernelConfig, put_kernels
 from .models import DecoderModel, ModelConfig, whole
 from .parallel.materialise import init_buffers, materialise
+from .recorded import read_data_config
 from .tokens import CHOICE, TOKENIZER_FILE, Tokenizer, open_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -109,14 +111,37 @@ class TrainedModel:
         Raises:
             ConfigError: if nothing says it.
         """
+        data, reason = self.data(), ""
         if choice is None and isinstance(self._weights, HuggingFaceFolder):
             if (self._weights.path / TOKENIZER_FILE).is_file():
                 choice = str(self._weights.path)
-        elif choice is None and self._setting("data", "name") == "text":
-            choice = "bytes"
+        elif choice is None and data is not None:
+            try:
+                choice = data.find_tokenizer()
+            except ConfigError as error:  # how to train is what it says, and that is not asked here
+                reason = f" any more ({str(error).partition('; ')[0]})"
         if choice is None:
-            raise ConfigError(f"{self.source} has no tokenizer; write {CHOICE}")
-        return open_tokenizer(choice, self.config.vocab_size)
+            raise ConfigError(f"{self.source} has no tokenizer{reason}; write {CHOICE}")
+        return open_tokenizer(choice, self.config.vocab_size, plain=data is not None and data.plain_texts)
+
+    def data(self) -> DataConfig | None:
+        """What a run was trained on, as it was configured; None where nothing says it, as for a folder.
+
+        Raises:
+            ConfigError: if the run's settings cannot be.
+        """
+        return read_data_config(self._settings, self.source) if "data" in self._settings else None
+
+    def data_seed(self) -> int:
+        """That decided a run's synthetic data.
+
+        Raises:
+            ConfigError: if the run's settings do not say it.
+        """
+        seed = self._setting("train", "data_seed")
+        if type(seed) is not int:
+            raise ConfigError(f"{self.source} says train.data_seed={seed}; use the file that the run wrote")
+        return seed
 
     def ends(self) -> frozenset[int]:
         """Ids that end a text, as a folder in Hugging Face format may say."""

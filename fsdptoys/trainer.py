@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,9 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .checkpoint import open_init_from
+from .compilation import CompilationWatch
 from .config import Config
 from .data import BatchStream, TextConfig, TextDataset, eval_batches
 from .device import Device
+from .documents import DocumentCounter
+from .evaluation import held_out_loss, sample_text
+from .float8 import convert_to_float8, prepare_all_gathers
 from .kernels import put_kernels
 from .memory import (
     IGNORE_INDEX,
@@ -35,15 +40,15 @@ from .memory import (
     threads_per_rank,
 )
 from .metrics import SpikeDetector, StepMetrics, step_metrics
-from .optim import build_optimizer, build_schedule, set_schedule
+from .optim import build_optimizer
 from .parallel import Fill, ParallelContext, seeded
 from .parallel.precision import DType
 from .patches import apply_patches
-from .prepare import offload, prepare_blocks
+from .prepare import offload, prepare_blocks, update_in_backward
 from .process import deterministic_kernels, device_of
 from .profiler import Profiler, Situation, explain_out_of_memory
 from .routing import build_routing_balance
-from .sampling import Draw, generate
+from .schedule import build_schedule, set_schedule
 from .signals import STOP_SIGNALS, StopRequest
 from .situation import situation
 from .stopping import Stop, agreed_stop
@@ -77,6 +82,7 @@ class Trainer:
             deterministic=train.deterministic,
             cpu_offload=config.memory.cpu_offload,
             sum_dtype=train.sum_dtype.torch,
+            timeout=timedelta(seconds=config.launch.timeout_seconds),
         )
 
         # 2. The model: a plan without memory, then checkpointing, then sharding, memory and initial values.
@@ -88,6 +94,7 @@ class Trainer:
         put_kernels(model, config.kernels)
         matrix_names = {name for name, param in model.named_parameters() if param.ndim >= 2}
         block_names = {f"layers.{name}" for name, _ in model.layers.named_parameters()}
+        convert_to_float8(model, train.float8, train.float8_all_gather, self.device.type)
         prepare_blocks(model, config, self.device)
         self.strategy = config.parallel.build(context)
         local = self.strategy.local_data_ranks
@@ -109,21 +116,22 @@ class Trainer:
             self.strategy.parallelize(model, fill)
 
         # 3. What is minimised, and what updates it.
-        chunks = (
-            memory.chunk_loss,
-            None if memory.chunk_tokens == "auto" else int(memory.chunk_tokens),
-            memory.chunk_grad_dtype,
-        )
+        chunk_tokens = None if memory.chunk_tokens == "auto" else int(memory.chunk_tokens)
+        chunks = (memory.chunk_loss, chunk_tokens, memory.chunk_grad_dtype)
         self.loss_fn = build_loss(*chunks, Objective(train.label_smoothing, train.z_loss_coef))
         self.eval_loss_fn = build_loss(*chunks)
         optimizer = build_optimizer(config.optim, self.strategy.named_parameters(), matrix_names, block_names)
         self.strategy.attach(optimizer)
         with explain_out_of_memory(self.device, constructing):
             self.optimizer = offload(optimizer, self.strategy, config, self._cpu_threads)
+        self.in_backward = update_in_backward(self.optimizer, self.strategy, config)
         self.schedule = build_schedule(config.optim, self.optimizer, train.steps)
 
         # 4. What it learns from: this process's share of every global batch.
         self.dataset = config.data.build(train.seq_len, config.model.vocab_size, train.data_seed)
+        self.documents = None
+        if config.data.mask_documents:
+            self.documents = DocumentCounter(model, self.dataset.end_labels_with_documents(), train.seq_len)
         self.batches = BatchStream(
             self.dataset.train,
             train.batch_size,
@@ -139,6 +147,8 @@ class Trainer:
         self.spikes = SpikeDetector(config.metrics.spike_threshold)
         self.history: list[StepMetrics] = []
         """Of the steps that this object took."""
+        self.compilation = CompilationWatch() if train.compile or config.kernels.compiles else None
+        """What the compiler has done since; None where nothing is compiled."""
         self.on_phase: Callable[[int, str], None] = lambda step, phase: None
         """Told the step and what it is at: forward, backward, optimizer, evaluation."""
         self.around_step: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext()
@@ -170,6 +180,7 @@ class Trainer:
         """
         self.batches.load_state_dict(facts["data"])
         self.strategy.load_state_tensors(self.optimizer, load)
+        self._prepare_all_gathers()
         self.steps_done = facts["step"]
         set_schedule(self.schedule, self.steps_done)
         if isinstance(self.optimizer, BucketedOptimizer):
@@ -207,6 +218,8 @@ class Trainer:
                 with explain_out_of_memory(self.device, functools.partial(self._situation, step)):
                     with self.around_step(step):
                         metrics, stop = self._train_step(step, started, request)
+                    if self.compilation:
+                        self.compilation.passed("training", step)
                     if stop is None and step == train.steps:
                         stop = Stop("all steps done")
                     hurries = stop is not None and stop.signal
@@ -232,12 +245,14 @@ class Trainer:
         self._enter(step, "data")
         train, strategy, device = self.config.train, self.strategy, self.device.torch_device
         microbatches = self.batches.next_step()
+        data_wait_seconds = time.perf_counter() - started
 
         # 1. The loss is the mean over the valid tokens of all ranks and micro-batches, so count them first.
-        counted = torch.tensor(sum(int((labels_BT != IGNORE_INDEX).sum()) for _, labels_BT in microbatches))
-        counted = counted.to(device)
+        counts = [sum(int((labels_BT != IGNORE_INDEX).sum()) for _, labels_BT in microbatches)]
+        counts += self.documents.count(microbatches) if self.documents else []
+        counted = torch.tensor(counts).to(device)
         dist.all_reduce(counted)
-        valid = int(counted.item())
+        valid, *in_documents = counted.tolist()
 
         # 2. Forward and backward of each micro-batch; gradients add up.
         loss_sum = self._zero()
@@ -290,7 +305,7 @@ class Trainer:
             learning_rate=learning_rate,
             step_time_seconds=seconds,
             valid_tokens=valid,
-            flops_per_token=self.flops_per_token,
+            flops_per_token=self.documents.flops_per_token(in_documents) if self.documents else self.flops_per_token,
             world_size=self.world_size,
             device=self.device,
             # The published peaks are those of bfloat16.
@@ -299,6 +314,7 @@ class Trainer:
             skipped=skipped,
             skipped_steps=self.skipped_steps,
             loss_spike=self.spikes.spike(loss),
+            data_wait_seconds=data_wait_seconds,
         )
         in_a_row = self._skipped_in_a_row
         return metrics, agreed_stop(train, votes, skipped=skipped, in_a_row=in_a_row, in_all=self.skipped_steps)
@@ -316,6 +332,8 @@ class Trainer:
     def _clip(self, max_norm: float) -> Tensor:
         """Scale the gradients down to ``max_norm``, or have them scaled by the update; return their norm before."""
         strategy, optimizer = self.strategy, self.optimizer
+        if self.in_backward:
+            return strategy.total_norm(self.in_backward.take_norms())
         with self._threads_for_cpu_offload():
             if isinstance(optimizer, BucketedOptimizer):
                 map_parts = optimizer.executor.map if isinstance(optimizer.executor, Workers) else map
@@ -323,9 +341,16 @@ class Trainer:
             return strategy.clip_grad_norm(max_norm)
 
     def _update(self) -> None:
-        """Take the optimizer's step, or begin it."""
-        with self._threads_for_cpu_offload():
-            self.optimizer.step()
+        """Take the optimizer's step, or begin it, unless the backward did."""
+        if not self.in_backward:
+            with self._threads_for_cpu_offload():
+                self.optimizer.step()
+        self._prepare_all_gathers()
+
+    def _prepare_all_gathers(self) -> None:
+        # Where updates are deferred, each unit's all-gather finds its scales by itself.
+        if self.config.train.float8_all_gather and not isinstance(self.optimizer, BucketedOptimizer):
+            prepare_all_gathers(self.strategy.model)
 
     def _threads_for_cpu_offload(self) -> AbstractContextManager[None]:
         memory = self.config.memory
@@ -337,24 +362,18 @@ class Trainer:
         if isinstance(self.optimizer, BucketedOptimizer):
             self.optimizer.finish_updates()
 
-    @torch.no_grad()
     def _evaluate(self, step: int) -> float:
         """Mean loss over the first batches of the held-out part, in nats a token."""
-        train, device = self.config.train, self.device.torch_device
+        train = self.config.train
         assert self.dataset.eval is not None
         self._enter(step, "evaluation")
         self._finish_updates()
-        self.strategy.model.eval()
-        loss_sum, valid = self._zero(), self._zero()
-        for tokens_BT, labels_BT in eval_batches(
-            self.dataset.eval, train.batch_size, train.eval_batches, self.rank, self.world_size
-        ):
-            loss_sum += self.strategy.model(tokens_BT.to(device), labels_BT.to(device), self.eval_loss_fn)
-            valid += int((labels_BT != IGNORE_INDEX).sum())
-        dist.all_reduce(loss_sum)
-        dist.all_reduce(valid)
-        self.strategy.model.train()
-        return loss_sum.item() / max(1.0, valid.item())
+        ranks = (self.rank, self.world_size)
+        batches = eval_batches(self.dataset.eval, train.batch_size, train.eval_batches, *ranks)
+        loss = held_out_loss(self.strategy.model, self.eval_loss_fn, batches, self._zero())
+        if self.compilation:
+            self.compilation.passed("evaluation", step)
+        return loss
 
     def sample(self) -> str | None:
         """The prompt and what the model goes on with, where the data is text and a sample is asked for."""
@@ -362,15 +381,8 @@ class Trainer:
         if not isinstance(data, TextConfig) or data.sample_tokens == 0:
             return None
         assert isinstance(self.dataset, TextDataset) and train.sample_seed is not None
-        prompt = torch.from_numpy(self.dataset.encode(data.sample_prompt)).to(self.device.torch_device)
-        self.strategy.model.eval()
-        draw = Draw(data.sample_temperature, seed=train.sample_seed)
-        # The compiler would compile for every length anew.
-        compiles = train.compile or self.config.kernels.compiles
-        with torch.compiler.set_stance("force_eager") if compiles else nullcontext():
-            tokens = generate(self.strategy.model, prompt, data.sample_tokens, train.seq_len, draw)
-        self.strategy.model.train()
-        return self.dataset.decode(tokens.cpu().numpy())
+        model, device, compiled = self.strategy.model, self.device.torch_device, self.compilation is not None
+        return sample_text(model, data, self.dataset, train.seq_len, train.sample_seed, device, compiled=compiled)
 
     def _enter(self, step: int, phase: str) -> None:
         self._phase = phase

@@ -31,7 +31,9 @@ COMMANDS = (
        fsdptoys convert to-hf RUN OUT_DIR
        fsdptoys convert from-hf DIR
        fsdptoys generate RUN_OR_DIR --prompt TEXT ...
-       fsdptoys evaluate RUN_OR_DIR --text FILE
+       fsdptoys evaluate RUN_OR_DIR [--text FILE]
+       fsdptoys data prepare FILE ... --out DIR --tokenizer T
+       fsdptoys data check | show DIR ...
        fsdptoys --version
 
 Trains a language model, as configured. Without any word it finds the hardware and trains what fits it.
@@ -46,7 +48,8 @@ Trains a language model, as configured. Without any word it finds the hardware a
   models           parameters, active parameters and FLOPs a token of the model presets
   convert          write a run's weights in Hugging Face format, or read such a folder
   generate         go on from a prompt with a run's weights or those of a folder in Hugging Face format
-  evaluate         loss and perplexity of such a model on a text
+  evaluate         loss and perplexity of such a model on a text, or on what its run held out
+  data             turn files of text into a folder of tokens to train on; check such folders; data --help tells more
 """
 )
 
@@ -148,7 +151,7 @@ TRAINED = """\
   --context N            tokens that the model sees at most: train.seq_len of a run, the model's own of a folder, if
                          left out; at most model.max_seq_len
   --tokenizer T          bytes, ids (text is numbers with blanks between), or a tokenizer.json or its folder; if left
-                         out, the folder's own, or bytes for a run with data=text
+                         out, the folder's own, or what the run's data was made with
   --device D             cuda, npu or cpu; an accelerator where there is one, if left out
   --dtype D              number format of the weights: float32 (if left out), bfloat16 or float16
 """
@@ -175,16 +178,45 @@ eos_token_id, if it has one.
 """
 
 EVALUATE = """\
-usage: fsdptoys evaluate RUN_OR_DIR --text FILE [options]
+usage: fsdptoys evaluate RUN [options]
+       fsdptoys evaluate RUN_OR_DIR --text FILE [options]
 
-Tells the loss of the model on a text in nats a token, its perplexity, and bits a byte. The text is read in windows of
---context tokens, each by itself.
+Tells the loss of the model in nats a token, its perplexity, and bits a byte: on what the run held out of its own data,
+as the run's settings name it, or on a text. It is read in windows of --context tokens, each by itself.
 
 {source}
-  --text FILE            of which all tokens but the first are predicted once
+  --text FILE            of which all tokens but the first are predicted once; what the run held out, if left out
+  --windows N            the first N windows of what the run held out; all if left out
   --batch N              windows at a time; 1 if left out
 {trained}\
   --json                 exact numbers, as an object
+"""
+
+
+DATA = """\
+usage: fsdptoys data prepare FILE ... --out DIR --tokenizer T [options]
+       fsdptoys data check DIR ...
+       fsdptoys data show DIR ... [--json]
+
+  prepare  turn text into ids, in several processes, and write them as memory-mapped shards with an index and checksums;
+           data=prepared data.folder=DIR trains from them. DIR gets its name when it is whole. After an interruption
+           the same command goes on from where it was; the result does not depend on that, nor on --processes.
+  check    read every byte and hold it against the checksums; status 1 where one is damaged
+  show     what the index says: documents, tokens, splits, tokenizer, sources
+
+FILE is a path, a glob, or stdlib (the source of Python's standard library). Its name says what it holds: .jsonl,
+.ndjson and .json one object a line, .parquet and .arrow tables, anything else one document of text in UTF-8; .gz and
+.zst are unpacked. A folder that datasets has saved to disk is read too. Tables, such folders and .zst need
+pip install 'fsdptoys[data]'.
+
+  --out DIR              folder to make; must not exist
+  --tokenizer T          bytes, or a tokenizer.json or the folder that holds it
+  --document-end TOKEN   ends each document; the tokenizer's own if left out, 0 for bytes
+  --field NAME           of records and tables, the field that holds the text; text if left out
+  --eval-fraction X      share of the documents held out, by a hash of their text; 0 if left out
+  --processes N          that turn text into ids; one a core if left out
+  --shard-tokens N       a shard ends with the document that brings it to so many; {shard_tokens} if left out
+  --json                 of show: exact numbers, as a list of objects
 """
 
 
@@ -216,6 +248,11 @@ def generate_help() -> str:
 def evaluate_help() -> str:
     """The page of ``fsdptoys evaluate --help``."""
     return EVALUATE.format(source=SOURCE, trained=TRAINED)
+
+
+def data_help() -> str:
+    """The page of ``fsdptoys data --help``."""
+    return DATA.format(shard_tokens=2**27)
 
 
 def plan_help() -> str:

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The one test command, which continuous integration runs too: `bash scripts/test.sh [arguments for pytest]`.
 #
-# In order, stopping at the first failure: ruff, import floors, mypy, pytest under coverage. With no arguments the whole
-# suite runs, three processes at a time, and at least 90% of the lines must be covered; with arguments
+# In order, stopping at the first failure: ruff, import floors, mypy, pytest, most of it under coverage. With no arguments
+# the whole suite runs, three processes at a time, and at least 90% of the lines must be covered; with arguments
 # (`tests/data -k resume`) one process runs what they name, and coverage is only told. CHAOS_KILLS=10 kills real runs too.
 #
 # The tests run on the checkout with the active virtual environment's or PATH's python3 (PYTHON=/path/to/python
@@ -15,22 +15,30 @@ minimum_percent=90
 # A process takes one share after the other, those that take longest first; what no share has, a new file of a folder
 # that was split too, runs beside them. Three at a time, for two cores: tests wait for each other's ranks a fifth of the
 # time. Not pytest-xdist: its workers have threads, and the tests fork ranks.
-shares=(
+# The first ones run without coverage, under which PyTorch's own Python is two thirds slower, measured or not: what they
+# run of this project, the others run too.
+plain=(
   "tests/simulated_npu/test_training.py"
-  "tests/plan tests/simulator"
+  "tests/cluster"
   "tests/parallel/test_equality.py tests/parallel/test_toys.py"
   "tests/simulated_npu/test_command_line.py tests/simulated_npu/test_patches.py"
+  "tests/plan/test_tracing.py tests/plan/test_real_allocations.py"
+  "tests/parallel/test_state.py tests/parallel/test_checkpointed_collectives.py"
+  "tests/simulated_npu/test_device.py tests/simulated_npu/test_collectives.py"
+)
+measured=(
+  "tests/plan tests/simulator"
   "tests/memory"
   "tests/checkpoint"
   "tests/toys"
-  "tests/parallel/test_state.py tests/parallel/test_checkpointed_collectives.py"
   "tests/test_planning.py tests/test_resume.py"
+  "tests/test_compilation.py tests/test_float8.py tests/test_low_bit_adamw.py" # no other fork has the compiler's threads
   "tests/models"
-  "tests/simulated_npu/test_device.py tests/simulated_npu/test_collectives.py"
   "tests/report tests/recorded"
   "tests/data tests/metrics tests/profiler tests/patches"
   "tests/sweep tests/sweeping"
 )
+shares=("${plain[@]}" "${measured[@]}")
 
 say() { printf 'test.sh: %s\n' "$1"; }
 fail() {
@@ -52,7 +60,7 @@ def numbers(version):
     return [int(part) for part in re.findall(r"\d+", version)[:3]]
 
 with open("pyproject.toml", encoding="utf-8") as file:
-    arrays = re.findall(r"^(?:dependencies|oracle|report|slurm|tensorboard|wandb|test) = \[(.*?)\]$", file.read(), re.S | re.M)
+    arrays = re.findall(r"^(?:dependencies|data|generate|oracle|report|slurm|tensorboard|torchao|wandb|test) = \[(.*?)\]$", file.read(), re.S | re.M)
 for name, floor in re.findall(r'"([\w.-]+)(?:>=([\d.]+))?"', "".join(arrays)):
     try:
         if numbers(metadata.version(name)) < numbers(floor):
@@ -152,23 +160,23 @@ log_of() { # number of a share
 
 # shellcheck disable=SC2329
 take_shares() { # one process after the other, until none of the shares is left; each has a log and coverage of its own
-  local number folders status=0
+  local number folders others runner status=0
   for number in "${!shares[@]}"; do
     mkdir "$scratch/taken-$number" 2>/dev/null || continue
     read -ra folders <<<"${shares[number]}"
-    COVERAGE_FILE=$scratch/coverage-$number "$python" -m coverage run -m pytest --color="$color" \
-      "${folders[@]}" >"$(log_of "$number")" 2>&1 </dev/null || status=$?
+    read -ra others <<<"${shares[*]:0:number} ${shares[*]:number+1}" # may be files of these folders
+    runner=(-m coverage run -m pytest)
+    ((number >= ${#plain[@]})) || runner=(-m pytest)
+    COVERAGE_FILE=$scratch/coverage-$number "$python" "${runner[@]}" --color="$color" \
+      "${folders[@]}" "${others[@]/#/--ignore=}" >"$(log_of "$number")" 2>&1 </dev/null || status=$?
   done
   return "$status"
 }
 
 # shellcheck disable=SC2329
 run_shares() { # what no share has is shown as it goes, the shares when all are done
-  local status=0 lane share folders ignored=()
-  for share in "${shares[@]}"; do
-    read -ra folders <<<"$share"
-    ignored+=("${folders[@]/#/--ignore=}")
-  done
+  local status=0 lane ignored
+  read -ra ignored <<<"${shares[*]}"
   set -m # without job control bash has what runs in the background ignore Ctrl-C, which tests send their own processes
   for lane in 1 2; do
     take_shares &
@@ -176,7 +184,7 @@ run_shares() { # what no share has is shown as it goes, the shares when all are 
   done
   set +m
   trap 'kill_lanes -INT' INT
-  run_pytest tests "${ignored[@]}" || status=$?
+  run_pytest tests "${ignored[@]/#/--ignore=}" || status=$?
   ((status)) || take_shares || status=$?
   for lane in "${lanes[@]}"; do
     local lane_status=0

@@ -7,8 +7,8 @@ import pytest
 from scripts import bench_toys
 from scripts.bench_toys import Contestant, Measured
 
-TINY = ["--rounds", "1", "--turns", "2", "--warmup", "1", "--dim", "32", "--layers", "2", "--heads", "2"]
-TINY += ["--vocab-size", "101", "--batch-size", "1", "--seq-len", "16"]
+TINY = ["--rounds", "1", "--turns", "2", "--warmup", "1", "--dim", "128", "--layers", "2", "--heads", "2"]
+TINY += ["--vocab-size", "4001", "--batch-size", "1", "--seq-len", "16"]
 
 
 @pytest.mark.usefixtures("unmeasured")

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 
 
 HELP = ["", "--version", "--help", "models --help", "plan --help", "plan search -h", "convert", "convert to-hf -h"]
-HELP += ["generate", "evaluate -h"]
+HELP += ["generate", "evaluate -h", "data prepare --help"]
 HELP += ["train --help"]
 PLAN = "train --cfg job launch.device=cpu"
 """What the launcher does before it starts its workers."""

@@ -76,6 +76,41 @@ MISTAKES = {
     "optim.state_dtype=bfloat16 parallel=fsdp2 memory.cpu_offload=true memory.cpu_offload_executor=overlapped": "optim."
     "state_dtype=bfloat16 is not an option of memory.cpu_offload_executor=overlapped; set "
     "memory.cpu_offload_executor=native or optim.state_dtype=float32",
+    "optim.state_dtype=int8 parallel=fsdp1": "optim.state_dtype=int8 keeps a scale for each part of a row of a matrix, "
+    "which parallel=fsdp1 cuts elsewhere than between rows; set parallel=fsdp2 or optim.state_dtype=bfloat16",
+    "optim.state_dtype=int4 parallel=toy_zero3": "optim.state_dtype=int4 keeps a scale for each part of a row of a "
+    "matrix, which parallel=toy_zero3 keeps on one rank each; set parallel=fsdp2 or optim.state_dtype=bfloat16",
+    "optim.state_dtype=int8 memory.optimizer_offload=true": "optim.state_dtype=int8 is of states that stay where they "
+    "are, which memory.optimizer_offload=true moves; set memory.offload_state_dtype=bfloat16 and "
+    "optim.state_dtype=float32",
+    "optim.state_dtype=float8 optim.implementation=foreach": "optim.implementation=foreach is not an option of optim."
+    "state_dtype=float8; set optim.implementation=fused, which compiles the update, or optim.implementation=for_loop",
+    "optim.state_dtype=int8 optim.implementation=fused train.deterministic=true": "optim.implementation=fused compiles "
+    "updates for each size with optim.state_dtype=int8, and rounds by it, which train.deterministic=true rules out; "
+    "set optim.implementation=auto",
+    "memory.optimizer_in_backward=true parallel=ddp": "memory.optimizer_in_backward=true frees gradients as they come, "
+    "and parallel=ddp keeps all of them in its buckets; set parallel=fsdp2 or memory.optimizer_in_backward=false",
+    "memory.optimizer_in_backward=true parallel=fsdp1": "memory.optimizer_in_backward=true frees gradients as they "
+    "come, and parallel=fsdp1 gives them to the optimizer after the whole backward; set parallel=fsdp2 or "
+    "memory.optimizer_in_backward=false",
+    "memory.optimizer_in_backward=true parallel=fsdp2 mesh.fsdp_size=1": "memory.optimizer_in_backward=true saves "
+    "nothing with mesh.fsdp_size=1, since FSDP2 holds gradients that go to replicas until the backward ends; set "
+    "mesh.fsdp_size=-1 or memory.optimizer_in_backward=false",
+    "memory.optimizer_in_backward=true parallel=fsdp2 optim=muon": "memory.optimizer_in_backward=true updates one "
+    "parameter at a time, and optim=muon deals many out over the ranks; set optim=adamw or "
+    "memory.optimizer_in_backward=false",
+    "memory.optimizer_in_backward=true parallel=fsdp2 memory.cpu_offload=true": "memory.optimizer_in_backward=true "
+    "updates on the device in the backward, and memory.cpu_offload=true elsewhere or later; set "
+    "memory.cpu_offload=false or memory.optimizer_in_backward=false",
+    "memory.optimizer_in_backward=true parallel=fsdp2 train.grad_accum=2": "memory.optimizer_in_backward=true leaves "
+    "no gradients to add to, which train.grad_accum=2 asks for; set train.grad_accum=1 or "
+    "memory.optimizer_in_backward=false",
+    "memory.optimizer_in_backward=true parallel=fsdp2": "memory.optimizer_in_backward=true updates before the norm of "
+    "all gradients is known, by which train.max_grad_norm=1.0 scales them; set train.max_grad_norm=null or "
+    "memory.optimizer_in_backward=false",
+    "memory.optimizer_in_backward=true parallel=fsdp2 train.max_grad_norm=null": "memory.optimizer_in_backward=true "
+    "updates before it is known whether all gradients are finite, for which train.skip_nonfinite=true waits; set "
+    "train.skip_nonfinite=false or memory.optimizer_in_backward=false",
     "model.top_k=2": "model.top_k=2 is not an option of model=llama_debug, it belongs to llama4_debug, llama4_mini, "
     "llama4_scout, qwen3_moe_30b_a3b, qwen3_moe_debug, qwen3_moe_mini; set model=llama4_debug or leave it out",
     "experiment.top_k=2": "experiment.top_k=2 names a key that does not exist; did you mean experiment=2?",
@@ -136,6 +171,13 @@ MISTAKES = {
     "model.init_from=missing": "model.init_from=missing does not exist, where a folder in Hugging Face format is "
     "expected; name one that holds config.json and safetensors files",
     # Values that do not go together.
+    "data=bin data.files=[stream.bin] data.mask_documents=true": "data.mask_documents=true must know which id ends a "
+    "document, which data=bin does not tell as set; set data.document_end=ID or data.mask_documents=false",
+    "data=bin data.files=[stream.bin] data.document_end=300": "data.document_end=300 is no id below "
+    "model.vocab_size=256; set data.document_end to the id that ends documents in the files, or to null",
+    "data.mask_documents=true kernels.document_attention=flex": "kernels.document_attention=flex is PyTorch's "
+    "flex_attention, which trains on CUDA alone and is not known to be deterministic, and this run is on cpu; set "
+    "kernels.document_attention=auto",
     "model=qwen3_moe_debug model.top_k=9": "model.top_k=9 is more than model.n_experts=8; set model.top_k=8",
     "model=qwen3_moe_debug model.moe_every=3": "model.moe_every=3 leaves none of the model.n_layers=2 blocks with "
     "experts; set model.moe_every=1",
@@ -158,6 +200,10 @@ MISTAKES = {
     "set data.sample_prompt='def read(self, size=-1):'",
     "data=bin data.files=[missing.bin]": "data.files=[missing.bin] does not exist; set data.files to files that do, "
     f"as seen from {Path.cwd()}",
+    "data=prepared data.weights=[a]": "data.weights=[a] must be a list of finite numbers; set data.weights=[]",
+    "data=prepared data.weights=2": "data.weights=2 must be a list of finite numbers; set data.weights=[2]",
+    "data=prepared data.folder=missing": "data.folder=missing is no folder with an index.json; make one with fsdptoys "
+    "data prepare FILE ... --out missing --tokenizer T",
     "data=text data.files=[missing.txt]": "data.files=[missing.txt] does not exist; set data.files to files that do, "
     f"as seen from {Path.cwd()}",
     f"metrics.run_dir={__file__}/x": f"metrics.run_dir={__file__}/x needs a folder at {__file__}, "
@@ -181,6 +227,9 @@ MISTAKES = {
     "plan.rows=0": "plan.rows=0 must be at least 1; set plan.rows=10",
     "plan.memory_gib=0": "plan.memory_gib=0.0 must be a finite number above 0; set plan.memory_gib=80, or null for all "
     "that the hardware has",
+    "mesh.fsdp_size=nod": "mesh.fsdp_size=nod must be a number of ranks, node for those of a machine, or -1 for all "
+    "ranks; set mesh.fsdp_size=node",
+    "mesh.fsdp_size=1.5": "mesh.fsdp_size=1.5 must be an integer or a word; set mesh.fsdp_size=-1",
     "mesh.fsdp_size=3": "mesh.fsdp_size=3 must divide the world size 2; set mesh.fsdp_size=2 or "
     "launch.nproc_per_node=3",
     "parallel=single": "parallel=single runs one process, the world size is 2; set parallel=ddp or "
@@ -231,6 +280,8 @@ MISTAKES = {
     f"which is none of {', '.join(SAVED_OPERATORS)}; set memory.checkpointing_save=[{','.join(SAVED_OPERATORS)}]",
     "train.compile=true memory.checkpointing_budget=2": "memory.checkpointing_budget=2.0 must be between 0 and 1; "
     "set memory.checkpointing_budget=0.5",
+    "parallel=fsdp1 parallel.use_orig_params=false optim.weight_decay_on=all train.compile=true": "train.compile=true "
+    "passes over every module whose parameters FSDP1 made flat; set parallel.use_orig_params=true",
     "memory.checkpointing_budget=0.5": "memory.checkpointing_budget=0.5 acts through the compiler; "
     "set train.compile=true",
     "train.compile=true memory.checkpointing_budget=0.5 memory.gradient_checkpointing=full": "memory."
@@ -341,6 +392,29 @@ def test_more_shards_than_rows_are_refused() -> None:
         "them; set mesh.fsdp_size=48"
     )
     compose_config(["parallel=fsdp1"]).validate(96, "cuda")
+
+
+def test_shards_that_end_within_a_block_of_states_are_refused() -> None:
+    """Oracle: the sentence; 1,024 ranks divide neither 128 experts nor their 1,536 rows, but their 2,048 columns."""
+    words = ["model=qwen3_moe_30b_a3b", "optim.state_dtype=int8"]
+    with pytest.raises(ConfigError) as caught:
+        compose_config(words).validate(1024, "cuda")
+    assert str(caught.value) == (
+        "optim.state_dtype=int8 keeps a scale for 256 numbers of a row, and mesh.fsdp_size=-1 cuts rows of "
+        "layers.0.mlp.experts.gate_up_proj into 2; set a mesh.fsdp_size that divides 128 or optim.state_dtype=bfloat16"
+    )
+    compose_config([*words, "mesh.fsdp_size=128"]).validate(1024, "cuda")
+
+
+def test_states_of_few_bits_without_their_package_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the sentence."""
+    monkeypatch.setattr("fsdptoys.low_bit_adamw.is_installed", lambda: False)
+    with pytest.raises(ConfigError) as caught:
+        compose_and_validate(["optim.state_dtype=int4"])
+    assert str(caught.value) == (
+        "optim.state_dtype=int4 needs the package torchao, which is not installed; run pip install "
+        "'fsdptoys[torchao]' or set optim.state_dtype=bfloat16"
+    )
 
 
 def test_defaults_are_no_mistake() -> None:

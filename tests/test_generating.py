@@ -1,5 +1,6 @@
 """``fsdptoys generate``: what it prints, and how it refuses."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -8,13 +9,18 @@ import torch
 import yaml
 
 from fsdptoys.__main__ import main
+from fsdptoys.data import DataConfig, HFConfig, PreparedConfig, TextConfig
 from fsdptoys.errors import ConfigError
 from fsdptoys.generating import run_generate
 from fsdptoys.models import LlamaConfig
+from fsdptoys.parallel import SingleConfig
 from fsdptoys.sampling import Draw, generate
+from fsdptoys.tokens import CHOICE
 from tests.checkpoint.folders import build, write
 from tests.checkpoint.test_weights import save_run
+from tests.data import test_prepare as prepared
 from tests.models.families import SMALL
+from tests.parallel.runs import make_config
 
 BYTES = LlamaConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=256, max_seq_len=64)
 
@@ -140,6 +146,65 @@ def test_a_folders_own_tokenizer_is_used_where_no_other_is_named(
     plain = ["--prompt", "1 0", "--tokens", "5", "--context", "16", "--tokenizer", "ids"]
     assert made(capsys, "folder", *words) == made(capsys, "folder", *plain)
     assert made(capsys, "run", *words, "--tokenizer", "folder") == made(capsys, "run", *plain)
+
+
+def train_on(run: Path, data: DataConfig) -> None:
+    """Have a run's settings name other data."""
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    settings["data"] = dataclasses.replace(make_config(SingleConfig(), 1), data=data).to_dict()["data"]
+    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+
+
+@pytest.mark.parametrize("kind", ["folder", "second folder", "files", "cache"])
+def test_a_runs_own_tokenizer_is_used_where_no_other_is_named(
+    kind: str, places: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the ids of the words, by hand: all four, though the file would cut after three, and none special."""
+    pytest.importorskip("tokenizers")
+    tokenizer = Path(prepared.save_tokenizer(places / "tokenizer", None))
+    prepared.write_lines(places / "a.jsonl", ["one two"])
+    data: DataConfig = HFConfig(files=["a.jsonl"], tokenizer=str(tokenizer), cache="cache", processes=1)
+    if "folder" in kind:
+        for name in ("out", "other"):
+            prepared.prepare(prepared.request(places / name, "a.jsonl", tokenizer=str(tokenizer)))
+        data = PreparedConfig(folder="out") if kind == "folder" else PreparedConfig(sources=["other", "out"])
+        tree = json.loads((places / "other" / "index.json").read_text())
+        (places / "other" / "index.json").write_text(json.dumps(tree | {"tokenizer_file_sha256": None}))
+    elif kind == "cache":
+        data.prepare(1, 256)
+    if kind != "files":
+        (tokenizer / "tokenizer.json").unlink()
+    train_on(places / "run", data)
+    words = ["run", "--tokens", "5", "--prompt"]
+    plain = [*words, "2 3 2 5 7 6", "--tokenizer", "ids"]
+    assert made(capsys, *words, "one two one <|endoftext|>") == made(capsys, *plain)
+
+
+def test_runs_on_bytes_take_bytes(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the same with the tokenizer named, for every kind of data that may be bytes."""
+    prepared.write_lines(places / "a.jsonl", ["one two"])
+    prepared.prepare(prepared.request(places / "out", "a.jsonl"))
+    words = ["run", "--tokens", "5", "--prompt", "abc"]
+    wanted = made(capsys, *words, "--tokenizer", "bytes")
+    for data in (TextConfig(), PreparedConfig(folder="out"), HFConfig(files=["gone"])):
+        train_on(places / "run", data)
+        assert made(capsys, *words) == wanted
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (PreparedConfig(folder="gone"), "data.folder=gone is no folder with an index.json"),
+        (HFConfig(files=["a.jsonl"], tokenizer="gone.json", cache="gone"), "data.tokenizer=gone.json is not there, and "
+         "nor is a copy in the cache"),
+    ],
+)  # fmt: skip
+def test_a_tokenizer_that_is_gone_is_told(data: DataConfig, reason: str, places: Path) -> None:
+    """Oracle: the sentence."""
+    train_on(places / "run", data)
+    with pytest.raises(ConfigError) as refused:
+        run_generate(["run", "--prompt", "a"])
+    assert str(refused.value) == f"run has no tokenizer any more ({reason}); write {CHOICE}"
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,8 @@ def test_reader_sees_whole_records_alone(tmp_path: Path) -> None:
     writer = multiprocessing.get_context("fork").Process(target=write_until_ended, args=(tmp_path,))
     writer.start()
     try:
+        while all(sign.step == 0 for sign in read_heartbeats(tmp_path).values()):
+            time.sleep(0.01)  # until it writes
         signs = [sign for _ in range(2000) for sign in read_heartbeats(tmp_path).values()]
     finally:
         writer.kill()

@@ -35,7 +35,7 @@ from fsdptoys.trainer import Trainer
 from scripts.parity import hash_parameters
 from scripts.ranks import run_ranks
 from tests.measuring import without_coverage
-from tests.parallel.runs import TINY, make_config, tiny_model
+from tests.parallel.runs import TINY, WITH_BLOCKS, make_config, tiny_model
 
 STEPS = 6
 SHORT = 4
@@ -132,6 +132,8 @@ def two_ranks() -> dict[str, tuple[Config, dict[str, Any]]]:
     lazy = {"optimizer_offload": True, "offload_schedule": OffloadSchedule.lazy}
     rounded = {"optimizer_offload": True, "offload_state_dtype": StateDType.bfloat16}
     halved = AdamWConfig(lr=1e-2, state_dtype=KeptDType.bfloat16, weight_decay_on=WeightDecayOn.all)
+    eighth = AdamWConfig(lr=1e-2, state_dtype=KeptDType.int8, weight_decay_on=WeightDecayOn.all)
+    few_bits = {"optim": eighth, "model": WITH_BLOCKS["qwen3_moe"]}
     overlapped = {"cpu_offload": True, "cpu_offload_executor": CPUOffloadExecutor.overlapped, "cpu_threads": 2}
     return {
         "ddp, at a URL": row(DDPConfig(), checkpoint={"url": "file://"}),
@@ -150,6 +152,12 @@ def two_ranks() -> dict[str, tuple[Config, dict[str, Any]]]:
         "fsdp1, bf16 states": row(FSDP1Config(), optim=halved),
         "fsdp1, flat, bf16 states": row(FSDP1Config(use_orig_params=False), optim=halved),
         "fsdp2, bf16 states": row(FSDP2Config(), optim=halved, checkpoint=background),
+        "ddp, int8 states": row(DDPConfig(), **few_bits),
+        "fsdp2, int8 states, whole tensors": row(FSDP2Config(), checkpoint={"form": Form.full}, **few_bits),
+        "fsdp2, int8 states": row(FSDP2Config(), checkpoint=background, **few_bits),
+        "fsdp2, optimizer in the backward": row(
+            FSDP2Config(), {"optimizer_in_backward": True}, max_grad_norm=None, skip_nonfinite=False, grad_accum=1
+        ),
         "ddp, rounded offload": row(DDPConfig(), rounded),
         "fsdp2, rounded offload": row(FSDP2Config(), rounded, optim=SGDConfig(lr=1e-2)),
         "fsdp2, overlapped CPU offload": row(FSDP2Config(), overlapped, checkpoint=background),

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -449,3 +450,30 @@ def test_patches_are_told_in_the_summary_and_undone_after_the_run(tmp_path: Path
     assert undone
     summary = (tmp_path / "run" / "summary.md").read_text()
     assert all(f"{name}={what}" in summary for name, what in report.items())
+
+
+def train_with_slow_data(config: Config) -> list[dict[str, Any]]:
+    """Rank 0's lines on steps of which the third waits for its batches."""
+    trainer = Trainer(config)
+    next_step, taken = trainer.batches.next_step, []
+
+    def slow_next_step() -> Any:
+        taken.append(1)
+        time.sleep(0.3 * (len(taken) == 3))
+        return next_step()
+
+    trainer.batches.next_step = slow_next_step  # type: ignore[method-assign]
+    Run(trainer).run()
+    lines = (Path(config.metrics.run_dir or "") / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_a_step_tells_how_long_it_waited_for_its_batches(tmp_path: Path) -> None:
+    """Oracle: a sleep before the third step's batches, which is part of its step time and of no other's."""
+    config = make_config(SingleConfig(), 1, steps=4)
+    config.metrics.run_dir = str(tmp_path / "run")
+    config.validate(1, "cpu")
+    (steps,) = run_ranks(1, train_with_slow_data, config)
+    waits = [step["data_wait_seconds"] for step in steps]
+    assert waits[2] >= 0.3 and waits.index(max(waits)) == 2
+    assert all(0 < step["data_wait_seconds"] < step["step_time_seconds"] for step in steps)

@@ -39,6 +39,8 @@ class WarmPopen(subprocess.Popen):
             become_measured_interpreter(streams, dict(os.environ) if options["env"] is None else options["env"])
             if options["cwd"] is not None:
                 os.chdir(options["cwd"])
+            if options["preexec_fn"] is not None:
+                options["preexec_fn"]()
             os.write(started, b"x")
             os.closerange(3, MOST_FILES)
             run_module(words[2], words[3:])

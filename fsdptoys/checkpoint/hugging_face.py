@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.mesh import is_dtensor, local_bounds
+from fsdptoys.mesh import local_bounds, local_tensor
 from fsdptoys.models import FAMILIES, DecoderModel, ModelConfig
 from fsdptoys.models.huggingface import Bounds
 
@@ -141,7 +141,7 @@ class HuggingFaceFolder:
         assert self.model is not None, "check the folder first"
         config, bounds = self.model.config, local_bounds(param)
         with torch.no_grad(), self.tensors.reading() as read:
-            local = param.to_local() if is_dtensor(param) else param
+            local = local_tensor(param)
             for piece in config.hugging_face.pieces(name, tuple(param.shape)):
                 part = piece.narrow(bounds)
                 if part is None:

@@ -205,8 +205,11 @@ def _on_all_ranks(group: dist.ProcessGroup | None, step: Callable[[], T]) -> T:
         failure = error
     failures = [failure]
     if group is not None:
-        failures *= dist.get_world_size(group)
-        dist.all_gather_object(failures, failure, group=group)
+        anywhere = torch.tensor(failure is not None, dtype=torch.int32)
+        dist.all_reduce(anywhere, group=group)
+        if anywhere.item():  # else no rank needs to hear from every other
+            failures *= dist.get_world_size(group)
+            dist.all_gather_object(failures, failure, group=group)
     failed = [error for error in failures if error is not None]
     if failed:
         raise _first(failed)

@@ -43,6 +43,11 @@ class DDPConfig(ReducingConfig):
         """Lower precision casts all parameters before the first module computes."""
         return self.param_dtype is DType.float32
 
+    @property
+    def gradients_held(self) -> str:
+        """Its buckets are there all the time."""
+        return "keeps all of them in its buckets"
+
     def __post_init__(self) -> None:
         """Check the value by itself."""
         if self.bucket_cap_mb < 1:

@@ -83,6 +83,11 @@ class FSDP1Config(FSDPConfig):
         return self.use_orig_params
 
     @property
+    def compiles(self) -> bool:
+        """The compiler leaves modules with flat parameters as they are."""
+        return self.use_orig_params
+
+    @property
     def matrices_lost(self) -> str:
         """A shard of a flat parameter ends in the middle of a row."""
         return "cuts elsewhere than between rows"
@@ -125,6 +130,10 @@ class FSDP2Config(FSDPConfig):
 
     name: ClassVar[str] = "fsdp2"
 
+    @property
+    def gradients_held(self) -> None:
+        """A unit's are whole when it was reduced."""
+
     def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
         """Refuse what the installed torch cannot do."""
         super().validate(world_size, mesh, device_type, cpu_offload)
@@ -147,11 +156,6 @@ class ToyFSDPConfig(FSDPConfig):
     """FSDP2 as in ``fsdptoys.toys.fsdp``; the next unit is gathered ahead in the forward too, even with 0 of them."""
 
     name: ClassVar[str] = "toy_fsdp"
-
-    @property
-    def compiles(self) -> bool:
-        """Its hooks swap parameters, which a compiled forward would not see."""
-        return False
 
     def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
         """Refuse what it leaves out."""

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 
-from fsdptoys.mesh import SHARD_AXIS, build_mesh
+from fsdptoys.mesh import SHARD_AXIS
 from fsdptoys.models import DecoderModel
 
 from .fsdp import FSDP1Config, ReshardAfterForward, block_units
@@ -39,7 +39,7 @@ class FSDP1(Strategy):
     def __init__(self, config: FSDP1Config, context: ParallelContext) -> None:
         super().__init__(context)
         self.config = config
-        self.mesh = build_mesh(context.mesh, context.world_size, context.device)
+        self.mesh = context.build_mesh()
         # The model's own parameters are views into a flat one, which keeps its offloaded gradient when theirs are None.
         self.frees_gradients = not context.cpu_offload
 

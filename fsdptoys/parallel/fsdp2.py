@@ -18,7 +18,7 @@ import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdptoys.mesh import SHARD_AXIS, build_mesh
+from fsdptoys.mesh import SHARD_AXIS, unwrapped
 from fsdptoys.models import DecoderModel
 
 from .fsdp import TORCH as TORCH
@@ -39,7 +39,7 @@ class FSDP2(Strategy):
     def __init__(self, config: FSDPConfig, context: ParallelContext) -> None:
         super().__init__(context)
         self.config = config
-        self.mesh = build_mesh(context.mesh, context.world_size, context.device)
+        self.mesh = context.build_mesh()
         # FSDP2 divides by itself in float64, and asks the collective for the mean otherwise.
         self.units_ahead = config.forward_prefetch
         self._averages = config.reduce_dtype is ReduceDType.float64 or averages(self.shard_group())
@@ -162,7 +162,7 @@ class FSDP2(Strategy):
         """All-gather one parameter at a time."""
         self._reshard()
         for name, param in self.named_parameters():
-            on_mesh = param.detach().to(self.mesh.device_type)
+            on_mesh = unwrapped(param).to(self.mesh.device_type)
             assert isinstance(on_mesh, DTensor)
             yield name, on_mesh.full_tensor().to("cpu", torch.float32)
 

@@ -36,6 +36,12 @@ class SingleConfig(ParallelConfig):
         """Lower precision casts all parameters before the first module computes."""
         return self.param_dtype is DType.float32
 
+    @property
+    def gradients_held(self) -> str | None:
+        """Those of several ranks are added up."""
+        several = self.simulated_ranks > 1
+        return f"adds them up with parallel.simulated_ranks={self.simulated_ranks}" if several else None
+
     def __post_init__(self) -> None:
         """Check the value by itself."""
         if self.simulated_ranks < 1:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdptoys.device import Streams, is_accelerator
-from fsdptoys.mesh import is_dtensor, local_tensor
+from fsdptoys.mesh import is_dtensor, local_tensor, unwrapped
 
 NamedParameters = Callable[[], Iterable[tuple[str, nn.Parameter]]]
 """Gives what the optimizer updates, by name, in the order of the model."""
@@ -175,7 +175,7 @@ def _live_tensors(
 ) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name, param in named_parameters:
-        tensors[f"model.{name}"] = param.detach()
+        tensors[f"model.{name}"] = unwrapped(param)
         state = optimizer.state.get(param, {})
         tensors |= {f"optim.{name}.{kind}": value for kind, value in state.items() if isinstance(value, Tensor)}
     return tensors

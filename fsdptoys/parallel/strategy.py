@@ -3,7 +3,8 @@
 The order of wrapping, the same for every strategy:
 
 1. patches of PyTorch are in place; the model is constructed on the meta device (no memory);
-2. gradient checkpointing replaces the blocks' forwards, and ``train.compile`` compiles them;
+2. ``train.float8`` converts linear layers, gradient checkpointing replaces the blocks' forwards, ``train.compile``
+   compiles them;
 3. ``Strategy.parallelize`` wraps or shards: each block, then ``[norm, lm_head]`` together, then the root;
 4. it materialises and fills one parameter after the other, from generators seeded by name (``initialise``) or files;
 5. the optimizer is built over what the strategy left as parameters.
@@ -16,21 +17,22 @@ In the deterministic mode gradients are reduced after every micro-batch in float
 float32: the bits then depend neither on the layout nor on the order in which a collective adds.
 """
 
-import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdptoys.device import Device, float64_collectives
 from fsdptoys.errors import ConfigError
-from fsdptoys.mesh import MeshConfig, local_tensor
+from fsdptoys.mesh import MeshConfig, build_mesh, local_tensor
 from fsdptoys.models import DecoderModel
 
 from . import state
@@ -81,8 +83,13 @@ class ParallelConfig(ABC):
 
     @property
     def matrices_lost(self) -> str | None:
-        """What it does to matrices, so that the ranks cannot put them together for optim=muon; None for nothing."""
+        """What it does to matrices, so that rows are not whole for Muon and states of few bits; None for nothing."""
         return None
+
+    @property
+    def gradients_held(self) -> str | None:
+        """What it does with gradients, so that none can be used up in the backward; None for nothing."""
+        return "gives them to the optimizer after the whole backward"
 
     @property
     def hooks_parts_of_blocks(self) -> bool:
@@ -91,7 +98,7 @@ class ParallelConfig(ABC):
 
     @property
     def compiles(self) -> bool:
-        """Whether blocks may be compiled."""
+        """Whether the compiler takes blocks as this strategy leaves them."""
         return True
 
     def resolve(self, deterministic: bool) -> None:  # noqa: B027 (not every strategy has such settings)
@@ -162,6 +169,12 @@ class ParallelContext:
     deterministic: bool = False
     cpu_offload: bool = False
     sum_dtype: torch.dtype = torch.float64
+    timeout: timedelta | None = None
+    """Of collectives in groups that the strategy makes; None for PyTorch's own."""
+
+    def build_mesh(self) -> DeviceMesh:
+        """The ranks laid out as ``mesh`` says."""
+        return build_mesh(self.mesh, self.world_size, self.device, self.timeout)
 
 
 class Strategy(ABC):
@@ -246,6 +259,21 @@ class Strategy(ABC):
         group = self.shard_group()
         return dist.get_rank(group) if group is not None else 0
 
+    def part_norm(self, part: Tensor) -> Tensor:
+        """Norm of a part of a gradient, in the context's ``sum_dtype``."""
+        return torch.linalg.vector_norm(part, dtype=self.context.sum_dtype)
+
+    def total_norm(self, norms: list[Tensor]) -> Tensor:
+        """Norm of all gradients on all ranks, as float32, from those of this rank's parts. A collective."""
+        device = self.context.device.torch_device
+        total = torch.zeros((), dtype=self.context.sum_dtype, device=device)
+        if norms:
+            total += torch.stack(norms).square().sum().to(device)
+        group = self.shard_group()
+        if group is not None:
+            dist.all_reduce(total, group=group)
+        return total.sqrt().float()
+
     @torch.no_grad()
     def clip_grad_norm(
         self,
@@ -263,19 +291,9 @@ class Strategy(ABC):
             scale_by: takes the factor instead of the gradients being multiplied by it here.
             map_parts: applies a function to parts of gradients, in order, as ``map`` does; may use threads.
         """
-        device, dtype = self.context.device, self.context.sum_dtype
         grads = [local_tensor(param.grad) for _, param in self.named_parameters() if param.grad is not None]
-        parts = [
-            part for grad in grads for part in grad.flatten().split(norm_elements(grad.device.type)) if part.numel()
-        ]
-        norms = list(map_parts(functools.partial(torch.linalg.vector_norm, dtype=dtype), parts))
-        total = torch.zeros((), dtype=dtype, device=device.torch_device)
-        if norms:
-            total += torch.stack(norms).square().sum().to(device.torch_device)
-        group = self.shard_group()
-        if group is not None:
-            dist.all_reduce(total, group=group)
-        norm = total.sqrt().float()
+        parts = [part for grad in grads for part in grad_parts(grad)]
+        norm = self.total_norm(list(map_parts(self.part_norm, parts)))
         if math.isfinite(max_norm):
             scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
             if scale_by is not None:
@@ -285,6 +303,11 @@ class Strategy(ABC):
                     scale = scale.to(grad.device)  # one wait for the device, where gradients are offloaded
                     grad.mul_(scale)
         return norm
+
+
+def grad_parts(grad: Tensor) -> list[Tensor]:
+    """What this rank holds of a gradient, cut into parts whose norms are taken at a time."""
+    return [part for part in grad.flatten().split(norm_elements(grad.device.type)) if part.numel()]
 
 
 def norm_elements(device_type: str) -> int:

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdptoys.mesh import build_mesh
 from fsdptoys.toys.slices import Slices
 from fsdptoys.toys.zero1 import Zero1
 from fsdptoys.toys.zero2 import Zero2
@@ -102,7 +101,7 @@ class ToyZero1(ToyDDP):
             Holding(name, param.shape, self._slices.spans(param), self._slices.piece(param))
             for name, param in self._whole.named_parameters()
         ]
-        mesh = build_mesh(self.context.mesh, self.context.world_size, self.context.device)
+        mesh = self.context.build_mesh()
         return ShardedState(holdings, optimizer, mesh, keeps_parameters=False)
 
 

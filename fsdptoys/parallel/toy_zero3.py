@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.mesh import MeshConfig, build_mesh
+from fsdptoys.mesh import MeshConfig
 from fsdptoys.models import DecoderModel
 from fsdptoys.toys.owners import Evenness
 from fsdptoys.toys.zero3 import Zero3
@@ -43,11 +43,6 @@ class ToyZero3Config(ReducingConfig):
     def matrices_lost(self) -> str:
         """Only the owner has anything of a parameter."""
         return "keeps on one rank each"
-
-    @property
-    def compiles(self) -> bool:
-        """Its tensors come and go, which a compiled forward would not see."""
-        return False
 
     def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
         """Refuse what whole tensors on owners cannot do."""
@@ -138,5 +133,5 @@ class ToyZero3(Strategy):
         return holdings
 
     def _sharded(self, optimizer: torch.optim.Optimizer) -> ShardedState:
-        mesh = build_mesh(self.context.mesh, self.context.world_size, self.context.device)
+        mesh = self.context.build_mesh()
         return ShardedState(self._holdings(), optimizer, mesh, keeps_parameters=True)

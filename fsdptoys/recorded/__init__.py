@@ -1,7 +1,7 @@
 """What runs have left in their directories, read back: for calibration, tables, pictures and comparisons."""
 
 from .run import RecordedRun, is_run_dir, read_recorded_run
-from .settings import read_config, read_tree
+from .settings import read_config, read_data_config, read_tree
 from .writing import is_written, newest_signs
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "is_written",
     "newest_signs",
     "read_config",
+    "read_data_config",
     "read_recorded_run",
     "read_tree",
 ]

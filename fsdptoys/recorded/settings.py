@@ -12,7 +12,7 @@ import yaml
 
 from fsdptoys.checkpoint import CheckpointConfig, model_config_of
 from fsdptoys.config import Config
-from fsdptoys.data import SyntheticConfig
+from fsdptoys.data import DataConfig, SyntheticConfig
 from fsdptoys.errors import ConfigError
 from fsdptoys.optim import OptimConfig
 from fsdptoys.parallel import ParallelConfig
@@ -82,13 +82,20 @@ def read_config(tree: dict[str, Any], where: str) -> Config:
     return config
 
 
-def _kind(base: type, tree: dict[str, Any], section: str, where: str) -> type:
+def read_data_config(tree: Mapping[str, Any], where: str) -> DataConfig:
+    """The part of a run's configuration that says what it was trained on; otherwise as :func:`read_config`."""
+    kind = _kind(DataConfig, tree, "data", where, fix="use the file that the run wrote")
+    config: DataConfig = _build(kind, tree["data"], where, "data")
+    return config
+
+
+def _kind(base: type, tree: Mapping[str, Any], section: str, where: str, fix: str = "leave the run out") -> type:
     """The class that a section names."""
     values = tree.get(section)
     name = values.get("name") if isinstance(values, dict) else None
     kinds = {getattr(kind, "name", None): kind for kind in _subclasses(base)}
     if name is None or name not in kinds:
-        raise ConfigError(f"{where} says {section}.name={name}, which nothing here knows; leave the run out")
+        raise ConfigError(f"{where} says {section}.name={name}, which nothing here knows; {fix}")
     return kinds[name]
 
 

@@ -105,6 +105,7 @@ MEASURES = (
     Measure("resident_set_peak_gib", "Peak resident set (GiB)", lambda run: run.results.resident_set_peak_gib, 85),
     Measure("tokens_per_second", "tokens/s", lambda run: run.results.tokens_per_second, 70),
     Measure("mfu", "MFU (%)", lambda run: run.results.mfu, 65, 100.0),
+    Measure("data_stall", "Data stall (%)", lambda run: run.results.data_stall, 25, 100.0),
 )
 
 FORECASTS = (

@@ -128,6 +128,8 @@ def fact_rows(run: FollowedRun, results: RunResults) -> list[tuple[str, str]]:
         ("step time", _spread(results.step_time_seconds, 1e3, 1, " ms")),
         ("tokens/s", _spread(results.tokens_per_second, 1, 0, "")),
     ]
+    if results.data_stall is not None:
+        rows.append(("data wait", f"{results.data_stall:.2%} of the step time, on rank 0"))
     if results.memory_peak_gib is not None:
         reserved = f", {results.memory_reserved_gib:.3f} GiB reserved" if results.memory_reserved_gib else ""
         rows.append(("memory", f"{results.memory_peak_gib:.3f} GiB at the peak{reserved}, on rank 0's device"))

@@ -39,9 +39,21 @@ class Stage(IntEnum):
     """The second step shows it."""
 
 
-FORMATS = ("parallel.param_dtype", "parallel.buffer_dtype", "memory.chunk_grad_dtype", "memory.offload_state_dtype")
+FORMATS = (
+    "parallel.param_dtype",
+    "parallel.buffer_dtype",
+    "memory.chunk_grad_dtype",
+    "memory.offload_state_dtype",
+    "train.float8",
+    "train.float8_all_gather",
+)
 
-USUAL_FORMATS: Settings = {"memory.chunk_grad_dtype": "float32", "memory.offload_state_dtype": "float32"}
+USUAL_FORMATS: Settings = {
+    "memory.chunk_grad_dtype": "float32",
+    "memory.offload_state_dtype": "float32",
+    "train.float8": "none",
+    "train.float8_all_gather": False,
+}
 """What a run without the switch of these formats computes in."""
 
 ROUNDING = (
@@ -62,7 +74,10 @@ ROUNDING = (
     "memory.cpu_offload",
     "memory.cpu_threads",
     "patches",
-    *(f"kernels.{operation}" for operation in ("attention", "rms_norm", "rotary", "swiglu", "grouped_matmul")),
+    *(
+        f"kernels.{operation}"
+        for operation in ("attention", "document_attention", "rms_norm", "rotary", "swiglu", "grouped_matmul")
+    ),
 )
 """The layout is here for its default mode; ``train.deterministic=true`` makes all layouts equal."""
 
@@ -79,6 +94,8 @@ NEUTRAL = (
     "train.max_skipped",
     "train.max_skipped_in_a_row",
     "data.workers",
+    "data.processes",
+    "data.cache",
     "data.eval_samples",
     "data.sample_tokens",
     "data.sample_prompt",
@@ -163,9 +180,9 @@ def training_of(tree: dict[str, Any], world_size: int) -> Settings | None:
 
 
 def rounds_coarsely(settings: Mapping[str, Any]) -> bool:
-    """Whether numbers of 16 bits are added up, or rounding can send a token to another expert."""
+    """Whether numbers of 16 bits are added up, or a last bit can become another float8, or a token go elsewhere."""
     formats = (settings.get(key) for key in (*FORMATS, "parallel.reduce_dtype"))
-    return "model.n_experts" in settings or "bfloat16" in formats
+    return "model.n_experts" in settings or "bfloat16" in formats or settings.get("train.float8", "none") != "none"
 
 
 def held_out_samples(tree: dict[str, Any], world_size: int) -> tuple[Any, Any] | None:

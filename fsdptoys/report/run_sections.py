@@ -75,6 +75,8 @@ def _glance(record: Record, run: RecordedRun) -> str:
         entries.append(("tokens/s, all ranks", f"{results.tokens_per_second.median:,.0f}", "median"))
     if results.mfu is not None:
         entries.append(("MFU", f"{results.mfu.median:.1%}", "median"))
+    if results.data_stall is not None:
+        entries.append(("waiting for data", f"{results.data_stall:.2%}", "of the step time, on rank 0"))
     if results.memory_reserved_gib is not None:
         peak = f"{results.memory_peak_gib:.2f} GiB at the peak in tensors" if results.memory_peak_gib else ""
         entries.append(("device memory reserved", f"{results.memory_reserved_gib:.2f} GiB", peak))

@@ -171,7 +171,7 @@ def plan_job(words: Sequence[str], launcher_words: Sequence[str], time_limit_sec
         words = [f"experiment={choose_experiment(place.device_type, world_size)}", *words]
     composition = compose([*words, *_meeting(place)])
     check_plan_settings(composition.config.plan, place.device_type)
-    composition.config.validate(world_size, place.device_type)
+    composition.config.validate(world_size, place.device_type, place.ranks)
     where = [f"{key}={launcher.said[key]}" for key in ("partition", "constraint", "gres") if launcher.said.get(key)]
     devices = 0 if place.device_type == "cpu" else place.ranks
     hardware = FoundHardware(place.device_type, devices, " ".join(["SLURM", *where]), available_cores())

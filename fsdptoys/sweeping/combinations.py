@@ -30,6 +30,8 @@ class Place:
     device_type: str
     device_name: str
     world_size: int
+    node_ranks: int
+    """Ranks of one machine."""
     unusual: bool = False
     """Whether the launcher itself has to be asked if it takes so many ranks."""
 
@@ -56,7 +58,7 @@ class Here:
         ranks = launch.nproc_per_node
         if ranks == -1:
             ranks = 1 if isinstance(settings.parallel, SingleConfig) else hardware.devices or CPU_RANKS
-        return Place(hardware.device_type, hardware.name, ranks * launch.nnodes, unusual)
+        return Place(hardware.device_type, hardware.name, ranks * launch.nnodes, ranks, unusual)
 
     def check(self, words: Sequence[str]) -> None:
         """Have all of a job checked as its start would.
@@ -92,7 +94,7 @@ class InQueue(Here):
             return super().find(words, settings)
         said = self._launcher.said
         where = [f"{key}={said[key]}" for key in ("partition", "constraint", "gres") if said.get(key)]
-        return Place(place.device_type, " ".join([self._launcher.name, *where]), place.nodes * place.ranks)
+        return Place(place.device_type, " ".join([self._launcher.name, *where]), place.nodes * place.ranks, place.ranks)
 
     def check(self, words: Sequence[str]) -> None:
         """Have all of a job checked as its submission would."""
@@ -166,7 +168,7 @@ class _Planner:
             config = compose(words).config
             by_composition = False
             self._check(combination.words, place.unusual)
-            config.validate(place.world_size, place.device_type)
+            config.validate(place.world_size, place.device_type, place.node_ranks)
             check_writers(config.metrics, os.environ)
             number = fingerprint(config, place.world_size, place.device_name)
             return Planned(combination, config, place.world_size, number)

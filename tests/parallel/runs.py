@@ -1,11 +1,12 @@
 """Small training runs for the tests of this folder, made in memory rather than from YAML."""
 
 import copy
+import dataclasses
 from typing import Any
 
 from fsdptoys.checkpoint import CheckpointConfig
 from fsdptoys.config import Config, DeviceChoice, LaunchConfig, TrainConfig
-from fsdptoys.data import SyntheticConfig
+from fsdptoys.data import DataConfig, SyntheticConfig
 from fsdptoys.kernels import GroupedKernel, Kernel, KernelConfig, KernelLibrary
 from fsdptoys.memory import MemoryConfig
 from fsdptoys.mesh import MeshConfig
@@ -83,6 +84,16 @@ TINY: dict[str, ModelConfig] = {
 }
 """The other families, as small."""
 
+WITH_BLOCKS: dict[str, ModelConfig] = {
+    name: dataclasses.replace(config, dim=64, n_layers=1, n_heads=4, ffn_dim=96, **more)
+    for name, config, more in (
+        ("llama", tiny_model(), {}),
+        # Stacks of three, which two or four ranks cut along another dim.
+        ("qwen3_moe", TINY["qwen3_moe"], {"head_dim": 16, "expert_ffn_dim": 32}),
+    )
+}
+"""Their rows are long enough for optimizer states of 8 and 4 bits."""
+
 
 def make_config(
     parallel: ParallelConfig,
@@ -95,6 +106,7 @@ def make_config(
     model: ModelConfig | None = None,
     kernels: KernelConfig | None = None,
     device: str = "cpu",
+    data: DataConfig | None = None,
     **train: Any,
 ) -> Config:
     """A validated configuration: ragged padding, clipping, AdamW, two micro-batches, deterministic mode."""
@@ -105,7 +117,7 @@ def make_config(
         parallel=copy.copy(parallel),
         mesh=MeshConfig(fsdp_size),
         memory=copy.copy(memory) if memory else MemoryConfig(),
-        data=SyntheticConfig(branching=4, ragged=True),
+        data=data or SyntheticConfig(branching=4, ragged=True),
         optim=copy.copy(optim) if optim else AdamWConfig(lr=1e-2, weight_decay_on=WeightDecayOn.all),
         train=TrainConfig(**{**settings, "deterministic": True, **train}),
         checkpoint=CheckpointConfig(),

@@ -17,7 +17,7 @@ from fsdptoys.memory.activation_offload import ActivationOffload
 from fsdptoys.memory.checkpointing import GradientCheckpointing, checkpoint_blocks
 from fsdptoys.memory.compile import compile_blocks
 from fsdptoys.models import DecoderModel
-from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig
+from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, ToyFSDPConfig, ToyZero3Config
 from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
 from fsdptoys.parallel.fsdp2 import TORCH
 from fsdptoys.parallel.precision import DType
@@ -154,11 +154,17 @@ def test_training_is_equal_in_every_bit_to_that_without_checkpointing(
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize(
     "parallel",
-    [FSDP2Config(), FSDP1Config(wrap=Wrap.block_attn_mlp)],
-    ids=["fsdp2", "fsdp1 parts"],
+    [
+        FSDP2Config(),
+        FSDP1Config(),
+        FSDP1Config(wrap=Wrap.block_attn_mlp),
+        ToyZero3Config(),
+        ToyFSDPConfig(wrap=Wrap.block_attn_mlp),
+    ],
+    ids=["fsdp2", "fsdp1", "fsdp1 parts", "toy_zero3", "toy_fsdp parts"],
 )
-def test_compiled_blocks_train_as_others_do(parallel: ParallelConfig) -> None:
-    """Oracle: the same strategy with blocks in eager mode, losses to 1e-6 relative."""
+def test_compiled_blocks_train_as_others_do_and_are_compiled_once_for_all(parallel: ParallelConfig) -> None:
+    """Oracle: the same strategy with blocks in eager mode, losses to 1e-6 relative; graphs counted by Dynamo."""
     inner = getattr(parallel, "wrap", Wrap.block) is Wrap.block_attn_mlp
 
     def compiled(blocks: nn.ModuleList, mode: GradientCheckpointing, budget: float | None) -> None:
@@ -171,5 +177,5 @@ def test_compiled_blocks_train_as_others_do(parallel: ParallelConfig) -> None:
     configs = configs_of(parallel, ways, model="qwen3", deterministic=False, steps=2)
     (expected, _, _), *others = run_ranks(2, train, configs)[0]
     for history, _, graphs in others:
-        assert graphs >= 1
+        assert graphs > 1 if inner else graphs == 1  # hooks on parts of a block break its graph
         assert history == [pytest.approx(step, rel=1e-6) for step in expected]

@@ -18,7 +18,7 @@ from fsdptoys.config import Config
 from fsdptoys.memory import MemoryConfig
 from fsdptoys.memory.config import StateDType
 from fsdptoys.mesh import local_bounds
-from fsdptoys.optim import AdamWConfig, Implementation, MuonConfig, OptimConfig, SGDConfig, WeightDecayOn, set_schedule
+from fsdptoys.optim import AdamWConfig, Implementation, MuonConfig, OptimConfig, SGDConfig, WeightDecayOn
 from fsdptoys.optim import StateDType as KeptDType
 from fsdptoys.parallel import (
     DDPConfig,
@@ -33,11 +33,12 @@ from fsdptoys.parallel.fsdp import Wrap
 from fsdptoys.parallel.fsdp2 import TORCH
 from fsdptoys.parallel.precision import DType
 from fsdptoys.parallel.state import state_tensors
+from fsdptoys.schedule import set_schedule
 from fsdptoys.trainer import Trainer
 from scripts.parity import Outcome
 from scripts.ranks import run_ranks
 from tests.memory.offloaded import OVERLAPPED, outcome, take_steps, trainer
-from tests.parallel.runs import TINY, make_config, tiny_model
+from tests.parallel.runs import TINY, WITH_BLOCKS, make_config, tiny_model
 
 MIDDLE, STEPS = 2, 4
 
@@ -179,15 +180,21 @@ def test_every_strategy_goes_on_from_the_state_of_one_process_in_every_bit(ranks
     "optim",
     [
         MuonConfig(lr=1e-2),
-        AdamWConfig(lr=1e-2, state_dtype=KeptDType.bfloat16, weight_decay_on=WeightDecayOn.all),
+        *(
+            AdamWConfig(lr=1e-2, state_dtype=kept, weight_decay_on=WeightDecayOn.all)
+            for kept in (KeptDType.bfloat16, KeptDType.int8, KeptDType.int4)
+        ),
     ],
-    ids=["muon", "states of bfloat16"],
+    ids=["muon", "states of bfloat16", "states of int8", "states of int4"],
 )
 def test_other_optimizers_go_on_on_another_number_of_ranks_in_every_bit(optim: OptimConfig, ranks: int) -> None:
     """Oracle: one process that went on; states too, read back right after loading and at the end; with experts."""
-    options: dict[str, Any] = {"model": MODELS["qwen3_moe"], "optim": optim}
+    few_bits = isinstance(optim, AdamWConfig) and optim.state_dtype.is_low_bit
+    options: dict[str, Any] = {"model": (WITH_BLOCKS if few_bits else MODELS)["qwen3_moe"], "optim": optim}
     (saved,) = run_ranks(1, run_saved, [config(SingleConfig(simulated_ranks=ranks), 1, **options)])[0]
-    names = ["ddp", "fsdp2", *(["hsdp2"] if ranks == 4 else [])] + ([] if optim.name == "muon" else ["fsdp1"])
+    names = ["ddp", "fsdp2", *(["hsdp2"] if ranks == 4 else [])] + (
+        [] if optim.name == "muon" or few_bits else ["fsdp1"]
+    )
     rows = []
     for name in names:
         if name in strategies_on(ranks):

@@ -11,11 +11,11 @@ from fsdptoys.compose import compose_config
 from fsdptoys.config import Config
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
-from fsdptoys.optim import set_schedule
 from fsdptoys.parallel import FSDP2Config, ToyFSDPConfig, host_copy
 from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
 from fsdptoys.parallel.precision import DType
 from fsdptoys.planning import run_plan
+from fsdptoys.schedule import set_schedule
 from fsdptoys.trainer import Trainer
 from scripts.parity import Outcome, hash_parameters, train_all
 from scripts.ranks import run_ranks
@@ -119,11 +119,6 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "cpu offload": (
         lambda: make_config(ToyFSDPConfig(), 2, memory=MemoryConfig(cpu_offload=True)),
         "memory.cpu_offload=true is not an option of parallel=toy_fsdp; set parallel=fsdp2 or memory.cpu_offload=false",
-    ),
-    "compile": (
-        lambda: make_config(ToyFSDPConfig(), 2, compile=True),
-        "train.compile=true is not an option of parallel=toy_fsdp; set train.compile=false or a strategy of PyTorch's "
-        "own",
     ),
     "plan": (
         lambda: run_plan(["parallel=toy_fsdp", "plan.hardware=h100"]),

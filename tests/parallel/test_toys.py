@@ -127,7 +127,6 @@ REFUSED = [
     (["parallel=toy_zero2", "memory.cpu_offload=true"], "memory.cpu_offload=true is not an option"),
     (["parallel=toy_zero3", "memory.cpu_offload=true"], "memory.cpu_offload=true is not an option"),
     (["parallel=toy_zero3", "parallel.param_dtype=bfloat16"], "parallel.param_dtype=bfloat16 is not an option"),
-    (["parallel=toy_zero3", "train.compile=true"], "train.compile=true is not an option"),
     (["parallel=toy_zero3", "mesh.fsdp_size=1"], "mesh.fsdp_size=1 replicates"),
     (["parallel=toy_zero2", "mesh.fsdp_size=2"], "mesh.fsdp_size=2 shards"),
     (["parallel=toy_ddp", "parallel.bucket_cap_mb=0"], "parallel.bucket_cap_mb=0 must be"),

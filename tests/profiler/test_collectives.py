@@ -184,7 +184,7 @@ def test_the_trainer_s_own_collectives_are_told_by_what_they_are_for(outcomes: A
     """Oracle: the trainer: labels are counted, sharded norms added up, and the loss agreed on."""
     for label, (calls, *_) in outcomes.items():
         small = [(call.phase, call.site) for call in calls if not call.parameters]
-        clips = [("clip", "strategy.clip_grad_norm")] if "ddp" not in label else []
+        clips = [("clip", "strategy.total_norm")] if "ddp" not in label else []
         assert small == [("other", "trainer._train_step"), *clips, ("other", "trainer._train_step")], label
 
 

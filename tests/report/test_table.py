@@ -103,6 +103,14 @@ def test_on_a_cpu_the_resident_set_stands_for_device_memory(tmp_path: Path) -> N
     assert any(note.startswith("There is no device memory on a CPU") for note in table.notes)
 
 
+def test_the_stall_share_has_a_column_where_runs_tell_it(tmp_path: Path) -> None:
+    """Oracle: a share of the times of steps 3 to 5, which are 0.42 s; a run of an earlier version has none."""
+    write_run(tmp_path / "a", run_of(5, replace(STEP, data_wait_seconds=0.007)))
+    write_run(tmp_path / "b", run_of(5))
+    table = table_of([record_of(tmp_path / "a"), record_of(tmp_path / "b")])
+    assert cells(table)["Data stall (%)"] == ["5.00", "–"]
+
+
 @pytest.fixture
 def mixed(tmp_path: Path) -> Table:
     """A job that is done, one that died in its fourth step, one that wrote nothing, and a combination not run."""

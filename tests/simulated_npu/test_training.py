@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fsdptoys.config import Config, SumDType
+from fsdptoys.data import SyntheticConfig
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig, OffloadSchedule
 from fsdptoys.optim import AdamWConfig, Implementation, WeightDecayOn
 from fsdptoys.parallel import (
@@ -98,6 +99,13 @@ def test_one_npu_trains_every_family_as_a_cpu(family: str, mode: str) -> None:
     """Oracle: the same training on the CPU, and on an NPU that does its work at once."""
     options = {"model": TINY.get(family)}
     assert_trains_alike(1, mode, {family: (SingleConfig(simulated_ranks=2), options)})
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_npus_keep_documents_apart_as_cpus_do(mode: str) -> None:
+    """Oracle: the same training on CPU ranks, which share heads where NPUs repeat them, and on NPUs at once."""
+    options = {"data": SyntheticConfig(branching=60, mask_documents=True)}
+    assert_trains_alike(2, mode, {"documents": (FSDP2Config(), options)})
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -65,7 +65,7 @@ def test_values_of_a_file_are_as_typed(tmp_path: Path) -> None:
     {
         "debgu": "debgu is neither a sweep nor KEY=VALUE; did you mean fsdptoys sweep debug?",
         "zzzz": "zzzz is neither a sweep nor KEY=VALUE; name one of classic_fsdp1, classic_fsdp2, debug, mesh, "
-        "offload, or a YAML file",
+        "offload, state_dtype, or a YAML file",
         "no/such.yaml": "no/such.yaml does not exist; name a YAML file like those of configs/sweep",
     }.items(),
 )

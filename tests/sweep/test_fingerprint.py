@@ -27,7 +27,7 @@ def base() -> Config:
 @pytest.mark.parametrize(
     "word",
     ["metrics.run_dir=elsewhere", "metrics.console=plain", "launch.nproc_per_node=2", "launch.device=cpu",
-     "mesh.fsdp_size=2", "train.data_seed=0", "parallel.reduce_dtype=float32"],
+     "mesh.fsdp_size=2", "mesh.fsdp_size=node", "train.data_seed=0", "parallel.reduce_dtype=float32"],
 )  # fmt: skip
 def test_what_changes_nothing_is_not_in_it(base: Config, word: str) -> None:
     """Where a run writes, and values that say what ``auto`` or a default resolves to."""

@@ -24,7 +24,8 @@ class Imagined(Here):
 
     def find(self, words: Sequence[str], settings: Config) -> Place:
         """Eight of them, unless the run is one process."""
-        return Place("cuda", "imagined", 1 if settings.parallel.name == "single" else 8)
+        ranks = 1 if settings.parallel.name == "single" else 8
+        return Place("cuda", "imagined", ranks, ranks)
 
 
 def of_words(*words: str) -> list[Combination]:
@@ -140,6 +141,7 @@ REFUSED = {
     "memory.cpu_offload=true,false memory.optimizer_offload=true": (True, False),
     "memory.optimizer_offload=true memory.cpu_offload=false,true": (False, True),
     "mesh.fsdp_size=2,3,-1": (False, True, False),
+    "mesh.fsdp_size=node parallel=fsdp2,ddp": (False, True),
     "launch.nproc_per_node=2,100000": (False, True),
     "plan.world_size=null,4": (False, True),
     "train.seq_len=64,100000": (False, True),

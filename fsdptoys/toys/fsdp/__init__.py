@@ -55,7 +55,7 @@ Left out:
     ``_set_unshard_async_op(False)``                gathering is asynchronous always
     ``FSDPState``, ``FSDPParamGroup``, and what     not there: the state of a module is a ``Driver``, which has
     tests and tools take from them                  other attributes; PyTorch's pipelines, for one, know only theirs
-    ``torch.compile``, ``torch.func``               not covered
+    ``torch.compile`` around it, ``torch.func``     not covered; what is compiled within it is
     ==============================================  =========================================================
 
 Different from PyTorch's: a divide factor is always applied after a sum, and reentrant checkpointing around a unit is

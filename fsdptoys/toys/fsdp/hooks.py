@@ -14,7 +14,7 @@ Recomputation needs no gathering of its own: a module's pre_backward has come be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,14 @@ from .iteration import Iteration
 from .reduction import Gradients
 from .tensors import cast, map_tensors, with_gradient
 from .unit import Phase, Unit
+
+
+def _leave_uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.compiler.disable`` for hooks within what is compiled.
+
+    What torch uses for its own optimizers waits with importing the compiler; it is private, in torch 2.7 and 2.13.
+    """
+    return getattr(torch, "_disable_dynamo", torch.compiler.disable)(function)
 
 
 class Driver:
@@ -58,6 +66,7 @@ class Driver:
 
     # Forward.
 
+    @_leave_uncompiled
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -83,6 +92,7 @@ class Driver:
             self._gather_next()
         return args, kwargs
 
+    @_leave_uncompiled
     def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Reshard after the last of the modules; let the output tell when the backward comes."""
         if len(self.modules) > 1:
