@@ -42,7 +42,8 @@ STEPS = {
 
 def numbers_of_a_step(words: Sequence[str], world_size: int) -> tuple[dict[str, int], dict[str, int], list[Any]]:
     counted, collectives, _ = count_step(words, world_size)
-    return dict(counted.lines), dict(counted.calls), [(call.phase, call.collective, call.size_bytes) for call in collectives]
+    listed = [(call.phase, call.collective, call.size_bytes) for call in collectives]
+    return dict(counted.lines), dict(counted.calls), listed
 
 
 def differences(some: dict[str, int], others: dict[str, int]) -> dict[str, tuple[int | None, int | None]]:
