@@ -251,6 +251,7 @@ def _verify_weights(init_from: str | None) -> None:
 def _prepare_data(config: "Config") -> None:
     """Make what the data is read from, before a rank starts or joins the others."""
     config.data.prepare(config.train.seq_len, config.model.vocab_size)
+    config.check_evaluation()  # again: of a few documents none may be held out
 
 
 def _show(words: list[str]) -> None:

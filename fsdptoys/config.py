@@ -240,7 +240,7 @@ class Config:
         self.kernels.check_documents(self.data.mask_documents, selective)
         self.data.check_documents()
         self.data.validate(self.train.seq_len, self.model.vocab_size)
-        self._check_evaluation()
+        self.check_evaluation()
         self._check_going_on()
         self.profile.validate(world_size, device_type, self.train.steps)
         self.debug.validate(self.train.compile, self.kernels.compiles)
@@ -353,7 +353,8 @@ class Config:
                 "memory.gradient_checkpointing=full"
             )
 
-    def _check_evaluation(self) -> None:
+    def check_evaluation(self) -> None:
+        """Refuse (ConfigError) to evaluate where nothing is held out; of some data, known when it is prepared."""
         train = self.train
         if train.eval_every and not self.data.has_eval:
             raise ConfigError(

@@ -130,7 +130,7 @@ def _show(words: Sequence[str]) -> int:
     folders = _folders("show", rest, ["--json"])
     indexes = {folder: read_index(folder, folder) for folder in folders}
     if "--json" in options:
-        print(json.dumps([_as_tree(folder, index) for folder, index in indexes.items()], indent=2, ensure_ascii=False))
+        print(json.dumps([_as_tree(folder, index) for folder, index in indexes.items()], indent=2))
     else:
         print("\n\n".join(_told(folder, index) for folder, index in indexes.items()))
     return 0

@@ -66,15 +66,15 @@ def find_sources(key: str, patterns: Sequence[str]) -> list[SourceData]:
     files: list[SourceFile] = []
     for pattern in patterns:
         folder = Path(pattern).expanduser()
-        if pattern == STDLIB and not folder.exists():
+        if pattern == STDLIB and not os.path.exists(folder):
             files += stdlib_files()
-        elif (folder / DICT_MARK).is_file():
+        elif os.path.isfile(folder / DICT_MARK):
             splits = sorted(path.name for path in folder.iterdir() if (path / SAVED_MARKS[0]).is_file())
             raise ConfigError(
                 f"{key}=[{pattern}] holds several parts ({', '.join(splits)}); "
                 f"name one of them, {os.path.join(pattern, splits[0] if splits else 'train')}"
             )
-        elif all((folder / mark).is_file() for mark in SAVED_MARKS):
+        elif all(os.path.isfile(folder / mark) for mark in SAVED_MARKS):
             size = sum(path.stat().st_size for path in folder.glob("*.arrow"))
             files.append(SourceData(str(folder), folder.name, size, is_folder=True))
         else:
@@ -146,7 +146,7 @@ def _lines(owner: str, source: SourceData, field: str) -> Read:
                 continue
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(
                     f"{owner} has no JSON object in line {number} ({error}); write one object a line"
                 ) from error
@@ -179,15 +179,17 @@ def _arrow(owner: str, source: SourceData, field: str) -> Read:
     try:
         load = datasets.load_from_disk if source.is_folder else datasets.Dataset.from_file
         table = cast(Any, load(source.path))
+        if field not in table.column_names:
+            raise _no_field(owner, field, table.column_names)
+        done = 0
+        for batch in table.select_columns([field]).with_format(None).iter(batch_size=ROWS):
+            for value in batch[field]:
+                done += 1
+                yield _checked(owner, field, value, f" in row {done}"), done / len(table)
+    except ConfigError:
+        raise
     except Exception as error:  # pyarrow's, datasets' and the system's own
         raise ConfigError(f"{owner} cannot be read by datasets ({error}); save it again or leave it out") from error
-    if field not in table.column_names:
-        raise _no_field(owner, field, table.column_names)
-    done = 0
-    for batch in table.select_columns([field]).with_format(None).iter(batch_size=ROWS):
-        for value in batch[field]:
-            done += 1
-            yield _checked(owner, field, value, f" in row {done}"), done / len(table)
 
 
 def _open(source: SourceData) -> tuple[IO[bytes], IO[bytes]]:

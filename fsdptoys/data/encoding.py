@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fsdptoys.errors import ConfigError
 
-from .dataset import Tokens
-from .index import TOKENIZER_FILE
+from .index import DTYPES, TOKENIZER_FILE
 from .text import BYTES, SEPARATOR
 
 SETTINGS_FILE = "tokenizer_config.json"
@@ -44,8 +44,8 @@ class Encoder(ABC):
         return "uint16" if self.vocab_size <= 2**16 else "uint32"
 
     @abstractmethod
-    def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        """Ids of each text, without the end of the document."""
+    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        """Ids of each text, without the end of the document, in no more bytes than that takes."""
 
 
 class ByteEncoder(Encoder):
@@ -56,10 +56,10 @@ class ByteEncoder(Encoder):
     vocab_size = BYTES
     document_end = SEPARATOR
 
-    def encode(self, texts: Sequence[str]) -> list[Tokens]:
+    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """See ``Encoder``."""
         raw = (text.encode() for text in texts)
-        return [np.frombuffer(each.replace(b"\0", b""), np.uint8).astype(np.int64) for each in raw]
+        return [np.frombuffer(each.replace(b"\0", b""), np.uint8) for each in raw]
 
 
 class FileEncoder(Encoder):
@@ -90,14 +90,18 @@ class FileEncoder(Encoder):
         self.file = file.read_bytes()
         self.sha256 = hashlib.sha256(self.file + end.encode()).hexdigest()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        self._reader.encode_special_tokens = True  # which is not pickled
+
     def _knows(self, token: str) -> bool:
         return self._reader.token_to_id(token) is not None
 
-    def encode(self, texts: Sequence[str]) -> list[Tokens]:
+    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """See ``Encoder``."""
         with _one_thread():
             found = self._reader.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(each.ids, np.int64) for each in found]
+        return [np.array(each.ids, DTYPES[self.dtype]) for each in found]
 
 
 @contextmanager

@@ -23,11 +23,12 @@ from .documents import find_sources
 from .encoding import ByteEncoder, Encoder, open_encoder
 from .index import INDEX_FILE, TOKENIZER_FILE, kept_tokenizer, read_index
 from .packing import Packing
-from .prepared import PreparedConfig
+from .prepared import Fixes, PreparedConfig
 from .preparing import MOST_PROCESSES, Request, prepare
 from .windows import check_eval_fraction
 
 KEY_LENGTH = 24
+FIXES = Fixes("name more text", "set data.eval_fraction lower", "set data.eval_fraction higher, or to 0 for none")
 
 
 @dataclass
@@ -35,7 +36,6 @@ class HFConfig(DataConfig):
     """Text files, JSON lines, Parquet, Arrow, or a folder of datasets, tokenised at the first use."""
 
     name = "hf"
-    eval_fix = "data.eval_fraction=0.01"
     plain_texts = True
 
     files: list[str] = field(default_factory=list)
@@ -67,8 +67,19 @@ class HFConfig(DataConfig):
 
     @property
     def has_eval(self) -> bool:
-        """Whether a share of the documents is held out."""
-        return self.eval_fraction > 0
+        """Whether a share of the documents is held out; of prepared ones, whether one fell into it."""
+        if not self.eval_fraction:
+            return False
+        with suppress(ConfigError):  # of files or a tokenizer that are not here
+            request = self._request()
+            if (request.folder / INDEX_FILE).is_file():
+                return self._prepared(request).has_eval
+        return True
+
+    @property
+    def eval_fix(self) -> str:  # type: ignore[override]
+        """A share above the one that held nothing out."""
+        return f"data.eval_fraction above {self.eval_fraction}" if self.eval_fraction else "data.eval_fraction=0.01"
 
     def find_tokenizer(self) -> str:
         """The file that is configured, or else its copy in the cache."""
@@ -138,4 +149,6 @@ class HFConfig(DataConfig):
         )
 
     def _prepared(self, request: Request) -> PreparedConfig:
-        return PreparedConfig(folder=str(request.folder), packing=self.packing, cache=self.cache)
+        prepared = PreparedConfig(folder=str(request.folder), packing=self.packing, cache=self.cache)
+        prepared.known_as, prepared.fixes = "data.files", FIXES
+        return prepared

@@ -106,7 +106,7 @@ class Index:
     def to_json(self) -> str:
         """The file's text, the same for the same contents."""
         tree = {"format": FORMAT, "version": VERSION} | dataclasses.asdict(self)
-        return json.dumps(tree, indent=1, ensure_ascii=False) + "\n"
+        return json.dumps(tree, indent=1) + "\n"  # escaped, for a file's name may be no text
 
 
 def read_index(folder: str, owner: str) -> Index:
@@ -121,15 +121,15 @@ def read_index(folder: str, owner: str) -> Index:
     """
     root = Path(folder).expanduser()
     path = root / INDEX_FILE
-    if not path.is_file():
-        what = "holds no" if root.is_dir() else "is no folder with an"
-        raise ConfigError(
-            f"{owner} {what} {INDEX_FILE}; make one with fsdptoys data prepare FILE ... --out {folder} --tokenizer T"
-        )
     try:
         if path.stat().st_size > MOST_INDEX_BYTES:
             raise ValueError(f"it has more than {MOST_INDEX_BYTES} bytes")
         index = _from_tree(json.loads(path.read_text(encoding="utf-8")))
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        what = "holds no" if root.is_dir() else "is no folder with an"
+        raise ConfigError(
+            f"{owner} {what} {INDEX_FILE}; make one with fsdptoys data prepare FILE ... --out {folder} --tokenizer T"
+        ) from None
     except OSError as error:
         raise ConfigError(
             f"{owner} cannot be read ({error.strerror}); change its permissions or name another"
@@ -205,17 +205,24 @@ def check_folder(folder: str, advance: Callable[[int], None] = lambda count: Non
     for shard in index.shards:
         for file, expected in ((tokens_file(shard.name), shard.sha256), (ends_file(shard.name), shard.ends_sha256)):
             digest, highest = hashlib.sha256(), 0
-            with open(root / file, "rb") as opened:
-                while block := opened.read(BLOCK_BYTES):
-                    digest.update(block)
-                    if file.endswith(".bin"):
-                        highest = max(highest, int(np.frombuffer(block, dtype).max()))
-                    advance(len(block))
+            try:
+                with open(root / file, "rb") as opened:
+                    while block := opened.read(BLOCK_BYTES):
+                        digest.update(block)
+                        if file.endswith(".bin"):
+                            highest = max(highest, int(np.frombuffer(block, dtype).max()))
+                        advance(len(block))
+            except OSError as error:
+                damages.append(f"{file} cannot be read ({error.strerror or error})")
+                continue
             if digest.hexdigest() != expected:
                 damages.append(f"{file} is not what was written: its SHA-256 is {digest.hexdigest()[:12]}…")
             elif highest >= index.vocab_size:
                 damages.append(f"{file} has id {highest}, and the index says that all are below {index.vocab_size}")
-        ends = read_ends(folder, shard)
+        try:
+            ends = read_ends(folder, shard)
+        except OSError:
+            continue  # told above
         if len(ends) and not (ends[0] > 0 and ends[-1] == shard.tokens and (np.diff(ends) > 0).all()):
             damages.append(f"{ends_file(shard.name)} does not fit its {shard.tokens} ids")
     return index, damages

@@ -186,6 +186,8 @@ def make_plan(
                     padded = 1 - plan.ids / (plan.rows * (seq_len + 1))
                     tell(f"packed the {split} part of {folder} into {plan.rows:,} rows, {padded:.2%} of them padding")
         return Plan(place)
+    except ConfigError:
+        raise
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"data.packing=best_fit cannot keep its plan in {place} ({error}); set data.cache to a folder that can be "
@@ -228,7 +230,12 @@ def _groups(folder: str, index: Index, split: str, seq_len: int) -> Iterator[tup
     """Pieces of the documents, a group at a time: where each begins in the stream, and its length."""
     waiting, last, before = np.empty(0, np.int64), 0, 0
     for shard in index.of(split):
-        ends = read_ends(folder, shard)
+        try:
+            ends = read_ends(folder, shard)
+        except OSError as error:
+            raise ConfigError(
+                f"{folder} cannot be read ({error.strerror or error}); see to it that its files can be"
+            ) from error
         for first in range(0, len(ends), GROUP):
             waiting = np.concatenate([waiting, before + ends[first : first + GROUP]])
             if len(waiting) >= GROUP:

@@ -38,6 +38,15 @@ MOST_MAPS = 256
 """Shards of all sources mapped at a time; each map holds a file descriptor, of which a process may have 1024."""
 
 
+@dataclass(frozen=True)
+class Fixes:
+    """What the user can do, by whoever prepares the folders."""
+
+    more_text: str = "prepare more text"
+    hold_out_less: str = "prepare it with a lower --eval-fraction"
+    hold_out_more: str = "prepare it with a higher --eval-fraction"
+
+
 @dataclass
 class PreparedConfig(DataConfig):
     """Folders of tokens that fsdptoys data prepare has made, one or several mixed."""
@@ -45,6 +54,9 @@ class PreparedConfig(DataConfig):
     name = "prepared"
     eval_fix = "data.folder to one that was prepared with --eval-fraction 0.01"
     plain_texts = True
+    known_as = ""
+    """How the user knows the folder, if not by its name; like the next, nothing that is configured."""
+    fixes = Fixes()
 
     folder: str | None = None
     """The folder; null where several are mixed."""
@@ -122,7 +134,7 @@ class PreparedConfig(DataConfig):
     def _read(self) -> list[tuple[str, str, Index]]:
         """How the user names each folder, where it is, and its index."""
         if self.folder is not None:
-            named = [(f"data.folder={self.folder}", self.folder)]
+            named = [(self.known_as or f"data.folder={self.folder}", self.folder)]
         else:
             named = [(f"data.sources=[{source}]", source) for source in self.sources]
         if not named:
@@ -134,7 +146,9 @@ class PreparedConfig(DataConfig):
 
     def _open(self, seq_len: int, vocab_size: int) -> list["Part"]:
         packed = self.packing is Packing.best_fit
-        parts = [Part(owner, folder, index, seq_len, vocab_size, packed) for owner, folder, index in self._read()]
+        parts = [
+            Part(owner, folder, index, seq_len, vocab_size, packed, self.fixes) for owner, folder, index in self._read()
+        ]
         first = parts[0]
         for part in parts:
             part.share_maps(len(parts))
@@ -161,7 +175,14 @@ class Part:
     eval: Samples | None
 
     def __init__(
-        self, owner: str, folder: str, index: Index, seq_len: int, vocab_size: int, packed: bool = False
+        self,
+        owner: str,
+        folder: str,
+        index: Index,
+        seq_len: int,
+        vocab_size: int,
+        packed: bool = False,
+        fixes: Fixes = PreparedConfig.fixes,
     ) -> None:
         self.owner = owner
         self.folder = folder
@@ -175,11 +196,11 @@ class Part:
         train = self._windows("train", seq_len, vocab_size)
         held_out = self._windows("eval", seq_len, vocab_size)
         if train is None:
-            raise ConfigError(f"{owner} holds no document to train on; prepare it with a lower --eval-fraction")
+            raise ConfigError(f"{owner} holds no document to train on; {fixes.hold_out_less}")
         if not packed:
-            train.require_one(f"the training part of {owner}", "prepare more text")
+            train.require_one(f"the training part of {owner}", fixes.more_text)
             if held_out is not None:
-                held_out.require_one(f"the held-out part of {owner}", "prepare it with a higher --eval-fraction")
+                held_out.require_one(f"the held-out part of {owner}", fixes.hold_out_more)
         self.windows = train
         self.train, self.eval = train, held_out
 

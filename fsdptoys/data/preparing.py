@@ -239,8 +239,9 @@ def _encode(encoder: Encoder, fraction: float, texts: list[str]) -> _Encoded:
     """Ids of documents, each with the end after it, by split."""
     # Half of a surrogate pair, which JSON can hold, is no text.
     texts = [text if text.isascii() else text.encode("utf-8", "replace").decode() for text in texts]
-    all_ids: dict[str, list[Tokens]] = {}
-    end = np.array([encoder.document_end], np.int64)
+    dtype = DTYPES[encoder.dtype]
+    all_ids: dict[str, list[NDArray[Any]]] = {}
+    end = np.array([encoder.document_end], dtype)
     left_out = 0
     for text, ids in zip(texts, encoder.encode(texts), strict=True):
         if (ids == encoder.document_end).any():
@@ -249,13 +250,15 @@ def _encode(encoder: Encoder, fraction: float, texts: list[str]) -> _Encoded:
                 "tokenizer for the end"
             )
         if len(ids):
-            all_ids.setdefault("eval" if is_held_out(text, fraction) else "train", []).extend((ids, end))
+            all_ids.setdefault("eval" if is_held_out(text, fraction) else "train", []).extend(
+                (ids.astype(dtype, copy=False), end)
+            )
         else:
             left_out += 1
     splits = {}
     for split, parts in all_ids.items():
         lengths = np.array([len(ids) + 1 for ids in parts[::2]], np.int64)
-        splits[split] = np.concatenate(parts).astype(DTYPES[encoder.dtype]), lengths
+        splits[split] = np.concatenate(parts), lengths
     return _Encoded(splits, left_out)
 
 
@@ -263,5 +266,6 @@ def is_held_out(text: str, fraction: float) -> bool:
     """Whether a document belongs to the held-out share."""
     if not fraction:
         return False
-    drawn = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8, person=b"held out").digest(), "little")
+    raw = text.encode().replace(b"\0", b"")  # which bytes leave out
+    drawn = int.from_bytes(hashlib.blake2b(raw, digest_size=8, person=b"held out").digest(), "little")
     return drawn < math.ldexp(fraction, 64)

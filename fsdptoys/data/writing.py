@@ -149,8 +149,8 @@ class ShardsWriter:
             notes = json.loads((self.part / PROGRESS_FILE).read_text())
             if notes["request"] == self.request:
                 self._shards = [_OpenShard.again(self.part, note, self._dtype) for note in notes["shards"]]
-                self.progress = Progress(notes["documents"], notes["left_out"])
                 self._remove_unnoted()
+                self.progress = Progress(notes["documents"], notes["left_out"])
                 return True
         except (OSError, ValueError, KeyError, TypeError):
             self.close()
@@ -200,7 +200,7 @@ class _OpenShard:
 
     def append(self, ids: NDArray[Any], stops: Tokens) -> None:
         """Add documents, given their ids and where each ends among these."""
-        parts = (ids.astype(self._dtype), (stops + self.tokens).astype(ENDS_DTYPE))
+        parts = (ids.astype(self._dtype, copy=False), (stops + self.tokens).astype(ENDS_DTYPE))
         for file, digest, part in zip(self._files, self._sums, parts, strict=True):
             file.write(part.data)
             digest.update(part.data)

@@ -157,3 +157,39 @@ def test_a_text_that_is_too_short_is_told_before_ranks_start():
             ConfigError, match=r"^train\.seq_len=99999 needs 100000 tokens for one sequence, but the tr"
         ):
             check(99999, 256)
+
+
+@pytest.mark.usefixtures("corpus")
+def test_an_evaluation_of_nothing_is_refused_before_ranks_start(capsys, monkeypatch):
+    """Oracle: the sentence, when one text is prepared, none of which is held out, and each time after that."""
+    monkeypatch.setattr(launch, "launch", lambda plan: pytest.fail("ranks were started"))
+    Path("one.txt").write_text("one text " * 500)
+    words = "train data=hf data.files=[one.txt] data.cache=cache data.eval_fraction=0.05 train.eval_every=1"
+    for _ in range(2):
+        assert __main__.main([*words.split(), "launch.device=cpu"]) == 2
+        assert capsys.readouterr().err.splitlines()[-1] == (
+            "fsdptoys: train.eval_every=1 (typed, or set by the experiment) needs a held-out part, which data=hf does "
+            "not have as set; set data.eval_fraction above 0.05 or train.eval_every=0"
+        )
+    assert not config(files=["one.txt"], text_field="text", eval_fraction=0.05).has_eval
+
+
+@pytest.mark.parametrize(
+    ("settings", "seq_len", "sentence"),
+    [
+        ({"eval_fraction": 0.999}, 16, "data.files holds no document to train on; set data.eval_fraction lower"),
+        ({}, 999, "but the training part of data.files has 121; set train.seq_len=120 or name more text"),
+        (
+            {"files": ["a.jsonl"], "text_field": "body", "eval_fraction": 0.01},
+            999,
+            "of data.files has 16; set train.seq_len=15 or set data.eval_fraction higher, or to 0 for none",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("corpus")
+def test_fixes_are_settings_of_its_own(settings, seq_len, sentence):
+    """Oracle: the sentence, of a folder of the cache, which the user did not name."""
+    Path("one.txt").write_text("one text " * 13 + "end")
+    with pytest.raises(ConfigError) as caught:
+        config(**({"files": ["one.txt"], "eval_fraction": 0.0} | settings)).prepare(seq_len, 256)
+    assert str(caught.value).endswith(sentence)

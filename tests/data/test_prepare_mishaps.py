@@ -1,0 +1,170 @@
+"""Preparing data where files, folders or permissions are not as they should be."""
+
+import errno
+import json
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fsdptoys.corpus import run_data
+from fsdptoys.data import PreparedConfig, find_sources, open_encoder, prepare
+from fsdptoys.data.encoding import ByteEncoder
+from fsdptoys.data.packing import Packing
+from fsdptoys.errors import ConfigError
+from tests.data.test_prepare import (
+    StoppedError,
+    contents,
+    documents,
+    read_split,
+    request,
+    save_tokenizer,
+    write_lines,
+)
+
+
+def test_a_rest_that_cannot_be_tidied_is_begun_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: a run that nobody interrupted; a folder, which is no file to remove, lies beside the shards."""
+    monkeypatch.setattr("fsdptoys.data.preparing.GROUP_CHARACTERS", 500)
+    monkeypatch.setattr("fsdptoys.data.writing.SAVE_TOKENS", 1500)
+    lines = write_lines(tmp_path / "a.jsonl", documents(100))
+
+    def stop(advance: Any) -> None:
+        if advance.documents > 60:
+            raise StoppedError
+
+    with pytest.raises(StoppedError):
+        prepare(request(tmp_path / "out", lines), stop)
+    (tmp_path / "out.part" / "thumbnails").mkdir()
+    for out in ("out", "fresh"):
+        prepare(request(tmp_path / out, lines))
+    assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
+
+
+def test_a_tokenizer_takes_text_as_it_is_in_other_processes_too(tmp_path: Path) -> None:
+    """Oracle: its ids before it was pickled, as it is where processes are not forked."""
+    pytest.importorskip("tokenizers")
+    encoder = open_encoder(save_tokenizer(tmp_path / "tokenizer", None), None, "", "")
+    text = ["one <|endoftext|> two"]
+    ids, again = (each.encode(text)[0].tolist() for each in (encoder, pickle.loads(pickle.dumps(encoder))))
+    assert ids == again and encoder.document_end not in ids
+
+
+def test_a_file_s_name_need_be_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: its bytes, read back; the index and the command's JSON are what other programs read."""
+    name = os.path.join(os.fsencode(tmp_path), b"caf\xe9.txt")
+    try:
+        Path(os.fsdecode(name)).write_text("a text")
+    except OSError:
+        pytest.skip("this file system has no such names")
+    prepare(request(tmp_path / "out", os.fsdecode(name)))
+    assert read_split(tmp_path / "out", "train") == [b"a text"]
+    assert run_data(["show", str(tmp_path / "out"), "--json"]) == 0
+    (shown,) = json.loads(capsys.readouterr().out)
+    assert os.fsencode(shown["sources"][0]["name"]) == b"caf\xe9.txt"
+
+
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    """Be a user who may open nothing of this one's; skips where that cannot be."""
+    if os.name != "posix" or os.geteuid() != 0:
+        pytest.skip("root alone can be somebody else")
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_a_folder_that_may_not_be_opened_is_told_in_a_sentence(tmp_path: Path) -> None:
+    """Oracle: the sentences, of a folder of data and of files to prepare."""
+    lines = write_lines(tmp_path / "a.jsonl", documents(9))
+    folder = str(tmp_path / "out")
+    prepare(request(Path(folder), lines))
+    tmp_path.chmod(0o700)
+    with as_nobody():
+        with pytest.raises(ConfigError) as caught:
+            PreparedConfig(folder=folder).validate(8, 256)
+        assert str(caught.value) == (
+            f"data.folder={folder} cannot be read (Permission denied); change its permissions or name another"
+        )
+        with pytest.raises(ConfigError, match=r" does not exist; set FILE to files that do"):
+            find_sources("FILE", [str(lines)])
+
+
+@pytest.mark.parametrize("file", ["shard-00000.bin", "shard-00000.ends"])
+def test_a_check_goes_on_past_a_file_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: str
+) -> None:
+    """Oracle: a sentence for that file, and one for another that is damaged."""
+    prepare(request(tmp_path / "out", write_lines(tmp_path / "a.jsonl", documents(99)), shard_tokens=3000))
+    with open(tmp_path / "out" / "shard-00001.bin", "r+b") as damaged:
+        damaged.write(b"\x01\x00\x02\x00")
+
+    def refusing(path: Path, mode: str) -> Any:
+        if path.name == file:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return open(path, mode)
+
+    monkeypatch.setattr("fsdptoys.data.index.open", refusing, raising=False)
+    assert run_data(["check", str(tmp_path / "out")]) == 1
+    told = capsys.readouterr().err
+    assert f"{file} cannot be read (Input/output error)\n" in told
+    assert "shard-00001.bin is not what was written: its SHA-256 is " in told
+
+
+def test_data_that_cannot_be_read_is_not_taken_for_a_cache_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the sentence names the folder of the data."""
+    folder = str(tmp_path / "out")
+    prepare(request(Path(folder), write_lines(tmp_path / "a.jsonl", documents(99))))
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr("fsdptoys.data.packing.read_ends", refuse)
+    config = PreparedConfig(folder=folder, packing=Packing.best_fit, cache=str(tmp_path / "cache"))
+    with pytest.raises(ConfigError) as caught:
+        config.prepare(16, 256)
+    assert str(caught.value) == f"{folder} cannot be read (Permission denied); see to it that its files can be"
+
+
+@pytest.mark.parametrize("offset", [300, 600, 8000])
+def test_a_damaged_arrow_file_is_told_in_a_sentence(tmp_path: Path, offset: int) -> None:
+    """Oracle: the sentence, wherever the damage is: in the head, or in what is read later."""
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_dict({"text": ["a" * 50] * 5000}).save_to_disk(tmp_path / "saved")
+    (arrow,) = (tmp_path / "saved").glob("*.arrow")
+    content = bytearray(arrow.read_bytes())
+    content[offset : offset + 64] = b"\xff" * 64
+    arrow.write_bytes(content)
+    with pytest.raises(ConfigError, match=r" cannot be read by datasets \(.*; save it again or leave it out$"):
+        prepare(request(tmp_path / "out", tmp_path / "saved"))
+
+
+def test_json_that_goes_too_deep_is_told_in_a_sentence(tmp_path: Path) -> None:
+    """Oracle: the sentence, with the line."""
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' + "[" * 200_000 + "\n")
+    with pytest.raises(ConfigError, match=r"a\.jsonl\] has no JSON object in line 2 \("):
+        prepare(request(tmp_path / "out", tmp_path / "a.jsonl"))
+
+
+def test_texts_of_the_same_ids_are_on_the_same_side(tmp_path: Path) -> None:
+    """Oracle: sets of documents; half of the texts differ from the others in a zero byte, which bytes leave out."""
+    texts: list[str | None] = [f"document {number}" + "\0" * zeros for number in range(200) for zeros in (0, 1)]
+    prepare(request(tmp_path / "out", write_lines(tmp_path / "a.jsonl", texts), eval_fraction=0.3))
+    train, held_out = (set(read_split(tmp_path / "out", split)) for split in ("train", "eval"))
+    assert len(train) + len(held_out) == 200 and len(held_out) > 30
+
+
+def test_ids_of_bytes_take_a_byte_each_until_they_are_written() -> None:
+    """Oracle: a text of a gigabyte, which is one document, must not need eight for its ids."""
+    (ids,) = ByteEncoder().encode(["abc"])
+    assert ids.dtype == np.uint8 and ids.tolist() == [97, 98, 99]
