@@ -15,7 +15,7 @@ budgets in one process, since what was compiled under the first serves the secon
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +26,27 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.models import routers
 
 from .activation_offload import ActivationOffload
+
+
+class CompiledForward:
+    """A block's compiled forward, found as ``block.compiled_forward``.
+
+    Args:
+        function: what is called.
+
+    Attributes:
+        around: makes what surrounds each call, also where checkpointing calls again in the backward. What is done there
+            is not compiled, and so breaks no graph.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.around: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def __call__(self, *args: Any) -> Any:
+        """Call it."""
+        with self.around():
+            return self.function(*args)
 
 
 def compile_blocks(
@@ -64,6 +85,7 @@ def compile_blocks(
         forward = torch.compile(forward, backend=backend)
         if budget is not None:
             forward = functools.partial(_call_within, budget, forward)
+        forward = block.compiled_forward = CompiledForward(forward)  # type: ignore[assignment]
         block.forward = functools.partial(outside.func, forward, **outside.keywords) if outside else forward
 
 

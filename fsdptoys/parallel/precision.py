@@ -1,7 +1,10 @@
 """The number formats of a run, and the same mixed precision for models that no FSDP wraps."""
 
 import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +49,8 @@ class CastParameters(nn.Module):
 
     Gradients come back through the cast and so accumulate in float32. Each copy is made once a forward, and stands in
     for its parameter while a module that owns it runs: also when gradient checkpointing runs it again in the backward.
-    The copies live until the next forward makes others.
+    Where a block is compiled, all its parameters are exchanged around what is compiled, which would be compiled again
+    for each block if it did that itself. The copies live until the next forward makes others.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
@@ -54,9 +58,15 @@ class CastParameters(nn.Module):
         self.module = module
         self.dtype = dtype
         self._copies: dict[nn.Parameter, Tensor] = {}
+        compiled: set[nn.Module] = set()
+        for block in module.modules():
+            forward: Any = getattr(block, "compiled_forward", None)
+            if forward is not None:
+                forward.around = functools.partial(self._swapped, list(block.modules()))
+                compiled.update(block.modules())
         for owner in module.modules():
-            own = dict(owner.named_parameters(recurse=False))
-            if own:
+            own = _own_parameters(owner)
+            if own and owner not in compiled:
                 owner.register_forward_pre_hook(functools.partial(self._swap_in, own))
                 owner.register_forward_hook(functools.partial(self._swap_out, own), always_call=True)
 
@@ -66,9 +76,24 @@ class CastParameters(nn.Module):
         output: Tensor = self.module(*args)
         return output
 
+    @contextmanager
+    def _swapped(self, owners: Sequence[nn.Module]) -> Iterator[None]:
+        parameters = [(_own_parameters(owner), owner) for owner in owners]
+        for own, owner in parameters:
+            self._swap_in(own, owner)
+        try:
+            yield
+        finally:
+            for own, owner in parameters:
+                self._swap_out(own, owner)
+
     def _swap_in(self, own: dict[str, nn.Parameter], owner: nn.Module, *_: object) -> None:
         for name, param in own.items():
             owner._parameters[name] = self._copies[param]  # type: ignore[assignment]
 
     def _swap_out(self, own: dict[str, nn.Parameter], owner: nn.Module, *_: object) -> None:
         owner._parameters.update(own)
+
+
+def _own_parameters(owner: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(owner.named_parameters(recurse=False))
