@@ -28,7 +28,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from .device import available_device_type
 from .errors import ConfigError
 from .models import DecoderModel
 from .models.linear import Linear
@@ -98,12 +97,6 @@ def check_float8(
     if device_type == "npu":
         raise ConfigError(f"{key} needs CUDA's float8 products, which an NPU does not have; set train.float8=none")
     if device_type == "cuda":
-        if available_device_type() == "cuda" and torch.cuda.get_device_capability() < CAPABILITY:
-            found = ".".join(map(str, torch.cuda.get_device_capability()))
-            raise ConfigError(
-                f"{key} needs a device of compute capability 8.9 or more, and this one has {found}; set "
-                "train.float8=none"
-            )
         if computes_in != "bfloat16":
             raise ConfigError(f"{key} replaces products of bfloat16 on a GPU; set parallel.param_dtype=bfloat16")
         if tokens % MULTIPLE:
@@ -111,6 +104,26 @@ def check_float8(
                 f"{key} multiplies over the tokens of a micro-batch, and train.batch_size times train.seq_len is "
                 f"{tokens}, which {MULTIPLE} does not divide; set train.seq_len to a multiple of {MULTIPLE}"
             )
+
+
+def check_float8_here(float8: Float8, device_type: str) -> None:
+    """Refuse what this machine cannot do, which a plan for another may.
+
+    Args:
+        float8: ``train.float8``.
+        device_type: ``cuda``, ``npu`` or ``cpu``.
+
+    Raises:
+        ConfigError: naming key, value and fix.
+    """
+    if float8 is Float8.none:
+        return
+    key = f"train.float8={float8.value}"
+    if device_type == "cuda" and torch.cuda.get_device_capability() < CAPABILITY:
+        found = ".".join(map(str, torch.cuda.get_device_capability()))
+        raise ConfigError(
+            f"{key} needs a device of compute capability 8.9 or more, and this one has {found}; set train.float8=none"
+        )
     if importlib.util.find_spec("torchao") is None:
         raise ConfigError(
             f"{key} needs torchao, which is not installed; pip install 'fsdptoys[torchao]' or set train.float8=none"
@@ -154,6 +167,7 @@ def convert_to_float8(model: DecoderModel, float8: Float8, all_gather: bool, dev
     """
     if float8 is Float8.none:
         return 0
+    check_float8_here(float8, device_type)
     library = _torchao()
     config = library.Float8LinearConfig.from_recipe_name(float8.value)
     config = dataclasses.replace(config, enable_fsdp_float8_all_gather=all_gather, emulate=device_type != "cuda")

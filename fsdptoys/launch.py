@@ -9,6 +9,7 @@ from .compose import Composition, compose, compose_presets
 from .config import LaunchConfig
 from .device import available_device_type
 from .errors import ConfigError
+from .float8 import check_float8_here
 from .hardware import FoundHardware, find_hardware, hardware_environment, profile_of_this_machine
 from .mesh import NODE, straddling
 from .overrides import list_choices, plain_text
@@ -69,6 +70,7 @@ def plan_run(words: Sequence[str], present: Mapping[str, str]) -> Plan:
         _check_machines(present)
     check_plan_settings(composition.config.plan, hardware.device_type)
     composition.config.validate(world_size, hardware.device_type, local_ranks)
+    check_float8_here(composition.config.train.float8, hardware.device_type)
     return Plan(composition, hardware, local_ranks, world_size, words)
 
 

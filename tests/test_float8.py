@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from fsdptoys import float8, prepare
+from fsdptoys import prepare
 from fsdptoys.config import Config
 from fsdptoys.errors import ConfigError
-from fsdptoys.float8 import Float8, check_float8, convert_to_float8
+from fsdptoys.float8 import Float8, check_float8, check_float8_here, convert_to_float8
+from fsdptoys.launch import plan_run
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
 from fsdptoys.memory.compile import compile_blocks
 from fsdptoys.models import LlamaConfig, Qwen3MoEConfig
@@ -239,13 +240,18 @@ def test_shards_of_different_sizes_are_refused_where_they_are_cast() -> None:
 
 
 def test_devices_and_environments_without_float8_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the sentence, with what was found."""
-    monkeypatch.setattr(float8, "available_device_type", lambda: "cuda")
+    """Oracle: the sentence, with what was found; a plan is not asked, whose devices are others."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     with pytest.raises(ConfigError, match=r"8\.9 or more, and this one has 8\.0; set train\.float8=none"):
-        check_float8(**GOOD)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+        check_float8_here(Float8.tensorwise, "cuda")
     check_float8(**GOOD)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    check_float8_here(Float8.tensorwise, "cuda")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for device_type in ("cuda", "cpu"):
+        with pytest.raises(ConfigError, match="needs torchao, which is not installed; pip install"):
+            check_float8_here(Float8.tensorwise, device_type)
+        check_float8_here(Float8.none, device_type)
     with pytest.raises(ConfigError, match="needs torchao, which is not installed; pip install"):
-        check_float8(**GOOD)
+        plan_run(["train.float8=tensorwise", "launch.device=cpu"], {})
+    check_float8(**GOOD)
