@@ -82,6 +82,7 @@ class Shape:
         return f"{self.model}-{self.seq_len}"
 
 
+LOSS = "memory.chunk_loss=true"
 STATES = "optim.state_dtype=bfloat16"
 SELECTIVE = "memory.gradient_checkpointing=selective"
 SHAPES = [
@@ -91,7 +92,8 @@ SHAPES = [
     Shape("llama3_1b", 8192, 2, target_mfu=0.45),
     Shape("llama3_8b", 4096, 2, (STATES, SELECTIVE), half=True),
 ]
-"""In the order in which they are run: what matters most is not what the end of the budget leaves out."""
+"""In the order in which they are run, those that the device holds before the others: what matters most is not what the
+end of the budget leaves out."""
 TINY = [Shape("llama_debug", 64, 2, ("kernels.rms_norm=torch",))]
 
 CONTESTANTS: dict[str, str | tuple[str, ...]] = {
@@ -131,7 +133,13 @@ class Bench:
     python: str
     """Of the peers."""
     peak: float | None
+    memory_gib: float | None
+    """Of the device; None where it is not known."""
     row_seconds: float
+
+    def holds(self, planned_gib: float | None) -> bool:
+        """Whether the device has as much memory as that."""
+        return planned_gib is None or self.memory_gib is None or planned_gib <= self.memory_gib
 
     def work(self, shape: Shape, contestant: str) -> Work:
         """What a peer is told."""
@@ -147,7 +155,7 @@ class Bench:
         assert not isinstance(added, str)
         return [
             "experiment=null", f"model={shape.model}", "parallel=fsdp2", "parallel.param_dtype=bfloat16",
-            "memory.chunk_loss=true", "data=bin", f"data.files=[{self.folder / shape.name / 'tokens.bin'}]",
+            LOSS, "data=bin", f"data.files=[{self.folder / shape.name / 'tokens.bin'}]",
             "data.dtype=uint32", f"train.data_seed={DATA_SEED}", f"train.batch_size={shape.batch_size}",
             f"train.seq_len={shape.seq_len}", f"train.steps={STEPS}", f"train.max_grad_norm={MAX_GRAD_NORM}",
             "optim=adamw", "optim.implementation=fused", f"optim.lr={LEARNING_RATE}", f"optim.beta1={BETAS[0]}",
@@ -189,9 +197,12 @@ class Bench:
         row = Row(shape.name, contestant, shlex.join(command[1:]).replace(f"{ROOT}/", ""))
         if isinstance(CONTESTANTS[contestant], tuple):
             row = dataclasses.replace(row, planned_gib=planned_gib)
+            if not self.holds(planned_gib):
+                told = f"left out: {planned_gib:.0f} GiB are planned, and the device has {self.memory_gib:.0f}"
+                return dataclasses.replace(row, failure=told)
         if self.row_seconds < LEAST_SECONDS:
             return dataclasses.replace(row, failure="left out: the call's time was over")
-        run = Run(command, self.environment(contestant), self.folder, STEPS, self.row_seconds)
+        run = Run(command, self.environment(contestant), self.folder, STEPS, self.row_seconds, stops=False)
         take_within(run, self.row_seconds)
         result = run.result
         if len(result.seconds) < STEPS:
@@ -226,13 +237,13 @@ def why(result: Measured) -> str:
 
 
 def planned_gib(words: Sequence[str], device: str) -> float | None:
-    """What the planner's closed form says that the allocator reserves; None where nothing is imagined of the device."""
+    """The closed form's highest sum of tensors on the device; None where nothing is imagined of the device."""
     if device != "cuda":
         return None
     config = compose_config(list(words))
     config.validate(1, "cuda")
     prediction = closed_form(config, load_hardware(HARDWARE), 1, AllocatorKind.expandable)
-    return prediction.memory.reserved_bytes / GIB
+    return prediction.memory.peak_bytes / GIB
 
 
 def judge(rows: Sequence[Row], shapes: Sequence[Shape]) -> list[str]:
@@ -281,14 +292,14 @@ def render(rows: Sequence[Row], shapes: Sequence[Shape], bench: Bench, on: str, 
         "# One GPU" if bench.device == "cuda" else "# A trial of the script on a CPU, whose figures mean nothing",
         "", f"Command: `python {shlex.join(sys.argv)}`", "", f"{on}. Peak in bf16: {peak}.", "",
         f"Medians of {STEPS - WARMUP} steps after {WARMUP}; a fresh process a row, one after the other, with the loss "
-        "read after each step. Planned is what the planner's closed form foretold that our allocator would reserve. "
-        "Start is from the command to the end of step 1: imports, values, compilation.",
+        "read after each step. Peak is the highest sum of tensors on the device, and planned what the planner's closed "
+        "form foretold of it. Start is from the command to the end of step 1: imports, values, compilation.",
     ]  # fmt: skip
     for shape in shapes:
         peers = "all in bf16" if shape.half else "fp32 parameters and states"
         lines += [
             "", f"## {shape.model}, {shape.batch_size} × {shape.seq_len} tokens a step", "",
-            f"Ours: `{' '.join(shape.words) or 'fp32 parameters and states'}`; peers: {peers}"
+            f"Ours: `{' '.join([LOSS, *shape.words])}`; peers: logits in one piece, {peers}"
             f"{', blocks computed again' * shape.checkpoints}.", "",
             "| | tokens/s | MFU | peak GiB | planned GiB | start, s | loss, first → last |", "|---|" + "---:|" * 6,
         ]  # fmt: skip
@@ -349,19 +360,25 @@ def main() -> int:
     args = parse_arguments()
     began = time.monotonic()
     on = f"{machine(args.device)}; peers: {peers_versions(args.peers_python)}"
-    peak = peak_flops(Device(args.device).name) if args.device == "cuda" else None
+    peak = memory_gib = None
+    if args.device == "cuda":
+        peak = peak_flops(Device(args.device).name)
+        memory_gib = torch.cuda.get_device_properties(0).total_memory / GIB
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as scratch:
-        bench = Bench(args.device, Path(scratch), args.peers_python, peak, args.row_seconds)
+        bench = Bench(args.device, Path(scratch), args.peers_python, peak, memory_gib, args.row_seconds)
+        flops, planned = {}, {}
         for shape in args.shapes:
             model = bench.write_inputs(shape)
             with torch.device("meta"):
-                flops_per_token = model.build().flops_per_token(shape.seq_len)
-            planned = planned_gib(bench.words(shape, EAGER), args.device)
+                flops[shape] = model.build().flops_per_token(shape.seq_len)
+            planned[shape] = planned_gib(bench.words(shape, EAGER), args.device)
+        args.shapes.sort(key=lambda shape: not bench.holds(planned[shape]))
+        for shape in args.shapes:
             for contestant in args.contestants:
                 left = args.seconds - (time.monotonic() - began)
                 timed = dataclasses.replace(bench, row_seconds=min(args.row_seconds, left))
-                rows.append(row := timed.run(shape, contestant, flops_per_token, planned))
+                rows.append(row := timed.run(shape, contestant, flops[shape], planned[shape]))
                 told = row.failure or f"{row.tokens_per_second:,.0f} tokens/s"
                 print(f"{shape.name}, {contestant}: {told}", file=sys.stderr, flush=True)
                 verdicts = judge(rows, args.shapes)

@@ -9,7 +9,7 @@ import pytest
 from fsdptoys.simulator.hardware import load_hardware
 from scripts import bench_gpu
 from scripts.bench_gpu import ACCELERATE, BARE, COMPILED, EAGER, FLOAT8, SHAPES, Bench, Row, judge, planned_gib, why
-from scripts.peers.measure import Measured
+from scripts.peers.measure import Measured, Run, take_within
 
 SHAPE = SHAPES[0]
 
@@ -68,13 +68,46 @@ def test_a_row_without_figures_says_why(told: str, said: str) -> None:
     assert why(Measured(failure=told)) == said
 
 
+def test_a_row_that_is_planned_to_hold_more_than_the_device_is_left_out(tmp_path: Path) -> None:
+    """Oracle: the sentence, of ours; the planner says nothing of a peer."""
+    bench = Bench("cuda", tmp_path, sys.executable, 989e12, 79.6, 0.0)
+    for planned, told in ((93.7, "left out: 94 GiB are planned, and the device has 80"), (79.0, "the call's time")):
+        assert told in str(bench.run(SHAPE, COMPILED, 1e9, planned).failure)
+    assert "the call's time" in str(bench.run(SHAPE, BARE, 1e9, 93.7).failure)
+
+
+TRAINER = """
+import signal, time
+continued = 0
+def count(*_):
+    global continued
+    continued += 1
+signal.signal(signal.SIGCONT, count)
+for step in range(1, 5):
+    time.sleep(0.05)
+    print(f"step {step}/4 loss {1 / step}", flush=True)
+print("note continued", continued)
+"""
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_run_that_has_the_machine_to_itself_is_not_stopped(stops: bool, tmp_path: Path) -> None:
+    """Oracle: signals that the run counts; its steps, losses and note are there either way."""
+    run = Run([sys.executable, "-c", TRAINER], {}, tmp_path, 4, 60.0, stops=stops)
+    take_within(run, 60.0)
+    result = run.result
+    assert result.failure is None and result.losses == [1.0, 0.5, pytest.approx(1 / 3), 0.25]
+    assert len(result.seconds) == 4 and min(result.seconds) > 0
+    assert (result.note == "continued 0") == (not stops)
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_our_rows_are_planned_to_fit_one_h200(shape: bench_gpu.Shape, tmp_path: Path) -> None:
     """Oracle: the planner's closed form, for the settings of the eager row, which keeps the most."""
     tokens = tmp_path / shape.name / "tokens.bin"
     tokens.parent.mkdir()
     tokens.write_bytes(bytes(4 * 2**18))
-    bench = Bench("cuda", tmp_path, sys.executable, 989e12, 90.0)
+    bench = Bench("cuda", tmp_path, sys.executable, 989e12, None, 90.0)
     needed = planned_gib(bench.words(shape, EAGER), "cuda")
     assert needed is not None
     assert 16.0 < needed < 0.95 * load_hardware("h200").usable_bytes / 2**30

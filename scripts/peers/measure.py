@@ -4,6 +4,8 @@ A run goes one step at a time and is stopped in between (SIGSTOP), so that sever
 others share may be a third slower a minute later, and then it is so for all of them.
 
 - A step is the time from when the run is continued to the step's line; the tokens of a step over it are the speed.
+  A device goes on with what is queued while its process is stopped, so a run that has the machine to itself is not
+  stopped (``stops=False``), nor is /proc read between its steps, each of which lasts from one line to the next.
 - Start-up is the time from the start of the command to the line of step 1: launcher, imports, weights, and the step.
 - Memory is the highest resident set (``VmHWM``) of any process below the launcher, when a step's line comes.
 - CPU seconds are those of all processes below the launcher.
@@ -69,6 +71,7 @@ class Run:
         steps: lines that have to come.
         limit_seconds: a step that takes longer is killed.
         metrics: a file that has a JSON object a step, with its loss in full, when the run has ended.
+        stops: whether it is stopped between steps, for others to take theirs.
     """
 
     def __init__(
@@ -79,8 +82,10 @@ class Run:
         steps: int,
         limit_seconds: float,
         metrics: Path | None = None,
+        stops: bool = True,
     ) -> None:
         self.result = Measured()
+        self._stops, self._last_line = stops, 0.0
         self.steps, self.limit_seconds, self.metrics = steps, limit_seconds, metrics
         self._command, self._environment, self._folder = list(command), dict(environment), folder
         self._told: list[str] = []
@@ -103,9 +108,11 @@ class Run:
                 text=True,
                 start_new_session=True,
             )
-        else:
+        elif self._stops:
             cpu_before = self._cpu_seconds()
             self._send(signal.SIGCONT)
+        else:
+            began = self._last_line
         assert process.stdout is not None
         result = self.result
         with self._limited():
@@ -115,9 +122,12 @@ class Run:
                 elif line.startswith("peak "):
                     result.device_peak_bytes = int(line.split()[1])
                 elif STEP_LINE.match(line):
-                    result.seconds.append(time.perf_counter() - began)
-                    self._send(signal.SIGSTOP)
+                    self._last_line = time.perf_counter()
+                    result.seconds.append(self._last_line - began)
                     result.losses.append(float(LOSS.search(line)[1]))  # type: ignore[index]
+                    if not self._stops:
+                        return
+                    self._send(signal.SIGSTOP)
                     result.cpu_seconds.append(self._cpu_seconds() - cpu_before)
                     result.peak_bytes = max([result.peak_bytes, *map(_peak_bytes, _descendants(process.pid))])
                     return
