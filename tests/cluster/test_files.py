@@ -80,7 +80,7 @@ class Job:
 
     def end(self) -> tuple[int, list[str]]:
         """Its status, and what it asked of SLURM."""
-        self.process.communicate(timeout=60)
+        self.told = self.process.communicate(timeout=60)[0]
         return self.process.returncode, (self.folder / "log").read_text().splitlines()
 
 
@@ -97,15 +97,26 @@ def test_each_node_gets_the_words_of_a_run_that_meets_at_the_first(tmp_path: Pat
     assert plan_run([*words[3:], "launch.device=cpu"], {}).world_size == 8
 
 
-@pytest.mark.parametrize("asked, requeued", [(0, True), (128 + signal.SIGUSR1, True), (1, False)])
+@pytest.mark.parametrize(
+    "asked, requeued",
+    [(0, True), *((128 + number, True) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL)), (1, False)],
+)
 def test_a_run_whose_time_is_up_saves_and_goes_back_into_the_queue(asked: int, requeued: bool, tmp_path: Path) -> None:
     """Oracle: the calls, in order: the step is asked to stop, and the job requeued when it has ended well, or before
-    its first step."""
+    its first step, where one node's end may be another's SIGTERM or SIGKILL."""
     job = Job(tmp_path, ASKED=str(asked))
     job.signal()
     status, log = job.end()
     assert log[2] == "scancel --signal=USR1 123456.0"
     assert (status, log[3:]) == ((0, ["scontrol requeue 123456"]) if requeued else (asked, []))
+
+
+@pytest.mark.parametrize("cores, told", [("1", True), ("4", False)])
+def test_ranks_that_share_a_core_are_told_of(cores: str, told: bool, tmp_path: Path) -> None:
+    """Oracle: the sentence, where SLURM gives a node fewer cores than it has ranks."""
+    job = Job(tmp_path, ENDS="0", SLURM_CPUS_ON_NODE=cores)
+    assert job.end()[0] == 0
+    assert ("4 ranks share 1 core(s) on each node; sbatch --cpus-per-task=N gives more" in job.told) == told
 
 
 def test_a_run_that_fails_by_itself_is_not_queued_again(tmp_path: Path) -> None:
