@@ -44,45 +44,16 @@ from fsdptoys.models import ModelConfig
 from fsdptoys.plan.closed_form import closed_form
 from fsdptoys.simulator.config import AllocatorKind
 from fsdptoys.simulator.hardware import load_hardware
+from fsdptoys.simulator.prediction import MemoryPrediction
 from scripts.bench_peers import DATA_SEED, PEERS, ROOT, write_batches, write_tokens
+from scripts.gpu_page import ACCELERATE, BARE, COMPILED, EAGER, FLOAT8, LOSS, STEPS, WARMUP, Row, Shape, judge, render
 from scripts.machine import machine
 from scripts.peers.measure import Measured, Run, take_within
 from scripts.peers.work import BETAS, EPS, LEARNING_RATE, MAX_GRAD_NORM, WEIGHT_DECAY, Work
 
-EAGER, COMPILED, FLOAT8 = "FSDPToys, eager", "FSDPToys, compiled", "FSDPToys, compiled, float8"
-BARE, ACCELERATE = "PyTorch loop + transformers, compiled", "accelerate + transformers, eager"
-FLOAT8_GAIN = 1.25
-"""Of the tokens/s of bf16, both compiled."""
-LOSS_TOLERANCE = 0.05
-"""Relative, of first losses: other initial values of the same distribution."""
 HARDWARE = "h200"
-STEPS, WARMUP = 8, 3
 LEAST_SECONDS = 30.0
 """A row is not begun with less."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What is trained."""
-
-    model: str
-    seq_len: int
-    batch_size: int
-    words: tuple[str, ...] = ()
-    """Of ours, so that it fits."""
-    checkpoints: bool = False
-    """Whether the peers compute blocks again."""
-    half: bool = False
-    """Whether the peers have parameters, gradients and states in bf16."""
-    target_mfu: float = 0.5
-
-    @property
-    def name(self) -> str:
-        """For people and the command line."""
-        return f"{self.model}-{self.seq_len}"
-
-
-LOSS = "memory.chunk_loss=true"
 STATES = "optim.state_dtype=bfloat16"
 SELECTIVE = "memory.gradient_checkpointing=selective"
 SHAPES = [
@@ -104,24 +75,6 @@ CONTESTANTS: dict[str, str | tuple[str, ...]] = {
     ACCELERATE: "accelerate_transformers.py",
 }
 """Name → words of ours, or a peer's script."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """What one contestant did with one shape."""
-
-    shape: str
-    contestant: str
-    command: str
-    tokens_per_second: float | None = None
-    mfu: float | None = None
-    peak_gib: float | None = None
-    planned_gib: float | None = None
-    startup_seconds: float | None = None
-    first_loss: float | None = None
-    last_loss: float | None = None
-    note: str = ""
-    failure: str | None = None
 
 
 @dataclass(frozen=True)
@@ -236,91 +189,13 @@ def why(result: Measured) -> str:
     return f"failed: {lines[-1]}" if lines else "failed without a word"
 
 
-def planned_gib(words: Sequence[str], device: str) -> float | None:
-    """The closed form's highest sum of tensors on the device; None where nothing is imagined of the device."""
+def planned_memory(words: Sequence[str], device: str) -> MemoryPrediction | None:
+    """What the planner's closed form says; None where nothing is imagined of the device."""
     if device != "cuda":
         return None
     config = compose_config(list(words))
     config.validate(1, "cuda")
-    prediction = closed_form(config, load_hardware(HARDWARE), 1, AllocatorKind.expandable)
-    return prediction.memory.peak_bytes / GIB
-
-
-def judge(rows: Sequence[Row], shapes: Sequence[Shape]) -> list[str]:
-    """A sentence a target: met, missed, or not measured."""
-    told = []
-
-    def tell(met: bool, sentence: str) -> None:
-        told.append(f"{'met' if met else 'missed'}: {sentence}")
-
-    for shape in shapes:
-        of = {row.contestant: row for row in rows if row.shape == shape.name}
-        speeds = {name: row.tokens_per_second for name, row in of.items() if row.tokens_per_second is not None}
-        ours = speeds.get(COMPILED)
-        if ours is None:
-            failure = of[COMPILED].failure if COMPILED in of else "it was not asked for"
-            told.append(f"not measured: {shape.name} {COMPILED}: {failure}")
-            continue
-        mfu = of[COMPILED].mfu
-        if mfu is not None:
-            tell(mfu >= shape.target_mfu, f"{shape.name} compiled has {mfu:.1%} MFU, target {shape.target_mfu:.0%}")
-        if FLOAT8 in speeds:
-            gain = speeds[FLOAT8] / ours
-            tell(gain >= FLOAT8_GAIN, f"{shape.name} float8 has {gain:.2f} of bf16's tokens/s, target {FLOAT8_GAIN}")
-        else:
-            told.append(f"not measured: {shape.name} float8")
-        peers = {name: speeds[name] for name in (BARE, ACCELERATE) if name in speeds}
-        if peers:
-            best = max(peers, key=peers.__getitem__)
-            ratio = ours / peers[best]
-            tell(ratio >= 1, f"{shape.name} compiled has {ratio:.2f} of the tokens/s of {best}, target 1")
-        else:
-            told.append(f"not measured: {shape.name} against a peer")
-        first = {name: row.first_loss for name, row in of.items() if row.first_loss is not None}
-        for name, loss in first.items():
-            if abs(loss - first[COMPILED]) > LOSS_TOLERANCE * first[COMPILED]:
-                tell(
-                    False, f"{shape.name} {name} begins with the loss {loss:.3f}, {COMPILED} with {first[COMPILED]:.3f}"
-                )
-    return told
-
-
-def render(rows: Sequence[Row], shapes: Sequence[Shape], bench: Bench, on: str, verdicts: Sequence[str]) -> str:
-    """The page as Markdown."""
-    peak = f"{bench.peak / 1e12:,.0f} TFLOP/s" if bench.peak else "not known, so no MFU is told"
-    lines = [
-        "# One GPU" if bench.device == "cuda" else "# A trial of the script on a CPU, whose figures mean nothing",
-        "", f"Command: `python {shlex.join(sys.argv)}`", "", f"{on}. Peak in bf16: {peak}.", "",
-        f"Medians of {STEPS - WARMUP} steps after {WARMUP}; a fresh process a row, one after the other, with the loss "
-        "read after each step. Peak is the highest sum of tensors on the device, and planned what the planner's closed "
-        "form foretold of it. Start is from the command to the end of step 1: imports, values, compilation.",
-    ]  # fmt: skip
-    for shape in shapes:
-        peers = "all in bf16" if shape.half else "fp32 parameters and states"
-        lines += [
-            "", f"## {shape.model}, {shape.batch_size} × {shape.seq_len} tokens a step", "",
-            f"Ours: `{' '.join([LOSS, *shape.words])}`; peers: logits in one piece, {peers}"
-            f"{', blocks computed again' * shape.checkpoints}.", "",
-            "| | tokens/s | MFU | peak GiB | planned GiB | start, s | loss, first → last |", "|---|" + "---:|" * 6,
-        ]  # fmt: skip
-        for row in rows:
-            if row.shape != shape.name:
-                continue
-            if row.failure is not None:
-                lines.append(f"| {row.contestant} | {row.failure} | | | {_cell(row.planned_gib, '.1f')} | | |")
-                continue
-            lines.append(
-                f"| {row.contestant} | {_cell(row.tokens_per_second, ',.0f')} | {_cell(row.mfu, '.1%')} "
-                f"| {_cell(row.peak_gib, '.1f')} | {_cell(row.planned_gib, '.1f')} "
-                f"| {_cell(row.startup_seconds, '.1f')} | {row.first_loss:.3f} → {row.last_loss:.3f} |"
-            )
-        notes = [f"{row.contestant}: {row.note}." for row in rows if row.shape == shape.name and row.note]
-        lines += ["", *(f"- {note}" for note in notes)]
-    return "\n".join([*lines, "", "## Targets", "", *(f"- {verdict}" for verdict in verdicts)]) + "\n"
-
-
-def _cell(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
+    return closed_form(config, load_hardware(HARDWARE), 1, AllocatorKind.expandable).memory
 
 
 def peers_versions(python: str) -> str:
@@ -372,7 +247,8 @@ def main() -> int:
             model = bench.write_inputs(shape)
             with torch.device("meta"):
                 flops[shape] = model.build().flops_per_token(shape.seq_len)
-            planned[shape] = planned_gib(bench.words(shape, EAGER), args.device)
+            memory = planned_memory(bench.words(shape, EAGER), args.device)
+            planned[shape] = memory.peak_bytes / GIB if memory else None
         args.shapes.sort(key=lambda shape: not bench.holds(planned[shape]))
         for shape in args.shapes:
             for contestant in args.contestants:
@@ -384,7 +260,7 @@ def main() -> int:
                 verdicts = judge(rows, args.shapes)
                 if args.device == "cpu":
                     verdicts = ["The targets are those of an H200; on a CPU nothing is held against them."]
-                page = render(rows, args.shapes, bench, on, verdicts)
+                page = render(rows, args.shapes, args.device, peak, on, verdicts)
                 if args.write:
                     write(args.write, page, rows, on, bench)
     print(page)

@@ -8,7 +8,8 @@ import pytest
 
 from fsdptoys.simulator.hardware import load_hardware
 from scripts import bench_gpu
-from scripts.bench_gpu import ACCELERATE, BARE, COMPILED, EAGER, FLOAT8, SHAPES, Bench, Row, judge, planned_gib, why
+from scripts.bench_gpu import SHAPES, Bench, planned_memory, why
+from scripts.gpu_page import ACCELERATE, BARE, COMPILED, EAGER, FLOAT8, Row, Shape, judge
 from scripts.peers.measure import Measured, Run, take_within
 
 SHAPE = SHAPES[0]
@@ -102,15 +103,15 @@ def test_a_run_that_has_the_machine_to_itself_is_not_stopped(stops: bool, tmp_pa
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_our_rows_are_planned_to_fit_one_h200(shape: bench_gpu.Shape, tmp_path: Path) -> None:
+def test_our_rows_are_planned_to_fit_one_h200(shape: Shape, tmp_path: Path) -> None:
     """Oracle: the planner's closed form, for the settings of the eager row, which keeps the most."""
     tokens = tmp_path / shape.name / "tokens.bin"
     tokens.parent.mkdir()
     tokens.write_bytes(bytes(4 * 2**18))
     bench = Bench("cuda", tmp_path, sys.executable, 989e12, None, 90.0)
-    needed = planned_gib(bench.words(shape, EAGER), "cuda")
-    assert needed is not None
-    assert 16.0 < needed < 0.95 * load_hardware("h200").usable_bytes / 2**30
+    needed = planned_memory(bench.words(shape, EAGER), "cuda")
+    assert needed is not None and 16.0 * 2**30 < needed.peak_bytes <= needed.reserved_bytes
+    assert needed.reserved_bytes < 0.95 * load_hardware("h200").usable_bytes
 
 
 @pytest.mark.usefixtures("unmeasured")
