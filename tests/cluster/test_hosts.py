@@ -124,15 +124,29 @@ def steps_done(folder: Path) -> int:
     return steps[-1]["step"] if steps else 0
 
 
-def until_saved(runs: OnHosts, folder: Path) -> None:
-    """Wait until a run is past its first checkpoint. Hosts that lose each other before anybody has cut them off, which
-    was seen on one machine and not explained, are nothing to cut: what follows is skipped then."""
-    try:
-        runs.until(lambda: steps_done(folder) > EVERY)
-    except AssertionError as ended:
-        if "a collective timed out" not in str(ended):
-            raise
-        pytest.skip("the hosts of this machine lost each other by themselves")
+def start_until_saved(hosts: Sequence[Host], place: Path, port: int, words: Sequence[str] = ()) -> tuple[OnHosts, Path]:
+    """Start a run that can be cut off, and wait until it is past its first checkpoint.
+
+    Hosts that lose each other before anybody has cut them off, which was seen on one machine and not explained, get
+    another start; where they do so again there is nothing to cut, and what follows is skipped.
+
+    Returns:
+        The run, which its caller has to leave, and its directory.
+    """
+    for attempt in range(2):
+        here = place / str(attempt)
+        here.mkdir()
+        command = ["fsdptoys", "train", *WORDS, f"metrics.run_dir={here / 'run'}", f"launch.nproc_per_node={RANKS}"]
+        command += ["launch.nnodes=2", f"launch.rdzv_endpoint=node0:{port + attempt}", "launch.timeout_seconds=8"]
+        runs = OnHosts(hosts, [*command, *words], here)
+        try:
+            runs.until(lambda: steps_done(here / "run") > EVERY)  # noqa: B023
+            return runs, here / "run"
+        except BaseException as ended:
+            runs.__exit__()
+            if not isinstance(ended, AssertionError) or "a collective timed out" not in str(ended):
+                raise
+    pytest.skip("the hosts of this machine lost each other by themselves, twice")
 
 
 def test_two_hosts_under_torchrun_are_one_host_in_every_bit(hosts: list[Host], whole: Path, tmp_path: Path) -> None:
@@ -160,11 +174,8 @@ def test_host_that_is_cut_off_comes_back_to_a_run_that_loses_nothing(
 ) -> None:
     """Oracle: the undisturbed run, in every bit. The second host's packets vanish in the middle of a step, until the
     ranks of both have given up a collective of that step after launch.timeout_seconds, and then come again."""
-    folder = tmp_path / "run"
-    command = ["fsdptoys", "train", *WORDS, f"metrics.run_dir={folder}", f"launch.nproc_per_node={RANKS}"]
-    command += ["launch.nnodes=2", f"launch.rdzv_endpoint=node0:{PORT}", "launch.timeout_seconds=8"]
-    with OnHosts(hosts, [*command, "launch.max_restarts=2"], tmp_path) as runs:
-        until_saved(runs, folder)
+    started, folder = start_until_saved(hosts, tmp_path, PORT, ["launch.max_restarts=2"])
+    with started as runs:
         cut_after = steps_done(folder)
         hosts[1].cut_off()
         try:
@@ -180,11 +191,8 @@ def test_host_that_is_cut_off_comes_back_to_a_run_that_loses_nothing(
 
 def test_hosts_that_are_cut_off_for_good_say_so_and_end(hosts: list[Host], tmp_path: Path) -> None:
     """Oracle: without restarts both end with status 1 and the reason, also the one that cannot tell the other."""
-    folder = tmp_path / "run"
-    command = ["fsdptoys", "train", *WORDS, f"metrics.run_dir={folder}", f"launch.nproc_per_node={RANKS}"]
-    command += ["launch.nnodes=2", f"launch.rdzv_endpoint=node0:{PORT + 1}", "launch.timeout_seconds=8"]
-    with OnHosts(hosts, command, tmp_path) as runs:
-        until_saved(runs, folder)
+    started, _ = start_until_saved(hosts, tmp_path, PORT + 2)
+    with started as runs:
         hosts[1].cut_off()
         try:
             assert runs.statuses() == [1, 1]
