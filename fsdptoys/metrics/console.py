@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING
 
+from fsdptoys.utils.text import printable
+
 from .config import Console
 from .step import StepMetrics
 
@@ -207,12 +209,3 @@ def event_lines(metrics: StepMetrics) -> list[str]:
     if metrics.eval_loss is not None:
         lines.append(f"held-out loss {metrics.eval_loss:.4f} nats a token")
     return [f"step {metrics.step}: {line}" for line in lines]
-
-
-def printable(text: str, stream: IO[str]) -> str:
-    """Text with escapes for what would steer the terminal (a model may write anything) or is not in its encoding."""
-    shown = "".join(
-        char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode() for char in text
-    )
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    return shown.encode(encoding, "backslashreplace").decode(encoding)

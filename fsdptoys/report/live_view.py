@@ -11,10 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdptoys.heartbeat import Sign, ranks_in_words
-from fsdptoys.metrics.console import printable
 from fsdptoys.metrics.forecast import compare, forecast_rows
 from fsdptoys.metrics.live import metrics_table
 from fsdptoys.metrics.summary import RunResults, Spread
+from fsdptoys.utils.text import printable
 
 from .followed import FollowedRun, State
 

@@ -1,0 +1,1 @@
+"""Helpers without a package of their own: files, foreign text and what is printed."""

@@ -1,0 +1,113 @@
+"""Open regular files only: no named pipe that blocks, no device, and no symbolic link where something is written.
+
+A run directory may come from elsewhere. A FIFO in the place of ``metrics.jsonl`` blocks ``open`` until a writer comes,
+which may be never, and a symbolic link in the place of a log lets the run append to any file of its user. So files that
+others may have put there are opened with ``O_NONBLOCK`` (without effect on regular files), then looked at through the
+open descriptor, which cannot be exchanged in between, and for writing with ``O_NOFOLLOW`` besides.
+
+Links are followed where a file is read: the Hugging Face hub's cache consists of them. Folders on the way to a file may
+be links in either case: a run directory on another disk is a common one.
+"""
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import IO, Any
+
+KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFLNK: "a symbolic link",
+}
+
+
+class NotRegularFileError(OSError):
+    """The path names a pipe, a device, a folder, or, for writing, a symbolic link."""
+
+    def __init__(self, path: "str | os.PathLike[str]", mode: int) -> None:
+        kind = KINDS.get(stat.S_IFMT(mode), "something else")
+        super().__init__(errno.EINVAL, f"it is {kind} and not a regular file", os.fspath(path))
+
+
+def open_regular(path: "str | os.PathLike[str]", mode: str = "rb", **options: Any) -> IO[Any]:
+    """``open`` for regular files.
+
+    Args:
+        path: the file; created where ``mode`` says so.
+        mode: as for ``open``. Any mode that writes refuses a symbolic link as the last part of the path.
+        options: as for ``open``: ``encoding``, ``buffering``, …
+
+    Raises:
+        NotRegularFileError: for anything else than a regular file.
+        OSError: as the system refuses.
+    """
+    writes = any(letter in mode for letter in "wax+")
+    opened = -1
+
+    def opener(name: str, flags: int) -> int:
+        nonlocal opened
+        opened = open_descriptor(name, flags, follow=not writes)
+        return opened
+
+    return open(path, mode, opener=opener, **options)
+
+
+def open_descriptor(
+    path: "str | os.PathLike[str]", flags: int, *, follow: bool = False, permissions: int = 0o666
+) -> int:
+    """``os.open`` for regular files; the descriptor is not inherited.
+
+    Args:
+        path: the file.
+        flags: as for ``os.open``.
+        follow: whether the last part of the path may be a symbolic link.
+        permissions: of a file that is created, before the umask.
+
+    Raises:
+        NotRegularFileError: for anything else than a regular file.
+        OSError: as the system refuses.
+    """
+    # Windows has none of these, nor FIFOs in folders.
+    flags |= getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+    if not follow:
+        flags |= getattr(os, "O_NOFOLLOW", 0)
+    try:
+        descriptor = os.open(path, flags, permissions)
+    except OSError as error:
+        # ELOOP: a link; ENXIO: a pipe without reader, or a socket; EISDIR: a folder that would be written
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.EMLINK):
+            kind = _mode_of(path)
+            if kind is not None and not stat.S_ISREG(kind):
+                raise NotRegularFileError(path, kind) from None
+        raise
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise NotRegularFileError(path, mode)
+    return descriptor
+
+
+def read_regular(path: "str | os.PathLike[str]", largest_bytes: int) -> bytes:
+    """The content of a regular file of limited size.
+
+    Raises:
+        NotRegularFileError: for anything else than a regular file.
+        ValueError: if it is larger.
+        OSError: as the system refuses.
+    """
+    with open_regular(path, "rb") as file:
+        content: bytes = file.read(largest_bytes + 1)
+    if len(content) > largest_bytes:
+        raise ValueError(f"it is longer than {largest_bytes} bytes")
+    return content
+
+
+def _mode_of(path: "str | os.PathLike[str]") -> int | None:
+    try:
+        return Path(path).lstat().st_mode
+    except OSError:
+        return None

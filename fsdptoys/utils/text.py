@@ -1,0 +1,59 @@
+"""Text that this project prints and did not write itself, and printing to a console that may be gone."""
+
+import contextlib
+import sys
+from typing import IO
+
+LONGEST_LINE = 300
+
+
+def printable(text: str, stream: "IO[str] | None" = None) -> str:
+    """Text without characters that steer a terminal: escape sequences, carriage returns, right-to-left marks.
+
+    Args:
+        text: from anywhere; a model may write anything, and so may the author of a file.
+        stream: where it goes; what its encoding cannot hold is escaped too.
+
+    Returns:
+        The text with each such character as Python would write it (``\\x1b``); newlines and tabs stay.
+    """
+    shown = "".join(
+        char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode() for char in text
+    )
+    if stream is None:
+        return shown
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return shown.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def one_line(text: object) -> str:
+    """The same on one line of at most 300 characters, for a sentence that quotes it.
+
+    Args:
+        text: a string, or an exception.
+    """
+    shown = printable(" ".join(str(text).split()))
+    return shown if len(shown) <= LONGEST_LINE else f"{shown[: LONGEST_LINE - 1]}…"
+
+
+def say(sentence: str, *, stdout: bool = False) -> bool:
+    """Print ``fsdptoys: SENTENCE``, and go on where nobody can read it: disk full, pipe without reader, stream closed.
+
+    Args:
+        sentence: may quote foreign text.
+        stdout: print it there, and not on stderr.
+
+    Returns:
+        Whether it was printed.
+    """
+    stream = sys.stdout if stdout else sys.stderr
+    if stream is None:  # closed when this process started
+        return False
+    try:
+        print(f"fsdptoys: {printable(sentence, stream)}", file=stream, flush=True)
+    except (OSError, ValueError):  # ValueError: the stream has been closed since
+        # What stays in the buffer would fail again when the interpreter ends, which turns its status into 120.
+        with contextlib.suppress(OSError, ValueError):
+            stream.close()
+        return False
+    return True

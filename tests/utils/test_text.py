@@ -1,0 +1,43 @@
+"""Text that is printed, and consoles that are gone."""
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fsdptoys.utils.text import one_line, printable
+
+
+def test_what_steers_a_terminal_is_escaped() -> None:
+    """Oracle: Python's own escapes, for colors, titles, carriage returns, right-to-left marks and lone surrogates."""
+    assert printable("a\x1b[31mb\x1b]0;t\x07\rc\u202ed\ud800") == "a\\x1b[31mb\\x1b]0;t\\x07\\rc\\u202ed\\ud800"
+    assert printable("ü\tx\ny") == "ü\tx\ny"
+    assert printable("ü", io.TextIOWrapper(io.BytesIO(), encoding="ascii")) == "\\xfc"
+    assert one_line("a\nb\x1b") == "a b\\x1b"
+    assert len(one_line("x" * 1000)) == 300
+
+
+SAY = "import sys; from fsdptoys.utils.text import say; sys.exit(3 if say('x' * 10000, stdout=True) else 4)"
+
+
+@pytest.mark.parametrize("stream", ["full", "broken", "closed", "fine"])
+def test_a_console_that_is_gone_ends_nothing(stream: str) -> None:
+    """Oracle: the exit status that the program chose, and nothing on stderr."""
+    command = [sys.executable, "-c", SAY]
+    if stream == "closed":
+        command = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open("/dev/full" if stream == "full" else os.devnull, "w") as file:
+        done = subprocess.run(
+            command,
+            stdout=writer if stream == "broken" else file,
+            stderr=subprocess.PIPE,
+            cwd=Path(__file__).parents[2],
+            check=False,
+        )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (3 if stream == "fine" else 4, b"")
