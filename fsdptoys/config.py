@@ -28,6 +28,7 @@ from .parallel import ParallelConfig
 from .patches import check_patches
 from .profiler import DebugConfig, ProfileConfig
 from .simulator.config import PlanConfig
+from .utils.bounds import MOST_STEPS, MOST_TOKENS, check_at_most
 
 MAX_TIMEOUT_SECONDS = 30 * 24 * 3600
 
@@ -108,15 +109,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         """Check each value by itself."""
-        for name in (
-            "batch_size",
-            "seq_len",
-            "steps",
-            "grad_accum",
-            "eval_batches",
-            "max_skipped",
-            "max_skipped_in_a_row",
-        ):
+        steps = dict.fromkeys(("steps", "eval_every", "max_skipped", "max_skipped_in_a_row"), MOST_STEPS)
+        micro_batches = dict.fromkeys(("batch_size", "grad_accum", "eval_batches"), 2**20)
+        check_at_most("train", self, seq_len=MOST_TOKENS, z_loss_coef=1e6, **steps, **micro_batches)
+        for name in ("seq_len", *micro_batches, "steps", "max_skipped", "max_skipped_in_a_row"):
             _at_least(f"train.{name}", getattr(self, name), 1)
         _at_least("train.eval_every", self.eval_every, 0)
         _at_least("train.z_loss_coef", self.z_loss_coef, 0)
@@ -162,6 +158,7 @@ class LaunchConfig:
 
     def __post_init__(self) -> None:
         """Check each value by itself."""
+        check_at_most("launch", self, nproc_per_node=2**16, nnodes=2**16, max_restarts=10**6)
         if self.nproc_per_node < 1 and self.nproc_per_node != -1:
             raise ConfigError(
                 f"launch.nproc_per_node={self.nproc_per_node} must be at least 1, or -1 for one rank a device; "

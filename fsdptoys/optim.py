@@ -15,6 +15,7 @@ from .beside_adamw import MATRICES
 from .bfloat16_adamw import BFloat16AdamW
 from .errors import ConfigError
 from .muon import Muon, scale_of_original, scale_to_adamw
+from .utils.bounds import MOST_STEPS, check_at_most
 from .vector_adamw import VectorAdamW
 
 MOST_NS_STEPS = 99
@@ -122,6 +123,7 @@ class OptimConfig(ABC):
 
     def __post_init__(self) -> None:
         """Check each value by itself."""
+        check_at_most("optim", self, lr=1e6, weight_decay=1e6, warmup_steps=MOST_STEPS)
         _at_least_zero("lr", self.lr, fix=3e-4)
         _at_least_zero("weight_decay", self.weight_decay)
         _at_least_zero("warmup_steps", self.warmup_steps)
@@ -167,6 +169,7 @@ class AdamWSettings(OptimConfig):
     def __post_init__(self) -> None:
         """Check each value by itself."""
         super().__post_init__()
+        check_at_most("optim", self, eps=1e6)
         for name in ("beta1", "beta2"):
             value = getattr(self, name)
             if not 0 <= value < 1:
@@ -268,6 +271,7 @@ class MuonConfig(AdamWSettings):
     def __post_init__(self) -> None:
         """Check each value by itself."""
         super().__post_init__()
+        check_at_most("optim", self, adamw_lr=1e6)
         if not 0 <= self.momentum < 1:
             raise ConfigError(f"optim.momentum={self.momentum} must be at least 0 and below 1; set optim.momentum=0.95")
         if self.nesterov and self.momentum == 0:

@@ -6,6 +6,7 @@ and some (``+new.key=1``, ``cpu_offload=2``) they accept. Values with an interpo
 checked by OmegaConf once it is resolved.
 """
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -28,6 +29,22 @@ from .options import near_miss
 CONFIGS = Path(__file__).parent / "configs"
 
 HELP = "see fsdptoys train --help for all keys"
+
+
+SWITCHES = dict.fromkeys(("true", "yes", "y", "on", "1"), "true") | dict.fromkeys(
+    ("false", "no", "n", "off", "0"), "false"
+)
+"""Words that people type for a switch → what they mean."""
+
+SYNONYMS = {
+    "gpu": "cuda",
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    "f32": "float32",
+    "fp16": "float16",
+    "fp64": "float64",
+}
+"""Words that people type for a choice, which are not close to it by their letters → the choice."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +102,8 @@ def _parse(word: str, later: Sequence[str], choices: Mapping[str, Sequence[str]]
         raise ConfigError(f"'{word}' has spaces before or after the = sign; write {bare}={spaced}")
     try:
         override = OverridesParser.create().parse_override(word)
+    except ValueError as error:  # of int(), which reads no more than some thousand digits
+        raise ConfigError(f"{key} has a number of {len(value)} digits; write {key}=VALUE with fewer") from error
     except HydraException as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{word} cannot be read ({reason}); put quotes around the value: '{key}=\"...\"'") from error
@@ -105,6 +124,8 @@ def _with_value(word: str, later: Sequence[str], choices: Mapping[str, Sequence[
 
 
 def _first(sweep: str) -> str:
+    if re.fullmatch(r"[1-9]\d{0,2}(,\d{3})+", sweep):
+        return sweep.replace(",", "")  # thousands
     return re.split(r"[,)]", sweep.rpartition("(")[2])[0].strip() or "VALUE"
 
 
@@ -256,7 +277,7 @@ def _check_value(key: str, raw: str, value: Any, option: Option) -> None:
     expected, mended = _mismatch(wanted, value, raw)
     if expected is None:
         return
-    if wanted is bool:
+    if wanted is bool and mended is None:
         fix = f"set {key}=true or {key}=false"
     elif mended is None:
         fix = f"set {_example(key, {key: option})}"
@@ -273,16 +294,22 @@ def _mismatch(wanted: Any, value: Any, raw: str) -> tuple[str | None, str | None
     """What the value must be, or None where it is that, and a mended value where one can be guessed."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if wanted is bool:
-        return (None if isinstance(value, bool) else "true or false"), None
+        return (None if isinstance(value, bool) else "true or false"), SWITCHES.get(str(value).strip().lower())
     if wanted is int:
         if number and isinstance(value, int):
             return None, None
-        return "an integer", str(round(value)) if number and math.isfinite(value) else None
+        meant = _number_meant(value)
+        return "an integer", None if meant is None else str(round(meant))
     if wanted is float:
-        return (None if number and math.isfinite(value) else "a finite number"), None
+        if number and _is_finite(value):
+            return None, None
+        meant = _number_meant(value)
+        return "a finite number", None if meant is None else str(meant)
     if isinstance(wanted, type) and issubclass(wanted, Enum):
         names = [member.name for member in wanted]
-        return (None, None) if value in names else (_one_of(names), near_miss(str(value), names))
+        word = str(value).strip().lower()
+        meant_name = SYNONYMS.get(word) if SYNONYMS.get(word) in names else near_miss(word, names)
+        return (None, None) if value in names else (_one_of(names), meant_name)
     if typing.get_origin(wanted) is list:
         (kind,) = typing.get_args(wanted)
         if isinstance(value, list) and all(_is_item(item, kind) for item in value):
@@ -298,9 +325,32 @@ def _mismatch(wanted: Any, value: Any, raw: str) -> tuple[str | None, str | None
     return (None if isinstance(value, (str, int, float)) else "text"), None
 
 
+def _number_meant(value: Any) -> int | float | None:
+    """The finite number that quoted text, another base or another type of number most likely means; None for none."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    if isinstance(value, str):
+        text = value.strip()
+        for read in (lambda: int(text, 0), lambda: int(text), lambda: float(text)):
+            with contextlib.suppress(ValueError):
+                value = read()
+                break
+        else:
+            return None
+    return value if _is_finite(value) else None
+
+
+def _is_finite(value: int | float) -> bool:
+    """``math.isfinite`` for integers that a float cannot hold, too."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
 def _is_item(value: Any, kind: type) -> bool:
     if kind is float:
-        return type(value) in (int, float) and math.isfinite(value)
+        return type(value) in (int, float) and _is_finite(value)
     return type(value) is int if kind is int else isinstance(value, (str, int, float))
 
 

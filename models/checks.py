@@ -2,6 +2,20 @@
 
 import math
 
+MOST_LAYERS = 10_000
+"""Blocks are built one by one, on the meta device too."""
+
+MOST_CHANNELS = 2**20
+"""Bound of the width and the number of heads."""
+
+MOST_HIDDEN = 2**22
+"""Bound of a feed-forward's width; no weight within these bounds has more bytes than an index can count."""
+
+MOST_EXPERTS = 2**16
+
+MOST_TOKENS = 2**30
+"""Bound of everything that counts the tokens of one sequence."""
+
 
 def check_at_least_one(config: object, *names: str) -> None:
     """Refuse counts below 1.
@@ -12,6 +26,24 @@ def check_at_least_one(config: object, *names: str) -> None:
     for name in names:
         if getattr(config, name) < 1:
             raise ValueError(f"model.{name}={getattr(config, name)} must be at least 1; set model.{name}=1")
+
+
+def check_at_most(config: object, prefix: str = "", **bounds: float) -> None:
+    """Check numbers against upper bounds, beyond which building the model would take minutes or overflow.
+
+    Args:
+        config: has the fields; a field that is None passes.
+        prefix: of the keys, within ``model``.
+        bounds: field → largest value that it may have.
+
+    Raises:
+        ValueError: for the first value over its bound.
+    """
+    for name, most in bounds.items():
+        value = getattr(config, name)
+        if value is not None and value > most:
+            key = f"model.{prefix}{name}"
+            raise ValueError(f"{key}={value} must be at most {most:.15g}; set {key} to that or less")
 
 
 def check_positive(*checks: tuple[str, float, float]) -> None:

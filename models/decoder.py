@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .cache import KeyValueCache
-from .checks import check_at_least_one, check_positive
+from .checks import MOST_CHANNELS, MOST_LAYERS, MOST_TOKENS, check_at_least_one, check_at_most, check_positive
 from .documents import document_positions, mask_documents
 from .huggingface import HuggingFaceFormat
 from .kernels import UsesKernels
@@ -60,6 +60,8 @@ class ModelConfig(ABC):
         Raises:
             ValueError: naming the key, its value and the fix.
         """
+        check_at_most(self, dim=MOST_CHANNELS, n_layers=MOST_LAYERS, n_heads=MOST_CHANNELS, vocab_size=2**30)
+        check_at_most(self, max_seq_len=MOST_TOKENS, norm_eps=1e6, init_std=1e6)
         check_at_least_one(self, "dim", "n_layers", "n_heads", "vocab_size", "max_seq_len")
         check_positive(("init_std", self.init_std, 0.02), ("norm_eps", self.norm_eps, 1e-5))
         if self.init_from is not None and not self.init_from.strip():

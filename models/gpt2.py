@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from .checks import check_at_least_one
+from .checks import MOST_HIDDEN, check_at_least_one, check_at_most
 from .decoder import DecoderModel, ModelConfig
 from .huggingface import HuggingFaceFormat, Piece, whole
 from .layers import Attention, Block, GELUFeedForward
@@ -100,6 +100,7 @@ class GPT2Config(ModelConfig):
                 f"model.n_heads={self.n_heads} must divide model.dim={self.dim}; "
                 f"set model.dim to a multiple of {self.n_heads}"
             )
+        check_at_most(self, ffn_dim=MOST_HIDDEN)
         if self.ffn_dim is not None:
             check_at_least_one(self, "ffn_dim")
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from .checks import check_at_least_one, check_positive
+from .checks import MOST_LAYERS, MOST_TOKENS, check_at_least_one, check_at_most, check_positive
 from .decoder import ModelConfig, rms_norm
 from .huggingface import Piece, whole
 from .kernels import Pairs
@@ -122,6 +122,8 @@ class Llama4Config(MoEConfig, RotaryConfig):
         """Check what holds for every Llama 4."""
         super().__post_init__()
         self.check_experts(self.n_layers)
+        check_at_most(self, nope_every=MOST_LAYERS, attention_chunk_len=MOST_TOKENS, temperature_floor=MOST_TOKENS)
+        check_at_most(self, temperature_scale=1e6)
         check_at_least_one(self, "nope_every", "temperature_floor")
         check_positive(("temperature_scale", self.temperature_scale, 0.1))
         if self.attention_chunk_len is not None and self.attention_chunk_len < 1:

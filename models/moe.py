@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .checks import check_at_least_one
+from .checks import MOST_EXPERTS, MOST_HIDDEN, check_at_least_one, check_at_most
 from .experts import Experts
 from .layers import SwiGLU
 
@@ -170,6 +170,8 @@ class MoEConfig:
         Raises:
             ValueError: naming the key, its value and the fix.
         """
+        check_at_most(self, n_experts=MOST_EXPERTS, top_k=MOST_EXPERTS, expert_ffn_dim=MOST_HIDDEN)
+        check_at_most(self, router_aux_loss_coef=1e6, router_z_loss_coef=1e6)
         check_at_least_one(self, "n_experts", "top_k", "expert_ffn_dim", "moe_every")
         if self.top_k > self.n_experts:
             raise ValueError(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checks import check_at_least_one, check_positive
+from .checks import MOST_CHANNELS, MOST_HIDDEN, MOST_TOKENS, check_at_least_one, check_at_most, check_positive
 from .decoder import DecoderModel, ModelConfig
 from .huggingface import HuggingFaceFormat
 from .layers import Block, rope_tables
@@ -34,6 +34,8 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         """Check each value by itself."""
+        check_at_most(self, "rope_scaling.", factor=1e30, low_freq_factor=1e30, high_freq_factor=1e30)
+        check_at_most(self, "rope_scaling.", original_max_seq_len=MOST_TOKENS)
         check_positive(
             ("rope_scaling.low_freq_factor", self.low_freq_factor, 1.0),
             ("rope_scaling.original_max_seq_len", self.original_max_seq_len, 8192),
@@ -69,6 +71,7 @@ class RotaryConfig(ModelConfig):
     def __post_init__(self) -> None:
         """Check what holds for every model with rotary positions."""
         super().__post_init__()
+        check_at_most(self, n_kv_heads=MOST_CHANNELS, head_dim=MOST_CHANNELS, ffn_dim=MOST_HIDDEN, rope_theta=1e30)
         check_at_least_one(self, "n_kv_heads", "ffn_dim")
         if self.head_dim is None and (self.dim % self.n_heads or self.dim // self.n_heads % 2):
             raise ValueError(

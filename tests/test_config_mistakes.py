@@ -128,6 +128,26 @@ MISTAKES = {
     "parallel=ddp parallel=fsdp2": "parallel=ddp and parallel=fsdp2 exclude each other; keep one of them",
     # Types.
     "train.steps=1e3": "train.steps=1e3 must be an integer; set train.steps=1000",
+    'train.steps="5"': 'train.steps="5" must be an integer; set train.steps=5',
+    "train.steps='5.0'": "train.steps='5.0' must be an integer; set train.steps=5",
+    "train.steps=0x10": "train.steps=0x10 must be an integer; set train.steps=16",
+    "train.steps=007": "train.steps=007 must be an integer; set train.steps=7",
+    "train.steps=1e400": "train.steps=1e400 must be an integer; set train.steps=10",
+    "train.steps=1,000": "train.steps=1,000 gives several values, a run takes one; write train.steps=1000",
+    f"train.steps={'9' * 5000}": "train.steps has a number of 5000 digits; write train.steps=VALUE with fewer",
+    "optim.lr='3e-4'": "optim.lr='3e-4' must be a finite number; set optim.lr=0.0003",
+    f"optim.lr=1{'0' * 400}": f"optim.lr=1{'0' * 400} must be a finite number; set optim.lr=0.0003",
+    "memory.cpu_offload=yes": "memory.cpu_offload=yes must be true or false; set memory.cpu_offload=true",
+    "memory.cpu_offload='False'": "memory.cpu_offload='False' must be true or false; set memory.cpu_offload=false",
+    "launch.device=gpu": "launch.device=gpu must be one of auto, cuda, npu, cpu; did you mean launch.device=cuda?",
+    "launch.device=CPU": "launch.device=CPU must be one of auto, cuda, npu, cpu; did you mean launch.device=cpu?",
+    "parallel.param_dtype=fp32": "parallel.param_dtype=fp32 must be one of float32, bfloat16; did you mean "
+    "parallel.param_dtype=float32?",
+    "train.steps=1000000000001": "train.steps=1000000000001 must be at most 1000000000000; set train.steps to that or "
+    "less",
+    "model.n_layers=1000000000": "model.n_layers=1000000000 must be at most 10000; set model.n_layers to that or less",
+    "train.batch_size=1000000000000": "train.batch_size=1000000000000 must be at most 1048576; set train.batch_size "
+    "to that or less",
     "train.steps=many": "train.steps=many must be an integer; set train.steps=10",
     "train.steps=true": "train.steps=true must be an integer; set train.steps=10",
     "train.steps=null": "train.steps=null must be an integer; set train.steps=10",

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from fsdptoys.errors import ConfigError
+from fsdptoys.utils.bounds import MOST_STEPS, check_at_most
 
 RESUME_WORDS = ("never", "auto", "must")
 
@@ -46,6 +47,7 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         """Check each value by itself."""
+        check_at_most("checkpoint", self, every=MOST_STEPS, keep=MOST_STEPS, keep_every=MOST_STEPS)
         for name, bound in (("every", 0), ("keep", 1), ("keep_every", 0)):
             value = getattr(self, name)
             if value < bound:

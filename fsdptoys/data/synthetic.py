@@ -13,6 +13,7 @@ from enum import IntEnum
 import numpy as np
 
 from fsdptoys.errors import ConfigError
+from fsdptoys.utils.bounds import check_at_most
 
 from .dataset import IGNORE_INDEX, DataConfig, TokenDataset, Tokens, hash_of
 
@@ -48,6 +49,7 @@ class SyntheticConfig(DataConfig):
     def __post_init__(self) -> None:
         """Check each value by itself."""
         super().__post_init__()
+        check_at_most("data", self, eval_samples=TRAIN_SAMPLES)
         if self.branching < 1:
             raise ConfigError(f"data.branching={self.branching} must be at least 1; set data.branching=8")
         if self.eval_samples < 0:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fsdptoys.errors import ConfigError
+from fsdptoys.utils.bounds import check_at_most
 
 from .dataset import DataConfig, Tokens
 from .files import FileStream, SourceFile, match_files, source_file, without_repeats
@@ -50,6 +51,7 @@ class TextConfig(DataConfig):
         """Check each value by itself."""
         super().__post_init__()
         check_eval_fraction(self.eval_fraction)
+        check_at_most("data", self, sample_tokens=2**20)
         for name in ("sample_tokens", "sample_temperature"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):

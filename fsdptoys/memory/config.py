@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from fsdptoys.errors import ConfigError
+from fsdptoys.utils.bounds import check_at_most
 
 from .checkpointing import SAVED_OPERATORS, GradientCheckpointing
 from .chunked_loss import GradientDType
@@ -88,7 +89,12 @@ class MemoryConfig:
                 "set memory.chunk_tokens=auto"
             )
         if self.chunk_tokens != "auto":
+            if len(self.chunk_tokens) > 9:
+                raise ConfigError(
+                    f"memory.chunk_tokens={self.chunk_tokens} must be below 10**9; set memory.chunk_tokens=auto"
+                )
             _at_least_one("chunk_tokens", int(self.chunk_tokens))
+        check_at_most("memory", self, checkpointing_every=10**6, offload_bucket_mib=2**20)
         for name in ("checkpointing_every", "offload_bucket_mib", "cpu_threads"):
             if getattr(self, name) is not None:
                 _at_least_one(name, getattr(self, name))

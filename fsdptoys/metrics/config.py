@@ -7,6 +7,7 @@ from enum import Enum
 from pathlib import Path
 
 from fsdptoys.errors import ConfigError
+from fsdptoys.utils.bounds import MOST_STEPS, check_at_most
 
 RUNS_FOLDER = Path("runs")
 """Where runs without a folder of their own go, below the current directory."""
@@ -103,6 +104,7 @@ class MetricsConfig:
 
     def __post_init__(self) -> None:
         """Check each value by itself."""
+        check_at_most("metrics", self, log_every=MOST_STEPS, warmup_steps=MOST_STEPS)
         self._check_writers()
         if self.run_dir is not None and not self.run_dir.strip():
             raise ConfigError(

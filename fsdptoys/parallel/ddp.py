@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdptoys.errors import ConfigError
 from fsdptoys.mesh import MeshConfig
 from fsdptoys.models import DecoderModel
+from fsdptoys.utils.bounds import check_at_most
 
 from .initialise import Fill
 from .materialise import init_buffers, materialise
@@ -50,6 +51,7 @@ class DDPConfig(ReducingConfig):
 
     def __post_init__(self) -> None:
         """Check the value by itself."""
+        check_at_most("parallel", self, bucket_cap_mb=2**20)
         if self.bucket_cap_mb < 1:
             raise ConfigError(
                 f"parallel.bucket_cap_mb={self.bucket_cap_mb} must be at least 1; set parallel.bucket_cap_mb=25"

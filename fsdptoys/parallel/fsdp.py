@@ -13,6 +13,7 @@ from torch import nn
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.mesh import MeshConfig
+from fsdptoys.utils.bounds import check_at_most
 
 from .strategy import ParallelContext, ReducingConfig, Strategy
 
@@ -57,6 +58,7 @@ class FSDPConfig(ReducingConfig):
 
     def __post_init__(self) -> None:
         """Check each value by itself."""
+        check_at_most("parallel", self, forward_prefetch=10**6, backward_prefetch=10**6)
         for name in ("forward_prefetch", "backward_prefetch"):
             value = getattr(self, name)
             if value < 0:

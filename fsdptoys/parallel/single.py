@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fsdptoys.errors import ConfigError
 from fsdptoys.mesh import MeshConfig
 from fsdptoys.models import DecoderModel
+from fsdptoys.utils.bounds import check_at_most
 
 from .initialise import Fill
 from .materialise import init_buffers, materialise
@@ -44,6 +45,7 @@ class SingleConfig(ParallelConfig):
 
     def __post_init__(self) -> None:
         """Check the value by itself."""
+        check_at_most("parallel", self, simulated_ranks=2**16)
         if self.simulated_ranks < 1:
             raise ConfigError(
                 f"parallel.simulated_ranks={self.simulated_ranks} must be at least 1; set parallel.simulated_ranks=1"

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from fsdptoys.errors import ConfigError
+from fsdptoys.utils.bounds import MOST_STEPS, check_at_most
 
 
 class NPULevel(Enum):
@@ -49,13 +50,9 @@ class ProfileConfig:
 
     def __post_init__(self) -> None:
         """Check each value by itself."""
-        for name, bound in (
-            ("skip_steps", 0),
-            ("warmup_steps", 0),
-            ("active_steps", 1),
-            ("snapshot_first_step", 1),
-            ("snapshot_steps", 1),
-        ):
+        least = {"skip_steps": 0, "warmup_steps": 0, "active_steps": 1, "snapshot_first_step": 1, "snapshot_steps": 1}
+        check_at_most("profile", self, **dict.fromkeys(least, MOST_STEPS))
+        for name, bound in least.items():
             value = getattr(self, name)
             if value < bound:
                 raise ConfigError(f"profile.{name}={value} must be at least {bound}; set profile.{name}={bound}")

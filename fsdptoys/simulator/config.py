@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from fsdptoys.errors import ConfigError
+from fsdptoys.utils.bounds import check_at_most
 
 
 class AllocatorKind(Enum):
@@ -37,6 +38,7 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         """Check each value by itself."""
+        check_at_most("plan", self, world_size=2**24, rows=10**6, memory_gib=2**20)
         for name in ("world_size", "rows"):
             value = getattr(self, name)
             if value is not None and value < 1:
