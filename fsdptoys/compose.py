@@ -38,6 +38,7 @@ from .parallel import (
     ToyZero2Config,
     ToyZero3Config,
 )
+from .utils.paths import check_home, check_text
 
 CONFIG_MODULE = "fsdptoys.configs"
 
@@ -75,6 +76,13 @@ ROOT_OPTIONS = {
     if field.default is not dataclasses.MISSING
 }
 """Keys that stand in no section."""
+
+
+PATHS = (
+    *("metrics.run_dir", "checkpoint.folder", "checkpoint.resume", "model.init_from", "plan.hardware"),
+    *("data.files", "data.eval_files", "data.folder", "data.sources", "data.cache", "data.tokenizer"),
+)
+"""Keys that name files or folders, in which ``~`` is a home folder."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +188,23 @@ def _to_config(tree: DictConfig) -> Config:
     except ValueError as error:  # models know no ConfigError, but their sentences are made the same way
         raise ConfigError(str(error)) from error
     assert isinstance(config, Config)
+    for section in dataclasses.fields(config):
+        _check_texts(section.name, getattr(config, section.name))
     return config
+
+
+def _check_texts(key: str, value: Any) -> None:
+    """Refuse text and paths that no file and no system call takes."""
+    if dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            _check_texts(f"{key}.{field.name}", getattr(value, field.name))
+    elif isinstance(value, list):
+        for item in value:
+            _check_texts(key, item)
+    elif isinstance(value, str):
+        check_text(key, value)
+        if key in PATHS:
+            check_home(key, value)
 
 
 def _schema(tree: DictConfig, section: str) -> type:

@@ -25,6 +25,7 @@ from hydra.errors import HydraException
 
 from .errors import ConfigError
 from .options import near_miss
+from .utils.paths import check_text
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -87,6 +88,7 @@ def parse_overrides(words: Sequence[str], choices: Mapping[str, Sequence[str]]) 
 
 
 def _parse(word: str, later: Sequence[str], choices: Mapping[str, Sequence[str]]) -> Override:
+    check_text("", word)
     key, equals, value = word.partition("=")
     if word.startswith("-"):
         bare = word.lstrip("-")

@@ -231,3 +231,20 @@ def test_a_chunk_of_any_length_comes_back_as_the_same_model(chunk_len: int | Non
     longer = dataclasses.replace(config, max_seq_len=4096)
     with contextlib.nullcontext() if chunk_len else pytest.raises(ConfigError, match=r"set model\.max_seq_len=128"):
         check_same(longer, wanted, "the folder", "nobody")
+
+
+@pytest.mark.parametrize("case", SMALL)
+@pytest.mark.parametrize("key", ["n_layers", "dim", "vocab_size"])
+def test_sizes_of_no_model_are_refused_before_modules_are_made(case: str, key: str, tmp_path: Path) -> None:
+    """Oracle: one sentence with the key and the value; 10**12 layers would be made for days, one by one."""
+    write(tmp_path / "folder", build(SMALL[case]))
+    path = tmp_path / "folder" / "config.json"
+    tree = json.loads(path.read_text())
+    name = SMALL[case].hugging_face.keys[key]
+    holder = tree.get("text_config", tree)
+    assert name in holder
+    path.write_text(
+        json.dumps(tree | {name: 10**12} if holder is tree else {**tree, "text_config": {**holder, name: 10**12}})
+    )
+    with pytest.raises(ConfigError, match=r"^[^\n]*=1000000000000 must be at most [^\n]*$"):
+        convert(["from-hf", str(tmp_path / "folder")])

@@ -10,6 +10,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from fsdptoys.errors import ConfigError
+from fsdptoys.utils.paths import check_length
 
 from .config import RUN_FILES, RUNS_FOLDER, WANDB_FOLDER, MetricsConfig, WandbMode, run_dir_path
 
@@ -33,11 +34,20 @@ def check_run_dir(config: MetricsConfig, resumes: bool = False) -> None:
     check_writers(config, os.environ)
     path = RUNS_FOLDER if config.run_dir is None else run_dir_path(config.run_dir)
     key = f"metrics.run_dir={'null' if config.run_dir is None else config.run_dir}"
+    absolute = path.absolute()
+    nearest = next(parent for parent in (path, *absolute.parents) if os.path.lexists(parent))
+    try:
+        # Where a parent does not exist yet, lstat reports that and no length.
+        check_length(key, absolute, nearest)
+        os.lstat(absolute)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise ConfigError(f"{key} cannot be used ({error.strerror}); set metrics.run_dir to another folder") from error
     if config.run_dir is not None and not resumes:
         for name in RUN_FILES:
             if os.path.lexists(path / name):
                 raise ConfigError(already_holds(config.run_dir, name))
-    nearest = next(parent for parent in (path, *path.absolute().parents) if os.path.lexists(parent))
     if not nearest.is_dir():
         raise ConfigError(f"{key} needs a folder at {nearest}, which is something else; set metrics.run_dir=runs/NAME")
     if not os.access(nearest, os.W_OK | os.X_OK):

@@ -1,0 +1,69 @@
+"""Checks of text and paths in a configuration, before anything is opened, printed or written."""
+
+import os
+
+from fsdptoys.errors import ConfigError
+
+from .text import printable
+
+FILE_BYTES = 200
+"""Bytes that the longest path of a file in a run directory takes beyond that of the directory."""
+
+
+def check_text(key: str, text: str) -> None:
+    """Check that text can be written to a file in UTF-8 and passed to the system.
+
+    Args:
+        key: names the text.
+        text: bytes of the command line that are not UTF-8 are surrogates in it.
+
+    Raises:
+        ConfigError: if it is not valid UTF-8, or holds a NUL character.
+    """
+    shown = f"{key}={printable(text)}" if key else printable(text)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ConfigError(f"{shown} is not valid UTF-8, as a run's config.yaml is; use another name") from None
+    if "\0" in text:
+        raise ConfigError(f"{shown} holds a NUL character, which no path may have; leave it out")
+
+
+def check_home(key: str, path: str) -> None:
+    """Check that the home folder a path starts with is known.
+
+    Args:
+        key: names the path.
+        path: may start with ``~`` or ``~user``.
+
+    Raises:
+        ConfigError: if the system does not know that user, or HOME is not set and this user has no home folder.
+    """
+    if path.startswith("~") and os.path.expanduser(path) == path:
+        user = path.partition("/")[0]
+        raise ConfigError(f"{key}={path} starts with {user}, whose home folder is not known; write the folder's path")
+
+
+def check_length(key: str, path: str | os.PathLike[str], directory: str | os.PathLike[str]) -> None:
+    """Check that a directory's path is short enough for the file system, with room for the files in it.
+
+    Args:
+        key: names the path, with its value.
+        path: absolute; need not exist.
+        directory: the nearest one above it that exists.
+
+    Raises:
+        ConfigError: if a name in it, or all of it, is too long.
+    """
+    longest_name, longest_path = os.pathconf(directory, "PC_NAME_MAX"), os.pathconf(directory, "PC_PATH_MAX")
+    encoded = os.fsencode(path)
+    longest = max(map(len, encoded.split(b"/")))
+    if longest > longest_name:
+        raise ConfigError(
+            f"{key} has a name of {longest} bytes, and the file system takes {longest_name} at most; use a shorter one"
+        )
+    most = longest_path - 1 - FILE_BYTES
+    if len(encoded) > most:
+        raise ConfigError(
+            f"{key} is a path of {len(encoded)} bytes, and a run directory may have {most} at most; use a shorter one"
+        )

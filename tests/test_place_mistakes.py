@@ -1,0 +1,124 @@
+"""Paths, folders and environments that a run cannot use get one sentence before a worker starts."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fsdptoys.compose import compose_config
+from fsdptoys.errors import ConfigError
+from fsdptoys.metrics import check_run_dir
+
+ROOT = Path(__file__).parents[1]
+
+UNKNOWN_HOME = "'~nobody.at.all/x'"
+
+NOT_UTF_8 = os.fsdecode(b"bad\xff")
+
+TEXTS = {
+    "metrics.run_dir": [],
+    "checkpoint.folder": [],
+    "checkpoint.resume": [],
+    "model.init_from": [],
+    "model.name": [],
+    "plan.hardware": [],
+    "data.files": ["data=text"],
+    "data.eval_files": ["data=bin"],
+    "data.folder": ["data=prepared"],
+    "data.cache": ["data=hf"],
+    "data.tokenizer": ["data=hf"],
+    "data.sample_prompt": ["data=text"],
+    "launch.rdzv_endpoint": [],
+}
+"""Key → the choice that has it."""
+
+
+def as_item(key: str, text: str) -> str:
+    return f"[{text}]" if key.endswith("files") else text
+
+
+@pytest.mark.parametrize("key", TEXTS)
+def test_text_that_is_not_utf_8_is_refused(key: str) -> None:
+    """Oracle: the sentence, without the byte itself."""
+    with pytest.raises(ConfigError) as caught:
+        compose_config([*TEXTS[key], f"{key}={as_item(key, NOT_UTF_8)}"])
+    assert str(caught.value) == (
+        f"{key}={as_item(key, 'bad')[:-1] if key.endswith('files') else 'bad'}\\udcff{']' * key.endswith('files')} "
+        "is not valid UTF-8, as a run's config.yaml is; use another name"
+    )
+
+
+@pytest.mark.parametrize("key", TEXTS)
+@pytest.mark.parametrize("text", ["${oc.env:ODD}", "a\0b"])
+def test_text_with_nul_or_from_an_odd_variable_is_refused(key: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: one sentence that names the key."""
+    monkeypatch.setenv("ODD", NOT_UTF_8)
+    with pytest.raises(ConfigError, match=rf"^{key}=[^\n\0]*(is not valid UTF-8|holds a NUL character)[^\n]*$"):
+        compose_config([*TEXTS[key], f"{key}={as_item(key, text)}"])
+
+
+@pytest.mark.parametrize("key", ["metrics.run_dir", "checkpoint.folder", "model.init_from", "data.files"])
+def test_the_home_folder_of_an_unknown_user_is_refused(key: str) -> None:
+    """Oracle: the sentence."""
+    with pytest.raises(ConfigError) as caught:
+        compose_config([*TEXTS.get(key, []), f"{key}={as_item(key, UNKNOWN_HOME)}"])
+    assert str(caught.value) == (
+        f"{key}=~nobody.at.all/x starts with ~nobody.at.all, whose home folder is not known; write the folder's path"
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("a" * 256, "has a name of 256 bytes, and the file system takes 255 at most; use a shorter one"),
+        ("new/" + "é" * 128, "has a name of 256 bytes, and the file system takes 255 at most; use a shorter one"),
+        ("/x" * 2500, "is a path of 5000 bytes, and a run directory may have 3895 at most; use a shorter one"),
+        ("loop/x", "cannot be used (Too many levels of symbolic links); set metrics.run_dir to another folder"),
+    ],
+)
+def test_a_run_directory_of_an_impossible_path_is_refused(
+    path: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the sentence; 255 and 4096 are Linux's own limits."""
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    with pytest.raises(ConfigError) as caught:
+        check_run_dir(compose_config([f"metrics.run_dir='{path}'"]).metrics)
+    assert str(caught.value) == f"metrics.run_dir={path} {sentence}"
+
+
+def test_a_run_directory_with_a_name_of_255_bytes_is_no_mistake(tmp_path: Path) -> None:
+    """Oracle: the file system, which makes such a folder."""
+    path = tmp_path / ("a" * 255)
+    path.mkdir()
+    check_run_dir(compose_config([f"metrics.run_dir={path}"]).metrics)
+
+
+@contextlib.contextmanager
+def as_other_user() -> Iterator[None]:
+    """Lose root's right to pass every folder."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize("below", ["run", "run/new"])
+def test_a_run_directory_behind_a_closed_folder_is_refused(below: str, tmp_path: Path) -> None:
+    """Oracle: the sentence, with the system's reason."""
+    closed = tmp_path / "closed"
+    (closed / "run").mkdir(parents=True)
+    config = compose_config([f"metrics.run_dir={closed / below}"]).metrics
+    closed.chmod(0)
+    with as_other_user(), pytest.raises(ConfigError) as caught:
+        check_run_dir(config)
+    closed.chmod(0o700)
+    assert str(caught.value) == (
+        f"metrics.run_dir={closed / below} cannot be used (Permission denied); set metrics.run_dir to another folder"
+    )
