@@ -173,7 +173,7 @@ def _run(words: list[str], worker: bool) -> int:
         # With several machines, another one's rank 0 may have made the folder by now.
         _check_places(plan.composition.config)
     _verify_weights(plan.composition.config.model.init_from)
-    _prepare_data(plan.composition.config)
+    _prepare_data(plan.composition.config, plan.local_ranks)
     return launch(plan)
 
 
@@ -191,7 +191,7 @@ def _work(words: list[str]) -> None:
 
         plan = plan_run(words, os.environ)
         handed = Handed(plan.composition.config, plan.hardware, plan.local_ranks, plan.world_size)
-        _prepare_data(handed.config)  # every rank comes by here, and one of them does it
+        _prepare_data(handed.config, handed.local_ranks)  # every rank comes by here, and one of them does it
     elif int(os.environ["WORLD_SIZE"]) != handed.world_size:
         raise ConfigError(
             f"launch.nnodes={handed.config.launch.nnodes} machines of {handed.local_ranks} ranks were expected, and "
@@ -248,8 +248,11 @@ def _verify_weights(init_from: str | None) -> None:
         HuggingFaceFolder(init_from).verify_checksums()
 
 
-def _prepare_data(config: "Config") -> None:
+def _prepare_data(config: "Config", local_ranks: int) -> None:
     """Make what the data is read from, before a rank starts or joins the others."""
+    from .data import check_shared_memory
+
+    check_shared_memory(config.data.workers, config.step_bytes, local_ranks)
     config.data.prepare(config.train.seq_len, config.model.vocab_size)
     config.check_evaluation()  # again: of a few documents none may be held out
 

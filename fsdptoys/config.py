@@ -28,9 +28,7 @@ from .parallel import ParallelConfig
 from .patches import check_patches
 from .profiler import DebugConfig, ProfileConfig
 from .simulator.config import PlanConfig
-from .utils.bounds import MOST_STEPS, MOST_TOKENS, check_at_most
-
-MAX_TIMEOUT_SECONDS = 30 * 24 * 3600
+from .utils.bounds import MOST_SECONDS, MOST_STEPS, MOST_TOKENS, check_at_least, check_at_most
 
 
 class DeviceChoice(Enum):
@@ -113,9 +111,9 @@ class TrainConfig:
         micro_batches = dict.fromkeys(("batch_size", "grad_accum", "eval_batches"), 2**20)
         check_at_most("train", self, seq_len=MOST_TOKENS, z_loss_coef=1e6, **steps, **micro_batches)
         for name in ("seq_len", *micro_batches, "steps", "max_skipped", "max_skipped_in_a_row"):
-            _at_least(f"train.{name}", getattr(self, name), 1)
-        _at_least("train.eval_every", self.eval_every, 0)
-        _at_least("train.z_loss_coef", self.z_loss_coef, 0)
+            check_at_least(f"train.{name}", getattr(self, name), 1)
+        check_at_least("train.eval_every", self.eval_every, 0)
+        check_at_least("train.z_loss_coef", self.z_loss_coef, 0)
         if not 0 <= self.label_smoothing < 1:
             raise ConfigError(
                 f"train.label_smoothing={self.label_smoothing} must be at least 0 and below 1; "
@@ -164,11 +162,11 @@ class LaunchConfig:
                 f"launch.nproc_per_node={self.nproc_per_node} must be at least 1, or -1 for one rank a device; "
                 "set launch.nproc_per_node=-1"
             )
-        _at_least("launch.nnodes", self.nnodes, 1)
-        _at_least("launch.max_restarts", self.max_restarts, 0)
-        if not 0 < self.timeout_seconds <= MAX_TIMEOUT_SECONDS:
+        check_at_least("launch.nnodes", self.nnodes, 1)
+        check_at_least("launch.max_restarts", self.max_restarts, 0)
+        if not 0 < self.timeout_seconds <= MOST_SECONDS:
             raise ConfigError(
-                f"launch.timeout_seconds={self.timeout_seconds} must be above 0 and at most {MAX_TIMEOUT_SECONDS}; "
+                f"launch.timeout_seconds={self.timeout_seconds} must be above 0 and at most {MOST_SECONDS}; "
                 "set launch.timeout_seconds=600"
             )
         if self.nnodes > 1 and not self.rdzv_endpoint:
@@ -249,6 +247,12 @@ class Config:
             with torch.device("meta"):
                 open_init_from(self.model.build())
 
+    @property
+    def step_bytes(self) -> int:
+        """Host memory of one rank's tokens and labels of a step."""
+        sequences = self.train.batch_size * self.train.grad_accum * getattr(self.parallel, "simulated_ranks", 1)
+        return 16 * sequences * self.train.seq_len
+
     def _choose_sums(self, device_type: str) -> None:
         train, has_float64 = self.train, float64_collectives(device_type)
         if train.sum_dtype is SumDType.auto:
@@ -270,6 +274,11 @@ class Config:
             raise ConfigError(
                 f"train.seq_len={train.seq_len} is over the model's model.max_seq_len={model.max_seq_len}; "
                 f"set train.seq_len={model.max_seq_len}"
+            )
+        if self.step_bytes > 2**50:
+            raise ConfigError(
+                f"train.batch_size={train.batch_size}, train.grad_accum={train.grad_accum} and "
+                f"train.seq_len={train.seq_len} make a step's batches {self.step_bytes / 2**50:,.0f} PiB; lower them"
             )
         if memory.checkpoints and memory.checkpointing_start_index >= model.n_layers:
             raise ConfigError(
@@ -389,8 +398,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return value
-
-
-def _at_least(key: str, value: float, bound: int) -> None:
-    if not (math.isfinite(value) and value >= bound):
-        raise ConfigError(f"{key}={value} must be at least {bound}; set {key}={bound}")

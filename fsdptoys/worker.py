@@ -18,10 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from .errors import ConfigError, GivenUpError, LostRanksError, LostWorkerError
-from .profiler import ExplainedOutOfMemoryError
+from .profiler import ExplainedOutOfMemoryError, is_out_of_memory
+from .utils.text import one_line
 
 LAUNCHED = "FSDPTOYS_LAUNCHED"
 """The launcher's process id, for workers that it starts; its command has printed already what it found."""
@@ -114,7 +116,8 @@ def run_as_worker(work: Callable[[], None]) -> int:
     handler.initialize()
     try:
         work()
-    except Exception as error:
+    except Exception as failure:
+        error = explain_elsewhere(failure)
         mistake = isinstance(error, ConfigError)
         # These say what was being done.
         explained = isinstance(error, (ExplainedOutOfMemoryError, LostRanksError, LostWorkerError))
@@ -129,6 +132,21 @@ def run_as_worker(work: Callable[[], None]) -> int:
         sys.stderr.flush()
         os._exit(2 if mistake else 1)
     return 0
+
+
+def explain_elsewhere(error: Exception) -> Exception:
+    """Replace an out-of-memory error that no phase of the run has explained by one sentence; others stay."""
+    if isinstance(error, ExplainedOutOfMemoryError) or not is_out_of_memory(error):
+        return error
+    on_host = isinstance(error, MemoryError) or not isinstance(error, torch.OutOfMemoryError)
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    where = f" in {last[0].name}" if last else ""
+    reason = one_line(error) or "no reason given"
+    explained = ExplainedOutOfMemoryError(
+        f"{'host' if on_host else 'device'} memory ran out{where} ({reason}); set fewer ranks on this machine, a "
+        "smaller model, train.batch_size or train.seq_len, or data that takes less memory"
+    )
+    return explained.with_traceback(error.__traceback__)
 
 
 def _record(path: Path, rank: int, error: Exception, told: str) -> None:

@@ -55,6 +55,12 @@ def test_cause_is_told_from_its_consequences(
     assert not first.stopped
 
 
+NO_MEMORY = (
+    "host memory ran out in work (Unable to allocate 8.00 TiB for an array); set fewer ranks on this machine, a "
+    "smaller model, train.batch_size or train.seq_len, or data that takes less memory"
+)
+
+
 @pytest.mark.parametrize(
     "error, status, final, told, in_short",
     [
@@ -71,6 +77,13 @@ def test_cause_is_told_from_its_consequences(
             True,
             "rank 3 failed:\nout\nof it",
             "ExplainedOutOfMemoryError: out",
+        ),
+        (
+            MemoryError("Unable to allocate 8.00 TiB for an array"),
+            1,
+            True,
+            f"rank 3 failed:\n{NO_MEMORY}",
+            f"ExplainedOutOfMemoryError: {NO_MEMORY}",
         ),
         (LostWorkerError("it died"), 1, False, "rank 3 failed:\nit died", "LostWorkerError: it died"),
         (LostRanksError("rank 1 is late"), 1, False, "rank 3 failed:\nrank 1 is late", "rank 1 is late"),

@@ -4,11 +4,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.utils.bounds import MOST_STEPS, check_at_most
+from fsdptoys.utils.bounds import MOST_SECONDS, MOST_STEPS, check_at_most
 
 RESUME_WORDS = ("never", "auto", "must")
-
-LONGEST_TIMEOUT_SECONDS = 30 * 24 * 3600
 
 
 class Form(Enum):
@@ -52,10 +50,10 @@ class CheckpointConfig:
             value = getattr(self, name)
             if value < bound:
                 raise ConfigError(f"checkpoint.{name}={value} must be at least {bound}; set checkpoint.{name}={bound}")
-        if not 0 < self.timeout_seconds <= LONGEST_TIMEOUT_SECONDS:
+        if not 0 < self.timeout_seconds <= MOST_SECONDS:
             raise ConfigError(
                 f"checkpoint.timeout_seconds={self.timeout_seconds} must be above 0 and at most "
-                f"{LONGEST_TIMEOUT_SECONDS}; set checkpoint.timeout_seconds=7200"
+                f"{MOST_SECONDS}; set checkpoint.timeout_seconds=7200"
             )
         for name in ("folder", "resume"):
             value = getattr(self, name)

@@ -5,6 +5,7 @@ that is a pure function of the seed and of the number of samples already seen. `
 tokens, of which several can be mixed by weight. Not covered: reading over a network.
 """
 
+from .ahead import check_shared_memory
 from .bin import BinConfig, TokenDType
 from .dataset import IGNORE_INDEX, DataConfig, Samples, TokenDataset
 from .display import Display
@@ -41,6 +42,7 @@ __all__ = [
     "TokenDataset",
     "check_eval_fraction",
     "check_folder",
+    "check_shared_memory",
     "decode_bytes",
     "encode_bytes",
     "eval_batches",

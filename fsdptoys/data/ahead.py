@@ -9,6 +9,7 @@ for the server to import PyTorch, once for each rank.
 Not covered: memory pinned in the background, and evaluation, whose batches are read in place.
 """
 
+import errno
 import itertools
 import multiprocessing
 import os
@@ -26,9 +27,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from fsdptoys.errors import ConfigError, LostWorkerError
+from fsdptoys.utils.text import one_line
 
 STEPS_AHEAD = 2
 """Steps that each worker has ready or is about to make."""
+
+NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
 
 UNHEARD = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Signals that are the rank's to answer, though a terminal or a scheduler may send them to all processes at once."""
@@ -47,6 +51,46 @@ class ReadsSteps(Protocol):
         """All batches of the step that begins at a place, as one tensor."""
 
 
+SHARED_MEMORY = "/dev/shm"
+
+PAGES = 16, 8
+"""Of shared memory for the loader's semaphores, and for those of each worker."""
+
+
+def check_shared_memory(workers: int, step_bytes: int, local_ranks: int, place: str = SHARED_MEMORY) -> None:
+    """Check that the batches which workers make ahead fit into the shared memory that they are passed through.
+
+    Args:
+        workers: processes of each rank.
+        step_bytes: of the batches of one rank's step.
+        local_ranks: ranks of this machine.
+        place: where the system has its shared memory; without it nothing is checked.
+
+    Raises:
+        ConfigError: naming key, value and fix.
+    """
+    if not workers or not os.path.isdir(place):
+        return
+    system = os.statvfs(place)
+    free_bytes = system.f_bavail * system.f_frsize
+    semaphores = (PAGES[0] + PAGES[1] * workers) * system.f_frsize
+    # One more step than there are ahead: the loop holds one while its worker makes the next.
+    needed_bytes = local_ranks * ((workers * STEPS_AHEAD + 1) * step_bytes + semaphores)
+    if needed_bytes > free_bytes:
+        raise ConfigError(
+            f"data.workers={workers} passes batches through {place}, which has {free_bytes / 2**20:.4g} MiB free, and "
+            f"{local_ranks} ranks need {needed_bytes / 2**20:.4g} MiB; set data.workers=0, or give {place} more memory "
+            "(docker run --shm-size)"
+        )
+
+
+def _no_shared_memory(workers: int, reason: str) -> str:
+    return (
+        f"data.workers={workers} passes batches through {SHARED_MEMORY}, which takes no more ({reason}); set "
+        f"data.workers=0, or give {SHARED_MEMORY} more memory (docker run --shm-size)"
+    )
+
+
 class StepsAhead:
     """Steps from a place on, one after the other.
 
@@ -62,11 +106,18 @@ class StepsAhead:
         unheard = signal.pthread_sigmask(signal.SIG_BLOCK, UNHEARD)
         try:
             resource_tracker.ensure_running()
+            # As many semaphores as the loader makes: its own failure half-way prints a traceback from its destructor.
+            semaphores = [multiprocessing.get_context("forkserver").Event() for _ in range(1 + 2 * workers)]
+            del semaphores
             signal.pthread_sigmask(signal.SIG_BLOCK, UNHEARD)  # starting the tracker has taken away some of them
             with warnings.catch_warnings():
                 # More workers than cores are of use where they wait for a disk or a network.
                 warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
                 self._steps: Iterator[Any] = iter(_loader(reader, place, workers))
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            raise ConfigError(_no_shared_memory(workers, error.strerror or str(error))) from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, unheard)
         self._workers = [child for child in multiprocessing.active_children() if child not in others]
@@ -111,7 +162,7 @@ def _loader(reader: ReadsSteps, place: int, workers: int) -> "DataLoader[Any]":
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return DataLoader(
-        _Steps(reader),
+        _Steps(reader, workers),
         batch_size=None,
         sampler=itertools.count(place, reader.stride),
         num_workers=workers,
@@ -126,14 +177,20 @@ def _loader(reader: ReadsSteps, place: int, workers: int) -> "DataLoader[Any]":
 class _Steps(Dataset[Any]):
     """The reader as ``DataLoader`` wants it; a mistake is handed over as its sentence, to be raised in its turn."""
 
-    def __init__(self, reader: ReadsSteps) -> None:
+    def __init__(self, reader: ReadsSteps, workers: int) -> None:
         self._reader = reader
+        self._workers = workers
 
     def __getitem__(self, place: int) -> Tensor | str:
         try:
-            return self._reader.read(place)
+            step = self._reader.read(place)
         except ConfigError as mistake:
             return str(mistake)
+        try:
+            # The loader would do it in a thread of its own, whose failure no one receives: the loop would wait forever.
+            return step.share_memory_()
+        except (RuntimeError, OSError) as error:
+            return _no_shared_memory(self._workers, one_line(error))
 
 
 def _as_it_is(step: Any) -> Any:

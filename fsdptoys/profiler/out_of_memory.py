@@ -21,7 +21,7 @@ from .sizes import in_words
 HOST_WORDS = ("DefaultCPUAllocator", "not enough memory: you tried to allocate", "Malloc pin memory failed")
 DEVICE_WORDS = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "NPU out of memory")
 REST = "the rest: activations, temporaries, gathered parameters"
-UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50, "EiB": 2**60}
 
 
 class ExplainedOutOfMemoryError(RuntimeError):
@@ -69,7 +69,7 @@ def explain_out_of_memory(device: Device, situation: Callable[[], Situation]) ->
     """
     try:
         yield
-    except RuntimeError as error:  # torch.OutOfMemoryError is one
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is the first, NumPy's the second
         if not is_out_of_memory(error) or isinstance(error, ExplainedOutOfMemoryError):
             raise
         report = out_of_memory_report(read_failure(error, device), situation(), device.type)
@@ -78,7 +78,7 @@ def explain_out_of_memory(device: Device, situation: Callable[[], Situation]) ->
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out, on the device or on the host."""
-    if isinstance(error, (torch.OutOfMemoryError, ExplainedOutOfMemoryError)):
+    if isinstance(error, (torch.OutOfMemoryError, ExplainedOutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in HOST_WORDS + DEVICE_WORDS)
 
@@ -86,8 +86,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 def read_failure(error: BaseException, device: Device) -> Failure:
     """Read the numbers from an allocator's message, and those that it lacks from the device."""
     text = str(error)
-    asked = _size_after(text, "ried to allocate")
-    if any(words in text for words in HOST_WORDS) or not device.is_accelerator:
+    asked = _size_after(text, "(?:ried to|Unable to) allocate")
+    on_host = isinstance(error, MemoryError) or any(words in text for words in HOST_WORDS)
+    if on_host or not device.is_accelerator:
         return Failure(True, asked, Device("cpu").total_memory_bytes, highest_resident_set_bytes(), None)
     now = device.memory()
     # CUDA: "77.21 GiB is allocated by PyTorch[, with … in private pools], and 120.45 MiB is reserved by PyTorch but
@@ -183,7 +184,7 @@ def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
     ]
 
 
-_SIZE = r"(\d+(?:\.\d+)?)\s*(bytes|KiB|MiB|GiB|TiB)"
+_SIZE = r"(\d+(?:\.\d+)?)\s*(bytes|[KMGTPE]iB)"
 
 
 def _size_after(text: str, words: str) -> int | None:

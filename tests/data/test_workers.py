@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdptoys.data import BatchStream, TextConfig
+from fsdptoys.data import BatchStream, TextConfig, check_shared_memory
+from fsdptoys.data.ahead import SHARED_MEMORY
 from fsdptoys.errors import ConfigError
 from scripts.ranks import run_ranks
 
@@ -183,3 +185,58 @@ def test_a_number_of_workers_out_of_bounds_is_told(workers, fix):
     with pytest.raises(ConfigError) as caught:
         TextConfig(workers=workers)
     assert str(caught.value) == f"data.workers={workers} must be at least 0 and at most 64; set data.workers={fix}"
+
+
+SMALL_SHARED_MEMORY = """
+import sys
+from fsdptoys.data import BatchStream, SyntheticConfig
+from fsdptoys.errors import ConfigError
+
+if __name__ == "__main__":
+    stream = BatchStream(SyntheticConfig().build(8192, 32, 0).train, 16, 1, range(1), 1, 0, workers=1)
+    try:
+        stream.next_step()
+    except ConfigError as mistake:
+        print(mistake)
+    stream.close()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="mounts a small /dev/shm of its own")
+@pytest.mark.parametrize(
+    ("size", "reason"), [("4k", "No space left on device"), ("1m", "[^\n]*No space left on device[^\n]*")]
+)
+def test_shared_memory_that_is_full_is_one_sentence(size, reason, tmp_path):
+    """Oracle: the sentence and nothing else, for no room for a semaphore, and for no room for a step of 2 MiB."""
+    script = tmp_path / "script.py"
+    script.write_text(SMALL_SHARED_MEMORY)
+    mounted = ["unshare", "-m", "sh", "-c", f"mount -t tmpfs -o size={size} tmpfs /dev/shm && exec $0 $1"]
+    if subprocess.run([*mounted, "true", "x"], capture_output=True).returncode:
+        pytest.skip("no mounts here")
+    done = subprocess.run(
+        [*mounted, sys.executable, str(script)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert re.fullmatch(
+        rf"data\.workers=1 passes batches through /dev/shm, which takes no more \({reason}\); set data\.workers=0, or "
+        r"give /dev/shm more memory \(docker run --shm-size\)\n",
+        done.stdout,
+    ), done.stdout + done.stderr
+    assert done.stderr == ""
+
+
+@pytest.mark.skipif(not Path(SHARED_MEMORY).is_dir(), reason="needs /dev/shm")
+def test_shared_memory_is_checked_before_workers_start():
+    """Oracle: the sentence, for steps of 1 PiB; 1 byte a step, no workers, or no such place are no mistake."""
+    with pytest.raises(
+        ConfigError,
+        match=r"^data\.workers=2 passes batches through /dev/shm, which has [\d.e+]+ MiB free, and 4 ranks need "
+        r"2\.147e\+10 MiB; set data\.workers=0, or give /dev/shm more memory \(docker run --shm-size\)$",
+    ):
+        check_shared_memory(2, 2**50, 4)
+    check_shared_memory(2, 1, 1)
+    check_shared_memory(0, 2**50, 4)
+    check_shared_memory(2, 2**50, 4, place="/nowhere")

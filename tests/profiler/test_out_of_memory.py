@@ -3,6 +3,7 @@
 import dataclasses
 import types
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -218,6 +219,18 @@ def test_a_real_allocation_that_fails_on_a_cpu_is_explained():
     report = str(caught.value)
     assert "host memory ran out on rank 2 in the backward of step 3\n1048576.00 GiB asked for" in report
     assert "memory.chunk_loss=true" in report and "offload" not in report
+
+
+def test_a_real_allocation_of_numpy_that_fails_is_explained():
+    """Oracle: NumPy's own error for a pebibyte, whose type and words are not PyTorch's."""
+    live = LiveBytes(Placed(0, MIB), Placed(0, MIB), Placed(0, 2 * MIB))
+    with (
+        pytest.raises(ExplainedOutOfMemoryError) as caught,
+        explain_out_of_memory(Device("cpu"), lambda: situation(FSDP, "data", live)),
+    ):
+        np.empty(2**50, dtype=np.uint8)
+    assert str(caught.value).startswith("host memory ran out on rank 2 in the data of step 3\n1048576.00 GiB asked for")
+    assert is_out_of_memory(MemoryError())
 
 
 @pytest.mark.parametrize("error", [RuntimeError("size mismatch"), ValueError("out of memory"), KeyboardInterrupt()])
