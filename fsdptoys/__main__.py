@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 
 from . import __version__
 from .autoload import explain_autoload
+from .environment import check_current_folder, explain_environment
 from .errors import ConfigError
 from .outcome import Outcome, leave_outcome
+from .utils.text import say
 
 if TYPE_CHECKING:
     from .config import Config
@@ -42,8 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(words, worker)
     except ConfigError as error:
         return _tell_mistake(str(error), worker)
-    except RuntimeError as error:
-        told = explain_autoload(error)  # whichever command was the first to import torch
+    except (RuntimeError, OSError, MemoryError) as error:
+        # The first: whichever command was the first to import torch.
+        told = explain_autoload(error) if isinstance(error, RuntimeError) else None
+        told = told or explain_environment(error)
         if told is None:
             raise
         return _tell_mistake(told, worker)
@@ -53,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _tell_mistake(sentence: str, worker: bool) -> int:
-    print(f"fsdptoys: {sentence}", file=sys.stderr)
+    say(sentence)
     if not worker:
         leave_outcome(Outcome(2, sentence))
     return 2
@@ -71,6 +75,8 @@ def _run(words: list[str], worker: bool) -> int:
     if words[0] not in COMMANDS:
         raise ConfigError(_unknown_command(words[0]))
     command, words = words[0], words[1:]
+    if not any(word in ("-h", "--help") for word in words):
+        check_current_folder()  # without one PyTorch cannot be imported
     if command == "sweep" or (command == "train" and any(word in MULTIRUN for word in words)):
         words = [word for word in words if word not in MULTIRUN]
         if not words or any(word in ("-h", "--help") for word in words):
@@ -187,9 +193,10 @@ def _work(words: list[str]) -> None:
 
     handed, plan = take_handed(), None
     if handed is None:
-        from .launch import plan_run, tell
+        from .launch import check_master, plan_run, tell
 
         plan = plan_run(words, os.environ)
+        check_master(os.environ)
         handed = Handed(plan.composition.config, plan.hardware, plan.local_ranks, plan.world_size)
         _prepare_data(handed.config, handed.local_ranks)  # every rank comes by here, and one of them does it
     elif int(os.environ["WORLD_SIZE"]) != handed.world_size:
@@ -210,7 +217,7 @@ def _work(words: list[str]) -> None:
     )
     os.environ.update(environment)
     threads = os.environ["OMP_NUM_THREADS"].partition(",")[0]  # the others are for nested regions
-    if threads.strip().isdecimal():
+    if threads.strip():
         torch.set_num_threads(int(threads))
     prediction = None
     if os.environ["RANK"] == "0":

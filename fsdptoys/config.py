@@ -156,7 +156,7 @@ class LaunchConfig:
 
     def __post_init__(self) -> None:
         """Check each value by itself."""
-        check_at_most("launch", self, nproc_per_node=2**16, nnodes=2**16, max_restarts=10**6)
+        check_at_most("launch", self, nproc_per_node=10**6, nnodes=10**6, max_restarts=10**6)
         if self.nproc_per_node < 1 and self.nproc_per_node != -1:
             raise ConfigError(
                 f"launch.nproc_per_node={self.nproc_per_node} must be at least 1, or -1 for one rank a device; "

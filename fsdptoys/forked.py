@@ -37,7 +37,7 @@ class ForkedProcess:
             os.closerange(3, MOST_FILES)
             become_interpreter(environment)
             # The current directory may hold anything under the name of what is imported later.
-            sys.path[:] = [folder for folder in sys.path if folder not in ("", os.getcwd())]
+            sys.path[:] = [folder for folder in sys.path if folder not in ("", _current_folder())]
             run_module(module, words)
 
         ready, started = os.pipe()
@@ -73,6 +73,14 @@ class ForkedProcess:
         if status is None:
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
         return status
+
+
+def _current_folder() -> str:
+    """The current folder; empty where it has been deleted since the parent started."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return ""
 
 
 def become_interpreter(environment: Mapping[str, str]) -> None:

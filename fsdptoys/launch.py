@@ -17,6 +17,7 @@ from .parallel import SingleConfig
 from .parallel.fsdp import FSDPConfig
 from .simulator.config import AllocatorKind, PlanConfig
 from .simulator.hardware import load_hardware
+from .utils.text import one_line
 from .worker import Handed
 from .workers import run_workers
 
@@ -24,6 +25,11 @@ CPU_RANKS = 2
 """Ranks on a machine without accelerator: the fewest that shard."""
 
 MOST_RANKS_PER_CORE = 32
+
+
+MOST_RANKS = 2**24
+
+AS_TORCHRUN = "start the ranks with torchrun, or unset RANK and WORLD_SIZE"
 
 
 @dataclass(frozen=True)
@@ -51,12 +57,9 @@ def plan_run(words: Sequence[str], present: Mapping[str, str]) -> Plan:
     # How many ranks there will be decides the experiment, so what decides the ranks is read first.
     settings = compose([word for word in words if re.match(r"(launch\.|(parallel|experiment)=)", word)]).config
     hardware = find_hardware(settings.launch.device)
+    check_threads(present)
     if "RANK" in present and "WORLD_SIZE" in present:
-        world_size = _read_rank_variable(present, "WORLD_SIZE")
-        local_ranks = _read_rank_variable(present, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in present else world_size
-        _read_rank_variable(present, "RANK")
-        if world_size > 1:
-            _read_rank_variable(present, "LOCAL_RANK")
+        world_size, local_ranks = _read_ranks(present)
     else:
         local_ranks = _ranks_on_this_machine(settings.launch, hardware, isinstance(settings.parallel, SingleConfig))
         world_size = local_ranks * settings.launch.nnodes
@@ -123,12 +126,66 @@ def check_plan_settings(plan: PlanConfig, device_type: str) -> None:
             )
 
 
-def _read_rank_variable(present: Mapping[str, str], name: str) -> int:
-    value = present.get(name, "")
-    if not value.isdecimal():
+def check_threads(present: Mapping[str, str]) -> None:
+    """Check the threads that the environment asks for, which PyTorch would refuse only in the ranks.
+
+    Raises:
+        ConfigError: if OMP_NUM_THREADS is set and is no list of numbers above 0, one for each level of nesting.
+    """
+    value = present.get("OMP_NUM_THREADS", "").strip()
+    levels = [level.strip() for level in value.split(",")]
+    if value and not all(re.fullmatch(r"0*[1-9]\d{0,3}", level, re.ASCII) for level in levels):
         raise ConfigError(
-            f"{name}={value or 'nothing'} in the environment must be a number, as torchrun sets it; start the ranks "
-            "with torchrun, or unset RANK and WORLD_SIZE"
+            f"OMP_NUM_THREADS={one_line(value)} in the environment must be a number of threads, from 1 to 9999; unset "
+            "it, which gives each rank its share of the cores"
+        )
+
+
+def _read_ranks(present: Mapping[str, str]) -> tuple[int, int]:
+    """Read the numbers that torchrun, or another launcher, has set for this rank.
+
+    Returns:
+        Ranks over all machines, and on this one.
+
+    Raises:
+        ConfigError: if one is missing, or is none of the others' range: the ranks would wait for each other.
+    """
+    world_size = _read_rank_variable(present, "WORLD_SIZE", 1, MOST_RANKS)
+    of_world = f" with WORLD_SIZE={world_size}"
+    local_ranks = world_size
+    if "LOCAL_WORLD_SIZE" in present:
+        local_ranks = _read_rank_variable(present, "LOCAL_WORLD_SIZE", 1, world_size, of_world)
+    _read_rank_variable(present, "RANK", 0, world_size - 1, of_world)
+    if world_size > 1 or "LOCAL_RANK" in present:
+        _read_rank_variable(present, "LOCAL_RANK", 0, local_ranks - 1, f" with {local_ranks} ranks on this machine")
+    return world_size, local_ranks
+
+
+def check_master(present: Mapping[str, str]) -> None:
+    """Check that the environment says where several ranks meet.
+
+    Raises:
+        ConfigError: if it does not, in which case each rank would wait at a port of its own.
+    """
+    if present.get("WORLD_SIZE", "1") == "1":
+        return
+    if not present.get("MASTER_ADDR", "").strip():
+        raise ConfigError(f"MASTER_ADDR=nothing in the environment must name the machine of rank 0; {AS_TORCHRUN}")
+    _read_rank_variable(present, "MASTER_PORT", 1, 2**16 - 1)
+
+
+def _read_rank_variable(
+    present: Mapping[str, str], name: str, least: int = 0, most: int = MOST_RANKS, where: str = ""
+) -> int:
+    value = present.get(name, "")
+    if not re.fullmatch(r"\d+", value, re.ASCII):
+        raise ConfigError(
+            f"{name}={one_line(value) or 'nothing'} in the environment must be a number, as torchrun sets it; "
+            f"{AS_TORCHRUN}"
+        )
+    if len(value) > 9 or not least <= int(value) <= most:
+        raise ConfigError(
+            f"{name}={one_line(value)} in the environment must be from {least} to {most}{where}; {AS_TORCHRUN}"
         )
     return int(value)
 

@@ -33,6 +33,8 @@ def leave_outcome(outcome: Outcome) -> None:
     named = os.environ.get(OUTCOME_VARIABLE)
     if named:
         path = Path(named)
+        if not path.name:  # the root folder
+            return
         part = path.with_name(f".{path.name}.part")
         try:
             part.write_text(json.dumps(dataclasses.asdict(outcome)) + "\n", encoding="utf-8")

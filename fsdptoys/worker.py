@@ -5,12 +5,15 @@ with more beside it: when exactly, and whether starting again could help. The la
 outlive a restart of the workers.
 """
 
+import contextlib
 import ctypes
 import json
 import os
 import pickle
+import shutil
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -52,7 +55,28 @@ class Handed:
     world_size: int
 
 
-def hand_over(folder: Path, handed: Handed) -> None:
+def make_launch_folder(handed: Handed | None) -> Path:
+    """Make the launcher's folder, with what the workers are given.
+
+    Raises:
+        ConfigError: if no temporary folder takes it.
+    """
+    folder = None
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="fsdptoys-"))
+        if handed is not None:
+            _hand_over(folder, handed)
+    except OSError as error:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise ConfigError(
+            f"the launcher cannot write its temporary folder ({error.strerror or error}); set TMPDIR to a folder that "
+            "can be written, on a disk with room"
+        ) from error
+    return folder
+
+
+def _hand_over(folder: Path, handed: Handed) -> None:
     """Leave a run in the launcher's folder, which nobody else may write to."""
     (folder / HANDED_FILE).write_bytes(pickle.dumps(handed))
 
@@ -124,9 +148,12 @@ def run_as_worker(work: Callable[[], None]) -> int:
         alone = isinstance(error, (ConfigError, GivenUpError))
         told = f"fsdptoys: {error}" if alone else str(error) if explained else traceback.format_exc()
         rank = os.environ.get("RANK", "0")
+        recorded = False
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
-            _record(Path(os.environ["TORCHELASTIC_ERROR_FILE"]), int(rank), error, told)
-        else:
+            with contextlib.suppress(OSError):  # no room: the launcher's own disk is full
+                _record(Path(os.environ["TORCHELASTIC_ERROR_FILE"]), int(rank), error, told)
+                recorded = True
+        if not recorded:
             print(told if alone else f"fsdptoys: rank {rank} failed:\n{told}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()

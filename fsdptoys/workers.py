@@ -27,7 +27,6 @@ import shutil
 import signal
 import sys
 import sysconfig
-import tempfile
 import threading
 import time
 import uuid
@@ -48,7 +47,7 @@ from .meeting import Meeting, meet, no_meeting
 from .outcome import Outcome, leave_outcome
 from .remains import hung_ranks, remains
 from .signals import SAME_REQUEST_SECONDS, STOP_SIGNALS
-from .worker import LAUNCH_FOLDER, LAUNCHED, RESTARTS, Handed, hand_over
+from .worker import LAUNCH_FOLDER, LAUNCHED, RESTARTS, Handed, make_launch_folder
 
 SHUTDOWN_SECONDS = 5
 """Workers that ignore the signal for so long are killed."""
@@ -95,13 +94,11 @@ def run_workers(
         0 after success, 1 after a worker's exception, 2 after a ``ConfigError``, 128 plus its number after a signal
         that asked to stop, whether the launcher got it or a rank.
     """
-    folder = Path(tempfile.mkdtemp(prefix="fsdptoys-"))
+    folder = make_launch_folder(handed)
     os.environ.update({**_import_environment(os.environ), **(environment or {})})
     os.environ.update({LAUNCHED: str(os.getpid()), LAUNCH_FOLDER: str(folder)})
     # A killed rank cannot close its semaphores; the tracker frees them, and need not tell.
     os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
-    if handed is not None:
-        hand_over(folder, handed)
     quieten()
     name_recordings(folder)
     if max_restarts:

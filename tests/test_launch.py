@@ -7,7 +7,7 @@ import pytest
 from fsdptoys.__main__ import _work
 from fsdptoys.errors import ConfigError
 from fsdptoys.hardware import FoundHardware
-from fsdptoys.launch import choose_experiment, describe, note, plan_run, tell
+from fsdptoys.launch import check_master, check_threads, choose_experiment, describe, note, plan_run, tell
 from fsdptoys.worker import Handed
 
 
@@ -82,12 +82,50 @@ def test_groups_across_machines_are_told_and_run(parallel: str, told: bool, caps
     [
         (TORCHRUN | {"WORLD_SIZE": "y"}, "WORLD_SIZE=y in the environment must be a number"),
         ({"RANK": "0", "WORLD_SIZE": "4"}, "LOCAL_RANK=nothing in the environment must be a number"),
+        (TORCHRUN | {"WORLD_SIZE": "٤"}, "WORLD_SIZE=٤ in the environment must be a number"),
+        (TORCHRUN | {"WORLD_SIZE": "0"}, "WORLD_SIZE=0 in the environment must be from 1 to 16777216; start the ranks"),
+        (TORCHRUN | {"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE=9{299}… in the environment must be from 1 to 16777216; "),
+        (TORCHRUN | {"RANK": "5"}, "RANK=5 in the environment must be from 0 to 3 with WORLD_SIZE=4; start the ranks "),
+        (TORCHRUN | {"RANK": "-1"}, "RANK=-1 in the environment must be a number"),
+        (TORCHRUN | {"LOCAL_RANK": "2"}, "LOCAL_RANK=2 in the environment must be from 0 to 1 with 2 ranks on this "),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE=5 in the environment must be from 1 to 4 with WORLD_"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "x"}, "LOCAL_RANK=x in the environment must be a number"),
+        (
+            {"OMP_NUM_THREADS": "0"},
+            "OMP_NUM_THREADS=0 in the environment must be a number of threads, from 1 to 9999; ",
+        ),
+        ({"OMP_NUM_THREADS": "-1"}, "OMP_NUM_THREADS=-1 in the environment must be a number of threads, from 1 to "),
+        ({"OMP_NUM_THREADS": "abc"}, "OMP_NUM_THREADS=abc in the environment must be a number of threads, from 1 to "),
+        ({"OMP_NUM_THREADS": "4,0"}, "OMP_NUM_THREADS=4,0 in the environment must be a number of threads, from 1 to "),
+        ({"OMP_NUM_THREADS": "99999"}, "OMP_NUM_THREADS=99999 in the environment must be a number of threads, from 1 "),
     ],
 )
 def test_ranks_that_nobody_numbered_are_a_mistake(present: dict[str, str], told: str) -> None:
     """Oracle: the sentence; without LOCAL_RANK every rank would take the first device."""
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=f"^{told}"):
         plan_run(["launch.device=cpu"], present)
+
+
+@pytest.mark.parametrize("threads", ["1", " 8 ", "4,2", "", "016"])
+def test_threads_as_openmp_takes_them_are_no_mistake(threads: str) -> None:
+    """Oracle: the specification of OMP_NUM_THREADS, a list of positive numbers; empty counts as unset."""
+    check_threads({"OMP_NUM_THREADS": threads})
+
+
+@pytest.mark.parametrize(
+    ("present", "told"),
+    [
+        ({}, "MASTER_ADDR=nothing in the environment must name the machine of rank 0; start the ranks with torchrun"),
+        ({"MASTER_ADDR": "here"}, "MASTER_PORT=nothing in the environment must be a number, as torchrun sets it"),
+        ({"MASTER_ADDR": "here", "MASTER_PORT": "0"}, "MASTER_PORT=0 in the environment must be from 1 to 65535; "),
+        ({"MASTER_ADDR": "here", "MASTER_PORT": "65536"}, "MASTER_PORT=65536 in the environment must be from 1 to "),
+    ],
+)
+def test_ranks_that_cannot_meet_are_a_mistake(present: dict[str, str], told: str) -> None:
+    """Oracle: the sentence; one rank needs no place to meet."""
+    with pytest.raises(ConfigError, match=f"^{told}"):
+        check_master(TORCHRUN | present)
+    check_master({"WORLD_SIZE": "1"} | present)
 
 
 @pytest.mark.parametrize("typed", ["plan.world_size=64", "plan.memory_gib=80.0", "plan.exact=true", "plan.rows=3"])

@@ -1,15 +1,21 @@
 """Paths, folders and environments that a run cannot use get one sentence before a worker starts."""
 
 import contextlib
+import errno
 import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from fsdptoys.__main__ import main
 from fsdptoys.compose import compose_config
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics import check_run_dir
+from fsdptoys.worker import Handed, make_launch_folder
 
 ROOT = Path(__file__).parents[1]
 
@@ -122,3 +128,93 @@ def test_a_run_directory_behind_a_closed_folder_is_refused(below: str, tmp_path:
     assert str(caught.value) == (
         f"metrics.run_dir={closed / below} cannot be used (Permission denied); set metrics.run_dir to another folder"
     )
+
+
+def run_command(words: list[str], *wrapped: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """The real command, in a shell that prepares what it meets."""
+    unset = ("RANK", "WORLD_SIZE", "TMPDIR")
+    return subprocess.run(
+        [*wrapped, sys.executable, "-m", "fsdptoys", *words],
+        env={name: value for name, value in os.environ.items() if name not in unset}
+        | {"PYTHONPATH": str(ROOT), **variables},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.mark.launcher
+@pytest.mark.parametrize("words", [["train", "train.steps=1"], ["report", "runs"]])
+def test_a_current_folder_that_was_deleted_is_one_sentence(words: list[str], tmp_path: Path) -> None:
+    """Oracle: stderr of the real command, whole; help needs no folder."""
+    gone = ["sh", "-c", f'mkdir "{tmp_path}/gone" && cd "{tmp_path}/gone" && rmdir "{tmp_path}/gone" && exec "$0" "$@"']
+    done = run_command(words, *gone)
+    assert (done.returncode, done.stdout, done.stderr) == (
+        2,
+        "",
+        "fsdptoys: the current folder cannot be used (No such file or directory), as after it was deleted; change to "
+        "another one\n",
+    )
+    assert run_command(["train", "--help"], *gone).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (OSError(errno.EMFILE, "Too many open files", "a\x1bb"), "the system refuses for a\\x1bb: Too many open files; "
+         "raise the limit with ulimit -n"),
+        (OSError(errno.ENOSPC, "No space left on device"), "the system refuses: No space left on device; make room on "
+         "that disk"),
+        (MemoryError("Unable to allocate 1.00 PiB"), "host memory ran out (Unable to allocate 1.00 PiB); end other "
+         "programs, or use a machine with more"),
+        (FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"),
+         "No usable temporary directory found in ['/tmp']; set TMPDIR to a folder that can be written"),
+        (RuntimeError("Could not determine home directory."), "the home folder that ~ stands for is not known; set "
+         "HOME, or write the path without ~"),
+    ],
+)  # fmt: skip
+def test_what_the_machine_lacks_is_one_sentence(
+    error: Exception, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the sentence and status 2, wherever in a command the error comes from."""
+
+    def fail(words: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr("fsdptoys.listing.list_models", fail)
+    assert main(["models"]) == 2
+    assert capsys.readouterr() == ("", f"fsdptoys: {sentence}\n")
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(errno.ENOENT, "gone", "x"), RuntimeError("x"), KeyError("x")])
+def test_errors_of_our_own_keep_their_traceback(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the very object."""
+
+    def fail(words: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr("fsdptoys.listing.list_models", fail)
+    with pytest.raises(type(error)) as caught:
+        main(["models"])
+    assert caught.value is error
+
+
+def test_a_temporary_folder_that_cannot_be_written_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the sentences, for no folder at all and for one on a full disk, of which nothing is left behind."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    with pytest.raises(ConfigError) as caught:
+        make_launch_folder(None)
+    fix = "set TMPDIR to a folder that can be written, on a disk with room"
+    assert str(caught.value) == (f"the launcher cannot write its temporary folder (No such file or directory); {fix}")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def full(path: Path, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(ConfigError) as caught:
+        make_launch_folder(Handed(None, None, 1, 1))
+    assert str(caught.value) == f"the launcher cannot write its temporary folder (No space left on device); {fix}"
+    assert list(tmp_path.iterdir()) == []
