@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(words, worker)
     except ConfigError as error:
         return _tell_mistake(str(error), worker)
-    except (RuntimeError, OSError, MemoryError) as error:
+    except (RuntimeError, OSError, MemoryError, ValueError) as error:
         # The first: whichever command was the first to import torch.
         told = explain_autoload(error) if isinstance(error, RuntimeError) else None
         told = told or explain_environment(error)

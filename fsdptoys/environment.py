@@ -44,6 +44,12 @@ def explain_environment(error: Exception) -> str | None:
         return f"the system refuses{place}: {error.strerror}; {FIXES[error.errno]}"
     if isinstance(error, FileNotFoundError) and "temporary directory" in str(error):  # tempfile's
         return f"{error.strerror}; set TMPDIR to a folder that can be written"
+    if isinstance(error, ValueError) and "TORCH_DISTRIBUTED_DEBUG" in str(error):
+        value = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "")
+        return f"TORCH_DISTRIBUTED_DEBUG={one_line(value)} in the environment must be OFF, INFO or DETAIL; unset it"
+    if isinstance(error, ValueError) and str(error).strip().startswith("Invalid log settings"):
+        value = os.environ.get("TORCH_LOGS", "")
+        return f"TORCH_LOGS={one_line(value)} in the environment names no log of PyTorch; unset it"
     if isinstance(error, RuntimeError) and "determine home directory" in str(error):  # pathlib's
         return "the home folder that ~ stands for is not known; set HOME, or write the path without ~"
     return None

@@ -27,6 +27,9 @@ CPU_RANKS = 2
 MOST_RANKS_PER_CORE = 32
 
 
+MOST_THREADS = 1024
+"""More than any machine has; OpenMP ends a process that cannot have its threads."""
+
 MOST_RANKS = 2**24
 
 AS_TORCHRUN = "start the ranks with torchrun, or unset RANK and WORLD_SIZE"
@@ -134,10 +137,12 @@ def check_threads(present: Mapping[str, str]) -> None:
     """
     value = present.get("OMP_NUM_THREADS", "").strip()
     levels = [level.strip() for level in value.split(",")]
-    if value and not all(re.fullmatch(r"0*[1-9]\d{0,3}", level, re.ASCII) for level in levels):
+    if value and not all(
+        re.fullmatch(r"0*[1-9]\d{0,3}", level, re.ASCII) and int(level) <= MOST_THREADS for level in levels
+    ):
         raise ConfigError(
-            f"OMP_NUM_THREADS={one_line(value)} in the environment must be a number of threads, from 1 to 9999; unset "
-            "it, which gives each rank its share of the cores"
+            f"OMP_NUM_THREADS={one_line(value)} in the environment must be a number of threads, from 1 to {MOST_THREADS}; "
+            "unset it, which gives each rank its share of the cores"
         )
 
 

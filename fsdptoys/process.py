@@ -21,7 +21,8 @@ def process_group(config: Config) -> Iterator[None]:
     """Join the ranks that the environment names (as torchrun sets it), unless a process group is up already.
 
     Raises:
-        LostRanksError: if not all of them come.
+        LostRanksError: if not all of them come, or the machine of the first does not answer.
+        ConfigError: if MASTER_PORT is another program's.
     """
     if dist.is_initialized():
         yield
@@ -39,7 +40,13 @@ def process_group(config: Config) -> Iterator[None]:
             device_id=device.bound_device,
         )
     except RuntimeError as error:
-        if not is_lost(str(error)):
+        if "EADDRINUSE" in str(error):
+            raise ConfigError(
+                f"MASTER_PORT={os.environ['MASTER_PORT']} is taken on this machine by another program; set another"
+            ) from error
+        # A host that is unknown or does not answer is another error than ranks that do not come.
+        unanswered = isinstance(error, dist.DistNetworkError) and "timed out" in str(error)
+        if not (unanswered or is_lost(str(error))):
             raise
         raise LostRanksError(
             f"not all {world_size} ranks joined the process group within "

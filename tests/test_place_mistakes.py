@@ -169,6 +169,10 @@ def test_a_current_folder_that_was_deleted_is_one_sentence(words: list[str], tmp
          "programs, or use a machine with more"),
         (FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"),
          "No usable temporary directory found in ['/tmp']; set TMPDIR to a folder that can be written"),
+        (ValueError("The value of TORCH_DISTRIBUTED_DEBUG must be OFF, INFO, or DETAIL."),
+         "TORCH_DISTRIBUTED_DEBUG=odd in the environment must be OFF, INFO or DETAIL; unset it"),
+        (ValueError("\nInvalid log settings: odd, must be a comma"), "TORCH_LOGS=odd in the environment names no log "
+         "of PyTorch; unset it"),
         (RuntimeError("Could not determine home directory."), "the home folder that ~ stands for is not known; set "
          "HOME, or write the path without ~"),
     ],
@@ -181,12 +185,14 @@ def test_what_the_machine_lacks_is_one_sentence(
     def fail(words: list[str]) -> int:
         raise error
 
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "odd")
+    monkeypatch.setenv("TORCH_LOGS", "odd")
     monkeypatch.setattr("fsdptoys.listing.list_models", fail)
     assert main(["models"]) == 2
     assert capsys.readouterr() == ("", f"fsdptoys: {sentence}\n")
 
 
-@pytest.mark.parametrize("error", [FileNotFoundError(errno.ENOENT, "gone", "x"), RuntimeError("x"), KeyError("x")])
+@pytest.mark.parametrize("error", [FileNotFoundError(errno.ENOENT, "gone", "x"), RuntimeError("x"), ValueError("x")])
 def test_errors_of_our_own_keep_their_traceback(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the very object."""
 

@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
@@ -53,12 +54,15 @@ class ReadsSteps(Protocol):
 
 SHARED_MEMORY = "/dev/shm"
 
+LONGEST_TEMPORARY_FOLDER = 107 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")
+"""Bytes of its path, from the 107 that Linux takes for a socket's; others take a few less."""
+
 PAGES = 16, 8
 """Of shared memory for the loader's semaphores, and for those of each worker."""
 
 
 def check_shared_memory(workers: int, step_bytes: int, local_ranks: int, place: str = SHARED_MEMORY) -> None:
-    """Check that the batches which workers make ahead fit into the shared memory that they are passed through.
+    """Check that workers can be reached, and that the batches they make ahead fit into the shared memory.
 
     Args:
         workers: processes of each rank.
@@ -69,7 +73,15 @@ def check_shared_memory(workers: int, step_bytes: int, local_ranks: int, place: 
     Raises:
         ConfigError: naming key, value and fix.
     """
-    if not workers or not os.path.isdir(place):
+    if not workers:
+        return
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) > LONGEST_TEMPORARY_FOLDER:
+        raise ConfigError(
+            f"data.workers={workers} needs sockets in the temporary folder {folder}, whose path may have "
+            f"{LONGEST_TEMPORARY_FOLDER} bytes for that; set TMPDIR to a shorter one or data.workers=0"
+        )
+    if not os.path.isdir(place):
         return
     system = os.statvfs(place)
     free_bytes = system.f_bavail * system.f_frsize

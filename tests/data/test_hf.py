@@ -100,7 +100,8 @@ def test_a_rank_of_torchrun_prepares_before_it_joins(monkeypatch):
     """Oracle: what is there when the rank would begin."""
     seen = []
     monkeypatch.setattr(run, "train", lambda config, prediction: seen.append(len(list(Path("cache").iterdir()))))
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+    ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "environ", os.environ.copy())
     __main__._work(WORDS.split()[1:])

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -238,5 +239,18 @@ def test_shared_memory_is_checked_before_workers_start():
     ):
         check_shared_memory(2, 2**50, 4)
     check_shared_memory(2, 1, 1)
+
+
+def test_a_temporary_folder_too_long_for_sockets_is_a_mistake(monkeypatch):
+    """Oracle: the sentence; 107 bytes are Linux's limit, of which multiprocessing's names take 32."""
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + 71 * "a")
+    with pytest.raises(ConfigError, match=r"a, whose path may have 75 bytes for that; set TMPDIR to a shorter one or "):
+        check_shared_memory(1, 1, 1)
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + 70 * "a")
+    check_shared_memory(1, 1, 1)
+
+
+def test_no_workers_need_no_shared_memory():
+    """Oracle: no error."""
     check_shared_memory(0, 2**50, 4)
     check_shared_memory(2, 2**50, 4, place="/nowhere")
