@@ -6,8 +6,10 @@ The agent's own methods wait up to half a minute for workers that do not end. Tr
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+import sysconfig
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerSpec
@@ -16,6 +18,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+from torch.distributed.elastic.rendezvous import RendezvousStateError
 
 from .forked import ForkedProcess
 
@@ -73,6 +76,13 @@ class Agent(LocalElasticAgent):
         self._watcher.after_start({worker.global_rank: pids[worker.local_rank] for worker in worker_group.workers})
         return pids
 
+    def _assign_worker_ranks(self, *args: Any, **options: Any) -> list[Any]:
+        try:
+            return super()._assign_worker_ranks(*args, **options)
+        except (ValueError, LookupError, TypeError) as error:
+            # It reads what other machines, or strangers, have put into the store.
+            raise RendezvousStateError("the numbers of the ranks in the store are none of this run") from error
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         with self._watcher.no_longer_than_it_may():
             result = super()._monitor_workers(worker_group)
@@ -127,3 +137,12 @@ def quieten() -> None:
         logger = logging.getLogger("torch.distributed.elastic")
         logger.addHandler(logging.NullHandler())
         logger.propagate = False
+
+
+def import_environment(present: Mapping[str, str]) -> dict[str, str]:
+    """Let workers import this very package, whatever the current directory holds."""
+    root = str(Path(__file__).resolve().parents[1])
+    wanted = {"PYTHONSAFEPATH": "1"}  # Python 3.10 ignores it
+    if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        wanted["PYTHONPATH"] = os.pathsep.join(filter(None, [root, present.get("PYTHONPATH")]))
+    return wanted

@@ -149,6 +149,8 @@ class LaunchConfig:
     """Machines; the same command runs on each of them."""
     rdzv_endpoint: str | None = None
     """host:port of the machine that the others meet at; needed for more than one machine."""
+    rdzv_token_file: str | None = None
+    """File of mode 0600 with a secret that all machines share; not used on one machine."""
     timeout_seconds: float = 600.0
     """A collective that takes longer ends the run."""
     max_restarts: int = 0

@@ -263,5 +263,6 @@ def _host() -> str:
 
 def _start() -> str:
     """What the environment of this start of the ranks has, and of no other."""
-    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
+    # Under our launcher the last one is another for each start, under torchrun the port is.
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT", "FSDPTOYS_STORE")
     return f"{zlib.crc32('|'.join(os.environ.get(name, '') for name in names).encode()):08x}"

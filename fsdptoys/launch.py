@@ -141,8 +141,8 @@ def check_threads(present: Mapping[str, str]) -> None:
         re.fullmatch(r"0*[1-9]\d{0,3}", level, re.ASCII) and int(level) <= MOST_THREADS for level in levels
     ):
         raise ConfigError(
-            f"OMP_NUM_THREADS={one_line(value)} in the environment must be a number of threads, from 1 to {MOST_THREADS}; "
-            "unset it, which gives each rank its share of the cores"
+            f"OMP_NUM_THREADS={one_line(value)} in the environment must be a number of threads, from 1 to "
+            f"{MOST_THREADS}; unset it, which gives each rank its share of the cores"
         )
 
 
@@ -292,6 +292,7 @@ def launch(plan: Plan) -> int:
         plan.local_ranks,
         nnodes=config.launch.nnodes,
         rdzv_endpoint=config.launch.rdzv_endpoint,
+        rdzv_token_file=config.launch.rdzv_token_file,
         environment=environment,
         max_restarts=config.launch.max_restarts,
         handed=Handed(config, plan.hardware, plan.local_ranks, plan.world_size),

@@ -14,6 +14,7 @@ from .device import DETERMINISTIC, Device, available_device_type
 from .errors import ConfigError, LostRanksError
 from .heartbeat import is_lost
 from .parallel.precision import DType
+from .rank_store import check_interface, open_rank_store
 
 
 @contextmanager
@@ -22,21 +23,25 @@ def process_group(config: Config) -> Iterator[None]:
 
     Raises:
         LostRanksError: if not all of them come, or the machine of the first does not answer.
-        ConfigError: if MASTER_PORT is another program's.
+        ConfigError: if MASTER_PORT is another program's, or gloo is to use a network interface that is not there.
     """
     if dist.is_initialized():
         yield
         return
     device = device_of(config)
-    os.environ.setdefault("MASTER_ADDR", "localhost")
-    os.environ.setdefault("MASTER_PORT", "0")
+    check_interface()
     world_size = int(os.environ.get("WORLD_SIZE", 1))
+    timeout = timedelta(seconds=config.launch.timeout_seconds)
     try:
+        store = open_rank_store(world_size)
+        if store is not None:
+            store.set_timeout(timeout)
         dist.init_process_group(
             device.backend,
+            store=store,
             rank=int(os.environ.get("RANK", 0)),
             world_size=world_size,
-            timeout=timedelta(seconds=config.launch.timeout_seconds),
+            timeout=timeout,
             device_id=device.bound_device,
         )
     except RuntimeError as error:

@@ -10,10 +10,8 @@ import ctypes
 import json
 import os
 import pickle
-import shutil
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -25,6 +23,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from .errors import ConfigError, GivenUpError, LostRanksError, LostWorkerError
+from .launch_folder import LaunchFolder
 from .profiler import ExplainedOutOfMemoryError, is_out_of_memory
 from .utils.text import one_line
 
@@ -55,7 +54,7 @@ class Handed:
     world_size: int
 
 
-def make_launch_folder(handed: Handed | None) -> Path:
+def make_launch_folder(handed: Handed | None) -> LaunchFolder:
     """Make the launcher's folder, with what the workers are given.
 
     Raises:
@@ -63,12 +62,12 @@ def make_launch_folder(handed: Handed | None) -> Path:
     """
     folder = None
     try:
-        folder = Path(tempfile.mkdtemp(prefix="fsdptoys-"))
+        folder = LaunchFolder()
         if handed is not None:
-            _hand_over(folder, handed)
+            _hand_over(folder.path, handed)
     except OSError as error:
         if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+            folder.remove()
         raise ConfigError(
             f"the launcher cannot write its temporary folder ({error.strerror or error}); set TMPDIR to a folder that "
             "can be written, on a disk with room"

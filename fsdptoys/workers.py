@@ -23,10 +23,8 @@ import contextlib
 import dataclasses
 import os
 import queue
-import shutil
 import signal
 import sys
-import sysconfig
 import threading
 import time
 import uuid
@@ -40,13 +38,17 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler
 from torch.distributed.launcher import LaunchConfig
 
-from .agent import Agent, EndedError, group_runs, quieten, runs
+from .agent import Agent, EndedError, group_runs, import_environment, quieten, runs
 from .failures import FirstFailure, first_failure, outcome_of, own_failure_is_recorded
 from .flight_recorder import name_recordings
 from .meeting import Meeting, meet, no_meeting
+from .open_files import check_open_files, is_out_of_files, too_few_files
 from .outcome import Outcome, leave_outcome
+from .rank_store import check_interface, loopback_environment
 from .remains import hung_ranks, remains
+from .rendezvous_state import read_token
 from .signals import SAME_REQUEST_SECONDS, STOP_SIGNALS
+from .utils.text import say
 from .worker import LAUNCH_FOLDER, LAUNCHED, RESTARTS, Handed, make_launch_folder
 
 SHUTDOWN_SECONDS = 5
@@ -72,6 +74,7 @@ def run_workers(
     nnodes: int = 1,
     rdzv_endpoint: str | None = None,
     environment: Mapping[str, str] | None = None,
+    rdzv_token_file: str | None = None,
     max_restarts: int = 0,
     handed: Handed | None = None,
     forks: bool = False,
@@ -83,7 +86,8 @@ def run_workers(
         arguments: its command line.
         local_ranks: workers on this machine.
         nnodes: machines that meet at ``rdzv_endpoint``.
-        rdzv_endpoint: host:port; None on one machine.
+        rdzv_endpoint: host:port; not used on one machine.
+        rdzv_token_file: holds the secret that the machines share; not used on one machine.
         environment: added to the workers' environment.
         max_restarts: how many times all workers are started again after one has failed.
         handed: what the launcher has composed, so that the workers need not.
@@ -93,33 +97,40 @@ def run_workers(
     Returns:
         0 after success, 1 after a worker's exception, 2 after a ``ConfigError``, 128 plus its number after a signal
         that asked to stop, whether the launcher got it or a rank.
+
+    Raises:
+        ConfigError: for a limit of open files, a network interface or a token that is none.
     """
-    folder = make_launch_folder(handed)
-    os.environ.update({**_import_environment(os.environ), **(environment or {})})
+    check_open_files()
+    if nnodes == 1:
+        os.environ.update(loopback_environment(os.environ))
+    check_interface()
+    token = read_token(rdzv_token_file) if nnodes > 1 else None
+    launch_folder = make_launch_folder(handed)
+    folder = launch_folder.path
+    os.environ.update({**import_environment(os.environ), **(environment or {})})
     os.environ.update({LAUNCHED: str(os.getpid()), LAUNCH_FOLDER: str(folder)})
     # A killed rank cannot close its semaphores; the tracker frees them, and need not tell.
     os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
     quieten()
     name_recordings(folder)
-    if max_restarts:
-        # A store that is shared by all starts holds addresses of ranks that are gone, which a late rank would read.
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    # torch's rendezvous would open a store of its own, on all interfaces.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     launch = LaunchConfig(
         min_nodes=nnodes,
         max_nodes=nnodes,
         nproc_per_node=local_ranks,
         run_id="fsdptoys" if nnodes > 1 else uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint=rdzv_endpoint or "localhost:0",
+        rdzv_endpoint=rdzv_endpoint or "",
         local_addr="localhost" if nnodes == 1 else None,
         max_restarts=max_restarts,
     )
-    workers = _Workers(folder, launch, ("-m", module, *arguments), forks and sys.platform == "linux")
+    workers = _Workers(folder, launch, token, ("-m", module, *arguments), forks and sys.platform == "linux")
     try:
         with workers.taking_signals():
             status, told = workers.run()
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        launch_folder.remove()
     leave_outcome(workers.outcome(status, told))
     if told:
         if sys.stdout.isatty():
@@ -134,8 +145,11 @@ def run_workers(
 class _Workers:
     """What the agent's thread and the main thread, which owns the signals, know of each other."""
 
-    def __init__(self, folder: Path, launch: LaunchConfig, command: Sequence[str], forks: bool) -> None:
+    def __init__(
+        self, folder: Path, launch: LaunchConfig, token: bytes | None, command: Sequence[str], forks: bool
+    ) -> None:
         self.folder, self.launch, self.command, self.forks = folder, launch, command, forks
+        self._token = token
         self._events: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # signals; None: the agent is done
         self._lock = threading.Lock()
         self._pids: dict[int, int] = {}  # of this start, by rank
@@ -254,6 +268,8 @@ class _Workers:
             used_up = most and self._failed_starts == most and not first.final
             told = first.told_after(f", after {most} of {most} restarts" if used_up else "")
             return first.status, told + remains(first, self._pids, self.folder)
+        if is_out_of_files(self._error):
+            return 2, too_few_files()
         if isinstance(self._error, RendezvousError) or (self._error is not None and not self._starts):
             return 2, no_meeting(self._error, self.launch)
         if self._error is not None:
@@ -276,7 +292,7 @@ class _Workers:
         handler = None
         try:
             launch = self.launch
-            handler = self._meeting = meet(launch)
+            handler = self._meeting = meet(launch, self.folder, self._token)
             # torch 2.7 binds no memory; newer ones choose in LaunchConfig
             known = {field.name for field in dataclasses.fields(WorkerSpec)}
             options: dict[str, Any] = {"numa_options": launch.numa_options} if "numa_options" in known else {}
@@ -308,6 +324,8 @@ class _Workers:
             raise EndedError
         if self._starts > self._failed_starts:
             print("fsdptoys: another machine starts again, and so do the workers here", file=sys.stderr, flush=True)
+        if self._starts == 0 and self.launch.min_nodes > 1 and self._token is None:
+            say("no launch.rdzv_token_file is set, so any machine of this network can join or stop the run")
         os.environ[RESTARTS] = str(self._starts)
         self._starts += 1
         self._starting = True
@@ -375,12 +393,3 @@ class _Workers:
 
 def _stopped(number: int) -> str:
     return f"stopped by {signal.Signals(number).name}; all workers have ended"
-
-
-def _import_environment(present: Mapping[str, str]) -> dict[str, str]:
-    """Let workers import this very package, whatever the current directory holds."""
-    root = str(Path(__file__).resolve().parents[1])
-    wanted = {"PYTHONSAFEPATH": "1"}  # Python 3.10 ignores it
-    if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-        wanted["PYTHONPATH"] = os.pathsep.join(filter(None, [root, present.get("PYTHONPATH")]))
-    return wanted

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from fsdptoys import meeting
+from fsdptoys import meeting_point
 from fsdptoys.workers import run_workers
 
 WORKER = """
@@ -55,9 +55,13 @@ def worse():
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(600)
 
-def group():
+def group(seconds=600):
     import torch.distributed as dist
-    dist.init_process_group("gloo")
+    from datetime import timedelta
+    from fsdptoys.rank_store import open_rank_store
+    world_size, timeout = int(os.environ["WORLD_SIZE"]), timedelta(seconds=seconds)
+    store = open_rank_store(world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     return dist
 
 def fail():
@@ -121,15 +125,13 @@ def lose():
         dist.barrier()
 
 def wait():
-    from datetime import timedelta
     from fsdptoys.heartbeat import Heartbeat, explain_lost_ranks
     from fsdptoys.signals import StopRequest
     from fsdptoys.worker import remember_run_dir
-    import torch.distributed as dist
     remember_run_dir(Path("run"))
     beats = Path("run/heartbeats")
     heartbeat = Heartbeat(beats, rank)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=3))
+    dist = group(seconds=3)
     with StopRequest():
         dist.barrier()
         heartbeat.beat(3, "backward")
@@ -444,7 +446,7 @@ def test_rank_that_was_killed_is_told_with_the_place_of_all(launched: Any) -> No
 @pytest.mark.launcher
 def test_port_that_something_else_has_is_told_in_one_sentence(launched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: a service that takes connections and says nothing, for which torch's rendezvous would wait for ever."""
-    monkeypatch.setattr(meeting, "ANSWER_SECONDS", 5)
+    monkeypatch.setattr(meeting_point, "ANSWER_SECONDS", 5)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
         assert launched("environment", nnodes=2, rdzv_endpoint=endpoint).result() == (
