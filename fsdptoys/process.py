@@ -15,6 +15,7 @@ from .errors import ConfigError, LostRanksError
 from .heartbeat import is_lost
 from .parallel.precision import DType
 from .rank_store import check_interface, open_rank_store
+from .wire import use_json
 
 
 @contextmanager
@@ -30,6 +31,7 @@ def process_group(config: Config) -> Iterator[None]:
         return
     device = device_of(config)
     check_interface()
+    use_json()
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     timeout = timedelta(seconds=config.launch.timeout_seconds)
     try:

@@ -22,6 +22,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint
 import torch.distributed.fsdp  # with these in the parent, no rank takes a second to import them
 
+from fsdptoys.wire import use_json
+
 
 def run_ranks(
     world_size: int,
@@ -92,6 +94,7 @@ def _rank(
     try:
         if prepare is not None:
             prepare()
+        use_json()  # as every rank of a run
         dist.init_process_group(
             torch.distributed.get_default_backend_for_device(device),
             store=dist.FileStore(store, world_size),
