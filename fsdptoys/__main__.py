@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from . import __version__
-from .autoload import explain_autoload
+from .autoload import check_log_level, explain_autoload
 from .environment import check_current_folder, explain_environment
 from .errors import ConfigError
 from .outcome import Outcome, leave_outcome
@@ -41,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Dying of Ctrl-C at once, also inside a collective, is what the launcher waits for; it tells the user itself.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
+        check_log_level(os.environ)
         return _run(words, worker)
     except ConfigError as error:
         return _tell_mistake(str(error), worker)

@@ -1,10 +1,30 @@
 """What to tell where ``import torch`` itself fails, since a backend that it loads by itself cannot be loaded.
 
 PyTorch imports every installed distribution with an entry point in the group ``torch.backends``, as torch_npu's; where
-CANN's libraries are not found the whole import ends in a traceback. Nothing here imports torch.
+CANN's libraries are not found the whole import ends in a traceback. So does one under a ``LOGLEVEL`` that is none.
+Nothing here imports torch.
 """
 
+import logging
 import re
+from collections.abc import Mapping
+
+from .errors import ConfigError
+from .utils.text import one_line
+
+
+def check_log_level(environment: Mapping[str, str]) -> None:
+    """Check the level that torch's elastic agent sets for its log when it is imported.
+
+    Raises:
+        ConfigError: if logging has no such level.
+    """
+    level = environment.get("LOGLEVEL")
+    if level is not None and not isinstance(logging.getLevelName(level), int):
+        raise ConfigError(
+            f"LOGLEVEL={one_line(level)} in the environment is no level; set it to DEBUG, INFO, WARNING or ERROR, or "
+            "unset it"
+        )
 
 
 def explain_autoload(error: BaseException) -> str | None:

@@ -19,6 +19,7 @@ import json
 import math
 import os
 import pickle
+import secrets
 from datetime import datetime, timezone
 from typing import Any
 
@@ -129,7 +130,9 @@ class SignedBackend(RendezvousBackend):
             raise RendezvousConnectionError("the connection to the store has failed") from error
 
     def _encode(self, state: Any) -> str:
-        text = json.dumps({"sequence": self._sequence + 1, "state": _plain_of(state)}, sort_keys=True)
+        # Equal states of two machines are different messages, so that each knows whose was set.
+        facts = {"nonce": secrets.token_hex(8), "sequence": self._sequence + 1, "state": _plain_of(state)}
+        text = json.dumps(facts, sort_keys=True)
         return json.dumps({"message": text, "hmac": self._sign(text)}, sort_keys=True)
 
     def _decode(self, stored: bytes) -> tuple[bytes, Any] | None:
@@ -146,7 +149,7 @@ class SignedBackend(RendezvousBackend):
             _check(isinstance(text, str) and isinstance(signature, str | None))
             self._check_signature(text, signature)
             message = parse_json(text)
-            _check(isinstance(message, dict) and set(message) == {"sequence", "state"})
+            _check(isinstance(message, dict) and set(message) == {"nonce", "sequence", "state"})
             sequence = _whole(message["sequence"])
             state = _state_of(message["state"])
         except ForeignError as error:
