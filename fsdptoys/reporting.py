@@ -18,6 +18,7 @@ from rich.console import Console
 
 from .errors import ConfigError
 from .options import refuse_unknown, take_options
+from .utils.text import encodable, one_line, say
 
 if TYPE_CHECKING:
     from .report.table import Table
@@ -62,14 +63,17 @@ def run_report(words: Sequence[str]) -> int:
         _check_page(page, typed="--out" in options)
     from .report.records import gather
 
-    collection = gather([Path(path) for path in paths])
+    try:
+        collection = gather([Path(path) for path in paths])
+    except OSError as mistake:
+        raise ConfigError(f"{one_line(mistake)}; check its name and permissions") from mistake
     if not forms:
         from .report.page import write_page
 
         written = write_page(collection, page)
         pictures = sum(path.suffix == ".png" for path in written)
         beside = f", and {pictures} picture{'s' * (pictures != 1)} beside it" if pictures else ""
-        print(f"fsdptoys: the report is in {page}{beside}", file=sys.stderr)
+        say(f"the report is in {page}{beside}")
         return 0
     from .report.table import make_table
 
@@ -107,7 +111,7 @@ def run_compare(words: Sequence[str]) -> int:
         raise
     except Exception as mistake:
         # A traceback would end with status 1, which says that the runs differ.
-        reason = " ".join(f"{type(mistake).__name__}: {mistake}".split())
+        reason = one_line(f"{type(mistake).__name__}: {mistake}")
         raise ConfigError(
             f"{paths[0]} and {paths[1]} cannot be compared ({reason}); check the files of both"
         ) from mistake
@@ -148,8 +152,6 @@ def _check_page(page: Path, typed: bool) -> None:
 
 
 def _print(table: "Table", form: str) -> None:
-    from .report.settings import encodable
-
     if form == "--table":
         table.print(_console())
     else:

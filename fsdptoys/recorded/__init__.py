@@ -1,10 +1,11 @@
 """What runs have left in their directories, read back: for calibration, tables, pictures and comparisons."""
 
-from .run import RecordedRun, is_run_dir, read_recorded_run
+from .run import MOST_RANKS, RecordedRun, is_run_dir, read_recorded_run, read_warmup
 from .settings import read_config, read_data_config, read_tree
 from .writing import is_written, newest_signs
 
 __all__ = [
+    "MOST_RANKS",
     "RecordedRun",
     "is_run_dir",
     "is_written",
@@ -13,4 +14,5 @@ __all__ = [
     "read_data_config",
     "read_recorded_run",
     "read_tree",
+    "read_warmup",
 ]

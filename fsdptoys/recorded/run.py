@@ -3,6 +3,8 @@
 A run that is still going, or that was killed, reads like one that has ended: what is there counts.
 """
 
+import stat
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +25,18 @@ from fsdptoys.metrics.forecast import Comparison, compare
 from fsdptoys.metrics.resumes import read_resumes, read_steps, starts
 from fsdptoys.metrics.summary import RunResults, summarize
 from fsdptoys.simulator.prediction import Prediction
+from fsdptoys.utils.foreign import ForeignError
+from fsdptoys.utils.text import one_line
+from fsdptoys.utils.typed import typed
 
 from .settings import read_config, read_tree
 from .writing import is_written
+
+LARGEST_LINES_BYTES = 2**30
+"""Of ``metrics.jsonl``: two million steps."""
+
+MOST_RANKS = 2**20
+MOST_STEPS = 2**53
 
 
 @dataclass(frozen=True)
@@ -86,23 +97,58 @@ def read_recorded_run(path: Path) -> RecordedRun:
         raise ConfigError(f"{path} is no run directory; give one that fsdptoys train has written, as runs/NAME")
     environment = read_tree(path / ENVIRONMENT_FILE)
     try:
-        world_size, device = int(environment["world_size"]), environment["device"]
-        device_type, device_name = str(device["type"]), str(device["name"])
-    except (KeyError, TypeError, ValueError) as mistake:
-        raise ConfigError(f"{path / ENVIRONMENT_FILE} does not say what the run ran on; leave {path} out") from mistake
+        world_size, device_type, device_name = _read_place(environment)
+    except ForeignError as mistake:
+        raise ConfigError(
+            f"{path / ENVIRONMENT_FILE} does not say what the run ran on ({mistake}); leave {path} out"
+        ) from mistake
     tree = read_tree(path / CONFIG_FILE)
-    metrics = tree.get("metrics")
-    warmup = metrics.get("warmup_steps") if isinstance(metrics, dict) else None
-    if type(warmup) is not int:
-        warmup = MetricsConfig().warmup_steps
+    for name in (METRICS_FILE, RESUMES_FILE):
+        _check_file(path / name)
     steps, notes = read_steps(path / METRICS_FILE)
-    results = summarize(steps, warmup, starts(read_resumes(path / RESUMES_FILE)))
+    results = summarize(steps, read_warmup(tree), starts(read_resumes(path / RESUMES_FILE)))
     prediction = None
     if (path / PREDICTION_FILE).exists():
         try:
             prediction = Prediction.from_dict(read_tree(path / PREDICTION_FILE))
-        except (KeyError, TypeError, ValueError):
+        except ConfigError as mistake:
+            notes = [*notes, str(mistake)]
+        except ForeignError:
             notes = [*notes, f"{path / PREDICTION_FILE} was written by another version and is left out"]
     return RecordedRun(
         path, tree, environment, world_size, device_type, device_name, steps, results, prediction, tuple(notes)
     )
+
+
+def _read_place(environment: Mapping[str, Any]) -> tuple[int, str, str]:
+    """World size, device type and device name out of ``environment.json``.
+
+    Raises:
+        ForeignError: if one of them is missing or cannot be.
+    """
+    world_size: int = typed(int, environment.get("world_size"), "world_size")
+    device: dict[str, Any] = typed(dict[str, Any], environment.get("device"), "device")
+    if not 1 <= world_size <= MOST_RANKS:
+        raise ForeignError(f"world_size is {world_size}")
+    return world_size, typed(str, device.get("type"), "device.type"), typed(str, device.get("name"), "device.name")
+
+
+def read_warmup(tree: Mapping[str, Any]) -> int:
+    """``metrics.warmup_steps`` of a run's settings; its default where they do not say it."""
+    metrics = tree.get("metrics")
+    warmup = metrics.get("warmup_steps") if isinstance(metrics, dict) else None
+    return warmup if type(warmup) is int and 0 <= warmup <= MOST_STEPS else MetricsConfig().warmup_steps
+
+
+def _check_file(path: Path) -> None:
+    """Refuse a pipe or device, which a read would wait for, and more than any run writes."""
+    try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise ForeignError("it is not a regular file")
+        if found.st_size > LARGEST_LINES_BYTES:
+            raise ForeignError(f"it is longer than {LARGEST_LINES_BYTES} bytes")
+    except FileNotFoundError:
+        return
+    except (OSError, ForeignError) as mistake:
+        raise ConfigError(f"{path} cannot be read ({one_line(mistake)}); use the file that the run wrote") from mistake

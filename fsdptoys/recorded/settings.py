@@ -1,14 +1,11 @@
 """What a run directory's files say, read back: trees of plain values, and the configuration that wrote them."""
 
 import dataclasses
-import json
 import typing
 from collections.abc import Iterable, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
-
-import yaml
 
 from fsdptoys.checkpoint import CheckpointConfig, model_config_of
 from fsdptoys.config import Config
@@ -16,6 +13,10 @@ from fsdptoys.data import DataConfig, SyntheticConfig
 from fsdptoys.errors import ConfigError
 from fsdptoys.optim import OptimConfig
 from fsdptoys.parallel import ParallelConfig
+from fsdptoys.utils.foreign import ForeignError, parse_json, parse_yaml
+from fsdptoys.utils.regular_file import read_regular
+from fsdptoys.utils.text import one_line
+from fsdptoys.utils.typed import typed
 
 LARGEST_FILE_BYTES = 2**20
 
@@ -29,21 +30,30 @@ def read_tree(path: Path) -> dict[str, Any]:
         ConfigError: if it cannot be read, or holds no mapping.
     """
     try:
-        with open(path, "rb") as file:
-            text = file.read(LARGEST_FILE_BYTES + 1)
-        if len(text) > LARGEST_FILE_BYTES:
-            raise ValueError(f"it is longer than {LARGEST_FILE_BYTES} bytes")
-        tree = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        text = read_regular(path, LARGEST_FILE_BYTES)
+        tree = parse_json(text) if path.suffix == ".json" else parse_yaml(text)
+        _check_keys(tree)
     except OSError as mistake:
         raise ConfigError(
             f"{path} cannot be read ({mistake.strerror or mistake}); give a directory that fsdptoys train has written"
         ) from mistake
-    except (ValueError, RecursionError, yaml.YAMLError) as mistake:
-        reason = " ".join(str(mistake).split())
-        raise ConfigError(f"{path} cannot be read ({reason}); use the file that the run wrote") from mistake
+    except ValueError as mistake:
+        raise ConfigError(f"{path} cannot be read ({one_line(mistake)}); use the file that the run wrote") from mistake
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds no settings; use the file that the run wrote")
     return tree
+
+
+def _check_keys(tree: Any) -> None:
+    """Refuse keys that are not text, which YAML has, since settings are named ``section.key``."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            if not isinstance(key, str):
+                raise ForeignError(f"it has the key {key}, which is not text")
+            _check_keys(value)
+    elif isinstance(tree, list):
+        for value in tree:
+            _check_keys(value)
 
 
 def read_config(tree: dict[str, Any], where: str) -> Config:
@@ -129,7 +139,7 @@ def _typed(annotation: Any, value: Any, where: str, key: str) -> Any:
         if issubclass(kind, Enum):
             try:
                 return kind(value)
-            except ValueError:
+            except (ValueError, TypeError):  # TypeError: of a list, which has no hash
                 continue
         if dataclasses.is_dataclass(kind) and isinstance(value, dict):
             return _build(kind, value, where, key)
@@ -137,4 +147,7 @@ def _typed(annotation: Any, value: Any, where: str, key: str) -> Any:
     if value is not None and enums:
         choices = " | ".join(str(choice.value) for choice in enums[0])
         raise ConfigError(f"{where} says {key}={value}, which must be {choices}; correct it")
-    return float(value) if kinds == [float] and type(value) is int else value
+    try:
+        return typed(annotation, value, key)
+    except ForeignError as mistake:
+        raise ConfigError(f"{where} cannot be read ({mistake}); correct it") from mistake

@@ -8,9 +8,11 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
+from fsdptoys.utils.text import encodable, printable
+
 from .compare import Comparison, Course, Difference
 from .numerics import Effect
-from .settings import encodable, plain, printable
+from .settings import plain
 
 REASONS = {
     Effect.training: "Settings that make it another training",
@@ -38,7 +40,7 @@ def print_comparison(found: Comparison, names: tuple[str, str], console: Console
         console: where to.
     """
     _line(verdict(found), console, "bold")
-    for sentence in [*_ends(found, names), *_not_finite(found), *map(printable, found.notes)]:
+    for sentence in [*_ends(found, names), *_not_finite(found), *map(plain, found.notes)]:
         _line(sentence, console)
     console.print()
     for letter, name in zip("AB", names, strict=True):
@@ -53,14 +55,19 @@ def print_comparison(found: Comparison, names: tuple[str, str], console: Console
             _grid(
                 [
                     ("", "A", "B"),
-                    *((each.key.removesuffix(".name"), _shown(each.first), _shown(each.second)) for each in group),
+                    *(
+                        (plain(each.key.removesuffix(".name")), _shown(each.first), _shown(each.second))
+                        for each in group
+                    ),
                 ],
                 console,
             )
     if found.environment:
         console.print()
         _line("Where they ran", console, "bold")
-        _grid([("", "A", "B"), *((key, _shown(old), _shown(new)) for key, old, new in found.environment)], console)
+        _grid(
+            [("", "A", "B"), *((plain(key), _shown(old), _shown(new)) for key, old, new in found.environment)], console
+        )
     if not found.changes and not found.environment:
         console.print()
         _line("All settings, versions and machines are the same.", console)
@@ -159,9 +166,11 @@ def _grid(rows: Sequence[Sequence[str]], console: Console) -> None:
     for _ in rows[0]:
         table.add_column(overflow="fold")
     for index, row in enumerate(rows):
-        table.add_row(*(Text(encodable(text, console.file)) for text in row), style="dim" if index == 0 else "")
+        table.add_row(
+            *(Text(encodable(printable(text), console.file)) for text in row), style="dim" if index == 0 else ""
+        )
     console.print(table, highlight=False)
 
 
 def _line(text: str, console: Console, style: str = "") -> None:
-    console.print(encodable(text, console.file), style=style, highlight=False, markup=False, emoji=False)
+    console.print(encodable(printable(text), console.file), style=style, highlight=False, markup=False, emoji=False)

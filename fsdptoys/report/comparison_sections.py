@@ -23,7 +23,7 @@ from .sections import (
     notes_html,
     prediction_table,
 )
-from .settings import as_word, differing, own_key, plain, printable
+from .settings import as_word, differing, own_key, plain
 from .shown import Shown, measure_of
 from .table import MARK, Table, make_table
 
@@ -96,7 +96,7 @@ def short_names(records: Sequence[Record]) -> list[str]:
     for words, record in zip(traits_of, records, strict=True):
         varied = record.varied or {}
         more = " ".join(as_word(key, value) for key, value in varied.items() if not words or key in telling)
-        own = printable(f"{record.name} {words if len(alike) > 1 or not more else ''} {more}")
+        own = plain(f"{record.name} {words if len(alike) > 1 or not more else ''} {more}")
         count = names.count(own)
         names.append(f"{own} ({count + 1})" if count else own)
     return names

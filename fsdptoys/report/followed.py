@@ -5,6 +5,7 @@ Where a run goes on from a checkpoint its file gets shorter and grows again, may
 that was read is looked at each time, and if it is another one, all of them are read anew.
 """
 
+import contextlib
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -25,8 +26,14 @@ from fsdptoys.metrics.config import (
 from fsdptoys.metrics.lock import is_locked
 from fsdptoys.metrics.resumes import Resume, read_resumes, starts
 from fsdptoys.metrics.summary import RunResults, summarize
-from fsdptoys.recorded import is_written, newest_signs, read_tree
+from fsdptoys.recorded import MOST_RANKS, is_written, newest_signs, read_tree, read_warmup
 from fsdptoys.simulator.prediction import Prediction
+from fsdptoys.utils.regular_file import open_regular
+
+LARGEST_READ_BYTES = 2**26
+"""Of lines at a time; a line that is longer than that is none of a run's."""
+
+MOST_STEPS = 2**53
 
 LATE_SECONDS = 5.0
 """A rank behind the others for so long, and for three steps' time, is late."""
@@ -76,22 +83,21 @@ class FollowedRun:
             self.settings, self.resumes = _read_settings(self.path), read_resumes(self.path / RESUMES_FILE)
         before = self.steps
         try:
-            with open(self.path / METRICS_FILE, "rb") as file:
+            with open_regular(self.path / METRICS_FILE) as file:
                 file.seek(self._offset - len(self._last_line))
-                content = file.read()
-                if not content.startswith(self._last_line):
+                if file.read(len(self._last_line)) != self._last_line:
                     self.steps, self._offset, self._last_line = [], 0, b""
                     file.seek(0)
-                    content = file.read()
+                added: list[StepMetrics] = []
+                while whole := _whole_lines(file.read(LARGEST_READ_BYTES)):
+                    lines = whole.splitlines(keepends=True)
+                    added += [step for line in lines if (step := _step_of(line)) is not None]
+                    self._offset += len(whole)
+                    self._last_line = lines[-1]
+                    file.seek(self._offset)
         except OSError:  # not there yet, or moved aside
             self.steps, self._offset, self._last_line = [], 0, b""
             return 0
-        content = content[len(self._last_line) :]
-        whole = content[: content.rfind(b"\n") + 1]
-        added = [step for line in whole.splitlines(keepends=True) if (step := _step_of(line)) is not None]
-        if whole:
-            self._offset += len(whole)
-            self._last_line = whole.splitlines(keepends=True)[-1]
         self.steps = self.steps + added if added else self.steps
         if self.steps[: len(before)] == before:
             return len(before)
@@ -158,22 +164,18 @@ def is_startable(path: Path) -> bool:
 def _read_settings(path: Path) -> Settings:
     """What can be read of it; a file that is being written is read a moment later."""
     config, environment = _read_tree(path / CONFIG_FILE), _read_tree(path / ENVIRONMENT_FILE)
-    train, metrics, device = (_below(config, "train"), _below(config, "metrics"), _below(environment, "device"))
+    train, metrics = _below(config, "train"), _below(config, "metrics")
     names = [_below(config, "model").get("name"), _below(config, "parallel").get("name")]
-    defaults = MetricsConfig()
-    prediction = None
-    try:
-        if (path / PREDICTION_FILE).exists():
-            prediction = Prediction.from_dict(_read_tree(path / PREDICTION_FILE))
-    except (KeyError, TypeError, ValueError):  # of another version
-        pass
+    prediction, device = None, _below(environment, "device").get("name")
+    with contextlib.suppress(ValueError):  # of another version, or not there
+        prediction = Prediction.from_dict(read_tree(path / PREDICTION_FILE))
     return Settings(
         title="-".join(str(name) for name in names if name) or path.name,
-        planned_steps=_integer(train.get("steps")),
-        warmup_steps=_integer(metrics.get("warmup_steps"), defaults.warmup_steps) or 0,
-        log_every=max(1, _integer(metrics.get("log_every"), defaults.log_every) or 1),
-        world_size=_integer(environment.get("world_size")),
-        device=str(device["name"]) if "name" in device else None,
+        planned_steps=_number(train.get("steps")),
+        warmup_steps=read_warmup(config),
+        log_every=_number(metrics.get("log_every")) or MetricsConfig().log_every,
+        world_size=_number(environment.get("world_size"), MOST_RANKS),
+        device=device if isinstance(device, str) else None,
         prediction=prediction,
     )
 
@@ -190,8 +192,13 @@ def _below(tree: dict[str, Any], name: str) -> dict[str, Any]:
     return below if isinstance(below, dict) else {}
 
 
-def _integer(value: Any, default: int | None = None) -> int | None:
-    return value if type(value) is int else default
+def _number(value: Any, most: int = MOST_STEPS) -> int | None:
+    """A number above 0; None where it is none."""
+    return value if type(value) is int and 0 < value <= most else None
+
+
+def _whole_lines(content: bytes) -> bytes:
+    return content[: content.rfind(b"\n") + 1]
 
 
 def _step_of(line: bytes) -> StepMetrics | None:

@@ -5,6 +5,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fsdptoys.utils.text import printable
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -18,8 +20,8 @@ class Cell:
 
 
 def escape(text: object) -> str:
-    """For elements and attributes; what a file's name has that is no Unicode becomes a replacement character."""
-    return html.escape(re.sub("[\ud800-\udfff]", "\ufffd", str(text)))
+    """For elements and attributes; control characters and lone surrogates are shown as Python would write them."""
+    return html.escape(printable(str(text)))
 
 
 def rich(text: str) -> str:

@@ -5,7 +5,8 @@ bits are equal"; ``docs/memory.md``), and most of them not even that. So runs th
 the same losses: a difference that rounding cannot explain is a mistake somewhere.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -144,11 +145,8 @@ def stage_of(key: str) -> Stage:
 
 def global_batch(settings: Mapping[str, Any]) -> int | None:
     """Sequences of a step over all ranks and micro-batches; None where a setting is not there."""
-    try:
-        simulated = settings.get("parallel.simulated_ranks", 1)
-        return int(settings[RANKS] * settings["train.batch_size"] * settings["train.grad_accum"] * simulated)
-    except (KeyError, TypeError, ValueError):
-        return None
+    parts = [settings.get(key) for key in (RANKS, "train.batch_size", "train.grad_accum")]
+    return _product([*parts, settings.get("parallel.simulated_ranks", 1)])
 
 
 def training_of(tree: dict[str, Any], world_size: int) -> Settings | None:
@@ -188,11 +186,8 @@ def rounds_coarsely(settings: Mapping[str, Any]) -> bool:
 def held_out_samples(tree: dict[str, Any], world_size: int) -> tuple[Any, Any] | None:
     """The same for runs whose held-out losses are over the same samples; None where settings are missing."""
     settings = effective(tree)
-    try:
-        asked = int(settings["train.eval_batches"] * settings["train.batch_size"] * world_size)
-    except (KeyError, TypeError, ValueError):
-        return None
-    return asked, settings.get("data.eval_samples")
+    asked = _product([settings.get("train.eval_batches"), settings.get("train.batch_size"), world_size])
+    return None if asked is None else (asked, settings.get("data.eval_samples"))
 
 
 def bits_of(tree: dict[str, Any], world_size: int, device_type: str) -> Settings | None:
@@ -201,8 +196,8 @@ def bits_of(tree: dict[str, Any], world_size: int, device_type: str) -> Settings
     Where the device is the host, an optimizer on the host is the one that the others have too.
     """
     settings = {RANKS: world_size} | effective(tree)
-    ranks = world_size * settings.get("parallel.simulated_ranks", 1)
-    if settings.get("train.deterministic") is not True or ranks & (ranks - 1):
+    ranks = _product([world_size, settings.get("parallel.simulated_ranks", 1)])
+    if settings.get("train.deterministic") is not True or ranks is None or ranks & (ranks - 1):
         return None  # only a power of two divides without rounding
     keys = [
         key for key in ROUNDING if key not in (RANKS, "mesh.fsdp_size", "parallel.name", "parallel.simulated_ranks")
@@ -213,3 +208,8 @@ def bits_of(tree: dict[str, Any], world_size: int, device_type: str) -> Settings
     for decided in ("parallel.reduce_dtype", "train.sum_dtype"):  # by the deterministic mode and the device
         kept.pop(decided, None)
     return kept | {RANKS: ranks}
+
+
+def _product(parts: Sequence[Any]) -> int | None:
+    """Of whole numbers; None where one of them is none."""
+    return math.prod(parts) if all(type(part) is int for part in parts) else None

@@ -5,11 +5,12 @@ A setting whose switch is off, as the buckets of an offload that is not there, c
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import IO, Any
+from typing import Any
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics.resumes import flatten
 from fsdptoys.sweep.folder import JOB_FILE, read_job
+from fsdptoys.utils.text import one_line
 
 from .records import Record
 
@@ -108,12 +109,12 @@ def own_key(key: str) -> str:
 
 def heading(key: str) -> str:
     """What a setting is called above its column."""
-    return HEADINGS.get(key, key.removesuffix(".name"))
+    return HEADINGS.get(key, plain(key.removesuffix(".name")))
 
 
 def as_word(key: str, value: Any) -> str:
     """A setting as it is typed."""
-    return f"{key.removesuffix('.name')}={plain(value)}"
+    return f"{plain(key.removesuffix('.name'))}={plain(value)}"
 
 
 def plain(value: Any) -> str:
@@ -122,22 +123,7 @@ def plain(value: Any) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, (list, tuple)):
         return f"[{','.join(map(plain, value))}]"
-    return printable(str(value))
-
-
-def printable(text: str) -> str:
-    """Text on one line, without characters that would steer a terminal."""
-    return "".join(character if character.isprintable() else "�" for character in " ".join(text.split()))
-
-
-def encodable(text: str, stream: IO[str] | None) -> str:
-    """Text of the same length that a stream's encoding can hold."""
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    try:
-        text.encode(encoding)
-    except UnicodeEncodeError:
-        return text.replace("–", "-").encode(encoding, "replace").decode(encoding)
-    return text
+    return one_line(value, longest=None)
 
 
 def _is_off(flat: Settings, key: str, pattern: str, switch: str) -> bool:

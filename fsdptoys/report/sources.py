@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .records import Record
-from .settings import printable
+from .settings import plain
 
 PARTS = {
     "device": ("device", "name"),
@@ -31,7 +31,8 @@ def source_of(environment: dict[str, Any]) -> dict[str, Any]:
     for name, (section, key) in PARTS.items():
         part = environment.get(section)
         value = part.get(key) if isinstance(part, dict) else None
-        found[name] = re.sub(r"^([0-9a-f]{12})[0-9a-f]{28}", r"\1", value) if name == "commit" and value else value
+        shortens = name == "commit" and isinstance(value, str)
+        found[name] = re.sub(r"^([0-9a-f]{12})[0-9a-f]{28}", r"\1", value) if shortens else value
     return found
 
 
@@ -47,7 +48,7 @@ def source_notes(records: Sequence[Record]) -> list[str]:
     for part in PARTS:
         values: dict[str, list[str]] = {}
         for name, source in sources.items():
-            values.setdefault(printable(str(source[part])), []).append(name)
+            values.setdefault(plain(str(source[part])), []).append(name)
         if len(values) > 1:
             differences.append(f"{part} " + ", ".join(f"{value} ({', '.join(rows)})" for value, rows in values.items()))
     if not differences:

@@ -1,14 +1,18 @@
 """What only ``summary.md`` of a run says: why it ended, the references of its loss, and the profiler's operators."""
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from fsdptoys.metrics.config import SUMMARY_FILE
 from fsdptoys.sweep import JobStatus
+from fsdptoys.utils.regular_file import read_regular
+
+LARGEST_FILE_BYTES = 2**24
 
 REFERENCE = re.compile(r"reference: (?P<label>.*)")
-STEPS = re.compile(r"(?P<done>\d+) of (?P<planned>\d+); (?P<why>.+)")
+STEPS = re.compile(r"(?P<done>[0-9]{1,16}) of (?P<planned>[0-9]{1,16}); (?P<why>.+)")
 PLANNED_END = re.compile(r"all steps done|train\.max_seconds=\S+ reached")
 GAVE_UP = re.compile(r"not finite \(train\.max_skipped")
 
@@ -44,9 +48,11 @@ def read_references(run_dir: Path) -> dict[str, float]:
         named = REFERENCE.fullmatch(row[0])
         if named and len(row) > 1:
             try:
-                references[named["label"]] = float(row[1].split()[0])
+                nats = float(row[1].split()[0])
             except (ValueError, IndexError):
                 continue
+            if math.isfinite(nats):
+                references[named["label"]] = nats
     return references
 
 
@@ -58,7 +64,7 @@ def read_operators(run_dir: Path) -> list[list[str]]:
 def read_table(run_dir: Path, heading: str) -> list[list[str]]:
     """The first table below a heading, without the line below its own heading and without marks of code."""
     try:
-        text = (run_dir / SUMMARY_FILE).read_text(encoding="utf-8")
+        text = read_regular(run_dir / SUMMARY_FILE, LARGEST_FILE_BYTES).decode("utf-8")
     except (OSError, ValueError):
         return []
     _, found, below = text.partition(f"\n## {heading}\n")

@@ -26,7 +26,7 @@ from .columns import (
     status_column,
 )
 from .records import Collection, Record
-from .settings import HEADINGS, Settings, as_word, differing, own_key, plain, printable, settings_of
+from .settings import HEADINGS, Settings, as_word, differing, own_key, plain, settings_of
 from .sources import source_notes
 from .terminal import print_table
 from .text_forms import to_csv, to_json, to_markdown
@@ -87,7 +87,7 @@ def make_table(collection: Collection) -> Table:
     everything = [name_column(records), *chosen, status_column(records), *measured]
     shown, everywhere = _fold(everything, records)
     return Table(
-        title=printable(collection.title),
+        title=plain(collection.title),
         records=list(records),
         settings=settings,
         columns=[_mark(column, records, disagreements) for column in shown],
@@ -97,9 +97,9 @@ def make_table(collection: Collection) -> Table:
         notes=[
             *_how(records, shown, everywhere, step),
             *source_notes(records),
-            *(printable(note) for record in records if record.run is not None for note in record.run.notes),
+            *(plain(note) for record in records if record.run is not None for note in record.run.notes),
             *(found.sentence for found in disagreements.values()),
-            *(f"{plain(each.name)} {each.status.value}: {printable(each.reason)}" for each in records if each.reason),
+            *(f"{plain(each.name)} {each.status.value}: {plain(each.reason)}" for each in records if each.reason),
         ],
         disagreements=disagreements,
         skipped=list(collection.skipped),

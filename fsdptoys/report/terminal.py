@@ -9,8 +9,10 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
+from fsdptoys.utils.text import encodable, printable
+
 from .columns import STAYS, Cell, Column
-from .settings import as_word, encodable, printable
+from .settings import as_word, plain
 
 if TYPE_CHECKING:
     from .table import Table
@@ -48,7 +50,7 @@ def print_table(table: "Table", console: Console) -> None:
         _line(sentence, console)
     for skipped in table.skipped:
         words = " ".join(as_word(key, value) for key, value in skipped.varied.items())
-        _line(f"skipped {words}: {printable(skipped.reason)}", console)
+        _line(f"skipped {words}: {plain(skipped.reason)}", console)
 
 
 def fit(columns: Sequence[Column], width: int) -> tuple[list[Column], list[Column]]:
@@ -117,16 +119,16 @@ def _print_rows(columns: Sequence[Column], console: Console) -> None:
     for column in columns:
         wraps, width = column.name == SETTINGS, _column_width(column)
         grid.add_column(
-            Text(encodable(column.heading, console.file)),
+            Text(encodable(printable(column.heading), console.file)),
             justify="right" if column.numeric else "left",
             overflow="fold",
             min_width=max(len(column.heading), width - too_wide) if wraps else width,
             max_width=None if wraps else width,
         )
     for row in range(len(columns[0].cells)):
-        grid.add_row(*(Text(encodable(column.cells[row].text, console.file)) for column in columns))
+        grid.add_row(*(Text(encodable(printable(column.cells[row].text), console.file)) for column in columns))
     console.print(grid, highlight=False)
 
 
 def _line(text: str, console: Console, style: str = "") -> None:
-    console.print(encodable(text, console.file), style=style, highlight=False, markup=False, emoji=False)
+    console.print(encodable(printable(text), console.file), style=style, highlight=False, markup=False, emoji=False)

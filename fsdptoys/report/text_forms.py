@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fsdptoys.recorded import RecordedRun
+from fsdptoys.utils.text import printable
 
 from .columns import FORECASTS, MEASURES, Column, forecast_difference, measured_steps, spread_of
-from .settings import as_word, plain, printable, words_of
+from .settings import as_word, plain, words_of
 from .sources import source_fingerprint, source_of
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def to_markdown(table: "Table") -> str:
     """Title, what is the same everywhere, the rows, and the sentences about them."""
     parts = [f"# {escape(table.title)}"]
     if table.commands:
-        parts.append("\n".join(f"    {printable(command)}" for command in table.commands))
+        parts.append("\n".join(f"    {plain(command)}" for command in table.commands))
     if table.everywhere:
         parts.append(f"Everywhere: {'; '.join(map(escape, table.everywhere))}")
     if table.records:
@@ -48,7 +49,7 @@ def to_csv(table: "Table") -> str:
     """
     file = io.StringIO()
     flat = [_flat_row(table, index) for index in range(len(table.records))]
-    rows = [{name: _defused(value) for name, value in row.items()} for row in flat]
+    rows = [{_defused(name): _defused(value) for name, value in row.items()} for row in flat]
     writer = csv.DictWriter(file, list(rows[0]) if rows else ["run"], lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
@@ -71,7 +72,7 @@ def to_json(table: "Table") -> str:
 
 def escape(text: str) -> str:
     """Text on one line that Markdown shows as it is."""
-    marked = re.sub(r"([\\|*`\[\]<>~$])", r"\\\1", printable(text))
+    marked = re.sub(r"([\\|*`\[\]<>~$])", r"\\\1", plain(text))
     return re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", marked).replace("&", "&amp;")
 
 
@@ -147,7 +148,7 @@ def _defused(value: Any) -> Any:
     """A cell without characters that steer a terminal or a spreadsheet."""
     if not isinstance(value, str):
         return value
-    text = "".join(each if each.isprintable() else " " if each.isspace() else "�" for each in value)
+    text = printable(re.sub(r"\s", " ", value))
     return f"'{text}" if text.lstrip().startswith(("=", "+", "-", "@")) else text
 
 

@@ -4,6 +4,9 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from fsdptoys.utils.foreign import ForeignError
+from fsdptoys.utils.typed import build
+
 from .events import Category
 
 
@@ -98,11 +101,9 @@ class Prediction:
         """What ``to_dict`` wrote, read back.
 
         Raises:
-            KeyError, TypeError, ValueError: if it is of another version.
+            ForeignError: if it is of another version, or holds a number that cannot be.
         """
-        values = {name: tree[name] for name in tree if name not in ("tokens_per_second", "mfu")}
-        memory, time = dict(values["memory"]), dict(values["time"])
-        memory["categories"] = {Category(kind): size for kind, size in memory["categories"].items()}
-        time["volumes"] = tuple(Volume(**volume) for volume in time["volumes"])
-        values["doubts"] = tuple(values["doubts"])
-        return cls(**{**values, "memory": MemoryPrediction(**memory), "time": TimePrediction(**time)})
+        found = build(cls, {name: tree[name] for name in tree if name not in ("tokens_per_second", "mfu")})
+        if found.time.step_seconds <= 0 or (found.peak_flops is not None and found.peak_flops <= 0):
+            raise ForeignError("time.step_seconds and peak_flops must be above 0")
+        return found

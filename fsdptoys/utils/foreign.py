@@ -7,6 +7,7 @@ Python's and PyYAML's own parsers run no code either (``yaml.safe_load``), and s
 
 import itertools
 import json
+import math
 import re
 from typing import Any
 
@@ -22,7 +23,8 @@ MAX_YAML_BYTES = 2**20
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
-_LONG_NUMBER = re.compile(r"[0-9]{300}")
+_HUGE_NUMBER = re.compile(r"[0-9]{300}|[0-9][eE]\+?[0-9]{3}")
+"""As a number may begin that a float cannot hold; json makes ``1e400`` infinite."""
 
 _LibYaml: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -58,8 +60,8 @@ def parse_json(
             check_depth(tree, max_depth)
         if _SURROGATE.search(text) is not None:
             json.dumps(tree, ensure_ascii=False).encode("utf-8")
-        if _LONG_NUMBER.search(text) is not None:
-            _check_integers(tree)
+        if _HUGE_NUMBER.search(text) is not None:
+            _check_numbers(tree, non_finite)
     except RecursionError:
         raise ForeignError(f"it is nested more than {max_depth} deep") from None
     except ForeignError:
@@ -96,7 +98,9 @@ def parse_yaml(text: "str | bytes", *, unique_keys: bool = False) -> Any:
                     raise ForeignError(f"it is nested more than {MAX_DEPTH} deep")
             elif isinstance(event, yaml.CollectionEndEvent):
                 depth -= 1
-        return yaml.load(text, _UniqueLoader if unique_keys else _Loader)
+        tree = yaml.load(text, _UniqueLoader if unique_keys else _Loader)
+        _check_numbers(tree, non_finite=True)
+        return tree
     except ForeignError:
         raise
     # ValueError: numbers and dates that are none; TypeError: keys that cannot be hashed; OverflowError: years
@@ -119,14 +123,16 @@ def check_depth(tree: Any, max_depth: int = MAX_DEPTH) -> None:
     raise ForeignError(f"it is nested more than {max_depth} deep")
 
 
-def _check_integers(tree: Any) -> None:
-    """Refuse integers that a float cannot hold, on which the next division would fail."""
+def _check_numbers(tree: Any, non_finite: bool) -> None:
+    """Refuse integers that a float cannot hold, on which the next division would fail, and maybe infinite floats."""
     level = [tree]
     while level:
         children: list[Any] = []
         for node in level:
             if isinstance(node, int) and abs(node) >= 10**300:
                 raise ForeignError("it holds an integer of more than 300 digits")
+            if isinstance(node, float) and not non_finite and not math.isfinite(node):
+                raise ForeignError("it holds a number that is too large")
             if isinstance(node, (dict, list)):
                 children += node.values() if isinstance(node, dict) else node
         level = children

@@ -26,14 +26,25 @@ def printable(text: str, stream: "IO[str] | None" = None) -> str:
     return shown.encode(encoding, "backslashreplace").decode(encoding)
 
 
-def one_line(text: object) -> str:
-    """The same on one line of at most 300 characters, for a sentence that quotes it.
+def one_line(text: object, longest: int | None = LONGEST_LINE) -> str:
+    """The same on one line of limited length, for a sentence that quotes it or a cell of a table.
 
     Args:
         text: a string, or an exception.
+        longest: characters of the line; None for any number.
     """
     shown = printable(" ".join(str(text).split()))
-    return shown if len(shown) <= LONGEST_LINE else f"{shown[: LONGEST_LINE - 1]}…"
+    return shown if longest is None or len(shown) <= longest else f"{shown[: longest - 1]}…"
+
+
+def encodable(text: str, stream: "IO[str] | None") -> str:
+    """Text of the same length that a stream's encoding can hold, for what is laid out in columns already."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return text.replace("–", "-").encode(encoding, "replace").decode(encoding)
+    return text
 
 
 def say(sentence: str, *, stdout: bool = False) -> bool:

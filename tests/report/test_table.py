@@ -176,7 +176,7 @@ def test_markdown_shows_what_would_steer_it_as_it_is(tmp_path: Path) -> None:
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {len(table.columns) + 1}
     assert r"a\|b\*c" in text and r"\[a\|b\](c)\<d\>\_e\_" in text and "plain_text" in text
-    assert text.splitlines()[0] == r"# # \`one\` line�\[31m"
+    assert text.splitlines()[0] == r"# # \`one\` line\\x1b\[31m"
     assert "\x1b" not in printed(table, 100)
 
 
@@ -205,7 +205,7 @@ def test_csv_has_no_cell_that_steers_a_terminal_or_a_spreadsheet(tmp_path: Path)
     assert "\x1b" not in text and len(text.splitlines()) == 3
     first, second = csv.DictReader(io.StringIO(text))
     assert (first["run"], second["run"]) == ("'@SUM(A1)", "'-cmd")
-    assert (first["data.files"], second["data.files"]) == ("'=1+1", "x�[31m y")
+    assert (first["data.files"], second["data.files"]) == ("'=1+1", "x\\x1b[31m y")
     assert (first["optim.weight_decay"], first["path"]) == ("-1.5", str(tmp_path / "a"))
 
 

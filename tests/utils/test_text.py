@@ -18,6 +18,7 @@ def test_what_steers_a_terminal_is_escaped() -> None:
     assert printable("ü", io.TextIOWrapper(io.BytesIO(), encoding="ascii")) == "\\xfc"
     assert one_line("a\nb\x1b") == "a b\\x1b"
     assert len(one_line("x" * 1000)) == 300
+    assert len(one_line("x" * 1000, longest=None)) == 1000
 
 
 SAY = "import sys; from fsdptoys.utils.text import say; sys.exit(3 if say('x' * 10000, stdout=True) else 4)"
