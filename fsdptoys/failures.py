@@ -1,5 +1,6 @@
 """Which of several failures came first and made the others, and how it is told."""
 
+import contextlib
 import json
 import re
 import signal
@@ -134,7 +135,12 @@ def outcome_of(status: int, told: str | None, number: int | None, first: FirstFa
 
 
 def _records(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(path.read_text())["message"] for path in folder.glob("**/error.json")]
+    # Of our own ranks, in a folder that is this user's; one that was killed may have left half of it.
+    records = []
+    for path in folder.glob("**/error.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            records.append(json.loads(path.read_text())["message"])
+    return records
 
 
 def _recorded(record: dict[str, Any], hung: tuple[int, ...]) -> FirstFailure:

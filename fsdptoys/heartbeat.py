@@ -23,7 +23,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .errors import LostRanksError
+from .errors import ConfigError, LostRanksError
+from .utils.foreign import parse_json
+from .utils.regular_file import NotRegularFileError, open_descriptor, open_regular
+from .utils.typed import build
 
 HEARTBEATS_FOLDER = "heartbeats"
 """In the run directory."""
@@ -83,7 +86,7 @@ class Sign:
             letter = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
         except ProcessLookupError:
             return "has ended"
-        except (OSError, IndexError):
+        except (OSError, ValueError, IndexError):
             return None
         named = {"Z": "has ended", "X": "has ended", "T": "is stopped (SIGSTOP)", "t": "is stopped (by a debugger)"}
         return named.get(letter)
@@ -100,7 +103,7 @@ class Heartbeat:
         """Open the file of this rank, in a folder that is made if it is missing."""
         folder.mkdir(parents=True, exist_ok=True)
         self.path = path_of(folder, rank)
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._file = _open_own(self.path)
         self._fixed = {"rank": rank, "host": _host(), "pid": os.getpid(), "start": _start()}
         self._step, self._beat = -1, 0
 
@@ -117,6 +120,23 @@ class Heartbeat:
         os.close(self._file)
 
 
+def _open_own(path: Path) -> int:
+    """Open a rank's file; what is in its place and is no file, as a link out of the folder, is removed.
+
+    Raises:
+        ConfigError: if that is a folder.
+    """
+    flags = os.O_RDWR | os.O_CREAT
+    try:
+        try:
+            return open_descriptor(path, flags, permissions=0o644)
+        except NotRegularFileError:
+            path.unlink()
+            return open_descriptor(path, flags, permissions=0o644)
+    except IsADirectoryError as error:
+        raise ConfigError(f"{path} is a folder, where the rank writes a file; remove it") from error
+
+
 def path_of(folder: Path, rank: int) -> Path:
     """The file of a rank."""
     return folder / f"rank-{rank:05d}.json"
@@ -127,8 +147,8 @@ def read_heartbeats(folder: Path) -> dict[int, Sign]:
     signs = {}
     for path in sorted(folder.glob("rank-*.json")):
         for _ in range(3):  # a record that is being written is whole a moment later
-            with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-                with path.open("rb") as file:
+            with contextlib.suppress(OSError, ValueError):
+                with open_regular(path) as file:
                     sign = _decode(file.read(RECORD_BYTES))
                 if path == path_of(folder, sign.rank):
                     signs[sign.rank] = sign
@@ -250,11 +270,16 @@ def _decode(written: bytes) -> Sign:
     Raises:
         ValueError: where it is not whole.
     """
-    record = json.loads(written)
-    checksum = record.pop("crc32")
+    record = parse_json(written)
+    checksum = record.pop("crc32", None) if isinstance(record, dict) else None
     if checksum != zlib.crc32(json.dumps(record).encode()):
         raise ValueError("torn")
-    return Sign(**record)
+    sign = build(Sign, record)
+    if not 0 < sign.pid < 2**31 or min(sign.rank, sign.time) < 0:
+        raise ValueError("no rank gives such a sign")
+    if not (sign.host + sign.phase + sign.start).isprintable():
+        raise ValueError("its text steers terminals")
+    return sign
 
 
 def _host() -> str:

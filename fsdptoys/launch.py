@@ -17,7 +17,7 @@ from .parallel import SingleConfig
 from .parallel.fsdp import FSDPConfig
 from .simulator.config import AllocatorKind, PlanConfig
 from .simulator.hardware import load_hardware
-from .utils.text import one_line
+from .utils.text import one_line, say
 from .worker import Handed
 from .workers import run_workers
 
@@ -260,10 +260,10 @@ def describe(plan: Plan, environment: Mapping[str, str]) -> str:
 
 def tell(plan: Plan, environment: Mapping[str, str]) -> None:
     """Print what was found and chosen."""
-    print(f"fsdptoys: {describe(plan, environment)}", flush=True)
+    say(describe(plan, environment), stdout=True)
     sentence = note(plan)
     if sentence is not None:
-        print(f"fsdptoys: {sentence}", flush=True)
+        say(sentence, stdout=True)
 
 
 def note(plan: Plan) -> str | None:

@@ -10,8 +10,15 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from .utils.foreign import parse_json
+from .utils.regular_file import open_regular, read_regular
+from .utils.typed import build
+
 OUTCOME_VARIABLE = "FSDPTOYS_OUTCOME_FILE"
 """Environment variable that names the file."""
+
+
+LARGEST_FILE_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,8 @@ def leave_outcome(outcome: Outcome) -> None:
             return
         part = path.with_name(f".{path.name}.part")
         try:
-            part.write_text(json.dumps(dataclasses.asdict(outcome)) + "\n", encoding="utf-8")
+            with open_regular(part, "w", encoding="utf-8") as file:
+                file.write(json.dumps(dataclasses.asdict(outcome)) + "\n")
             part.replace(path)
         except OSError:
             with contextlib.suppress(OSError):
@@ -47,6 +55,6 @@ def leave_outcome(outcome: Outcome) -> None:
 def read_outcome(path: Path) -> Outcome | None:
     """What :func:`leave_outcome` wrote; None where it wrote nothing."""
     try:
-        return Outcome(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        return build(Outcome, parse_json(read_regular(path, LARGEST_FILE_BYTES)))
+    except (OSError, ValueError):
         return None

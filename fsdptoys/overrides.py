@@ -18,13 +18,13 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 
 from .errors import ConfigError
 from .options import near_miss
+from .utils.foreign import parse_yaml
 from .utils.paths import check_text
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -64,13 +64,13 @@ def list_choices() -> dict[str, list[str]]:
 
 def schema_name(group: str, choice: str) -> str:
     """Name of the schema that a group's YAML file starts from: ``llama`` where its defaults begin with base_llama."""
-    first = yaml.safe_load((CONFIGS / group / f"{choice}.yaml").read_text(encoding="utf-8"))["defaults"][0]
+    first = parse_yaml((CONFIGS / group / f"{choice}.yaml").read_text(encoding="utf-8"))["defaults"][0]
     return str(first).removeprefix("base_")
 
 
 def list_defaults() -> dict[str, str | None]:
     """Group → its choice where nothing is said, in the order of ``config.yaml``."""
-    entries = yaml.safe_load((CONFIGS / "config.yaml").read_text(encoding="utf-8"))["defaults"]
+    entries = parse_yaml((CONFIGS / "config.yaml").read_text(encoding="utf-8"))["defaults"]
     return {group: choice for entry in entries if isinstance(entry, dict) for group, choice in entry.items()}
 
 

@@ -4,10 +4,9 @@ import re
 import textwrap
 from pathlib import Path
 
-import yaml
-
 from .declarations import Declaration, ancestors, collect_keys, read_classes
 from .overrides import list_choices, list_defaults, schema_name
+from .utils.foreign import parse_yaml
 
 HEAD = """\
 usage: fsdptoys train [GROUP=CHOICE ...] [KEY=VALUE ...] [--cfg job]
@@ -265,7 +264,7 @@ def sweep_help() -> str:
     """The page of ``fsdptoys sweep --help``."""
     sweeps = []
     for path in sorted((Path(__file__).parent / "configs" / "sweep").glob("*.yaml")):
-        description = yaml.safe_load(path.read_text(encoding="utf-8"))["description"]
+        description = parse_yaml(path.read_text(encoding="utf-8"))["description"]
         text = f"{path.stem:<14} {' '.join(description.split())}"
         sweeps += textwrap.wrap(text, 120, initial_indent="    ", subsequent_indent=" " * 19)
     return SWEEP.format(sweeps="\n".join(sweeps))

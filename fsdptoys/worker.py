@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 from .errors import ConfigError, GivenUpError, LostRanksError, LostWorkerError
 from .launch_folder import LaunchFolder
 from .profiler import ExplainedOutOfMemoryError, is_out_of_memory
-from .utils.text import one_line
+from .utils.text import one_line, printable
 
 LAUNCHED = "FSDPTOYS_LAUNCHED"
 """The launcher's process id, for workers that it starts; its command has printed already what it found."""
@@ -153,7 +153,8 @@ def run_as_worker(work: Callable[[], None]) -> int:
                 _record(Path(os.environ["TORCHELASTIC_ERROR_FILE"]), int(rank), error, told)
                 recorded = True
         if not recorded:
-            print(told if alone else f"fsdptoys: rank {rank} failed:\n{told}", file=sys.stderr)
+            shown = told if alone else f"fsdptoys: rank {rank} failed:\n{told}"
+            print(printable(shown, sys.stderr), file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(2 if mistake else 1)

@@ -135,7 +135,7 @@ def run_workers(
     if told:
         if sys.stdout.isatty():
             print("\x1b[?25h", end="", flush=True)  # a worker that was ended may have left the cursor hidden
-        print(f"fsdptoys: {told}", file=sys.stderr, flush=True)
+        say(told)
     if workers.left_behind:
         sys.stdout.flush()
         os._exit(status)  # leaving the interpreter aborts where a thread is inside the rendezvous
@@ -379,7 +379,7 @@ class _Workers:
             self._pids = {}
         self._failures = {}
         count = f"({self._failed_starts} of {self.launch.max_restarts})"
-        print(f"fsdptoys: {told}; starting again {count}", file=sys.stderr, flush=True)
+        say(f"{told}; starting again {count}")
 
     @contextlib.contextmanager
     def no_longer_than_it_may(self) -> Iterator[None]:

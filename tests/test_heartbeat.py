@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import socket
 import time
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import fsdptoys.heartbeat as heartbeat_module
 from fsdptoys.errors import LostRanksError
 from fsdptoys.heartbeat import (
     LOST_PEER,
@@ -200,9 +202,34 @@ def test_many_ranks_are_counted() -> None:
 
 
 def test_full_disk_does_not_end_a_run(tmp_path: Path) -> None:
-    """Oracle: the system's own device that is always full."""
-    path_of(tmp_path, 0).symlink_to("/dev/full")
+    """Oracle: the system's own limit on the size of files, of nothing."""
+    heartbeat = Heartbeat(tmp_path, 0)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        heartbeat.beat(1, "forward")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    heartbeat.close()
+    assert read_heartbeats(tmp_path) == {}
+
+
+def test_a_link_in_the_place_of_a_heartbeat_is_not_written_through(tmp_path: Path) -> None:
+    """Oracle: the content of the file that the link names."""
+    (tmp_path / "precious").write_text("precious")
+    path_of(tmp_path, 0).symlink_to("precious")
     heartbeat = Heartbeat(tmp_path, 0)
     heartbeat.beat(1, "forward")
     heartbeat.close()
-    assert read_heartbeats(tmp_path) == {}
+    assert (tmp_path / "precious").read_text() == "precious" and 0 in read_heartbeats(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"pid": 2**40}, {"pid": -1}, {"pid": "1"}, {"step": "2"}, {"time": None}, {"host": "a\x1b[2J"}, {"phase": 3}, {}],
+)
+def test_a_sign_that_no_rank_gives_is_left_out(tmp_path: Path, change: dict[str, object]) -> None:
+    """Oracle: the same record unchanged, which is read; checksums are of what the file holds."""
+    record = {"rank": 0, "host": "h", "pid": 1, "start": "s", "step": 1, "phase": "p", "beat": 0, "time": 1.0}
+    path_of(tmp_path, 0).write_bytes(heartbeat_module._encode(record | change))
+    assert bool(read_heartbeats(tmp_path)) == (not change)

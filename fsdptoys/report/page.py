@@ -13,6 +13,7 @@ from pathlib import Path
 
 import fsdptoys
 from fsdptoys.errors import ConfigError
+from fsdptoys.utils.regular_file import open_regular
 
 from .comparison_sections import comparison_page
 from .interactive import check_plotly, figure, plotly_script
@@ -83,7 +84,8 @@ def write_page(collection: Collection, path: Path, title: str | None = None) -> 
             written.append(folder / f"{picture.name}.png")
             draw_png(picture, written[-1])
         part = path.with_name(f".{path.name}.{os.getpid()}.part")
-        part.write_text(page, encoding="utf-8")
+        with open_regular(part, "w", encoding="utf-8") as file:
+            file.write(page)
         os.replace(part, path)
     except OSError as mistake:
         raise ConfigError(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fsdptoys.metrics.plot import shorten
+from fsdptoys.utils.regular_file import open_regular
 
 from .pictures import Axis, Picture, Series, Shape
 
@@ -84,7 +85,8 @@ def draw_png(picture: Picture, path: Path) -> None:
             text.set_text(shorten(text.get_text(), LONGEST_NAME))
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
-    path.write_bytes(buffer.getvalue())
+    with open_regular(path, "wb") as file:
+        file.write(buffer.getvalue())
 
 
 def _first_bars(picture: Picture) -> Picture:

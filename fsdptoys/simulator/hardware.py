@@ -19,6 +19,9 @@ import yaml
 
 import fsdptoys.configs
 from fsdptoys.errors import ConfigError
+from fsdptoys.utils.foreign import parse_yaml
+from fsdptoys.utils.regular_file import read_regular
+from fsdptoys.utils.text import one_line
 
 PROFILES = Path(fsdptoys.configs.__file__).parent / "hardware"
 LARGEST_PROFILE_BYTES = 2**16
@@ -188,20 +191,15 @@ def dump_hardware(hardware: Hardware) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        with open(path, "rb") as file:
-            text = file.read(LARGEST_PROFILE_BYTES + 1)
-        if len(text) > LARGEST_PROFILE_BYTES:
-            raise ValueError(f"it is longer than {LARGEST_PROFILE_BYTES} bytes")
-        tree = yaml.safe_load(text)
+        tree = parse_yaml(read_regular(path, LARGEST_PROFILE_BYTES))
     except OSError as error:
         raise ConfigError(
             f"plan.hardware={path} cannot be read ({error.strerror or error}); set plan.hardware to one of "
             f"{', '.join(list_hardware())}, or to a YAML file"
         ) from error
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
+    except ValueError as error:
         raise ConfigError(
-            f"plan.hardware={path} cannot be read as YAML ({reason}); start from a copy of a profile"
+            f"plan.hardware={path} cannot be read as YAML ({one_line(error)}); start from a copy of a profile"
         ) from error
     if not isinstance(tree, dict):
         raise ConfigError(f"plan.hardware={path} is no profile; start from a copy of one of configs/hardware")

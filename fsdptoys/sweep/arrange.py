@@ -64,8 +64,10 @@ def arrange(
             continue
         old = by_fingerprint.get(number)
         if old is not None:
-            job = dataclasses.replace(old, varied=combination.varied)
             done = old.status.ended and not (retry and old.status is not JobStatus.done)
+            # A job that runs has the words that were validated, and not those that the folder claims for them.
+            words = old.words if done else combination.words
+            job = dataclasses.replace(old, words=words, varied=combination.varied)
         else:
             old, done = by_words.pop(combination.words, None), False
             if old is None:

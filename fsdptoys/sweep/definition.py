@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fsdptoys.errors import ConfigError
+from fsdptoys.utils.foreign import parse_yaml
+from fsdptoys.utils.regular_file import read_regular
+from fsdptoys.utils.text import one_line
 
 SWEEPS = Path(__file__).parents[1] / "configs" / "sweep"
 LARGEST_FILE_BYTES = 2**20
@@ -67,30 +68,11 @@ def read_definition(name: str) -> SweepDefinition:
     return _build(_read(path), path)
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML's safe loader, which by itself keeps the last of several equal keys and says nothing."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Refuse a key that stands twice."""
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for index, key in enumerate(keys):
-            if key in keys[:index]:
-                raise ValueError(f"{key} stands twice in one mapping, which keeps one of them")
-        return super().construct_mapping(node, deep=deep)
-
-
 def _read(path: Path) -> dict[str, Any]:
     try:
-        with open(path, "rb") as file:
-            text = file.read(LARGEST_FILE_BYTES + 1)
-        if len(text) > LARGEST_FILE_BYTES:
-            raise ConfigError(f"{path} is longer than {LARGEST_FILE_BYTES} bytes, which no sweep needs; shorten it")
-        tree = yaml.load(text, _Loader)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as mistake:
-        if isinstance(mistake, ConfigError):
-            raise
-        reason = " ".join(str(mistake).split())
-        raise ConfigError(f"{path} cannot be read ({reason}); correct it") from mistake
+        tree = parse_yaml(read_regular(path, LARGEST_FILE_BYTES), unique_keys=True)
+    except (OSError, ValueError) as mistake:
+        raise ConfigError(f"{path} cannot be read ({one_line(mistake)}); correct it") from mistake
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must be a mapping with grid or rows; see configs/sweep/debug.yaml for an example")
     return tree

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import time
 from dataclasses import dataclass
 from enum import Enum
@@ -21,12 +22,22 @@ from pathlib import Path
 from typing import Any
 
 from fsdptoys.errors import ConfigError
+from fsdptoys.utils.foreign import ForeignError, parse_json
+from fsdptoys.utils.regular_file import open_regular, read_regular
+from fsdptoys.utils.text import one_line
+from fsdptoys.utils.typed import build, shown
 
 SWEEP_FILE = "sweep.json"
 JOBS_FOLDER = "jobs"
 JOB_FILE = "job.json"
 LOG_FILE = "log.txt"
 RUN_FOLDER = "run"
+
+LARGEST_FILE_BYTES = 2**24
+"""Ten thousand skipped combinations take some megabytes."""
+
+JOB_NAME = re.compile(r"[0-9]{2,9}")
+"""Of a job's folder, which must not be outside of the sweep's."""
 
 READS, READ_AGAIN_SECONDS = 3, 0.1
 """A file that another node replaces just now may be stale or missing here for a moment, on disks that are shared."""
@@ -129,6 +140,18 @@ class Sweep:
         _replace(self.path / SWEEP_FILE, definition)
 
 
+@dataclass(frozen=True)
+class _Definition:
+    """What ``sweep.json`` holds."""
+
+    title: str
+    command: str
+    jobs: list[str]
+    skipped: list[Skipped]
+    time_limit_seconds: float | None
+    words: tuple[str, ...] = ()
+
+
 def is_sweep_dir(path: Path) -> bool:
     """Whether a sweep has begun to write there."""
     return (path / SWEEP_FILE).is_file()
@@ -142,19 +165,31 @@ def read_sweep(path: Path) -> Sweep:
     """
     tree = _read(path / SWEEP_FILE)
     try:
-        return Sweep(
-            path=path,
-            title=str(tree["title"]),
-            command=str(tree["command"]),
-            jobs=[read_job(path / JOBS_FOLDER / str(name)) for name in tree["jobs"]],
-            skipped=[Skipped(**one) for one in tree["skipped"]],
-            time_limit_seconds=tree["time_limit_seconds"],
-            words=tuple(tree.get("words", ())),
-        )
-    except (KeyError, TypeError) as mistake:
+        asked = build(_Definition, tree)
+        if asked.time_limit_seconds is not None and asked.time_limit_seconds <= 0:
+            raise ForeignError(f"time_limit_seconds is {asked.time_limit_seconds:g}")
+        for name in asked.jobs:
+            _check_name(name)
+        if len(set(asked.jobs)) < len(asked.jobs):
+            raise ForeignError("a job stands twice in it")
+    except ForeignError as mistake:
         raise ConfigError(
             f"{path / SWEEP_FILE} was not written by fsdptoys sweep ({mistake}); name another"
         ) from mistake
+    jobs = [read_job(path / JOBS_FOLDER / name) for name in asked.jobs]
+    for job, name in zip(jobs, asked.jobs, strict=True):
+        if job.name != name:
+            file = path / JOBS_FOLDER / name / JOB_FILE
+            raise ConfigError(f"{file} is the file of job {job.name}; remove the folder {file.parent}")
+    return Sweep(
+        path=path,
+        title=asked.title,
+        command=asked.command,
+        jobs=jobs,
+        skipped=asked.skipped,
+        time_limit_seconds=asked.time_limit_seconds,
+        words=asked.words,
+    )
 
 
 def read_job(folder: Path) -> Job:
@@ -165,11 +200,20 @@ def read_job(folder: Path) -> Job:
     """
     tree = _read(folder / JOB_FILE)
     try:
-        return Job(**{**tree, "words": tuple(tree["words"]), "status": JobStatus(tree["status"])})
-    except (KeyError, TypeError, ValueError) as mistake:
+        job = build(Job, tree)
+        _check_name(job.name)
+        if job.seconds is not None and job.seconds < 0:
+            raise ForeignError(f"seconds is {job.seconds:g}")
+        return job
+    except ForeignError as mistake:
         raise ConfigError(
             f"{folder / JOB_FILE} was not written by fsdptoys sweep ({mistake}); remove the folder {folder}"
         ) from mistake
+
+
+def _check_name(name: str) -> None:
+    if not JOB_NAME.fullmatch(name):
+        raise ForeignError(f"{shown(name)} is no number of a job")
 
 
 def write_job(folder: Path, job: Job) -> None:
@@ -183,15 +227,15 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         for _ in range(READS - 1):
             with contextlib.suppress(OSError):
-                text = path.read_text(encoding="utf-8")
+                text = read_regular(path, LARGEST_FILE_BYTES)
                 break
             time.sleep(READ_AGAIN_SECONDS)
         else:
-            text = path.read_text(encoding="utf-8")
-        tree = json.loads(text)
+            text = read_regular(path, LARGEST_FILE_BYTES)
+        tree = parse_json(text)
     except (OSError, ValueError) as mistake:
         raise ConfigError(
-            f"{path} cannot be read ({mistake}); give a folder that fsdptoys sweep has written"
+            f"{path} cannot be read ({one_line(mistake)}); give a folder that fsdptoys sweep has written"
         ) from mistake
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds no object; give a folder that fsdptoys sweep has written")
@@ -201,7 +245,8 @@ def _read(path: Path) -> dict[str, Any]:
 def _replace(path: Path, tree: dict[str, Any]) -> None:
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        part.write_text(json.dumps(tree, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        with open_regular(part, "w", encoding="utf-8") as file:
+            file.write(json.dumps(tree, indent=2, ensure_ascii=False) + "\n")
         os.replace(part, path)
     except OSError:
         with contextlib.suppress(OSError):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.recorded import is_run_dir, read_recorded_run
+from fsdptoys.utils.text import printable
 
 from .folder import LOG_FILE, Job, JobStatus, Sweep
 from .interruption import Interruption
@@ -49,7 +50,7 @@ def run_jobs(
 def tell(text: str) -> None:
     """Print a line, if anybody is left to read it: a terminal that was closed must not cost a job or a table."""
     try:
-        print(text, flush=True)
+        print(printable(text, sys.stdout), flush=True)
     except OSError as error:
         if error.errno in (errno.EIO, errno.EPIPE):
             # What the stream still holds would be tried again at the process's end, which then has status 120.

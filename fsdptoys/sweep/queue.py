@@ -27,6 +27,10 @@ from typing import Any
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics.lock import is_locked
+from fsdptoys.utils.foreign import parse_json
+from fsdptoys.utils.regular_file import read_regular
+from fsdptoys.utils.text import one_line, printable
+from fsdptoys.utils.typed import build
 
 from .folder import Job, JobStatus, Sweep, read_job, write_job
 from .local import describe_end
@@ -36,6 +40,7 @@ SLURM = "submitit_slurm"
 
 QUEUE_FOLDER = "queue"
 SUBMISSION_FILE = "jobs.json"
+LARGEST_FILE_BYTES = 2**20
 ANSWER_SECONDS = 60
 """So long may ``squeue`` take to answer."""
 
@@ -57,6 +62,14 @@ ENDED_STATES = {
     "COMPLETED": JobStatus.failed,
 }
 """SLURM's state of a job that it will not run any more → how a job ended that wrote nothing about it."""
+
+
+@dataclass(frozen=True)
+class _Handed:
+    """What the file of a submission holds."""
+
+    launcher: str
+    jobs: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -97,12 +110,22 @@ def begin_submission(sweep: Sweep, launcher: str, jobs: Sequence[Job]) -> Submis
 
 
 def read_submissions(sweep: Sweep) -> list[Submission]:
-    """What was handed over so far, oldest first."""
+    """What was handed over so far, oldest first.
+
+    Raises:
+        ConfigError: for a file that cannot be read.
+    """
     files = [path for path in (sweep.path / QUEUE_FOLDER).glob(f"*/{SUBMISSION_FILE}") if path.parent.name.isdecimal()]
     submissions = []
     for path in sorted(files, key=lambda path: int(path.parent.name)):
-        tree = json.loads(path.read_text(encoding="utf-8"))
-        submissions.append(Submission(path.parent, str(tree["launcher"]), tuple(tree["jobs"])))
+        try:
+            handed = build(_Handed, parse_json(read_regular(path, LARGEST_FILE_BYTES)))
+        except (OSError, ValueError) as mistake:
+            raise ConfigError(
+                f"{path} cannot be read ({one_line(mistake)}), and would say which jobs a queue may still run; remove "
+                f"{path.parent} when none of them runs"
+            ) from mistake
+        submissions.append(Submission(path.parent, handed.launcher, handed.jobs))
     return submissions
 
 
@@ -262,7 +285,7 @@ def watch_jobs(sweep: Sweep, handed: Sequence[Handed], after_job: Callable[[], N
             if job.status is not shown[name] and (settled or not job.status.ended):
                 shown[name] = job.status
                 what = f"runs {job.label}" if job.status is JobStatus.running else describe_end(sweep, job)
-                print(f"{name} {what}", flush=True)
+                print(printable(f"{name} {what}"), flush=True)
             if settled or gone:
                 del open_jobs[name]
                 after_job()

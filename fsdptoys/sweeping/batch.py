@@ -14,9 +14,11 @@ import functools
 import importlib.util
 import math
 import re
+import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -34,11 +36,41 @@ from fsdptoys.launch import Plan, check_plan_settings, choose_experiment, plan_r
 from fsdptoys.overrides import near_miss
 from fsdptoys.parallel import SingleConfig
 from fsdptoys.sweep.queue import SLURM, first_line
+from fsdptoys.utils.text import one_line
 
 LAUNCHER_GROUP = "hydra/launcher"
 LAUNCHER_SECTION = "hydra.launcher."
 
 LOCAL = "submitit_local"
+
+HARMLESS_OPTIONS = (
+    "account",
+    "array_parallelism",
+    "comment",
+    "constraint",
+    "cpus_per_gpu",
+    "cpus_per_task",
+    "exclude",
+    "gpus_per_node",
+    "gpus_per_task",
+    "gres",
+    "max_num_timeout",
+    "mem_gb",
+    "mem_per_cpu",
+    "mem_per_gpu",
+    "name",
+    "nodes",
+    "partition",
+    "qos",
+    "signal_delay_s",
+    "stderr_to_stdout",
+    "tasks_per_node",
+    "timeout_min",
+)
+"""Of the plugin: those that say what is asked of the queue, and cannot name a command."""
+
+HARMLESS_VALUE = re.compile(r"[\w.:,@%+/=&|*()\[\]'\" -]*")
+"""Without line breaks, which would add a line to the batch script, and without interpolations."""
 
 SLURM_COMMANDS = ("sbatch", "srun", "squeue", "scancel")
 
@@ -147,6 +179,29 @@ def _refuse_options(said: Mapping[str, Any]) -> None:
     ):
         if key in said and said[key] not in allowed:
             raise ConfigError(f"{LAUNCHER_SECTION}{key}={said[key]} cannot be set, since {why}; leave it out")
+
+
+def refuse_commands(words: Sequence[str], folder: Path) -> None:
+    """Refuse launcher words out of a sweep's folder that may run commands on the nodes: the folder may be foreign.
+
+    Args:
+        words: of the folder's file.
+        folder: of the sweep.
+
+    Raises:
+        ConfigError: showing the words, so that they can be typed if they are wanted.
+    """
+    for word in words:
+        key, _, value = word.partition("=")
+        key = key.lstrip("+")
+        if key == LAUNCHER_GROUP and re.fullmatch(r"\w+", value):
+            continue
+        if key.removeprefix(LAUNCHER_SECTION) not in HARMLESS_OPTIONS or not HARMLESS_VALUE.fullmatch(value):
+            command = shlex.join(["fsdptoys", "sweep", "--resume", str(folder), *words])
+            raise ConfigError(
+                f"the folder {folder} says {one_line(word, longest=None)}, which may run commands on the nodes and is "
+                f"not taken from a folder; if it is meant, write {one_line(command, longest=None)}"
+            )
 
 
 def plan_job(words: Sequence[str], launcher_words: Sequence[str], time_limit_seconds: float | None = None) -> Plan:

@@ -27,6 +27,7 @@ from fsdptoys.sweep.grid import Combination, combine
 from fsdptoys.sweep.local import duration, run_jobs, tell
 from fsdptoys.sweep.queue import jobs_in_queue
 from fsdptoys.sweep.runner import TRAIN
+from fsdptoys.utils.regular_file import open_regular, read_regular
 
 from .axes import read_axes, read_base
 from .combinations import Here, InQueue, Planned, Refused, plan_combinations
@@ -192,7 +193,9 @@ def _lock(path: Path) -> FolderLock:
     try:
         return FolderLock(path)
     except ConfigError:
-        holder = (path / LOCK_FILE).read_text().strip() if (path / LOCK_FILE).exists() else ""
+        holder = ""
+        with contextlib.suppress(OSError, ValueError):
+            holder = read_regular(path / LOCK_FILE, 100).decode().strip()
         who = f" (pid {holder})" if holder else ""
         raise ConfigError(
             f"{path} is being worked on by another fsdptoys sweep{who}; wait for its end, or name "
@@ -284,7 +287,8 @@ def make_tables(path: Path, console: Console | None = None) -> None:
     try:
         for name, method in TABLES.items():
             part = path / f".{name}.part"
-            part.write_text(getattr(table, method)(), encoding="utf-8")
+            with open_regular(part, "w", encoding="utf-8") as file:
+                file.write(getattr(table, method)())
             part.replace(path / name)
     except OSError as problem:
         tell(f"fsdptoys: the tables in {path} could not be written ({problem.strerror or problem})")

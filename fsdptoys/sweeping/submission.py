@@ -50,6 +50,7 @@ from fsdptoys.sweep.queue import (
     watch_jobs,
 )
 from fsdptoys.sweep.runner import quote, set_aside
+from fsdptoys.utils.regular_file import read_regular
 
 from .batch import LAUNCHER_GROUP, LAUNCHER_SECTION, LOCAL, Place, QueueLauncher, ask_for, find_place, read_launcher
 
@@ -175,7 +176,7 @@ def _end_local(sweep: Sweep, handed: Handed) -> None:
 def _holder(folder: Path) -> int:
     """Id of the process that holds a folder's lock; 0 where it has just let go."""
     try:
-        return int((folder / LOCK_FILE).read_text(encoding="ascii"))
+        return int(read_regular(folder / LOCK_FILE, 100))
     except (OSError, ValueError):
         return 0
 

@@ -13,7 +13,7 @@ from fsdptoys.sweep import Sweep
 from fsdptoys.sweep.definition import is_file_name, list_sweeps
 from fsdptoys.sweep.folder import SWEEP_FILE
 
-from .batch import take_launcher_words
+from .batch import refuse_commands, take_launcher_words
 
 FLAGS = ("--dry-run", "--retry", "--resume")
 VALUES = {"--out": "DIR", "--time-limit": "SECONDS"}
@@ -123,11 +123,13 @@ def with_words(asked: Asked, before: Sweep) -> Asked:
     """The same, with the words of the folder that is gone on with; a launcher that was typed wins over its own.
 
     Raises:
-        ConfigError: if the folder does not tell them.
+        ConfigError: if the folder does not tell them, or its launcher's may run commands.
     """
     if not before.words:
         raise ConfigError(f"{before.path / SWEEP_FILE} does not say its words; give them after --resume {before.path}")
     old = read_words(before.words)
+    if not asked.launcher_words:
+        refuse_commands(old.launcher_words, before.path)
     launcher_words = asked.launcher_words or old.launcher_words
     words = (*(word for word in old.words if word not in old.launcher_words), *launcher_words)
     return dataclasses.replace(asked, words=words, name=old.name, settings=old.settings, launcher_words=launcher_words)

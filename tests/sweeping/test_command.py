@@ -18,6 +18,7 @@ from fsdptoys.overrides import list_choices
 from fsdptoys.sweep import JobStatus, Sweep, fingerprint, read_sweep
 from fsdptoys.sweep.folder import write_job
 from fsdptoys.sweeping.command import run_sweep
+from fsdptoys.sweeping.words import read_words, with_words
 
 STANDIN = (sys.executable, "-I", "-S", str(Path(__file__).parents[1] / "sweep" / "standin.py"))
 SMALL = ("model=llama_debug", "experiment=null", "parallel=ddp", "launch.nproc_per_node=2")
@@ -308,3 +309,30 @@ def test_a_job_that_still_runs_is_left_alone(capsys: pytest.CaptureFixture[str])
 def test_groups_have_no_sweep_of_their_own() -> None:
     """``configs/sweep`` is no group of Hydra's: ``sweep=debug`` is refused with a sentence, not composed."""
     assert "sweep" not in list_choices()
+
+
+@pytest.mark.parametrize(
+    ("option", "taken"),
+    [
+        ("hydra.launcher.partition=gpu", True),
+        ("hydra.launcher.timeout_min=60", True),
+        ("hydra.launcher.setup=['touch x']", False),
+        ("hydra.launcher.additional_parameters={wrap: true}", False),
+        ("+hydra.launcher.srun_args=[--task-prolog=x]", False),
+        ("hydra.launcher._target_=os.system", False),
+        ("hydra.launcher.partition='gpu\ntouch x'", False),
+        ("hydra.launcher.partition=${oc.env:HOME}", False),
+        ("hydra.launcher.name='\x1b[2J'", False),
+    ],
+)
+def test_a_folders_launcher_runs_no_command_unless_it_is_typed(tmp_path: Path, option: str, taken: bool) -> None:
+    """Oracle: the words that are used, or a sentence that shows them; what is typed is used in either case."""
+    launcher = ["hydra/launcher=submitit_slurm", option]
+    before = Sweep(tmp_path, "t", "c", [], [], None, ("train.seed=1,2", *launcher))
+    if taken:
+        assert with_words(read_words(["--resume", str(tmp_path)]), before).launcher_words == launcher
+    else:
+        with pytest.raises(ConfigError, match="may run commands on the nodes") as caught:
+            with_words(read_words(["--resume", str(tmp_path)]), before)
+        assert str(caught.value).isprintable() and option.split("=")[0] in str(caught.value)
+    assert with_words(read_words(["--resume", str(tmp_path), *launcher]), before).launcher_words == launcher

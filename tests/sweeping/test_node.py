@@ -16,6 +16,7 @@ from fsdptoys.metrics.lock import FolderLock
 from fsdptoys.sweep import node as nodes
 from fsdptoys.sweep.folder import Job, JobStatus, read_job, write_job
 from fsdptoys.sweep.node import run_on_node
+from fsdptoys.utils.regular_file import read_regular
 from tests.sweeping.jobs import (
     ENDS_WELL_WHEN_ASKED,
     TINY,
@@ -171,14 +172,13 @@ def test_a_file_that_is_stale_for_a_moment_is_read_again(
     """Held against the job that was written; three failures are a mistake, told in a sentence."""
     sweep = make_sweep(tmp_path, [()])
     left = [OSError(errno.ESTALE, os.strerror(errno.ESTALE))] * failures
-    read = Path.read_text
 
-    def read_stale(path: Path, encoding: str | None = None) -> str:
+    def read_stale(path: Path, largest_bytes: int) -> bytes:
         if left:
             raise left.pop()
-        return read(path, encoding)
+        return read_regular(path, largest_bytes)
 
-    monkeypatch.setattr(Path, "read_text", read_stale)
+    monkeypatch.setattr("fsdptoys.sweep.folder.read_regular", read_stale)
     if failures == 2:
         assert read_job(sweep.job_folder(sweep.jobs[0])) == sweep.jobs[0]
     else:

@@ -1,0 +1,108 @@
+"""Folders of sweeps that someone else has written."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.sweep import Job, JobStatus, Skipped, Sweep, read_sweep
+from fsdptoys.sweep.arrange import arrange
+from fsdptoys.sweep.folder import read_job
+from fsdptoys.sweep.grid import Combination
+from fsdptoys.sweep.queue import read_submissions
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Sweep:
+    """Two jobs and a combination that was skipped."""
+    jobs = [
+        Job("01", ("a=1",), {"a": "1"}, "f1"),
+        Job("02", ("a=2",), {"a": "2"}, "f2", JobStatus.done, 0, None, "t", 2.5),
+    ]
+    made = Sweep(tmp_path / "sweep", "title", "fsdptoys sweep", jobs, [Skipped({"a": "3"}, "why")], 60.0, ("a=1,2",))
+    made.write()
+    return made
+
+
+def change(path: Path, key: str, value: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+
+
+def test_a_sweep_is_read_back(sweep: Sweep) -> None:
+    """Oracle: what was written."""
+    assert read_sweep(sweep.path) == sweep
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("jobs", ["../../elsewhere"], "'../../elsewhere' is no number of a job"),
+        ("jobs", ["/etc"], "'/etc' is no number of a job"),
+        ("jobs", ["01", "01"], "a job stands twice"),
+        ("jobs", 1, "jobs is 1"),
+        ("title", ["\x1b[2J"], "title is ['\\x1b[2J']"),
+        ("time_limit_seconds", -1, "time_limit_seconds is -1"),
+        ("time_limit_seconds", 10**400, "more than 300 digits"),
+        ("skipped", [{"varied": [], "reason": ""}], "skipped[0].varied is []"),
+        ("words", "ab", "words is 'ab'"),
+    ],
+)
+def test_a_hostile_sweep_file_is_one_sentence(sweep: Sweep, key: str, value: Any, reason: str) -> None:
+    """Oracle: the sentence, on one line."""
+    change(sweep.path / "sweep.json", key, value)
+    with pytest.raises(ConfigError) as caught:
+        read_sweep(sweep.path)
+    assert reason in str(caught.value) and str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("name", "..", "'..' is no number of a job"),
+        ("name", "02", "is the file of job 02"),
+        ("status", "DONE", "status is 'DONE'"),
+        ("seconds", -3, "seconds is -3"),
+        ("varied", {"a": 1}, "varied.a is 1"),
+        ("more", 1, "the key 'more'"),
+    ],
+)
+def test_a_hostile_job_file_is_one_sentence(sweep: Sweep, key: str, value: Any, reason: str) -> None:
+    """Oracle: the sentence, on one line."""
+    change(sweep.job_folder(sweep.jobs[0]) / "job.json", key, value)
+    with pytest.raises(ConfigError) as caught:
+        read_sweep(sweep.path)
+    assert reason in str(caught.value) and str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, "{", "[]", '{"launcher": 1, "jobs": []}', None])
+def test_a_hostile_submission_is_one_sentence(sweep: Sweep, text: str | None) -> None:
+    """Oracle: the sentence, which names the file; None stands for a pipe without a writer."""
+    path = sweep.path / "queue" / "1" / "jobs.json"
+    path.parent.mkdir(parents=True)
+    if text is None:
+        os.mkfifo(path)
+    else:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=r"jobs\.json cannot be read"):
+        read_submissions(sweep)
+
+
+def test_a_job_runs_with_the_words_that_were_validated(sweep: Sweep) -> None:
+    """Oracle: the combination; the folder's own words would write elsewhere under the same fingerprint."""
+    change(sweep.job_folder(sweep.jobs[0]) / "job.json", "words", ["a=1", "checkpoint.folder=/elsewhere"])
+    asked = [(Combination(("a=1",), {"a": "1"}), "f1"), (Combination(("a=2",), {"a": "2"}), "f2")]
+    arrangement = arrange(asked, [], read_sweep(sweep.path))
+    assert [job.words for job in arrangement.to_run] == [("a=1",)]
+
+
+def test_a_link_in_the_place_of_a_temporary_file_is_not_written_through(sweep: Sweep) -> None:
+    """Oracle: the content of the file that the link names."""
+    precious = sweep.path / "precious"
+    precious.write_text("precious")
+    (sweep.path / f".sweep.json.{os.getpid()}.part").symlink_to(precious)
+    with pytest.raises(OSError, match="symbolic link"):
+        sweep.write()
+    assert precious.read_text() == "precious" and read_job(sweep.job_folder(sweep.jobs[0])).name == "01"
