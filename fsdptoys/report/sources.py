@@ -31,8 +31,9 @@ def source_of(environment: dict[str, Any]) -> dict[str, Any]:
     for name, (section, key) in PARTS.items():
         part = environment.get(section)
         value = part.get(key) if isinstance(part, dict) else None
-        shortens = name == "commit" and isinstance(value, str)
-        found[name] = re.sub(r"^([0-9a-f]{12})[0-9a-f]{28}", r"\1", value) if shortens else value
+        if name == "commit" and isinstance(value, str):
+            value = re.sub(r"^([0-9a-f]{12})[0-9a-f]{28}", r"\1", value)
+        found[name] = value
     return found
 
 

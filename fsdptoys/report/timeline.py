@@ -14,8 +14,8 @@ pickle from somebody else could otherwise run code.
 
 import bisect
 import gzip
-import json
 import pickle
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -25,9 +25,36 @@ from typing import Any
 import numpy as np
 
 from fsdptoys.errors import ConfigError
+from fsdptoys.utils.foreign import parse_json
+from fsdptoys.utils.regular_file import open_regular
+from fsdptoys.utils.text import one_line
+from fsdptoys.utils.typed import shown
 
 LARGEST_TRACE_BYTES = 2**26
 """Of the packed file; larger ones take minutes to read."""
+
+LARGEST_UNPACKED_BYTES = 2**30
+
+LARGEST_SNAPSHOT_BYTES = 2**29
+
+LARGEST_NUMBER = 2**62
+"""Of bytes and of microseconds since 1970."""
+
+MISTAKES = (
+    OSError,
+    EOFError,
+    ValueError,
+    KeyError,
+    IndexError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    MemoryError,
+    RecursionError,
+    zlib.error,
+    pickle.UnpicklingError,
+)
+"""What a file raises that is no trace or snapshot: its values are used as they come, and there may be millions."""
 
 
 class Lifetime(Enum):
@@ -106,25 +133,35 @@ def read_timeline(folder: Path, device_type: str) -> Timeline | None:
 def read_trace(path: Path, device_type: str) -> Timeline | None:
     """From a trace by ``torch.profiler``; None where it was made without ``profile.memory=true``."""
     try:
+        return _trace_timeline(path, device_type)
+    except MISTAKES as mistake:
+        raise ConfigError(
+            f"{path} cannot be read ({_reason(mistake)}); take the trace again with profile.memory=true"
+        ) from None
+
+
+def _trace_timeline(path: Path, device_type: str) -> Timeline | None:
+    with open_regular(path) as packed:
         if path.stat().st_size > LARGEST_TRACE_BYTES:
             raise ValueError(f"it is larger than {LARGEST_TRACE_BYTES // 2**20} MiB")
-        with gzip.open(path) as file:
-            events = json.load(file)["traceEvents"]
-        wanted = 0 if device_type == "cpu" else 1  # c10's numbers of device types; an NPU writes no such trace
-        memory = sorted(
-            (e for e in events if e.get("name") == "[memory]" and e["args"]["Device Type"] == wanted),
-            key=lambda e: (e["ts"], e["args"].get("Ev Idx", 0)),
-        )
-        if not memory:
-            return None
-        phases = _phases_of_trace(events)
-        start = float(memory[0]["ts"])
-        changes = [((e["ts"] - start) / 1e3, e["args"]["Addr"], int(e["args"]["Bytes"])) for e in memory]
-        first = memory[0]["args"]
-        before = int(first["Total Allocated"]) - int(first["Bytes"])
-        stop = changes[-1][0]
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as mistake:
-        raise ConfigError(f"{path} cannot be read ({mistake}); take the trace again with profile.memory=true") from None
+        with gzip.open(packed) as file:
+            text = file.read(LARGEST_UNPACKED_BYTES + 1)
+    if len(text) > LARGEST_UNPACKED_BYTES:
+        raise ValueError(f"it holds more than {LARGEST_UNPACKED_BYTES // 2**20} MiB")
+    events = parse_json(text, non_finite=True)["traceEvents"]
+    wanted = 0 if device_type == "cpu" else 1  # c10's numbers of device types; an NPU writes no such trace
+    memory = sorted(
+        (e for e in events if e.get("name") == "[memory]" and e["args"]["Device Type"] == wanted),
+        key=lambda e: (_checked(e["ts"]), _checked(e["args"].get("Ev Idx", 0))),
+    )
+    if not memory:
+        return None
+    phases = _phases_of_trace(events)
+    start = float(memory[0]["ts"])
+    changes = [((e["ts"] - start) / 1e3, e["args"]["Addr"], int(_checked(e["args"]["Bytes"]))) for e in memory]
+    first = memory[0]["args"]
+    before = int(_checked(first["Total Allocated"])) - int(first["Bytes"])
+    stop = changes[-1][0]
     phases = Phases([(moment - start) / 1e3 for moment in phases.moments], phases.names)
     blocks = _blocks(changes)
     lost = sum(block.bytes for block in blocks if block.begin == -np.inf)
@@ -137,23 +174,29 @@ def read_trace(path: Path, device_type: str) -> Timeline | None:
 def read_snapshot(path: Path) -> Timeline | None:
     """From a memory snapshot of a device; its moments are numbers of events, since not all have a time."""
     try:
-        with open(path, "rb") as file:
-            snapshot = _Plain(file).load()
-        traces = snapshot["device_traces"]
-        device = max(range(len(traces)), key=lambda index: len(traces[index]), default=0)
-        events = [e for e in traces[device] if e["action"] in ("alloc", "free_completed")]
-        live = sum(
-            block.get("requested_size", block["size"])
-            for segment in snapshot["segments"]
-            if segment.get("device", 0) == device
-            for block in segment["blocks"]
-            if block["state"] != "inactive"
-        )
-        signs = {"alloc": 1, "free_completed": -1}
-        changes = [(float(i), e["addr"], signs[e["action"]] * int(e["size"])) for i, e in enumerate(events, 1)]
-        names = [phase_of_stack(e.get("frames", [])) for e in events]
-    except (OSError, EOFError, ValueError, KeyError, IndexError, TypeError, pickle.UnpicklingError) as mistake:
-        raise ConfigError(f"{path} cannot be read ({mistake}); take the snapshot again") from None
+        return _snapshot_timeline(path)
+    except MISTAKES as mistake:
+        raise ConfigError(f"{path} cannot be read ({_reason(mistake)}); take the snapshot again") from None
+
+
+def _snapshot_timeline(path: Path) -> Timeline | None:
+    with open_regular(path) as file:
+        if path.stat().st_size > LARGEST_SNAPSHOT_BYTES:
+            raise ValueError(f"it is larger than {LARGEST_SNAPSHOT_BYTES // 2**20} MiB")
+        snapshot = _Plain(file).load()
+    traces = snapshot["device_traces"]
+    device = max(range(len(traces)), key=lambda index: len(traces[index]), default=0)
+    events = [e for e in traces[device] if e["action"] in ("alloc", "free_completed")]
+    live = sum(
+        _checked(block.get("requested_size", block["size"]))
+        for segment in snapshot["segments"]
+        if segment.get("device", 0) == device
+        for block in segment["blocks"]
+        if block["state"] != "inactive"
+    )
+    signs = {"alloc": 1, "free_completed": -1}
+    changes = [(float(i), e["addr"], signs[e["action"]] * int(_checked(e["size"]))) for i, e in enumerate(events, 1)]
+    names = [phase_of_stack(e.get("frames", [])) for e in events]
     if not changes:
         return None
     # A free in the middle of a phase may come from anywhere; only allocations tell which phase has begun.
@@ -173,6 +216,21 @@ def read_snapshot(path: Path) -> Timeline | None:
     return _timeline(
         path.name, order, "", blocks, Phases(moments, phases), stop, "device memory in tensors", bool(before + lost > 0)
     )
+
+
+def _checked(value: float) -> float:
+    """A number that sums and pictures can hold.
+
+    Raises:
+        ValueError: if it is too large, or none.
+    """
+    if type(value) not in (int, float) or not abs(value) <= LARGEST_NUMBER:
+        raise ValueError(f"{shown(value)} is no number of bytes or microseconds")
+    return value
+
+
+def _reason(mistake: BaseException) -> str:
+    return one_line(mistake if str(mistake) else type(mistake).__name__)
 
 
 def phase_of_stack(frames: Sequence[dict[str, Any]]) -> str:
@@ -195,11 +253,12 @@ def _phases_of_trace(events: Iterable[dict[str, Any]]) -> Phases:
         if event.get("ph") != "X":
             continue
         if name.startswith("Optimizer.step#"):
-            marks += [(event["ts"], "update"), (event["ts"] + event["dur"], "updated")]
+            start = _checked(event["ts"])
+            marks += [(start, "update"), (start + _checked(event["dur"]), "updated")]
         elif name.startswith("autograd::engine::evaluate_function"):
-            marks.append((event["ts"], "backward"))
+            marks.append((_checked(event["ts"]), "backward"))
         elif name == "aten::embedding" or name.startswith("ProfilerStep#"):
-            marks.append((event["ts"], "forward"))
+            marks.append((_checked(event["ts"]), "forward"))
     moments: list[float] = []
     names: list[str] = []
     for moment, name in sorted(marks):

@@ -41,10 +41,10 @@ def build(kind: type[T], tree: Any, name: str = "it") -> T:
     unknown = next((key for key in tree if key not in fields), None)
     if unknown is not None:
         raise ForeignError(f"{name} has the key {shown(unknown)}, which is not one of this version")
-    values = {}
+    values, hints = {}, _hints(kind)  # type: ignore[arg-type]  # a class has a hash
     for key, field in fields.items():
         if key in tree:
-            values[key] = typed(_hints(kind)[key], tree[key], key if name == "it" else f"{name}.{key}")
+            values[key] = typed(hints[key], tree[key], key if name == "it" else f"{name}.{key}")
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise ForeignError(f"{name} lacks the key {key}")
     return kind(**values)
