@@ -14,7 +14,7 @@ def is_written(path: Path) -> bool:
     """Whether a run goes on there, as far as this machine can tell."""
     now = time.time()
     return is_locked(path) or any(
-        now - sign.time < FRESH_SECONDS and sign.state() != "has ended" for sign in newest_signs(path).values()
+        abs(now - sign.time) < FRESH_SECONDS and sign.state() != "has ended" for sign in newest_signs(path).values()
     )
 
 
