@@ -214,9 +214,8 @@ def mutate_bytes(content: bytes, draw: random.Random) -> tuple[bytes, str]:
     if kind == "double":
         return content + content, "twice"
     if kind == "utf-8":
-        return content[:place] + draw.choice((b"\xff", b"\xed\xa0\x80", b"\xc0\x80", b"\xef\xbb\xbf")) + content[
-            place:
-        ], (f"no UTF-8 at byte {place}")
+        wrong = draw.choice((b"\xff", b"\xed\xa0\x80", b"\xc0\x80", b"\xef\xbb\xbf"))
+        return content[:place] + wrong + content[place:], f"{wrong!r} at byte {place}"
     return b"", "empty"
 
 

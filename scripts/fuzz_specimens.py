@@ -29,7 +29,6 @@ from fsdptoys.checkpoint import (
     CheckpointConfig,
     Checkpoints,
     HuggingFaceFolder,
-    open_weights,
     write_hugging_face,
 )
 from fsdptoys.checkpoint.manifest import MANIFEST_FILE, Manifest
@@ -67,7 +66,7 @@ from fsdptoys.sweep.folder import write_job
 from fsdptoys.sweep.queue import begin_submission, read_submissions
 from fsdptoys.sweeping.words import read_words, with_words
 from fsdptoys.tokens import open_tokenizer
-from fsdptoys.trained import TrainedModel
+from fsdptoys.trained import TrainedModel, open_weights
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -109,9 +108,8 @@ def make_specimens(folder: Path) -> None:
     small.mkdir()
     (small / "hardware.yaml").write_text(dump_hardware(load_hardware("h100")))
     definition = {"title": "t", "description": "d", "base": ["train.steps=2"], "time_limit_seconds": 60.0}
-    (small / "grid.yaml").write_text(
-        yaml.safe_dump(definition | {"grid": {"train.seed": [1, 2], "data.x": [True, None]}})
-    )
+    grid = {"train.seed": [1, 2], "data.x": [True, None]}
+    (small / "grid.yaml").write_text(yaml.safe_dump(definition | {"grid": grid}))
     (small / "rows.yaml").write_text(yaml.safe_dump(definition | {"rows": [["a=1", "b=2"], ["a=2"]]}))
     (small / "outcome.json").write_text(json.dumps(dataclasses.asdict(Outcome(1, "why", True, "SIGTERM"))))
     (small / "lines.jsonl").write_text("".join(json.dumps({"text": f"text {n}", "id": n}) + "\n" for n in range(5)))
@@ -159,9 +157,11 @@ def _make_model(folder: Path) -> None:
     torch.manual_seed(0)
     model = config.build()
     parameters = dict(model.named_parameters())
-    write_hugging_face(
-        folder, config, lambda name, region: parameters[name].detach()[slices(region)], torch.float32, 9000
-    )
+
+    def read(name: str, region: Any) -> torch.Tensor:
+        return parameters[name].detach()[slices(region)]
+
+    write_hugging_face(folder, config, read, torch.float32, max_file_bytes=9000)
     _make_tokenizer(folder)
     (folder / "generation_config.json").write_text('{"eos_token_id": [1, 2]}')
 
@@ -183,7 +183,7 @@ def _make_data(folder: Path) -> None:
     _make_tokenizer(folder / "tokenizer")
     (folder / "a.txt").write_text("one two\n" * 50)
     encoder = open_encoder(str(folder / "tokenizer"), None, "--tokenizer", "--document-end")
-    prepare(Request("FILE", find_sources("FILE", [str(folder / "a.txt")]), encoder, folder / "out"), processes=1)
+    prepare(Request("FILE", find_sources("FILE", [str(folder / "a.txt")]), encoder, folder / "out"))
     index = read_index(str(folder / "out"), "data.folder=out")
     make_plan(folder / "cache", str(folder / "out"), index, "train", SEQ_LEN)
     writer = ShardsWriter(folder / "half", "request", "uint16", 1000)
