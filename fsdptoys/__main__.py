@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _tell_mistake(sentence: str, worker: bool) -> int:
-    say(sentence)
+    say(sentence.replace("\n", "\\n"))  # of a value that was typed
     if not worker:
         leave_outcome(Outcome(2, sentence))
     return 2

@@ -15,6 +15,9 @@ FIXES = {
     errno.EIO: "check the disk",
     errno.ENOMEM: "end other programs",
     errno.EAGAIN: "end other programs, or raise the limit with ulimit -u",
+    errno.ENAMETOOLONG: "use a shorter path",
+    errno.ELOOP: "remove the links that lead to each other",
+    errno.EACCES: "give this user the right, or name another place",
     errno.ESTALE: "mount the network disk again",
 }
 """Failures that the machine is the cause of, whatever a command does → the fix."""

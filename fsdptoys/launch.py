@@ -141,8 +141,8 @@ def check_threads(present: Mapping[str, str]) -> None:
         re.fullmatch(r"0*[1-9]\d{0,3}", level, re.ASCII) and int(level) <= MOST_THREADS for level in levels
     ):
         raise ConfigError(
-            f"OMP_NUM_THREADS={one_line(value)} in the environment must be a number of threads, from 1 to "
-            f"{MOST_THREADS}; unset it, which gives each rank its share of the cores"
+            f"OMP_NUM_THREADS={one_line(value)} in the environment must be a number of threads, 1 to {MOST_THREADS}; "
+            "unset it, which gives each rank its share of the cores"
         )
 
 

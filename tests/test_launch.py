@@ -92,12 +92,12 @@ def test_groups_across_machines_are_told_and_run(parallel: str, told: bool, caps
         ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "x"}, "LOCAL_RANK=x in the environment must be a number"),
         (
             {"OMP_NUM_THREADS": "0"},
-            "OMP_NUM_THREADS=0 in the environment must be a number of threads, from 1 to 1024; ",
+            "OMP_NUM_THREADS=0 in the environment must be a number of threads, 1 to 1024; ",
         ),
-        ({"OMP_NUM_THREADS": "-1"}, "OMP_NUM_THREADS=-1 in the environment must be a number of threads, from 1 to "),
-        ({"OMP_NUM_THREADS": "abc"}, "OMP_NUM_THREADS=abc in the environment must be a number of threads, from 1 to "),
-        ({"OMP_NUM_THREADS": "4,0"}, "OMP_NUM_THREADS=4,0 in the environment must be a number of threads, from 1 to "),
-        ({"OMP_NUM_THREADS": "99999"}, "OMP_NUM_THREADS=99999 in the environment must be a number of threads, from 1 "),
+        ({"OMP_NUM_THREADS": "-1"}, "OMP_NUM_THREADS=-1 in the environment must be a number of threads, 1 to "),
+        ({"OMP_NUM_THREADS": "abc"}, "OMP_NUM_THREADS=abc in the environment must be a number of threads, 1 to "),
+        ({"OMP_NUM_THREADS": "4,0"}, "OMP_NUM_THREADS=4,0 in the environment must be a number of threads, 1 to "),
+        ({"OMP_NUM_THREADS": "99999"}, "OMP_NUM_THREADS=99999 in the environment must be a number of threads, 1 "),
     ],
 )
 def test_ranks_that_nobody_numbered_are_a_mistake(present: dict[str, str], told: str) -> None:
