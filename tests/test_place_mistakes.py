@@ -164,8 +164,8 @@ def test_a_current_folder_that_was_deleted_is_one_sentence(words: list[str], tmp
         (OSError(errno.EMFILE, "Too many open files", "a\x1bb"), "the system refuses for a\\x1bb: Too many open files; "
          "raise the limit with ulimit -n"),
         (ConfigError("x=a\nb\x1b is wrong"), "x=a\\nb\\x1b is wrong"),
-        (OSError(errno.ENAMETOOLONG, "File name too long", 400 * "a"), f"the system refuses for {299 * 'a'}…: File name "
-         "too long; use a shorter path"),
+        (OSError(errno.ENAMETOOLONG, "File name too long", 400 * "a"), f"the system refuses for {299 * 'a'}…: File "
+         "name too long; use a shorter path"),
         (OSError(errno.ENOSPC, "No space left on device"), "the system refuses: No space left on device; make room on "
          "that disk"),
         (MemoryError("Unable to allocate 1.00 PiB"), "host memory ran out (Unable to allocate 1.00 PiB); end other "
