@@ -37,6 +37,7 @@ def keep_recordings(folder: Path, run_dir: Path) -> str | None:
     kept = run_dir / FLIGHT_RECORDER_FOLDER
     kept.mkdir(exist_ok=True)
     for path in recordings:
+        (kept / path.name).unlink(missing_ok=True)  # across file systems a link would be written through
         shutil.move(path, kept / path.name)
     told = f"the last collectives of each rank are in {kept}"
     return told if HCCL_FILE_NAME in os.environ else f"{told}; torchfrtrace {kept} compares them"

@@ -10,8 +10,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from .utils.atomic_write import write_atomically
 from .utils.foreign import parse_json
-from .utils.regular_file import open_regular, read_regular
+from .utils.regular_file import read_regular
 from .utils.typed import build
 
 OUTCOME_VARIABLE = "FSDPTOYS_OUTCOME_FILE"
@@ -39,17 +40,8 @@ def leave_outcome(outcome: Outcome) -> None:
     """Write it down where that was asked for; a disk that is full does not change how the run has ended."""
     named = os.environ.get(OUTCOME_VARIABLE)
     if named:
-        path = Path(named)
-        if not path.name:  # the root folder
-            return
-        part = path.with_name(f".{path.name}.part")
-        try:
-            with open_regular(part, "w", encoding="utf-8") as file:
-                file.write(json.dumps(dataclasses.asdict(outcome)) + "\n")
-            part.replace(path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                part.unlink()
+        with contextlib.suppress(OSError, ValueError):  # ValueError: the root folder
+            write_atomically(named, json.dumps(dataclasses.asdict(outcome)) + "\n")
 
 
 def read_outcome(path: Path) -> Outcome | None:

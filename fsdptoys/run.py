@@ -38,6 +38,7 @@ from .signals import StopRequest
 from .simulator.prediction import Prediction
 from .stopping import Stop
 from .trainer import Trainer
+from .utils.atomic_write import write_atomically
 from .worker import remember_run_dir, remembered_run_dir, restart_count
 
 LAST_WAIT_SECONDS = 5.0
@@ -255,7 +256,7 @@ class Run:
         within = {Trainer._clip.__code__: "clip", Trainer._update.__code__: "optimizer"}
 
         def done(calls: list[Call]) -> None:
-            (self.run_dir / COLLECTIVES_FILE).write_text(to_lines(calls, step))
+            write_atomically(self.run_dir / COLLECTIVES_FILE, to_lines(calls, step))
             whose = f"step {step} on rank {self.rank} of {self.world_size}, parallel={parallel}"
             self._say(render(calls, f"collectives of {whose}"))
 

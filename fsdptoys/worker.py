@@ -25,6 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 from .errors import ConfigError, GivenUpError, LostRanksError, LostWorkerError
 from .launch_folder import LaunchFolder
 from .profiler import ExplainedOutOfMemoryError, is_out_of_memory
+from .utils.atomic_write import write_atomically
 from .utils.text import one_line, printable
 
 LAUNCHED = "FSDPTOYS_LAUNCHED"
@@ -110,9 +111,7 @@ def remember_run_dir(path: Path) -> None:
     """
     folder = launch_folder()
     if folder is not None:
-        part = folder / f"run_dir.{os.getpid()}"
-        part.write_text(str(path.absolute()))
-        part.replace(folder / "run_dir")
+        write_atomically(folder / "run_dir", str(path.absolute()))
 
 
 def remembered_run_dir(folder: Path | None = None) -> Path | None:
@@ -185,9 +184,8 @@ def _record(path: Path, rank: int, error: Exception, told: str) -> None:
     # These come again, however often the run is started.
     extra |= {"final": isinstance(error, (ConfigError, ExplainedOutOfMemoryError, GivenUpError))}
     # A record that is read half-written would hide the failure.
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}))
-    part.replace(path)
+    message = f"{type(error).__name__}: {error}"
+    write_atomically(path, json.dumps({"message": {"message": message, "extraInfo": extra}}))
 
 
 def _end_with_launcher() -> None:

@@ -1,17 +1,13 @@
 """One process at a time, by an advisory lock that the system takes back however its holder ends."""
 
-import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from fsdptoys.errors import ConfigError
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+from fsdptoys.utils.file_lock import HeldError, NoLocksError, lock_file, unlock_file
+from fsdptoys.utils.regular_file import NotRegularFileError
 
 LOOK_SECONDS = 0.2
 
@@ -26,43 +22,30 @@ def alone(path: Path, owner: str, wait: Callable[[str], None] | None) -> Iterato
         wait: told once who holds it, and then the holder's end is waited for; None to refuse instead.
 
     Raises:
-        ConfigError: if another process holds it, or the file system has no locks.
+        ConfigError: if another process holds it, the file system has no locks, or the path is no regular file.
     """
     descriptor = _lock(path, owner, wait)
     try:
         yield
     finally:
-        with suppress(OSError):
-            path.unlink()
-        os.close(descriptor)
+        unlock_file(path, descriptor)
 
 
 def _lock(path: Path, owner: str, wait: Callable[[str], None] | None) -> int:
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            if fcntl is None:
-                raise OSError("no flock")
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-                return descriptor
-            os.close(descriptor)  # its holder has removed it in the meantime
-        except FileNotFoundError:
-            os.close(descriptor)
-        except BlockingIOError:
-            holder = os.pread(descriptor, 32, 0).decode("ascii", "replace") or "unknown"
-            os.close(descriptor)
+            return lock_file(path)
+        except HeldError as error:
             if wait is None:
                 raise ConfigError(
-                    f"{owner} is being written by another process (pid {holder}); wait for its end"
+                    f"{owner} is being written by another process (pid {error.holder}); wait for its end"
                 ) from None
-            wait(holder)
+            wait(error.holder)
             wait = _silent
             time.sleep(LOOK_SECONDS)
-        except OSError as error:
-            os.close(descriptor)
+        except NotRegularFileError as error:
+            raise ConfigError(f"{owner} is locked by a file, and {error.sentence}; remove it") from error
+        except NoLocksError as error:
             raise ConfigError(
                 f"{owner} lies on a file system without locks ({error}), so that two processes could write it at once; "
                 "name a folder on another"

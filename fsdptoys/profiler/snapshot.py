@@ -20,6 +20,9 @@ from typing import Any
 
 import torch
 
+from fsdptoys.utils.atomic_write import write_atomically
+from fsdptoys.utils.regular_file import open_regular
+
 from .snapshot_page import render_snapshot
 
 MAX_ENTRIES = 100_000
@@ -101,12 +104,11 @@ class Snapshot:
         pickled, page = self._folder / f"{name}.pickle", self._folder / f"{name}.html"
         interactive = self._folder / f"{name}-interactive.html"
         try:
-            with open(pickled, "wb") as file:
+            pickled.unlink(missing_ok=True)  # of an earlier start, or a link that leads elsewhere
+            with open_regular(pickled, "xb") as file:
                 pickle.dump(snapshot, file)
-            page.write_text(
-                render_snapshot(snapshot, self._device_index, title, pickled.name, interactive.name), encoding="utf-8"
-            )
-            interactive.write_text(interactive_page(snapshot), encoding="utf-8")
+            write_atomically(page, render_snapshot(snapshot, self._device_index, title, pickled.name, interactive.name))
+            write_atomically(interactive, interactive_page(snapshot))
         except Exception as error:  # this runs while memory is out, or the disk full, whose own error must be seen
             self._message(f"the memory snapshot in {self._folder} is not complete: {error}")
             return

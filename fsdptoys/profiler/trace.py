@@ -13,6 +13,7 @@ Source: https://docs.pytorch.org/docs/stable/profiler.html
 import csv
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,8 @@ class Trace:
         if self._is_empty:
             return
         path = self._folder / f"{self._worker_name}.json.gz"
+        with suppress(OSError):  # told below
+            path.unlink(missing_ok=True)  # of an earlier start, or a link that leads elsewhere
         try:
             profiler.export_chrome_trace(str(path))
         except OSError as error:

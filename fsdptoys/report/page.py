@@ -6,14 +6,13 @@ description. The price is plotly.js, 4.8 MB of every page; pictures of long runs
 """
 
 import json
-import os
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
 import fsdptoys
 from fsdptoys.errors import ConfigError
-from fsdptoys.utils.regular_file import open_regular
+from fsdptoys.utils.atomic_write import write_atomically
 
 from .comparison_sections import comparison_page
 from .interactive import check_plotly, figure, plotly_script
@@ -83,10 +82,7 @@ def write_page(collection: Collection, path: Path, title: str | None = None) -> 
             folder.mkdir(exist_ok=True)
             written.append(folder / f"{picture.name}.png")
             draw_png(picture, written[-1])
-        part = path.with_name(f".{path.name}.{os.getpid()}.part")
-        with open_regular(part, "w", encoding="utf-8") as file:
-            file.write(page)
-        os.replace(part, path)
+        write_atomically(path, page)
     except OSError as mistake:
         raise ConfigError(
             f"the page {path} cannot be written ({mistake.strerror or mistake}); write --out report.html"

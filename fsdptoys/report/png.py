@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fsdptoys.metrics.plot import shorten
-from fsdptoys.utils.regular_file import open_regular
+from fsdptoys.utils.atomic_write import write_atomically
 
 from .pictures import Axis, Picture, Series, Shape
 
@@ -85,8 +85,7 @@ def draw_png(picture: Picture, path: Path) -> None:
             text.set_text(shorten(text.get_text(), LONGEST_NAME))
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
-    with open_regular(path, "wb") as file:
-        file.write(buffer.getvalue())
+    write_atomically(path, buffer.getvalue())
 
 
 def _first_bars(picture: Picture) -> Picture:

@@ -13,7 +13,6 @@ A job's file is replaced whole each time it changes, so that a sweep that is kil
 import contextlib
 import dataclasses
 import json
-import os
 import re
 import time
 from dataclasses import dataclass
@@ -22,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from fsdptoys.errors import ConfigError
+from fsdptoys.utils.atomic_write import write_atomically
 from fsdptoys.utils.foreign import ForeignError, parse_json
-from fsdptoys.utils.regular_file import open_regular, read_regular
+from fsdptoys.utils.regular_file import read_regular
 from fsdptoys.utils.text import one_line
 from fsdptoys.utils.typed import build, shown
 
@@ -243,12 +243,4 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _replace(path: Path, tree: dict[str, Any]) -> None:
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with open_regular(part, "w", encoding="utf-8") as file:
-            file.write(json.dumps(tree, indent=2, ensure_ascii=False) + "\n")
-        os.replace(part, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            part.unlink()
-        raise
+    write_atomically(path, json.dumps(tree, indent=2, ensure_ascii=False) + "\n")

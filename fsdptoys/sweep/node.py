@@ -24,6 +24,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.heartbeat import LOST_PEER, TIMED_OUT
 from fsdptoys.metrics.lock import FolderLock
 from fsdptoys.outcome import OUTCOME_VARIABLE, Outcome, read_outcome
+from fsdptoys.utils.regular_file import open_regular
 
 from .folder import RUN_FOLDER, Job, JobStatus, read_job, read_sweep, write_job
 from .interruption import Interruption
@@ -166,7 +167,7 @@ def _follow(folder: Path, node: int, request: QueueRequest, train: Sequence[str]
     """
     outcome = _outcome_file(folder, node, start)
     words = read_job(folder).words
-    with open(folder / f"log-node{node}-{start}.txt", "ab") as log:
+    with open_regular(folder / f"log-node{node}-{start}.txt", "ab") as log:
         process = subprocess.Popen(
             [*train, *words, f"metrics.run_dir={quote(str(folder.absolute() / RUN_FOLDER))}"],
             stdin=subprocess.DEVNULL,

@@ -27,6 +27,7 @@ from typing import Any
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics.lock import is_locked
+from fsdptoys.utils.atomic_write import write_atomically
 from fsdptoys.utils.foreign import parse_json
 from fsdptoys.utils.regular_file import read_regular
 from fsdptoys.utils.text import one_line, printable
@@ -105,7 +106,7 @@ def begin_submission(sweep: Sweep, launcher: str, jobs: Sequence[Job]) -> Submis
     folder = place / str(max(numbers, default=0) + 1)
     folder.mkdir(parents=True)
     names = tuple(job.name for job in jobs)
-    (folder / SUBMISSION_FILE).write_text(json.dumps({"launcher": launcher, "jobs": names}) + "\n", encoding="utf-8")
+    write_atomically(folder / SUBMISSION_FILE, json.dumps({"launcher": launcher, "jobs": names}) + "\n")
     return Submission(folder, launcher, names)
 
 

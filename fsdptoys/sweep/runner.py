@@ -20,6 +20,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from fsdptoys.outcome import OUTCOME_VARIABLE, Outcome, read_outcome
+from fsdptoys.utils.regular_file import open_regular
 
 from .folder import JOB_FILE, LOG_FILE, RUN_FOLDER, Job, JobStatus, read_job, write_job
 from .interruption import Interruption
@@ -71,7 +72,7 @@ def run_job(
     write_job(folder, job)
     ended_for: JobStatus | None = None
     exit_status: int | None = None
-    with open(folder / LOG_FILE, "wb") as log:
+    with open_regular(folder / LOG_FILE, "wb") as log:
         process = subprocess.Popen(
             [*train, *job.words, f"metrics.run_dir={quote(str(folder / RUN_FOLDER))}"],
             stdin=subprocess.DEVNULL,

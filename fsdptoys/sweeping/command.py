@@ -27,7 +27,8 @@ from fsdptoys.sweep.grid import Combination, combine
 from fsdptoys.sweep.local import duration, run_jobs, tell
 from fsdptoys.sweep.queue import jobs_in_queue
 from fsdptoys.sweep.runner import TRAIN
-from fsdptoys.utils.regular_file import open_regular, read_regular
+from fsdptoys.utils.atomic_write import write_atomically
+from fsdptoys.utils.regular_file import NotRegularFileError, read_regular
 
 from .axes import read_axes, read_base
 from .combinations import Here, InQueue, Planned, Refused, plan_combinations
@@ -201,6 +202,8 @@ def _lock(path: Path) -> FolderLock:
             f"{path} is being worked on by another fsdptoys sweep{who}; wait for its end, or name "
             "another with --out DIR"
         ) from None
+    except NotRegularFileError as error:
+        raise ConfigError(f"{error.sentence}; remove it, or name another folder with --out DIR") from error
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be written ({error.strerror or error}); name another with --out DIR"
@@ -286,10 +289,7 @@ def make_tables(path: Path, console: Console | None = None) -> None:
     table = make_table(gather([path]))
     try:
         for name, method in TABLES.items():
-            part = path / f".{name}.part"
-            with open_regular(part, "w", encoding="utf-8") as file:
-                file.write(getattr(table, method)())
-            part.replace(path / name)
+            write_atomically(path / name, getattr(table, method)())
     except OSError as problem:
         tell(f"fsdptoys: the tables in {path} could not be written ({problem.strerror or problem})")
     if console is not None:

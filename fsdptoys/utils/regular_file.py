@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 KINDS = {
+    stat.S_IFREG: "a file",
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
     stat.S_IFCHR: "a device",
@@ -31,6 +32,8 @@ class NotRegularFileError(OSError):
     def __init__(self, path: "str | os.PathLike[str]", mode: int) -> None:
         kind = KINDS.get(stat.S_IFMT(mode), "something else")
         super().__init__(errno.EINVAL, f"it is {kind} and not a regular file", os.fspath(path))
+        self.sentence = f"{os.fspath(path)} is {kind} and not a regular file"
+        """For a message that names the path."""
 
 
 def open_regular(path: "str | os.PathLike[str]", mode: str = "rb", **options: Any) -> IO[Any]:
@@ -104,6 +107,23 @@ def read_regular(path: "str | os.PathLike[str]", largest_bytes: int) -> bytes:
     if len(content) > largest_bytes:
         raise ValueError(f"it is longer than {largest_bytes} bytes")
     return content
+
+
+def check_regular(path: "str | os.PathLike[str]") -> None:
+    """Check that nothing, or a regular file, has this name; a symbolic link is not followed.
+
+    Raises:
+        NotRegularFileError: for anything else.
+    """
+    mode = _mode_of(path)
+    if mode is not None and not stat.S_ISREG(mode):
+        raise NotRegularFileError(path, mode)
+
+
+def kind_of(path: "str | os.PathLike[str]") -> str | None:
+    """What has this name, in words; None for nothing. A symbolic link is not followed."""
+    mode = _mode_of(path)
+    return None if mode is None else KINDS.get(stat.S_IFMT(mode), "something else")
 
 
 def _mode_of(path: "str | os.PathLike[str]") -> int | None:
