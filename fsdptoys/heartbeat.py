@@ -23,9 +23,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .errors import ConfigError, LostRanksError
+from .errors import LostRanksError
 from .utils.foreign import parse_json
-from .utils.regular_file import NotRegularFileError, open_descriptor, open_regular
+from .utils.regular_file import NotRegularFileError, check_regular, open_descriptor, open_regular
 from .utils.typed import build
 
 HEARTBEATS_FOLDER = "heartbeats"
@@ -100,10 +100,16 @@ class Heartbeat:
     """Tells where this rank is."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        """Open the file of this rank, in a folder that is made if it is missing."""
-        folder.mkdir(parents=True, exist_ok=True)
+        """Open the file of this rank, in a folder that is made if it is missing; a run can do without one."""
         self.path = path_of(folder, rank)
-        self._file = _open_own(self.path)
+        self._file: int | None = None
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                check_regular(self.path)
+            except NotRegularFileError:
+                self.path.unlink()
+            self._file = open_descriptor(self.path, os.O_RDWR | os.O_CREAT, permissions=0o644)
         self._fixed = {"rank": rank, "host": _host(), "pid": os.getpid(), "start": _start()}
         self._step, self._beat = -1, 0
 
@@ -112,29 +118,14 @@ class Heartbeat:
         self._beat = self._beat + 1 if step == self._step else 0
         self._step = step
         record = self._fixed | {"step": step, "phase": phase[:32], "beat": self._beat, "time": round(time.time(), 3)}
-        with contextlib.suppress(OSError):
-            os.pwrite(self._file, _encode(record), 0)
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                os.pwrite(self._file, _encode(record), 0)
 
     def close(self) -> None:
         """Close the file, which stays."""
-        os.close(self._file)
-
-
-def _open_own(path: Path) -> int:
-    """Open a rank's file; what is in its place and is no file, as a link out of the folder, is removed.
-
-    Raises:
-        ConfigError: if that is a folder.
-    """
-    flags = os.O_RDWR | os.O_CREAT
-    try:
-        try:
-            return open_descriptor(path, flags, permissions=0o644)
-        except NotRegularFileError:
-            path.unlink()
-            return open_descriptor(path, flags, permissions=0o644)
-    except IsADirectoryError as error:
-        raise ConfigError(f"{path} is a folder, where the rank writes a file; remove it") from error
+        if self._file is not None:
+            os.close(self._file)
 
 
 def path_of(folder: Path, rank: int) -> Path:

@@ -11,11 +11,24 @@ from urllib.parse import urlsplit
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.paths import check_length
+from fsdptoys.utils.regular_file import NotRegularFileError, check_regular, kind_of
 
-from .config import RUN_FILES, RUNS_FOLDER, WANDB_FOLDER, MetricsConfig, WandbMode, run_dir_path
+from .config import (
+    LOCK_FILE,
+    PROFILE_FOLDER,
+    RUN_FILES,
+    RUN_FOLDERS,
+    RUNS_FOLDER,
+    WANDB_FOLDER,
+    MetricsConfig,
+    WandbMode,
+    run_dir_path,
+)
 
 WANDB_MODES = {"online": "online", "run": "online", "offline": "offline", "dryrun": "offline", "disabled": "disabled"}
 """What WANDB_MODE may say → the mode that it means."""
+
+REMOVE_IT = "remove it, or set metrics.run_dir to another folder"
 
 WANDB_URL = "https://api.wandb.ai"
 
@@ -28,8 +41,8 @@ def check_run_dir(config: MetricsConfig, resumes: bool = False) -> None:
         resumes: whether an earlier run's files may be there, to be gone on with.
 
     Raises:
-        ConfigError: if it is a file, holds files that a run would overwrite, or cannot be written; if a writer's
-            package or credentials are missing.
+        ConfigError: if it is a file, holds files that a run would overwrite, links or pipes in the place of its files,
+            or cannot be written; if a writer's package or credentials are missing.
     """
     check_writers(config, os.environ)
     path = RUNS_FOLDER if config.run_dir is None else run_dir_path(config.run_dir)
@@ -48,6 +61,8 @@ def check_run_dir(config: MetricsConfig, resumes: bool = False) -> None:
         for name in RUN_FILES:
             if os.path.lexists(path / name):
                 raise ConfigError(already_holds(config.run_dir, name))
+    if config.run_dir is not None:
+        check_files(path)
     if not nearest.is_dir():
         raise ConfigError(f"{key} needs a folder at {nearest}, which is something else; set metrics.run_dir=runs/NAME")
     if not os.access(nearest, os.W_OK | os.X_OK):
@@ -55,6 +70,25 @@ def check_run_dir(config: MetricsConfig, resumes: bool = False) -> None:
             f"{key} needs to write into {nearest}, which this user may not; set metrics.run_dir to a folder that "
             "can be written"
         )
+
+
+def check_files(path: Path) -> None:
+    """Check that what a run would read, append to or replace are regular files, and its profiles a folder or a link.
+
+    A run directory may come from elsewhere: a named pipe in it would block the run for good, and a symbolic link would
+    let it write to any file of its user.
+
+    Raises:
+        ConfigError: naming the first that is something else.
+    """
+    try:
+        for name in (LOCK_FILE, *RUN_FILES):
+            if name not in RUN_FOLDERS:
+                check_regular(path / name)
+            elif name == PROFILE_FOLDER and (kind := kind_of(path / name)) and not (path / name).is_dir():
+                raise ConfigError(f"{path / name} is {kind} and not a folder; {REMOVE_IT}")
+    except NotRegularFileError as error:
+        raise ConfigError(f"{error.sentence}; {REMOVE_IT}") from error
 
 
 def already_holds(run_dir: object, name: str) -> str:

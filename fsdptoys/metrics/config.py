@@ -43,6 +43,9 @@ RUN_FILES = {
 }
 """What a run writes → what it holds."""
 
+RUN_FOLDERS = (PROFILE_FOLDER, TENSORBOARD_FOLDER, WANDB_FOLDER)
+"""Those that are folders, or links to one; the others are regular files."""
+
 EXPERT_FILES = (ROUTING_FILE, EXPERTS_FILE)
 """Those that only runs of models with experts write."""
 

@@ -6,6 +6,9 @@ import os
 from collections import deque
 from pathlib import Path
 
+from fsdptoys.utils.atomic_write import write_atomically
+from fsdptoys.utils.regular_file import open_regular
+
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What the system says of a disk or a quota that is full, which may pass."""
 
@@ -14,11 +17,12 @@ class LineFile:
     """Appends to a file, which is made if it is missing.
 
     Raises:
-        OSError: as the system refuses, here and in ``write``.
+        OSError: as the system refuses, here and in every method; also for what is no regular file.
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+        self._path = path
+        self._file = open_regular(path, "ab+", buffering=0)
         self._waiting: deque[bytes] = deque()
 
     def add(self, line: str) -> None:
@@ -42,7 +46,43 @@ class LineFile:
                 os.ftruncate(self._file.fileno(), before)
             raise
 
+    def restore(self) -> str | None:
+        """Write the lines again where the file was removed, moved or replaced; the open one still has them.
+
+        Returns:
+            A sentence if it was.
+        """
+        try:
+            found = os.lstat(self._path)
+        except FileNotFoundError:
+            found = None
+        if found is not None and os.path.samestat(found, os.fstat(self._file.fileno())):
+            return None
+        sentence = f"{self._path} was removed under the run; its lines are written again"
+        if found is not None:
+            aside = self._set_aside()
+            sentence = (
+                f"{self._path} was replaced under the run by another file, which is now {aside.name}; the lines of the "
+                "run are written again"
+            )
+        self._file.seek(0)
+        write_atomically(self._path, self._file.read())
+        renewed = open_regular(self._path, "ab+", buffering=0)
+        self._file.close()
+        self._file = renewed
+        return sentence
+
+    def _set_aside(self) -> Path:
+        number = 1
+        while os.path.lexists(aside := self._path.with_name(f"{self._path.name}.replaced-{number}")):
+            number += 1
+        os.rename(self._path, aside)
+        return aside
+
     def close(self) -> None:
-        """Close the file; what waits still is lost."""
-        with contextlib.suppress(OSError):
-            self._file.close()
+        """Close the file; what waits still is lost. May be called twice."""
+        if not self._file.closed:
+            with contextlib.suppress(OSError):
+                self.restore()
+            with contextlib.suppress(OSError):
+                self._file.close()

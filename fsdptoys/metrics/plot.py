@@ -1,15 +1,19 @@
 """``loss.png``: the loss against the step between the lines of its references, and the gradient norm below it."""
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fsdptoys.utils.atomic_write import write_atomically
+
 from .step import StepMetrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 SMOOTH_FROM_STEPS = 50
 """From so many steps on, a running mean is drawn over the single steps."""
@@ -59,7 +63,7 @@ def draw_loss(path: Path, title: str, steps: Sequence[StepMetrics], references: 
         axes.set_axisbelow(True)
         axes.margins(x=0.015)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, format="png")
+    save_figure(figure, path)
 
 
 def _draw_losses(axes: "Axes", numbers: np.ndarray, steps: Sequence[StepMetrics]) -> None:
@@ -90,6 +94,13 @@ def _draw_losses(axes: "Axes", numbers: np.ndarray, steps: Sequence[StepMetrics]
             linewidth=1.4,
             label="held-out loss",
         )
+
+
+def save_figure(figure: "Figure", path: Path) -> None:
+    """Write a figure as a PNG."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    write_atomically(path, buffer.getvalue())
 
 
 def running_mean(values: np.ndarray) -> tuple[int, np.ndarray]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .plot import marker, shorten
+from .plot import marker, save_figure, shorten
 from .step import StepMetrics
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def draw_experts(path: Path, title: str, steps: Sequence[StepMetrics], counts: S
     _draw_map(map_axes, loads_LE)
     map_axes.set_title(f"tokens of each expert over its layer's mean, step {steps[-1].step}", loc="left", fontsize=10)
     _draw_balance(balance_axes, [metrics for metrics in steps if metrics.routing is not None])
-    figure.savefig(path, format="png")
+    save_figure(figure, path)
 
 
 def _draw_map(axes: "Axes", loads_LE: np.ndarray) -> None:

@@ -115,6 +115,7 @@ class Recorder:
             File of the run directory → bytes of it that are on the disk for good.
         """
         self._writers.flush()
+        self._restore()
         return self._directory.offsets()
 
     def message(self, text: str) -> None:
@@ -140,6 +141,7 @@ class Recorder:
 
         resumes = self._directory.resumes
         self._directory.flush()
+        self._restore()
         results = summarize(self._steps, self._config.warmup_steps, starts(resumes))
         forecast = compare(self._prediction, results) if self._prediction is not None else []
         self._reporter.close()
@@ -176,6 +178,10 @@ class Recorder:
         if compilation is not None:
             lines.append(compilation_line(compilation))
         self.message("\n".join([*lines, f"run directory: {self.run_dir}"]))
+
+    def _restore(self) -> None:
+        for sentence in self._directory.restore():
+            self.message(sentence)
 
     def _tell(self, problem: str | None) -> None:
         if problem is not None:

@@ -5,6 +5,7 @@ done again and cut off, so that in the end each step has one line. Files that en
 another run's, or another attempt's: these are moved to a folder ``attempt-<n>`` beside them, never overwritten.
 """
 
+import dataclasses
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import yaml
+from fsdptoys.utils.foreign import MAX_YAML_BYTES, parse_json, parse_yaml
+from fsdptoys.utils.regular_file import open_regular, read_regular
 
 from .config import CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, RESUMES_FILE, ROUTING_FILE, RUN_FILES
 from .step import StepMetrics
@@ -75,7 +77,7 @@ def put_in_place(folder: Path, resumed: Resumed) -> Cut:
     kept, notes = {}, []
     for name in LINE_FILES:
         path, offset = folder / name, resumed.offsets.get(name)
-        content = path.read_bytes() if path.exists() else b""
+        content = _read(path)
         if offset is not None and offset <= len(content):
             if offset and not _ends_with_step(content[:offset], resumed.step, exactly=name == METRICS_FILE):
                 moved_to = move_aside(folder)
@@ -96,7 +98,7 @@ def put_in_place(folder: Path, resumed: Resumed) -> Cut:
             kept[path] = _whole_lines(content, resumed.step)
     for path, length in kept.items():
         if path.exists():
-            with open(path, "r+b") as file:
+            with open_regular(path, "r+b") as file:
                 file.truncate(length)
                 os.fsync(file.fileno())
     return Cut(None, notes)
@@ -124,12 +126,11 @@ def move_aside(folder: Path) -> str | None:
 def read_steps(path: Path) -> tuple[list[StepMetrics], list[str]]:
     """The steps of ``metrics.jsonl``, and a sentence on lines that are none."""
     steps, unread = [], []
-    if path.exists():
-        for number, line in enumerate(path.read_bytes().splitlines(), 1):
-            try:
-                steps.append(StepMetrics.from_json(line.decode()))
-            except ValueError:
-                unread.append(str(number))
+    for number, line in enumerate(_read(path).splitlines(), 1):
+        try:
+            steps.append(StepMetrics.from_json(line.decode()))
+        except ValueError:
+            unread.append(str(number))
     notes = []
     if unread:
         shown = ", ".join(unread[:5]) + ", …" * (len(unread) > 5)
@@ -140,15 +141,24 @@ def read_steps(path: Path) -> tuple[list[StepMetrics], list[str]]:
 def read_resumes(path: Path) -> list[Resume]:
     """The lines of ``resumes.jsonl``; those that are not whole, or of another version, are left out."""
     resumes = []
-    if path.exists():
-        for line in path.read_bytes().splitlines():
-            try:
-                resume = Resume(**json.loads(line))
-            except (ValueError, TypeError):
-                continue
-            if type(resume.step) is int:
-                resumes.append(resume)
+    for line in _read(path).splitlines():
+        try:
+            resume = Resume(**parse_json(line, non_finite=True))
+        except (ValueError, TypeError):
+            continue
+        if _is_sound(resume):
+            resumes.append(resume)
     return resumes
+
+
+def append_resume(path: Path, resume: Resume) -> None:
+    """Add a line to ``resumes.jsonl``."""
+    # YAML has keys that JSON does not.
+    line = json.dumps(dataclasses.asdict(resume), skipkeys=True)
+    before = _read(path)
+    torn = before != b"" and not before.endswith(b"\n")  # a start was killed while it wrote
+    with open_regular(path, "a", encoding="utf-8") as file:
+        file.write("\n" * torn + line + "\n")
 
 
 def starts(resumes: Sequence[Resume]) -> list[int]:
@@ -167,11 +177,12 @@ def describe_resume(
     if not resumed.step and not any(os.path.lexists(folder / name) for name in RUN_FILES):
         return None
     before_tree, before = _read_tree(folder / CONFIG_FILE), _read_tree(folder / ENVIRONMENT_FILE) or {}
+    ranks_before = before.get("world_size")
     return Resume(
         time=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         step=resumed.step,
         checkpoint=resumed.checkpoint,
-        world_size_before=before.get("world_size"),
+        world_size_before=ranks_before if _is_count(ranks_before) else None,
         world_size=environment.get("world_size"),
         changed=changed_settings(before_tree, config_tree) if before_tree is not None else None,
         moved_to=None,
@@ -199,10 +210,39 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 def _read_tree(path: Path) -> dict[str, Any] | None:
     """A YAML or JSON file that an earlier start wrote; None where it is not there or not whole."""
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        content = read_regular(path, MAX_YAML_BYTES)
+        tree = parse_json(content) if path.suffix == ".json" else parse_yaml(content)
+    except (OSError, ValueError):
         return None
     return tree if isinstance(tree, dict) else None
+
+
+def _read(path: Path) -> bytes:
+    """The content of a file of lines; nothing where it is not there."""
+    try:
+        with open_regular(path, "rb") as file:
+            content: bytes = file.read()
+            return content
+    except FileNotFoundError:
+        return b""
+
+
+def _is_sound(resume: Resume) -> bool:
+    """Whether each value is of its kind: pages and pictures use them."""
+    ranks, texts = (resume.world_size_before, resume.world_size), (resume.checkpoint, resume.moved_to)
+    changes = resume.changed
+    return (
+        type(resume.time) is str
+        and _is_count(resume.step)
+        and all(number is None or _is_count(number) for number in ranks)
+        and all(text is None or type(text) is str for text in texts)
+        and (changes is None or type(changes) is dict)
+        and all(type(pair) is list and len(pair) == 2 for pair in (changes or {}).values())
+    )
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**63
 
 
 def _ends_with_step(content: bytes, step: int, exactly: bool) -> bool:
@@ -224,7 +264,7 @@ def _whole_lines(content: bytes, step: int) -> int:
 def _step_of(line: bytes) -> int | None:
     """The step of a line; None where it is not whole."""
     try:
-        step = json.loads(line)["step"]
+        step = parse_json(line)["step"]
     except (ValueError, TypeError, KeyError):
         return None
     return step if type(step) is int else None

@@ -13,8 +13,10 @@ from typing import Any
 import yaml
 
 from fsdptoys.errors import ConfigError
+from fsdptoys.utils.atomic_write import write_atomically
+from fsdptoys.utils.regular_file import NotRegularFileError, open_descriptor, open_regular
 
-from .checks import already_holds, check_run_dir
+from .checks import REMOVE_IT, already_holds, check_run_dir
 from .config import (
     CONFIG_FILE,
     ENVIRONMENT_FILE,
@@ -28,7 +30,7 @@ from .config import (
 )
 from .line_file import NO_ROOM, LineFile
 from .lock import FolderLock
-from .resumes import LINE_FILES, Resumed, describe_resume, put_in_place, read_resumes, read_steps
+from .resumes import LINE_FILES, Resumed, append_resume, describe_resume, put_in_place, read_resumes, read_steps
 from .step import StepMetrics
 
 
@@ -78,7 +80,7 @@ class RunDirectory:
                 try:
                     if resumed is None:
                         # Whatever the check above has seen: what is there must not be written over.
-                        (self.path / METRICS_FILE).touch(exist_ok=False)
+                        open_regular(self.path / METRICS_FILE, "xb").close()
                     self._lines = {METRICS_FILE: LineFile(self.path / METRICS_FILE)}
                 except FileExistsError as error:
                     raise ConfigError(already_holds(config.run_dir, METRICS_FILE)) from error
@@ -99,11 +101,7 @@ class RunDirectory:
         self.earlier_steps, unread = read_steps(self.path / METRICS_FILE)
         self.notes += [*cut.notes, *unread]
         if resume is not None:
-            line = json.dumps(dataclasses.asdict(dataclasses.replace(resume, moved_to=cut.moved_to)))
-            path = self.path / RESUMES_FILE
-            torn = path.exists() and not path.read_bytes().endswith(b"\n")  # a start was killed while it wrote
-            with open(path, "a", encoding="utf-8") as file:
-                file.write("\n" * torn + line + "\n")
+            append_resume(self.path / RESUMES_FILE, dataclasses.replace(resume, moved_to=cut.moved_to))
 
     def append(self, metrics: StepMetrics) -> str | None:
         """Add a step to ``metrics.jsonl`` and hand the line to the system at once.
@@ -151,23 +149,29 @@ class RunDirectory:
 
     def write(self, name: str, text: str) -> None:
         """Write a whole file of text, or leave what was there as it was."""
-        part = self.path / f".{name}.part"
         with self.writing():
-            try:
-                part.write_text(text, encoding="utf-8")
-                os.replace(part, self.path / name)
-            except OSError:
-                part.unlink(missing_ok=True)
-                raise
+            write_atomically(self.path / name, text)
+
+    def restore(self) -> list[str]:
+        """Write the files of lines again that were removed or replaced under the run.
+
+        Returns:
+            A sentence for each.
+
+        Raises:
+            ConfigError: if that is not possible.
+        """
+        with self.writing():
+            return [sentence for file in self._lines.values() if (sentence := file.restore()) is not None]
 
     def offsets(self) -> dict[str, int]:
-        """File of lines → its bytes, all of which outlive a loss of power from here on."""
+        """File of lines → its bytes, all of which outlive a loss of power from here on; after ``restore``."""
         sizes = {}
         with self.writing():
             for name in LINE_FILES:
                 path = self.path / name
-                sizes[name] = _size_on_disk(path) if path.exists() else 0
-            _size_on_disk(self.path)
+                sizes[name] = _size_on_disk(open_descriptor(path, os.O_RDONLY)) if path.exists() else 0
+            _size_on_disk(os.open(self.path, os.O_RDONLY))
         return sizes
 
     def close(self) -> None:
@@ -217,6 +221,8 @@ def _writing(path: Path) -> Iterator[None]:
     """Turn what the system refuses (disk full, folder gone) into the one sentence for the user."""
     try:
         yield
+    except NotRegularFileError as error:
+        raise ConfigError(f"{error.sentence}; {REMOVE_IT}") from error
     except OSError as error:
         raise ConfigError(
             f"metrics.run_dir={path} cannot be written ({error.strerror or error}); "
@@ -224,9 +230,8 @@ def _writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _size_on_disk(path: Path) -> int:
-    """Bytes of a file or folder after the system has put all of it on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+def _size_on_disk(descriptor: int) -> int:
+    """Bytes of a file or folder after the system has put all of it on the disk; closes it."""
     try:
         os.fsync(descriptor)
         return os.fstat(descriptor).st_size

@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 from fsdptoys.device import GIB, Device, highest_resident_set_bytes, resident_set_bytes
 from fsdptoys.routing import RoutingMetrics
+from fsdptoys.utils.foreign import parse_json
 
 ROUTING_KEYS = {
     "aux_loss": "router_aux_loss",
@@ -99,9 +100,9 @@ class StepMetrics:
         versions did not have take their defaults. The tokens of each expert are not in the line.
 
         Raises:
-            ValueError: if a key is missing, or a value is not of its kind.
+            ValueError: if a key is missing, or a value is not of its kind or not one that a step can have.
         """
-        values = json.loads(line, parse_constant=_refuse)
+        values = parse_json(line)
         if not isinstance(values, dict) or not isinstance(values.get("non_finite", []), list):
             raise ValueError("a step is an object, and non_finite a list")
         values |= dict.fromkeys(map(str, values.get("non_finite", [])), math.nan)
@@ -114,6 +115,9 @@ class StepMetrics:
             for field in dataclasses.fields(cls)
             if field.name != "routing" and (field.name in values or field.default is dataclasses.MISSING)
         }
+        # What follows divides by it, and finds no time of 0 s in a run.
+        if not known["step_time_seconds"] > 0:
+            raise ValueError(f"step_time_seconds is {known['step_time_seconds']}")
         return cls(**known, routing=routing)
 
     def without_counts(self) -> "StepMetrics":
@@ -191,14 +195,15 @@ def step_metrics(
 
 
 def _checked(values: dict[str, Any], name: str, kind: Any) -> Any:
-    """A value that is there and of the kind that its field's annotation allows."""
+    """A value that is there, of the kind that its field's annotation allows, and in the range of that kind."""
     kinds = get_args(kind) or (kind,)
     if name not in values:
         raise ValueError(f"{name} is missing")
     if type(values[name]) not in kinds and not (float in kinds and type(values[name]) is int):
         raise ValueError(f"{name} is {values[name]!r}")
-    return values[name]
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")
+    value = values[name]
+    if float in kinds and type(value) in (int, float) and math.isinf(value):
+        raise ValueError(f"{name} is {value}")  # JSON's 1e999
+    if float not in kinds and type(value) is int and not 0 <= value < 2**63:
+        raise ValueError(f"{name} is {value}")
+    return value

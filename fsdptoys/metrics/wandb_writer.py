@@ -15,6 +15,9 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fsdptoys.utils.atomic_write import write_atomically
+from fsdptoys.utils.regular_file import read_regular
+
 from .config import WANDB_FOLDER, WandbMode
 from .step import StepMetrics
 from .summary import RunResults
@@ -22,6 +25,8 @@ from .writers import Beginning
 
 if TYPE_CHECKING:
     import wandb
+
+LARGEST_ID_BYTES = 1024
 
 ID_FILE = "run_id.txt"
 """In the run directory's ``wandb``."""
@@ -112,9 +117,9 @@ class WandbWriter:
 def _claim_id(folder: Path, done: int) -> tuple[str, bool]:
     """The id of the run, and whether it had one before."""
     path = folder / ID_FILE
-    if done and path.exists() and (known := path.read_text(encoding="utf-8").strip()):
+    if done and path.exists() and (known := read_regular(path, LARGEST_ID_BYTES).decode().strip()):
         return known, True
     folder.mkdir(parents=True, exist_ok=True)
     run_id = secrets.token_hex(4)
-    path.write_text(f"{run_id}\n", encoding="utf-8")
+    write_atomically(path, f"{run_id}\n")
     return run_id, False

@@ -185,7 +185,8 @@ def test_what_the_system_refuses_becomes_a_sentence():
 def test_a_full_disk_becomes_a_sentence():
     """Oracle: the sentence with the system's own words, once, from a device that is always full."""
     directory = open_run("run")
-    directory._lines = {"metrics.jsonl": LineFile(Path("/dev/full"))}
+    directory._lines = {"metrics.jsonl": LineFile(Path("run/metrics.jsonl"))}
+    directory._lines["metrics.jsonl"]._file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
     assert directory.append(STEP) == "steps wait in memory until there is room in run (No space left on device)"
     assert directory.append(STEP) is None
     with pytest.raises(ConfigError, match=r"^metrics\.run_dir=run cannot be written \(No space left on device\); set"):

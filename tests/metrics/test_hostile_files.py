@@ -1,0 +1,303 @@
+"""A run directory from elsewhere: links that lead out of it, pipes, devices, and files that no run writes."""
+
+import faulthandler
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.heartbeat import Heartbeat
+from fsdptoys.metrics import Console, MetricsConfig, Recorder, Resumed, StepMetrics, check_run_dir, lock_run_dir
+from fsdptoys.metrics.config import LOCK_FILE, RUN_FILES, RUN_FOLDERS
+from fsdptoys.metrics.lock import FolderLock, is_locked
+from fsdptoys.metrics.resumes import read_resumes, read_steps
+from fsdptoys.outcome import OUTCOME_VARIABLE, Outcome, leave_outcome
+from fsdptoys.sweep.folder import Job, write_job
+
+STEP = StepMetrics(1, 5.5, 1.0, 1e-3, 0.1, 512, 5120.0, 0.1, None, None, None, None, 0.5)
+ENVIRONMENT = {"world_size": 1, "device": {"name": "paper", "type": "cpu"}, "versions": {"torch": "2"}}
+PRECIOUS = b"precious\n"
+KINDS = ("link", "dangling link", "pipe", "device link", "folder")
+FILES = [name for name in RUN_FILES if name not in RUN_FOLDERS]
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_with_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A pipe that is opened blocks for good: the whole process ends then."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "precious").write_bytes(PRECIOUS)
+    faulthandler.dump_traceback_later(120, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+    assert (tmp_path / "precious").read_bytes() == PRECIOUS
+    assert not (tmp_path / "nowhere").exists()
+
+
+def put(kind: str, path: Path) -> None:
+    """Put something in the place of a file."""
+    if path.is_dir() and not path.is_symlink():
+        path.rmdir()
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        target = {"link": "precious", "dangling link": "nowhere", "device link": "/dev/zero"}[kind]
+        path.symlink_to(Path(target).absolute())
+
+
+def record(resumed: Resumed | None, *steps: int, finish: bool = True) -> dict[str, int]:
+    config = MetricsConfig(run_dir="run", console=Console.none)
+    with Recorder(config, "tiny", {"train": {"steps": 2}}, ENVIRONMENT, 4, {}, resumed) as recorder:
+        for step in steps:
+            recorder.step(replace(STEP, step=step))
+        offsets = recorder.offsets()
+        if finish:
+            recorder.finish("done")
+    return offsets
+
+
+@pytest.fixture
+def resumed() -> Resumed:
+    """Two steps of a run that is there."""
+    return Resumed(2, record(None, 1, 2, finish=False), "step-00000002")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_none_is_refused_before_anything_is_written(name: str, kind: str, resumed: Resumed) -> None:
+    """Oracle: one sentence that names file and fix, from the launcher's check and the run; nothing changes."""
+    put(kind, Path("run", name))
+    before = {path.name: path.lstat().st_mtime_ns for path in Path("run").iterdir()}
+    for attempt in (
+        lambda: check_run_dir(MetricsConfig(run_dir="run"), resumes=True),
+        lambda: record(resumed, 3),
+        lambda: record(Resumed(0, {}, None), 1),
+    ):
+        with pytest.raises(ConfigError) as told:
+            attempt()
+        what = kind.split()[-1].replace("link", "symbolic link").replace("pipe", "named pipe")
+        assert str(told.value) == (
+            f"run/{name} is a {what} and not a regular file; remove it, or set metrics.run_dir to another folder"
+        )
+    assert before == {path.name: path.lstat().st_mtime_ns for path in Path("run").iterdir()}
+
+
+def test_profiles_may_be_a_link_to_a_folder_and_nothing_else(resumed: Resumed) -> None:
+    """Oracle: a run with its profiles on another disk resumes; a pipe of that name is one sentence."""
+    Path("elsewhere").mkdir()
+    Path("run/profile").symlink_to(Path("elsewhere").absolute())
+    check_run_dir(MetricsConfig(run_dir="run"), resumes=True)
+    put("pipe", Path("run/profile"))
+    with pytest.raises(ConfigError, match=r"^run/profile is a named pipe and not a folder; remove it, or set metrics"):
+        check_run_dir(MetricsConfig(run_dir="run"), resumes=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_lock_is_a_regular_file(kind: str) -> None:
+    """Oracle: one sentence, with and without the check of the launcher, for a run that is new and one that resumes."""
+    Path("run").mkdir()
+    put(kind, Path("run", LOCK_FILE))
+    for attempt in (
+        lambda: check_run_dir(MetricsConfig(run_dir="run")),
+        lambda: check_run_dir(MetricsConfig(run_dir="run"), resumes=True),
+        lambda: lock_run_dir(Path("run")),
+        lambda: record(None, 1),
+    ):
+        with pytest.raises(ConfigError, match=r"^run/\.lock is a .+ and not a regular file; remove it, or set metrics"):
+            attempt()
+    assert not is_locked(Path("run"))
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "pipe", "device link"])
+def test_what_waits_under_a_temporary_name_is_replaced(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the files that are written whole, under their names; what the link led to is as it was."""
+    monkeypatch.setenv(OUTCOME_VARIABLE, "outcome")
+    Path("run").mkdir()
+    for name in ("config.yaml", "environment.json", "summary.md", "loss.png"):
+        for part in (f".{name}.part", f".{name}.{os.getpid()}.part"):
+            put(kind, Path("run", part))
+    for part in ("job.json", "outcome"):
+        put(kind, Path(f".{part}.{os.getpid()}.part"))
+    record(None, 1, 2)
+    write_job(Path(), Job("01", (), {}, "abc"))
+    leave_outcome(Outcome(0))
+    for path in (
+        Path("run/config.yaml"),
+        Path("run/loss.png"),
+        Path("run/summary.md"),
+        Path("job.json"),
+        Path("outcome"),
+    ):
+        assert path.is_file() and not path.is_symlink()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_heartbeat_replaces_what_has_its_name(kind: str) -> None:
+    """Oracle: the record of the rank where it can be written; a run can do without one."""
+    Path("beats").mkdir()
+    put(kind, Path("beats/rank-00000.json"))
+    heartbeat = Heartbeat(Path("beats"), 0)
+    heartbeat.beat(7, "forward")
+    heartbeat.close()
+    if kind != "folder":
+        assert json.loads(Path("beats/rank-00000.json").read_text())["step"] == 7
+
+
+DEEP = "[" * 200_000
+HUGE = "1" + "0" * 400
+LINE = json.loads(STEP.to_json())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        DEEP,
+        '{"step": 3, "x": ' + DEEP,
+        STEP.to_json().replace("5.5", HUGE),
+        STEP.to_json().replace("5.5", "1e999"),
+        STEP.to_json().replace("512,", f"{HUGE},"),
+        STEP.to_json().replace('"step": 1', f'"step": {10**30}'),
+        json.dumps(LINE | {"step_time_seconds": 0}),
+        json.dumps(LINE | {"step_time_seconds": -1.0}),
+        json.dumps(LINE | {"step_time_seconds": None, "non_finite": ["step_time_seconds"]}),
+        json.dumps(LINE | {"valid_tokens": -5}),
+    ],
+    ids=["deep", "deep value", "huge loss", "infinite loss", "huge tokens", "huge step", "0 s", "-1 s", "nan s", "-5"],
+)
+def test_a_line_that_no_run_writes_is_one_that_cannot_be_read(line: str, resumed: Resumed) -> None:
+    """Oracle: the sentence for such a line; the run ends well, with the steps that can be read."""
+    path = Path("run/metrics.jsonl")
+    text = path.read_text()
+    path.write_text(f"{line}\n{text}")
+    assert read_steps(path)[1] == [
+        "run/metrics.jsonl cannot be read in line 1, which the results and pictures leave out"
+    ]
+    record(replace(resumed, offsets={"metrics.jsonl": len(line) + 1 + resumed.offsets["metrics.jsonl"]}), 3, 4)
+    assert [step.step for step in read_steps(path)[0]] == [1, 2, 3, 4]
+
+
+ODD = "a: .inf\n1: [x]\nb: [{? [1] : x}]"
+
+
+def bomb(levels: int = 9) -> str:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    return "\n".join(lines + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, levels)])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        DEEP,
+        '{"a": ' * 5000,
+        bomb(),
+        "a: &a {b: *a}",
+        "a: " + "1:59" * 100_000,
+        "a: .inf\n1: [x]\n? [1]\n: x",
+        "\0",
+        "- x",
+    ],
+    ids=["deep list", "deep mapping", "bomb", "recursive", "base 60", "odd keys", "not yaml", "list"],
+)
+@pytest.mark.parametrize("name", ["config.yaml", "environment.json"])
+def test_settings_that_cannot_be_read_count_as_missing(name: str, text: str, resumed: Resumed) -> None:
+    """Oracle: the run goes on to its end, and its files are its own again."""
+    Path("run", name).write_text(text)
+    record(resumed, 3, finish=False)
+    assert [step.step for step in read_steps(Path("run/metrics.jsonl"))[0]] == [1, 2, 3]
+    assert len(read_resumes(Path("run/resumes.jsonl"))) == 1
+    assert "train" in Path("run/config.yaml").read_text()
+
+
+GOOD = {
+    "time": "t",
+    "step": 1,
+    "checkpoint": "c",
+    "world_size_before": 2,
+    "world_size": 2,
+    "changed": {},
+    "moved_to": None,
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"changed": "x"}, {"changed": {"a": 1}}, {"changed": {"a": [1]}}, {"time": 5}, {"step": -1}, {"step": 10**30},
+     {"world_size": "x"}, {"moved_to": 3}, {"checkpoint": []}, {"more": 1}],
+    ids=str,
+)  # fmt: skip
+def test_a_resume_of_another_kind_is_left_out(change: dict, resumed: Resumed) -> None:
+    """Oracle: the run that resumes after such a line, and after one that is nested deeply, ends with its summary."""
+    path = Path("run/resumes.jsonl")
+    path.write_text("\n".join([json.dumps(GOOD | change), DEEP, json.dumps(GOOD)]) + "\n")
+    assert [each.step for each in read_resumes(path)] == [1]
+    record(resumed, 3)
+    assert [each.step for each in read_resumes(path)] == [1, 2]
+    assert "How it went on" in Path("run/summary.md").read_text()
+
+
+def other_file(path: Path) -> None:
+    path.unlink()
+    path.write_text("theirs\n")
+
+
+@pytest.mark.parametrize("how", [Path.unlink, lambda path: path.rename("moved"), other_file], ids=["rm", "mv", "edit"])
+@pytest.mark.parametrize("saves", [True, False])
+def test_lines_survive_the_loss_of_their_file(
+    how: Callable[[Path], None], saves: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: every step is in the file at the next checkpoint and at the end, and the console says what happened."""
+    path = Path("run/metrics.jsonl")
+    config = MetricsConfig(run_dir="run", console=Console.plain)
+    with Recorder(config, "tiny", {}, ENVIRONMENT, 4, {}) as recorder:
+        for step in (1, 2, 3, 4):
+            recorder.step(replace(STEP, step=step))
+            if step == 2:
+                how(path)
+            if step == 3 and saves:
+                assert recorder.offsets()["metrics.jsonl"] == path.stat().st_size > 0
+                assert [each.step for each in read_steps(path)[0]] == [1, 2, 3]
+        recorder.finish("done")
+    assert [each.step for each in read_steps(path)[0]] == [1, 2, 3, 4]
+    told = [line for line in capsys.readouterr().out.splitlines() if "metrics.jsonl was" in line]
+    assert len(told) == 1
+    if how is other_file:
+        assert Path("run/metrics.jsonl.replaced-1").read_text() == "theirs\n"
+        assert told[0] == (
+            "run/metrics.jsonl was replaced under the run by another file, which is now metrics.jsonl.replaced-1; the "
+            "lines of the run are written again"
+        )
+    else:
+        assert told[0] == "run/metrics.jsonl was removed under the run; its lines are written again"
+
+
+def test_lines_survive_the_loss_of_their_file_in_a_run_that_fails() -> None:
+    """Oracle: the steps that were taken, after an exception."""
+    with (
+        pytest.raises(ZeroDivisionError),
+        Recorder(MetricsConfig(run_dir="run", console=Console.none), "tiny", {}, ENVIRONMENT, 4, {}) as recorder,
+    ):
+        recorder.step(STEP)
+        Path("run/metrics.jsonl").unlink()
+        raise ZeroDivisionError
+    assert len(read_steps(Path("run/metrics.jsonl"))[0]) == 1
+
+
+def test_a_lock_file_that_is_removed_lets_no_second_writer_in() -> None:
+    """Oracle: the sentence for a second writer, until the first has let go; readers see the lock."""
+    Path("run").mkdir()
+    first = FolderLock(Path("run"))
+    Path("run", LOCK_FILE).unlink()
+    assert is_locked(Path("run"))
+    with pytest.raises(ConfigError, match=r"^metrics\.run_dir=run is being written by another run \(pid unknown\); "):
+        FolderLock(Path("run"))
+    assert not Path("run", LOCK_FILE).exists()
+    first.release()
+    assert not is_locked(Path("run"))
+    FolderLock(Path("run")).release()
+    assert not list(Path("run").iterdir())
