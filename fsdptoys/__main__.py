@@ -15,12 +15,16 @@ from .autoload import check_log_level, explain_autoload
 from .environment import check_current_folder, explain_environment
 from .errors import ConfigError
 from .outcome import Outcome, leave_outcome
+from .utils.console_stream import install_streams, let_stdout_end, lost_output
 from .utils.text import say
 
 if TYPE_CHECKING:
     from .config import Config
 
 COMMANDS = ("train", "sweep", "plan", "report", "compare", "models", "convert", "generate", "evaluate", "data")
+
+BROKEN_PIPE = 141
+"""Exit status of a command whose reader has closed the pipe, as that of programs that die of SIGPIPE."""
 
 MULTIRUN = ("-m", "--multirun")
 """Hydra's own words for a sweep."""
@@ -35,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Exit status: 0, 1 after a failure, 2 after a mistake, 128 plus its number after a signal.
     """
+    install_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     worker = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if worker:
@@ -42,10 +47,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         check_log_level(os.environ)
-        return _run(words, worker)
+        status = _run(words, worker)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
     except ConfigError as error:
         return _tell_mistake(str(error), worker)
     except (RuntimeError, OSError, MemoryError, ValueError) as error:
+        reason = lost_output().get("stdout") if isinstance(error, OSError) else None
+        if reason is not None:
+            if isinstance(error, BrokenPipeError):  # as of | head
+                return BROKEN_PIPE
+            say(f"stdout cannot be written ({reason}); the output is incomplete")
+            return 1
         # The first: whichever command was the first to import torch.
         told = explain_autoload(error) if isinstance(error, RuntimeError) else None
         told = told or explain_environment(error)
@@ -55,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("fsdptoys: stopped by SIGINT", file=sys.stderr)
         return 128 + signal.SIGINT
+    finally:
+        let_stdout_end()  # the interpreter flushes once more, and has status 120 where that fails
 
 
 def _tell_mistake(sentence: str, worker: bool) -> int:
@@ -87,6 +103,7 @@ def _run(words: list[str], worker: bool) -> int:
             return 0
         from .sweeping.command import run_sweep
 
+        let_stdout_end()
         return run_sweep(words, os.environ)
     if command == "models":
         if any(word in ("-h", "--help") for word in words):
@@ -169,6 +186,7 @@ def _run(words: list[str], worker: bool) -> int:
     if show:
         _show(words)
         return 0
+    let_stdout_end()
     if worker:
         from .worker import run_as_worker
 
@@ -233,7 +251,7 @@ def _work(words: list[str]) -> None:
             foretold = foretell(config, handed.world_size)
             if foretold is not None:
                 prediction, profile = foretold
-                print(f"fsdptoys: {forecast_line(prediction, profile.usable_bytes)}", flush=True)
+                say(forecast_line(prediction, profile.usable_bytes), stdout=True)
     train(config, prediction)
 
 

@@ -17,6 +17,8 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
+from .utils.console_stream import reopen_streams
+
 MOST_FILES = 4096
 """No parent has more of them open."""
 
@@ -93,7 +95,7 @@ def become_interpreter(environment: Mapping[str, str]) -> None:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     faulthandler.disable()
     logging.getLogger().handlers.clear()
-    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    reopen_streams()
     os.environ.clear()
     os.environ.update(environment)
 

@@ -133,11 +133,12 @@ def run_workers(
         launch_folder.remove()
     leave_outcome(workers.outcome(status, told))
     if told:
-        if sys.stdout.isatty():
+        if sys.stdout is not None and sys.stdout.isatty():
             print("\x1b[?25h", end="", flush=True)  # a worker that was ended may have left the cursor hidden
         say(told)
     if workers.left_behind:
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         os._exit(status)  # leaving the interpreter aborts where a thread is inside the rendezvous
     return status
 
@@ -323,7 +324,7 @@ class _Workers:
         if self._stop is not None or self._end is not None:
             raise EndedError
         if self._starts > self._failed_starts:
-            print("fsdptoys: another machine starts again, and so do the workers here", file=sys.stderr, flush=True)
+            say("another machine starts again, and so do the workers here")
         if self._starts == 0 and self.launch.min_nodes > 1 and self._token is None:
             say("no launch.rdzv_token_file is set, so any machine of this network can join or stop the run")
         os.environ[RESTARTS] = str(self._starts)

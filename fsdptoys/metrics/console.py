@@ -184,7 +184,7 @@ class RichReporter(Reporter):
 def build_reporter(choice: Console, steps: int, log_every: int, done: int = 0) -> Reporter:
     """Construct the reporter that the config asks for, on standard output, for a run of which some steps are done."""
     if choice is Console.auto:
-        can_draw = sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+        can_draw = sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
         choice = Console.rich if can_draw else Console.plain
     if choice is Console.rich:
         import rich.console

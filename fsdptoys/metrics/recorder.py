@@ -9,9 +9,11 @@ from typing import Any
 
 from fsdptoys.compilation import Compilations
 from fsdptoys.simulator.prediction import Prediction
+from fsdptoys.utils.console_stream import lost_output
+from fsdptoys.utils.text import say
 
 from .compiled import compilation_line
-from .config import EXPERTS_FILE, LOSS_FILE, PREDICTION_FILE, SUMMARY_FILE, MetricsConfig
+from .config import EXPERTS_FILE, LOSS_FILE, METRICS_FILE, PREDICTION_FILE, SUMMARY_FILE, MetricsConfig
 from .console import Reporter, build_reporter
 from .forecast import Comparison, compare
 from .lock import FolderLock
@@ -65,6 +67,7 @@ class Recorder:
         self._last_counts: list[list[int]] | None = None
         self._counts_step = 0
         self._started = time.perf_counter()
+        self._lost_output: str | None = None
         self._directory = RunDirectory(config, title, config_tree, environment, resumed, lock, make_room)
         self._steps = self._directory.earlier_steps
         done = resumed.step if resumed is not None else 0
@@ -78,6 +81,7 @@ class Recorder:
             self._directory.write(PREDICTION_FILE, json.dumps(prediction.to_dict(), indent=2) + "\n")
         self._writers = Writers(build_writers(config), self.message)
         self._writers.start(Beginning(title, config_tree, environment, self.run_dir, done))
+        self._watch_console()
 
     @property
     def run_dir(self) -> Path:
@@ -106,6 +110,7 @@ class Recorder:
             if metrics.step == 1 or metrics.step % self._config.log_every == 0:
                 self._write_counts()
         self._reporter.step(metrics)
+        self._watch_console()
         self._writers.step(metrics)
 
     def offsets(self) -> dict[str, int]:
@@ -145,6 +150,7 @@ class Recorder:
         results = summarize(self._steps, self._config.warmup_steps, starts(resumes))
         forecast = compare(self._prediction, results) if self._prediction is not None else []
         self._reporter.close()
+        self._watch_console()
         with self._directory.writing():
             draw_loss(self.run_dir / LOSS_FILE, self._title, self._steps, self._references)
         if self._last_counts is not None:
@@ -168,6 +174,7 @@ class Recorder:
             resumes=resumes,
             forecast=forecast,
             writers=self._config.writers,
+            lost_output=self._lost_output,
         )
         self._directory.write(SUMMARY_FILE, page)
         self._writers.finish(results, stop_reason, self.run_dir / LOSS_FILE)
@@ -178,6 +185,16 @@ class Recorder:
         if compilation is not None:
             lines.append(compilation_line(compilation))
         self.message("\n".join([*lines, f"run directory: {self.run_dir}"]))
+
+    def _watch_console(self) -> None:
+        """Report once, on stderr and in the summary, that a console is gone; the run needs none."""
+        lost = lost_output()
+        if not lost or self._lost_output is not None:
+            return
+        when = f"at step {self._steps[-1].step}" if self._steps else "before the first step"
+        streams = ", ".join(f"{name}: {reason}" for name, reason in lost.items())
+        self._lost_output = f"Console output was lost {when} ({streams}); {METRICS_FILE} has every step."
+        say(self._lost_output)
 
     def _restore(self) -> None:
         for sentence in self._directory.restore():

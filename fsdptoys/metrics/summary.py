@@ -131,6 +131,7 @@ def render_summary(
     resumes: Sequence[Resume] = (),
     forecast: Sequence[Comparison] = (),
     writers: Sequence[str] = (),
+    lost_output: str | None = None,
 ) -> str:
     """The page as Markdown.
 
@@ -149,6 +150,7 @@ def render_summary(
         resumes: how the run went on.
         forecast: what was predicted beside what was measured.
         writers: names of those that wrote into folders of theirs.
+        lost_output: a sentence, if not all of the console's lines could be printed.
     """
     without = " that made an update" if results.skipped_steps else ""
     rows = [
@@ -191,6 +193,7 @@ def render_summary(
         _table(("part", "value"), [*_flat_rows(environment), *_flat_rows(config_tree)]),
         "## What came out",
         _table(("result", "value"), rows),
+        *([lost_output] if lost_output else []),
         "![loss and gradient norm against the step](loss.png)",
     ]
     if results.routing is not None:

@@ -1,0 +1,140 @@
+"""Standard output and error that cannot end the program: a full disk, a pipe without reader, a closed stream.
+
+A training run prints for hours into a log, ``tee`` or ``ssh`` that may go away, and no print is worth the steps since
+the last checkpoint. So the two streams get a descriptor below their buffers that drops what the system refuses and
+remembers the first reason. That covers every writer in the process: ``print``, rich and its thread, warnings, logging,
+tracebacks, and the flush at the interpreter's exit, whose failure would change the exit status to 120. Each write is
+tried again, so a disk that has room later gets the later lines.
+
+Commands whose output is their result (``report``, ``plan``, ``--cfg job``) keep the exceptions of stdout: an incomplete
+table must not end with status 0.
+"""
+
+import errno
+import io
+import os
+import select
+import sys
+from typing import Any
+
+STDOUT, STDERR = 1, 2
+
+NAMES = {STDOUT: "stdout", STDERR: "stderr"}
+
+_lost: dict[int, int] = {}
+"""Descriptor → number of the first error."""
+
+_replaced_streams: list[Any] = []
+"""Kept, since a stream that is collected may close its descriptor."""
+
+_stdout_may_end = False
+
+
+def install_streams() -> None:
+    """Replace ``sys.stdout`` and ``sys.stderr``, and occupy descriptors 0 to 2 where they are closed.
+
+    A file that opens later would get the number of a closed stream, and everything that is printed. Streams that are
+    not those of the process (of a test, of a notebook) stay.
+    """
+    global _stdout_may_end
+    _stdout_may_end = False
+    held = hold_descriptors()
+    sys.stdout = _replaced(sys.stdout, STDOUT, held)
+    sys.stderr = _replaced(sys.stderr, STDERR, held)
+
+
+def reopen_streams() -> None:
+    """Give a fork streams of its own, as a new interpreter has them, without what its parent has buffered or lost."""
+    _lost.clear()
+    hold_descriptors()
+    sys.stdout, sys.stderr = os.fdopen(STDOUT, "w", closefd=False), os.fdopen(STDERR, "w", closefd=False)
+
+
+def let_stdout_end() -> None:
+    """From here on the loss of stdout is remembered and raises nothing, as that of stderr."""
+    global _stdout_may_end
+    _stdout_may_end = True
+
+
+def lost_output() -> dict[str, str]:
+    """Name of each stream of which output was lost → the first reason, as the system words it."""
+    return {NAMES[number]: _reason(code) for number, code in sorted(_lost.items())}
+
+
+def hold_descriptors() -> set[int]:
+    """Occupy those of the descriptors 0 to 2 that are closed, with /dev/null.
+
+    It is opened for reading only: a child process that inherits it still finds that nothing can be printed.
+
+    Returns:
+        The descriptors that were closed.
+    """
+    held = set()
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDONLY)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            os.set_inheritable(number, True)
+            held.add(number)
+    return held
+
+
+class _Descriptor(io.FileIO):
+    """A standard descriptor whose writes succeed, whatever becomes of them."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number, "w", closefd=False)
+        self._number = number
+
+    def write(self, data: Any) -> int:
+        left = memoryview(data).cast("B")
+        try:
+            while left:  # of a short write, python -u would lose the rest
+                written = super().write(left)
+                if written is None:  # a pipe that someone has made non-blocking is full
+                    select.select([], [self], [])
+                left = left[written or 0 :]
+        except OSError as error:
+            _lost.setdefault(self._number, error.errno or errno.EIO)
+            # A stream that was closed from the start is the user's choice, as with a plain print.
+            if self._number == STDOUT and not _stdout_may_end and error.errno != errno.EBADF:
+                raise
+        return len(data)
+
+
+def _replaced(stream: Any, number: int, held: set[int]) -> Any:
+    if stream is None:  # its descriptor was closed when the interpreter started
+        place: Any = _Descriptor(number) if number in held else open(os.devnull, "wb", buffering=0)  # noqa: SIM115
+        return io.TextIOWrapper(io.BufferedWriter(place), "utf-8", "backslashreplace", line_buffering=True)
+    if type(stream) is not io.TextIOWrapper or _number_of(stream) != number:
+        return stream
+    if isinstance(getattr(stream.buffer, "raw", stream.buffer), _Descriptor):
+        return stream
+    try:
+        stream.flush()
+    except (OSError, ValueError) as error:
+        _lost.setdefault(number, getattr(error, "errno", None) or errno.EIO)
+    _replaced_streams.append(stream)
+    raw: Any = _Descriptor(number)
+    return io.TextIOWrapper(
+        raw if stream.write_through else io.BufferedWriter(raw),  # python -u has no buffer
+        stream.encoding,
+        stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
+
+
+def _number_of(stream: io.TextIOWrapper) -> int | None:
+    try:
+        return stream.fileno()
+    except (OSError, ValueError):
+        return None
+
+
+def _reason(code: int) -> str:
+    return "it is closed" if code == errno.EBADF else os.strerror(code)
