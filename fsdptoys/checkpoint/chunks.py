@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fsdptoys.errors import ConfigError
+from fsdptoys.utils.foreign import parse_json
 
 from .headers import LONGEST_HEADER_BYTES
 from .storage import Storage
@@ -128,7 +129,7 @@ def read_places(storage: Storage, path: str, forms: Mapping[str, ChunkForm]) -> 
             length = int.from_bytes(_read_bytes(file, min(8, size)), "little")
             if size < 8 or length > min(size - 8, LONGEST_HEADER_BYTES):
                 raise ValueError(f"its header does not fit into its {size} bytes")
-            header = json.loads(_read_bytes(file, length).decode("utf-8"))
+            header = parse_json(_read_bytes(file, length), unique_keys=True)
         if not isinstance(header, dict):
             raise ValueError("its header is not an object")
         data = 8 + length
@@ -136,7 +137,7 @@ def read_places(storage: Storage, path: str, forms: Mapping[str, ChunkForm]) -> 
         return {key: ChunkPlace(where, form, data + starts[key]) for key, form in forms.items()}
     except FileNotFoundError as error:
         raise ConfigError(f"{where} is not there, though the checkpoint's index speaks of it; {OLDER}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(f"{where} is damaged: {error}; {OLDER}") from error
 
 

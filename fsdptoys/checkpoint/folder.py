@@ -12,10 +12,12 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO, cast
 
 from safetensors import SafetensorError
 
 from fsdptoys.errors import ConfigError
+from fsdptoys.utils.regular_file import open_regular
 
 from .headers import AGAIN
 from .storage import hand_to_disk
@@ -128,8 +130,8 @@ def _write_checksums(folder: Path) -> None:
 
 def _sum(path: Path) -> FileSum:
     try:
-        with open(path, "rb") as file:
-            return sum_file(file)
+        with open_regular(path) as file:
+            return sum_file(cast(BinaryIO, file))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror or error}); {AGAIN}") from error
 

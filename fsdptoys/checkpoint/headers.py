@@ -5,13 +5,15 @@ the tensors' bytes one after another without gaps. So a few kilobytes tell which
 of it is there. The library that reads the tensors checks the same, but in words that name neither file nor fix.
 """
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fsdptoys.errors import ConfigError
+from fsdptoys.utils.foreign import ForeignError, parse_json
+from fsdptoys.utils.regular_file import open_regular
+from fsdptoys.utils.text import one_line
 
 AGAIN = "download or write the folder again"
 
@@ -46,7 +48,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     """
     try:
         size = path.stat().st_size
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8:
                 raise ConfigError(f"{path} is damaged: it holds {size} bytes, too few for a safetensors file; {AGAIN}")
@@ -78,10 +80,10 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 def _parse(path: Path, text: bytes) -> dict[str, Any]:
     try:
-        header = json.loads(text.decode("utf-8"))
+        header = parse_json(text, unique_keys=True)
         if not isinstance(header, dict):
-            raise ValueError("it is not an object")
-    except (ValueError, RecursionError) as error:
+            raise ForeignError("it is not an object")
+    except ForeignError as error:
         raise ConfigError(f"{path} is damaged: its header cannot be read ({error}); {AGAIN}") from error
     return header
 
@@ -95,6 +97,6 @@ def _read_entry(path: Path, name: str, entry: Any) -> tuple[StoredTensor, tuple[
             raise ValueError
     except (TypeError, KeyError, ValueError) as error:
         raise ConfigError(
-            f"{path} is damaged: its header describes {name} wrongly, as {entry!r:.200}; {AGAIN}"
+            f"{path} is damaged: its header describes {one_line(name)} wrongly, as {entry!r:.200}; {AGAIN}"
         ) from error
     return StoredTensor(path.name, dtype, shape), (start, stop)

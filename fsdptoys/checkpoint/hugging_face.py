@@ -23,6 +23,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.mesh import local_bounds, local_tensor
 from fsdptoys.models import FAMILIES, DecoderModel, ModelConfig
 from fsdptoys.models.huggingface import Bounds
+from fsdptoys.utils.text import one_line
 
 from .folder import check_sizes, verify_checksums
 from .headers import AGAIN
@@ -84,9 +85,11 @@ class HuggingFaceFolder:
             fields = family.hugging_face.read_config(tree)
         except TypeError as error:
             _find_wrong_type(family, tree, path)
-            raise ConfigError(f"{path} holds a value of a type that no such file has ({error}); {AGAIN}") from error
+            raise ConfigError(
+                f"{path} holds a value of a type that no such file has ({one_line(error)}); {AGAIN}"
+            ) from error
         except ValueError as error:
-            told = str(error)
+            told = one_line(error)
             if told.startswith(CONFIG_FILE):
                 fix = AGAIN if told.startswith(f"{CONFIG_FILE} lacks") else "use weights of another model"
                 raise ConfigError(f"{path}{told.removeprefix(CONFIG_FILE)}; {fix}") from error
@@ -121,8 +124,8 @@ class HuggingFaceFolder:
         for name, stored in tensors.stored.items():
             if name not in self._needed and not self._is_dropped(name, model.config):
                 raise ConfigError(
-                    f"{self.path / stored.file} holds {name}, for which {reader} has no place; use a folder whose "
-                    f"{CONFIG_FILE} fits its weights"
+                    f"{self.path / stored.file} holds {one_line(name)}, for which {reader} has no place; use a folder "
+                    f"whose {CONFIG_FILE} fits its weights"
                 )
         self.tensors, self.model = tensors, model
 

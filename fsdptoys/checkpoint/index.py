@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdptoys.errors import ConfigError
+from fsdptoys.utils.foreign import parse_json
 
 from .chunks import CHUNK_DTYPES, OLDER, ChunkForm
 from .storage import Storage
@@ -103,7 +104,7 @@ def read_index(storage: Storage, folder: str) -> dict[str, StoredTensor]:
         if storage.size(path) > LARGEST_INDEX_BYTES:
             raise ValueError(f"it is longer than {LARGEST_INDEX_BYTES} bytes")
         with storage.reading(path) as file:
-            tree = json.loads(file.read().decode("utf-8"))
+            tree = parse_json(file.read(), unique_keys=True)
         if not isinstance(tree, dict) or set(tree) != {"format", "tensors"} or not isinstance(tree["tensors"], dict):
             raise ValueError("it is not an index of tensors")
         if tree["format"] != FORMAT or type(tree["format"]) is not int:
@@ -111,7 +112,7 @@ def read_index(storage: Storage, folder: str) -> dict[str, StoredTensor]:
         return {name: _read_tensor(name, entry) for name, entry in tree["tensors"].items()}
     except FileNotFoundError as error:
         raise ConfigError(f"{where} is not there; {OLDER}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(f"{where} is damaged: {error}; {OLDER}") from error
 
 

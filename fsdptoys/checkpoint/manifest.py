@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fsdptoys.utils.foreign import parse_json
+
 from .storage import Storage
 from .sums import FileSum, sum_file, sums_from_json, sums_to_json
 
@@ -69,10 +71,7 @@ def from_json(text: bytes) -> dict[str, Any]:
     Raises:
         ValueError: if it is none.
     """
-    try:
-        tree = json.loads(text.decode("utf-8"), parse_constant=_refuse, object_pairs_hook=_unique)
-    except RecursionError as error:
-        raise ValueError("it is too deep") from error
+    tree = parse_json(text, unique_keys=True)
     if not isinstance(tree, dict):
         raise ValueError("it is not an object")
     return tree
@@ -181,14 +180,3 @@ def _parse(text: bytes, name: str) -> Manifest:
     if not {STATE_FILE, INDEX_FILE} <= set(manifest.files) or any(not said.size for said in manifest.files.values()):
         raise NotWholeError(f"is damaged: its {MANIFEST_FILE} lists files that no checkpoint has, or too few")
     return manifest
-
-
-def _refuse(word: str) -> float:
-    raise ValueError(f"{word} is no number")
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    tree = dict(pairs)
-    if len(tree) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return tree

@@ -12,6 +12,7 @@ from typing import Any
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import ModelConfig
+from fsdptoys.utils.text import one_line
 
 EXPECTED = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 
@@ -35,7 +36,9 @@ def build_dataclass(kind: type, values: Mapping[str, Any], where: str, rename: C
             raise ConfigError(f"{where} lacks {rename(name)}; add it")
     for name, value in values.items():
         if name not in names:
-            raise ConfigError(f"{where} says {rename(str(name))}={short(value)}, which nothing here reads; remove it")
+            raise ConfigError(
+                f"{where} says {one_line(rename(str(name)))}={short(value)}, which nothing here reads; remove it"
+            )
 
     def nested(name: str) -> Callable[[str], str]:
         return lambda part: rename(f"{name}.{part}")
@@ -46,7 +49,7 @@ def build_dataclass(kind: type, values: Mapping[str, Any], where: str, rename: C
     except ConfigError:
         raise
     except ValueError as error:
-        raise ConfigError(f"{where} describes a model that cannot be built: {error}") from error
+        raise ConfigError(f"{where} describes a model that cannot be built: {one_line(error)}") from error
 
 
 def check_type(value: Any, annotation: Any, where: str, key: str, rename: Callable[[str], str] = str) -> Any:
@@ -143,5 +146,7 @@ def _flatten(config: Any, prefix: str = "") -> dict[str, Any]:
 
 def _plain(value: Any) -> str:
     return (
-        {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
+        {None: "null", True: "true", False: "false"}[value]
+        if value is None or isinstance(value, bool)
+        else one_line(value)
     )

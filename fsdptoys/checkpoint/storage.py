@@ -14,13 +14,22 @@ Source: https://filesystem-spec.readthedocs.io
 import io
 import os
 import shutil
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
+from urllib.parse import urlsplit
 
 from fsdptoys.errors import ConfigError
+from fsdptoys.utils.regular_file import open_regular
+from fsdptoys.utils.text import one_line
+
+CONNECT_SECONDS = 4.0
+
+PORTS = {"ftp": 21, "sftp": 22, "ssh": 22, "smb": 445}
+"""Scheme of a URL whose file system connects as soon as fsspec constructs it → the server's usual port."""
 
 
 class Storage(ABC):
@@ -72,13 +81,21 @@ class Storage(ABC):
     def remove(self, path: str) -> None:
         """Remove a file, or a folder with all that is in it; nothing happens if it is gone already."""
 
+    def move(self, old: str, new: str) -> None:
+        """Give a folder a name that is free: by renaming, or else by copying its files before they are removed."""
+        self.rename(old, new)
+        self.sync("")
+
 
 def open_storage(where: str) -> Storage:
-    """The place that a path or a URL names. Nothing is made or contacted yet.
+    """The place that a path or a URL names. Nothing is made there yet.
 
     Raises:
-        ConfigError: if the URL is of a kind that is unknown, or needs a package that is not installed.
+        ConfigError: if the URL is of a kind that is unknown, needs a package that is not installed, or names a server
+            that does not answer.
     """
+    if where.startswith("://"):
+        raise ConfigError(f"{where} is a URL without a kind; name a local folder, or a URL such as s3://bucket/folder")
     return UrlStorage(where) if "://" in where else LocalStorage(where)
 
 
@@ -130,15 +147,16 @@ class LocalStorage(Storage):
 
     def reading(self, path: str) -> AbstractContextManager[BinaryIO]:
         """See Storage. Unbuffered, so that large reads are not copied and small ones read no more than asked for."""
-        return open(self._place(path), "rb", buffering=0)
+        file: Any = open_regular(self._place(path), "rb", buffering=0)
+        return file
 
     @contextmanager
     def writing(self, path: str) -> Iterator[BinaryIO]:
         """See Storage."""
         place = self._place(path)
         try:
-            with open(place, "wb") as file:
-                yield file
+            with open_regular(place, "wb") as file:
+                yield cast(BinaryIO, file)
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
@@ -194,6 +212,7 @@ class UrlStorage(Storage):
 
         self.where = where.rstrip("/")
         try:
+            _check_answer(where)
             self._files, self._root = url_to_fs(where, use_listings_cache=False)
         except ImportError as error:
             raise ConfigError(
@@ -204,6 +223,12 @@ class UrlStorage(Storage):
             raise ConfigError(
                 f"{where} is of no kind that fsspec knows ({error}); name a local folder, or a URL such as "
                 "s3://bucket/folder"
+            ) from error
+        except Exception as error:  # some file systems connect when they are constructed, with errors of their own
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+            raise ConfigError(
+                f"{where} cannot be reached ({one_line(reason) or type(error).__name__}); start its server, or set "
+                "checkpoint.folder and checkpoint.resume to places that can be"
             ) from error
 
     def names(self, folder: str = "") -> list[str]:
@@ -269,6 +294,23 @@ class UrlStorage(Storage):
         with _os_errors(), suppress(FileNotFoundError):
             self._files.rm(self._place(path), recursive=True)
 
+    def move(self, old: str, new: str) -> None:
+        """See Storage."""
+        source, target = self._place(old), self._place(new)
+        with _os_errors():
+            try:
+                for path in self._files.find(source):
+                    copy = target + path[len(source) :]
+                    self._files.makedirs(copy.rpartition("/")[0], exist_ok=True)
+                    self._files.cp_file(path, copy)
+                    if self._files.info(copy)["size"] != self._files.info(path)["size"]:
+                        raise OSError(f"{copy} is not as long as what it was copied from")
+            except Exception:
+                with suppress(Exception):
+                    self._files.rm(target, recursive=True)
+                raise
+            self._files.rm(source, recursive=True)
+
     def _place(self, path: str) -> str:
         return f"{self._root.rstrip('/')}/{_checked(path)}".rstrip("/") or "/"
 
@@ -312,6 +354,18 @@ class _UrlFile(io.RawIOBase):
                     self._file.close()
             finally:
                 super().close()
+
+
+def _check_answer(where: str) -> None:
+    """Connect to the server of a URL, if its file system would connect in its constructor and wait there for long.
+
+    Raises:
+        OSError: if the server does not accept the connection within ``CONNECT_SECONDS``.
+        ValueError: for a port that is none.
+    """
+    parts = urlsplit(where)
+    if parts.scheme in PORTS and parts.hostname:
+        socket.create_connection((parts.hostname, parts.port or PORTS[parts.scheme]), CONNECT_SECONDS).close()
 
 
 @contextmanager

@@ -19,6 +19,9 @@ from torch import Tensor
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.models.huggingface import Bounds
+from fsdptoys.utils.foreign import parse_json
+from fsdptoys.utils.regular_file import read_regular
+from fsdptoys.utils.text import one_line
 
 from .headers import AGAIN, StoredTensor, read_header
 
@@ -57,16 +60,13 @@ def read_json(path: Path) -> dict[str, Any]:
         ConfigError: naming the file.
     """
     try:
-        with open(path, "rb") as file:
-            text = file.read(LARGEST_JSON_BYTES + 1)
-        if len(text) > LARGEST_JSON_BYTES:
-            raise ValueError(f"it is longer than {LARGEST_JSON_BYTES} bytes")
-        tree = json.loads(text.decode("utf-8"))
+        # Infinity occurs in configurations of others, in keys that no family here reads.
+        tree = parse_json(read_regular(path, LARGEST_JSON_BYTES), non_finite=True)
         if not isinstance(tree, dict):
             raise ValueError("it is not an object")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror or error}); {AGAIN}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path} cannot be read as JSON ({error}); {AGAIN}") from error
     return tree
 
@@ -104,14 +104,18 @@ class TensorFolder:
         self.stored: dict[str, StoredTensor] = {}
         for file in self.files:
             if not (path / file).exists():
-                raise ConfigError(f"{path / file} is not there, though {index.name} speaks of it; {AGAIN}")
+                raise ConfigError(f"{path / one_line(file)} is not there, though {index.name} speaks of it; {AGAIN}")
             for name, tensor in read_header(path / file).items():
                 if name in self.stored:
-                    raise ConfigError(f"{path} holds {name} twice, in {self.stored[name].file} and {file}; {AGAIN}")
+                    raise ConfigError(
+                        f"{path} holds {one_line(name)} twice, in {self.stored[name].file} and {file}; {AGAIN}"
+                    )
                 self.stored[name] = tensor
         for name, file in places.items():
             if name not in self.stored or self.stored[name].file != file:
-                raise ConfigError(f"{index} says that {file} holds {name}, which it does not; {AGAIN}")
+                raise ConfigError(
+                    f"{index} says that {one_line(file)} holds {one_line(name)}, which it does not; {AGAIN}"
+                )
 
     def require(self, shapes: Mapping[str, tuple[int, ...]], owner: str) -> None:
         """Check that tensors are there, in their shapes and in dtypes that can be read.
@@ -136,8 +140,8 @@ class TensorFolder:
                 )
             if tensor.dtype not in DTYPES:
                 raise ConfigError(
-                    f"{found} as {tensor.dtype}, and weights are read from {', '.join(DTYPES)} alone; convert it "
-                    "to one of these"
+                    f"{found} as {one_line(tensor.dtype)}, and weights are read from {', '.join(DTYPES)} alone; "
+                    "convert it to one of these"
                 )
 
     def dtypes(self) -> list[str]:
@@ -234,7 +238,8 @@ def _read_index(index: Path) -> dict[str, str]:
     for name, file in places.items():
         if not is_file_name(file):
             raise ConfigError(
-                f"{index} says that {name} is in {file!r}, which is not the name of a file in that folder; {AGAIN}"
+                f"{index} says that {one_line(name)} is in {file!r:.100}, which is not the name of a file in that "
+                f"folder; {AGAIN}"
             )
     return places
 

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import FAMILIES, DecoderModel, ModelConfig
 from fsdptoys.models.huggingface import Bounds
+from fsdptoys.utils.foreign import parse_yaml
+from fsdptoys.utils.regular_file import read_regular
+from fsdptoys.utils.text import one_line
 
 from .folder import new_folder, verify_checksums
 from .model_config import build_dataclass, short
@@ -84,8 +86,8 @@ class RunWeights:
         for name, stored in self.tensors.stored.items():
             if name not in shapes:
                 raise ConfigError(
-                    f"{self.path / stored.file} holds {name}, for which {reader} has no place; use the {CONFIG_FILE} "
-                    "that the run wrote"
+                    f"{self.path / stored.file} holds {one_line(name)}, for which {reader} has no place; use the "
+                    f"{CONFIG_FILE} that the run wrote"
                 )
 
     def build(self) -> DecoderModel:
@@ -106,19 +108,14 @@ class RunWeights:
 def _read_settings(path: Path) -> dict[str, Any]:
     """A run's ``config.yaml``."""
     try:
-        with open(path, "rb") as file:
-            text = file.read(LARGEST_CONFIG_BYTES + 1)
-        if len(text) > LARGEST_CONFIG_BYTES:
-            raise ValueError(f"it is longer than {LARGEST_CONFIG_BYTES} bytes")
-        tree = yaml.safe_load(text)
+        tree = parse_yaml(read_regular(path, LARGEST_CONFIG_BYTES))
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError(
             f"{path} cannot be read ({reason}), and says what model the weights are of; put it there"
         ) from error
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{path} cannot be read as YAML ({reason}); use the file that the run wrote") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} cannot be read as YAML ({error}); use the file that the run wrote") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} lacks the section model; use the file that the run wrote")
     return tree

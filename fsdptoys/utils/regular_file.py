@@ -34,6 +34,11 @@ class NotRegularFileError(OSError):
         super().__init__(errno.EINVAL, f"it is {kind} and not a regular file", os.fspath(path))
         self.sentence = f"{os.fspath(path)} is {kind} and not a regular file"
         """For a message that names the path."""
+        self._made_of = (path, mode)
+
+    def __reduce__(self) -> "tuple[Any, ...]":
+        # OSError's own passes what OSError was constructed with; ranks send each other their errors.
+        return type(self), self._made_of
 
 
 def open_regular(path: "str | os.PathLike[str]", mode: str = "rb", **options: Any) -> IO[Any]:

@@ -4,12 +4,18 @@ import builtins
 import errno
 import importlib
 import os
+import pickle
+import resource
+import socket
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fsdptoys.checkpoint import storage as storage_module
 from fsdptoys.checkpoint.storage import Storage, open_storage
 from fsdptoys.errors import ConfigError
 
@@ -94,13 +100,104 @@ def test_a_written_local_file_was_handed_to_the_disk_and_one_that_failed_was_not
     assert synced == [3]
 
 
-def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
-    """The kernel's own device that is always full."""
-    (tmp_path / "full").symlink_to("/dev/full")
+def test_a_file_without_room_is_an_error_that_names_it(tmp_path: Path) -> None:
+    """Oracle: the kernel's own limit on the size of a file."""
     storage = open_storage(str(tmp_path))
-    with pytest.raises(OSError) as caught:
-        write(storage, "full")
-    assert caught.value.errno == errno.ENOSPC and caught.value.filename == f"{tmp_path}/full"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5, hard))
+    try:
+        with pytest.raises(OSError) as caught:
+            write(storage, "full")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.errno == errno.EFBIG and caught.value.filename == f"{tmp_path}/full"
+
+
+@pytest.mark.parametrize("kind", ["link to a file", "link to nothing", "pipe", "link to a pipe", "folder"])
+def test_nothing_but_a_regular_file_is_written(kind: str, tmp_path: Path) -> None:
+    """Oracle: the error, which names the path and comes to other ranks as it is; the file that a link leads to."""
+    storage = open_storage(str(tmp_path))
+    precious = tmp_path / "precious"
+    precious.write_bytes(b"own" if kind == "link to a file" else b"")
+    if "pipe" in kind:
+        precious.unlink()
+        os.mkfifo(precious if "link" in kind else tmp_path / "planted")
+    if kind == "link to nothing":
+        precious.unlink()
+    if "link" in kind:
+        (tmp_path / "planted").symlink_to(precious)
+    if kind == "folder":
+        (tmp_path / "planted").mkdir()
+    with pytest.raises(OSError, match="not a regular file") as caught:
+        write(storage, "planted")
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    assert precious.read_bytes() == b"own" if kind == "link to a file" else not precious.is_file() or kind == "folder"
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_reading_a_pipe_does_not_wait_for_a_writer(link: bool, tmp_path: Path) -> None:
+    """Oracle: the error; a plain ``open`` would wait forever."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    with pytest.raises(OSError, match="a named pipe and not a regular file"):
+        open_storage(str(tmp_path)).reading("link" if link else "pipe")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_that_is_moved_keeps_every_byte(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the bytes that were written; where copying fails, all of them are where they were."""
+    storage = make_storage(kind, tmp_path)
+    storage.make("old/inner")
+    write(storage, "old/a")
+    write(storage, "old/inner/b", b"inner")
+    if kind != "path":
+        files: Any = storage._files  # type: ignore[attr-defined]
+        original, done = files.cp_file, []
+
+        def fail(source: str, target: str, **options: Any) -> None:
+            if done:
+                raise ServiceError("503")
+            done.append(original(source, target, **options))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(files, "cp_file", fail)
+            with pytest.raises(OSError, match="503"):
+                storage.move("old", "new")
+        assert storage.names() == ["old"] and storage.names("old") == ["a", "inner"]
+    storage.move("old", "new")
+    assert storage.names() == ["new"] and storage.names("new") == ["a", "inner"]
+    for path, content in (("new/a", b"0123456789"), ("new/inner/b", b"inner")):
+        with storage.reading(path) as file:
+            assert file.read() == content
+
+
+@pytest.fixture
+def silent_port() -> Iterator[int]:
+    """Of a server whose queue of connections is full, so that the kernel drops packets of further ones."""
+    with ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        port: int = server.getsockname()[1]
+        for _ in range(4):
+            client = stack.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(("127.0.0.1", port))
+        yield port
+
+
+def test_a_server_that_does_not_answer_is_one_sentence(silent_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the sentence, of a port where nobody listens and of one that swallows every packet."""
+    monkeypatch.setattr(storage_module, "CONNECT_SECONDS", 0.3)
+    with pytest.raises(ConfigError, match=r"^ftp://127.0.0.1:9/x cannot be reached \(Connection refused\); start its"):
+        open_storage("ftp://127.0.0.1:9/x")
+    with pytest.raises(ConfigError, match=r"cannot be reached \(timed out\); start its server, or set"):
+        open_storage(f"ftp://127.0.0.1:{silent_port}/x")
+
+
+@pytest.mark.parametrize("where", ["://", "://x", "ftp://host:port/x"])
+def test_a_url_that_names_no_place_is_refused(where: str) -> None:
+    """Oracle: the sentence quotes it and gives an example."""
+    with pytest.raises(ConfigError, match=f"^{where} is .* such as s3://bucket/folder$"):
+        open_storage(where)
 
 
 @pytest.mark.parametrize("path", ["../a", "/etc/passwd", "a/../../b", "a//b", "."])

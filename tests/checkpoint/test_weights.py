@@ -284,8 +284,5 @@ def test_a_configuration_that_refers_to_itself_does_not_take_minutes(tmp_path: P
     save_run(tmp_path, LlamaConfig(dim=16, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=24, vocab_size=32))
     lines = ["a0: &a0 [x]"] + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10)]
     (tmp_path / "config.yaml").write_text("\n".join([*lines, "model: {family: llama, dim: *a9}"]))
-    with pytest.raises(ConfigError, match=r"lacks model\.name; add it"):
-        RunWeights(tmp_path)
-    (tmp_path / "config.yaml").write_text("\n".join([*lines, "model: {family: *a9}"]))
-    with pytest.raises(ConfigError, match=r"says model\.family=a list of 9, which is none"):
+    with pytest.raises(ConfigError, match=r"cannot be read as YAML \(it has an alias \(\*a0\) in line 2\)"):
         RunWeights(tmp_path)
