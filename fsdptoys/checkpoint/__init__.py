@@ -10,6 +10,7 @@ from .manifest import MANIFEST_FILE, step_of
 from .model_config import check_same, differences
 from .reading import Checkpoint
 from .saved_weights import CheckpointWeights
+from .state import Schema
 from .storage import Storage, open_storage
 from .tensors import MAX_FILE_BYTES, ReadRegion, TensorFolder, Written, dtype_name
 from .weights import WEIGHTS_FOLDER, RunWeights, model_config_of, save_weights
@@ -29,6 +30,7 @@ __all__ = [
     "HuggingFaceFolder",
     "ReadRegion",
     "RunWeights",
+    "Schema",
     "Storage",
     "TensorFolder",
     "Written",

@@ -15,21 +15,22 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fsdptoys.errors import ConfigError
 
 from .config import RESUME_WORDS, CheckpointConfig
 from .manifest import (
     MANIFEST_FILE,
-    STATE_FILE,
     NotWholeError,
-    read_facts,
+    UnreadableError,
     read_manifest,
     reason_of,
     step_of,
+    tried_again,
 )
 from .series import Series
+from .state import ANY, Facts, Schema, read_state
 from .storage import LocalStorage, Storage, open_storage
 
 RUN_FOLDER = "checkpoints"
@@ -48,41 +49,45 @@ class Place:
     """Whether it lies where this run saves."""
 
 
-def peek(config: CheckpointConfig, folder: str | None, restarted: bool = False) -> dict[str, Any] | None:
+def peek(config: CheckpointConfig, folder: str | None, restarted: bool = False, schema: Schema = ANY) -> Facts | None:
     """What a run would go on from, found by one process without a process group.
 
     Args:
         config: says whether to resume, and whether anything will be saved.
         folder: where the run's checkpoints go, as a path or URL; None for a place that is made anew.
         restarted: whether this run has begun before, so that its own newest checkpoint comes before ``config.resume``.
+        schema: of the facts.
 
     Returns:
         The facts of the checkpoint; None for a run that starts anew.
 
     Raises:
         ConfigError: if there is none and there must be, if the one that was named is not whole, if checkpoints that
-            are there already would be mixed up with this run's, or if the folder cannot be written.
+            are there already would be mixed up with this run's, if one that may be whole cannot be read, or if the
+            folder cannot be written.
     """
     storage = None if folder is None else open_storage(folder)
     if storage is not None:
         if config.every or config.on_signal:
             check_writable(storage)
-        if Series(storage).newest_complete() is None:  # else a run that is saving just now may be at it
+        if listed(Series(storage).newest_complete, storage) is None:  # else a run that is saving just now may be at it
             Series(storage).recover()
-    if restarted and storage is not None and (facts := _peek_newest(storage, [])) is not None:
+    if restarted and storage is not None and (facts := _peek_newest(storage, [], schema)) is not None:
         return facts
     if config.resume in RESUME_WORDS:
         check_not_taken(config, storage)
         passed: list[str] = []
-        facts = _peek_newest(storage, passed) if config.resumes and storage is not None else None
+        facts = _peek_newest(storage, passed, schema) if config.resumes and storage is not None else None
         if facts is None and config.resume == "must":
             raise ConfigError(none_whole(storage, passed))
         return facts
     place = locate(config, storage)
     try:
-        return _facts(place.storage, place.name)
+        return _facts(place.storage, place.name, schema)
     except NotWholeError as problem:
         raise ConfigError(not_whole(config, place, str(problem))) from problem
+    except UnreadableError as problem:
+        raise ConfigError(unreadable(place.storage, problem)) from problem
 
 
 def check_not_taken(config: CheckpointConfig, storage: Storage | None) -> None:
@@ -140,7 +145,7 @@ def not_whole(config: CheckpointConfig, place: Place, problem: str) -> str:
     """The sentence that refuses the checkpoint that was named."""
     series = Series(place.storage)
     older = None
-    with suppress(OSError):
+    with suppress(OSError, UnreadableError):
         older = next(
             (name for name in series.names() if _step(name) < _step(place.name) and series.is_complete(name)), None
         )
@@ -160,6 +165,14 @@ def none_whole(storage: Storage | None, passed: list[str]) -> str:
     )
 
 
+def unreadable(storage: Storage, problem: UnreadableError) -> str:
+    """The sentence that refuses to pass over a checkpoint that may be whole."""
+    return (
+        f"{problem.name} in {storage.where} {problem.reason}, and may be a whole checkpoint; make it readable, or move "
+        "it out of that folder"
+    )
+
+
 def check_writable(storage: Storage) -> None:
     """Write a small file and remove it.
 
@@ -171,6 +184,8 @@ def check_writable(storage: Storage) -> None:
     try:
         if isinstance(storage, LocalStorage):
             path = Path(storage.where).absolute()
+            with suppress(FileNotFoundError, NotADirectoryError):
+                path.lstat()  # the names of folders to make may be too long
             nearest = next(place for place in (path, *path.parents) if os.path.lexists(place))
             with tempfile.TemporaryFile(dir=nearest) as local:
                 local.write(b"x")
@@ -191,10 +206,12 @@ def listed(look: Callable[[], T], storage: Storage) -> T:
     """What a look into a storage gives.
 
     Raises:
-        ConfigError: where the system refuses it.
+        ConfigError: where the system refuses it, again and again.
     """
     try:
-        return look()
+        return tried_again(look)
+    except UnreadableError as problem:
+        raise ConfigError(unreadable(storage, problem)) from problem
     except OSError as error:
         raise ConfigError(
             f"{storage.where} cannot be read ({reason_of(error)}), and may hold checkpoints; make it readable, or set "
@@ -202,17 +219,19 @@ def listed(look: Callable[[], T], storage: Storage) -> T:
         ) from error
 
 
-def _peek_newest(storage: Storage, passed: list[str]) -> dict[str, Any] | None:
+def _peek_newest(storage: Storage, passed: list[str], schema: Schema) -> Facts | None:
     for name in listed(Series(storage).names, storage):
         try:
-            return _facts(storage, name)
+            return _facts(storage, name, schema)
         except NotWholeError as problem:
             passed.append(f"{name} {problem}")
+        except UnreadableError as problem:
+            raise ConfigError(unreadable(storage, problem)) from problem
     return None
 
 
-def _facts(storage: Storage, name: str) -> dict[str, Any]:
-    return read_facts(storage, read_manifest(storage, name), STATE_FILE)
+def _facts(storage: Storage, name: str, schema: Schema) -> Facts:
+    return read_state(storage, read_manifest(storage, name), schema)
 
 
 def _step(name: str) -> int:

@@ -19,14 +19,15 @@ from torch import Tensor
 
 from fsdptoys.errors import ConfigError
 
-from .choice import Place, check_not_taken, listed, locate, none_whole, not_whole
+from .choice import Place, check_not_taken, listed, locate, none_whole, not_whole, unreadable
 from .config import RESUME_WORDS, CheckpointConfig, Form
-from .manifest import NotWholeError, reason_of, to_json
+from .manifest import NotWholeError, UnreadableError, reason_of, to_json
 from .ranks import Ranks
 from .reading import Checkpoint, read_checkpoint
 from .saving import Put, Saver
 from .series import LATEST_FILE, PARTIAL, Series, write_file
 from .shards import Whole, save_tensors, save_whole_tensors
+from .state import ANY, Schema
 from .storage import open_storage
 
 Tensors = dict[str, Tensor]
@@ -44,6 +45,7 @@ class Checkpoints:
         copy: copies tensors to host memory, into what it returned the last time if it is given that; None to clone.
         whole: gathers the tensors of all ranks one after the other, as whole ones on the CPU of rank 0 and None
             elsewhere; None where all of them are whole already.
+        schema: of the facts that are saved, which are checked when they are read.
 
     Attributes:
         last_step: of the newest checkpoint here that is committed or being written; changes in ``save``, ``finish`` and
@@ -63,6 +65,7 @@ class Checkpoints:
         message: Callable[[str], None] | None = None,
         copy: Copy | None = None,
         whole: Whole | None = None,
+        schema: Schema = ANY,
     ) -> None:
         assert group is None or whole is not None or config.form is not Form.full, "who gathers whole tensors?"
         self.last_step = None
@@ -76,6 +79,7 @@ class Checkpoints:
         self._copy = copy or _clone
         self._copies: Tensors | None = None
         self._whole = whole or _each
+        self._schema = schema
         self._is_clean = False
         self._thread: threading.Thread | None = None
         self._verdict = True
@@ -207,19 +211,26 @@ class Checkpoints:
         """Once, before anything is read or written: take back or remove what a process that died left here."""
         if not self._is_clean and self._ranks.rank == 0:
             self._series.clean()
+            for sentence in self._series.aside:
+                self._untold.put(sentence)
+            self._series.aside.clear()
         self._is_clean = True
 
     def _newest_whole(self, passed: list[str]) -> Checkpoint | None:
         """The first that is whole, the newest before others; ``passed`` is added those before it, with the reasons."""
         found = None
-        for name in self._ranks.ask_first(lambda: listed(self._series.names, self._storage)):
+        names = self._ranks.ask_first(lambda: listed(self._series.names, self._storage))
+        for name in names:
             try:
-                found = read_checkpoint(self._ranks, self._storage, name)
+                found = read_checkpoint(self._ranks, self._storage, name, self._schema)
                 break
             except NotWholeError as problem:
                 passed.append(f"{name} {problem}")
-                self._saver.damaged.add(name)
+                self._series.damaged.add(name)
+            except UnreadableError as problem:
+                raise ConfigError(unreadable(self._storage, problem)) from problem
         if found is not None:
+            self._series.resume_from(found.name, names)
             self._saver.committed = self.last_step = found.step
         onward = f"going on from {found.name}" if found is not None else "there is no older one"
         if self._message is not None and self._ranks.rank == 0:
@@ -237,11 +248,14 @@ class Checkpoints:
         where, name, own = self._ranks.ask_first(look)
         storage = open_storage(where)
         try:
-            found = read_checkpoint(self._ranks, storage, name)
+            found = read_checkpoint(self._ranks, storage, name, self._schema)
         except NotWholeError as problem:
             sentence = not_whole(self._config, Place(storage, name, own), str(problem))
             raise ConfigError(self._ranks.broadcast(sentence)) from problem
+        except UnreadableError as problem:
+            raise ConfigError(unreadable(storage, problem)) from problem
         if own:
+            self._series.resume_from(name, self._ranks.ask_first(lambda: listed(self._series.names, self._storage)))
             self._saver.committed = self.last_step = found.step
         return found
 

@@ -4,6 +4,9 @@ A folder without one is incomplete, and one that differs from it is damaged; nei
 its folder too, so that a copied or renamed one does not pass for another step, and there is only one way to write it
 down, so that whatever is changed in it is noticed. Files that it does not list are never opened.
 
+A folder that the system refuses to read is neither: a permission, a network disk or a limit on open files says nothing
+about its content. Such a read is tried again for about a second, and then raises another error than damage does.
+
 Nothing here or in what it lists is a pickle, so there is nothing in a hostile file that would run. A manifest proves
 that files are as they were written, not by whom.
 """
@@ -11,11 +14,14 @@ that files are as they were written, not by whom.
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO, TypeVar
 
 from fsdptoys.utils.foreign import parse_json
+from fsdptoys.utils.regular_file import NotRegularFileError
+from fsdptoys.utils.text import one_line
 
 from .storage import Storage
 from .sums import FileSum, sum_file, sums_from_json, sums_to_json
@@ -27,11 +33,32 @@ FORMAT = 1
 LARGEST_BYTES = 64 * 2**20
 """Of a JSON file; the manifest of 100,000 ranks takes 25 MiB."""
 
+RETRY_PAUSES_SECONDS = (0.1, 0.3, 0.9)
+"""Between attempts to read what the system refuses."""
+
+ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError, NotRegularFileError)
+"""Errors that are facts about the content of a folder."""
+
+T = TypeVar("T")
+
 NAME = re.compile(r"step-([0-9]{8,15})")
 
 
 class NotWholeError(Exception):
     """Why a folder is no checkpoint that can be loaded, worded to follow its name."""
+
+
+class UnreadableError(Exception):
+    """Why it is unknown whether a folder is a checkpoint that can be loaded.
+
+    Attributes:
+        name: of the folder.
+        reason: worded to follow it.
+    """
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name} {reason}")
+        self.name, self.reason = name, reason
 
 
 def step_name(step: int) -> str:
@@ -92,13 +119,36 @@ class Manifest:
         return (json.dumps(tree, indent=1) + "\n").encode()
 
 
-def read_manifest(storage: Storage, name: str) -> Manifest:
-    """Read a folder's manifest and hold the sizes of its files against it.
+def tried_again(read: Callable[[], T]) -> T:
+    """Read, and try again after short pauses where the system refuses.
 
     Raises:
-        NotWholeError: if the folder is incomplete, damaged, or cannot be read.
+        OSError: of the last attempt, or at once if it is a fact about what is there.
     """
-    try:
+    for pause in RETRY_PAUSES_SECONDS:
+        try:
+            return read()
+        except ABSENT:
+            raise
+        except OSError:
+            time.sleep(pause)
+    return read()
+
+
+def read_manifest(storage: Storage, name: str, patient: bool = True) -> Manifest:
+    """Read a folder's manifest and compare the sizes of its files with it.
+
+    Args:
+        storage: where from.
+        name: of the folder.
+        patient: whether to try again what the system refuses.
+
+    Raises:
+        NotWholeError: if the folder is incomplete or damaged.
+        UnreadableError: if the system refuses to read it.
+    """
+
+    def read() -> Manifest:
         # Before opening: what is no file, but a pipe for example, has no size either.
         if not storage.exists(f"{name}/{MANIFEST_FILE}"):
             raise NotWholeError(f"is incomplete: it has no {MANIFEST_FILE}")
@@ -106,7 +156,7 @@ def read_manifest(storage: Storage, name: str) -> Manifest:
         if not 0 < size <= LARGEST_BYTES:
             raise NotWholeError(f"is damaged: its {MANIFEST_FILE} holds {size} bytes")
         with storage.reading(f"{name}/{MANIFEST_FILE}") as file:
-            text = file.read(size)
+            text = _read_bytes(file, size)
         manifest = _parse(text, name)
         present = set(storage.names(name))
         for path, said in manifest.files.items():
@@ -115,22 +165,24 @@ def read_manifest(storage: Storage, name: str) -> Manifest:
             size = storage.size(f"{name}/{path}")
             if size != said.size:
                 raise NotWholeError(f"is damaged: {path} holds {size} bytes, and {MANIFEST_FILE} says {said.size}")
-    except OSError as error:
-        raise NotWholeError(f"cannot be read ({reason_of(error)})") from error
-    return manifest
+        return manifest
+
+    return _judged(read, name, MANIFEST_FILE, patient)
 
 
 def verify_file(storage: Storage, manifest: Manifest, path: str) -> None:
-    """Read a file and hold it against the manifest.
+    """Read a file and compare its sum with the manifest.
 
     Raises:
-        NotWholeError: if it differs or cannot be read.
+        NotWholeError: if it differs or is gone.
+        UnreadableError: if the system refuses to read it.
     """
-    try:
+
+    def read() -> FileSum:
         with storage.reading(f"{manifest.name}/{path}") as file:
-            found = sum_file(file)
-    except OSError as error:
-        raise NotWholeError(f"cannot be read ({path}: {reason_of(error)})") from error
+            return sum_file(file)
+
+    found = _judged(read, manifest.name, path)
     if found != manifest.files[path]:
         raise NotWholeError(f"is damaged: the SHA-256 of {path} is not the one that {MANIFEST_FILE} says")
 
@@ -139,16 +191,18 @@ def read_facts(storage: Storage, manifest: Manifest, path: str) -> dict[str, Any
     """Read a JSON file, which is parsed only if it is the one that the manifest speaks of.
 
     Raises:
-        NotWholeError: if it differs, cannot be read, or is not JSON.
+        NotWholeError: if it differs, is gone, or is not JSON.
+        UnreadableError: if the system refuses to read it.
     """
+
+    def read() -> bytes:
+        with storage.reading(f"{manifest.name}/{path}") as file:
+            return _read_bytes(file, said.size)
+
     said = manifest.files[path]
     if said.size > LARGEST_BYTES:
         raise NotWholeError(f"is damaged: {path} holds {said.size} bytes")
-    try:
-        with storage.reading(f"{manifest.name}/{path}") as file:
-            text = file.read(said.size)
-    except OSError as error:
-        raise NotWholeError(f"cannot be read ({path}: {reason_of(error)})") from error
+    text = _judged(read, manifest.name, path)
     if FileSum(len(text), hashlib.sha256(text).hexdigest()) != said:
         raise NotWholeError(f"is damaged: the SHA-256 of {path} is not the one that {MANIFEST_FILE} says")
     try:
@@ -157,9 +211,35 @@ def read_facts(storage: Storage, manifest: Manifest, path: str) -> dict[str, Any
         raise NotWholeError(f"is damaged: {path} is not JSON ({error})") from error
 
 
+def world_size_of(manifest: Manifest) -> int:
+    """Number of ranks that saved a checkpoint."""
+    rank = 0
+    while rank_file(rank) in manifest.files:
+        rank += 1
+    return rank
+
+
 def reason_of(error: OSError) -> str:
     """What the system said, without the path."""
-    return error.strerror or str(error) or type(error).__name__
+    return one_line(error.strerror or error) or type(error).__name__
+
+
+def _read_bytes(file: BinaryIO, size: int) -> bytes:
+    """So many bytes, or all there are; one read of an unbuffered file may return fewer."""
+    content = b""
+    while len(content) < size and (block := file.read(size - len(content))):
+        content += block
+    return content
+
+
+def _judged(read: Callable[[], T], name: str, path: str, patient: bool = True) -> T:
+    """Read, and tell errors that are facts about a folder from those that leave its content unknown."""
+    try:
+        return tried_again(read) if patient else read()
+    except ABSENT as error:
+        raise NotWholeError(f"is damaged: {path} cannot be opened ({reason_of(error)})") from error
+    except OSError as error:
+        raise UnreadableError(name, f"cannot be read ({path}: {reason_of(error)})") from error
 
 
 def _parse(text: bytes, name: str) -> Manifest:

@@ -1,23 +1,31 @@
 """A checkpoint that all ranks have read and found whole."""
 
-from typing import Any
+import heapq
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdptoys.errors import ConfigError
+
 from .manifest import (
-    STATE_FILE,
     Manifest,
     NotWholeError,
+    UnreadableError,
     rank_file,
-    read_facts,
     read_manifest,
-    step_of,
+    reason_of,
+    tried_again,
     verify_file,
+    world_size_of,
 )
 from .ranks import Ranks
 from .shards import load_tensors
+from .state import ANY, Schema, read_own, read_state
 from .storage import Storage
+
+T = TypeVar("T")
 
 
 class Checkpoint:
@@ -52,63 +60,68 @@ class Checkpoint:
             tensors: by name; DTensors or plain ones. What else the checkpoint holds is left alone.
 
         Raises:
-            ConfigError: if it lacks one, or holds it in another shape or dtype, before any is filled.
+            ConfigError: if it lacks one, or holds it in another shape or dtype, before any is filled; or if the system
+                refuses to read it, again and again. On all ranks alike.
         """
-        load_tensors(self._storage, self.name, tensors, self._group)
+        try:
+            # An error of one rank is raised on all of them, so that all try again together.
+            tried_again(lambda: load_tensors(self._storage, self.name, tensors, self._group))
+        except OSError as error:
+            raise ConfigError(
+                f"{self.name} in {self._storage.where} cannot be read ({reason_of(error)}); make it readable, or set "
+                "checkpoint.resume to another one"
+            ) from error
 
 
-def read_checkpoint(ranks: Ranks, storage: Storage, name: str) -> Checkpoint:
-    """Read all files of a folder, each on one rank, and hold them against its manifest; collective.
+def read_checkpoint(ranks: Ranks, storage: Storage, name: str, schema: Schema = ANY) -> Checkpoint:
+    """Read all files of a folder, each on one rank, and compare them with its manifest; collective.
 
     Raises:
         NotWholeError: on all ranks, with the reason that the first of them found.
+        UnreadableError: likewise, if the system refuses to read a file on any rank, and no rank found damage.
     """
-    manifest: Manifest | None = None
-    reason: str | None = None
-    if ranks.rank == 0:
-        try:
-            manifest = read_manifest(storage, name)
-        except NotWholeError as problem:
-            reason = str(problem)
-    manifest, reason = ranks.broadcast((manifest, reason))
-    if manifest is None:
-        raise NotWholeError(reason)
-    facts: dict[str, Any] | None = None
-    own_facts: dict[str, Any] | None = None
-    try:
+    first = _agreed(ranks, name, "", lambda: read_manifest(storage, name) if ranks.rank == 0 else None)
+    manifest = ranks.broadcast(first)
+    assert manifest is not None
+
+    def read() -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         for path in _share(manifest, ranks):
             verify_file(storage, manifest, path)
-        if ranks.rank == 0:
-            facts = read_facts(storage, manifest, STATE_FILE)
-            if facts.get("step") != step_of(name):
-                raise NotWholeError(f"is damaged: {STATE_FILE} is that of step {facts.get('step')!r:.100}")
-        if _world_size(manifest) == ranks.size:
-            own_facts = read_facts(storage, manifest, rank_file(ranks.rank))
-    except NotWholeError as problem:
-        reason = f"{problem} (rank {ranks.rank})" if ranks.size > 1 else str(problem)
-    reasons = [reason for reason in ranks.gather(reason) if reason is not None]
-    facts, reason = ranks.broadcast((facts, reasons[0] if reasons else None))
-    if reason is not None:
-        raise NotWholeError(reason)
+        facts = read_state(storage, manifest, schema) if ranks.rank == 0 else None
+        same_ranks = world_size_of(manifest) == ranks.size
+        return facts, read_own(storage, manifest, rank_file(ranks.rank), schema) if same_ranks else None
+
+    facts, own_facts = _agreed(ranks, name, f" (rank {ranks.rank})" if ranks.size > 1 else "", read)
+    facts = ranks.broadcast(facts)
     assert facts is not None
     return Checkpoint(storage, name, facts, own_facts, ranks.group)
 
 
+def _agreed(ranks: Ranks, name: str, of_rank: str, read: Callable[[], T]) -> T:
+    """Read on every rank; raise on all of them what the first one met, damage before what could not be read."""
+    is_damaged, reason = False, ""
+    try:
+        result = read()
+    except NotWholeError as problem:
+        is_damaged, reason = True, f"{problem}{of_rank}"
+    except UnreadableError as problem:
+        reason = f"{problem.reason}{of_rank}"
+    verdicts = sorted((each for each in ranks.gather((is_damaged, reason)) if each[1]), key=lambda each: not each[0])
+    is_damaged, reason = ranks.broadcast(verdicts[0] if verdicts else (False, ""))
+    if is_damaged:
+        raise NotWholeError(reason)
+    if reason:
+        raise UnreadableError(name, reason)
+    return result
+
+
 def _share(manifest: Manifest, ranks: Ranks) -> list[str]:
     """The files that this rank reads: the largest first, each for the rank that has the fewest bytes so far."""
-    loads = [0] * ranks.size
+    loads = [(0, rank) for rank in range(ranks.size)]
     share = []
     for path in sorted(manifest.files, key=lambda path: (-manifest.files[path].size, path)):
-        rank = loads.index(min(loads))
-        loads[rank] += manifest.files[path].size
+        load, rank = loads[0]
+        heapq.heapreplace(loads, (load + manifest.files[path].size, rank))
         if rank == ranks.rank:
             share.append(path)
     return share
-
-
-def _world_size(manifest: Manifest) -> int:
-    """Number of ranks that saved it."""
-    rank = 0
-    while rank_file(rank) in manifest.files:
-        rank += 1
-    return rank

@@ -10,9 +10,9 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel
 from fsdptoys.models.huggingface import Bounds
 
-from .choice import locate
+from .choice import locate, unreadable
 from .config import CheckpointConfig
-from .manifest import NotWholeError
+from .manifest import NotWholeError, UnreadableError
 from .ranks import Ranks
 from .reading import read_checkpoint
 from .tensors import slices
@@ -41,6 +41,8 @@ class CheckpointWeights:
             self._checkpoint = read_checkpoint(Ranks(None), place.storage, place.name)
         except NotWholeError as problem:
             raise ConfigError(f"{where}: {place.name} {problem}; name another checkpoint") from problem
+        except UnreadableError as problem:
+            raise ConfigError(unreadable(place.storage, problem)) from problem
         self.name = place.name
         self.settings: dict[str, Any] = self._checkpoint.facts.get("config", {})
         self.config = model_config_of(self.settings.get("model"), f"{where}: {place.name}", "name another checkpoint")

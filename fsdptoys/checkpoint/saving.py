@@ -5,17 +5,19 @@
 3. Rank 0 gathers sizes and sums, or errors, and puts the folder in its place with a manifest (see ``series``).
 4. All are told the verdict. Then rank 0 deletes what is not to be kept.
 
-Where the system refuses on any rank, what was written is removed, and earlier checkpoints are as they were. An error
-of the communication is none of the system's, and is raised.
+Where the system refuses on any rank, what was written is removed, and earlier checkpoints are as they were. Where there
+is no room, old checkpoints that are over ``checkpoint.keep`` already are deleted, and all of it is done once more. An
+error of the communication is none of the system's, and is raised.
 """
 
 import errno
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from .config import CheckpointConfig
-from .manifest import STATE_FILE, Manifest, rank_file, reason_of, step_name
+from .manifest import STATE_FILE, Manifest, UnreadableError, rank_file, reason_of, step_name
 from .ranks import Ranks
 from .series import LATEST_FILE, Series, write_file
 from .storage import Storage
@@ -52,12 +54,10 @@ class Saver:
 
     Attributes:
         committed: step of the newest checkpoint of this run; another of the same step is not saved again.
-        damaged: names of checkpoints that do not count, whatever their sizes say.
     """
 
     def __init__(self, ranks: Ranks, series: Series, config: CheckpointConfig, tell: Callable[[str], None]) -> None:
         self.committed: int | None = None
-        self.damaged: set[str] = set()
         self._ranks = ranks
         self._series = series
         self._storage = series.storage
@@ -78,25 +78,41 @@ class Saver:
             Whether it is committed, on all ranks alike.
         """
         ranks = self._ranks
-        working, problem = ranks.broadcast(self._begin(step) if ranks.rank == 0 else (None, None))
-        if problem is not None:
-            self._tell_failure(step, [problem])
+        problems, wrote = self._attempt(step, put, state, own)
+        if prunes and any(words in problem for words in FULL for problem in problems):
+            has_room = ranks.broadcast(ranks.rank == 0 and self._prune(step))
+            if has_room:
+                problems, wrote = self._attempt(step, put, state, own)
+        if ranks.rank == 0:
+            for sentence in self._series.aside:
+                self._tell(sentence)
+            self._series.aside.clear()
+        if problems:
+            self._tell_failure(step, problems)
             return False
-        if working is not None:
-            answers = ranks.gather(self._write(working, put, state, own))
-            if not ranks.broadcast(ranks.rank == 0 and self._commit(step, working, answers)):
-                return False
-            if ranks.rank == 0:
-                self._tidy(step, prunes)
+        if wrote and ranks.rank == 0:
+            self._tidy(step, prunes)
         self.committed = step
         return True
+
+    def _attempt(self, step: int, put: Put, state: bytes, own: bytes) -> tuple[list[str], bool]:
+        """Save once: why it is not committed, and whether anything was written; the same on all ranks."""
+        ranks = self._ranks
+        working, problem = ranks.broadcast(self._begin(step) if ranks.rank == 0 else (None, None))
+        if problem is not None:
+            return [problem], False
+        if working is None:
+            return [], False
+        answers = ranks.gather(self._write(working, put, state, own))
+        return ranks.broadcast(self._commit(step, working, answers) if ranks.rank == 0 else []), True
 
     def _begin(self, step: int) -> tuple[str | None, str | None]:
         """The working folder, or a problem; neither where there is nothing to do."""
         name = step_name(step)
         try:
-            if self.committed == step and self._series.is_complete(name):
-                return None, None
+            with suppress(UnreadableError):
+                if self.committed == step and self._series.is_complete(name):
+                    return None, None
             return self._series.begin(name), None
         except OSError as error:
             return None, self._place_of(error)
@@ -114,7 +130,7 @@ class Saver:
         sums = {path.removeprefix(f"{working}/"): said for path, said in storage.sums.items()}
         return Answer(rank, sums, problem, storage.refused is not None)
 
-    def _commit(self, step: int, working: str, answers: list[Answer]) -> bool:
+    def _commit(self, step: int, working: str, answers: list[Answer]) -> list[str]:
         failed = [answer for answer in answers if answer.problem is not None]
         problems = [answer.problem for answer in failed if answer.is_own] or [answer.problem for answer in failed[:1]]
         told = [problem for problem in problems if problem is not None]
@@ -122,36 +138,36 @@ class Saver:
             files = {path: said for answer in answers for path, said in answer.sums.items()}
             try:
                 self._series.commit(working, Manifest(step_name(step), files))
-                return True
+                return []
             except OSError as error:
                 told = [self._place_of(error)]
         try:
             self._series.discard(working)
         except OSError as error:
             told.append(f"what was written could not be removed: {self._place_of(error)}")
-        self._tell_failure(step, told)
-        return False
+        return told
 
     def _tidy(self, step: int, prunes: bool) -> None:
         name = step_name(step)
-        self.damaged.discard(name)
+        self._series.damaged.discard(name)
         try:
             self._series.point_to(name)
         except OSError as error:
             self._tell(f"{LATEST_FILE} does not name {name}: {self._place_of(error)}")
-        if not prunes:
-            return
-        problem = self._series.prune(step, self._config.keep, self._config.keep_every, self.damaged)
-        if problem is not None:
+        if prunes:
+            self._prune(step)
+
+    def _prune(self, step: int) -> bool:
+        """Delete old checkpoints; whether there were any."""
+        pruned = self._series.prune(step, self._config.keep, self._config.keep_every)
+        for problem in pruned.problems:
             self._tell(problem)
+        return bool(pruned.deleted)
 
     def _tell_failure(self, step: int, problems: list[str]) -> None:
         if self._ranks.rank != 0:
             return
-        try:
-            newest = self._series.newest_complete()
-        except OSError:
-            newest = None
+        newest = self._series.newest_readable()
         have = f"the newest one is {newest}" if newest else "there is none yet"
         is_full = any(words in problem for words in FULL for problem in problems)
         fix = "free space or set checkpoint.folder to another disk" if is_full else "see to it that it can be written"

@@ -338,8 +338,8 @@ DAMAGED_FILES: dict[str, tuple[Damage, str]] = {
     ),
     "extra tensor whose name steers a terminal": (
         edit_tensors(lambda tensors: tensors.update({"\x1b]0;title\x07": torch.zeros(2)})),
-        f"{{}}/{THIRD} holds \\x1b]0;title\\x07, for which a llama model as configured has no place; use a folder whose "
-        "config.json fits its weights",
+        f"{{}}/{THIRD} holds \\x1b]0;title\\x07, for which a llama model as configured has no place; use a folder "
+        "whose config.json fits its weights",
     ),
     "wrong shape": (
         edit_tensors(lambda tensors: tensors.update({NORM: torch.zeros(4, 4)})),

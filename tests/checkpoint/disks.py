@@ -85,6 +85,120 @@ class _KillingFile:
         return self._file.write(data)
 
 
+class FaultyStorage(Storage):
+    """Another storage, one operation of which the system refuses.
+
+    Args:
+        storage: what the other operations are carried out by.
+        code: ``errno`` of the refusal.
+        moment: the operation that is refused, counted from 0.
+        lasting: whether everything that is done with the same path is refused from then on.
+    """
+
+    def __init__(self, storage: Storage, code: int, moment: int, lasting: bool) -> None:
+        self.where, self.renames = storage.where, storage.renames
+        self.operations: list[str] = []
+        """All that were asked for."""
+        self.refused: str | None = None
+        self._storage, self._code, self._moment, self._lasting = storage, code, moment, lasting
+        self._path: str | None = None
+
+    def committed(self) -> list[str]:
+        """Names of folders with a manifest, whatever is refused."""
+        return [name for name in self._storage.names() if self._storage.exists(f"{name}/manifest.json")]
+
+    def tick(self, operation: str, path: str) -> None:
+        """Count an operation, and refuse it if it is its turn."""
+        is_first = len(self.operations) == self._moment
+        self.operations.append(f"{operation} {path}")
+        if is_first:
+            self._path, self.refused = path, self.operations[-1]
+        if is_first or (self._lasting and self._path == path):
+            raise OSError(self._code, os.strerror(self._code), path)
+
+    def names(self, folder: str = "") -> list[str]:
+        """See Storage."""
+        self.tick("names", folder)
+        return self._storage.names(folder)
+
+    def exists(self, path: str) -> bool:
+        """See Storage."""
+        try:
+            self.tick("exists", path)
+        except FileNotFoundError:
+            return False
+        return self._storage.exists(path)
+
+    def size(self, path: str) -> int:
+        """See Storage."""
+        self.tick("size", path)
+        return self._storage.size(path)
+
+    @contextmanager
+    def reading(self, path: str) -> Iterator[BinaryIO]:
+        """See Storage."""
+        self.tick("open", path)
+        with self._storage.reading(path) as file:
+            yield cast(BinaryIO, _FaultyFile(file, path, self))
+
+    @contextmanager
+    def writing(self, path: str) -> Iterator[BinaryIO]:
+        """See Storage."""
+        self.tick("create", path)
+        with self._storage.writing(path) as file:
+            yield cast(BinaryIO, _FaultyFile(file, path, self))
+            self.tick("close", path)
+
+    def make(self, folder: str) -> None:
+        """See Storage."""
+        self.tick("make", folder)
+        self._storage.make(folder)
+
+    def sync(self, folder: str) -> None:
+        """See Storage."""
+        self.tick("sync", folder)
+        self._storage.sync(folder)
+
+    def rename(self, old: str, new: str) -> None:
+        """See Storage."""
+        self.tick("rename", old)
+        self._storage.rename(old, new)
+
+    def move(self, old: str, new: str) -> None:
+        """See Storage."""
+        self.tick("move", old)
+        self._storage.move(old, new)
+
+    def remove(self, path: str) -> None:
+        """See Storage."""
+        self.tick("remove", path)
+        self._storage.remove(path)
+
+
+class _FaultyFile:
+    def __init__(self, file: BinaryIO, path: str, storage: FaultyStorage) -> None:
+        self._file, self._path, self._storage = file, path, storage
+
+    def read(self, size: int = -1) -> bytes:
+        """See Storage."""
+        self._storage.tick("read", self._path)
+        return self._file.read(size)
+
+    def readinto(self, buffer: Any) -> int:
+        """See Storage."""
+        self._storage.tick("read", self._path)
+        return int(self._file.readinto(buffer))  # type: ignore[attr-defined]
+
+    def seek(self, offset: int) -> int:
+        """See Storage."""
+        return self._file.seek(offset)
+
+    def write(self, data: Any) -> int:
+        """See Storage."""
+        self._storage.tick("write", self._path)
+        return self._file.write(data)
+
+
 class _File:
     def __init__(self) -> None:
         self.seen = b""

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdptoys.checkpoint import Checkpoint, CheckpointConfig, Checkpoints, Form
+from fsdptoys.checkpoint import Checkpoint, CheckpointConfig, Checkpoints, Form, manifest
 from fsdptoys.errors import ConfigError
 from scripts.ranks import run_ranks
 from tests.checkpoint.disks import tree
@@ -63,6 +63,7 @@ class Cases:
         self.agrees_on_a_failure()
         self.agrees_on_damage()
         self.agrees_on_a_refusal()
+        self.agrees_on_what_cannot_be_read()
         self.sees_one_folder()
 
     def make(self, folder: Path, told: list[str] | None = None, **config: Any) -> Checkpoints:
@@ -154,6 +155,31 @@ class Cases:
         with pytest.raises(ConfigError, match="must finds no whole"):
             self.make(self.folder / "none", resume="must").resume()
 
+    def agrees_on_what_cannot_be_read(self) -> None:
+        """One rank alone is refused a file: all stop with one sentence, or all read on once it is let."""
+        folder, last = self.folder / "unreadable", self.size - 1
+        assert save(self.make(folder), 1) and save(self.make(folder), 2)
+        for name in ("rank-", "tensors-", "state"):
+            rank = 0 if name == "state" else last
+            for times, loads in ((1, False), (9, False), (1, True), (99, True)):
+                checkpoints = self.make(folder, resume="auto")
+                sentence = ""
+                try:
+                    if not loads:
+                        with refusing_to_read(name, rank, self.rank, checkpoints, times):
+                            checkpoints.resume()
+                    else:
+                        found = checkpoints.resume()
+                        with refusing_to_read("tensors-", rank, self.rank, checkpoints, times):
+                            check_sharded(found, 2, dim=1)
+                except ConfigError as refused:
+                    sentence = str(refused)
+                sentences: list[str] = [""] * self.size
+                dist.all_gather_object(sentences, sentence)
+                assert set(sentences) == {sentence}, sentences
+                assert bool(sentence) == (times > 1), (name, times, loads, sentence)
+                assert not sentence or (f"{folder} cannot be read (" in sentence and "Stale file handle" in sentence)
+
     def sees_one_folder(self) -> None:
         """A folder of each machine's own is refused before the first step, unless nothing is saved on the way."""
         folder = self.folder / f"of rank {self.rank}"
@@ -185,6 +211,26 @@ def refusing(name: str, rank: int, own_rank: int, checkpoints: Checkpoints) -> I
     storage.writing = writing  # type: ignore[method-assign]
     yield
     storage.writing = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def refusing_to_read(name: str, rank: int, own_rank: int, checkpoints: Checkpoints, times: int) -> Iterator[None]:
+    """A network disk that gives one rank an error, so many times, when it opens a file of this name."""
+    storage, left = checkpoints._storage, times if rank == own_rank else 0
+    original = storage.reading
+
+    def reading(path: str) -> Any:
+        nonlocal left
+        if path.rpartition("/")[2].startswith(name) and left > 0:
+            left -= 1
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+        return original(path)
+
+    storage.reading = reading  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(manifest, "RETRY_PAUSES_SECONDS", (0.0, 0.01))
+        yield
+    storage.reading = original  # type: ignore[method-assign]
 
 
 def flip(path: Path) -> None:

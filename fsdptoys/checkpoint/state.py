@@ -1,0 +1,69 @@
+"""The facts that a checkpoint keeps besides tensors: ``state.json`` of all ranks, ``rank-00000.json`` of one.
+
+Sums prove that these files are as they were written, and not by whom, or by which version. So whoever saves them gives
+a schema too, and they are checked once, here, where they are read: nothing that uses them later meets a value of
+another type or range.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from fsdptoys.utils.schema import Check, SchemaError
+
+from .manifest import MANIFEST_FILE, STATE_FILE, Manifest, NotWholeError, read_facts, step_of, world_size_of
+from .storage import Storage
+
+Facts = dict[str, Any]
+
+
+def _accept(value: Any, key: str) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Schema:
+    """Checks of facts."""
+
+    state: Check = _accept
+    """Of those of all ranks, without ``step`` and ``world_size``."""
+    own: Check = _accept
+    """Of those of one rank."""
+
+
+ANY = Schema()
+
+
+def read_state(storage: Storage, manifest: Manifest, schema: Schema) -> Facts:
+    """Read the facts of all ranks.
+
+    Raises:
+        NotWholeError: if the file is damaged, or its values are none that this version reads.
+        UnreadableError: if the system refuses to read it.
+    """
+    facts = read_facts(storage, manifest, STATE_FILE)
+    step, ranks = facts.get("step"), facts.get("world_size")
+    if type(step) is not int or step != step_of(manifest.name):
+        raise NotWholeError(f"is damaged: {STATE_FILE} is that of step {step!r:.100}")
+    if type(ranks) is not int or ranks != world_size_of(manifest):
+        raise NotWholeError(
+            f"is damaged: {STATE_FILE} is that of {ranks!r:.100} ranks, and {MANIFEST_FILE} lists files of "
+            f"{world_size_of(manifest)}"
+        )
+    return _checked(facts, STATE_FILE, schema.state)
+
+
+def read_own(storage: Storage, manifest: Manifest, path: str, schema: Schema) -> Facts:
+    """Read the facts of one rank.
+
+    Raises:
+        NotWholeError, UnreadableError: as ``read_state``.
+    """
+    return _checked(read_facts(storage, manifest, path), path, schema.own)
+
+
+def _checked(facts: Facts, path: str, check: Check) -> Facts:
+    try:
+        check(facts, "")
+    except SchemaError as error:
+        raise NotWholeError(f"holds facts that this version does not read ({path}: {error})") from error
+    return facts
