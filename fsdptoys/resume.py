@@ -1,26 +1,53 @@
 """What a checkpoint says of its run besides tensors, and whether a run may go on from it.
 
 The facts of all ranks are plain numbers and words: which step, which settings, where in the data. Each rank adds the
-states of its random number generators, which only the same rank of as many can go on with; in another layout they start
-anew from the seed and the step. Nothing that trains draws from them but where a model or a strategy of one's own does.
+states of its random number generators (``random_states``), which only the same rank of as many can use.
+
+``FACTS`` says what types and ranges they have. They are checked as they are read, so that a checkpoint of another
+version, or one that somebody edited, is passed over or refused like a damaged one.
 """
 
-import base64
-import random
 import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from . import __version__
-from .checkpoint import RUN_FOLDER, check_same, model_config_of, peek
+from .checkpoint import RUN_FOLDER, Schema, check_same, model_config_of, peek
 from .config import Config
-from .device import Device
 from .errors import ConfigError
 from .metrics import run_dir_path
+from .random_states import RANDOM_STATES
+from .utils.schema import array, flag, integer, nullable, number, record, table, word
 from .worker import launch_folder, restart_count
+
+LARGEST_STEP = 10**15 - 1
+"""The name of a checkpoint's folder has no more digits."""
+
+FACTS = Schema(
+    state=record(
+        {
+            "config": record(
+                {
+                    "model": table(lambda value, key: None, 1000),
+                    "optim": record({"name": word()}, {"state_dtype": word()}),
+                    "memory": record({"offload_state_dtype": word(), "optimizer_offload": flag()}),
+                    "train": record({"steps": integer(1, LARGEST_STEP)}),
+                }
+            ),
+            "data": record({"samples": integer(), "fingerprint": word()}, {"order": nullable(word())}),
+            "global_batch": integer(1),
+            "optimizer_steps": nullable(integer(0, LARGEST_STEP)),
+            "skipped_steps": integer(0, LARGEST_STEP),
+            "skipped_in_a_row": integer(0, LARGEST_STEP),
+            "spikes": record({"losses": array(number(), 0, 10_000), "in_a_row": integer(0, LARGEST_STEP)}),
+            "metrics": table(integer(), 100),
+        }
+    ),
+    own=RANDOM_STATES,
+)
+"""What every checkpoint of a run has to say; ``step`` and ``world_size`` are those of its manifest."""
 
 
 def checkpoint_folder(config: Config, run_dir: Path | None) -> str | None:
@@ -42,7 +69,7 @@ def check_resume(config: Config, restarted: bool) -> None:
     """
     named = config.metrics.run_dir
     folder = checkpoint_folder(config, run_dir_path(named) if named is not None else None)
-    facts = peek(config.checkpoint, folder, restarted)
+    facts = peek(config.checkpoint, folder, restarted, FACTS)
     if facts is not None:
         check_same_run(config, facts)
 
@@ -123,45 +150,3 @@ def run_facts(config: Config, world_size: int) -> dict[str, Any]:
         "config": config.to_dict(),
         "versions": {"fsdptoys": __version__, "torch": torch.__version__, "python": sys.version.split()[0]},
     }
-
-
-def rng_facts(device: Device) -> dict[str, Any]:
-    """States of this process's random number generators, as JSON can hold them."""
-    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    version, internal, gauss = random.getstate()
-    own = device.rng_state()
-    return {
-        "torch": _encode(torch.get_rng_state()),
-        "device": None if own is None else _encode(own),
-        "numpy": {
-            "keys": base64.b64encode(np.asarray(keys, dtype="<u4").tobytes()).decode(),
-            "position": int(position),
-            "has_gauss": int(has_gauss),
-            "cached": float(cached),
-        },
-        "python": {"version": version, "internal": list(internal), "gauss": gauss},
-    }
-
-
-def restore_rng(own_facts: dict[str, Any] | None, device: Device, seed: int, step: int, rank: int) -> None:
-    """Put the generators back to what :func:`rng_facts` told, or where it told nothing, to what the seed says."""
-    if own_facts is None:
-        mixed = int(np.random.SeedSequence(seed, spawn_key=(step, rank)).generate_state(1)[0])
-        torch.manual_seed(mixed)  # of all devices
-        np.random.seed(mixed)
-        random.seed(mixed)
-        return
-    torch.set_rng_state(_decode(own_facts["torch"]))
-    device.restore_rng_state(None if own_facts["device"] is None else _decode(own_facts["device"]))
-    numpy, python = own_facts["numpy"], own_facts["python"]
-    keys = np.frombuffer(base64.b64decode(numpy["keys"]), dtype="<u4")
-    np.random.set_state(("MT19937", keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))
-    random.setstate((python["version"], tuple(python["internal"]), python["gauss"]))
-
-
-def _encode(state: torch.Tensor) -> str:
-    return base64.b64encode(state.numpy().tobytes()).decode()
-
-
-def _decode(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from .checkpoint import WEIGHTS_FOLDER, Checkpoints, save_weights
+from .checkpoint import WEIGHTS_FOLDER, Checkpoint, Checkpoints, save_weights
 from .config import Config
 from .errors import GivenUpError
 from .heartbeat import HEARTBEATS_FOLDER, Heartbeat, explain_lost_ranks
@@ -33,7 +33,8 @@ from .metrics import (
 from .parallel import host_copy, whole_tensors
 from .process import process_group
 from .profiler import Profiler
-from .resume import check_restart, check_same_run, checkpoint_folder, restore_rng, rng_facts, run_facts
+from .random_states import random_states, restore_random_states
+from .resume import FACTS, check_restart, check_same_run, checkpoint_folder, run_facts
 from .signals import StopRequest
 from .simulator.prediction import Prediction
 from .stopping import Stop
@@ -187,6 +188,7 @@ class Run:
             message=self._tell_problem,
             copy=host_copy,
             whole=whole_tensors,
+            schema=FACTS,
         )
 
     def _go_on(self) -> None:
@@ -211,9 +213,22 @@ class Run:
         if self.rank == 0 and found.step < config.train.steps:
             self._set_weights_aside()
         trainer.go_on_from(found.facts, found.load)
-        assert config.train.init_seed is not None
-        restore_rng(found.own_facts, trainer.device, config.train.init_seed, found.step, self.rank)
+        self._restore_random_states(found)
         self._resumed = Resumed(found.step, found.facts["metrics"], found.name)
+
+    def _restore_random_states(self, found: Checkpoint) -> None:
+        """Put each rank's generators back; rank 0 names the ranks where they start from the seed after all."""
+        seed = self.config.train.init_seed
+        assert seed is not None
+        reason = restore_random_states(found.own_facts, self.trainer.device, seed, found.step, self.rank)
+        reasons = self.checkpoints.gather(reason)
+        ranks = [rank for rank, of_rank in enumerate(reasons) if of_rank is not None]
+        if ranks:
+            whose = f"rank {ranks[0]}" + (f" and {len(ranks) - 1} others" if ranks[1:] else "")
+            self._say(
+                f"the random number states of {whose} in {found.name} cannot be used here ({reasons[ranks[0]]}), so "
+                "generators start from the seed"
+            )
 
     def _open_recorder(self) -> Recorder:
         dataset = self.trainer.dataset
@@ -284,7 +299,7 @@ class Run:
         facts["metrics"] = self._recorder.offsets() if self._recorder else {}
         tensors = trainer.strategy.state_tensors(trainer.optimizer)
         prunes = stop is None or not stop.gave_up  # what went wrong may have begun before the oldest that is kept
-        self._saved = self.checkpoints.save(trainer.steps_done, tensors, facts, rng_facts(trainer.device), prunes)
+        self._saved = self.checkpoints.save(trainer.steps_done, tensors, facts, random_states(trainer.device), prunes)
         if self._saved:
             seconds = time.perf_counter() - started
             how = "being written, the steps stood still for" if self.config.checkpoint.async_save else "saved in"

@@ -21,7 +21,7 @@ from fsdptoys.device import (
 )
 from fsdptoys.errors import ConfigError
 from fsdptoys.process import device_of
-from fsdptoys.resume import restore_rng, rng_facts
+from fsdptoys.random_states import random_states, restore_random_states
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_bfloat16_is_refused_where_the_device_says_that_it_has_none(fake_npus: F
 def test_a_device_s_generator_goes_on_where_it_was(fake_npus: FakeModule) -> None:
     """Oracle: the state itself."""
     device = Device("npu")
-    facts = rng_facts(device)
+    facts = random_states(device)
     fake_npus.state = torch.zeros(8, dtype=torch.uint8)
-    restore_rng(facts, device, seed=0, step=1, rank=0)
+    assert restore_random_states(facts, device, seed=0, step=1, rank=0) is None
     assert torch.equal(fake_npus.state, torch.arange(8, dtype=torch.uint8))

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -30,6 +30,7 @@ from .shards import Whole, save_tensors, save_whole_tensors
 from .state import ANY, Schema
 from .storage import open_storage
 
+T = TypeVar("T")
 Tensors = dict[str, Tensor]
 Copy = Callable[[Tensors, Tensors | None], Tensors]
 
@@ -153,6 +154,10 @@ class Checkpoints:
         while not self._untold.empty():
             sentences.append(self._untold.get())
         return sentences
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks on rank 0, and nothing elsewhere; collective, and not while a save is under way."""
+        return self._ranks.gather(value)
 
     def resume(self, restarted: bool = False) -> Checkpoint | None:
         """Find the checkpoint to go on from, and read all its files once; collective.

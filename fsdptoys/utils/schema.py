@@ -38,7 +38,7 @@ def number() -> Check:
     """A number that a float holds and that is finite."""
 
     def check(value: Any, key: str) -> None:
-        if type(value) not in (int, float) or abs(value) > LARGEST or not math.isfinite(value):
+        if not ((type(value) is int and abs(value) <= LARGEST) or (type(value) is float and math.isfinite(value))):
             raise SchemaError(_mistake(key, value, "a finite number"))
 
     return check
