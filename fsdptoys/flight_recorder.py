@@ -5,6 +5,7 @@ torch_npu under HCCL. The names of their settings were read in torch 2.7.1 and 2
 of this has been tried on a GPU or an NPU.
 """
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -37,7 +38,8 @@ def keep_recordings(folder: Path, run_dir: Path) -> str | None:
     kept = run_dir / FLIGHT_RECORDER_FOLDER
     kept.mkdir(exist_ok=True)
     for path in recordings:
-        (kept / path.name).unlink(missing_ok=True)  # across file systems a link would be written through
+        with contextlib.suppress(OSError):  # the move says what is wrong
+            (kept / path.name).unlink(missing_ok=True)  # across file systems a link would be written through
         shutil.move(path, kept / path.name)
     told = f"the last collectives of each rank are in {kept}"
     return told if HCCL_FILE_NAME in os.environ else f"{told}; torchfrtrace {kept} compares them"

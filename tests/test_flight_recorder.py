@@ -32,8 +32,12 @@ def test_recordings_are_kept_with_the_run(
         assert keep_recordings(launch, run) is None
         prefix = os.environ[name]
         Path(f"{prefix}3").write_text("recorded")
+        (tmp_path / "precious").write_text("precious")
+        (run / "flight_recorder").mkdir()
+        (run / "flight_recorder" / "rank_3").symlink_to(tmp_path / "precious")
         told = keep_recordings(launch, run)
     assert (run / "flight_recorder" / "rank_3").read_text() == "recorded"
+    assert (tmp_path / "precious").read_text() == "precious"
     assert told is not None and str(run / "flight_recorder") in told and ("torchfrtrace" in told) == (present != HCCL)
 
 

@@ -120,6 +120,17 @@ def test_a_disk_that_refuses_the_trace_does_not_end_the_run(tmp_path):
     assert "cannot be written" in said[0] and profiler.summary_markdown() is None
 
 
+def test_a_link_in_the_place_of_a_trace_is_replaced(tmp_path):
+    """Oracle: the file that the link leads to, and a trace under its name."""
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "rank0.json.gz").symlink_to("precious")
+    config = ProfileConfig(enabled=True, skip_steps=0, warmup_steps=0, active_steps=1)
+    profiler = Profiler(config, Device("cpu"), 0, tmp_path)
+    take_steps(profiler, 1, 3)
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert not (tmp_path / "rank0.json.gz").is_symlink() and (tmp_path / "rank0.json.gz").stat().st_size > 100
+
+
 def _profile_rank(folder: Path, ranks: list[int], enabled: bool) -> bool:
     config = ProfileConfig(enabled=enabled, ranks=ranks, skip_steps=0, warmup_steps=1, active_steps=1)
     profiler = Profiler(config, Device("cpu"), dist.get_rank(), folder)
