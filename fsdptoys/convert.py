@@ -6,6 +6,7 @@ reading of every file, and tells the words that start from it.
 
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from .models import ModelConfig
 from .overrides import list_choices, near_miss, plain_text, schema_name
 from .trained import DTYPES, open_weights
 from .usage import CONVERT
+from .utils.text import printable
 
 
 def convert(words: list[str]) -> int:
@@ -101,8 +103,8 @@ def _from_hf(path: str) -> None:
         "values": "all finite",
     }
     for label, value in facts.items():
-        print(f"{label:<12}{value}")
-    print(f"\ntrain from it with:\n  {shlex.join(words)}")
+        print(printable(f"{label:<12}{value}", sys.stdout))
+    print(printable(f"\ntrain from it with:\n  {shlex.join(words)}", sys.stdout))
 
 
 def training_words(config: ModelConfig, path: str) -> list[str]:

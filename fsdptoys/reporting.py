@@ -46,6 +46,7 @@ def run_report(words: Sequence[str]) -> int:
     flags, values = (*FORMS, "--live"), {"--out": "FILE.html"}
     paths, options = take_options(words, flags, values)
     refuse_unknown("report", paths, [*flags, *values])
+    _check_names(paths)
     forms = [option for option in options if option in FORMS]
     if len(forms) > 1:
         raise ConfigError(f"{forms[0]} and {forms[1]} exclude each other; keep one of them")
@@ -96,6 +97,7 @@ def run_compare(words: Sequence[str]) -> int:
     values = {"--tolerance": "1e-6"}
     paths, options = take_options(words, values=values)
     refuse_unknown("compare", paths, list(values))
+    _check_names(paths)
     if len(paths) != 2:
         given = "none was given" if not paths else f"{len(paths)} were given" if len(paths) > 2 else "one was given"
         raise ConfigError(f"fsdptoys compare needs two runs, and {given}; write fsdptoys compare RUN_A RUN_B")
@@ -116,6 +118,17 @@ def run_compare(words: Sequence[str]) -> int:
             f"{paths[0]} and {paths[1]} cannot be compared ({reason}); check the files of both"
         ) from mistake
     return 0 if found.same else 1
+
+
+def _check_names(paths: Sequence[str]) -> None:
+    """Refuse names that the system cannot look up; what is not there is told later."""
+    for path in paths:
+        try:
+            Path(path).stat()
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except (OSError, ValueError) as mistake:
+            raise ConfigError(f"{one_line(path)} cannot be read ({one_line(mistake)}); name a run") from mistake
 
 
 def _follow(paths: Sequence[str], others: Sequence[str]) -> int:

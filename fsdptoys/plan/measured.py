@@ -11,12 +11,14 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from fsdptoys.config import Config
 from fsdptoys.errors import ConfigError
 from fsdptoys.recorded import read_recorded_run
 from fsdptoys.simulator.hardware import Hardware, dump_hardware, hardware_for, list_hardware, load_hardware
 from fsdptoys.simulator.prediction import Prediction
+from fsdptoys.utils.text import printable
 
 from .calibrate import Calibration, Case, calibrate, error
 
@@ -144,7 +146,7 @@ def print_calibration(result: Calibration, console: Console) -> None:
         cells = [f"{row.measured_seconds:.3f} s"]
         for seconds in (row.before_seconds, row.after_seconds):
             cells += [f"{seconds:.3f} s", f"{error(row, seconds):+.1%}"]
-        table.add_row(row.name, *cells)
+        table.add_row(Text(printable(row.name, console.file)), *cells)
     console.print(table)
     console.print()
     for field, (before, after) in result.changes.items():

@@ -32,8 +32,8 @@ from fsdptoys.utils.typed import typed
 from .settings import read_config, read_tree
 from .writing import is_written
 
-LARGEST_LINES_BYTES = 2**30
-"""Of ``metrics.jsonl``: two million steps."""
+LARGEST_LINES_BYTES = 2**29
+"""Of ``metrics.jsonl``: a million steps."""
 
 MOST_RANKS = 2**20
 MOST_STEPS = 2**53

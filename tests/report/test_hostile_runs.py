@@ -1,0 +1,171 @@
+"""Run directories that someone else has written, or a disk has damaged: one of them is a row, and not the end."""
+
+import io
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from fsdptoys.__main__ import main
+from fsdptoys.report.live import follow
+from fsdptoys.report.markup import escape
+from fsdptoys.report.records import gather
+from fsdptoys.report.table import make_table
+from tests.report.recorded_runs import run_of, write_run
+
+STEERING = re.compile(r"[^\n\t -~\u00a0-\ud7ff\ue000-\uffff]")
+
+ALIASES = "a: &a [x, x, x]\nb: &b [*a, *a]\n"
+
+SPOILED_SETTINGS = {
+    "alias": "a: &a {b: *a}",
+    "aliases": ALIASES + "c: [*b, *b]",
+    "merge keys": "a: &a {x: 1}\nb: {<<: [*a, *a]}",
+    "tag": "!!python/object/apply:os.system [true]",
+    "depth": "[" * 100_000,
+    "keys": "{1: 2}",
+    "no UTF-8": "a: \udcff",
+    "digits": "train: {steps: " + "9" * 400 + "}",
+}
+
+SPOILED_ENVIRONMENTS = {
+    "infinite": '{"world_size": Infinity, "device": {"type": "cpu", "name": "n"}}',
+    "exponent": '{"world_size": 1e400, "device": {"type": "cpu", "name": "n"}}',
+    "many ranks": '{"world_size": 4611686018427387904, "device": {"type": "cpu", "name": "n"}}',
+    "no ranks": '{"world_size": 0, "device": {"type": "cpu", "name": "n"}}',
+    "text": '{"world_size": "2", "device": {"type": "cpu", "name": "n"}}',
+    "device": '{"world_size": 2, "device": {"type": 1, "name": []}}',
+    "depth": "[" * 100_000,
+}
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def folder(path: Path) -> None:
+    path.mkdir()
+
+
+def giant(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 2**30)
+
+
+KINDS = (pipe, device, folder, giant)
+
+
+def check_others(folder: Path, told: str) -> None:
+    """The other run is in the table and can be compared with itself; of the spoiled one there is a sentence."""
+    table = make_table(gather([folder]))
+    text = table.markdown() + table.csv() + table.json()
+    assert [record.name for record in table.records if record.run is not None] == ["good"]
+    assert told in " ".join(str(record.reason) for record in table.records if record.run is None)
+    assert not STEERING.search(text)
+    assert main(["compare", str(folder / "good"), str(folder / "bad")]) == 2
+    # Nobody writes it, so following it ends.
+    assert follow(folder / "bad", Console(file=io.StringIO()), poll_seconds=0.0) in (0, 1)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """A folder of two runs, of which one is to be spoiled."""
+    write_run(tmp_path / "good", run_of(4))
+    write_run(tmp_path / "bad", run_of(4))
+    return tmp_path
+
+
+@pytest.mark.parametrize("text", SPOILED_SETTINGS.values(), ids=SPOILED_SETTINGS)
+def test_spoiled_settings_are_a_row(runs: Path, text: str) -> None:
+    """Oracle: the other run, and a sentence that names the file."""
+    (runs / "bad" / "config.yaml").write_bytes(text.encode("utf-8", "surrogateescape"))
+    check_others(runs, "config.yaml cannot be read")
+
+
+@pytest.mark.parametrize("text", SPOILED_ENVIRONMENTS.values(), ids=SPOILED_ENVIRONMENTS)
+def test_a_spoiled_environment_is_a_row(runs: Path, text: str) -> None:
+    """Oracle: the other run, and a sentence that names the file."""
+    (runs / "bad" / "environment.json").write_text(text)
+    check_others(runs, "environment.json")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["environment.json", "resumes.jsonl"])
+def test_what_is_no_file_is_a_row(runs: Path, name: str, kind: Callable[[Path], None]) -> None:
+    """Oracle: the other run, and a sentence that names the file; reading a pipe would wait for a writer."""
+    (runs / "bad" / name).unlink(missing_ok=True)
+    kind(runs / "bad" / name)
+    if name == "environment.json":
+        check_others(runs, "environment.json cannot be read")
+    else:
+        (bad,) = [record for record in gather([runs]).records if record.name == "bad"]
+        assert bad.run is None and "resumes.jsonl cannot be read" in str(bad.reason)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["prediction.json", "summary.md"])
+def test_what_a_report_can_do_without_is_left_out(runs: Path, name: str, kind: Callable[[Path], None]) -> None:
+    """Oracle: the steps of the run, which are there."""
+    (runs / "bad" / name).unlink(missing_ok=True)
+    kind(runs / "bad" / name)
+    for record in gather([runs]).records:
+        assert record.run is not None and record.run.results.steps == 4
+
+
+@pytest.mark.parametrize("text", ['{"method": 1}', "[" * 100_000, '{"time": {"step_seconds": 0}}', "\xff"])
+def test_a_spoiled_prediction_is_left_out_with_a_sentence(runs: Path, text: str) -> None:
+    """Oracle: the run's other numbers, and the note."""
+    (runs / "bad" / "prediction.json").write_text(text, encoding="latin-1")
+    (bad,) = [record for record in gather([runs]).records if record.name == "bad"]
+    assert bad.run is not None and bad.run.prediction is None
+    assert any("prediction.json" in note for note in bad.run.notes)
+
+
+@pytest.mark.parametrize("form", ["--table", "--markdown", "--csv", "--json", "compare", "--live"])
+def test_nothing_of_a_run_steers_the_terminal(runs: Path, form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: no control character in what is printed, of keys and of values; their names are there, escaped."""
+    hostile = "\x1b[2J\x1b]0;owned\x07\r\u202e"
+    for name, value in (("good", "a"), ("bad", hostile)):
+        path = runs / name / "config.yaml"
+        text = path.read_text().replace("name: tiny", f"name: {json.dumps(f'tiny{value}')}")
+        path.write_text(text + json.dumps({f"x{hostile}": {f"y{hostile}": f"z{value}"}})[1:-1] + "\n")
+        environment = json.loads((runs / name / "environment.json").read_text())
+        environment["device"]["name"] = f"d{value}"
+        environment["versions"][f"v{hostile}"] = f"w{value}"
+        (runs / name / "environment.json").write_text(json.dumps(environment))
+    names = [str(runs / "good"), str(runs / "bad")]
+    if form == "compare":
+        main([form, *names])
+    elif form == "--live":
+        main(["report", form, names[1]])
+    else:
+        main(["report", *names, form])
+    told = "".join(capsys.readouterr())
+    assert "\\x1b" in told or "\\u001b" in told
+    assert not STEERING.search(told)
+
+
+def test_a_mistake_is_printed_without_what_steers_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: Python's own escapes."""
+    assert main(["report", "\x1b]0;owned\x07"]) == 2
+    assert capsys.readouterr().err.startswith("fsdptoys: \\x1b]0;owned\\x07 holds neither")
+
+
+@pytest.mark.parametrize("words", [["report", "x" * 300], ["compare", "x" * 300, "y"], ["report", "--live", "x" * 300]])
+def test_a_name_that_no_file_can_have_is_one_sentence(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: status 2, and one line."""
+    assert main(words) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_pages_hold_no_control_characters() -> None:
+    """Oracle: Python's own escapes, within HTML's."""
+    assert escape("<\x1b\ud800\n>") == "&lt;\\x1b\\ud800\n&gt;"

@@ -1,0 +1,67 @@
+"""The fuzzer of readers: that readers hold, and that it would see if they did not."""
+
+from pathlib import Path
+
+import pytest
+
+from scripts import fuzz_readers
+from scripts.fuzz_readers import fuzz, plan_cases, run_cases
+from scripts.fuzz_specimens import READERS, Reader
+
+
+def test_no_mutated_file_ends_in_a_traceback() -> None:
+    """Oracle: every reader's own errors; 200 cases of those that a whole run of the fuzzer has."""
+    done, failed = fuzz(200, seed=0, progress=False)
+    assert set(done) == set(READERS)
+    assert not failed, "\n".join(f"{result.case} {result.mutation}: {result.failure}" for result in failed)
+
+
+def raises(copy: Path) -> None:
+    raise KeyError("x")
+
+
+def spins(copy: Path) -> None:
+    while True:
+        pass
+
+
+def takes_memory(copy: Path) -> None:
+    _ = b"x" * 2**32
+
+
+def dies(copy: Path) -> None:
+    import os
+
+    os._exit(1)
+
+
+@pytest.mark.parametrize(
+    ("read", "failure"),
+    [
+        (raises, "KeyError"),
+        (spins, "of a processor"),
+        (takes_memory, "MemoryError"),
+        (dies, "the process ended"),
+        (lambda copy: print("a\x1b[2J"), "prints"),
+        (lambda copy: None, None),
+    ],
+)
+def test_a_reader_that_does_not_hold_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read, failure) -> None:
+    """Oracle: readers that are made to fail; the next case runs all the same."""
+    specimen = tmp_path / "specimens" / "made"
+    specimen.mkdir(parents=True)
+    (specimen / "file.json").write_text("{}")
+    monkeypatch.setitem(READERS, "made", Reader("made", ("*",), read))
+    monkeypatch.setattr(fuzz_readers, "PROCESSOR_SECONDS", 0.5)
+    results = list(run_cases([("made", 0), ("made", 1)], 0, tmp_path, processes=1))
+    assert [result.case for result in results] == [("made", 0), ("made", 1)]
+    for result in results:
+        assert (result.failure is None) if failure is None else failure in str(result.failure)
+
+
+def test_every_reader_has_its_share_of_the_cases() -> None:
+    """Oracle: one of each at least, about so many in all, the same each time."""
+    cases = plan_cases(1000, None)
+    assert {name for name, _ in cases} == set(READERS) and len(set(cases)) == len(cases)
+    assert abs(len(cases) - 1000) < 50 and cases == plan_cases(1000, None)
+    assert {name for name, _ in plan_cases(10, "compare")} == {"compare"}
