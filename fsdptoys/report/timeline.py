@@ -188,7 +188,7 @@ def _snapshot_timeline(path: Path) -> Timeline | None:
     device = max(range(len(traces)), key=lambda index: len(traces[index]), default=0)
     events = [e for e in traces[device] if e["action"] in ("alloc", "free_completed")]
     live = sum(
-        _checked(block.get("requested_size", block["size"]))
+        int(_checked(block.get("requested_size", block["size"])))
         for segment in snapshot["segments"]
         if segment.get("device", 0) == device
         for block in segment["blocks"]
