@@ -31,6 +31,9 @@ from .utils.typed import build
 HEARTBEATS_FOLDER = "heartbeats"
 """In the run directory."""
 
+START = "FSDPTOYS_START"
+"""What our launchers name a start of the ranks, the same on all machines; torchrun has other variables for it."""
+
 RECORD_BYTES = 320
 
 MOST_RANKS_TOLD = 8
@@ -279,6 +282,7 @@ def _host() -> str:
 
 def _start() -> str:
     """What the environment of this start of the ranks has, and of no other."""
-    # Under our launcher the last one is another for each start, under torchrun the port is.
-    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT", "FSDPTOYS_STORE")
+    names: tuple[str, ...] = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
+    if START in os.environ:
+        names = (START,)
     return f"{zlib.crc32('|'.join(os.environ.get(name, '') for name in names).encode()):08x}"

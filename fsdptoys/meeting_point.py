@@ -146,7 +146,8 @@ def _resolve(host: str, port: int) -> list[tuple[int, Any]]:
     thread.join(RESOLVE_SECONDS)
     if not found:
         raise RendezvousConnectionError(problem[0])
-    return list(found)
+    # The others may have no IPv6, and find out fast where they have, but this machine does not listen.
+    return sorted(found, key=lambda place: place[0] != socket.AF_INET)
 
 
 def _check_answer(host: str, port: int) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from .errors import ConfigError
+from .heartbeat import START
 from .worker import LAUNCHED
 
 STORE = "FSDPTOYS_STORE"
@@ -30,18 +31,19 @@ def name_file_store(folder: Path, start: int) -> None:
         folder: the launcher's, of mode 0700.
         start: the number of the start; a late rank of an earlier one must not read the addresses of this one.
     """
-    os.environ[STORE] = json.dumps({"file": str(folder / f"store-{start}")})
+    path = str(folder / f"store-{start}")
+    os.environ.update({STORE: json.dumps({"file": path}), START: path})
 
 
 def name_network_store(host: str, port: int, prefix: str) -> None:
     """Have the ranks of one start meet at a store that listens already; sets the environment.
 
     Args:
-        host: numeric address.
+        host: name or address.
         port: its port.
         prefix: of all keys of this start.
     """
-    os.environ[STORE] = json.dumps({"host": host, "port": port, "prefix": prefix})
+    os.environ.update({STORE: json.dumps({"host": host, "port": port, "prefix": prefix}), START: prefix})
 
 
 def open_rank_store(world_size: int) -> "dist.Store | None":

@@ -9,6 +9,7 @@ import os
 import pickle
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -48,11 +49,10 @@ def listening_sockets(root: int) -> set[tuple[str, int]]:
     """Addresses, as the kernel writes them (``0100007F`` is 127.0.0.1), and ports of a process and its children."""
     inodes = set()
     for process in processes_of(root):
-        try:
-            links = [os.readlink(link) for link in Path(f"/proc/{process}/fd").iterdir()]
-        except OSError:
-            continue
-        inodes |= {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
+        with suppress(OSError):  # it has ended
+            for link in Path(f"/proc/{process}/fd").iterdir():
+                with suppress(OSError):  # it was closed
+                    inodes.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
     return {(address, port) for inode, address, port in _all_listening(root) if inode in inodes}
 
 

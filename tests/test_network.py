@@ -130,6 +130,35 @@ def test_store_of_several_machines_runs_no_pickle_and_listens_on_its_address_alo
     )
 
 
+@pytest.mark.launcher
+@pytest.mark.usefixtures("unmeasured", "warm")
+def test_launcher_with_another_token_ends_with_one_sentence(tmp_path: Path) -> None:
+    """Oracle: its output; the machine that was there first goes on waiting for the right one."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    words = [*WORDS, "launch.nnodes=2", "launch.nproc_per_node=1", f"launch.rdzv_endpoint={endpoint}"]
+    secrets = [tmp_path / "one", tmp_path / "other"]
+    for secret, token in zip(secrets, (TOKEN, b"another token..."), strict=True):
+        secret.touch(0o600)
+        secret.write_bytes(token)
+    outputs = [tmp_path / "output0", tmp_path / "output1"]
+    with (
+        started([*words, f"launch.rdzv_token_file={secrets[0]}"], outputs[0]) as first,
+        started([*words, f"launch.rdzv_token_file={secrets[1]}"], outputs[1]) as second,
+    ):
+        deadline = time.monotonic() + 90
+        while first.poll() is None and second.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        refused = 0 if first.poll() is not None else 1
+        assert (first, second)[refused].wait() == 2
+    found, *told = outputs[refused].read_text().splitlines()
+    assert found.startswith("fsdptoys: found ") and told == [
+        f"fsdptoys: another machine at launch.rdzv_endpoint={endpoint} has another token than this one; give "
+        "launch.rdzv_token_file the same content on each machine"
+    ]
+
+
 def state() -> Any:
     made = _RendezvousState()
     node, other = _NodeDesc("node0", 1, 0), _NodeDesc("node1", 2, 0)
@@ -269,6 +298,25 @@ def test_name_without_address_is_no_place_to_meet() -> None:
     """Oracle: the system's own word for it."""
     with pytest.raises(RendezvousConnectionError, match=r"no\.such\.host\.invalid has no address"):
         MeetingPoint("no.such.host.invalid:29500")
+
+
+@on_linux
+def test_own_name_that_is_loopback_is_open_to_the_other_machines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the kernel's list; Debian gives a machine's own name to 127.0.1.1, where no other machine comes."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    resolve = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda _, *rest, **more: resolve("127.0.1.1", *rest, **more))
+    point = MeetingPoint(f"own:{port}")
+    listening = point._listen(*point._addresses[0])
+    assert listening is not None
+    with listening:
+        assert ("00000000", port) in listening_sockets(os.getpid())
+    assert capsys.readouterr().err.startswith(
+        "fsdptoys: own is 127.0.1.1 on this machine, so launch.rdzv_endpoint=own:"
+    )
 
 
 def test_interface_that_is_not_there_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,6 +172,8 @@ class StepsAhead:
 
 def _loader(reader: ReadsSteps, place: int, workers: int) -> "DataLoader[Any]":
     context = multiprocessing.get_context("forkserver")
+    # Python before 3.10.9 and 3.11.1 has the fork server unpickle what any local user sends (CVE-2022-42919).
+    util.abstract_sockets_supported = False  # type: ignore[misc]
     context.set_forkserver_preload(PRELOADED)
     return DataLoader(
         _Steps(reader, workers),

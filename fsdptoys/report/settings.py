@@ -34,7 +34,10 @@ HEADINGS = {
 }
 """Settings that every table tells, in its columns or above them; the last five are those of the classic tables."""
 
-UNTOLD = ("metrics.run_dir", "launch.device", "launch.nproc_per_node", "launch.nnodes", "launch.rdzv_endpoint")
+UNTOLD = (
+    *("metrics.run_dir", "launch.device", "launch.nproc_per_node", "launch.nnodes", "launch.rdzv_endpoint"),
+    "launch.rdzv_token_file",
+)
 """Another one for each row, or told by what the row ran on."""
 
 FOLLOWS = {

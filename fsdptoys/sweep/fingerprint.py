@@ -18,7 +18,7 @@ from fsdptoys.metrics.provenance import checkout_commit
 
 WITHOUT_EFFECT = {
     "metrics": ("run_dir", "console"),
-    "launch": ("device", "nproc_per_node", "rdzv_endpoint"),
+    "launch": ("device", "nproc_per_node", "rdzv_endpoint", "rdzv_token_file"),
 }
 """Section → keys that change nothing, or that are told otherwise here."""
 
