@@ -141,6 +141,7 @@ class Trainer:
             seed=train.data_seed,
             fingerprint=self.dataset.fingerprint,
             workers=config.data.workers,
+            files=self.dataset.sample_files(),
         )
         self.steps_done = 0
         self.skipped_steps = self._skipped_in_a_row = 0

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 
 from fsdptoys.errors import ConfigError
 
+from .sampled import SampledFiles
+
 IGNORE_INDEX = -100
 """Label of positions that do not count, as in ``torch.nn.functional.cross_entropy``."""
 
@@ -51,6 +53,14 @@ class TokenDataset(ABC):
     """The id that is the last of every document; None where there is none, or nobody said which."""
     conditional_entropy_nats: float | None = None
     """Lowest loss that any model can reach, where it is known."""
+
+    def sample_files(self) -> SampledFiles | None:
+        """Read sampled blocks of the files that decide the training samples; None where there are no files.
+
+        Raises:
+            ConfigError: if a file cannot be read.
+        """
+        return None
 
     def __init__(self, train: Samples, eval: Samples | None, fingerprint: str) -> None:
         self.train = train

@@ -28,7 +28,12 @@ from .preparing import MOST_PROCESSES, Request, prepare
 from .windows import check_eval_fraction
 
 KEY_LENGTH = 24
-FIXES = Fixes("name more text", "set data.eval_fraction lower", "set data.eval_fraction higher, or to 0 for none")
+FIXES = Fixes(
+    "name more text",
+    "set data.eval_fraction lower",
+    "set data.eval_fraction higher, or to 0 for none",
+    "remove its folder, so that the data is prepared again",
+)
 
 
 @dataclass

@@ -31,6 +31,7 @@ from .files import FileStream, SourceFile
 from .index import DTYPES, Index, kept_tokenizer, read_index, tokens_file
 from .mixture import MixedHeldOut, MixedSamples, Pattern
 from .packing import PackedSamples, Packing, make_plan
+from .sampled import SampledFiles
 from .shuffle import ORDER
 from .windows import WindowSamples, entropy_nats, token_shares
 
@@ -45,6 +46,7 @@ class Fixes:
     more_text: str = "prepare more text"
     hold_out_less: str = "prepare it with a lower --eval-fraction"
     hold_out_more: str = "prepare it with a higher --eval-fraction"
+    restore: str = "put it back as it was, or prepare the folder again from the same text"
 
 
 @dataclass
@@ -122,7 +124,7 @@ class PreparedConfig(DataConfig):
         parts = self._open(seq_len, vocab_size)
         for part in parts:
             self._pack(part, seq_len)
-        return PreparedDataset(parts, self._shares(parts), seq_len, seed, self.packing)
+        return PreparedDataset(parts, self._shares(parts), seq_len, seed, self.packing, self.fixes)
 
     def _shares(self, parts: Sequence["Part"]) -> list[float]:
         return self.weights or [float(len(part.train)) or 1.0 for part in parts]
@@ -270,7 +272,13 @@ class PreparedDataset(TokenDataset):
     """Samples of one folder, or of several mixed."""
 
     def __init__(
-        self, parts: Sequence[Part], weights: Sequence[float], seq_len: int, seed: int, packing: Packing = Packing.none
+        self,
+        parts: Sequence[Part],
+        weights: Sequence[float],
+        seq_len: int,
+        seed: int,
+        packing: Packing = Packing.none,
+        fixes: Fixes = PreparedConfig.fixes,
     ) -> None:
         contents = [packing.value, *(part.index.fingerprint("train") for part in parts)]
         train: Samples = parts[0].train
@@ -285,6 +293,12 @@ class PreparedDataset(TokenDataset):
         self.document_end = parts[0].index.document_end
         self._parts = parts
         self._weights = weights
+        self._fixes = fixes
+
+    def sample_files(self) -> SampledFiles:
+        """See ``TokenDataset``."""
+        streams = [part.windows.stream for part in self._parts]
+        return SampledFiles(streams[0].key, [file for stream in streams for file in stream.files], self._fixes.restore)
 
     def _unigram_entropy_nats(self) -> float:
         shares = [weight / math.fsum(self._weights) for weight in self._weights]

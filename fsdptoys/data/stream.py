@@ -20,6 +20,7 @@ from fsdptoys.errors import ConfigError
 
 from .ahead import StepsAhead
 from .dataset import IGNORE_INDEX, Samples, Tokens
+from .sampled import SampledFiles
 from .shuffle import ORDER, EndlessShuffle
 
 
@@ -77,6 +78,7 @@ class BatchStream:
         seed: int,
         fingerprint: str = "",
         workers: int = 0,
+        files: SampledFiles | None = None,
     ) -> None:
         """Start at the first step.
 
@@ -89,8 +91,10 @@ class BatchStream:
             seed: decides the order.
             fingerprint: of the data, so that a checkpoint of other data is refused.
             workers: background processes that read ahead; they start with the first step that is taken.
+            files: of the data as they are now, so that a checkpoint of files that have changed since is refused.
         """
         self.fingerprint = fingerprint
+        self._files = files
         self.samples_seen = 0
         """Samples of all steps that were taken so far, over all ranks."""
         self._reader = StepReader(samples, batch_size, microbatches, ranks, data_ranks, seed)
@@ -131,7 +135,8 @@ class BatchStream:
 
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to go on, the same on every rank."""
-        return {"samples": self.samples_seen, "fingerprint": self.fingerprint, "order": self._order}
+        state = {"samples": self.samples_seen, "fingerprint": self.fingerprint, "order": self._order}
+        return state if self._files is None else state | {"files": self._files.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after the samples that were seen before.
@@ -145,6 +150,8 @@ class BatchStream:
                 f"version's is {self._order}, so the order cannot go on; finish the run with the version that began "
                 "it, or start a new run"
             )
+        if self._files is not None:
+            self._files.check_unchanged(state.get("files"))
         if state["fingerprint"] != self.fingerprint:
             raise ConfigError(
                 f"data has changed since the checkpoint (fingerprint {self.fingerprint[:12]} instead of "

@@ -11,6 +11,7 @@ from fsdptoys.errors import ConfigError
 
 from .dataset import TokenDataset, Tokens, hash_of
 from .files import FileStream
+from .sampled import SampledFiles
 
 ENTROPY_BYTES = 256 * 2**20
 """Start of the training part whose token frequencies are counted."""
@@ -105,6 +106,10 @@ class FileDataset(TokenDataset):
         super().__init__(train, eval, fingerprint)
         self.windows = train
         self.document_end = document_end
+
+    def sample_files(self) -> SampledFiles:
+        """See ``TokenDataset``."""
+        return SampledFiles(self.windows.stream.key, self.windows.stream.files)
 
     def _unigram_entropy_nats(self) -> float:
         return entropy_nats(token_shares(self.windows))
