@@ -15,13 +15,14 @@ from pathlib import Path
 
 from fsdptoys.device import available_cores
 from fsdptoys.errors import ConfigError
+from fsdptoys.utils.text import one_line
 
 from .cache import cache_folder
 from .dataset import DataConfig, TokenDataset
 from .display import Display, tell
 from .documents import find_sources
 from .encoding import ByteEncoder, Encoder, open_encoder
-from .index import INDEX_FILE, TOKENIZER_FILE, kept_tokenizer, read_index
+from .index import INDEX_FILE, TOKENIZER_FILE, UnusableFolderError, kept_tokenizer, read_index
 from .packing import Packing
 from .prepared import Fixes, PreparedConfig
 from .preparing import MOST_PROCESSES, Request, prepare
@@ -76,9 +77,7 @@ class HFConfig(DataConfig):
         if not self.eval_fraction:
             return False
         with suppress(ConfigError):  # of files or a tokenizer that are not here
-            request = self._request()
-            if (request.folder / INDEX_FILE).is_file():
-                return self._prepared(request).has_eval
+            return self._prepared(self._request()).has_eval
         return True
 
     @property
@@ -96,15 +95,16 @@ class HFConfig(DataConfig):
             request = self._request_of(ByteEncoder())
             for path in sorted(cache_folder(self.cache).glob(f"*/{INDEX_FILE}")):
                 folder = str(path.parent)
-                index = read_index(folder, folder)
-                wanted = request.fingerprint_with(index.tokenizer_sha256, index.document_end)
-                kept = kept_tokenizer(folder, index) if path.parent.name == wanted[:KEY_LENGTH] else None
-                if kept is not None:
-                    return str(kept)
+                with suppress(ConfigError):  # of a damaged folder, which may be that of other data
+                    index = read_index(folder, folder)
+                    wanted = request.fingerprint_with(index.tokenizer_sha256, index.document_end)
+                    kept = kept_tokenizer(folder, index) if path.parent.name == wanted[:KEY_LENGTH] else None
+                    if kept is not None:
+                        return str(kept)
         raise ConfigError(f"data.tokenizer={self.tokenizer} is not there, and nor is a copy in the cache; put it back")
 
     def validate(self, seq_len: int, vocab_size: int) -> None:
-        """Check files, tokenizer and vocabulary, and what was prepared of them, if it was."""
+        """Check files, tokenizer and vocabulary, and the prepared folder, if there is one that is not damaged."""
         request = self._request()
         if request.encoder.vocab_size > vocab_size:
             raise ConfigError(
@@ -112,16 +112,19 @@ class HFConfig(DataConfig):
                 f"model.vocab_size={vocab_size}; set model.vocab_size={request.encoder.vocab_size} or the model's "
                 "tokenizer"
             )
-        if (request.folder / INDEX_FILE).is_file():
+        if _is_prepared(request):
             self._prepared(request).validate(seq_len, vocab_size)
 
     def prepare(self, seq_len: int, vocab_size: int) -> None:
-        """Fill the cache, if nobody has."""
+        """Fill the cache, if nobody has, and replace a folder of it that is damaged."""
         request = self._request()
-        if not (request.folder / INDEX_FILE).is_file():
+        if not _is_prepared(request):
             with Display("preparing the data") as display:
                 index = prepare(
-                    request, display.show, wait=lambda holder: tell(f"process {holder} prepares the data; waiting")
+                    request,
+                    display.show,
+                    wait=lambda holder: tell(f"process {holder} prepares the data; waiting"),
+                    replace=lambda reason: tell(f"{request.folder} {one_line(reason)}; the data is prepared again"),
                 )
             tell(f"{index.documents('train'):,} documents to train on, prepared in {request.folder}")
         prepared = self._prepared(request)
@@ -157,3 +160,16 @@ class HFConfig(DataConfig):
         prepared = PreparedConfig(folder=str(request.folder), packing=self.packing, cache=self.cache)
         prepared.known_as, prepared.fixes = "data.files", FIXES
         return prepared
+
+
+def _is_prepared(request: Request) -> bool:
+    """Whether the cache holds the folder, with an index that can be used and files of the right sizes.
+
+    Raises:
+        ConfigError: if the system refuses to read it, which preparing it again would not mend.
+    """
+    try:
+        read_index(str(request.folder), str(request.folder))
+    except UnusableFolderError:
+        return False
+    return True

@@ -15,8 +15,10 @@ that (``writing``), so a folder with an index is whole. Opening one reads the in
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import re
+import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdptoys.errors import ConfigError
+from fsdptoys.utils.foreign import parse_json
+from fsdptoys.utils.regular_file import NotRegularFileError, open_regular, read_regular
 
 from .dataset import hash_of
 
@@ -40,6 +44,22 @@ MOST_IDS = 2**32
 BLOCK_BYTES = 2**20
 MOST_INDEX_BYTES = 2**28
 """More than an index of a million shards has."""
+MOST_TOKENIZER_BYTES = 2**30
+MOST_COUNT = 2**53
+"""Of ids, documents or bytes; files of more could not be read."""
+
+
+class UnusableFolderError(ConfigError):
+    """A folder lacks files or is damaged; preparing it again helps, which errors of the system need not mean."""
+
+    reason: str
+    """A clause for a sentence that names the folder."""
+
+
+def _unusable(owner: str, reason: str, fix: str) -> UnusableFolderError:
+    error = UnusableFolderError(f"{owner} {reason}; {fix}")
+    error.reason = reason
+    return error
 
 
 @dataclass(frozen=True)
@@ -117,36 +137,40 @@ def read_index(folder: str, owner: str) -> Index:
         owner: how the user named it, ``data.folder=corpus``, for messages.
 
     Raises:
-        ConfigError: if it is no such folder, or not what it was.
+        UnusableFolderError: if it is no such folder, or not what it was.
+        ConfigError: if the system refuses to read it.
     """
     root = Path(folder).expanduser()
     path = root / INDEX_FILE
     try:
-        if path.stat().st_size > MOST_INDEX_BYTES:
-            raise ValueError(f"it has more than {MOST_INDEX_BYTES} bytes")
-        index = _from_tree(json.loads(path.read_text(encoding="utf-8")))
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        index = _from_tree(parse_json(read_regular(path, MOST_INDEX_BYTES), surrogates=True))
+    except (FileNotFoundError, NotADirectoryError):
         what = "holds no" if root.is_dir() else "is no folder with an"
-        raise ConfigError(
-            f"{owner} {what} {INDEX_FILE}; make one with fsdptoys data prepare FILE ... --out {folder} --tokenizer T"
+        raise _unusable(
+            owner, f"{what} {INDEX_FILE}", f"make one with fsdptoys data prepare FILE ... --out {folder} --tokenizer T"
         ) from None
+    except NotRegularFileError as error:
+        raise _unusable(
+            owner, f"has an {INDEX_FILE} that cannot be used ({error.strerror})", "prepare the folder again"
+        ) from error
     except OSError as error:
         raise ConfigError(
             f"{owner} cannot be read ({error.strerror}); change its permissions or name another"
         ) from error
     except ValueError as error:
-        raise ConfigError(
-            f"{owner} has an {INDEX_FILE} that cannot be used ({error}); prepare the folder again"
+        raise _unusable(
+            owner, f"has an {INDEX_FILE} that cannot be used ({error})", "prepare the folder again"
         ) from error
     for file, size in files_of(index):
         try:
-            found = (root / file).stat().st_size
+            facts = (root / file).stat()
         except OSError:
-            raise ConfigError(f"{owner} lacks its file {file}; put it back or prepare the folder again") from None
-        if found != size:
-            raise ConfigError(
-                f"{owner} has {found} bytes in {file}, where its index says {size}; put the file back as it was or "
-                "prepare the folder again"
+            raise _unusable(owner, f"lacks its file {file}", "put it back or prepare the folder again") from None
+        if not stat.S_ISREG(facts.st_mode) or facts.st_size != size:
+            raise _unusable(
+                owner,
+                f"has {facts.st_size} bytes in {file}, where its index says {size}",
+                "put the file back as it was or prepare the folder again",
             )
     return index
 
@@ -179,6 +203,22 @@ def shard_name(number: int) -> str:
     return f"shard-{number:05d}"
 
 
+def is_shard_name(name: Any) -> bool:
+    """Whether ``shard_name`` may have made it; a name with a slash would reach other folders."""
+    return isinstance(name, str) and re.fullmatch(r"shard-[0-9]{5,9}", name) is not None
+
+
+def checked_count(value: Any) -> int:
+    """A number of ids, documents or bytes out of a file.
+
+    Raises:
+        ValueError: if it is none.
+    """
+    if type(value) is not int or not 0 <= value <= MOST_COUNT:
+        raise ValueError(f"{value!r:.40} is no count")
+    return value
+
+
 def read_ends(folder: str, shard: Shard) -> NDArray[np.int64]:
     """Position behind each document of a shard, mapped rather than read."""
     path = Path(folder).expanduser() / ends_file(shard.name)
@@ -206,7 +246,7 @@ def check_folder(folder: str, advance: Callable[[int], None] = lambda count: Non
         for file, expected in ((tokens_file(shard.name), shard.sha256), (ends_file(shard.name), shard.ends_sha256)):
             digest, highest = hashlib.sha256(), 0
             try:
-                with open(root / file, "rb") as opened:
+                with open_regular(root / file) as opened:
                     while block := opened.read(BLOCK_BYTES):
                         digest.update(block)
                         if file.endswith(".bin"):
@@ -247,9 +287,11 @@ def _check_tokenizer(root: Path, index: Index) -> str | None:
         return None
     path = root / TOKENIZER_FILE
     try:
-        found = hashlib.sha256(path.read_bytes()).hexdigest()
+        found = hashlib.sha256(read_regular(path, MOST_TOKENIZER_BYTES)).hexdigest()
     except OSError as error:
         return f"{path} cannot be read ({error.strerror or error})"
+    except ValueError as error:
+        return f"{path} is not what was written: {error}"
     return (
         None
         if found == index.tokenizer_file_sha256
@@ -294,6 +336,10 @@ def _from_tree(tree: Any) -> Index:
     index = Index(**values, sources=tuple(sources), shards=tuple(shards))
     if index.dtype not in DTYPES or not 0 <= index.document_end < index.vocab_size <= MOST_IDS:
         raise ValueError("number format, vocabulary and end of document do not fit each other")
+    if not (math.isfinite(index.eval_fraction) and 0 <= index.eval_fraction < 1):
+        raise ValueError(f"eval_fraction is {index.eval_fraction}")
+    for count in (index.left_out, *(source.bytes for source in index.sources)):
+        checked_count(count)
     _check_shards(index.shards)
     return index
 
@@ -302,9 +348,8 @@ def _check_shards(shards: Sequence[Shard]) -> None:
     if len({shard.name for shard in shards}) < len(shards):
         raise ValueError("it lists a shard twice")
     for shard in shards:
-        # A name with a slash would read other folders.
-        named = re.fullmatch(r"shard-\d{5,9}", shard.name) and shard.split in SPLITS
-        if not named or not 0 < shard.documents <= shard.tokens:
+        named = is_shard_name(shard.name) and shard.split in SPLITS
+        if not named or not 0 < shard.documents <= shard.tokens <= MOST_COUNT:
             raise ValueError(f"it describes shard {shard.name!r:.40} wrongly")
 
 

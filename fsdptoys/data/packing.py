@@ -27,16 +27,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdptoys.errors import ConfigError
+from fsdptoys.utils.foreign import parse_json
+from fsdptoys.utils.regular_file import NotRegularFileError, read_regular
+from fsdptoys.utils.text import one_line
 
 from .dataset import IGNORE_INDEX, Tokens, hash_of
 from .files import FileStream
-from .index import Index, read_ends, sync_folder
+from .index import Index, checked_count, ends_file, read_ends, sync_folder
 from .sole import alone
 
 GROUP = 2**16
 """Documents that are fitted together."""
 PLAN_VERSION = 1
 PLAN_FILE = "plan.json"
+MOST_PLAN_BYTES = 2**12
 STARTS, LENGTHS, ROWS = (np.dtype(kind) for kind in ("<i8", "<i4", "<i8"))
 KEY_LENGTH = 24
 SHORTEST = 2
@@ -101,19 +105,24 @@ class Plan:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        notes = json.loads((folder / PLAN_FILE).read_text())
-        self.rows: int = notes["rows"]
-        self.pieces: int = notes["pieces"]
-        self.ids: int = notes["ids"]
-        """In all rows, without padding; the ids between two parts of a document count twice."""
+        notes = parse_json(read_regular(folder / PLAN_FILE, MOST_PLAN_BYTES))
+        counts = [notes.get(name) if isinstance(notes, dict) else None for name in ("rows", "pieces", "ids")]
+        self.rows, self.pieces, self.ids = (checked_count(count) for count in counts)
+        """Of ids: in all rows, without padding; the ids between two parts of a document count twice."""
+        for name, (kind, count) in self._files().items():
+            if (folder / name).stat().st_size != count * kind.itemsize:
+                raise ValueError(f"{name} has not the size that {PLAN_FILE} says")
+
+    def _files(self) -> "dict[str, tuple[np.dtype[Any], int]]":
+        """Number format and length of each file."""
+        return {"starts": (STARTS, self.pieces), "lengths": (LENGTHS, self.pieces), "rows": (ROWS, self.rows)}
 
     def row(self, number: int) -> list[tuple[int, int]]:
         """Position in the stream and length of each piece of a row."""
         if self._maps is None:
-            kinds = {"starts": (STARTS, self.pieces), "lengths": (LENGTHS, self.pieces), "rows": (ROWS, self.rows)}
             starts, lengths, rows = (
                 np.memmap(self.folder / name, kind, "r", shape=(count,)).view(np.ndarray)
-                for name, (kind, count) in kinds.items()
+                for name, (kind, count) in self._files().items()
             )
             self._maps = starts, lengths, rows
         starts, lengths, rows = self._maps
@@ -150,6 +159,11 @@ class PackedSamples:
             raise IndexError(index)
         ids, used = np.full(self.seq_len + 1, self.padding, np.int64), 0
         for start, length in self.plan.row(index):
+            if not (0 < length <= len(ids) - used and 0 <= start <= len(self.stream) - length):
+                raise ConfigError(
+                    f"data.packing=best_fit has a damaged plan in {self.plan.folder} (row {index}); remove that "
+                    "folder, so that it is made again"
+                )
             ids[used : used + length] = self.stream.read(start, length)
             used += length
         labels_T = ids[1:].copy()
@@ -176,23 +190,43 @@ def make_plan(
     ends = [shard.ends_sha256 for shard in index.of(split)]
     place = cache / f"packing-{hash_of(PLAN_VERSION, GROUP, seq_len, ends)[:KEY_LENGTH]}"
     try:
-        if not (place / PLAN_FILE).is_file():
+        plan, _ = _open_plan(place)
+        if plan is None:
             cache.mkdir(parents=True, exist_ok=True)
             waiting = f"waiting for process {{}}, which packs {folder}"
             with alone(place.with_name(f"{place.name}.lock"), str(place), lambda pid: tell(waiting.format(pid))):
-                if not (place / PLAN_FILE).is_file():
+                plan, damage = _open_plan(place)
+                if plan is None:
+                    if damage:
+                        tell(f"{place} is damaged ({damage}); {folder} is packed again")
                     _write_plan(place, folder, index, split, seq_len)
                     plan = Plan(place)
                     padded = 1 - plan.ids / (plan.rows * (seq_len + 1))
                     tell(f"packed the {split} part of {folder} into {plan.rows:,} rows, {padded:.2%} of them padding")
-        return Plan(place)
+        return plan
     except ConfigError:
         raise
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"data.packing=best_fit cannot keep its plan in {place} ({error}); set data.cache to a folder that can be "
             "written, or remove this one"
         ) from error
+
+
+def _open_plan(place: Path) -> tuple[Plan | None, str | None]:
+    """The plan in a folder, if it can be used; else why not, if there is anything.
+
+    Raises:
+        OSError: if the system refuses to read it.
+    """
+    try:
+        return Plan(place), None
+    except (FileNotFoundError, NotADirectoryError):
+        return None, "files are missing" if os.path.lexists(place) else None
+    except NotRegularFileError as error:
+        return None, error.strerror
+    except ValueError as error:
+        return None, one_line(error)
 
 
 def _write_plan(place: Path, folder: str, index: Index, split: str, seq_len: int) -> None:
@@ -237,6 +271,12 @@ def _groups(folder: str, index: Index, split: str, seq_len: int) -> Iterator[tup
                 f"{folder} cannot be read ({error.strerror or error}); see to it that its files can be"
             ) from error
         for first in range(0, len(ends), GROUP):
+            group = ends[max(0, first - 1) : first + GROUP]
+            if not (ends[0] > 0 and ends[-1] == shard.tokens and (np.diff(group) > 0).all()):
+                raise ConfigError(
+                    f"{os.path.join(folder, ends_file(shard.name))} does not fit the {shard.tokens} ids of its shard; "
+                    f"remove {folder} and prepare it again"
+                )
             waiting = np.concatenate([waiting, before + ends[first : first + GROUP]])
             if len(waiting) >= GROUP:
                 stops, waiting = waiting[:GROUP], waiting[GROUP:]

@@ -144,7 +144,8 @@ class PreparedConfig(DataConfig):
                 "data=prepared needs a folder that fsdptoys data prepare has made; set data.folder=FOLDER, or "
                 "data.sources=[FOLDER,FOLDER]"
             )
-        return [(owner, folder, read_index(folder, owner)) for owner, folder in named]
+        # A folder of the cache is not in the configuration, so that its errors have to name it.
+        return [(owner, folder, read_index(folder, folder if self.known_as else owner)) for owner, folder in named]
 
     def _open(self, seq_len: int, vocab_size: int) -> list["Part"]:
         packed = self.packing is Packing.best_fit

@@ -14,12 +14,14 @@ import hashlib
 import math
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,7 @@ from .ahead import end_with_parent
 from .dataset import Tokens, hash_of
 from .documents import SourceData, read_documents
 from .encoding import Encoder
-from .index import DTYPES, INDEX_FILE, VERSION, Index, Source, read_index
+from .index import DTYPES, VERSION, Index, Source, UnusableFolderError, read_index
 from .sole import alone
 from .writing import ShardsWriter
 
@@ -111,6 +113,7 @@ def prepare(
     request: Request,
     advance: Callable[[Advance], None] = lambda advance: None,
     wait: Callable[[str], None] | None = None,
+    replace: Callable[[str], None] | None = None,
 ) -> Index:
     """Make the folder, or go on with making it; where somebody else has made it meanwhile, take it as it is.
 
@@ -118,6 +121,8 @@ def prepare(
         request: what to make.
         advance: told how far it has come.
         wait: told who makes it already, whose end is then waited for; None to refuse instead.
+        replace: receives the reason why a folder that exists cannot be used, before a new one takes its place; None to
+            refuse instead.
 
     Raises:
         ConfigError: if a document cannot be read, the folder cannot be written, or another process writes it.
@@ -126,16 +131,33 @@ def prepare(
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with alone(folder.with_name(f"{folder.name}.lock"), owner, wait):
-            if wait is not None and (folder / INDEX_FILE).is_file():
-                return read_index(owner, owner)
             if os.path.lexists(folder):
-                raise ConfigError(f"{owner} exists already; name another folder, or remove it")
-            return _write(request, advance)
+                if replace is None:
+                    raise ConfigError(f"{owner} exists already; name another folder, or remove it")
+                try:
+                    return read_index(owner, owner)
+                except UnusableFolderError as error:
+                    replace(error.reason)
+                damaged = folder.with_name(f"{folder.name}.damaged")
+                _remove(damaged)
+                folder.rename(damaged)
+            index = _write(request, advance)
+            if replace is not None:
+                _remove(folder.with_name(f"{folder.name}.damaged"))
+            return index
     except OSError as error:
         raise ConfigError(
             f"{owner} cannot be written ({error.strerror or error}); make room or name another folder, and give the "
             "same command again, which goes on from there"
         ) from error
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, a link or a folder, if it is there and can be removed."""
+    with suppress(OSError):
+        path.unlink()
+        return
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _write(request: Request, advance: Callable[[Advance], None]) -> Index:

@@ -12,10 +12,13 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from fsdptoys.utils.foreign import parse_json
+from fsdptoys.utils.regular_file import open_regular, read_regular
 
 from .dataset import Tokens
 from .index import (
@@ -23,10 +26,14 @@ from .index import (
     DTYPES,
     ENDS_DTYPE,
     INDEX_FILE,
+    MOST_INDEX_BYTES,
+    SPLITS,
     TOKENIZER_FILE,
     Index,
     Shard,
+    checked_count,
     ends_file,
+    is_shard_name,
     shard_name,
     sync_folder,
     tokens_file,
@@ -146,16 +153,20 @@ class ShardsWriter:
 
     def _resume(self) -> bool:
         try:
-            notes = json.loads((self.part / PROGRESS_FILE).read_text())
+            notes = parse_json(read_regular(self.part / PROGRESS_FILE, MOST_INDEX_BYTES))
             if notes["request"] == self.request:
-                self._shards = [_OpenShard.again(self.part, note, self._dtype) for note in notes["shards"]]
+                progress = Progress(checked_count(notes["documents"]), checked_count(notes["left_out"]))
+                for note in notes["shards"]:
+                    self._shards.append(_OpenShard.again(self.part, note, self._dtype))
                 self._remove_unnoted()
-                self.progress = Progress(notes["documents"], notes["left_out"])
+                self.progress = progress
                 return True
         except (OSError, ValueError, KeyError, TypeError):
             self.close()
             self._shards = []
-        if self.part.exists():
+        if self.part.is_symlink():
+            self.part.unlink()
+        elif self.part.exists():
             shutil.rmtree(self.part)
         self.part.mkdir(parents=True)
         return False
@@ -175,7 +186,9 @@ class _OpenShard:
         self.tokens = self.documents = 0
         self.closed = False
         self._dtype = dtype
-        self._files = [open(folder / file, mode) for file in (tokens_file(name), ends_file(name))]  # noqa: SIM115
+        self._files: list[IO[bytes]] = []
+        for file in (tokens_file(name), ends_file(name)):
+            self._files.append(open_regular(folder / file, mode))
         self._sums = [hashlib.sha256(), hashlib.sha256()]
 
     @classmethod
@@ -183,10 +196,12 @@ class _OpenShard:
         """The shard as it was when it was noted.
 
         Raises:
-            ValueError: if its files are shorter than that.
+            ValueError: if its files are shorter than that, or the note is not one of ``note``.
         """
+        if not (is_shard_name(note["name"]) and note["split"] in SPLITS and type(note["closed"]) is bool):
+            raise ValueError("a shard has no valid name or split")
         shard = cls(folder, note["name"], note["split"], dtype, "r+b")
-        shard.tokens, shard.documents = note["tokens"], note["documents"]
+        shard.tokens, shard.documents = checked_count(note["tokens"]), checked_count(note["documents"])
         sizes = (shard.tokens * dtype.itemsize, shard.documents * ENDS_DTYPE.itemsize)
         for file, digest, size in zip(shard._files, shard._sums, sizes, strict=True):
             if os.fstat(file.fileno()).st_size < size:
@@ -239,7 +254,7 @@ class _OpenShard:
 def _write(path: Path, content: bytes) -> None:
     """Put a small file in place at once, whole."""
     part = path.with_name(path.name + ".new")
-    with open(part, "wb") as file:
+    with open_regular(part, "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

@@ -34,7 +34,12 @@ class ForeignError(ValueError):
 
 
 def parse_json(
-    text: "str | bytes", *, max_depth: int = MAX_DEPTH, non_finite: bool = False, unique_keys: bool = False
+    text: "str | bytes",
+    *,
+    max_depth: int = MAX_DEPTH,
+    non_finite: bool = False,
+    unique_keys: bool = False,
+    surrogates: bool = False,
 ) -> Any:
     """A JSON value.
 
@@ -43,6 +48,7 @@ def parse_json(
         max_depth: objects and arrays within each other.
         non_finite: accept ``NaN``, ``Infinity`` and ``-Infinity``, which the standard does not have.
         unique_keys: refuse an object with the same key twice instead of keeping the last; takes twice the time.
+        surrogates: accept halves of surrogate pairs, by which Python writes names of files that are not UTF-8.
 
     Raises:
         ForeignError: if it is not valid JSON, is nested too deeply, holds a number that a float cannot, or text that
@@ -58,7 +64,7 @@ def parse_json(
         )
         if text.count("[") + text.count("{") > max_depth:
             check_depth(tree, max_depth)
-        if _SURROGATE.search(text) is not None:
+        if not surrogates and _SURROGATE.search(text) is not None:
             json.dumps(tree, ensure_ascii=False).encode("utf-8")
         if _HUGE_NUMBER.search(text) is not None:
             _check_numbers(tree, non_finite)

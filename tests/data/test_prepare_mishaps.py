@@ -106,12 +106,12 @@ def test_a_check_goes_on_past_a_file_that_cannot_be_read(
     with open(tmp_path / "out" / "shard-00001.bin", "r+b") as damaged:
         damaged.write(b"\x01\x00\x02\x00")
 
-    def refusing(path: Path, mode: str) -> Any:
+    def refusing(path: Path) -> Any:
         if path.name == file:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return open(path, mode)
+        return open(path, "rb")
 
-    monkeypatch.setattr("fsdptoys.data.index.open", refusing, raising=False)
+    monkeypatch.setattr("fsdptoys.data.index.open_regular", refusing)
     assert run_data(["check", str(tmp_path / "out")]) == 1
     told = capsys.readouterr().err
     assert f"{file} cannot be read (Input/output error)\n" in told

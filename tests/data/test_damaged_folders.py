@@ -1,0 +1,230 @@
+"""Folders of data that are damaged: those of the cache are made again, the user's own are named with the fix."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fsdptoys.data import HFConfig, PreparedConfig
+from fsdptoys.data.packing import Packing
+from fsdptoys.data.writing import PROGRESS_FILE, ShardsWriter
+from fsdptoys.errors import ConfigError
+from tests.data.test_prepare import contents, documents, prepare, request, save_tokenizer, write_lines
+
+DEEP = b"[" * 200_000
+
+
+def write(name: str, content: bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def cut(name: str) -> Callable[[Path], object]:
+    return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size // 2)
+
+
+def edit(**changes: object) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        tree = json.loads((folder / "index.json").read_text()) | changes
+        (folder / "index.json").write_text(json.dumps(tree))
+
+    return change
+
+
+def replace_by(make: Callable[[Path], object], name: str = "index.json") -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        (folder / name).unlink()
+        make(folder / name)
+
+    return change
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "index emptied": write("index.json", b""),
+    "index cut": cut("index.json"),
+    "index of noise": write("index.json", os.urandom(5000)),
+    "index too deep": write("index.json", DEEP),
+    "index of another kind": write("index.json", b"[1, 2]"),
+    "count out of range": edit(left_out=-1),
+    "share out of range": edit(eval_fraction=7),
+    "index gone": lambda folder: (folder / "index.json").unlink(),
+    "index a pipe": replace_by(os.mkfifo),
+    "index a folder": replace_by(Path.mkdir),
+    "shard cut": cut("shard-00000.bin"),
+    "ends cut": cut("shard-00000.ends"),
+    "shard gone": lambda folder: (folder / "shard-00000.bin").unlink(),
+    "shard a pipe": replace_by(os.mkfifo, "shard-00000.bin"),
+    "folder a file": lambda folder: (shutil.rmtree(folder), folder.write_bytes(b"")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_damaged_folder_of_the_cache_is_prepared_again(
+    damage: Callable[[Path], object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the bytes of before, one sentence that names the folder, and nothing else left in the cache."""
+    lines = write_lines(tmp_path / "a.jsonl", documents(50))
+    config = HFConfig(files=[str(lines)], cache=str(tmp_path / "cache"), processes=1)
+    config.prepare(16, 256)
+    (folder,) = (tmp_path / "cache").iterdir()
+    before = contents(folder)
+    damage(folder)
+    capsys.readouterr()
+    config.validate(16, 256)
+    assert config.has_eval == config.has_eval and not capsys.readouterr().err
+    config.prepare(16, 256)
+    said = capsys.readouterr().err.splitlines()
+    assert [line for line in said if line.endswith("; the data is prepared again")] == said[:1]
+    assert said[0].startswith(f"fsdptoys: {folder} ")
+    assert contents(folder) == before and list((tmp_path / "cache").iterdir()) == [folder]
+    config.build(16, 256, 0)
+    config.prepare(16, 256)
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
+def test_a_damaged_folder_of_the_user_s_is_named_and_left_alone(
+    damage: Callable[[Path], object], tmp_path: Path
+) -> None:
+    """Oracle: a sentence with the path and ``prepare``; the names of files stay."""
+    folder = tmp_path / "tokens"
+    prepare(request(folder, write_lines(tmp_path / "a.jsonl", documents(50))))
+    damage(folder)
+    before = sorted(tmp_path.rglob("*"))
+    for look in (lambda config: config.validate(16, 256), lambda config: config.build(16, 256, 0)):
+        with pytest.raises(ConfigError, match=rf"^data\.folder={folder} .*; .*prepare") as caught:
+            look(PreparedConfig(folder=str(folder)))
+        assert str(caught.value).isprintable()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_cached_folder_that_may_not_be_read_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the sentence, which names the folder: an error of the system says nothing about its contents."""
+    lines = write_lines(tmp_path / "a.jsonl", documents(50))
+    config = HFConfig(files=[str(lines)], cache=str(tmp_path / "cache"), processes=1)
+    config.prepare(16, 256)
+    (folder,) = (tmp_path / "cache").iterdir()
+
+    def refuse(path: Path, most: int) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("fsdptoys.data.index.read_regular", refuse)
+    with pytest.raises(ConfigError, match=rf"^{folder} cannot be read \(Permission denied\); change its permissions"):
+        config.prepare(16, 256)
+    assert folder.is_dir()
+
+
+def test_a_damaged_folder_beside_hides_no_tokenizer(tmp_path: Path) -> None:
+    """Oracle: the copy in the cache is found, whatever other folders there are."""
+    pytest.importorskip("tokenizers")
+    lines = write_lines(tmp_path / "a.jsonl", documents(50))
+    choice = save_tokenizer(tmp_path / "tokenizer", None)
+    config = HFConfig(files=[str(lines)], tokenizer=choice, cache=str(tmp_path / "cache"), processes=1)
+    config.prepare(8, 256)
+    (tmp_path / "cache" / "0000").mkdir()
+    (tmp_path / "cache" / "0000" / "index.json").write_bytes(DEEP)
+    shutil.rmtree(choice)
+    assert Path(config.find_tokenizer()).parent.parent == tmp_path / "cache"
+
+
+PLAN_DAMAGES: dict[str, Callable[[Path], object]] = {
+    "empty": write("plan.json", b""),
+    "deep": write("plan.json", DEEP),
+    "of another kind": write("plan.json", b"[]"),
+    "a float": write("plan.json", b'{"rows": 1.5, "pieces": 1, "ids": 1}'),
+    "negative": write("plan.json", b'{"rows": -1, "pieces": 1, "ids": 1}'),
+    "gone": lambda folder: (folder / "plan.json").unlink(),
+    "a pipe": replace_by(os.mkfifo, "plan.json"),
+    "starts cut": cut("starts"),
+    "rows gone": lambda folder: (folder / "rows").unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", PLAN_DAMAGES.values(), ids=PLAN_DAMAGES.keys())
+def test_a_damaged_plan_of_packing_is_made_again(
+    damage: Callable[[Path], object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the bytes of before, and one sentence that names the plan's folder."""
+    prepare(request(tmp_path / "tokens", write_lines(tmp_path / "a.jsonl", documents(50))))
+    cache = tmp_path / "cache"
+    config = PreparedConfig(folder=str(tmp_path / "tokens"), packing=Packing.best_fit, cache=str(cache))
+    config.prepare(64, 256)
+    (folder,) = cache.iterdir()
+    before = contents(folder)
+    damage(folder)
+    capsys.readouterr()
+    config.prepare(64, 256)
+    assert capsys.readouterr().err.startswith(f"fsdptoys: {folder} is damaged (")
+    assert contents(folder) == before
+    config.prepare(64, 256)
+    assert not capsys.readouterr().err
+
+
+def test_noise_in_a_plan_or_in_ends_is_a_sentence(tmp_path: Path) -> None:
+    """Oracle: the sentences; noise of the right size is seen where it is used."""
+    folder = tmp_path / "tokens"
+    prepare(request(folder, write_lines(tmp_path / "a.jsonl", documents(50))))
+    config = PreparedConfig(folder=str(folder), packing=Packing.best_fit, cache=str(tmp_path / "cache"))
+    dataset = config.build(64, 256, 0)
+    (place,) = (tmp_path / "cache").iterdir()
+    (place / "starts").write_bytes(b"\xff" * (place / "starts").stat().st_size)
+    with pytest.raises(ConfigError, match=rf"damaged plan in {place} \(row 3\); remove that folder"):
+        dataset.train[3]
+    (folder / "shard-00000.ends").write_bytes(b"\x7f" * (folder / "shard-00000.ends").stat().st_size)
+    with pytest.raises(ConfigError, match=rf"shard-00000\.ends does not fit .* ids of its shard; remove {folder} and"):
+        config.prepare(65, 256)
+
+
+def note(**changes: object) -> dict[str, object]:
+    shard = {"name": "shard-00000", "split": "train", "tokens": 2, "documents": 1, "closed": False} | changes
+    return {"request": "same", "documents": 1, "left_out": 0, "shards": [shard]}
+
+
+NOTES: dict[str, bytes] = {
+    "empty": b"",
+    "deep": DEEP,
+    "list": b"[]",
+    "no shards": json.dumps({"request": "same", "documents": 1, "left_out": 0}).encode(),
+    "elsewhere": json.dumps(note(name="../precious")).encode(),
+    "negative": json.dumps(note(tokens=-1)).encode(),
+    "a float": json.dumps(note(tokens=0.5)).encode(),
+    "split": json.dumps(note(split=7)).encode(),
+    "documents": json.dumps(note() | {"documents": -5}).encode(),
+}
+
+
+@pytest.mark.parametrize("notes", NOTES.values(), ids=NOTES.keys())
+def test_a_damaged_note_of_the_progress_begins_anew_and_reaches_no_other_file(notes: bytes, tmp_path: Path) -> None:
+    """Oracle: an empty folder to write into; files elsewhere keep their bytes."""
+    for name in ("precious.bin", "precious.ends"):
+        (tmp_path / name).write_bytes(b"keep this")
+    part = tmp_path / "out.part"
+    part.mkdir()
+    (part / PROGRESS_FILE).write_bytes(notes)
+    for name in ("shard-00000.bin", "shard-00000.ends"):
+        (part / name).write_bytes(b"\0" * 64)
+    writer = ShardsWriter(tmp_path / "out", "same", "uint16", 100)
+    writer.close()
+    assert not writer.resumed and writer.progress.documents == 0 and list(part.iterdir()) == []
+    assert (tmp_path / "precious.bin").read_bytes() == (tmp_path / "precious.ends").read_bytes() == b"keep this"
+
+
+@pytest.mark.parametrize("name", ["out.lock", "out.part/shard-00000.bin"])
+def test_a_link_in_the_place_of_a_file_is_not_written_through(name: str, tmp_path: Path) -> None:
+    """Oracle: the target keeps its bytes."""
+    (tmp_path / "precious").write_bytes(b"keep this" * 9)
+    lines = write_lines(tmp_path / "a.jsonl", documents(5))
+    wanted = request(tmp_path / "out", lines)
+    (tmp_path / "out.part").mkdir()
+    (tmp_path / name).symlink_to(tmp_path / "precious")
+    if name.startswith("out.part"):
+        (tmp_path / "out.part/shard-00000.ends").write_bytes(b"\0" * 64)
+        notes = note() | {"request": wanted.fingerprint}
+        (tmp_path / "out.part" / PROGRESS_FILE).write_text(json.dumps(notes))
+        prepare(wanted)
+    else:
+        with pytest.raises(ConfigError, match=r"cannot be written"):
+            prepare(wanted)
+    assert (tmp_path / "precious").read_bytes() == b"keep this" * 9
