@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .data import BYTES, TOKENIZER_FILE, decode_bytes, encode_bytes, read_tokenizer
+from .data import BYTES, TOKENIZER_FILE, decode_bytes, encode_bytes, explain_package_errors, read_tokenizer
 from .errors import ConfigError
 
 CHOICE = "--tokenizer bytes, --tokenizer ids, or --tokenizer with a folder that holds a tokenizer.json"
@@ -96,14 +96,17 @@ class FileTokenizer(Tokenizer):
         missing = f"{file} is not there, and should say what text the ids stand for; write {CHOICE}"
         self._reader = read_tokenizer(file, str(file), "generate", "write --tokenizer ids", missing, plain=plain)
         self._plain = plain
+        self._file = file
 
     def encode(self, text: str) -> list[int]:
         """See ``Tokenizer``; with the special ids that the file puts around a text, if it does, unless plain."""
-        return list(self._reader.encode(text, add_special_tokens=not self._plain).ids)
+        with explain_package_errors(f"{self._file} cannot turn the text into ids"):
+            return list(self._reader.encode(text, add_special_tokens=not self._plain).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """See ``Tokenizer``; without special ids."""
-        return str(self._reader.decode(list(ids)))
+        with explain_package_errors(f"{self._file} cannot turn ids into text"):
+            return str(self._reader.decode(list(ids)))
 
 
 def open_tokenizer(choice: str, vocab_size: int, *, plain: bool = False) -> Tokenizer:

@@ -10,7 +10,7 @@ from .bin import BinConfig, TokenDType
 from .dataset import IGNORE_INDEX, DataConfig, Samples, TokenDataset
 from .display import Display
 from .documents import find_sources
-from .encoding import TOKENIZER_FILE, open_encoder, read_tokenizer
+from .encoding import TOKENIZER_FILE, explain_package_errors, open_encoder, read_tokenizer
 from .hf import HFConfig
 from .index import Index, check_folder, files_of, read_ends, read_index
 from .prepared import PreparedConfig
@@ -46,6 +46,7 @@ __all__ = [
     "decode_bytes",
     "encode_bytes",
     "eval_batches",
+    "explain_package_errors",
     "files_of",
     "find_sources",
     "open_encoder",

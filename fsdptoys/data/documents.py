@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from fsdptoys.errors import ConfigError
+from fsdptoys.utils.regular_file import open_regular
+from fsdptoys.utils.text import one_line
 
 from .files import SourceFile, match_files, without_repeats
 from .text import STDLIB, stdlib_files
@@ -31,7 +33,28 @@ DICT_MARK = "dataset_dict.json"
 ROWS = 1000
 """Rows of a table that are read at a time."""
 
-Read = Iterator[tuple[str | None, float]]
+LONG_BYTES = 8 * 2**20
+"""From here on a text is held once, as bytes, if its reader can do with them."""
+BLOCK_BYTES = 2**20
+
+
+class LongText:
+    """A long text in UTF-8 that is held once: as bytes, and neither decoded nor copied."""
+
+    def __init__(self, content: bytearray) -> None:
+        self._content = content
+
+    def blocks(self) -> Iterator[bytes]:
+        """The bytes, 1 MiB at a time, without zero bytes."""
+        for start in range(0, len(self._content), BLOCK_BYTES):
+            yield bytes(self._content[start : start + BLOCK_BYTES]).replace(b"\0", b"")
+
+    def release(self) -> None:
+        """Free the memory, whoever else still refers to the text."""
+        self._content = bytearray()
+
+
+Read = Iterator[tuple["str | LongText | None", float]]
 """Texts (None or empty where a record has none), each with the share of its file that was read by then."""
 
 
@@ -75,6 +98,9 @@ def find_sources(key: str, patterns: Sequence[str]) -> list[SourceData]:
                 f"name one of them, {os.path.join(pattern, splits[0] if splits else 'train')}"
             )
         elif all(os.path.isfile(folder / mark) for mark in SAVED_MARKS):
+            for path in folder.iterdir():
+                if not path.is_file():  # datasets would wait for the writer of a pipe
+                    raise ConfigError(f"{key}=[{pattern}] holds {path.name}, which is no regular file; take it out")
             size = sum(path.stat().st_size for path in folder.glob("*.arrow"))
             files.append(SourceData(str(folder), folder.name, size, is_folder=True))
         else:
@@ -106,36 +132,75 @@ def require_datasets(owner: str) -> None:
         ) from error
 
 
-def read_documents(key: str, source: SourceData, field: str) -> Read:
+def read_documents(key: str, source: SourceData, field: str, *, long_texts: bool = False) -> Read:
     """A source's documents, in order.
 
     Args:
         key: the configuration's key, for messages.
         source: file or folder.
         field: of records, the one that holds the text.
+        long_texts: whether the reader takes files of text from ``LONG_BYTES`` on as ``LongText``.
 
     Raises:
-        ConfigError: if it cannot be read, or has no such field.
+        ConfigError: if it cannot be read, has no such field, or a document does not fit into memory.
     """
     owner = f"{key}=[{source.path}]"
-    readers = {"lines": _lines, "parquet": _parquet, "arrow": _arrow, "folder": _arrow, "text": _text}
+    readers = {"lines": _lines, "parquet": _parquet, "arrow": _arrow, "folder": _arrow}
     try:
-        yield from readers[source.kind](owner, source, field)
+        if source.kind == "text":
+            yield from _text(owner, source, long_texts)
+        else:
+            yield from readers[source.kind](owner, source, field)
     except ConfigError:
         raise
+    except MemoryError as error:
+        raise no_memory(owner) from error
     except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"{owner} cannot be read ({error}); mend the file or leave it out") from error
 
 
-def _text(owner: str, source: SourceData, field: str) -> Read:
+def no_memory(owner: str) -> ConfigError:
+    """The sentence for a document that does not fit into memory.
+
+    Args:
+        owner: files, as the user named them.
+    """
+    return ConfigError(
+        f"{owner} holds a document that does not fit into this machine's memory; split it into several documents, or "
+        "run fsdptoys data prepare where there is more memory and train with data=prepared"
+    )
+
+
+def _text(owner: str, source: SourceData, long_texts: bool) -> Read:
+    content = bytearray()
     with _open(source)[0] as file:
-        content = file.read()
+        while block := file.read(BLOCK_BYTES):  # a gzip file that is read at once holds its content twice
+            content += block
+    start = 0
     try:
-        yield content.decode("utf-8"), 1.0
+        if not long_texts or len(content) < LONG_BYTES:
+            text = content.decode("utf-8")
+            del content
+            yield text, 1.0
+            return
+        while start < len(content):
+            stop = _character_start(content, start + BLOCK_BYTES)
+            str(content[start:stop], "utf-8")
+            start = stop
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"{owner} holds no text in UTF-8 (byte {error.start}); write it in UTF-8 or leave it out"
+            f"{owner} holds no text in UTF-8 (byte {start + error.start}); write it in UTF-8 or leave it out"
         ) from error
+    long = LongText(content)
+    del content
+    yield long, 1.0
+
+
+def _character_start(content: bytearray, place: int) -> int:
+    """The last place up to the given one where a character may begin, if the content is UTF-8."""
+    if place >= len(content):
+        return len(content)
+    return next((start for start in range(place, place - 4, -1) if content[start] & 0xC0 != 0x80), place)
 
 
 def _lines(owner: str, source: SourceData, field: str) -> Read:
@@ -145,11 +210,14 @@ def _lines(owner: str, source: SourceData, field: str) -> Read:
             if line.isspace():
                 continue
             try:
+                # Nothing but the one field is looked at, so that what the others hold, and how deep, does not matter;
+                # parse_json checks them too, and takes eight times as long for it.
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise ConfigError(
-                    f"{owner} has no JSON object in line {number} ({error}); write one object a line"
+                    f"{owner} has no JSON object in line {number} ({one_line(error)}); write one object a line"
                 ) from error
+            del line  # or a long document is held twice
             if not isinstance(record, dict) or field not in record:
                 found = sorted(record) if isinstance(record, dict) else []
                 raise _no_field(owner, field, found, f" in line {number}")
@@ -194,7 +262,7 @@ def _arrow(owner: str, source: SourceData, field: str) -> Read:
 
 def _open(source: SourceData) -> tuple[IO[bytes], IO[bytes]]:
     """The contents, and the file on disk below them, which tells how far it was read."""
-    raw = open(source.path, "rb")  # noqa: SIM115  # closed with the first of the two, or with the process
+    raw = open_regular(source.path)  # closed with the first of the two, or with the process
     if source.path.endswith(".gz"):
         return cast(IO[bytes], gzip.GzipFile(fileobj=raw)), raw
     if source.path.endswith(".zst"):
@@ -207,9 +275,13 @@ def _open(source: SourceData) -> tuple[IO[bytes], IO[bytes]]:
 def _checked(owner: str, field: str, value: Any, where: str) -> str | None:
     if value is None or isinstance(value, str):
         return value
-    raise ConfigError(f"{owner} has {value!r:.40} as {field}{where}, which is no text; name a field of text")
+    try:
+        shown = one_line(repr(value))[:40]
+    except RecursionError:
+        shown = f"a deep {type(value).__name__}"
+    raise ConfigError(f"{owner} has {shown} as {field}{where}, which is no text; name a field of text")
 
 
 def _no_field(owner: str, field: str, found: Sequence[str], where: str = "") -> ConfigError:
-    has = f"it has {', '.join(map(str, found))[:200]}" if found else "there is no object"
+    has = f"it has {one_line(', '.join(map(str, found))[:200])}" if found else "there is no object"
     return ConfigError(f"{owner} has no field {field!r}{where}: {has}; name the one that holds the text")

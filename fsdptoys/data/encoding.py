@@ -6,7 +6,6 @@ ordinary ids, so that the id which ends a document stands nowhere else. For byte
 """
 
 import hashlib
-import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -18,11 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdptoys.errors import ConfigError
+from fsdptoys.utils.foreign import parse_json
+from fsdptoys.utils.regular_file import read_regular
+from fsdptoys.utils.text import one_line
 
-from .index import DTYPES, TOKENIZER_FILE
+from .index import DTYPES, MOST_TOKENIZER_BYTES, TOKENIZER_FILE
 from .text import BYTES, SEPARATOR
 
 SETTINGS_FILE = "tokenizer_config.json"
+MOST_SETTINGS_BYTES = 2**26
 USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """Where neither the user nor the folder says which token ends a document."""
 
@@ -37,6 +40,8 @@ class Encoder(ABC):
     """The tokenizer's file as it was read, if it has one."""
     vocab_size: int
     document_end: int
+    ids_are_bytes = False
+    """Whether the ids of a text are the bytes of its UTF-8 without zeros, so that it need not be held as a whole."""
 
     @property
     def dtype(self) -> str:
@@ -55,6 +60,7 @@ class ByteEncoder(Encoder):
     sha256 = hashlib.sha256(b"bytes of UTF-8 without zero").hexdigest()
     vocab_size = BYTES
     document_end = SEPARATOR
+    ids_are_bytes = True
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """See ``Encoder``."""
@@ -80,14 +86,18 @@ class FileEncoder(Encoder):
         file = path / TOKENIZER_FILE if path.is_dir() else path
         missing = f"{owner} names no tokenizer.json that is there ({file}); name one, its folder, or bytes"
         self._reader = read_tokenizer(file, owner, "data", "take bytes for the tokenizer", missing, plain=True)
+        self._owner = owner
         self.name = file.name
-        self.vocab_size = 1 + max(self._reader.get_vocab(with_added_tokens=True).values())
-        end = end or _own_end(file.parent) or next(filter(self._knows, USUAL_ENDS), None)
+        ids = self._reader.get_vocab(with_added_tokens=True).values()
+        if not ids:
+            raise ConfigError(f"{owner} has an empty vocabulary ({file}); download it again or name another tokenizer")
+        self.vocab_size = 1 + max(ids)
+        end = end or _own_end(file.parent, end_owner) or next(filter(self._knows, USUAL_ENDS), None)
         if end is None or not self._knows(end):
             told = f"has no token {end!r}" if end else "does not say which token ends a document"
             raise ConfigError(f"{owner} {told}; set {end_owner} to one of its tokens")
         self.document_end = int(self._reader.token_to_id(end))
-        self.file = file.read_bytes()
+        self.file = read_file(file)
         self.sha256 = hashlib.sha256(self.file + end.encode()).hexdigest()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -99,9 +109,45 @@ class FileEncoder(Encoder):
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """See ``Encoder``."""
-        with _one_thread():
+        with _one_thread(), explain_package_errors(f"{self._owner} cannot turn a document into ids"):
             found = self._reader.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(each.ids, DTYPES[self.dtype]) for each in found]
+
+
+@contextmanager
+def explain_package_errors(what: str, fix: str = "name another tokenizer, or mend this one") -> Iterator[None]:
+    """Report errors of the package ``tokenizers`` in a sentence, among them the panics of its Rust code.
+
+    Args:
+        what: cannot be done.
+        fix: an imperative.
+
+    Raises:
+        ConfigError: instead of the package's own classes.
+    """
+    try:
+        yield
+    except (ConfigError, MemoryError):
+        raise
+    except BaseException as error:
+        # PanicException is no Exception, and its module cannot be imported.
+        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+            raise
+        raise ConfigError(f"{what} ({one_line(error) or type(error).__name__}); {fix}") from None
+
+
+def read_file(file: Path) -> bytes:
+    """Content of a tokenizer's file.
+
+    Raises:
+        ConfigError: if it cannot be read, is no regular file or too large for a tokenizer.
+    """
+    try:
+        return read_regular(file, MOST_TOKENIZER_BYTES)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read ({error.strerror or error}); put it back as it was") from error
+    except ValueError as error:
+        raise ConfigError(f"{file} cannot be a tokenizer ({error}); name another") from error
 
 
 @contextmanager
@@ -141,10 +187,9 @@ def read_tokenizer(file: Path, owner: str, extra: str, instead: str, missing: st
         ) from error
     if not file.is_file():
         raise ConfigError(missing)
-    try:
-        reader = Tokenizer.from_file(str(file))
-    except Exception as error:  # the package has no class of its own for them
-        raise ConfigError(f"{file} cannot be read as a tokenizer ({error}); download it again") from error
+    content = read_file(file)
+    with explain_package_errors(f"{file} cannot be read as a tokenizer", "download it again"):
+        reader = Tokenizer.from_buffer(content)
     if plain:
         reader.no_truncation()
         reader.no_padding()
@@ -171,12 +216,23 @@ def open_encoder(choice: str, end: str | None, owner: str, end_owner: str) -> En
     return FileEncoder(choice, end, owner, end_owner)
 
 
-def _own_end(folder: Path) -> str | None:
-    """The token that a folder in Hugging Face format names as the end, if it has one."""
+def _own_end(folder: Path, end_owner: str) -> str | None:
+    """The token that a folder in Hugging Face format names as the end, if it has one.
+
+    Raises:
+        ConfigError: if the file for it cannot be read.
+    """
+    path = folder / SETTINGS_FILE
     try:
-        settings = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        settings = parse_json(read_regular(path, MOST_SETTINGS_BYTES), non_finite=True)
+    except FileNotFoundError:
         return None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or one_line(error)
+        raise ConfigError(
+            f"{path} cannot be read ({reason}), and should name the token that ends a document; download it again, or "
+            f"set {end_owner}"
+        ) from error
     end = settings.get("eos_token") if isinstance(settings, dict) else None
     end = end.get("content") if isinstance(end, dict) else end
     return end if isinstance(end, str) and end else None

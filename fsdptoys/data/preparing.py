@@ -11,6 +11,7 @@ The price of one process that reads and writes: beyond some tens of others it is
 """
 
 import hashlib
+import itertools
 import math
 import multiprocessing
 import os
@@ -33,7 +34,7 @@ from fsdptoys.errors import ConfigError
 
 from .ahead import end_with_parent
 from .dataset import Tokens, hash_of
-from .documents import SourceData, read_documents
+from .documents import LongText, SourceData, no_memory, read_documents
 from .encoding import Encoder
 from .index import DTYPES, VERSION, Index, Source, UnusableFolderError, read_index
 from .sole import alone
@@ -99,6 +100,8 @@ class _Group:
     documents: int
     """With those that are left out."""
     done_bytes: float
+    long: LongText | None = None
+    """A document behind the texts, which is written in this process and not encoded by another."""
 
 
 @dataclass(frozen=True)
@@ -166,9 +169,17 @@ def _write(request: Request, advance: Callable[[Advance], None]) -> Index:
     try:
         groups = _groups(request, skip=writer.progress.documents)
         for group, encoded in _encode_all(groups, request):
-            for split, (ids, lengths) in encoded.splits.items():
-                writer.add(split, ids, lengths)
-            writer.read(group.documents, encoded.left_out)
+            long_split = None if group.long is None else _long_split(group.long, request.eval_fraction)
+            for split in dict.fromkeys([*encoded.splits, *([] if long_split is None else [long_split])]):
+                if split in encoded.splits:
+                    writer.add(split, *encoded.splits[split])
+                if group.long is not None and split == long_split:
+                    end = [bytes([encoder.document_end])]
+                    blocks = itertools.chain(group.long.blocks(), end)
+                    writer.add_long(split, (np.frombuffer(block, np.uint8) for block in blocks))
+            if group.long is not None:
+                group.long.release()
+            writer.read(group.documents, encoded.left_out + (group.long is not None and long_split is None))
             advance(Advance(group.done_bytes, total, writer.progress.documents, writer.tokens))
         if not writer.tokens:
             raise ConfigError(f"{request.key} finds no document with text; name files that hold some")
@@ -186,11 +197,20 @@ def _write(request: Request, advance: Callable[[Advance], None]) -> Index:
             shards=(),
         )
         return writer.finish(index, encoder.file)
+    except MemoryError as error:
+        raise no_memory(request.key) from error
     except ConfigError:
         writer.save()
         raise
     finally:
         writer.close()
+
+
+def _long_split(text: LongText, eval_fraction: float) -> str | None:
+    """The split that a long text belongs to; None where it has no ids."""
+    if not any(text.blocks()):
+        return None
+    return "eval" if _is_drawn(text.blocks(), eval_fraction) else "train"
 
 
 def _groups(request: Request, skip: int) -> Iterator[_Group]:
@@ -199,9 +219,16 @@ def _groups(request: Request, skip: int) -> Iterator[_Group]:
     documents = characters = 0
     before = 0.0
     for source in request.sources:
-        for text, share in read_documents(request.key, source, request.field):
+        long_texts = request.encoder.ids_are_bytes
+        for text, share in read_documents(request.key, source, request.field, long_texts=long_texts):
             if skip:
                 skip -= 1
+                if isinstance(text, LongText):
+                    text.release()
+                continue
+            if isinstance(text, LongText):
+                yield _Group(texts, documents + 1, before + share * source.size_bytes, text)
+                texts, documents, characters = [], 0, 0
                 continue
             texts.append(text or "")
             documents += 1
@@ -227,6 +254,10 @@ def _encode_all(groups: Iterable[_Group], request: Request) -> Iterator[tuple[_G
     try:
         for group in groups:
             under_way.append((group, executor.submit(_encode_here, group.texts)))
+            if group.long is not None:  # no two of them at once
+                for first, future in under_way:
+                    yield first, future.result()
+                under_way.clear()
             if len(under_way) >= GROUPS_AHEAD * request.processes:
                 first, future = under_way.popleft()
                 yield first, future.result()
@@ -286,8 +317,13 @@ def _encode(encoder: Encoder, fraction: float, texts: list[str]) -> _Encoded:
 
 def is_held_out(text: str, fraction: float) -> bool:
     """Whether a document belongs to the held-out share."""
+    return bool(fraction) and _is_drawn([text.encode().replace(b"\0", b"")], fraction)  # bytes leave zeros out
+
+
+def _is_drawn(blocks: Iterable[bytes], fraction: float) -> bool:
     if not fraction:
         return False
-    raw = text.encode().replace(b"\0", b"")  # which bytes leave out
-    drawn = int.from_bytes(hashlib.blake2b(raw, digest_size=8, person=b"held out").digest(), "little")
-    return drawn < math.ldexp(fraction, 64)
+    digest = hashlib.blake2b(digest_size=8, person=b"held out")
+    for block in blocks:
+        digest.update(block)
+    return int.from_bytes(digest.digest(), "little") < math.ldexp(fraction, 64)

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -101,6 +102,22 @@ class ShardsWriter:
                 shard.close()
             first = last + 1
         self._unsaved += len(ids)
+
+    def add_long(self, split: str, blocks: Iterable[NDArray[Any]]) -> None:
+        """Append one document to a split.
+
+        Args:
+            split: whose.
+            blocks: its ids, the end of the document included, some at a time.
+        """
+        shard = self._open(split)
+        before = shard.tokens
+        for ids in blocks:
+            shard.extend(ids)
+        shard.end_document()
+        if shard.tokens >= self.shard_tokens:
+            shard.close()
+        self._unsaved += shard.tokens - before
 
     def read(self, documents: int, left_out: int) -> None:
         """Note that so many documents are done with: all that was added came from these and earlier ones."""
@@ -221,6 +238,17 @@ class _OpenShard:
             digest.update(part.data)
         self.tokens += len(ids)
         self.documents += len(stops)
+
+    def extend(self, ids: NDArray[Any]) -> None:
+        """Add ids of a document that ``end_document`` ends."""
+        part = ids.astype(self._dtype, copy=False)
+        self._files[0].write(part.data)
+        self._sums[0].update(part.data)
+        self.tokens += len(ids)
+
+    def end_document(self) -> None:
+        """Note the end of a document that ``extend`` has added."""
+        self.append(np.empty(0, self._dtype), np.zeros(1, np.int64))
 
     def flush(self) -> None:
         """Have it on the disk."""

@@ -1,0 +1,97 @@
+"""A tokenizer's file that is damaged, or meant badly, is one sentence."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdptoys.data import open_encoder, prepare
+from fsdptoys.data.encoding import Encoder
+from fsdptoys.errors import ConfigError
+from fsdptoys.tokens import open_tokenizer
+from tests.data.test_prepare import request
+
+pytest.importorskip("tokenizers")
+
+BASE: dict[str, Any] = {
+    "version": "1.0",
+    "truncation": None,
+    "padding": None,
+    "added_tokens": [],
+    "normalizer": None,
+    "pre_tokenizer": {"type": "Whitespace"},
+    "post_processor": None,
+    "decoder": None,
+    "model": {"type": "WordLevel", "vocab": {"a": 0, "</s>": 1}, "unk_token": "[UNK]"},
+}
+RETRIES = {"type": "Split", "pattern": {"Regex": "(a+)+(?<!b)$"}, "behavior": "Isolated", "invert": False}
+"""Takes exponential time on "aaa…c", which the package's engine ends with a panic."""
+
+
+def write(folder: Path, **changes: Any) -> str:
+    (folder / "tokenizer.json").write_text(json.dumps(BASE | changes))
+    return str(folder)
+
+
+def open_it(folder: str) -> Encoder:
+    return open_encoder(folder, None, f"data.tokenizer={folder}", "data.document_end")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "cannot be read as a tokenizer ("),
+        (b"\xff\xfe noise \x1b[31m", "cannot be read as a tokenizer ("),
+        (b"[" * 200_000, "cannot be read as a tokenizer ("),
+        (json.dumps(BASE | {"model": {"type": "WordLevel", "vocab": {}, "unk_token": "a"}}).encode(), "empty vocab"),
+    ],
+)
+def test_a_file_that_is_no_tokenizer_is_a_sentence(content: bytes, reason: str, tmp_path: Path) -> None:
+    """Oracle: one printable sentence with the path."""
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        open_it(str(tmp_path))
+    assert reason in str(caught.value) and str(tmp_path) in str(caught.value) and str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(
+    ("changes", "text"), [({}, "a word that is not there"), ({"pre_tokenizer": RETRIES}, "a" * 40 + "c")]
+)
+def test_a_text_that_the_package_cannot_encode_is_a_sentence(
+    changes: dict[str, Any], text: str, processes: int, tmp_path: Path
+) -> None:
+    """Oracle: the sentence, for a missing unknown token and for a panic of the regex engine, which is no Exception."""
+    folder = write(tmp_path, **changes)
+    (tmp_path / "a.txt").write_text(text)
+    wanted = request(tmp_path / "out", tmp_path / "a.txt", processes=processes)
+    wanted = dataclasses.replace(wanted, encoder=open_it(folder))
+    with pytest.raises(ConfigError, match=rf"^data\.tokenizer={folder} cannot turn a document into ids \(.*\); name"):
+        prepare(wanted)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json cannot turn the text into ids \(.*\); name"):
+        open_tokenizer(folder, 256).encode(text)
+
+
+def test_ids_out_of_range_are_a_sentence(tmp_path: Path) -> None:
+    """Oracle: the sentence, where the package raises OverflowError."""
+    with pytest.raises(ConfigError, match=r"cannot turn ids into text \(number too large"):
+        open_tokenizer(write(tmp_path), 256).decode([2**40])
+
+
+@pytest.mark.parametrize("content", [b"[" * 200_000, b"{", b"\xff", b'{"eos_token": "\\ud800"}'])
+def test_settings_that_cannot_be_read_are_named(content: bytes, tmp_path: Path) -> None:
+    """Oracle: the sentence with the path; the end that the user names makes up for the file."""
+    folder = write(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"^{folder}/tokenizer_config\.json cannot be read .* set d.*_end$"):
+        open_it(folder)
+    assert open_encoder(folder, "</s>", "", "").document_end == 1
+
+
+@pytest.mark.parametrize("content", [b"[]", b'{"eos_token": 7}', b'{"eos_token": {"content": []}}', b"{}"])
+def test_settings_without_an_end_leave_the_usual_one(content: bytes, tmp_path: Path) -> None:
+    """Oracle: ``</s>``, which the vocabulary has."""
+    (tmp_path / "tokenizer_config.json").write_bytes(content)
+    assert open_it(write(tmp_path)).document_end == 1
