@@ -29,11 +29,14 @@ from fsdptoys.data.shuffle import EndlessShuffle
 from fsdptoys.data.writing import ShardsWriter
 from fsdptoys.recorded import read_recorded_run
 from scripts.machine import machine
+from scripts.progress import doing, progress, unit
 
 BAR = 20e6
 """Tokens that one core must read in a second."""
 BATCH = 8
 VOCAB = 50_000
+READING_KINDS = 5
+"""Rows of the reader for each length."""
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -133,6 +136,7 @@ def stall_share(folder: str, run_dir: Path, workers: int, steps: int) -> tuple[f
 
 def reading_table(folder: Path, args: argparse.Namespace) -> tuple[list[str], float]:
     """Rows of the reader, and the slowest of them in tokens for a second of CPU time."""
+    doing("writing shards")
     narrow = write_shards(folder / "narrow", args.tokens, args.shards, wide=False)
     wide = write_shards(folder / "wide", args.tokens // 2, args.shards, wide=True)
     other = write_shards(folder / "other", args.tokens // 4, 1, wide=False)
@@ -143,11 +147,14 @@ def reading_table(folder: Path, args: argparse.Namespace) -> tuple[list[str], fl
         "three mixed by size": PreparedConfig(sources=[narrow, wide, other]),
         "one folder, packed": PreparedConfig(folder=narrow, packing=Packing.best_fit, cache=str(folder / "cache")),
     }
+    assert len(kinds) == READING_KINDS
     lines = ["| data | seq_len | M tokens/CPU s |", "|---|---:|---:|"]
     slowest = float("inf")
     for name, config in kinds.items():
         for seq_len in args.seq_lens:
-            rate = read_rate(config, seq_len, args.seconds, args.repeats)
+            with unit(f"reading, {name}, {seq_len}") as done:
+                rate = read_rate(config, seq_len, args.seconds, args.repeats)
+                done.note = f"{rate / 1e6:.0f} M tokens/CPU s"
             slowest = min(slowest, rate)
             lines.append(f"| {name} | {seq_len} | {rate / 1e6:.0f} |")
     return lines, slowest
@@ -157,13 +164,16 @@ def preparing_table(folder: Path, args: argparse.Namespace) -> list[str]:
     """Rows of tokenising the standard library's source."""
     files = [source.path for source in find_sources("files", ["stdlib"])]
     texts = [Path(path).read_text(encoding="utf-8") for path in files[: args.files]]
+    doing("training a tokenizer")
     train_tokenizer(folder / "tokenizer.json", texts[:100], args.vocab_size)
     size = sum(len(text.encode()) for text in texts)
     lines = ["| tokenizer | processes | MB of text/s | MB of text/CPU s | bytes an id |", "|---|---:|---:|---:|---:|"]
     for tokenizer in ("bytes", str(folder / "tokenizer.json")):
         for processes in args.processes:
             place = folder / f"prepared-{Path(tokenizer).stem}"
-            took, cpu, ids = prepare_seconds(place, files[: args.files], tokenizer, processes, args.repeats)
+            with unit(f"preparing, {Path(tokenizer).stem}, {processes} processes") as done:
+                took, cpu, ids = prepare_seconds(place, files[: args.files], tokenizer, processes, args.repeats)
+                done.note = f"{size / took / 1e6:.1f} MB/s"
             name = "bytes" if tokenizer == "bytes" else f"BPE, {args.vocab_size} ids"
             rates = f"{size / took / 1e6:.1f} | {size / cpu / 1e6:.1f}"
             lines.append(f"| {name} | {processes} | {rates} | {size / ids:.2f} |")
@@ -175,7 +185,9 @@ def waiting_table(folder: Path, args: argparse.Namespace) -> list[str]:
     prepare(Request("files", find_sources("files", ["stdlib"]), open_encoder("bytes", None, "", ""), folder / "text"))
     lines = ["| data.workers | median step, ms | waiting for data |", "|---:|---:|---:|"]
     for workers in (0, 1):
-        stall, step = stall_share(str(folder / "text"), folder / f"run{workers}", workers, args.steps)
+        with unit(f"waiting, data.workers={workers}") as done:
+            stall, step = stall_share(str(folder / "text"), folder / f"run{workers}", workers, args.steps)
+            done.note = f"{stall:.2%}"
         lines.append(f"| {workers} | {step * 1e3:.0f} | {stall:.2%} |")
     return lines
 
@@ -194,7 +206,8 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=30, help="of the training; 0 for none")
     parser.add_argument("--write", type=Path, default=None, help="page to write the tables to")
     args = parser.parse_args(words)
-    with tempfile.TemporaryDirectory() as temporary:
+    units = READING_KINDS * len(args.seq_lens) + 2 * len(args.processes) + (2 if args.steps else 0)
+    with progress(units), tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         reading, slowest = reading_table(folder, args)
         verdict = "reached" if slowest >= BAR else "MISSED"

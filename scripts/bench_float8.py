@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from fsdptoys.compose import compose_config
 from fsdptoys.trainer import Trainer
 from scripts.machine import machine
+from scripts.progress import progress, unit
 from scripts.ranks import run_ranks
 
 FORMATS = ("none", "tensorwise", "rowwise")
@@ -47,13 +48,14 @@ def main() -> None:
         "train.eval_batches=32", "metrics.console=none",
     ]  # fmt: skip
     found: dict[str, list[tuple[list[float], float]]] = {}
-    for kind in FORMATS:
-        found[kind] = []
-        for seed in range(args.seeds):
-            found[kind] += run_ranks(
-                1, losses, [*common, f"train.float8={kind}", f"train.seed={seed}"], timeout_seconds=3600
-            )
-            print(f"{kind}, seed {seed}: held out {found[kind][-1][1]:.4f}", file=sys.stderr, flush=True)
+    with progress(len(FORMATS) * args.seeds):
+        for kind in FORMATS:
+            found[kind] = []
+            for seed in range(args.seeds):
+                words = [*common, f"train.float8={kind}", f"train.seed={seed}"]
+                with unit(f"{kind}, seed {seed}") as done:
+                    found[kind] += run_ranks(1, losses, words, timeout_seconds=3600)
+                    done.note = f"held out {found[kind][-1][1]:.4f}"
     window = max(1, args.steps // 10)
     marks = [args.steps * tenth // 10 for tenth in (1, 2, 4, 6, 8, 10)]
     print(f"# Float8\n\nCommand: `python {' '.join(sys.argv)}`\n\n{machine('cpu', ['torchao'])}\n")

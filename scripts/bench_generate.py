@@ -20,6 +20,7 @@ from fsdptoys.models import DecoderModel
 from fsdptoys.parallel import seeded
 from fsdptoys.sampling import Draw, generate
 from scripts.machine import machine
+from scripts.progress import progress, unit
 
 
 @torch.no_grad()
@@ -49,22 +50,24 @@ def main() -> None:
     greedy = Draw(temperature=0.0)
     print(f"{machine('cpu')}; {args.model}, float32, medians of {args.repeats}\n")
     print("| tokens added | with a cache, tokens/s | without, tokens/s |\n|---|---|---|")
-    for count in args.lengths:
-        ways: list[Callable[[], Tensor]] = [
-            lambda count=count: generate(model, prompt_T, count, config.max_seq_len, greedy),
-            lambda count=count: generate_without(model, prompt_T, count),
-        ]
-        texts, rates = [], []
-        for way in ways:
-            seconds = []
-            for _ in range(args.repeats):
-                started = time.perf_counter()
-                tokens_T = way()
-                seconds.append(time.perf_counter() - started)
-            texts.append(tokens_T.tolist())
-            rates.append(count / statistics.median(seconds))
-        assert texts[0] == texts[1]
-        print(f"| {count} | {rates[0]:.0f} | {rates[1]:.0f} |", flush=True)
+    with progress(len(args.lengths) * 2 * args.repeats):
+        for count in args.lengths:
+            ways: list[Callable[[], Tensor]] = [
+                lambda count=count: generate(model, prompt_T, count, config.max_seq_len, greedy),
+                lambda count=count: generate_without(model, prompt_T, count),
+            ]
+            texts, rates = [], []
+            for number, way in enumerate(ways):
+                seconds = []
+                for turn in range(args.repeats):
+                    with unit(f"{count} tokens {('with', 'without')[number]} a cache, turn {turn + 1}"):
+                        started = time.perf_counter()
+                        tokens_T = way()
+                        seconds.append(time.perf_counter() - started)
+                texts.append(tokens_T.tolist())
+                rates.append(count / statistics.median(seconds))
+            assert texts[0] == texts[1]
+            print(f"| {count} | {rates[0]:.0f} | {rates[1]:.0f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -50,6 +50,7 @@ from scripts.gpu_page import ACCELERATE, BARE, COMPILED, EAGER, FLOAT8, LOSS, ST
 from scripts.machine import machine
 from scripts.peers.measure import Measured, Run, take_within
 from scripts.peers.work import BETAS, EPS, LEARNING_RATE, MAX_GRAD_NORM, WEIGHT_DECAY, Work
+from scripts.progress import doing, progress, unit
 
 HARDWARE = "h200"
 LEAST_SECONDS = 30.0
@@ -240,7 +241,9 @@ def main() -> int:
         peak = peak_flops(Device(args.device).name)
         memory_gib = torch.cuda.get_device_properties(0).total_memory / GIB
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as scratch:
+    units = len(args.shapes) * len(args.contestants)
+    with progress(units), tempfile.TemporaryDirectory() as scratch:
+        doing("writing inputs and planning")
         bench = Bench(args.device, Path(scratch), args.peers_python, peak, memory_gib, args.row_seconds)
         flops, planned = {}, {}
         for shape in args.shapes:
@@ -254,9 +257,9 @@ def main() -> int:
             for contestant in args.contestants:
                 left = args.seconds - (time.monotonic() - began)
                 timed = dataclasses.replace(bench, row_seconds=min(args.row_seconds, left))
-                rows.append(row := timed.run(shape, contestant, flops[shape], planned[shape]))
-                told = row.failure or f"{row.tokens_per_second:,.0f} tokens/s"
-                print(f"{shape.name}, {contestant}: {told}", file=sys.stderr, flush=True)
+                with unit(f"{shape.name}, {contestant}") as done:
+                    rows.append(row := timed.run(shape, contestant, flops[shape], planned[shape]))
+                    done.note = row.failure or f"{row.tokens_per_second:,.0f} tokens/s"
                 verdicts = judge(rows, args.shapes)
                 if args.device == "cpu":
                     verdicts = ["The targets are those of an H200; on a CPU nothing is held against them."]

@@ -40,6 +40,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdptoys.memory.chunked_loss import GradientDType, auto_chunk_tokens
 from fsdptoys.memory.loss import LossFn, build_loss, cross_entropy_sum
 from scripts.machine import machine
+from scripts.progress import progress, unit
 
 SHAPE = (4096, 1024, 32000)
 """Tokens, width, vocabulary."""
@@ -95,17 +96,24 @@ def main(words: list[str] | None = None) -> int:
     say(f"python scripts/bench_loss.py {' '.join(sys.argv[1:] if words is None else words)}".rstrip())
     say(machine(torch.device(args.device).type))
     missed = False
-    for sizes in args.shapes:
-        for dtype in args.dtypes:
-            table, bars = run_case(args, sizes, getattr(torch, dtype))
-            say(table)
-            for name, value, limit, unit in bars:
-                met = value <= limit
-                missed |= not met
-                say(f"{'met   ' if met else 'MISSED'} {dtype}: {name} {value:.2f}{unit}, bar {limit:.2f}{unit}")
+    with progress(len(args.shapes) * len(args.dtypes) * units_of_case(args.repeats)):
+        for sizes in args.shapes:
+            for dtype in args.dtypes:
+                table, bars = run_case(args, sizes, getattr(torch, dtype))
+                say(table)
+                for name, value, limit, suffix in bars:
+                    met = value <= limit
+                    missed |= not met
+                    mark = "met   " if met else "MISSED"
+                    say(f"{mark} {dtype}: {name} {value:.2f}{suffix}, bar {limit:.2f}{suffix}")
     if args.write is not None:
         args.write.write_text(f"# Chunked loss\n\n```\n{copy.getvalue().rstrip()}\n```\n")
     return 1 if missed else 0
+
+
+def units_of_case(repeats: int) -> int:
+    """Units of progress: the exact outcome, a check and a peak of each contestant, and the turns."""
+    return 1 + 2 * (5 if hasattr(F, "linear_cross_entropy") else 4) + repeats + 1
 
 
 def run_case(
@@ -115,7 +123,11 @@ def run_case(
     hidden_ND, weight_VD, labels_N = make_inputs(args.device, sizes, dtype)
     losses = contestants(args, sizes, weight_VD)
     errors = check(losses, hidden_ND, weight_VD, labels_N)
-    peaks = {name: peak_bytes(loss_fn, hidden_ND, weight_VD, labels_N) for name, loss_fn in losses.items()}
+    peaks = {}
+    for name, loss_fn in losses.items():
+        with unit(f"{dtype}, memory of {name}") as done:
+            peaks[name] = peak_bytes(loss_fn, hidden_ND, weight_VD, labels_N)
+            done.note = f"{peaks[name] / MIB:.0f} MiB"
     seconds = take_turns(losses, hidden_ND, weight_VD, labels_N, args.repeats)
     ratios = {
         name: statistics.median(ours / plain for ours, plain in zip(seconds[name], seconds[PLAIN], strict=True))
@@ -189,10 +201,12 @@ def check(losses: dict[str, LossFn], hidden_ND: Tensor, weight_VD: Tensor, label
     Raises:
         SystemExit: naming what is wrong.
     """
-    exact = float64_outcome(hidden_ND, weight_VD, labels_N)
+    with unit(f"{hidden_ND.dtype}, exact outcome"):
+        exact = float64_outcome(hidden_ND, weight_VD, labels_N)
     errors = {}
     for name, loss_fn in losses.items():
-        outcome = (step(loss_fn, hidden_ND, weight_VD, labels_N), hidden_ND.grad, weight_VD.grad)
+        with unit(f"{hidden_ND.dtype}, check of {name}"):
+            outcome = (step(loss_fn, hidden_ND, weight_VD, labels_N), hidden_ND.grad, weight_VD.grad)
         for key, value, expected in zip(("loss", "hidden gradient", "weight gradient"), outcome, exact, strict=True):
             error = ((value - expected).norm() / expected.norm()).item()
             tolerance = TOLERANCE[torch.bfloat16 if name == OURS_BF16 else hidden_ND.dtype]
@@ -222,14 +236,15 @@ def take_turns(
     """Seconds of each contestant in each turn, one contestant after another; the first turn warms up."""
     seconds: dict[str, list[float]] = {name: [] for name in losses}
     for turn in range(repeats + 1):
-        for name, loss_fn in losses.items():
-            synchronise(hidden_ND.device)
-            start = time.perf_counter()
-            step(loss_fn, hidden_ND, weight_VD, labels_N)
-            synchronise(hidden_ND.device)
-            if turn:
-                seconds[name].append(time.perf_counter() - start)
-            hidden_ND.grad = weight_VD.grad = None
+        with unit(f"{hidden_ND.dtype}, turn {turn} of {repeats}" if turn else f"{hidden_ND.dtype}, warm-up"):
+            for name, loss_fn in losses.items():
+                synchronise(hidden_ND.device)
+                start = time.perf_counter()
+                step(loss_fn, hidden_ND, weight_VD, labels_N)
+                synchronise(hidden_ND.device)
+                if turn:
+                    seconds[name].append(time.perf_counter() - start)
+                hidden_ND.grad = weight_VD.grad = None
     return seconds
 
 

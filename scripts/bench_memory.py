@@ -37,6 +37,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.hardware import hardware_environment
 from fsdptoys.metrics import StepMetrics
 from fsdptoys.trainer import Trainer
+from scripts.progress import progress, unit
 
 GC = "memory.gradient_checkpointing=full"
 CHUNK = "memory.chunk_loss=true"
@@ -126,13 +127,12 @@ def main() -> int:
         print(json.dumps(vars(measure(args))), flush=True)
         return 0
     results: dict[tuple[str, str], Result] = {}
-    for strategy in args.strategies:
-        for name in args.rows:
-            if ROWS[name].only not in (None, strategy):
-                continue
-            results[strategy, name] = result = run_row(args, strategy, name)
-            told = result.failure or f"{result.seconds:.3f} s, reserved {gib(result.reserved_gib)} GiB"
-            print(f"{strategy} {name}: {told}", file=sys.stderr, flush=True)
+    wanted = rows_of(args)
+    with progress(len(wanted)):
+        for strategy, name in wanted:
+            with unit(f"{strategy} {name}") as done:
+                results[strategy, name] = result = run_row(args, strategy, name)
+                done.note = result.failure or f"{result.seconds:.3f} s, reserved {gib(result.reserved_gib)} GiB"
     classic = (args.model, args.world_size, args.seq_len) == CLASSIC
     if args.device == "cpu":
         verdicts = ["The targets are those of an accelerator; on a CPU nothing is held against them."]
@@ -167,6 +167,13 @@ def add_row_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strategies", nargs="+", choices=["fsdp1", "fsdp2"], default=["fsdp1", "fsdp2"])
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS), metavar="ROW")
     parser.add_argument("--write", type=Path, help="a Markdown file for the table")
+
+
+def rows_of(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """Strategy and name of each row that is asked for, where the strategy has it."""
+    return [
+        (strategy, name) for strategy in args.strategies for name in args.rows if ROWS[name].only in (None, strategy)
+    ]
 
 
 def run_row(args: argparse.Namespace, strategy: str, name: str) -> Result:

@@ -36,6 +36,7 @@ from fsdptoys.device import DEVICE_TYPES, Device
 from fsdptoys.models.layers import SwiGLU
 from fsdptoys.models.moe import MoE, Scores
 from scripts.machine import machine
+from scripts.progress import progress, unit
 
 SIZES = [(1024, 512), (1024, 256), (2048, 768)]
 """Width and expert width of the default tables; the last is the default of transformers' Qwen3MoeConfig."""
@@ -88,8 +89,10 @@ def main() -> int:
     console.print(f"python {' '.join(sys.argv)}")
     console.print(machine(args.device, ["transformers"]))
     missed = []
-    for dim, ffn_dim in SIZES if args.dim is None else [(args.dim, args.ffn_dim)]:
-        missed += run_size(console, args, dim, ffn_dim)
+    sizes = SIZES if args.dim is None else [(args.dim, args.ffn_dim)]
+    with progress(len(sizes) * (1 + 2 * (args.repeats + 2))):
+        for dim, ffn_dim in sizes:
+            missed += run_size(console, args, dim, ffn_dim)
     for line in missed:
         console.print(f"missed: {line}")
     return 1 if missed else 0
@@ -105,10 +108,12 @@ def run_size(console: Console, args: argparse.Namespace, dim: int, ffn_dim: int)
         for _ in range(args.repeats + 2)
     ]
     grad_ND = torch.randn(args.tokens, dim, generator=generator).to(args.device, dtype)
-    compare(blocks, inputs[0], grad_ND, TOLERANCE[dtype])
+    with unit(f"dim {dim}, comparison"):
+        compare(blocks, inputs[0], grad_ND, TOLERANCE[dtype])
     times, device = {}, Device(args.device)
     for phase, step in (("forward", forward), ("forward+backward", forward_backward)):
-        times[phase] = take_turns(blocks, inputs, lambda block, x, step=step: step(block, x, grad_ND), device)
+        name = f"dim {dim}, {phase}"
+        times[phase] = take_turns(name, blocks, inputs, lambda block, x, step=step: step(block, x, grad_ND), device)
 
     table = Table(
         title=f"{args.experts} experts, top-{args.top_k}, {args.tokens} tokens, dim {dim}, ffn_dim {ffn_dim}, "
@@ -194,20 +199,25 @@ def compare(blocks: dict[str, nn.Module], hidden_ND: Tensor, grad_ND: Tensor, to
 
 
 def take_turns(
-    blocks: dict[str, nn.Module], inputs: list[Tensor], step: Callable[[nn.Module, Tensor], Tensor], device: Device
+    title: str,
+    blocks: dict[str, nn.Module],
+    inputs: list[Tensor],
+    step: Callable[[nn.Module, Tensor], Tensor],
+    device: Device,
 ) -> dict[str, list[float]]:
     """Seconds of each block on each input, the blocks one after another; the first two inputs warm up."""
     seconds: dict[str, list[float]] = {name: [] for name in blocks}
     for turn, hidden_ND in enumerate(inputs):
-        for name, block in blocks.items():
-            device.synchronize()
-            start = time.perf_counter()
-            step(block, hidden_ND)
-            device.synchronize()
-            if turn >= 2:
-                seconds[name].append(time.perf_counter() - start)
-            block.zero_grad(set_to_none=True)
-            hidden_ND.grad = None
+        with unit(f"{title}, turn {turn + 1} of {len(inputs)}"):
+            for name, block in blocks.items():
+                device.synchronize()
+                start = time.perf_counter()
+                step(block, hidden_ND)
+                device.synchronize()
+                if turn >= 2:
+                    seconds[name].append(time.perf_counter() - start)
+                block.zero_grad(set_to_none=True)
+                hidden_ND.grad = None
     return seconds
 
 

@@ -43,6 +43,7 @@ from fsdptoys.models.huggingface import Bounds
 from scripts.machine import machine
 from scripts.peers.measure import Measured, Run, take_turns
 from scripts.peers.work import BETAS, EPS, LEARNING_RATE, MAX_GRAD_NORM, WEIGHT_DECAY, Work
+from scripts.progress import doing, progress
 
 ROOT = Path(__file__).resolve().parents[1]
 PEERS = ROOT / "scripts" / "peers"
@@ -227,7 +228,7 @@ def measure(bench: Bench, entrants: Sequence[Contestant], rounds: int) -> dict[s
     for turn in range(rounds):
         for group in sorted({each.group for each in entrants}):
             runs = {each.name: bench.run(each, next(numbers)) for each in entrants if each.group == group}
-            take_turns(list(runs.values()))
+            take_turns(list(runs.values()), f"{bench.work.dtype} round {turn + 1} of {rounds}, {group}")
             for name, run in runs.items():
                 results[name].append(run.result)
                 told = run.result.failure or f"{run.result.step_seconds(bench.warmup):.2f} s a step"
@@ -344,7 +345,6 @@ def main() -> int:
     parser.add_argument("--vocab-size", type=int, default=32000)
     parser.add_argument("--venv", type=Path, help="environment with the peers")
     args = parser.parse_args()
-    programs = peers_bin(args.venv)
     heads = args.dim // 64
     model = LlamaConfig(
         name="peers", dim=args.dim, n_layers=args.layers, n_heads=heads, n_kv_heads=heads,
@@ -352,44 +352,47 @@ def main() -> int:
     )  # fmt: skip
     with torch.device("meta"):
         parameters = model.build().parameter_counts().total
-    entrants = contestants(args.gpu)
-    judged = pairs(args.gpu)
+    entrants, judged = contestants(args.gpu), pairs(args.gpu)
     if args.contestants:
-        entrants = [each for each in entrants if any(part in each.name for part in args.contestants)]
-        judged = []
-    on = machine("cuda" if args.gpu else "cpu")
-    print(f"# Peers\n\nCommand: `python {' '.join(sys.argv)}`\n\n{on}; peers: {peers_versions(programs)}.\n")
-    print(
-        f"A Llama of {parameters / 1e6:.1f}M parameters (dim {model.dim}, {model.n_layers} layers, {heads} heads, "
-        f"vocabulary {model.vocab_size}); {args.rounds} rounds; AdamW, clipping at {MAX_GRAD_NORM}. The rows that are "
-        "judged are those with the chunked loss, `memory.chunk_loss=true`; those without it compute the loss as the "
-        "peers do.\n",
-        flush=True,
-    )
-    missed = False
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        write_inputs(folder, model)
-        for dtype in ("float32", "bfloat16"):
-            if args.only not in (None, dtype):
-                continue
-            slow = dtype == "bfloat16" and not args.gpu and not computes_bfloat16()
-            batch_size, seq_len, steps = (1, 128, 3) if slow else (8, 1024, 12) if args.gpu else (2, 256, 5)
-            work = Work(
-                weights=str(folder / "weights"), batches=str(folder / "batches.bin"), ranks=1 if args.gpu else 2,
-                batch_size=batch_size, seq_len=seq_len, steps=args.steps or steps, dtype=dtype,
-                device="cuda" if args.gpu else "cpu",
-            )  # fmt: skip
-            write_batches(folder, work, model.vocab_size)
-            bench = Bench(work, model, folder, programs, args.warmup)
-            results = measure(bench, entrants, 1 if slow else args.rounds)
-            verdicts = [] if args.contestants else judge(results, judged, args.warmup, [PLAIN, ACCELERATE, FABRIC])
-            if not any(run.failure for runs in results.values() for run in runs):
-                print(render(results, work, args.warmup, args.gpu))
-            if slow:
-                print("\nThis CPU has no bf16 instructions, so that a step is short here.")
-            print("\n" + "\n".join(f"- {line}" for line in verdicts) + "\n", flush=True)
-            missed |= any(line.startswith("missed") for line in verdicts)
+        entrants, judged = [each for each in entrants if any(part in each.name for part in args.contestants)], []
+    dtypes = [dtype for dtype in ("float32", "bfloat16") if args.only in (None, dtype)]
+    slow = {dtype: dtype == "bfloat16" and not args.gpu and not computes_bfloat16() for dtype in dtypes}
+    shapes = {dtype: (1, 128, 3) if slow[dtype] else (8, 1024, 12) if args.gpu else (2, 256, 5) for dtype in dtypes}
+    rounds = {dtype: 1 if slow[dtype] else args.rounds for dtype in dtypes}
+    turns = sum(rounds[dtype] * ((args.steps or shapes[dtype][2]) + 1) for dtype in dtypes)
+    with progress(turns * len({each.group for each in entrants})):
+        doing("looking for the peers, or installing them")
+        programs = peers_bin(args.venv)
+        on = machine("cuda" if args.gpu else "cpu")
+        print(f"# Peers\n\nCommand: `python {' '.join(sys.argv)}`\n\n{on}; peers: {peers_versions(programs)}.\n")
+        heading = (
+            f"A Llama of {parameters / 1e6:.1f}M parameters (dim {model.dim}, {model.n_layers} layers, {heads} heads, "
+            f"vocabulary {model.vocab_size}); {args.rounds} rounds; AdamW, clipping at {MAX_GRAD_NORM}. The rows that "
+            "are judged are those with the chunked loss, `memory.chunk_loss=true`; those without it compute the loss "
+            "as the peers do.\n"
+        )
+        print(heading, flush=True)
+        missed = False
+        with tempfile.TemporaryDirectory() as scratch:
+            doing("writing inputs")
+            write_inputs(folder := Path(scratch), model)
+            for dtype in dtypes:
+                batch_size, seq_len, steps = shapes[dtype]
+                work = Work(
+                    weights=str(folder / "weights"), batches=str(folder / "batches.bin"), ranks=1 if args.gpu else 2,
+                    batch_size=batch_size, seq_len=seq_len, steps=args.steps or steps, dtype=dtype,
+                    device="cuda" if args.gpu else "cpu",
+                )  # fmt: skip
+                write_batches(folder, work, model.vocab_size)
+                bench = Bench(work, model, folder, programs, args.warmup)
+                results = measure(bench, entrants, rounds[dtype])
+                verdicts = [] if args.contestants else judge(results, judged, args.warmup, [PLAIN, ACCELERATE, FABRIC])
+                if not any(run.failure for runs in results.values() for run in runs):
+                    print(render(results, work, args.warmup, args.gpu))
+                if slow[dtype]:
+                    print("\nThis CPU has no bf16 instructions, so that a step is short here.")
+                print("\n" + "\n".join(f"- {line}" for line in verdicts) + "\n", flush=True)
+                missed |= any(line.startswith("missed") for line in verdicts)
     return 1 if missed else 0
 
 

@@ -32,7 +32,8 @@ from fsdptoys.plan.calibrate import Case, calibrate, choose_parameters
 from fsdptoys.plan.predict import Predictor
 from fsdptoys.simulator.hardware import Hardware, Quantity, hardware_for, load_hardware
 from fsdptoys.simulator.prediction import Prediction
-from scripts.bench_memory import ROWS, Result, add_row_arguments, row_words, run_row
+from scripts.bench_memory import ROWS, Result, add_row_arguments, row_words, rows_of, run_row
+from scripts.progress import progress, unit
 
 END_GIB, PEAK, RESERVED, UNCALIBRATED, CALIBRATED = 0.01, 0.02, 0.05, 0.20, 0.08
 """Bars: GiB, and shares of what was measured."""
@@ -59,14 +60,16 @@ def main() -> int:
     hardware = without_communication(load_hardware(profile))
     measured: dict[tuple[str, str], Result] = {}
     predictors: dict[tuple[str, str], Predictor] = {}
-    for strategy in args.strategies:
-        for name in args.rows:
-            if ROWS[name].only in (None, strategy):
+    wanted = rows_of(args)
+    with progress(len(wanted) + 1):
+        for strategy, name in wanted:
+            with unit(f"{strategy} {name}") as done:
                 measured[strategy, name] = result = run_row(args, strategy, name)
-                print(f"{strategy} {name}: {result.failure or f'{result.seconds:.3f} s'}", file=sys.stderr, flush=True)
+                done.note = result.failure or f"{result.seconds:.3f} s"
                 if not result.failure:
                     predictors[strategy, name] = predictor(args, strategy, name, hardware)
-    rows = compare(measured, predictors, hardware, args.calibrate_on)
+        with unit("predictions and calibration"):
+            rows = compare(measured, predictors, hardware, args.calibrate_on)
     verdicts = judge(rows) if args.device != "cpu" else ["The bars are those of an accelerator."]
     page = render(args, profile, rows, measured, verdicts)
     print(page)

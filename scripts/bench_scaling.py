@@ -43,6 +43,7 @@ from fsdptoys.simulator.prediction import Volume
 from fsdptoys.trainer import Trainer
 from scripts.counted import configured, count_step, pretend
 from scripts.machine import machine
+from scripts.progress import progress, unit
 from scripts.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -136,9 +137,11 @@ def measured_rows(worlds: Sequence[int], steps: int) -> Iterator[str]:
             words += [f"mesh.fsdp_size={min(2, ranks)}", f"metrics.run_dir={folder}/run"]
             first = configured(words, ranks, ranks)
             resumed = configured([*words, "checkpoint.resume=must"], ranks, ranks)
-            found = run_ranks(ranks, rank_costs, first, resumed)
+            with unit(f"measured, {ranks} ranks"):
+                found = run_ranks(ranks, rank_costs, first, resumed)
             plain = [*MEASURED, "experiment=null", "launch.device=cpu", f"metrics.run_dir={folder}/command"]
-            start = command_cost([*plain, "metrics.console=none", f"mesh.fsdp_size={min(2, ranks)}"], ranks)
+            with unit(f"command, {ranks} ranks"):
+                start = command_cost([*plain, "metrics.console=none", f"mesh.fsdp_size={min(2, ranks)}"], ranks)
         cells = [f"{start.wall:.1f} / {start.cpu:.1f}"]
         for name in ("initialise", "step", "save", "load"):
             # The slowest rank's clock, and a rank's CPU time on average.
@@ -167,7 +170,8 @@ def numbers(words: Sequence[str], world_size: int) -> tuple[int, int, int, float
 def counted_rows(worlds: Sequence[int]) -> Iterator[str]:
     """A line of the second table for each world."""
     for world_size in worlds:
-        ((lines, calls, collectives, sent, seconds),) = run_ranks(1, numbers, COUNTED, world_size)
+        with unit(f"counted, world of {world_size:,}"):
+            ((lines, calls, collectives, sent, seconds),) = run_ranks(1, numbers, COUNTED, world_size)
         yield f"| {world_size:,} | {lines:,} | {calls:,} | {collectives} | {sent:.2f} | {1e3 * seconds:.0f} |"
 
 
@@ -178,14 +182,20 @@ def messages(volumes: Iterable[Volume]) -> int:
     )
 
 
+def planned_sizes(world_size: int) -> tuple[str, ...]:
+    """Values of ``mesh.fsdp_size`` that a world is planned with."""
+    return ("node", "-1") if 8 < world_size <= MOST_FLAT else ("node",)
+
+
 def planned_rows(model: str, hardware_name: str, worlds: Sequence[int]) -> Iterator[str]:
     """Lines of the third table for each world: a copy a machine, and a copy of all ranks where one can be cut so."""
     hardware = load_hardware(hardware_name)
     for world_size in worlds:
-        for size in ("node", "-1") if world_size <= MOST_FLAT and world_size > 8 else ("node",):
+        for size in planned_sizes(world_size):
             config = compose_config([*PLANNED, f"model={model}", f"mesh.fsdp_size={size}"])
             validate_switches(config, world_size, hardware.device_type, node_ranks_of(config, hardware, world_size))
-            found = predict(config, hardware, world_size)
+            with unit(f"planned, {world_size:,} ranks, mesh.fsdp_size={size}"):
+                found = predict(config, hardware, world_size)
             volumes = found.time.volumes
             sent, calls = sum(volume.bytes for volume in volumes) / GIB, sum(volume.calls for volume in volumes)
             cells = [
@@ -239,12 +249,14 @@ def main(words: Sequence[str] | None = None) -> int:
             lambda: planned_rows(args.model, args.hardware, args.planned),
         ),
     ]
-    for title, head, rows in tables:
-        say(f"\n{title}")
-        say(head)
-        say("|" + "---:|" * (head.count("|") - 1))
-        for row in rows():
-            say(row)
+    units = 2 * len(args.ranks) + len(args.counted) + sum(len(planned_sizes(world)) for world in args.planned)
+    with progress(units):
+        for title, head, rows in tables:
+            say(f"\n{title}")
+            say(head)
+            say("|" + "---:|" * (head.count("|") - 1))
+            for row in rows():
+                say(row)
     if args.write:
         args.write.write_text("\n".join(lines) + "\n")
     return 0

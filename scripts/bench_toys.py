@@ -44,6 +44,7 @@ from fsdptoys.memory import build_loss
 from fsdptoys.models import GPT2Config
 from fsdptoys.parallel import ParallelContext, seeded
 from scripts.machine import machine
+from scripts.progress import progress, unit
 from scripts.ranks import run_ranks
 
 RANKS = 2
@@ -140,18 +141,19 @@ def compete(args: argparse.Namespace, group: list[Contestant], configs: list[Con
     for turn in range(args.warmup + args.turns + traces):
         tokens_BT = torch.randint(args.vocab_size, (args.batch_size, args.seq_len), generator=generator)
         first = turn % len(group)
-        for number in [*range(first, len(group)), *range(first)]:
-            training, result = made[number], measured[number]
-            if turn == args.warmup + args.turns:
-                result.collective_seconds, result.hidden_seconds = trace(training, tokens_BT)
-                continue
-            dist.barrier()
-            cpu_seconds, seconds = time.process_time(), time.perf_counter()
-            loss = training.take_step(tokens_BT)
-            if turn >= args.warmup:
-                result.seconds.append(time.perf_counter() - seconds)
-                result.cpu_seconds.append(time.process_time() - cpu_seconds)
-            result.losses.append(loss.item())
+        with unit(f"{group[-1].name} and others, turn {turn + 1}", announce=dist.get_rank() == 0):
+            for number in [*range(first, len(group)), *range(first)]:
+                training, result = made[number], measured[number]
+                if turn == args.warmup + args.turns:
+                    result.collective_seconds, result.hidden_seconds = trace(training, tokens_BT)
+                    continue
+                dist.barrier()
+                cpu_seconds, seconds = time.process_time(), time.perf_counter()
+                loss = training.take_step(tokens_BT)
+                if turn >= args.warmup:
+                    result.seconds.append(time.perf_counter() - seconds)
+                    result.cpu_seconds.append(time.process_time() - cpu_seconds)
+                result.losses.append(loss.item())
     return measured
 
 
@@ -293,16 +295,18 @@ def main(words: list[str] | None = None) -> int:
         flush=True,
     )
     missed = False
-    for name in args.only:
-        group = GROUPS[name]
-        configs = [compose(args, contestant) for contestant in group]
-        rounds = []
-        for number in range(args.rounds):
-            rounds.append(over_ranks(run_ranks(RANKS, compete, args, group, configs, number == args.rounds - 1)))
-            check_losses(group, rounds[-1])
-        lines, group_missed = render(group, rounds)
-        missed |= group_missed
-        print("\n".join([f"## {name}", "", *lines, ""]), flush=True)
+    # A turn is a unit; the traces of the last round are another.
+    with progress(len(args.only) * (args.rounds * (args.warmup + args.turns) + 1)):
+        for name in args.only:
+            group = GROUPS[name]
+            configs = [compose(args, contestant) for contestant in group]
+            rounds = []
+            for number in range(args.rounds):
+                rounds.append(over_ranks(run_ranks(RANKS, compete, args, group, configs, number == args.rounds - 1)))
+                check_losses(group, rounds[-1])
+            lines, group_missed = render(group, rounds)
+            missed |= group_missed
+            print("\n".join([f"## {name}", "", *lines, ""]), flush=True)
     return 1 if missed else 0
 
 

@@ -35,7 +35,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import torch
+
+from scripts.progress import doing, progress, unit
 
 ROOT = Path(__file__).resolve().parents[1]
 EVERY = 2
@@ -254,6 +258,7 @@ def disturb(campaign: Campaign, folder: Path, steps: int, kills: int, chance: ra
     log = folder.with_suffix(".log")
     attempt = Attempt(campaign, folder, steps, log, resume=True)
     for number in range(kills):
+        doing(f"{campaign.name}, kill {number + 1} of {kills}")
         wanted, everybody = campaign.moments[number % 3], chance.random() < 0.5
         before = attempt.last_step()
         moment = kill_once(attempt, wanted, before + chance.randint(1, STEPS_A_KILL - 3), everybody, chance)
@@ -280,12 +285,15 @@ def disturb(campaign: Campaign, folder: Path, steps: int, kills: int, chance: ra
             assert time.monotonic() - killed < DEADLINE_SECONDS, f"{folder} took no step, see {log}"
             time.sleep(0.005)
         tally.seconds.append(time.monotonic() - killed)
+        with unit(f"{campaign.name}, kill {number + 1}") as done:
+            done.note = f"went on after {tally.seconds[-1]:.1f} s"
         print(
             f"  kill {tally.resumes}: {'all' if everybody else 'one rank'} during {moment} (wanted {wanted}),"
             f" step {seen} done, newest whole {whole}, went on from {resumed}, {tally.seconds[-1]:.1f} s",
             flush=True,
         )
-    status = attempt.wait()
+    with unit(f"{campaign.name}, the rest of the run"):
+        status = attempt.wait()
     assert status == 0, f"{folder} ended with status {status}, see {log}"
 
 
@@ -317,17 +325,19 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     campaigns = CAMPAIGNS[: max(1, min(len(CAMPAIGNS), options.kills // 5))]
     started = time.monotonic()
-    for index, campaign in enumerate(campaigns):
-        kills = options.kills // len(campaigns) + (index < options.kills % len(campaigns))
-        steps = STEPS_A_KILL * kills + 10
-        print(f"{campaign.name}: {kills} kills in {steps} steps", flush=True)
-        reference, disturbed = folder / f"{index}-undisturbed", folder / f"{index}-killed"
-        undisturbed = Attempt(campaign, reference, steps, reference.with_suffix(".log"), resume=False)
-        assert undisturbed.wait() == 0, f"see {reference.with_suffix('.log')}"
-        disturb(campaign, disturbed, steps, kills, chance, tally)
-        wrong = count_wrong(reference, disturbed, steps)
-        tally.wrong += wrong
-        print(f"  {'every bit as undisturbed' if not wrong else f'{wrong} WRONG, kept in {folder}'}", flush=True)
+    with progress(options.kills + 2 * len(campaigns)):
+        for index, campaign in enumerate(campaigns):
+            kills = options.kills // len(campaigns) + (index < options.kills % len(campaigns))
+            steps = STEPS_A_KILL * kills + 10
+            print(f"{campaign.name}: {kills} kills in {steps} steps", flush=True)
+            reference, disturbed = folder / f"{index}-undisturbed", folder / f"{index}-killed"
+            with unit(f"{campaign.name}, undisturbed"):
+                undisturbed = Attempt(campaign, reference, steps, reference.with_suffix(".log"), resume=False)
+                assert undisturbed.wait() == 0, f"see {reference.with_suffix('.log')}"
+            disturb(campaign, disturbed, steps, kills, chance, tally)
+            wrong = count_wrong(reference, disturbed, steps)
+            tally.wrong += wrong
+            print(f"  {'every bit as undisturbed' if not wrong else f'{wrong} WRONG, kept in {folder}'}", flush=True)
     print("\n| killed during | one rank | all |\n|---|---:|---:|")
     for moment in MOMENTS:
         print(f"| {moment} | {tally.kills[moment, 'one rank']} | {tally.kills[moment, 'all']} |")

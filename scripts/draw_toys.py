@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from scripts.machine import machine
+from scripts.progress import progress, unit
 from scripts.ranks import run_ranks
 from scripts.record_toys import Bar, Recorded, record
 
@@ -71,12 +72,15 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
 def main(words: list[str] | None = None) -> int:
     """Record and draw."""
     arguments = parse_arguments(words)
-    per_rank = run_ranks(RANKS, record, [[f"parallel={name}"] for name in STRATEGIES], arguments.bucket_mb)
-    steps = {name: [recorded[index] for recorded in per_rank] for index, name in enumerate(STRATEGIES)}
-    arguments.write.mkdir(parents=True, exist_ok=True)
-    for name, strategies in TIMELINES.items():
-        draw_timelines({each: steps[each] for each in strategies}).savefig(arguments.write / f"{name}.png", dpi=110)
-    draw_memory(steps).savefig(arguments.write / "memory.png", dpi=110)
+    with progress(2 * len(STRATEGIES) + 1):  # ``record`` has two for each
+        per_rank = run_ranks(RANKS, record, [[f"parallel={name}"] for name in STRATEGIES], arguments.bucket_mb)
+        steps = {name: [recorded[index] for recorded in per_rank] for index, name in enumerate(STRATEGIES)}
+        with unit("pictures"):
+            arguments.write.mkdir(parents=True, exist_ok=True)
+            for name, strategies in TIMELINES.items():
+                figure = draw_timelines({each: steps[each] for each in strategies})
+                figure.savefig(arguments.write / f"{name}.png", dpi=110)
+            draw_memory(steps).savefig(arguments.write / "memory.png", dpi=110)
     print(f"{', '.join([*TIMELINES, 'memory'])} in {arguments.write}; {machine('cpu')}")
     return 0
 

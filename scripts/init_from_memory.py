@@ -28,6 +28,7 @@ from fsdptoys.mesh import MeshConfig
 from fsdptoys.models import ModelConfig
 from fsdptoys.models.huggingface import Bounds
 from fsdptoys.parallel import FSDP2Config, ParallelContext
+from scripts.progress import progress, unit
 from scripts.ranks import run_ranks
 
 MIB = 2**20
@@ -37,11 +38,13 @@ FILE_BYTES = 512 * MIB
 def main(preset: str = "llama3_1b", ranks: str = "2") -> None:
     """Measure and print a table."""
     world_size = int(ranks)
-    with tempfile.TemporaryDirectory() as scratch:
+    with progress(2), tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "folder"
         # In a process of its own, or the ranks would inherit memory that is free for them to take.
-        ((shape, tensor_bytes),) = run_ranks(1, write_folder, preset, folder, timeout_seconds=600)
-        results = run_ranks(world_size, fill, folder, timeout_seconds=600)
+        with unit("random weights are written"):
+            ((shape, tensor_bytes),) = run_ranks(1, write_folder, preset, folder, timeout_seconds=600)
+        with unit(f"{world_size} ranks read their shards"):
+            results = run_ranks(world_size, fill, folder, timeout_seconds=600)
     parameters = sum(elements for _, elements, _ in results)
     print(f"{preset}: {parameters:,} parameters, read as bf16 into float32 shards on {world_size} ranks, torch "
           f"{torch.__version__}")  # fmt: skip

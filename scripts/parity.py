@@ -40,6 +40,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
@@ -50,6 +51,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.kernels import KernelConfig
 from fsdptoys.models import FAMILIES
 from fsdptoys.trainer import Trainer
+from scripts.progress import doing, progress, unit
 from scripts.ranks import run_ranks
 
 LOSS_TOLERANCE = 1e-6
@@ -142,19 +144,20 @@ def compose_row(overrides: list[str], world_size: int, device: str) -> Config:
     return config
 
 
-def train_all(configs: list[Config]) -> list[Outcome]:
-    """Train every row on the ranks that this one belongs to."""
+def train_all(configs: list[Config], titles: list[str]) -> list[Outcome]:
+    """Train every row on the ranks that this one belongs to; the titles are for the progress."""
     outcomes = []
-    for config in configs:
-        trainer = Trainer(config)
-        trainer.train()
-        outcomes.append(
-            Outcome(
-                losses=[step.loss for step in trainer.history],
-                grad_norms=[step.grad_norm for step in trainer.history],
-                parameters=hash_parameters(trainer),
+    for config, title in zip(configs, titles, strict=True):
+        with unit(title, announce=dist.get_rank() == 0):
+            trainer = Trainer(config)
+            trainer.train()
+            outcomes.append(
+                Outcome(
+                    losses=[step.loss for step in trainer.history],
+                    grad_norms=[step.grad_norm for step in trainer.history],
+                    parameters=hash_parameters(trainer),
+                )
             )
-        )
     return outcomes
 
 
@@ -223,13 +226,32 @@ def judge(
     return Verdict(f"{within}, last bits != {twin}")
 
 
-def train_rows(configs: list[Config], world_size: int, device: str) -> list[Outcome]:
+def train_rows(configs: list[Config], titles: list[str], world_size: int, device: str) -> list[Outcome]:
     """Train rows one after another on fresh ranks; what rank 0 has to say of each."""
     start = "fork" if device == "cpu" else "spawn"
+    titles = [f"{title}, {world_size} ranks, {device}" for title in titles]
+    if start == "spawn":
+        doing(f"{titles[0]} and {len(titles) - 1} more")
     outcomes: list[Outcome] = run_ranks(
-        world_size, train_all, configs, device=device, start=start, timeout_seconds=3600
+        world_size, train_all, configs, titles, device=device, start=start, timeout_seconds=3600
     )[0]
+    if start == "spawn":  # whose ranks cannot announce anything
+        for title in titles:
+            with unit(title):
+                pass
     return outcomes
+
+
+def rows_of(strategies: list[str], world_size: int, dtype: str) -> list[str]:
+    """The strategies that have a row for so many ranks in a number format."""
+    names = [name for name in strategies if not name.startswith("hsdp") or world_size > 2]
+    return [name for name in names if dtype == "float32" or name not in FLOAT32_ONLY]
+
+
+def count_units(args: argparse.Namespace) -> int:
+    """Rows that are trained, over all tables."""
+    rows = sum(1 + len(rows_of(args.strategies, world, dtype)) for world in args.world_sizes for dtype in args.dtypes)
+    return len(args.models) * len(args.modes) * rows * (2 if args.against_cpu else 1)
 
 
 def against(outcome: Outcome, on_cpu: Outcome) -> str:
@@ -249,15 +271,17 @@ def compare(args: argparse.Namespace, model: str, mode: str, dtype: str, console
     common = overrides(args, model, mode, dtype)
     breaches: list[str] = []
     for world_size in args.world_sizes:
-        names = [name for name in args.strategies if not name.startswith("hsdp") or world_size > 2]
-        names = [name for name in names if dtype == "float32" or name not in FLOAT32_ONLY]
+        names = rows_of(args.strategies, world_size, dtype)
         simulated = [*common, "parallel=single", f"parallel.simulated_ranks={world_size}"]
         singles: dict[str, Outcome] = {}
         trained: dict[str, dict[str, Outcome]] = {}
         for device in [args.device, "cpu"] if args.against_cpu else [args.device]:
             rows = [compose_row(common + STRATEGIES[name], world_size, device) for name in names]
-            (singles[device],) = train_rows([compose_row(simulated, 1, device)], 1, device)
-            trained[device] = dict(zip(names, train_rows(rows, world_size, device), strict=True))
+            title = f"{model}, {dtype}, {mode}"
+            single = f"{title}, one process for {world_size}"
+            (singles[device],) = train_rows([compose_row(simulated, 1, device)], [single], 1, device)
+            titles = [f"{title}, {name}" for name in names]
+            trained[device] = dict(zip(names, train_rows(rows, titles, world_size, device), strict=True))
         reference, outcomes = singles[args.device], trained[args.device]
         table.add_section()
         told = [against(reference, singles["cpu"])] if args.against_cpu else []
@@ -337,8 +361,9 @@ def main() -> int:
     try:
         check_device(args.device, args.against_cpu)
         check_world_sizes(args.world_sizes, args.device)
-        for model, dtype, mode in product(args.models, args.dtypes, args.modes):
-            breaches += [f"{model}: {breach}" for breach in compare(args, model, mode, dtype, console)]
+        with progress(count_units(args)):
+            for model, dtype, mode in product(args.models, args.dtypes, args.modes):
+                breaches += [f"{model}: {breach}" for breach in compare(args, model, mode, dtype, console)]
     except ConfigError as error:
         print(f"parity: {error}", file=sys.stderr)
         return 2

@@ -34,6 +34,7 @@ from fsdptoys.dispatched import tensors_in
 from fsdptoys.profiler.collective_table import block_of
 from fsdptoys.profiler.collectives import Call, CollectiveTrace
 from fsdptoys.trainer import Trainer
+from scripts.progress import unit
 
 MARK = "toy:"
 SKIPPED_STEPS = 3
@@ -94,10 +95,12 @@ def record(strategies: list[list[str]], bucket_mb: int) -> list[Recorded]:
         sized = [] if name in ("toy_zero3", "toy_fsdp", "fsdp1", "fsdp2") else [f"parallel.bucket_cap_mb={bucket_mb}"]
         choose = functools.partial(_build, [*words, *sized])
         found = Recorded()
-        _record_times(choose, found)
-        dist.barrier()
-        _record_memory(choose, found)
-        dist.barrier()
+        with unit(f"{name}, times", announce=dist.get_rank() == 0):
+            _record_times(choose, found)
+            dist.barrier()
+        with unit(f"{name}, memory", announce=dist.get_rank() == 0):
+            _record_memory(choose, found)
+            dist.barrier()
         recorded.append(found)
     return recorded
 

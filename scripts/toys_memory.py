@@ -27,6 +27,7 @@ from fsdptoys.memory import build_loss
 from fsdptoys.mesh import is_dtensor
 from fsdptoys.parallel import ParallelContext
 from fsdptoys.plan.fake_tensors import fake_tensors
+from scripts.progress import progress, unit
 from scripts.ranks import run_ranks
 
 STRATEGIES = ("toy_zero2", "toy_zero3", "toy_fsdp")
@@ -135,13 +136,16 @@ def main(words: list[str] | None = None) -> int:
     overrides += [f"model.n_layers={args.layers}"] if args.layers else []
     print("| strategy | rank | parameters | gradients | states of AdamW | formulas |\n|---|---:|---:|---:|---:|---|")
     differs = False
-    for strategy in args.strategies:
-        for rank in args.ranks or [0, args.world_size - 1]:
-            ((held, wanted),) = run_ranks(1, compare, overrides, strategy, args.world_size, rank)
-            differs |= held != wanted
-            cells = [f"{each:,}" for each in held]
-            told = "equal" if held == wanted else f"DIFFERS: {', '.join(f'{each:,}' for each in wanted)}"
-            print(f"| {strategy} | {rank} | {' | '.join(cells)} | {told} |", flush=True)
+    ranks = args.ranks or [0, args.world_size - 1]
+    with progress(len(args.strategies) * len(ranks)):
+        for strategy in args.strategies:
+            for rank in ranks:
+                with unit(f"{strategy}, rank {rank}"):
+                    ((held, wanted),) = run_ranks(1, compare, overrides, strategy, args.world_size, rank)
+                differs |= held != wanted
+                cells = [f"{each:,}" for each in held]
+                told = "equal" if held == wanted else f"DIFFERS: {', '.join(f'{each:,}' for each in wanted)}"
+                print(f"| {strategy} | {rank} | {' | '.join(cells)} | {told} |", flush=True)
     return 1 if differs else 0
 
 

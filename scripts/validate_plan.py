@@ -47,6 +47,7 @@ from fsdptoys.simulator.events import Trace
 from fsdptoys.simulator.hardware import Hardware, Quantity, load_hardware
 from fsdptoys.simulator.replay import Replay, replay
 from scripts import published_torchtitan
+from scripts.progress import progress, unit
 from scripts.published_llama2 import Sizes
 from scripts.published_programs import ROWS, first_program
 
@@ -153,13 +154,18 @@ def make_traces(names: Iterable[str], folder: Path, jobs: int, n_layers: int | N
     def make(name: str) -> None:
         words = [sys.executable, __file__, "--trace", name, "--keep", str(folder)]
         words += [] if n_layers is None else ["--layers", str(n_layers)]
-        done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=TIMEOUT_SECONDS)
+        with unit(f"trace of {name}"):
+            done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=TIMEOUT_SECONDS)
         if done.returncode:
             raise RuntimeError(f"{name} could not be traced:\n{done.stderr}")
-        print(f"traced {name}", file=sys.stderr, flush=True)
 
     with ThreadPool(jobs) as pool:
-        pool.map(make, [name for name in names if not (folder / file_name(name)).exists()], chunksize=1)
+        pool.map(make, missing_traces(names, folder), chunksize=1)
+
+
+def missing_traces(names: Iterable[str], folder: Path) -> list[str]:
+    """Rows without a trace in the folder."""
+    return [name for name in names if not (folder / file_name(name)).exists()]
 
 
 def file_name(row: str) -> str:
@@ -329,8 +335,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        make_traces(args.rows, folder, args.jobs, args.layers)
-        page, met = render(Rows(folder, args.rows))
+        with progress(len(missing_traces(args.rows, folder)) + 1):
+            make_traces(args.rows, folder, args.jobs, args.layers)
+            with unit("replays and fits"):
+                page, met = render(Rows(folder, args.rows))
     print(page)
     if args.write:
         args.write.write_text(page)

@@ -26,6 +26,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from scripts.progress import unit
+
 STEP_LINE = re.compile(r"step +(\d+)[/ ]")
 LOSS = re.compile(r"loss (\S+)")
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -183,12 +185,19 @@ def take_within(run: Run, seconds: float) -> None:
         run.kill()
 
 
-def take_turns(runs: Sequence[Run]) -> None:
-    """Take every run to its end, step by step, one run at a time."""
+def take_turns(runs: Sequence[Run], name: str = "peers") -> None:
+    """Take every run to its end, step by step, one run at a time.
+
+    Args:
+        runs: of as many steps each.
+        name: of all of them, for the progress, of which every turn is a unit: as many as steps, and one more.
+    """
     try:
-        for _ in range(max(run.steps for run in runs) + 1):
-            for run in runs:
-                run.take_step()
+        turns = max(run.steps for run in runs) + 1
+        for turn in range(turns):
+            with unit(f"{name}, turn {turn + 1} of {turns}"):
+                for run in runs:
+                    run.take_step()
     finally:
         for run in runs:
             run.kill()

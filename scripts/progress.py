@@ -1,0 +1,205 @@
+"""Progress of a script on stderr: a line for each finished unit, and one at least every ten seconds in between.
+
+    with progress(units=24):
+        for row in rows:
+            with unit(row.name) as done:
+                done.note = measure(row)
+
+prints ``[3/24] row-name: note … 0:12, elapsed 0:41, about 4:10 left``, and while a unit takes longer
+``[4/24] row-name … running for 0:09, elapsed 0:50, about 4:01 left``.
+
+A small process of its own has the clock and prints, so that nothing else runs in the process that measures: that one
+writes to a pipe between units, a few microseconds each, and has no thread. Ranks that are forked share the pipe, and
+rank 0 may announce units; ranks that are spawned announce nothing. Where stderr is closed or its reader gone, the
+script goes on in silence.
+
+The time left is that of the finished units, divided among them: units of very different length make it a rough one.
+"""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
+
+BEAT_SECONDS = 9.0
+"""From one line to the next at most; the rest of ten seconds is for a busy machine."""
+
+
+@dataclass
+class Done:
+    """What is printed of a unit when it is finished."""
+
+    note: object = ""
+
+
+_pipe: Connection | None = None
+
+
+@contextmanager
+def progress(units: int) -> Iterator[None]:
+    """Announce the units of the block.
+
+    Args:
+        units: in all.
+    """
+    global _pipe
+    assert _pipe is None, "one progress at a time"
+    reader, _pipe = Pipe(duplex=False)
+    printer = None
+    try:
+        command = [sys.executable, "-I", "-S", __file__, str(reader.fileno()), str(units)]
+        with suppress(OSError):  # no memory or processes left: the script itself may still do
+            printer = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[reader.fileno()])
+        reader.close()
+        yield
+    finally:
+        _send("close", "", "")
+        _pipe.close()
+        _pipe = None
+        if printer is not None:
+            try:
+                printer.wait(10.0)
+            except subprocess.TimeoutExpired:  # its stderr is a pipe that is full
+                printer.kill()
+                printer.wait()
+
+
+@contextmanager
+def unit(name: str, *, announce: bool = True) -> Iterator[Done]:
+    """One unit of the ``progress`` around it; without one, nothing is announced.
+
+    Args:
+        name: for people.
+        announce: false on all ranks but one.
+    """
+    done = Done()
+    if announce:
+        _send("begin", name, "")
+    yield done
+    if announce:
+        _send("end", name, str(done.note))
+
+
+def doing(text: str) -> None:
+    """Say what is done between units, such as writing inputs."""
+    _send("doing", text, "")
+
+
+def _send(what: str, name: str, note: str) -> None:
+    if _pipe is not None:
+        with suppress(OSError):
+            # At most PIPE_BUF bytes, which pipes keep whole: ranks share this one.
+            message = json.dumps([what, _plain(name), _plain(note)], ensure_ascii=False)
+            _pipe.send_bytes(message.encode("utf-8", "replace"))
+
+
+def _plain(text: str) -> str:
+    """At most 300 characters, none of which steers a terminal."""
+    return "".join(char if char.isprintable() else " " for char in text[:300])
+
+
+class Printer:
+    """Units as they begin and end, as lines.
+
+    Args:
+        units: in all.
+        now: seconds of a clock.
+    """
+
+    def __init__(self, units: int, now: float) -> None:
+        self.units = units
+        self.done = 0
+        self._started = self._finished = now
+        self._running: dict[str, float] = {}
+        self._between, self._since = "starting", now
+
+    def doing(self, text: str, now: float) -> None:
+        """Something between units begins."""
+        self._between, self._since = text, now
+
+    def begin(self, name: str, now: float) -> None:
+        """A unit begins."""
+        self._running[name] = now
+
+    def end(self, name: str, note: str, now: float) -> str:
+        """A unit is finished; returns its line."""
+        self.done += 1
+        self._finished = now
+        took = now - self._running.pop(name, now)
+        told = f"{name}: {note}" if note else name
+        return f"[{self.done}/{self.units}] {told} … {clock(took)}, {self._times(now)}"
+
+    def beat(self, now: float) -> str:
+        """The line of a time in which nothing ended."""
+        name, since = min(self._running.items(), key=lambda item: item[1], default=(self._between, self._since))
+        number = min(self.done + 1, self.units)
+        return f"[{number}/{self.units}] {name} … running for {clock(now - since)}, {self._times(now)}"
+
+    def _times(self, now: float) -> str:
+        elapsed = now - self._started
+        if not self.done:
+            return f"elapsed {clock(elapsed)}, time left not known yet"
+        each = (self._finished - self._started) / self.done
+        overdue = max(0.0, now - self._finished - each)
+        left = max(0.0, (each + overdue / self.done) * (self.units - self.done) - min(now - self._finished, each))
+        return f"elapsed {clock(elapsed)}, about {clock(left)} left"
+
+
+def clock(seconds: float) -> str:
+    """``0:41``, ``12:05`` or ``1:02:03``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def write_line(line: str) -> bool:
+    """Print a line on stderr; whether that was possible."""
+    if sys.stderr is None:
+        return False
+    try:
+        encoding = sys.stderr.encoding
+        print(line.encode(encoding, "replace").decode(encoding), file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def main() -> None:
+    """Print what comes through the pipe, until its end or that of the script."""
+    with suppress(ValueError):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the script's to answer
+    pipe, parent = Connection(int(sys.argv[1]), writable=False), os.getppid()
+    last = time.monotonic()
+    printer, prints = Printer(int(sys.argv[2]), last), True
+    while os.getppid() == parent:
+        ready, _, _ = select.select([pipe], [], [], max(0.0, last + BEAT_SECONDS - time.monotonic()))
+        now, line = time.monotonic(), None
+        if ready:
+            try:
+                what, name, note = json.loads(pipe.recv_bytes())
+            except EOFError:
+                return
+            if what == "close":
+                return
+            if what == "begin":
+                printer.begin(name, now)
+            elif what == "doing":
+                printer.doing(name, now)
+            else:
+                line = printer.end(name, note, now)
+        elif now - last >= BEAT_SECONDS:
+            line = printer.beat(now)
+        if line is not None:
+            prints = prints and write_line(line)
+            last = now
+
+
+if __name__ == "__main__":
+    main()
