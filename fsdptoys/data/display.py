@@ -5,6 +5,8 @@ from time import monotonic
 from types import TracebackType
 from typing import IO, Any
 
+from fsdptoys.utils.text import say
+
 from .preparing import Advance
 
 LINE_SECONDS = 10.0
@@ -13,7 +15,7 @@ LINE_SECONDS = 10.0
 
 def tell(text: str) -> None:
     """Say something on a line of its own."""
-    print(f"fsdptoys: {text}", file=sys.stderr, flush=True)
+    say(text)
 
 
 class Display:
@@ -21,13 +23,13 @@ class Display:
 
     def __init__(self, what: str, stream: IO[str] | None = None) -> None:
         self.what = what
-        self._stream = stream or sys.stderr
+        self._stream: IO[str] | None = stream or sys.stderr  # None where it was closed when this process started
         self._bar: Any = None
         self._task: Any = None
         self._begun = self._told = monotonic()
 
     def __enter__(self) -> "Display":
-        if self._stream.isatty():
+        if self._stream is not None and self._stream.isatty():
             from rich.console import Console
             from rich.progress import (
                 BarColumn,
@@ -74,9 +76,12 @@ class Display:
             if now - self._told >= 0.2 or done >= total:
                 self._told = now
                 self._bar.refresh()
-        elif now - self._told >= LINE_SECONDS:
+        elif self._stream is not None and now - self._told >= LINE_SECONDS:
             self._told = now
             speed = done / (now - self._begun) / 1e6
             more = f", {told}" if told else ""
             share = done / max(1, total)
-            print(f"{self.what}: {share:.0%}, {speed:.1f} MB/s{more}", file=self._stream, flush=True)
+            try:
+                print(f"{self.what}: {share:.0%}, {speed:.1f} MB/s{more}", file=self._stream, flush=True)
+            except (OSError, ValueError):  # the disk of a log is full, or its reader gone
+                self._stream = None

@@ -4,6 +4,9 @@ import errno
 import json
 import os
 import pickle
+import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -168,3 +171,17 @@ def test_ids_of_bytes_take_a_byte_each_until_they_are_written() -> None:
     """Oracle: a text of a gigabyte, which is one document, must not need eight for its ids."""
     (ids,) = ByteEncoder().encode(["abc"])
     assert ids.dtype == np.uint8 and ids.tolist() == [97, 98, 99]
+
+
+@pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full"])
+def test_data_is_prepared_without_a_stderr(tmp_path: Path, redirection: str) -> None:
+    """Oracle: the folder of a preparation that is heard; a line comes with every group, and none can be printed."""
+    lines = write_lines(tmp_path / "a.jsonl", documents(30))
+    prepare(request(tmp_path / "heard", lines))
+    program = (
+        "from fsdptoys.data import HFConfig, display; display.LINE_SECONDS = 0.0; "
+        f"HFConfig(files=[{str(lines)!r}], cache={str(tmp_path / 'cache')!r}, processes=1).prepare(16, 256)"
+    )
+    subprocess.run(["bash", "-c", f"exec {sys.executable} -c {shlex.quote(program)} {redirection}"], check=True)
+    (folder,) = (tmp_path / "cache").iterdir()
+    assert contents(folder) == contents(tmp_path / "heard")
