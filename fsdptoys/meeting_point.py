@@ -23,8 +23,8 @@ from .utils.text import say
 DEFAULT_PORT = 29400
 """torch's, for an endpoint that names none."""
 
-ANSWER_SECONDS = 20
-"""How long a meeting point may take to answer, once somebody listens there; most of it is for importing torch."""
+ANSWER_SECONDS = 3
+"""How long a store may take to answer, which does so from a thread of its own."""
 
 RESOLVE_SECONDS = 4.5
 """How long the name of the endpoint may take to be resolved."""
@@ -155,8 +155,15 @@ def _check_answer(host: str, port: int) -> None:
         socket.create_connection((host, port), 5.0).close()
     except OSError:
         return  # nobody is there yet
-    ask = f"from torch.distributed import TCPStore; TCPStore({host!r}, {port}, is_master=False, wait_for_workers=False)"
-    try:
-        subprocess.run([sys.executable, "-c", ask], capture_output=True, check=True, timeout=ANSWER_SECONDS)
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
-        raise RendezvousConnectionError("something else has that port") from None
+    ask = "from torch.distributed import TCPStore; print(flush=True); "
+    ask += f"TCPStore({host!r}, {port}, is_master=False, wait_for_workers=False)"
+    with subprocess.Popen([sys.executable, "-c", ask], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # the import takes as long as the machine is busy
+        try:
+            is_store = process.wait(ANSWER_SECONDS) == 0
+        except subprocess.TimeoutExpired:
+            process.kill()
+            is_store = False
+    if not is_store:
+        raise RendezvousConnectionError("something else has that port")

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from fsdptoys import meeting_point
 from fsdptoys.workers import run_workers
 
 WORKER = """
@@ -444,9 +443,8 @@ def test_rank_that_was_killed_is_told_with_the_place_of_all(launched: Any) -> No
 
 
 @pytest.mark.launcher
-def test_port_that_something_else_has_is_told_in_one_sentence(launched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_port_that_something_else_has_is_told_in_one_sentence(launched: Any) -> None:
     """Oracle: a service that takes connections and says nothing, for which torch's rendezvous would wait for ever."""
-    monkeypatch.setattr(meeting_point, "ANSWER_SECONDS", 5)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
         assert launched("environment", nnodes=2, rdzv_endpoint=endpoint).result() == (
