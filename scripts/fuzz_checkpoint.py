@@ -10,16 +10,19 @@ bit, what was saved of the step that it says. A damage is
 - *harmless* if the newest is taken with all its values;
 - *missed* if other values are loaded. Then this exits with status 1.
 
-The newest checkpoint is damaged, for the others are not read as long as it is whole.
+The newest checkpoint is damaged, for the others are not read as long as it is whole. Every kind has its turns, and so
+have the edits of ``fuzz_edits``, whose sums are right.
 """
 
 import argparse
+import itertools
 import os
 import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +37,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdptoys.checkpoint import CheckpointConfig, Checkpoints
 from fsdptoys.errors import ConfigError
+from scripts.fuzz_edits import EDITS, edits
 from scripts.ranks import run_ranks
+
+PROGRESS_SECONDS = 5.0
 
 STEPS = 5
 """Those with odd numbers are saved by two ranks."""
@@ -258,23 +264,39 @@ def fuzz(damages: int, seed: int) -> dict[str, dict[str, int]]:
     Returns:
         Kind → outcome → count; a damage that is missed is printed.
     """
+    kinds = [*DAMAGES, *EDITS]
+    turns = [kinds[turn % len(kinds)] for turn in range(damages)]
+    counts = {kind: dict.fromkeys(("detected", "harmless", "missed"), 0) for kind in kinds}
+    found = itertools.chain(
+        _damaged([kind for kind in turns if kind in DAMAGES], seed),
+        edits([kind for kind in turns if kind in EDITS], seed) if any(kind in EDITS for kind in turns) else (),
+    )
+    started = last = time.monotonic()
+    for done, (kind, outcome, why) in enumerate(found, start=1):
+        counts[kind][outcome] += 1
+        if outcome == "missed":
+            print(f"missed: {kind}: {why}")
+        now = time.monotonic()
+        if now - last >= PROGRESS_SECONDS:
+            last, left = now, (now - started) / done * (damages - done)
+            print(f"{done} of {damages} damages in {now - started:.0f} s, about {left:.0f} s left", file=sys.stderr)
+    return counts
+
+
+def _damaged(kinds: Sequence[str], seed: int) -> Iterator[tuple[str, str, str]]:
+    """Kind, outcome and reason of each damage."""
     draw = random.Random(seed)
-    counts = {kind: dict.fromkeys(("detected", "harmless", "missed"), 0) for kind in DAMAGES}
     with tempfile.TemporaryDirectory() as place:
         whole = Path(place) / "whole"
         save_steps(whole)
         assert outcome_of(whole)[0] == "harmless"
-        for turn in range(damages):
-            kind = list(DAMAGES)[turn % len(DAMAGES)]
+        for turn, kind in enumerate(kinds):
             folder = Path(place) / str(turn)
             shutil.copytree(whole, folder)
             done = DAMAGES[kind](folder, draw)
             outcome, why = outcome_of(folder)
-            counts[kind][outcome] += 1
-            if outcome == "missed":
-                print(f"missed: {done}: {why}")
+            yield kind, outcome, f"{done}: {why}"
             shutil.rmtree(folder)
-    return counts
 
 
 def table(counts: dict[str, dict[str, int]]) -> str:
