@@ -1,5 +1,6 @@
 """What a run may not go on from, and where checkpoints cannot go: one sentence each, before any worker starts."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from fsdptoys.config import Config
 from fsdptoys.errors import ConfigError
 from fsdptoys.run import Run
 from fsdptoys.trainer import Trainer
+from scripts.fuzz_edits import seal
 from scripts.ranks import run_ranks
 
 WORDS = ["experiment=null", "parallel=single", "train.seq_len=32", "train.steps=4", "metrics.console=none"]
@@ -37,6 +39,25 @@ def flip(name: str) -> Callable[[], None]:
 def drop_manifests() -> None:
     for manifest in CHECKPOINTS.glob("*/manifest.json"):
         manifest.unlink()
+
+
+def edit(file: str, key: str, *value: object) -> Callable[[], None]:
+    """Set a value of a checkpoint, or remove its key, and write the sums again."""
+
+    def damage() -> None:
+        tree = json.loads((NEWEST / file).read_text())
+        *above, last = key.split(".")
+        parent = tree
+        for name in above:
+            parent = parent[name]
+        if value:
+            parent[last] = value[0]
+        else:
+            del parent[last]
+        (NEWEST / file).write_text(json.dumps(tree))
+        seal(NEWEST)
+
+    return damage
 
 
 def nothing() -> None:
@@ -99,6 +120,38 @@ MISTAKES: list[tuple[str, Callable[[], object], str]] = [
         "metrics.run_dir=new checkpoint.resume=run/checkpoints/step-00000003",
         flip("state.json"),
         f"{IS_REFUSED} damaged: the SHA-256 of state.json is not the one that manifest.json says; {OLDER}",
+    ),
+    *(
+        (
+            "metrics.run_dir=new checkpoint.resume=run/checkpoints/step-00000003",
+            edit("state.json", *change),
+            f"{IS_REFUSED.removesuffix(' is')} {problem}; {OLDER}",
+        )
+        for change, problem in (
+            (("step", None), "is damaged: state.json is that of step None"),
+            (("step", 3.0), "is damaged: state.json is that of step 3.0"),
+            (("world_size", 2), "is damaged: state.json is that of 2 ranks, and manifest.json lists files of 1"),
+            *(
+                (change, f"holds facts that this version does not read (state.json: {problem})")
+                for change, problem in (
+                    (("config",), "config is missing"),
+                    (("config.optim", []), "config.optim is a list of 0, not an object"),
+                    (
+                        ("config.optim.name", "\x1b]0;x"),
+                        "config.optim.name is '\\x1b]0;x', not a line of at most 1000 printable characters",
+                    ),
+                    (("config.train.steps", "3"), "config.train.steps is '3', not an integer of 1 to 999999999999999"),
+                    (("config.memory.optimizer_offload", 0), "config.memory.optimizer_offload is 0, not true or false"),
+                    (("data", None), "data is null, not an object"),
+                    (("data.samples", -1), "data.samples is -1, not an integer of at least 0"),
+                    (("data.samples", 10**200), "data.samples is an integer of 665 bits, not an integer of at least 0"),
+                    (("global_batch",), "global_batch is missing"),
+                    (("skipped_steps", True), "skipped_steps is true, not an integer of 0 to 999999999999999"),
+                    (("spikes.losses", [1.0, None]), "spikes.losses[1] is null, not a finite number"),
+                    (("metrics", {"metrics.jsonl": "0"}), "metrics.metrics.jsonl is '0', not an integer of at least 0"),
+                )
+            ),
+        )
     ),
     (
         "metrics.run_dir=new checkpoint.resume=run/checkpoints/step-00000007",
@@ -198,6 +251,11 @@ MISTAKES: list[tuple[str, Callable[[], object], str]] = [
         nothing,
         "metrics.run_dir=run/config.yaml needs a folder at run/config.yaml, which is something else; set "
         "metrics.run_dir=runs/NAME",
+    ),
+    (
+        "metrics.run_dir=new checkpoint.folder=://",
+        nothing,
+        ":// is a URL without a kind; name a local folder, or a URL such as s3://bucket/folder",
     ),
     (
         "metrics.run_dir=new checkpoint.folder=s4://bucket/run",

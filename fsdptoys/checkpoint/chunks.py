@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.foreign import parse_json
+from fsdptoys.utils.text import one_line
 
 from .headers import LONGEST_HEADER_BYTES
 from .storage import Storage
@@ -195,16 +196,18 @@ def _start(header: dict[str, Any], key: str, form: ChunkForm, data_bytes: int) -
     """First byte of a chunk after the header."""
     entry = header.get(key)
     if not isinstance(entry, dict):
-        raise ValueError(f"its header does not speak of {key}")
+        raise ValueError(f"its header does not speak of {one_line(key)}")
     offsets = entry.get("data_offsets")
     if not isinstance(offsets, list) or [type(offset) for offset in offsets] != [int, int]:
-        raise ValueError(f"its header describes {key} wrongly, as {entry!r:.200}")
+        raise ValueError(f"its header describes {one_line(key)} wrongly, as {entry!r:.200}")
     start, stop = offsets
     if entry.get("dtype") != DTYPE_NAMES[form.dtype] or entry.get("shape") != list(form.shape):
         raise ValueError(
-            f"its header says that {key} is {entry.get('dtype')!r:.20} of shape {entry.get('shape')!r:.60}, and the "
+            f"its header says that {one_line(key)} is {entry.get('dtype')!r:.20} of shape {entry.get('shape')!r:.60}, and the "
             f"checkpoint's index says {DTYPE_NAMES[form.dtype]} of {list(form.shape)}"
         )
     if start < 0 or stop - start != form.nbytes or stop > data_bytes:
-        raise ValueError(f"its header places {key} at bytes {start} to {stop} of {data_bytes}, where it does not fit")
+        raise ValueError(
+            f"its header places {one_line(key)} at bytes {start} to {stop} of {data_bytes}, where it does not fit"
+        )
     return int(start)

@@ -40,7 +40,7 @@ def test_the_script_notices_tracebacks_and_a_process_that_dies(monkeypatch: pyte
     """Oracle: a reader that takes facts as they are, of which numpy's place is one; and a process that kills itself."""
     monkeypatch.setattr(fuzz_edits, "FACTS", Schema())
     outcomes = [outcome for _, outcome, _ in edits(["edited state", "edited rank"] * 30, seed=0)]
-    assert len(outcomes) == 60 and outcomes.count("missed") > 12
+    assert len(outcomes) == 60 and outcomes.count("missed") > 4
 
     def die(folder: Path, draw: random.Random) -> str:
         os.kill(os.getpid(), signal.SIGKILL)
