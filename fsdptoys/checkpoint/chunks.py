@@ -201,13 +201,12 @@ def _start(header: dict[str, Any], key: str, form: ChunkForm, data_bytes: int) -
     if not isinstance(offsets, list) or [type(offset) for offset in offsets] != [int, int]:
         raise ValueError(f"its header describes {one_line(key)} wrongly, as {entry!r:.200}")
     start, stop = offsets
+    shown = one_line(key)
     if entry.get("dtype") != DTYPE_NAMES[form.dtype] or entry.get("shape") != list(form.shape):
         raise ValueError(
-            f"its header says that {one_line(key)} is {entry.get('dtype')!r:.20} of shape {entry.get('shape')!r:.60}, and the "
+            f"its header says that {shown} is {entry.get('dtype')!r:.20} of shape {entry.get('shape')!r:.60}, and the "
             f"checkpoint's index says {DTYPE_NAMES[form.dtype]} of {list(form.shape)}"
         )
     if start < 0 or stop - start != form.nbytes or stop > data_bytes:
-        raise ValueError(
-            f"its header places {one_line(key)} at bytes {start} to {stop} of {data_bytes}, where it does not fit"
-        )
+        raise ValueError(f"its header places {shown} at bytes {start} to {stop} of {data_bytes}, where it does not fit")
     return int(start)
