@@ -50,6 +50,9 @@ MEMORY_BYTES = 2**31
 """Beyond what the process has before its first case."""
 PROGRESS_SECONDS = 8.0
 
+MUTATION = "mutation"
+"""In a process's folder: what it does now."""
+
 Case = tuple[str, int]
 """Reader and number."""
 
@@ -101,6 +104,7 @@ def run_case(case: Case, seed: int, specimens: Path, scratch: Path) -> Result:
     pattern = draw.choice(reader.files)
     file = draw.choice([path for path in sorted(copy.glob(pattern)) if path.is_file()])
     mutation = f"{file.relative_to(copy)} {mutate_file(file, draw)}"
+    (scratch / MUTATION).write_text(mutation)  # for a case that does not come back
     reader.mend(copy)
     printed = io.StringIO()
     try:
@@ -222,6 +226,8 @@ def run_cases(cases: list[Case], seed: int, folder: Path, processes: int) -> Ite
                 elif processor_seconds(worker.pid) - worker.processor_seconds > PROCESSOR_SECONDS:
                     failure = f"takes more than {PROCESSOR_SECONDS:g} s of a processor"
                 if failure is not None:
+                    with contextlib.suppress(OSError):
+                        mutation = (places[number] / MUTATION).read_text()
                     yield Result(case, mutation, failure, _end(worker))
                     del workers[number]
     finally:
