@@ -41,7 +41,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.fuzz_mutations import mutate_file
-from scripts.fuzz_specimens import READERS, make_specimens
+from scripts.fuzz_specimens import make_specimens
+from scripts.fuzz_targets import READERS
 
 PROCESSES = 2
 PROCESSOR_SECONDS = 5.0

@@ -1,72 +1,38 @@
-"""Whole specimens of all that fsdptoys reads, and the readers of each, for ``fuzz_readers.py``.
+"""Whole specimens of all that fsdptoys reads, for ``fuzz_readers.py``.
 
 Of a real run of three steps come the run directory and its checkpoints; the others are written by their own writers.
 """
 
 import dataclasses
 import gzip
-import hashlib
-import io
 import json
-import math
 import os
 import pickle
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from rich.console import Console
 
-from fsdptoys.__main__ import main
 from fsdptoys.checkpoint import (
-    CheckpointConfig,
-    Checkpoints,
-    HuggingFaceFolder,
     write_hugging_face,
 )
-from fsdptoys.checkpoint.manifest import MANIFEST_FILE, Manifest
-from fsdptoys.checkpoint.sums import FileSum
 from fsdptoys.checkpoint.tensors import slices
 from fsdptoys.data import find_sources, open_encoder, prepare, read_index
-from fsdptoys.data.documents import read_documents
-from fsdptoys.data.index import check_folder
 from fsdptoys.data.packing import make_plan
 from fsdptoys.data.preparing import Request
 from fsdptoys.data.writing import ShardsWriter
-from fsdptoys.errors import ConfigError
-from fsdptoys.heartbeat import HEARTBEATS_FOLDER, _encode, last_signs, path_of, read_heartbeats
-from fsdptoys.metrics.config import Console as ConsoleChoice
-from fsdptoys.metrics.config import MetricsConfig
-from fsdptoys.metrics.resumes import Resumed
-from fsdptoys.metrics.run_directory import RunDirectory
-from fsdptoys.outcome import Outcome, read_outcome
-from fsdptoys.plan.measured import read_run
-from fsdptoys.recorded import read_tree
-from fsdptoys.report.followed import FollowedRun
-from fsdptoys.report.interactive import figure
-from fsdptoys.report.live import follow
-from fsdptoys.report.live_view import draw_run
-from fsdptoys.report.page import render_page
-from fsdptoys.report.records import gather
-from fsdptoys.report.run_sections import run_page
-from fsdptoys.report.timeline import read_timeline
-from fsdptoys.resume import check_resume
+from fsdptoys.heartbeat import HEARTBEATS_FOLDER, _encode, path_of
+from fsdptoys.outcome import Outcome
 from fsdptoys.simulator.hardware import dump_hardware, load_hardware
-from fsdptoys.simulator.prediction import Prediction
-from fsdptoys.sweep import Job, JobStatus, Skipped, Sweep, read_sweep
-from fsdptoys.sweep.definition import read_definition
+from fsdptoys.sweep import Job, JobStatus, Skipped, Sweep
 from fsdptoys.sweep.folder import write_job
-from fsdptoys.sweep.queue import begin_submission, read_submissions
-from fsdptoys.sweeping.words import read_words, with_words
-from fsdptoys.tokens import open_tokenizer
-from fsdptoys.trained import TrainedModel, open_weights
+from fsdptoys.sweep.queue import begin_submission
+from fsdptoys.trained import TrainedModel
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -77,24 +43,6 @@ RUN_WORDS = (
 )
 
 SEQ_LEN = 16
-
-
-@dataclass(frozen=True)
-class Reader:
-    """One way in which files are read."""
-
-    specimen: str
-    """Folder that is copied before each case."""
-    files: tuple[str, ...]
-    """Patterns of the files of it that are mutated, one of them in each case."""
-    read: Callable[[Path], object]
-    """Reads the copy. Text that it returns is held to the same as what it prints."""
-    errors: tuple[type[BaseException], ...] = (ConfigError,)
-    """What it may raise."""
-    mend: Callable[[Path], None] = lambda folder: None
-    """Makes checksums fit again, so that more than these is tested."""
-    part: float = 1.0
-    """Share of the cases, compared with others."""
 
 
 def make_specimens(folder: Path) -> None:
@@ -213,210 +161,3 @@ def _make_profile(folder: Path) -> None:
     block = {"size": 64, "requested_size": 60, "state": "active_allocated"}
     snapshot = {"device_traces": [trace], "segments": [{"device": 0, "blocks": [block]}]}
     (folder / "snapshot" / "memory-rank0.pickle").write_bytes(pickle.dumps(snapshot))
-
-
-# Readers. What they raise that is not among their errors is a failure.
-
-
-def command(*words: str) -> Callable[[Path], None]:
-    """A command line; ``{}`` is the mutated copy, and ``{}/..`` what stands beside it."""
-
-    def run(copy: Path) -> None:
-        status = main([word.format(copy) for word in words])
-        assert status in (0, 1, 2), status
-
-    return run
-
-
-def read_live(copy: Path) -> str:
-    """Both forms of ``report --live`` of a run that has ended."""
-    text = io.StringIO()
-    console = Console(file=text, width=100)
-    follow(copy, console, poll_seconds=0.0)
-    run = FollowedRun(copy)
-    run.poll()
-    console.print(draw_run(run, run.state(), console))
-    return text.getvalue()
-
-
-def read_page(copy: Path) -> str:
-    """The page of a run, without its PNGs and without plotly's script."""
-    (record,) = gather([copy]).records
-    assert record.run is not None
-    if not record.run.steps:
-        return ""
-    sections, pictures = run_page(record, record.run, "pictures")
-    for picture in pictures:
-        json.dumps(figure(picture), allow_nan=False)
-    page = render_page(record.name, "", sections, [])
-    return page[: page.index('<script type="application/json"')]
-
-
-def read_resumed(copy: Path) -> None:
-    """What a run that goes on reads of its run directory."""
-    config = MetricsConfig(run_dir=str(copy), console=ConsoleChoice.none)
-    resumed = Resumed(2, {"metrics.jsonl": 10, "routing.jsonl": 10}, "step-00000002")
-    RunDirectory(config, "title", {"train": {"steps": 3}}, {"world_size": 1}, resumed).close()
-
-
-def mend_checkpoints(copy: Path) -> None:
-    """Write manifests anew that fit the files; one that was mutated itself stays."""
-    for place in (copy / "checkpoints").glob("step-*"):
-        manifest = place / MANIFEST_FILE
-        try:
-            said = json.loads(manifest.read_bytes())
-            own = said.pop("sha256")
-            if own != hashlib.sha256(json.dumps(said).encode()).hexdigest() or manifest.is_symlink():
-                continue
-            sums = {}
-            for name in said["files"]:
-                if not (place / name).is_file() or (place / name).stat().st_size > 2**24:
-                    raise ValueError
-                content = (place / name).read_bytes()
-                sums[name] = FileSum(len(content), hashlib.sha256(content).hexdigest())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            continue
-        manifest.write_bytes(Manifest(place.name, sums).to_bytes())
-
-
-def read_checkpoints(copy: Path) -> None:
-    """Resume, and load every tensor that the newest checkpoint has."""
-    config = CheckpointConfig(every=1, resume="auto")
-    found = Checkpoints(config, str(copy / "checkpoints"), message=print).resume()
-    if found is not None:
-        weights = open_weights(str(copy))
-        for name in ("embed.weight", "norm.weight"):
-            if name in dict(weights.config.build().named_parameters()):
-                weights.read(name, ())
-
-
-def read_launchers_view(copy: Path) -> None:
-    """What the launcher reads before any rank starts."""
-    from fsdptoys.compose import compose_config
-
-    words = [word for word in shlex.split(RUN_WORDS) if not word.startswith("metrics.run_dir")]
-    config = compose_config([*words, f"metrics.run_dir={copy}", "checkpoint.resume=auto"])
-    check_resume(config, restarted=False)
-
-
-def read_hugging_face(copy: Path) -> None:
-    """As ``convert from-hf`` and the start of a training from it."""
-    folder = HuggingFaceFolder(copy)
-    config = folder.model_config()
-    with torch.device("meta"):
-        model = config.build()
-    folder.check(model)
-    folder.verify_checksums()
-    folder.check_values()
-    TrainedModel(str(copy), lambda text: None).ends()
-    folder.fill(torch.empty(config.dim), "norm.weight")
-
-
-def read_data(copy: Path) -> None:
-    """A prepared folder and the plan of its rows."""
-    index = read_index(str(copy / "out"), "data.folder=out")
-    check_folder(str(copy / "out"))
-    plan = make_plan(copy / "cache", str(copy / "out"), index, "train", SEQ_LEN)
-    for number in range(min(plan.rows, 3)):
-        plan.row(number)
-
-
-def read_tokenizers(copy: Path) -> None:
-    """A tokenizer for training and one for generating."""
-    path = str(copy / "tokenizer")
-    open_encoder(path, None, "data.tokenizer", "data.document_end").encode(["one two three", "", "é<|endoftext|>"])
-    tokenizer = open_tokenizer(path, 100)
-    tokenizer.decode(tokenizer.encode("one two"))
-
-
-def read_half_written(copy: Path) -> None:
-    """The rest of a preparation that was interrupted."""
-    ShardsWriter(copy / "half", "request", "uint16", 1000).close()
-
-
-def read_texts(copy: Path) -> None:
-    """Documents in JSON lines."""
-    (source,) = find_sources("data.files", [str(copy / "lines.jsonl")])
-    for _ in read_documents("data.files", source, "text"):
-        pass
-
-
-def read_sweep_files(copy: Path) -> str:
-    """What ``--resume`` reads of a sweep's folder."""
-    sweep = read_sweep(copy)
-    read_submissions(sweep)
-    asked = with_words(read_words(["--resume", str(copy)]), sweep)
-    assert not any("setup" in word for word in asked.launcher_words)
-    return ""
-
-
-def mend_heartbeats(copy: Path) -> None:
-    """Records with checksums of what they hold."""
-    for path in (copy / HEARTBEATS_FOLDER).glob("*.json"):
-        try:
-            if path.is_file() and path.stat().st_size < 10_000:
-                record = json.loads(path.read_bytes())
-                record.pop("crc32", None)
-                path.write_bytes(_encode(record))
-        except (OSError, ValueError, TypeError, AttributeError):
-            continue
-
-
-def read_signs(copy: Path) -> str:
-    """Heartbeats as reports and sentences use them."""
-    signs = read_heartbeats(copy / HEARTBEATS_FOLDER)
-    told = [f"{sign.described(2e9)} {sign.state()} {max(s.place for s in signs.values())}" for sign in signs.values()]
-    return "".join([*told, last_signs(copy / HEARTBEATS_FOLDER, {0: 7}) or ""])
-
-
-def read_prediction(copy: Path) -> str:
-    """A prediction, and all that follows from it."""
-    try:
-        found = Prediction.from_dict(read_tree(copy / "prediction.json"))
-    except ConfigError:
-        raise
-    except ValueError:
-        return ""
-    assert math.isfinite(found.time.step_seconds)
-    json.dumps(found.to_dict())
-    return ""
-
-
-def read_measured(copy: Path) -> None:
-    """A run as ``plan calibrate`` reads it, up to its validation."""
-    read_run(copy).config.validate(1, "cpu")
-
-
-RUN_FILES = ("config.yaml", "environment.json", "metrics.jsonl", "resumes.jsonl", "prediction.json", "summary.md")
-STEP = "checkpoints/step-00000003"
-
-READERS: dict[str, Reader] = {
-    "report --table": Reader("run", RUN_FILES, command("report", "{}", "--table")),
-    "report --markdown": Reader("run", RUN_FILES, command("report", "{}", "--markdown"), part=0.5),
-    "report --csv": Reader("run", RUN_FILES, command("report", "{}", "--csv"), part=0.5),
-    "report --json": Reader("run", RUN_FILES, command("report", "{}", "--json"), part=0.5),
-    "report page": Reader("run", RUN_FILES, read_page, part=0.2),
-    "report sweep": Reader(
-        "sweep", ("sweep.json", "jobs/*/job.json", "jobs/01/run/*"), command("report", "{}", "--table")
-    ),
-    "report --live": Reader("run", (*RUN_FILES, "heartbeats/*"), read_live, mend=mend_heartbeats),
-    "compare": Reader("run", RUN_FILES, command("compare", "{}", "{}/../../run")),
-    "plan calibrate": Reader("run", RUN_FILES[:4], read_measured),
-    "heartbeats": Reader("run", ("heartbeats/*",), read_signs, mend=mend_heartbeats),
-    "prediction": Reader("run", ("prediction.json",), read_prediction, part=0.5),
-    "resumed run directory": Reader("run", (*RUN_FILES, "routing.jsonl"), read_resumed),
-    "checkpoints": Reader("run", (f"{STEP}/*", "checkpoints/latest"), read_checkpoints, mend=mend_checkpoints),
-    "launcher's checkpoints": Reader("run", (f"{STEP}/*.json",), read_launchers_view, mend=mend_checkpoints, part=0.2),
-    "Hugging Face folder": Reader("hf", ("*.json", "*.safetensors"), read_hugging_face),
-    "prepared data": Reader("data", ("out/*.json", "cache/*/*.json", "out/*"), read_data),
-    "interrupted preparation": Reader("data", ("half.part/*.json", "half.part/*"), read_half_written, part=0.5),
-    "tokenizers": Reader("data", ("tokenizer/*",), read_tokenizers),
-    "JSON lines of text": Reader("small", ("lines.jsonl",), read_texts, part=0.5),
-    "hardware": Reader("small", ("hardware.yaml",), lambda copy: load_hardware(copy / "hardware.yaml")),
-    "sweep definition": Reader("small", ("grid.yaml",), lambda copy: read_definition(str(copy / "grid.yaml"))),
-    "rows of a sweep": Reader("small", ("rows.yaml",), lambda copy: read_definition(str(copy / "rows.yaml")), part=0.3),
-    "outcome": Reader("small", ("outcome.json",), lambda copy: read_outcome(copy / "outcome.json"), part=0.3),
-    "sweep folder": Reader("sweep", ("sweep.json", "jobs/*/job.json", "queue/1/jobs.json"), read_sweep_files),
-    "trace": Reader("profile", ("trace/*",), lambda copy: read_timeline(copy / "trace", "cpu")),
-    "snapshot": Reader("profile", ("snapshot/*",), lambda copy: read_timeline(copy / "snapshot", "cuda"), part=0.5),
-}

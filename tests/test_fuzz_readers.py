@@ -6,7 +6,7 @@ import pytest
 
 from scripts import fuzz_readers
 from scripts.fuzz_readers import fuzz, plan_cases, run_cases
-from scripts.fuzz_specimens import READERS, Reader
+from scripts.fuzz_targets import READERS, Reader
 
 
 def test_no_mutated_file_ends_in_a_traceback() -> None:
