@@ -28,7 +28,10 @@ from .utils.foreign import ForeignError, parse_json
 MAX_DEPTH = 200
 """Lists within each other, several for each object."""
 
-_TORCH_MODULES = tuple(f"torch.distributed.checkpoint.{name}" for name in ("metadata", "planner", "storage"))
+_TORCH_MODULES = (
+    *(f"torch.distributed.checkpoint.{name}" for name in ("filesystem", "metadata", "planner", "storage")),
+    "torch.distributed.fsdp._optim_utils",  # FSDP1's, of optimizer states
+)
 _MORE_THAN_TEXT = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError)
 _NAMED = (torch.dtype, torch.layout, torch.memory_format)
 
@@ -74,7 +77,7 @@ class JsonReader:
         """
         try:
             return _value(parse_json(self._file.read(), max_depth=MAX_DEPTH, non_finite=True))
-        except (ForeignError, ValueError, TypeError, LookupError, AttributeError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
             raise WireError(f"a rank was sent an object that no rank of this run has written ({error})") from None
 
 
@@ -124,6 +127,13 @@ def _plain_stack(stack: traceback.StackSummary) -> list[Any]:
     return ["stack", *map(_plain, frames)]
 
 
+def _plain_tensor(tensor: torch.Tensor) -> list[Any]:
+    """A tensor of a few numbers, which arrives on the CPU; many are for torch's other collectives."""
+    numbers = tensor.detach().cpu().contiguous()
+    content = numbers.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return ["tensor", _plain(tensor.dtype), list(tensor.shape), _encode_bytes(content)]
+
+
 def _encode_bytes(value: bytes) -> str:
     return base64.b64encode(value).decode()
 
@@ -136,6 +146,7 @@ _ENCODERS: dict[Any, Callable[[Any], list[Any]]] = {
     torch.Size: lambda value: ["Size", *value],
     dict: lambda value: ["dict", *[[_plain(key), _plain(held)] for key, held in value.items()]],
     bytes: lambda value: ["bytes", _encode_bytes(value)],
+    torch.Tensor: _plain_tensor,
     # Names of files are not all UTF-8, and have no form in JSON then.
     str: lambda value: ["text", _encode_bytes(value.encode("utf-8", "surrogatepass"))],
     traceback.StackSummary: _plain_stack,
@@ -168,6 +179,13 @@ def _value(plain: Any) -> Any:
             raise ForeignError("it holds an object")
         return plain
     return _DECODERS[plain[0]](*plain[1:])
+
+
+def _tensor(dtype: Any, shape: Any, content: str) -> torch.Tensor:
+    numbers = bytearray(_bytes(content))
+    if not numbers:
+        return torch.empty(0, dtype=_value(dtype)).reshape(shape)
+    return torch.frombuffer(numbers, dtype=_value(dtype)).reshape(shape)
 
 
 def _named_of_torch(name: str) -> Any:
@@ -275,6 +293,7 @@ _DECODERS: dict[str, Callable[..., Any]] = {
     "dict": lambda *pairs: {_value(key): _value(held) for key, held in pairs},
     "bytes": _bytes,
     "text": lambda text: _bytes(text).decode("utf-8", "surrogatepass"),
+    "tensor": _tensor,
     "torch": _named_of_torch,
     "stack": _stack,
     "failures": _failures,

@@ -83,6 +83,15 @@ def test_exception_arrives_with_its_class_or_the_nearest_of_pythons(error: BaseE
         assert (type(arrived), str(arrived)) == (type(expected), str(expected))
 
 
+@pytest.mark.parametrize(
+    "tensor", [torch.tensor(3.5), torch.ones(2, 3, dtype=torch.bfloat16).t(), torch.zeros(0, 2), torch.tensor([True])]
+)
+def test_tensor_arrives_in_every_bit(tensor: torch.Tensor) -> None:
+    """Oracle: the tensor itself."""
+    arrived = sent(tensor)
+    assert arrived.dtype == tensor.dtype and arrived.shape == tensor.shape and torch.equal(arrived, tensor)
+
+
 def test_failures_of_a_checkpoint_arrive_with_rank_and_place() -> None:
     """Oracle: what went in, which torch.distributed.checkpoint shows."""
     from torch.distributed.checkpoint.api import CheckpointException
@@ -110,6 +119,9 @@ FOREIGN = [
     b'["error","fsdptoys.errors","ConfigError",1,2]',
     b'["enum","fsdptoys.config","Config","x"]',
     b'["object","os","system","true"]',
+    b'["tensor",["torch","float32"],[1000000000000],"AAAA"]',
+    b'["tensor",["torch","float32"],[1000000000000],""]',
+    b'["tensor",["list"],[1],"AAAA"]',
     b'["object","fsdptoys.wire","JsonReader"]',
     b'["object","fsdptoys.errors","ConfigError"]',
     b'["object","fsdptoys.__main__","os"]',
@@ -125,7 +137,9 @@ def test_words_that_no_rank_writes_are_refused(words: bytes) -> None:
         JsonReader(io.BytesIO(words)).load()
 
 
-@pytest.mark.parametrize("value", [object(), Runs("true"), os.system, Path("x"), torch.zeros(1), enum.Enum], ids=repr)
+@pytest.mark.parametrize(
+    "value", [object(), Runs("true"), os.system, Path("x"), torch.nn.Linear(1, 1), enum.Enum], ids=repr
+)
 def test_object_of_another_class_is_not_sent(value: Any) -> None:
     """Oracle: an error where it is sent, not where it arrives."""
     with pytest.raises(WireError, match="cannot be sent between ranks"):
