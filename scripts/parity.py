@@ -33,8 +33,9 @@ import hashlib
 import math
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import product, zip_longest
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -144,11 +145,11 @@ def compose_row(overrides: list[str], world_size: int, device: str) -> Config:
     return config
 
 
-def train_all(configs: list[Config], titles: list[str]) -> list[Outcome]:
-    """Train every row on the ranks that this one belongs to; the titles are for the progress."""
+def train_all(configs: list[Config], titles: Sequence[str] = ()) -> list[Outcome]:
+    """Train every row on the ranks that this one belongs to; rows with titles are announced as they finish."""
     outcomes = []
-    for config, title in zip(configs, titles, strict=True):
-        with unit(title, announce=dist.get_rank() == 0):
+    for config, title in zip_longest(configs, titles, fillvalue=""):
+        with unit(title, announce=bool(title) and dist.get_rank() == 0):
             trainer = Trainer(config)
             trainer.train()
             outcomes.append(
