@@ -18,6 +18,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -146,6 +147,7 @@ _ENCODERS: dict[Any, Callable[[Any], list[Any]]] = {
     torch.Size: lambda value: ["Size", *value],
     dict: lambda value: ["dict", *[[_plain(key), _plain(held)] for key, held in value.items()]],
     bytes: lambda value: ["bytes", _encode_bytes(value)],
+    type(Path()): lambda value: ["path", _plain(str(value))],
     torch.Tensor: _plain_tensor,
     # Names of files are not all UTF-8, and have no form in JSON then.
     str: lambda value: ["text", _encode_bytes(value.encode("utf-8", "surrogatepass"))],
@@ -293,6 +295,7 @@ _DECODERS: dict[str, Callable[..., Any]] = {
     "dict": lambda *pairs: {_value(key): _value(held) for key, held in pairs},
     "bytes": _bytes,
     "text": lambda text: _bytes(text).decode("utf-8", "surrogatepass"),
+    "path": lambda text: Path(str(_value(text))),
     "tensor": _tensor,
     "torch": _named_of_torch,
     "stack": _stack,
