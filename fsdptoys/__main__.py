@@ -65,7 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         told = told or explain_environment(error)
         if told is None:
             raise
-        return _tell_mistake(told, worker)
+        # A full disk or memory may pass; a variable that is wrong does not, and has the status of a mistake.
+        passes = isinstance(error, (OSError, MemoryError)) and not isinstance(error, FileNotFoundError)
+        return _tell_mistake(told, worker, 1 if passes else 2)
     except KeyboardInterrupt:
         print("fsdptoys: stopped by SIGINT", file=sys.stderr)
         return 128 + signal.SIGINT
@@ -73,11 +75,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         let_stdout_end()  # the interpreter flushes once more, and has status 120 where that fails
 
 
-def _tell_mistake(sentence: str, worker: bool) -> int:
+def _tell_mistake(sentence: str, worker: bool, status: int = 2) -> int:
     say(sentence.replace("\n", "\\n"))  # of a value that was typed
     if not worker:
-        leave_outcome(Outcome(2, sentence))
-    return 2
+        leave_outcome(Outcome(status, sentence))
+    return status
 
 
 def _run(words: list[str], worker: bool) -> int:

@@ -107,6 +107,8 @@ class Heartbeat:
         self.path = path_of(folder, rank)
         self._file: int | None = None
         with contextlib.suppress(OSError):
+            if folder.is_symlink():  # in a run directory from elsewhere, it may lead to anybody's files
+                folder.unlink()
             folder.mkdir(parents=True, exist_ok=True)
             try:
                 check_regular(self.path)

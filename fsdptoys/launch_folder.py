@@ -6,14 +6,21 @@ are used again, and differ between containers that share a folder for temporary 
 """
 
 import contextlib
-import fcntl
 import os
+import platform
+import re
 import shutil
 import stat
 import tempfile
 from pathlib import Path
 
-PREFIX = "fsdptoys-launch-"
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+PREFIX = f"fsdptoys-launch-{re.sub(r'[^A-Za-z0-9.]', '-', platform.node())[:64]}-"
+"""With the host's name: on a network disk the locks of other hosts may be invisible."""
 
 
 class LaunchFolder:
@@ -47,7 +54,8 @@ def _lock(folder: Path) -> int | None:
     except OSError:
         return None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if fcntl is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
         return None
@@ -57,7 +65,7 @@ def _lock(folder: Path) -> int | None:
 
 
 def _remove_stale(parent: Path) -> None:
-    for folder in _own_folders(parent):
+    for folder in _own_folders(parent) if fcntl is not None else []:
         with contextlib.suppress(OSError):
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:

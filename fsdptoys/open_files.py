@@ -2,7 +2,11 @@
 
 import errno
 import re
-import resource
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
 
 from .errors import ConfigError
 
@@ -18,7 +22,7 @@ def check_open_files() -> None:
     Raises:
         ConfigError: if it may not.
     """
-    if 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] < LEAST_FILES:
+    if resource is not None and 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] < LEAST_FILES:
         raise ConfigError(too_few_files())
 
 
@@ -35,5 +39,5 @@ def is_out_of_files(error: BaseException | None) -> bool:
 
 def too_few_files() -> str:
     """One sentence on the limit and how to raise it."""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    limit = "unknown" if resource is None else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return f"ulimit -n is {limit}, which is too few open files for a run; set it higher, as with: ulimit -n 1024"

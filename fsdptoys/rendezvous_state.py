@@ -5,7 +5,7 @@ could have each launcher unpickle, and run, what they put there. ``SignedBackend
 each value it reads, and makes torch's object of it here.
 
 With a token, a message is the text and its HMAC-SHA256 under the token, over the run's name, the key and the text,
-which holds a sequence number. Another message is never accepted, nor an older one than this machine has seen. Not
+which holds a sequence number. Another message is never accepted, nor an older one than this connection has seen. Not
 covered: deleting keys or flooding the store, which stops machines from meeting; replaying the messages of an earlier
 run with the same token to a machine that has just come, likewise; and the addresses that ranks exchange, which stand in
 the same store unsigned. So the network must be trusted.

@@ -102,13 +102,12 @@ def run_workers(
         ConfigError: for a limit of open files, a network interface or a token that is none.
     """
     check_open_files()
-    if nnodes == 1:
-        os.environ.update(loopback_environment(os.environ))
+    loopback = loopback_environment(os.environ) if nnodes == 1 else {}
     check_interface()
     token = read_token(rdzv_token_file) if nnodes > 1 else None
     launch_folder = make_launch_folder(handed)
     folder = launch_folder.path
-    os.environ.update({**import_environment(os.environ), **(environment or {})})
+    os.environ.update({**import_environment(os.environ), **(environment or {}), **loopback})
     os.environ.update({LAUNCHED: str(os.getpid()), LAUNCH_FOLDER: str(folder)})
     # A killed rank cannot close its semaphores; the tracker frees them, and need not tell.
     os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
@@ -131,6 +130,8 @@ def run_workers(
             status, told = workers.run()
     finally:
         launch_folder.remove()
+        for name in loopback:  # a later run of this process may be on several machines
+            os.environ.pop(name, None)
     leave_outcome(workers.outcome(status, told))
     if told:
         if sys.stdout is not None and sys.stdout.isatty():

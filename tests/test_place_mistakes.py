@@ -183,7 +183,7 @@ def test_a_current_folder_that_was_deleted_is_one_sentence(words: list[str], tmp
 def test_what_the_machine_lacks_is_one_sentence(
     error: Exception, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: the sentence and status 2, wherever in a command the error comes from."""
+    """Oracle: the sentence, wherever in a command the error comes from; status 1 for a state that may pass, else 2."""
 
     def fail(words: list[str]) -> int:
         raise error
@@ -191,7 +191,8 @@ def test_what_the_machine_lacks_is_one_sentence(
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "odd")
     monkeypatch.setenv("TORCH_LOGS", "odd")
     monkeypatch.setattr("fsdptoys.listing.list_models", fail)
-    assert main(["models"]) == 2
+    passes = isinstance(error, (OSError, MemoryError)) and not isinstance(error, FileNotFoundError)
+    assert main(["models"]) == (1 if passes else 2)
     assert capsys.readouterr() == ("", f"fsdptoys: {sentence}\n")
 
 

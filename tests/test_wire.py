@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from fsdptoys.checkpoint.saving import Answer
 from fsdptoys.checkpoint.sums import FileSum
 from fsdptoys.errors import ConfigError
-from fsdptoys.wire import JsonReader, JsonWriter, WireError
+from fsdptoys.wire import JsonReader, JsonWriter, WireError, use_json
 from scripts.ranks import run_ranks
 
 
@@ -170,6 +170,27 @@ def receive_pickles(pwned: str) -> list[str]:
         except WireError:
             heard.append("refused")
     return heard
+
+
+def test_json_is_set_up_before_any_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: no error with the debug level at which torch's functions ask for the backend of the group."""
+    module: Any = dist.distributed_c10d
+    monkeypatch.setattr(module, "get_debug_level", lambda: dist.DebugLevel.DETAIL)
+    monkeypatch.setattr(module, "is_nccl_available", lambda: True)
+    for name in ("_pickler", "_unpickler"):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    use_json()
+    assert (module._pickler, module._unpickler) == (JsonWriter, JsonReader)
+
+
+def test_a_torch_that_does_not_look_the_names_up_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the sentence; without it ranks would go back to pickles unnoticed."""
+    module: Any = dist.distributed_c10d
+    for name in ("_pickler", "_unpickler"):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    monkeypatch.setattr(module, "_tensor_to_object", lambda tensor, size, group: pickle.loads(tensor.numpy()[:size]))
+    with pytest.raises(WireError, match="sends pickles between ranks"):
+        use_json()
 
 
 def test_pickle_of_another_rank_runs_nothing(tmp_path: Path) -> None:

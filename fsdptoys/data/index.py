@@ -164,8 +164,12 @@ def read_index(folder: str, owner: str) -> Index:
     for file, size in files_of(index):
         try:
             facts = (root / file).stat()
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             raise _unusable(owner, f"lacks its file {file}", "put it back or prepare the folder again") from None
+        except OSError as error:  # says nothing of the file's content
+            raise ConfigError(
+                f"{owner} cannot be read ({file}: {error.strerror}); change its permissions or name another"
+            ) from error
         if not stat.S_ISREG(facts.st_mode) or facts.st_size != size:
             raise _unusable(
                 owner,

@@ -28,6 +28,9 @@ from .config import (
 WANDB_MODES = {"online": "online", "run": "online", "offline": "offline", "dryrun": "offline", "disabled": "disabled"}
 """What WANDB_MODE may say → the mode that it means."""
 
+OWN_FOLDERS = ("heartbeats", "flight_recorder", "weights")
+"""Folders that a run writes files of fixed names into; checkpoints and profiles may lie on another disk."""
+
 REMOVE_IT = "remove it, or set metrics.run_dir to another folder"
 
 WANDB_URL = "https://api.wandb.ai"
@@ -87,6 +90,9 @@ def check_files(path: Path) -> None:
                 check_regular(path / name)
             elif name == PROFILE_FOLDER and (kind := kind_of(path / name)) and not (path / name).is_dir():
                 raise ConfigError(f"{path / name} is {kind} and not a folder; {REMOVE_IT}")
+        for name in OWN_FOLDERS:
+            if (path / name).is_symlink():
+                raise ConfigError(f"{path / name} is a symbolic link and not a folder of this run; {REMOVE_IT}")
     except NotRegularFileError as error:
         raise ConfigError(f"{error.sentence}; {REMOVE_IT}") from error
 

@@ -1,5 +1,6 @@
 """Folders of data that are damaged: those of the cache are made again, the user's own are named with the fix."""
 
+import errno
 import json
 import os
 import shutil
@@ -116,6 +117,27 @@ def test_a_cached_folder_that_may_not_be_read_is_not_replaced(tmp_path: Path, mo
     assert folder.is_dir()
 
 
+def test_a_shard_that_cannot_be_looked_at_is_not_a_missing_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the sentence and the folder as it was, for an error of a network disk at a shard alone."""
+    lines = write_lines(tmp_path / "a.jsonl", documents(50))
+    config = HFConfig(files=[str(lines)], cache=str(tmp_path / "cache"), processes=1)
+    config.prepare(16, 256)
+    (folder,) = (tmp_path / "cache").iterdir()
+    before = sorted(path.name for path in folder.iterdir())
+    look = Path.stat
+
+    def refuse(path: Path, **options: bool) -> os.stat_result:
+        if path.suffix == ".bin":
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return look(path, **options)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    with pytest.raises(ConfigError, match=rf"^{folder} cannot be read \(.*\.bin: Input/output error\)"):
+        config.prepare(16, 256)
+    monkeypatch.undo()
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
 def test_a_damaged_folder_beside_hides_no_tokenizer(tmp_path: Path) -> None:
     """Oracle: the copy in the cache is found, whatever other folders there are."""
     pytest.importorskip("tokenizers")
@@ -225,6 +247,6 @@ def test_a_link_in_the_place_of_a_file_is_not_written_through(name: str, tmp_pat
         (tmp_path / "out.part" / PROGRESS_FILE).write_text(json.dumps(notes))
         prepare(wanted)
     else:
-        with pytest.raises(ConfigError, match=r"cannot be written"):
+        with pytest.raises(ConfigError, match=r"cannot be written|is a symbolic link"):
             prepare(wanted)
     assert (tmp_path / "precious").read_bytes() == b"keep this" * 9

@@ -88,6 +88,21 @@ def test_a_file_that_is_none_is_refused_before_anything_is_written(name: str, ki
     assert before == {path.name: path.lstat().st_mtime_ns for path in Path("run").iterdir()}
 
 
+@pytest.mark.parametrize("name", ["heartbeats", "weights", "flight_recorder"])
+def test_a_folder_of_a_run_is_no_link(name: str, resumed: Resumed) -> None:
+    """Oracle: one sentence from the launcher's check; a rank that comes by all the same writes nothing elsewhere."""
+    Path("elsewhere").mkdir()
+    Path("elsewhere/rank-00000.json").write_text("precious")
+    Path("run", name).symlink_to(Path("elsewhere").absolute())
+    with pytest.raises(ConfigError, match=rf"^run/{name} is a symbolic link and not a folder of this run; remove it"):
+        check_run_dir(MetricsConfig(run_dir="run"), resumes=True)
+    heartbeat = Heartbeat(Path("run", name), 0)
+    heartbeat.beat(1, "forward")
+    heartbeat.close()
+    assert Path("elsewhere/rank-00000.json").read_text() == "precious"
+    assert os.listdir("elsewhere") == ["rank-00000.json"]
+
+
 def test_profiles_may_be_a_link_to_a_folder_and_nothing_else(resumed: Resumed) -> None:
     """Oracle: a run with its profiles on another disk resumes; a pipe of that name is one sentence."""
     Path("elsewhere").mkdir()
@@ -197,7 +212,7 @@ def bomb(levels: int = 9) -> str:
         '{"a": ' * 5000,
         bomb(),
         "a: &a {b: *a}",
-        "a: " + "1:59" * 100_000,
+        "a: 1" + ":59" * 100_000,
         "a: .inf\n1: [x]\n? [1]\n: x",
         "\0",
         "- x",
