@@ -5,7 +5,7 @@
 #   1. the active virtual environment's or PATH's python3 (PYTHON=/path/to/python overrides), if it has what we need;
 #   2. .venv beside this script; where there is none, or an installation was interrupted, it is installed now.
 # Looking for hardware, setting its environment variables, choosing the number of ranks and saying so is done by
-# `fsdptoys train` (fsdptoys/launch.py), so that this script, `python -m fsdptoys train` and torchrun do the same. The
+# `fsdptoys train` (fsdptoys/launch/launch.py), so that this script, `python -m fsdptoys train` and torchrun do the same. The
 # variables and their reasons stand in fsdptoys/device/environment.py, those for Ascend NPUs also in docs/ascend.md.
 # torch_npu is not among the dependencies: for NPUs install it first, in the environment that step 1 is to find.
 #

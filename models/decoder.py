@@ -16,7 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from .cache import KeyValueCache
-from .checks import MOST_CHANNELS, MOST_LAYERS, MOST_TOKENS, check_at_least_one, check_at_most, check_positive
+from .checks import (
+    MOST_CHANNELS,
+    MOST_LAYERS,
+    MOST_TOKENS,
+    check_at_least_one,
+    check_at_most,
+    check_positive,
+)
 from .documents import document_positions, mask_documents
 from .huggingface import HuggingFaceFormat
 from .kernels import UsesKernels

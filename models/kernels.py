@@ -6,7 +6,7 @@ against; ``compiled`` is the same function through ``torch.compile``; ``npu`` is
 different ones, and what is computed again in the backward is computed by the same.
 
 A new implementation is entered in ``IMPLEMENTATIONS``. Which one a run takes is not decided here
-(``fsdptoys.kernels``): these functions know tensors, not devices.
+(``fsdptoys.config.kernel_choice``): these functions know tensors, not devices.
 
 Not covered: LayerNorm and GELU (GPT-2), the experts' gate, which is written out with their gradients (``experts``), the
 loss (``memory``), and attention over a cache (``masked_attention``), which is PyTorch's on every device.

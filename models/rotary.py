@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checks import MOST_CHANNELS, MOST_HIDDEN, MOST_TOKENS, check_at_least_one, check_at_most, check_positive
+from .checks import (
+    MOST_CHANNELS,
+    MOST_HIDDEN,
+    MOST_TOKENS,
+    check_at_least_one,
+    check_at_most,
+    check_positive,
+)
 from .decoder import DecoderModel, ModelConfig
 from .huggingface import HuggingFaceFormat
 from .layers import Block, rope_tables

@@ -23,11 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
 from fsdptoys.data import BatchStream, PreparedConfig, Request, find_sources, open_encoder, prepare
-from fsdptoys.data.index import Index
+from fsdptoys.data.dataset_index import Index
 from fsdptoys.data.packing import Packing
-from fsdptoys.data.shuffle import EndlessShuffle
-from fsdptoys.data.writing import ShardsWriter
-from fsdptoys.recorded import read_recorded_run
+from fsdptoys.data.permutation import EndlessShuffle
+from fsdptoys.data.shard_writer import ShardsWriter
+from fsdptoys.train.recorded_run import read_recorded_run
 from scripts.machine import machine
 from scripts.progress import doing, progress, unit
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from fsdptoys.compose import compose_config
-from fsdptoys.trainer import Trainer
+from fsdptoys.config.compose import compose_config
+from fsdptoys.train.trainer import Trainer
 from scripts.machine import machine
 from scripts.progress import progress, unit
 from scripts.ranks import run_ranks

@@ -15,10 +15,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
-from fsdptoys.compose import compose_presets
+from fsdptoys.config.compose import compose_presets
 from fsdptoys.models import DecoderModel
+from fsdptoys.models.generate import Draw, generate
 from fsdptoys.parallel import seeded
-from fsdptoys.sampling import Draw, generate
 from scripts.machine import machine
 from scripts.progress import progress, unit
 

@@ -37,14 +37,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from fsdptoys.compose import compose_config
+from fsdptoys.config.compose import compose_config
+from fsdptoys.config.plan_config import AllocatorKind
 from fsdptoys.data.bin import TokenDType
 from fsdptoys.device import GIB, Device, peak_flops
+from fsdptoys.device.profile import load_hardware
+from fsdptoys.metrics.prediction import MemoryPrediction
 from fsdptoys.models import ModelConfig
-from fsdptoys.plan.closed_form import closed_form
-from fsdptoys.simulator.config import AllocatorKind
-from fsdptoys.simulator.hardware import load_hardware
-from fsdptoys.simulator.prediction import MemoryPrediction
+from fsdptoys.plan.estimate.estimate import closed_form
 from scripts.bench_peers import DATA_SEED, PEERS, ROOT, write_batches, write_tokens
 from scripts.gpu_page import ACCELERATE, BARE, COMPILED, EAGER, FLOAT8, LOSS, STEPS, WARMUP, Row, Shape, judge, render
 from scripts.machine import machine

@@ -37,8 +37,8 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdptoys.memory.chunked_loss import GradientDType, auto_chunk_tokens
-from fsdptoys.memory.loss import LossFn, build_loss, cross_entropy_sum
+from fsdptoys.loss import LossFn, build_loss, cross_entropy_sum
+from fsdptoys.loss.chunked import GradientDType, auto_chunk_tokens
 from scripts.machine import machine
 from scripts.progress import progress, unit
 

@@ -31,12 +31,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 
-from fsdptoys.compose import compose_config
+from fsdptoys.config.compose import compose_config
 from fsdptoys.device import DEVICE_TYPES, Device, available_cores, available_device_type
 from fsdptoys.errors import ConfigError
-from fsdptoys.hardware import hardware_environment
+from fsdptoys.launch.hardware import hardware_environment
 from fsdptoys.metrics import StepMetrics
-from fsdptoys.trainer import Trainer
+from fsdptoys.train.trainer import Trainer
 from scripts.progress import progress, unit
 
 GC = "memory.gradient_checkpointing=full"

@@ -26,12 +26,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from fsdptoys.compose import compose_config
+from fsdptoys.config.compose import compose_config
 from fsdptoys.device import GIB, Device
+from fsdptoys.device.profile import Hardware, Quantity, hardware_for, load_hardware
+from fsdptoys.metrics.prediction import Prediction
 from fsdptoys.plan.calibrate import Case, calibrate, choose_parameters
 from fsdptoys.plan.predict import Predictor
-from fsdptoys.simulator.hardware import Hardware, Quantity, hardware_for, load_hardware
-from fsdptoys.simulator.prediction import Prediction
 from scripts.bench_memory import ROWS, Result, add_row_arguments, row_words, rows_of, run_row
 from scripts.progress import progress, unit
 

@@ -32,15 +32,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch.distributed as dist
 
-from fsdptoys.compose import compose_config
-from fsdptoys.config import Config
+from fsdptoys.config.compose import compose_config
+from fsdptoys.config.schema import Config
 from fsdptoys.device import GIB
+from fsdptoys.device.profile import load_hardware
+from fsdptoys.metrics.prediction import Volume
 from fsdptoys.plan.predict import predict
-from fsdptoys.plan.switches import node_ranks_of, validate_switches
-from fsdptoys.run import Run
-from fsdptoys.simulator.hardware import load_hardware
-from fsdptoys.simulator.prediction import Volume
-from fsdptoys.trainer import Trainer
+from fsdptoys.plan.search.switches import node_ranks_of, validate_switches
+from fsdptoys.train.run import Run
+from fsdptoys.train.trainer import Trainer
 from scripts.counted import configured, count_step, pretend
 from scripts.machine import machine
 from scripts.progress import progress, unit

@@ -37,10 +37,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from fsdptoys.compose import compose_config
-from fsdptoys.config import Config
+from fsdptoys.config.compose import compose_config
+from fsdptoys.config.schema import Config
 from fsdptoys.device import Device
-from fsdptoys.memory import build_loss
+from fsdptoys.loss import build_loss
 from fsdptoys.models import GPT2Config
 from fsdptoys.parallel import ParallelContext, seeded
 from scripts.machine import machine

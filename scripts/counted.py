@@ -21,10 +21,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdptoys.compose import compose_config
-from fsdptoys.config import Config
+from fsdptoys.config.compose import compose_config
+from fsdptoys.config.schema import Config
 from fsdptoys.profiler.collectives import Call, CollectiveTrace
-from fsdptoys.trainer import Trainer
+from fsdptoys.train.trainer import Trainer
 
 OURS = tuple(str(Path(__file__).resolve().parents[1] / name) + os.sep for name in ("fsdptoys", "models", "patches"))
 

@@ -28,15 +28,15 @@ import torch
 import torch.distributed as dist
 
 from fsdptoys.checkpoint import Checkpoints
+from fsdptoys.checkpoint.checksums import FileSum
 from fsdptoys.checkpoint.manifest import Manifest
-from fsdptoys.checkpoint.sums import FileSum
-from fsdptoys.compose import compose_config
-from fsdptoys.config import Config
+from fsdptoys.config.compose import compose_config
+from fsdptoys.config.schema import Config
 from fsdptoys.errors import ConfigError
-from fsdptoys.random_states import restore_random_states
-from fsdptoys.resume import FACTS, check_same_run
-from fsdptoys.run import Run
-from fsdptoys.trainer import Trainer
+from fsdptoys.train.random_states import restore_random_states
+from fsdptoys.train.resume import FACTS, check_same_run
+from fsdptoys.train.run import Run
+from fsdptoys.train.trainer import Trainer
 from scripts.ranks import run_ranks
 
 STEPS = 2

@@ -18,21 +18,19 @@ from typing import Any
 import torch
 import yaml
 
-from fsdptoys.checkpoint import (
-    write_hugging_face,
-)
-from fsdptoys.checkpoint.tensors import slices
+from fsdptoys.checkpoint import write_hugging_face
+from fsdptoys.checkpoint.safetensors_io import slices
 from fsdptoys.data import find_sources, open_encoder, prepare, read_index
 from fsdptoys.data.packing import make_plan
-from fsdptoys.data.preparing import Request
-from fsdptoys.data.writing import ShardsWriter
-from fsdptoys.heartbeat import HEARTBEATS_FOLDER, _encode, path_of
-from fsdptoys.outcome import Outcome
-from fsdptoys.simulator.hardware import dump_hardware, load_hardware
+from fsdptoys.data.prepare import Request
+from fsdptoys.data.shard_writer import ShardsWriter
+from fsdptoys.device.profile import dump_hardware, load_hardware
+from fsdptoys.launch.exit_record import Outcome
 from fsdptoys.sweep import Job, JobStatus, Skipped, Sweep
 from fsdptoys.sweep.folder import write_job
-from fsdptoys.sweep.queue import begin_submission
-from fsdptoys.trained import TrainedModel
+from fsdptoys.sweep.slurm_queue import begin_submission
+from fsdptoys.train.heartbeat import HEARTBEATS_FOLDER, _encode, path_of
+from fsdptoys.train.pretrained import TrainedModel
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -153,7 +151,7 @@ def _make_profile(folder: Path) -> None:
         events.append({"name": name, "ph": "X", "ts": moment - 1, "dur": 3.0})
     text = json.dumps({"traceEvents": events})
     (folder / "trace" / "rank0.json.gz").write_bytes(gzip.compress(text.encode()))
-    frames = [{"name": "_update", "filename": "fsdptoys/trainer.py", "line": 3}]
+    frames = [{"name": "_update", "filename": "fsdptoys/train/trainer.py", "line": 3}]
     trace = [
         {"action": action, "addr": 4096, "size": 64, "frames": frames}
         for action in ("alloc", "free_completed", "alloc")

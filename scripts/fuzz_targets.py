@@ -12,45 +12,41 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from fsdptoys.__main__ import main
-from fsdptoys.checkpoint import (
-    CheckpointConfig,
-    Checkpoints,
-    HuggingFaceFolder,
-)
+from fsdptoys.checkpoint import CheckpointConfig, Checkpoints, HuggingFaceFolder
+from fsdptoys.checkpoint.checksums import FileSum
 from fsdptoys.checkpoint.manifest import MANIFEST_FILE, Manifest
-from fsdptoys.checkpoint.sums import FileSum
+from fsdptoys.cli.main import main
+from fsdptoys.cli.sweep import read_words, with_words
+from fsdptoys.config.saved import read_tree
 from fsdptoys.data import find_sources, open_encoder, read_index
-from fsdptoys.data.documents import read_documents
-from fsdptoys.data.index import check_folder
+from fsdptoys.data.dataset_index import check_folder
+from fsdptoys.data.document_reader import read_documents
 from fsdptoys.data.packing import make_plan
-from fsdptoys.data.writing import ShardsWriter
+from fsdptoys.data.shard_writer import ShardsWriter
+from fsdptoys.data.tokenizer import open_tokenizer
+from fsdptoys.device.profile import load_hardware
 from fsdptoys.errors import ConfigError
-from fsdptoys.heartbeat import HEARTBEATS_FOLDER, _encode, last_signs, read_heartbeats
+from fsdptoys.launch.exit_record import read_outcome
 from fsdptoys.metrics.config import Console as ConsoleChoice
 from fsdptoys.metrics.config import MetricsConfig
-from fsdptoys.metrics.resumes import Resumed
+from fsdptoys.metrics.prediction import Prediction
+from fsdptoys.metrics.resume_log import Resumed
 from fsdptoys.metrics.run_directory import RunDirectory
-from fsdptoys.outcome import read_outcome
-from fsdptoys.plan.measured import read_run
-from fsdptoys.recorded import read_tree
-from fsdptoys.report.followed import FollowedRun
-from fsdptoys.report.interactive import figure
+from fsdptoys.plan.measured_runs import read_run
+from fsdptoys.report.figures_plotly import figure
+from fsdptoys.report.html_page import render_page
 from fsdptoys.report.live import follow
+from fsdptoys.report.live_reader import FollowedRun
 from fsdptoys.report.live_view import draw_run
-from fsdptoys.report.page import render_page
-from fsdptoys.report.records import gather
-from fsdptoys.report.run_sections import run_page
-from fsdptoys.report.timeline import read_timeline
-from fsdptoys.resume import check_resume
-from fsdptoys.simulator.hardware import load_hardware
-from fsdptoys.simulator.prediction import Prediction
+from fsdptoys.report.memory_timeline import read_timeline
+from fsdptoys.report.run_page import run_page
+from fsdptoys.report.runs_table import gather
 from fsdptoys.sweep import read_sweep
 from fsdptoys.sweep.definition import read_definition
-from fsdptoys.sweep.queue import read_submissions
-from fsdptoys.sweeping.words import read_words, with_words
-from fsdptoys.tokens import open_tokenizer
-from fsdptoys.trained import TrainedModel, open_weights
+from fsdptoys.sweep.slurm_queue import read_submissions
+from fsdptoys.train.heartbeat import HEARTBEATS_FOLDER, _encode, last_signs, read_heartbeats
+from fsdptoys.train.pretrained import TrainedModel, open_weights
+from fsdptoys.train.resume import check_resume
 from scripts.fuzz_specimens import RUN_WORDS, SEQ_LEN
 
 
@@ -146,7 +142,7 @@ def read_checkpoints(copy: Path) -> None:
 
 def read_launchers_view(copy: Path) -> None:
     """What the launcher reads before any rank starts."""
-    from fsdptoys.compose import compose_config
+    from fsdptoys.config.compose import compose_config
 
     words = [word for word in shlex.split(RUN_WORDS) if not word.startswith("metrics.run_dir")]
     config = compose_config([*words, f"metrics.run_dir={copy}", "checkpoint.resume=auto"])

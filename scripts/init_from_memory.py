@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdptoys.checkpoint import HuggingFaceFolder, write_hugging_face
-from fsdptoys.compose import compose_config
+from fsdptoys.config.compose import compose_config
 from fsdptoys.device import Device
-from fsdptoys.mesh import MeshConfig
 from fsdptoys.models import ModelConfig
 from fsdptoys.models.huggingface import Bounds
 from fsdptoys.parallel import FSDP2Config, ParallelContext
+from fsdptoys.parallel.mesh import MeshConfig
 from scripts.progress import progress, unit
 from scripts.ranks import run_ranks
 

@@ -45,13 +45,13 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from fsdptoys.compose import compose_config
-from fsdptoys.config import Config
+from fsdptoys.config.compose import compose_config
+from fsdptoys.config.kernel_choice import KernelConfig
+from fsdptoys.config.schema import Config
 from fsdptoys.device import device_count, float64_collectives, missing_device
 from fsdptoys.errors import ConfigError
-from fsdptoys.kernels import KernelConfig
 from fsdptoys.models import FAMILIES
-from fsdptoys.trainer import Trainer
+from fsdptoys.train.trainer import Trainer
 from scripts.progress import doing, progress, unit
 from scripts.ranks import run_ranks
 

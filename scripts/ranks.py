@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint
 import torch.distributed.fsdp  # with these in the parent, no rank takes a second to import them
 
-from fsdptoys.wire import use_json
+from fsdptoys.train.object_collectives import use_json
 
 
 def run_ranks(

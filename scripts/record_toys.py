@@ -29,11 +29,11 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdptoys.compose import compose_config
-from fsdptoys.dispatched import tensors_in
+from fsdptoys.config.compose import compose_config
 from fsdptoys.profiler.collective_table import block_of
 from fsdptoys.profiler.collectives import Call, CollectiveTrace
-from fsdptoys.trainer import Trainer
+from fsdptoys.profiler.dispatch import tensors_in
+from fsdptoys.train.trainer import Trainer
 from scripts.progress import unit
 
 MARK = "toy:"

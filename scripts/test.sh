@@ -22,7 +22,7 @@ plain=(
   "tests/cluster"
   "tests/parallel/test_equality.py tests/parallel/test_toys.py"
   "tests/simulated_npu/test_command_line.py tests/simulated_npu/test_patches.py"
-  "tests/plan/test_tracing.py tests/plan/test_real_allocations.py"
+  "tests/plan/test_tracer.py tests/plan/test_real_allocations.py"
   "tests/parallel/test_state.py tests/parallel/test_checkpointed_collectives.py"
   "tests/simulated_npu/test_device.py tests/simulated_npu/test_collectives.py"
 )
@@ -31,8 +31,8 @@ measured=(
   "tests/memory"
   "tests/checkpoint"
   "tests/toys"
-  "tests/test_planning.py tests/test_resume.py"
-  "tests/test_compilation.py tests/test_float8.py tests/test_low_bit_adamw.py" # no other fork has the compiler's threads
+  "tests/cli/test_plan.py tests/train/test_resume.py"
+  "tests/train/test_compilation.py tests/parallel/test_float8.py tests/optim/test_low_bit_adamw.py" # no other fork has the compiler's threads
   "tests/models"
   "tests/report tests/recorded"
   "tests/data tests/metrics tests/profiler tests/patches"

@@ -21,12 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdptoys.compose import compose_config
+from fsdptoys.config.compose import compose_config
 from fsdptoys.device import Device
-from fsdptoys.memory import build_loss
-from fsdptoys.mesh import is_dtensor
+from fsdptoys.loss import build_loss
 from fsdptoys.parallel import ParallelContext
-from fsdptoys.plan.fake_tensors import fake_tensors
+from fsdptoys.plan.trace.fake_tensors import fake_tensors
+from fsdptoys.utils.dtensor import (
+    is_dtensor,
+)
 from scripts.progress import progress, unit
 from scripts.ranks import run_ranks
 

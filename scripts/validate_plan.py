@@ -37,15 +37,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
+from fsdptoys.config.plan_config import AllocatorKind
+from fsdptoys.device.profile import Hardware, Quantity, load_hardware
 from fsdptoys.plan.calibrate import Case, calibrate, choose_parameters
-from fsdptoys.plan.kernels import matmul_workspace_bytes
-from fsdptoys.plan.recorder import Recorder
-from fsdptoys.plan.tracing import trace_here
-from fsdptoys.simulator.allocator import build_allocator
-from fsdptoys.simulator.config import AllocatorKind
-from fsdptoys.simulator.events import Trace
-from fsdptoys.simulator.hardware import Hardware, Quantity, load_hardware
-from fsdptoys.simulator.replay import Replay, replay
+from fsdptoys.plan.simulator.allocator import build_allocator
+from fsdptoys.plan.simulator.events import Trace
+from fsdptoys.plan.simulator.replay import Replay, replay
+from fsdptoys.plan.trace.op_costs import matmul_workspace_bytes
+from fsdptoys.plan.trace.op_recorder import Recorder
+from fsdptoys.plan.trace.tracer import trace_here
 from scripts import published_torchtitan
 from scripts.progress import progress, unit
 from scripts.published_llama2 import Sizes

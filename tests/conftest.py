@@ -33,8 +33,8 @@ def warm(monkeypatch: pytest.MonkeyPatch) -> None:
 
     from tests.warm import WarmPopen
 
-    names = ["fsdptoys.launch", "fsdptoys.run", "fsdptoys.metrics.plot", "matplotlib.figure"]
-    names += ["fsdptoys.parallel.fsdp1", "fsdptoys.parallel.fsdp2", "fsdptoys.checkpoint.plans"]
+    names = ["fsdptoys.launch.launch", "fsdptoys.train.run", "fsdptoys.metrics.plots", "matplotlib.figure"]
+    names += ["fsdptoys.parallel.fsdp1", "fsdptoys.parallel.fsdp2", "fsdptoys.checkpoint.dcp_io"]
     for name in names:
         importlib.import_module(name)
     monkeypatch.setattr(subprocess, "Popen", WarmPopen)

@@ -1,19 +1,18 @@
 """Checkpoints that a run goes on from; and weights in and out, as folders in Hugging Face format or of a run."""
 
-from .choice import RUN_FOLDER, peek
+from .atomic_folder import CHECKSUMS_FILE, check_new_folder
+from .checkpointer import Checkpoints
 from .config import RESUME_WORDS, CheckpointConfig, Form
-from .export import write_hugging_face
-from .folder import CHECKSUMS_FILE, check_new_folder
-from .hugging_face import HuggingFaceFolder, open_init_from
-from .keeper import Checkpoints
+from .facts import Schema
+from .hf_export import write_hugging_face
+from .hf_load import HuggingFaceFolder, open_init_from
+from .load import Checkpoint
 from .manifest import MANIFEST_FILE, step_of
 from .model_config import check_same, differences
-from .reading import Checkpoint
-from .saved_weights import CheckpointWeights
-from .state import Schema
+from .safetensors_io import MAX_FILE_BYTES, ReadRegion, TensorFolder, Written, dtype_name
+from .select import RUN_FOLDER, peek
 from .storage import Storage, open_storage
-from .tensors import MAX_FILE_BYTES, ReadRegion, TensorFolder, Written, dtype_name
-from .weights import WEIGHTS_FOLDER, RunWeights, model_config_of, save_weights
+from .weights import WEIGHTS_FOLDER, CheckpointWeights, RunWeights, model_config_of, save_weights
 
 __all__ = [
     "CHECKSUMS_FILE",

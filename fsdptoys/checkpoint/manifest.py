@@ -23,8 +23,8 @@ from fsdptoys.utils.foreign import parse_json
 from fsdptoys.utils.regular_file import NotRegularFileError
 from fsdptoys.utils.text import one_line
 
+from .checksums import FileSum, sum_file, sums_from_json, sums_to_json
 from .storage import Storage
-from .sums import FileSum, sum_file, sums_from_json, sums_to_json
 
 MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"

@@ -5,20 +5,20 @@ that is a pure function of the seed and of the number of samples already seen. `
 tokens, of which several can be mixed by weight. Not covered: reading over a network.
 """
 
-from .ahead import check_shared_memory
 from .bin import BinConfig, TokenDType
+from .byte_text import BYTES, TextConfig, TextDataset, decode_bytes, encode_bytes
 from .dataset import IGNORE_INDEX, DataConfig, Samples, TokenDataset
-from .display import Display
-from .documents import find_sources
-from .encoding import TOKENIZER_FILE, explain_package_errors, open_encoder, read_tokenizer
+from .dataset_index import TOKENIZER_FILE, Index, check_folder, files_of, read_ends, read_index
+from .document_reader import find_sources
 from .hf import HFConfig
-from .index import Index, check_folder, files_of, read_ends, read_index
+from .loader import check_shared_memory
+from .prepare import MOST_PROCESSES, SHARD_TOKENS, Request, prepare
 from .prepared import PreparedConfig
-from .preparing import MOST_PROCESSES, SHARD_TOKENS, Request, prepare
-from .stream import BatchStream, eval_batches
+from .progress import Display
+from .sampler import BatchStream, eval_batches
 from .synthetic import SyntheticConfig
-from .text import BYTES, TextConfig, TextDataset, decode_bytes, encode_bytes
-from .windows import check_eval_fraction
+from .text_encoder import explain_package_errors, open_encoder, read_tokenizer
+from .token_windows import check_eval_fraction
 
 __all__ = [
     "BYTES",

@@ -13,8 +13,8 @@ import numpy as np
 from fsdptoys.errors import ConfigError
 
 from .dataset import DataConfig
-from .files import FileStream, SourceFile, match_files, require_content, without_repeats
-from .windows import FileDataset, WindowSamples, check_eval_fraction, split_windows
+from .token_files import FileStream, SourceFile, match_files, require_content, without_repeats
+from .token_windows import FileDataset, WindowSamples, check_eval_fraction, split_windows
 
 
 class TokenDType(Enum):

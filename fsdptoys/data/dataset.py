@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from fsdptoys.errors import ConfigError
 
-from .sampled import SampledFiles
+from .content_sample import SampledFiles
 
 IGNORE_INDEX = -100
 """Label of positions that do not count, as in ``torch.nn.functional.cross_entropy``."""

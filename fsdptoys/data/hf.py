@@ -17,16 +17,15 @@ from fsdptoys.device import available_cores
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.text import one_line
 
-from .cache import cache_folder
 from .dataset import DataConfig, TokenDataset
-from .display import Display, tell
-from .documents import find_sources
-from .encoding import ByteEncoder, Encoder, open_encoder
-from .index import INDEX_FILE, TOKENIZER_FILE, UnusableFolderError, kept_tokenizer, read_index
+from .dataset_index import INDEX_FILE, TOKENIZER_FILE, UnusableFolderError, kept_tokenizer, read_index
+from .document_reader import find_sources
 from .packing import Packing
+from .prepare import MOST_PROCESSES, Request, cache_folder, prepare
 from .prepared import Fixes, PreparedConfig
-from .preparing import MOST_PROCESSES, Request, prepare
-from .windows import check_eval_fraction
+from .progress import Display, tell
+from .text_encoder import ByteEncoder, Encoder, open_encoder
+from .token_windows import check_eval_fraction
 
 KEY_LENGTH = 24
 FIXES = Fixes(

@@ -19,7 +19,7 @@ import numpy as np
 from fsdptoys.errors import ConfigError
 
 from .dataset import Samples, Tokens
-from .shuffle import EndlessShuffle, Shuffle
+from .permutation import EndlessShuffle, Shuffle
 
 BLOCK = 10_000
 """Places of a block at most."""

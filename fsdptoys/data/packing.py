@@ -27,14 +27,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdptoys.errors import ConfigError
+from fsdptoys.utils.file_lock import alone
 from fsdptoys.utils.foreign import parse_json
 from fsdptoys.utils.regular_file import NotRegularFileError, read_regular
 from fsdptoys.utils.text import one_line
 
 from .dataset import IGNORE_INDEX, Tokens, hash_of
-from .files import FileStream
-from .index import Index, checked_count, ends_file, read_ends, sync_folder
-from .sole import alone
+from .dataset_index import Index, checked_count, ends_file, read_ends, sync_folder
+from .token_files import FileStream
 
 GROUP = 2**16
 """Documents that are fitted together."""

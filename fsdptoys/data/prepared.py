@@ -23,17 +23,17 @@ from numpy.typing import NDArray
 
 from fsdptoys.errors import ConfigError
 
-from .cache import cache_folder
+from .content_sample import SampledFiles
 from .dataset import DataConfig, Samples, TokenDataset, hash_of
-from .display import tell
-from .encoding import ByteEncoder
-from .files import FileStream, SourceFile
-from .index import DTYPES, Index, kept_tokenizer, read_index, tokens_file
+from .dataset_index import DTYPES, Index, kept_tokenizer, read_index, tokens_file
 from .mixture import MixedHeldOut, MixedSamples, Pattern
 from .packing import PackedSamples, Packing, make_plan
-from .sampled import SampledFiles
-from .shuffle import ORDER
-from .windows import WindowSamples, entropy_nats, token_shares
+from .permutation import ORDER
+from .prepare import cache_folder
+from .progress import tell
+from .text_encoder import ByteEncoder
+from .token_files import FileStream, SourceFile
+from .token_windows import WindowSamples, entropy_nats, token_shares
 
 MOST_MAPS = 256
 """Shards of all sources mapped at a time; each map holds a file descriptor, of which a process may have 1024."""

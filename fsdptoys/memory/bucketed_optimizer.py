@@ -18,9 +18,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from fsdptoys.mesh import is_dtensor, local_tensor
+from fsdptoys.utils.dtensor import (
+    is_dtensor,
+    local_tensor,
+)
 
-from .buckets import Bucket, Unit, sharded_like
+from .state_buckets import Bucket, Unit, sharded_like
 
 RUNS_CHOICE = ("params", "foreach", "fused", "capturable", "differentiable")
 """Keys of a parameter group that a checkpoint has no say in: how an update runs, not what it does."""

@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from fsdptoys.errors import ConfigError
+from fsdptoys.loss.chunked import GradientDType
 from fsdptoys.utils.bounds import check_at_most
 
-from .checkpointing import SAVED_OPERATORS, GradientCheckpointing
-from .chunked_loss import GradientDType
+from .activation_checkpointing import SAVED_OPERATORS, GradientCheckpointing
 
 
 class OffloadSchedule(Enum):

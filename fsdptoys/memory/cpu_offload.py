@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from fsdptoys.device import Device, available_cores
 
 from .bucketed_optimizer import BucketedOptimizer
-from .buckets import Bucket, Unit, cut_buckets
+from .state_buckets import Bucket, Unit, cut_buckets
 
 BUCKET_BYTES = 64 * 2**20
 """States a worker updates at a time: small enough that the first unit is soon ready."""

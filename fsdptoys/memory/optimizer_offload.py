@@ -25,12 +25,14 @@ from torch import nn
 
 from fsdptoys.device import Device
 from fsdptoys.errors import ConfigError
-from fsdptoys.mesh import local_tensor
+from fsdptoys.utils.dtensor import (
+    local_tensor,
+)
 
 from .bucketed_optimizer import BucketedOptimizer
-from .buckets import Bucket, Unit, cut_buckets
 from .config import MemoryConfig, OffloadSchedule, StateDType
-from .streaming import BUFFERS, Streaming, rounding_seeds
+from .state_buckets import Bucket, Unit, cut_buckets
+from .state_streaming import BUFFERS, Streaming, rounding_seeds
 from .transfers import Transfers, transfers_for
 
 MIB = 2**20

@@ -4,22 +4,20 @@ Rank 0 alone makes a ``Recorder``; nothing here knows of other ranks. Each step 
 console shows and ``metrics.jsonl`` keeps; at the end the same numbers become ``loss.png`` and ``summary.md``.
 """
 
-from .checks import check_run_dir
 from .config import COLLECTIVES_FILE, PROFILE_FOLDER, Console, MetricsConfig, run_dir_path
-from .forecast import forecast_line
-from .lock import FolderLock
-from .provenance import environment
+from .loss_spikes import SpikeDetector
+from .prediction import forecast_line
+from .preflight import check_run_dir
 from .recorder import Recorder
-from .resumes import Resumed
+from .resume_log import Resumed
 from .run_directory import RunDirectory, lock_run_dir, new_run_dir
-from .spikes import SpikeDetector
+from .run_environment import environment
 from .step import StepMetrics, step_metrics
 
 __all__ = [
     "COLLECTIVES_FILE",
     "PROFILE_FOLDER",
     "Console",
-    "FolderLock",
     "MetricsConfig",
     "Recorder",
     "Resumed",

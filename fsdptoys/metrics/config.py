@@ -49,9 +49,6 @@ RUN_FOLDERS = (PROFILE_FOLDER, TENSORBOARD_FOLDER, WANDB_FOLDER)
 EXPERT_FILES = (ROUTING_FILE, EXPERTS_FILE)
 """Those that only runs of models with experts write."""
 
-LOCK_FILE = ".lock"
-"""Held by the process that writes the run, and holds its number."""
-
 
 WRITERS = (TENSORBOARD_FOLDER, WANDB_FOLDER)
 """Names of the writers, each with a folder and a package of its name."""

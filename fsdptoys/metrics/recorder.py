@@ -7,22 +7,32 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from fsdptoys.compilation import Compilations
-from fsdptoys.simulator.prediction import Prediction
 from fsdptoys.utils.console_stream import lost_output
+from fsdptoys.utils.file_lock import FolderLock
 from fsdptoys.utils.text import say
 
-from .compiled import compilation_line
+from .compilation import Compilations, compilation_line
 from .config import EXPERTS_FILE, LOSS_FILE, METRICS_FILE, PREDICTION_FILE, SUMMARY_FILE, MetricsConfig
 from .console import Reporter, build_reporter
-from .forecast import Comparison, compare
-from .lock import FolderLock
-from .provenance import hardware_line
-from .resumes import Resumed, starts
+from .prediction import Comparison, Prediction, compare
+from .results import (
+    RunResults,
+    summarize,
+)
+from .resume_log import Resumed, starts
 from .run_directory import RunDirectory
+from .run_environment import hardware_line
 from .step import StepMetrics
-from .summary import RunResults, render_summary, summarize
-from .writers import Beginning, Writers, build_writers
+from .summary import (
+    render_summary,
+)
+from .writer import (
+    Beginning,
+)
+from .writers import (
+    Writers,
+    build_writers,
+)
 
 
 class Recorder:
@@ -32,7 +42,7 @@ class Recorder:
         config: what to show and where to write.
         title: name of the run, for people.
         config_tree: every setting, as plain dicts, lists, strings and numbers.
-        environment: what :func:`~fsdptoys.metrics.provenance.environment` returned.
+        environment: what :func:`~fsdptoys.metrics.run_environment.environment` returned.
         steps: optimizer steps planned.
         references: label → nats a token that the loss is shown next to.
         resumed: what the run goes on from, in a folder that may hold its earlier steps; None for a new run.
@@ -142,7 +152,7 @@ class Recorder:
             profile: what the profiler found, as Markdown.
             compilation: what was compiled, where something was to be.
         """
-        from .plot import draw_loss  # matplotlib takes most of a second to import
+        from .plots import draw_loss
 
         resumes = self._directory.resumes
         self._directory.flush()
@@ -154,7 +164,7 @@ class Recorder:
         with self._directory.writing():
             draw_loss(self.run_dir / LOSS_FILE, self._title, self._steps, self._references)
         if self._last_counts is not None:
-            from .plot_experts import draw_experts
+            from .plots import draw_experts
 
             self._write_counts()
             with self._directory.writing():

@@ -14,9 +14,9 @@ import yaml
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.atomic_write import write_atomically
+from fsdptoys.utils.file_lock import FolderLock
 from fsdptoys.utils.regular_file import NotRegularFileError, open_descriptor, open_regular
 
-from .checks import REMOVE_IT, already_holds, check_run_dir
 from .config import (
     CONFIG_FILE,
     ENVIRONMENT_FILE,
@@ -29,8 +29,16 @@ from .config import (
     run_dir_path,
 )
 from .line_file import NO_ROOM, LineFile
-from .lock import FolderLock
-from .resumes import LINE_FILES, Resumed, append_resume, describe_resume, put_in_place, read_resumes, read_steps
+from .preflight import REMOVE_IT, already_holds, check_run_dir
+from .resume_log import (
+    LINE_FILES,
+    Resumed,
+    append_resume,
+    describe_resume,
+    put_in_place,
+    read_resumes,
+    read_steps,
+)
 from .step import StepMetrics
 
 

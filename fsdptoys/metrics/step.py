@@ -11,8 +11,26 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from fsdptoys.device import GIB, Device, highest_resident_set_bytes, resident_set_bytes
-from fsdptoys.routing import RoutingMetrics
 from fsdptoys.utils.foreign import parse_json
+
+
+@dataclass(frozen=True)
+class RoutingMetrics:
+    """How the routers of one step shared the work out, over all ranks and micro-batches."""
+
+    aux_loss: float
+    """Load-balancing loss without its coefficient: the number of experts a token is sent to, if balanced."""
+    z_loss: float
+    """Mean of logsumexp², without its coefficient."""
+    entropy: float
+    """Of the share of tokens of each expert, over that of equal shares: 1 is balanced; a mean over the layers."""
+    max_load: float
+    """Tokens of the busiest expert over the mean of its layer; the largest of any layer."""
+    min_load: float
+    """Tokens of the idlest expert over the mean of its layer; the smallest of any layer."""
+    counts: list[list[int]]
+    """Tokens sent to each expert, a row for each layer with experts."""
+
 
 ROUTING_KEYS = {
     "aux_loss": "router_aux_loss",

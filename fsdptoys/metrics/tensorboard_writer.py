@@ -10,9 +10,13 @@ from typing import TYPE_CHECKING
 import yaml
 
 from .config import TENSORBOARD_FOLDER
+from .results import (
+    RunResults,
+)
 from .step import StepMetrics
-from .summary import RunResults
-from .writers import Beginning
+from .writer import (
+    Beginning,
+)
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -19,9 +19,13 @@ from fsdptoys.utils.atomic_write import write_atomically
 from fsdptoys.utils.regular_file import read_regular
 
 from .config import WANDB_FOLDER, WandbMode
+from .results import (
+    RunResults,
+)
 from .step import StepMetrics
-from .summary import RunResults
-from .writers import Beginning
+from .writer import (
+    Beginning,
+)
 
 if TYPE_CHECKING:
     import wandb

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.mesh import MeshConfig
 from fsdptoys.models import DecoderModel
 from fsdptoys.utils.bounds import check_at_most
 
-from .initialise import Fill
-from .materialise import init_buffers, materialise
+from .init_weights import Fill, init_buffers, materialise
+from .mesh import MeshConfig
 from .precision import DType
 from .single import cast_parameters, whole_parameters, whole_units
 from .strategy import ParallelContext, ReducingConfig, Strategy, Unit

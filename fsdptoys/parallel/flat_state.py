@@ -14,7 +14,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from .materialise import shared_parameters
+from .init_weights import shared_parameters
 
 
 def flat_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> "FlatState | None":

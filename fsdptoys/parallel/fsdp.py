@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.mesh import MeshConfig
 from fsdptoys.utils.bounds import check_at_most
 
+from .mesh import MeshConfig
 from .strategy import ParallelContext, ReducingConfig, Strategy
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])

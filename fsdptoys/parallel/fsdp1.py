@@ -21,12 +21,11 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 
-from fsdptoys.mesh import SHARD_AXIS
 from fsdptoys.models import DecoderModel
 
 from .fsdp import FSDP1Config, ReshardAfterForward, block_units
-from .initialise import Fill
-from .materialise import init_buffers, shared_parameters
+from .init_weights import Fill, init_buffers, shared_parameters
+from .mesh import SHARD_AXIS
 from .precision import DType
 from .strategy import ParallelContext, Strategy, Unit, own_parameters
 

@@ -18,14 +18,18 @@ import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdptoys.mesh import SHARD_AXIS, unwrapped
 from fsdptoys.models import DecoderModel
+from fsdptoys.utils.dtensor import (
+    unwrapped,
+)
 
+from .cpu_offload_cast import mirror_parameters
 from .fsdp import TORCH as TORCH
 from .fsdp import FSDPConfig, ReshardAfterForward, block_units
-from .initialise import Fill
-from .materialise import init_buffers, materialise, shared_parameters
-from .mirror import mirror_parameters
+from .init_weights import Fill, init_buffers, materialise, shared_parameters
+from .mesh import (
+    SHARD_AXIS,
+)
 from .precision import DType, ReduceDType
 from .strategy import ParallelContext, Strategy, Unit, own_parameters
 

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.mesh import MeshConfig
 from fsdptoys.models import DecoderModel
 from fsdptoys.utils.bounds import check_at_most
 
-from .initialise import Fill
-from .materialise import init_buffers, materialise
+from .init_weights import Fill, init_buffers, materialise
+from .mesh import MeshConfig
 from .precision import CastParameters, DType
 from .strategy import ParallelConfig, ParallelContext, Strategy, Unit
 

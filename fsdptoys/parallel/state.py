@@ -26,7 +26,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdptoys.device import Streams, is_accelerator
-from fsdptoys.mesh import is_dtensor, local_tensor, unwrapped
+from fsdptoys.utils.dtensor import (
+    is_dtensor,
+    local_tensor,
+    unwrapped,
+)
 
 NamedParameters = Callable[[], Iterable[tuple[str, nn.Parameter]]]
 """Gives what the optimizer updates, by name, in the order of the model."""

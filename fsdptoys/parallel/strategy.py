@@ -32,11 +32,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdptoys.device import Device, float64_collectives
 from fsdptoys.errors import ConfigError
-from fsdptoys.mesh import MeshConfig, build_mesh, local_tensor
 from fsdptoys.models import DecoderModel
+from fsdptoys.utils.dtensor import (
+    local_tensor,
+)
 
 from . import state
-from .initialise import Fill
+from .init_weights import Fill
+from .mesh import (
+    MeshConfig,
+    build_mesh,
+)
 from .precision import DType, ReduceDType
 
 Unit = tuple[nn.Module, list[nn.Parameter]]

@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdptoys.mesh import is_dtensor
+from fsdptoys.utils.dtensor import (
+    is_dtensor,
+)
 
 from . import state
 

@@ -10,13 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.mesh import MeshConfig
 from fsdptoys.models import DecoderModel
-from fsdptoys.toys.owners import Evenness
+from fsdptoys.toys.partition import Evenness
 from fsdptoys.toys.zero3 import Zero3
 
-from .initialise import Fill
-from .materialise import init_buffers
+from .init_weights import Fill, init_buffers
+from .mesh import MeshConfig
 from .precision import DType
 from .single import whole_units
 from .strategy import ParallelContext, ReducingConfig, Strategy, Unit

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fsdptoys.simulator.hardware import Hardware, Quantity
+from fsdptoys.device.profile import Hardware, Quantity
 
 NOISE = 0.01
 """Share by which a step time that was measured may be off."""

@@ -3,25 +3,24 @@
 import copy
 import dataclasses
 
-from fsdptoys.config import Config
+from fsdptoys.config.kernel_choice import GroupedKernel
+from fsdptoys.config.schema import Config
 from fsdptoys.device import GIB, Device, available_device_type
+from fsdptoys.device.profile import Hardware, Quantity, list_hardware, load_hardware
 from fsdptoys.errors import ConfigError
-from fsdptoys.float8 import Float8
-from fsdptoys.hardware import profile_of_this_machine
-from fsdptoys.kernels import GroupedKernel
-from fsdptoys.mesh import straddling
+from fsdptoys.launch.hardware import profile_of_this_machine
+from fsdptoys.metrics.prediction import Prediction
 from fsdptoys.models import MoEConfig
-from fsdptoys.optim import AdamWConfig
-from fsdptoys.simulator.allocator import build_allocator
-from fsdptoys.simulator.events import Trace
-from fsdptoys.simulator.hardware import Hardware, Quantity, list_hardware, load_hardware
-from fsdptoys.simulator.prediction import Prediction
-from fsdptoys.simulator.replay import Replay, replay
-
-from .closed_form import closed_form
-from .depths import choose_depths, extrapolate
-from .switches import STRATEGIES, check_strategy, node_ranks_of
-from .tracing import trace
+from fsdptoys.optim.config import AdamWConfig
+from fsdptoys.parallel.float8 import Float8
+from fsdptoys.parallel.mesh import straddling
+from fsdptoys.plan.estimate.estimate import closed_form
+from fsdptoys.plan.search.switches import STRATEGIES, check_strategy, node_ranks_of
+from fsdptoys.plan.simulator.allocator import build_allocator
+from fsdptoys.plan.simulator.events import Trace
+from fsdptoys.plan.simulator.replay import Replay, replay
+from fsdptoys.plan.trace.extrapolate_layers import choose_depths, extrapolate
+from fsdptoys.plan.trace.tracer import trace
 
 VALIDATED_RANKS = 128
 """Most ranks of a published run that the model was held against."""

@@ -1,9 +1,9 @@
 """Where time and memory go: traces of a few steps, memory snapshots, and what to do when memory runs out."""
 
-from .config import NPULevel, ProfileConfig
-from .debug import DebugConfig
-from .live import LiveBytes, Placed, live_bytes
-from .out_of_memory import (
+from .config import DebugConfig, NPULevel, ProfileConfig
+from .live_bytes import LiveBytes, Placed, live_bytes
+from .oom_advice import Saving, Switches
+from .oom_report import (
     ExplainedOutOfMemoryError,
     Failure,
     Situation,
@@ -12,7 +12,6 @@ from .out_of_memory import (
     out_of_memory_report,
 )
 from .profiler import Profiler
-from .savings import Saving, Switches
 
 __all__ = [
     "DebugConfig",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from .collectives import Call, over_ranks
-from .sizes import in_words
+from .live_bytes import in_words
 
 LONGEST_PATTERN = 4
 COLUMNS = ("#", "phase", "collective", "dtype", "size", "this rank gives", "gets", "ranks", "of", "called by")

@@ -26,9 +26,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdptoys.dispatched import COLLECTIVES, arguments_of, dtype_name, given, tensors_in
-
-from .origins import Origins
+from .collective_callers import Origins
+from .dispatch import COLLECTIVES, arguments_of, dtype_name, given, tensors_in
 
 FUNCTIONAL = {
     "all_reduce": "all_reduce",

@@ -1,4 +1,7 @@
-"""Settings of ``configs/profile``: which steps and ranks are looked at, and how closely."""
+"""Settings of ``configs/profile``: which steps and ranks are looked at, and how closely.
+
+Settings of ``debug``: what a run can be asked to tell of itself.
+"""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -140,3 +143,32 @@ def _shown(value: object) -> str:
     if isinstance(value, list):
         return f"[{','.join(str(item) for item in value)}]"
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@dataclass
+class DebugConfig:
+    """What a run tells of its inside."""
+
+    trace_collectives: bool = False
+    """Print every collective of one step with its sizes, and write them to ``collectives.jsonl``."""
+
+    def validate(self, compiles: bool, compiles_kernels: bool) -> None:
+        """Refuse where it cannot work.
+
+        Args:
+            compiles: ``train.compile``.
+            compiles_kernels: whether any of ``kernels`` is ``compiled``.
+
+        Raises:
+            ConfigError: naming key, value and fix.
+        """
+        if self.trace_collectives and compiles:
+            raise ConfigError(
+                "debug.trace_collectives=true is a dispatch mode, under which PyTorch does not compile as "
+                "train.compile=true asks; set train.compile=false, which takes the same collectives"
+            )
+        if self.trace_collectives and compiles_kernels:
+            raise ConfigError(
+                "debug.trace_collectives=true is a dispatch mode, under which PyTorch does not compile as "
+                "kernels.*=compiled asks; set them to torch, which takes the same collectives"
+            )

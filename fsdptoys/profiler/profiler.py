@@ -8,9 +8,9 @@ from types import TracebackType
 from fsdptoys.device import Device
 
 from .config import ProfileConfig
-from .out_of_memory import is_out_of_memory
-from .sizes import in_words
-from .snapshot import Snapshot
+from .live_bytes import in_words
+from .memory_snapshot import Snapshot
+from .oom_report import is_out_of_memory
 from .trace import TopOp, Trace
 
 

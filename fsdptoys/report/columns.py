@@ -7,12 +7,14 @@ from typing import Any
 
 from fsdptoys.device import GIB
 from fsdptoys.metrics import StepMetrics
-from fsdptoys.metrics.summary import Spread
-from fsdptoys.recorded import RecordedRun
+from fsdptoys.metrics.results import (
+    Spread,
+)
 from fsdptoys.sweep import JobStatus
+from fsdptoys.train.recorded_run import RecordedRun
 
-from .records import Record
-from .settings import Settings, heading, own_key, plain
+from .runs_table import Record
+from .setting_diff import Settings, heading, own_key, plain
 
 NOTHING = "–"
 """Stands where a row has no value."""

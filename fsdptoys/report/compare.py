@@ -16,14 +16,14 @@ from typing import Any
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics import StepMetrics
 from fsdptoys.metrics.config import METRICS_FILE
-from fsdptoys.metrics.resumes import changed_settings, flatten
-from fsdptoys.recorded import RecordedRun, is_run_dir, read_recorded_run
+from fsdptoys.metrics.resume_log import changed_settings, flatten
 from fsdptoys.sweep import is_sweep_dir
 from fsdptoys.sweep.folder import RUN_FOLDER
+from fsdptoys.train.recorded_run import RecordedRun, is_run_dir, read_recorded_run
 
-from .agreement import HELD_OUT, QUANTITIES, relative_difference
-from .numerics import USUAL_FORMATS, Effect, Stage, effect_of, global_batch, held_out_samples, stage_of
-from .settings import RANKS, UNTOLD, effective
+from .loss_agreement import HELD_OUT, QUANTITIES, relative_difference
+from .setting_diff import RANKS, UNTOLD, effective
+from .setting_effects import USUAL_FORMATS, Effect, Stage, effect_of, global_batch, held_out_samples, stage_of
 
 UNTOLD_OF_ENVIRONMENT = ("started_at", "command", "world_size")
 

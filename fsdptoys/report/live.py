@@ -18,13 +18,13 @@ from rich.text import Text
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics.config import SUMMARY_FILE
 from fsdptoys.metrics.console import PlainReporter
-from fsdptoys.metrics.lock import is_locked
 from fsdptoys.sweep.folder import JOB_FILE, RUN_FOLDER, Job, JobStatus, is_sweep_dir, read_job, read_sweep
+from fsdptoys.utils.file_lock import is_locked
 from fsdptoys.utils.text import printable
 
-from .followed import FollowedRun, State, is_startable
+from .live_reader import FollowedRun, State, is_startable
 from .live_view import draw_run
-from .summary_file import read_ending
+from .result_file import read_ending
 
 POLL_SECONDS = 1.0
 

@@ -10,13 +10,16 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from fsdptoys.heartbeat import Sign, ranks_in_words
-from fsdptoys.metrics.forecast import compare, forecast_rows
-from fsdptoys.metrics.live import metrics_table
-from fsdptoys.metrics.summary import RunResults, Spread
+from fsdptoys.metrics.live_console import metrics_table
+from fsdptoys.metrics.prediction import compare, forecast_rows
+from fsdptoys.metrics.results import (
+    RunResults,
+    Spread,
+)
+from fsdptoys.train.heartbeat import Sign, ranks_in_words
 from fsdptoys.utils.text import printable
 
-from .followed import FollowedRun, State
+from .live_reader import FollowedRun, State
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 CHART_LINES = 5

@@ -5,14 +5,10 @@ with units in the names. Numbers of rows that did not finish are those of the st
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-from rich.console import Console
+from fsdptoys.sweep import JobStatus
+from fsdptoys.train.recorded_run import RecordedRun
 
-from fsdptoys.recorded import RecordedRun
-from fsdptoys.sweep import JobStatus, Skipped
-
-from .agreement import Disagreement, find_disagreements
 from .columns import (
     Cell,
     Column,
@@ -25,54 +21,11 @@ from .columns import (
     setting_column,
     status_column,
 )
-from .records import Collection, Record
-from .settings import HEADINGS, Settings, as_word, differing, own_key, plain, settings_of
-from .sources import source_notes
-from .terminal import print_table
-from .text_forms import to_csv, to_json, to_markdown
-
-MARK = " ≠"
-"""Behind the name of a row whose losses are not those that they should be."""
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows and columns, and sentences about them."""
-
-    title: str
-    records: list[Record]
-    settings: list[Settings]
-    """Of each row, all of them."""
-    columns: list[Column]
-    """What is shown."""
-    everything: list[Column]
-    """With what is the same in all rows, and what is empty."""
-    everywhere: list[str]
-    """What is the same in all rows."""
-    loss_step: int | None
-    """Of the losses that are compared."""
-    notes: list[str]
-    """Sentences: how numbers were made, what does not compare, what failed."""
-    disagreements: dict[str, Disagreement] = field(default_factory=dict)
-    """Row → in what its losses differ from those they should be equal to."""
-    skipped: list[Skipped] = field(default_factory=list)
-    commands: list[str] = field(default_factory=list)
-
-    def print(self, console: Console) -> None:
-        """Print for a terminal, without the columns for which it has no room."""
-        print_table(self, console)
-
-    def markdown(self) -> str:
-        """The same as Markdown."""
-        return to_markdown(self)
-
-    def csv(self) -> str:
-        """A line each row, raw numbers."""
-        return to_csv(self)
-
-    def json(self) -> str:
-        """All that is known of each row."""
-        return to_json(self)
+from .comparability import source_notes
+from .loss_agreement import Disagreement, find_disagreements
+from .runs_table import Collection, Record
+from .setting_diff import HEADINGS, Settings, as_word, differing, own_key, plain, settings_of
+from .table_data import MARK, Table
 
 
 def make_table(collection: Collection) -> Table:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 import fsdptoys
-from fsdptoys.config import Config
-from fsdptoys.metrics.provenance import checkout_commit
+from fsdptoys.config.schema import Config
+from fsdptoys.metrics.run_environment import checkout_commit
 
 WITHOUT_EFFECT = {
     "metrics": ("run_dir", "console"),

@@ -23,9 +23,9 @@ from typing import Any
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.atomic_write import write_atomically
 from fsdptoys.utils.foreign import ForeignError, parse_json
+from fsdptoys.utils.from_tree import build, shown
 from fsdptoys.utils.regular_file import read_regular
 from fsdptoys.utils.text import one_line
-from fsdptoys.utils.typed import build, shown
 
 SWEEP_FILE = "sweep.json"
 JOBS_FOLDER = "jobs"

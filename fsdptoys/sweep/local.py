@@ -7,12 +7,11 @@ import sys
 from collections.abc import Callable, Sequence
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.recorded import is_run_dir, read_recorded_run
+from fsdptoys.train.recorded_run import is_run_dir, read_recorded_run
 from fsdptoys.utils.text import printable
 
 from .folder import LOG_FILE, Job, JobStatus, Sweep
-from .interruption import Interruption
-from .runner import TRAIN, run_job
+from .runner import TRAIN, Interruption, run_job
 
 
 def run_jobs(

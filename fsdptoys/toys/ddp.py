@@ -31,11 +31,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
+from .autograd_graph import map_tensors, tensors_in, through_sink
 from .buckets import broadcast_together
-from .checks import check_devices, check_layers, check_same_model, mistake_of_hook
-from .graph import map_tensors, tensors_in, through_sink
+from .ddp_checks import check_devices, check_layers, check_same_model, mistake_of_hook
+from .ddp_logging import describe
 from .join import Shadow
-from .logbook import describe
 from .reducer import Reducer
 
 MIB = 2**20

@@ -33,10 +33,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .autograd_graph import queue_callback, reached_leaves
 from .buckets import Bucket, GradBucket, assign_buckets
-from .checks import ready_twice, unfinished_reduction
-from .graph import queue_callback, reached_leaves
-from .logbook import Logbook
+from .ddp_checks import ready_twice, unfinished_reduction
+from .ddp_logging import Logbook
 
 CommHook = Callable[[Any, Any], Any]
 

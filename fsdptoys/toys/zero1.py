@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .ddp import BUCKET_CAP_MB, MIB, DistributedDataParallel
-from .slices import Slices
+from .flat_slices import Slices
 
 
 class Zero1(DistributedDataParallel):

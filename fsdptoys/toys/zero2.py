@@ -32,9 +32,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .autograd_graph import queue_callback
 from .buckets import broadcast_together
-from .graph import queue_callback
-from .slices import SlicedBucket, Slices, reduce_scatter_flat
+from .flat_slices import SlicedBucket, Slices, reduce_scatter_flat
 
 IN_FLIGHT = 2
 """Buckets on their way at most; the oldest is waited for before another leaves."""

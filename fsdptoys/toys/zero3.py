@@ -34,9 +34,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .autograd_graph import queue_callback, tensors_in
 from .buckets import views_like
-from .graph import queue_callback, tensors_in
-from .owners import Evenness, assign_owners
+from .partition import Evenness, assign_owners
 
 IN_FLIGHT = 1
 """Units whose gradients are on their way at most, besides those of the unit that computes."""

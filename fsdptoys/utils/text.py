@@ -1,8 +1,17 @@
 """Text that this project prints and did not write itself, and printing to a console that may be gone."""
 
 import contextlib
+import difflib
 import sys
+from collections.abc import Sequence
 from typing import IO
+
+
+def near_miss(word: str, names: Sequence[str], cutoff: float = 0.6) -> str | None:
+    """The name that the word was most likely meant to be; ``cutoff`` is the least likeness, 0 to 1."""
+    matches = difflib.get_close_matches(word, names, n=1, cutoff=cutoff)
+    return matches[0] if matches else None
+
 
 LONGEST_LINE = 300
 

@@ -10,12 +10,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from torch import Tensor
 
-from fsdptoys.compose import compose_config
-from fsdptoys.mesh import local_tensor
+from fsdptoys.config.compose import compose_config
 from fsdptoys.metrics import StepMetrics
-from fsdptoys.metrics.compiled import compilation_line
-from fsdptoys.process import process_group
-from fsdptoys.trainer import Trainer
+from fsdptoys.metrics.compilation import compilation_line
+from fsdptoys.train.distributed import process_group
+from fsdptoys.train.trainer import Trainer
+from fsdptoys.utils.dtensor import (
+    local_tensor,
+)
 
 INIT_STD = 0.02
 

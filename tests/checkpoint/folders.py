@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fsdptoys.checkpoint import MAX_FILE_BYTES, HuggingFaceFolder, ReadRegion, Written, write_hugging_face
-from fsdptoys.checkpoint.tensors import slices
+from fsdptoys.checkpoint.safetensors_io import slices
 from fsdptoys.models import DecoderModel, ModelConfig
 from fsdptoys.models.huggingface import Bounds
 

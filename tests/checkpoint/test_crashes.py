@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdptoys.checkpoint import CheckpointConfig, Checkpoints, keeper
+from fsdptoys.checkpoint import CheckpointConfig, Checkpoints
+from fsdptoys.checkpoint import checkpointer as keeper
 from fsdptoys.checkpoint.storage import LocalStorage, Storage
 from tests.checkpoint.disks import KillingStorage, LossyDisk, PowerLoss
 

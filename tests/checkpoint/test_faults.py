@@ -13,7 +13,9 @@ from typing import Any, BinaryIO
 import pytest
 import torch
 
-from fsdptoys.checkpoint import CheckpointConfig, Checkpoints, choice, keeper, manifest, peek
+from fsdptoys.checkpoint import CheckpointConfig, Checkpoints, manifest, peek
+from fsdptoys.checkpoint import checkpointer as keeper
+from fsdptoys.checkpoint import select as choice
 from fsdptoys.checkpoint.storage import LocalStorage, Storage, open_storage
 from fsdptoys.errors import ConfigError
 from tests.checkpoint.disks import FaultyStorage

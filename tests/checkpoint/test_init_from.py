@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from fsdptoys.__main__ import main
 from fsdptoys.checkpoint import open_init_from
-from fsdptoys.convert import training_words
+from fsdptoys.cli.convert import training_words
+from fsdptoys.cli.main import main
 from fsdptoys.errors import ConfigError
 from fsdptoys.models.rotary import RopeScaling
 from tests.checkpoint.damages import CONFIG, GPT2, THIRD, make_folder

@@ -17,17 +17,25 @@ import yaml
 from torch import Tensor
 
 from fsdptoys.checkpoint import RunWeights, save_weights, write_hugging_face
-from fsdptoys.config import Config
+from fsdptoys.config.schema import Config
 from fsdptoys.device import Device
 from fsdptoys.errors import ConfigError
-from fsdptoys.mesh import MeshConfig
 from fsdptoys.models import LlamaConfig, ModelConfig, whole
-from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, ParallelContext, SingleConfig, seeded
+from fsdptoys.parallel import (
+    DDPConfig,
+    FSDP1Config,
+    FSDP2Config,
+    ParallelConfig,
+    ParallelContext,
+    SingleConfig,
+    seeded,
+)
+from fsdptoys.parallel.mesh import MeshConfig
 from scripts.ranks import run_ranks
 from tests.checkpoint.folders import build, regions_of
 from tests.models.families import SMALL
 from tests.parallel.runs import make_config
-from tests.parallel.test_initialise import status_bytes
+from tests.parallel.test_init_weights import status_bytes
 
 FILE_BYTES = 60_000
 CONFIG = SMALL["llama3 scaled tied"]

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from fsdptoys.config import Config
+from fsdptoys.config.schema import Config
 from fsdptoys.errors import ConfigError
-from fsdptoys.mesh import MeshConfig
+from fsdptoys.parallel.mesh import MeshConfig
 from fsdptoys.profiler.collectives import CollectiveTrace
-from fsdptoys.run import Run
-from fsdptoys.trainer import Trainer
+from fsdptoys.train.run import Run
+from fsdptoys.train.trainer import Trainer
 from scripts.counted import configured, count_step, counting
 from scripts.ranks import run_ranks
 

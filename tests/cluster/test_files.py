@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fsdptoys.launch import plan_run
+from fsdptoys.launch.launch import plan_run
 
 FILES = Path(__file__).parents[2] / "scripts" / "cluster"
 SBATCH = FILES / "train.sbatch"

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from fsdptoys.compose import compose_config
-from fsdptoys.config import Config
-from fsdptoys.heartbeat import read_heartbeats
-from fsdptoys.run import Run
-from fsdptoys.trainer import Trainer
+from fsdptoys.config.compose import compose_config
+from fsdptoys.config.schema import Config
+from fsdptoys.train.heartbeat import read_heartbeats
+from fsdptoys.train.run import Run
+from fsdptoys.train.trainer import Trainer
 from scripts.chaos import count_wrong, read_resumes, read_steps
 from scripts.ranks import run_ranks
 from tests.cluster.hosts import CARD, Host, connected_hosts, why_not

@@ -166,7 +166,7 @@ def test_mistakes_are_told_in_a_sentence(settings, sentence):
 
 def test_token_past_the_checked_start_is_told_when_read(tmp_path, monkeypatch):
     """Oracle: the sentence, with the position in the file rather than in the window or the stream."""
-    monkeypatch.setattr("fsdptoys.data.files.HEAD_BYTES", 64)
+    monkeypatch.setattr("fsdptoys.data.token_files.HEAD_BYTES", 64)
     np.zeros(10, dtype="uint16").tofile(tmp_path / "a.bin")
     tokens = np.zeros(100_000, dtype="uint16")
     tokens[50_000] = 51

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 import fsdptoys.data
 from fsdptoys.data import BinConfig, DataConfig, HFConfig, PreparedConfig, SyntheticConfig, TextConfig
-from fsdptoys.memory import IGNORE_INDEX
+from fsdptoys.loss.objective import IGNORE_INDEX
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "data"
 

@@ -11,9 +11,10 @@ import pytest
 
 from fsdptoys.data import HFConfig, PreparedConfig
 from fsdptoys.data.packing import Packing
-from fsdptoys.data.writing import PROGRESS_FILE, ShardsWriter
+from fsdptoys.data.prepare import prepare
+from fsdptoys.data.shard_writer import PROGRESS_FILE, ShardsWriter
 from fsdptoys.errors import ConfigError
-from tests.data.test_prepare import contents, documents, prepare, request, save_tokenizer, write_lines
+from tests.data.test_prepare import contents, documents, request, save_tokenizer, write_lines
 
 DEEP = b"[" * 200_000
 
@@ -111,7 +112,7 @@ def test_a_cached_folder_that_may_not_be_read_is_not_replaced(tmp_path: Path, mo
     def refuse(path: Path, most: int) -> bytes:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("fsdptoys.data.index.read_regular", refuse)
+    monkeypatch.setattr("fsdptoys.data.dataset_index.read_regular", refuse)
     with pytest.raises(ConfigError, match=rf"^{folder} cannot be read \(Permission denied\); change its permissions"):
         config.prepare(16, 256)
     assert folder.is_dir()

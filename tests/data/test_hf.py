@@ -6,14 +6,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fsdptoys import __main__, launch, run
-from fsdptoys.config import Config
-from fsdptoys.data import HFConfig, PreparedConfig, preparing
+from fsdptoys.cli import main as __main__
+from fsdptoys.config.schema import Config
+from fsdptoys.data import HFConfig, PreparedConfig
+from fsdptoys.data import prepare as preparing
+from fsdptoys.data.prepare import prepare
 from fsdptoys.errors import ConfigError
+from fsdptoys.launch import launch
 from fsdptoys.parallel import FSDP2Config
-from fsdptoys.trainer import Trainer
+from fsdptoys.train import run
+from fsdptoys.train.trainer import Trainer
 from scripts.ranks import run_ranks
-from tests.data.test_prepare import contents, documents, prepare, request, save_tokenizer, write_lines
+from tests.data.test_prepare import contents, documents, request, save_tokenizer, write_lines
 from tests.parallel.runs import make_config
 
 

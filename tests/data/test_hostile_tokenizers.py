@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from fsdptoys.data import open_encoder, prepare
-from fsdptoys.data.encoding import Encoder
+from fsdptoys.data.text_encoder import Encoder
+from fsdptoys.data.tokenizer import open_tokenizer
 from fsdptoys.errors import ConfigError
-from fsdptoys.tokens import open_tokenizer
 from tests.data.test_prepare import request
 
 pytest.importorskip("tokenizers")

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from fsdptoys.data import HFConfig, PreparedConfig, TextConfig, documents, find_sources, prepare
-from fsdptoys.data.documents import read_documents
+from fsdptoys.data import HFConfig, PreparedConfig, TextConfig, find_sources, prepare
+from fsdptoys.data import document_reader as documents
+from fsdptoys.data.document_reader import read_documents
 from fsdptoys.errors import ConfigError
 from tests.data.test_prepare import contents, request, save_tokenizer
 
@@ -34,7 +35,7 @@ def test_long_texts_give_the_folder_that_short_ones_give(
     """Oracle: the same files prepared as short texts; characters cross the edges of blocks."""
     files = write_texts(tmp_path)
     # A long text ends its group, as texts from LONG_BYTES on do.
-    monkeypatch.setattr("fsdptoys.data.preparing.GROUP_CHARACTERS", 500)
+    monkeypatch.setattr("fsdptoys.data.prepare.GROUP_CHARACTERS", 500)
     changes = {"eval_fraction": eval_fraction, "shard_tokens": 9000}
     short = prepare(request(tmp_path / "short", *files, **changes))
     monkeypatch.setattr(documents, "LONG_BYTES", 500)

@@ -15,9 +15,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fsdptoys.corpus import run_data
-from fsdptoys.data import Display, PreparedConfig, Request, find_sources, open_encoder, prepare, read_ends, read_index
-from fsdptoys.data.preparing import Advance, is_held_out
+from fsdptoys.cli.data import run_data
+from fsdptoys.data import (
+    Display,
+    PreparedConfig,
+    Request,
+    find_sources,
+    open_encoder,
+    prepare,
+    read_ends,
+    read_index,
+)
+from fsdptoys.data.prepare import Advance, is_held_out
 from fsdptoys.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -91,7 +100,7 @@ def test_every_document_is_there_once_in_order_with_its_end(tmp_path):
 
 def test_the_result_does_not_depend_on_the_number_of_processes(tmp_path, monkeypatch):
     """Oracle: every byte of what one process makes."""
-    monkeypatch.setattr("fsdptoys.data.preparing.GROUP_CHARACTERS", 500)
+    monkeypatch.setattr("fsdptoys.data.prepare.GROUP_CHARACTERS", 500)
     write_lines(tmp_path / "a.jsonl", documents(300))
     (tmp_path / "b.txt").write_text("a text file is one document")
     made = []
@@ -123,8 +132,8 @@ class StoppedError(Exception):
 @pytest.mark.parametrize("after", [0, 1, 7, 20])
 def test_an_interrupted_run_goes_on_to_the_same_bytes(tmp_path, monkeypatch, after):
     """Oracle: a run that nobody interrupted; the first leaves nothing under the folder's name."""
-    monkeypatch.setattr("fsdptoys.data.preparing.GROUP_CHARACTERS", 500)
-    monkeypatch.setattr("fsdptoys.data.writing.SAVE_TOKENS", 1500)
+    monkeypatch.setattr("fsdptoys.data.prepare.GROUP_CHARACTERS", 500)
+    monkeypatch.setattr("fsdptoys.data.shard_writer.SAVE_TOKENS", 1500)
     write_lines(tmp_path / "a.jsonl", documents(300))
     settings = {"shard_tokens": 3000, "eval_fraction": 0.2}
     prepare(request(tmp_path / "whole", tmp_path / "a.jsonl", **settings))
@@ -148,8 +157,8 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(tmp_path, monkeypatch, aft
 
 def test_the_rest_of_another_request_is_thrown_away(tmp_path, monkeypatch):
     """Oracle: a run in an empty folder; the interrupted one had another held-out share."""
-    monkeypatch.setattr("fsdptoys.data.preparing.GROUP_CHARACTERS", 500)
-    monkeypatch.setattr("fsdptoys.data.writing.SAVE_TOKENS", 500)
+    monkeypatch.setattr("fsdptoys.data.prepare.GROUP_CHARACTERS", 500)
+    monkeypatch.setattr("fsdptoys.data.shard_writer.SAVE_TOKENS", 500)
     write_lines(tmp_path / "a.jsonl", documents(100))
 
     def stop(advance):
@@ -222,7 +231,7 @@ def kill_itself(texts):
 def test_a_killed_process_is_told_and_is_no_hang(tmp_path, monkeypatch):
     """Oracle: the sentence."""
     write_lines(tmp_path / "a.jsonl", documents(5))
-    monkeypatch.setattr("fsdptoys.data.preparing._encode_here", kill_itself)
+    monkeypatch.setattr("fsdptoys.data.prepare._encode_here", kill_itself)
     with pytest.raises(ConfigError, match=r"^a process that turns text into ids has ended: .* with 1 processes$"):
         prepare(request(tmp_path / "out", tmp_path / "a.jsonl", processes=2))
 
@@ -310,8 +319,8 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, sentence):
 
 def test_a_full_disk_is_told_and_the_same_command_goes_on(tmp_path, monkeypatch):
     """Oracle: the sentence, and the bytes of a run with room."""
-    monkeypatch.setattr("fsdptoys.data.preparing.GROUP_CHARACTERS", 500)
-    monkeypatch.setattr("fsdptoys.data.writing.SAVE_TOKENS", 1000)
+    monkeypatch.setattr("fsdptoys.data.prepare.GROUP_CHARACTERS", 500)
+    monkeypatch.setattr("fsdptoys.data.shard_writer.SAVE_TOKENS", 1000)
     write_lines(tmp_path / "a.jsonl", documents(100))
     prepare(request(tmp_path / "whole", tmp_path / "a.jsonl"))
 
@@ -406,7 +415,7 @@ class Stream(io.StringIO):
 def test_the_display_tells_how_far_it_is(terminal, monkeypatch):
     """Oracle: the numbers; without a terminal there are lines, one for each stretch of time, and no control codes."""
     now = iter(range(0, 1000, 5))
-    monkeypatch.setattr("fsdptoys.data.display.monotonic", lambda: next(now))
+    monkeypatch.setattr("fsdptoys.data.progress.monotonic", lambda: next(now))
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
     stream = Stream(terminal)

@@ -15,26 +15,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsdptoys.corpus import run_data
+from fsdptoys.cli.data import run_data
 from fsdptoys.data import PreparedConfig, find_sources, open_encoder, prepare
-from fsdptoys.data.encoding import ByteEncoder
 from fsdptoys.data.packing import Packing
+from fsdptoys.data.text_encoder import ByteEncoder
 from fsdptoys.errors import ConfigError
-from tests.data.test_prepare import (
-    StoppedError,
-    contents,
-    documents,
-    read_split,
-    request,
-    save_tokenizer,
-    write_lines,
-)
+from tests.data.test_prepare import StoppedError, contents, documents, read_split, request, save_tokenizer, write_lines
 
 
 def test_a_rest_that_cannot_be_tidied_is_begun_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: a run that nobody interrupted; a folder, which is no file to remove, lies beside the shards."""
-    monkeypatch.setattr("fsdptoys.data.preparing.GROUP_CHARACTERS", 500)
-    monkeypatch.setattr("fsdptoys.data.writing.SAVE_TOKENS", 1500)
+    monkeypatch.setattr("fsdptoys.data.prepare.GROUP_CHARACTERS", 500)
+    monkeypatch.setattr("fsdptoys.data.shard_writer.SAVE_TOKENS", 1500)
     lines = write_lines(tmp_path / "a.jsonl", documents(100))
 
     def stop(advance: Any) -> None:
@@ -114,7 +106,7 @@ def test_a_check_goes_on_past_a_file_that_cannot_be_read(
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return open(path, "rb")
 
-    monkeypatch.setattr("fsdptoys.data.index.open_regular", refusing)
+    monkeypatch.setattr("fsdptoys.data.dataset_index.open_regular", refusing)
     assert run_data(["check", str(tmp_path / "out")]) == 1
     told = capsys.readouterr().err
     assert f"{file} cannot be read (Input/output error)\n" in told

@@ -11,10 +11,11 @@ import torch
 
 from fsdptoys.data import IGNORE_INDEX, BatchStream, PreparedConfig, eval_batches
 from fsdptoys.data.mixture import BLOCK, MixedHeldOut, MixedSamples, Pattern
+from fsdptoys.data.prepare import prepare
 from fsdptoys.errors import ConfigError
 from scripts.ranks import run_ranks
-from tests.data.test_prepare import documents, prepare, request, save_tokenizer, write_lines
-from tests.data.test_stream import SEQ_LEN, NumberedSamples, take_numbers
+from tests.data.test_prepare import documents, request, save_tokenizer, write_lines
+from tests.data.test_sampler import SEQ_LEN, NumberedSamples, take_numbers
 
 
 def make(folder: Path, count: int = 150, seed: int = 0, **changes) -> str:

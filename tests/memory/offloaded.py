@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from fsdptoys.config import Config
+from fsdptoys.config.schema import Config
 from fsdptoys.memory import BucketedOptimizer, CPUOffloadExecutor, OffloadSchedule, optimizer_offload
-from fsdptoys.trainer import Trainer
+from fsdptoys.train.trainer import Trainer
 from scripts.parity import Outcome, hash_parameters
 
 OVERLAPPED = "overlapped"

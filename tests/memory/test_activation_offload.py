@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fsdptoys.memory.activation_checkpointing import GradientCheckpointing, checkpoint_blocks
 from fsdptoys.memory.activation_offload import ActivationOffload, HostCopies, StreamCopies
-from fsdptoys.memory.checkpointing import GradientCheckpointing, checkpoint_blocks
-from fsdptoys.memory.compile import compile_blocks
 from fsdptoys.models import DecoderModel
+from fsdptoys.train.compile import compile_blocks
 from tests.memory.blocks import LLAMA, assert_equal, build, forward, gradients
 
 _, FULL, SELECTIVE = GradientCheckpointing

@@ -8,15 +8,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from fsdptoys.config import Config
-from fsdptoys.memory import MemoryConfig, cpu_offload, cross_entropy_sum
+from fsdptoys.config.schema import Config
+from fsdptoys.loss import cross_entropy_sum
+from fsdptoys.memory import MemoryConfig, cpu_offload
 from fsdptoys.memory.bucketed_optimizer import BucketedOptimizer
 from fsdptoys.memory.cpu_offload import Workers, cpu_threads, overlap_cpu_offload, threads_per_rank
-from fsdptoys.optim import AdamWConfig, Implementation, SGDConfig, WeightDecayOn
+from fsdptoys.optim.config import AdamWConfig, Implementation, SGDConfig, WeightDecayOn
 from fsdptoys.parallel import FSDP2Config
-from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
-from fsdptoys.parallel.fsdp2 import FSDP2, TORCH
-from fsdptoys.parallel.mirror import Mirror, mirror_parameters
+from fsdptoys.parallel.cpu_offload_cast import Mirror, mirror_parameters
+from fsdptoys.parallel.fsdp import TORCH, ReshardAfterForward, Wrap
+from fsdptoys.parallel.fsdp2 import FSDP2
 from fsdptoys.parallel.precision import DType
 from scripts.ranks import run_ranks
 from tests.memory.offloaded import OVERLAPPED, interrupted, take_steps, train_all, trainer

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from fsdptoys.config import Config
+from fsdptoys.config.schema import Config
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig, OptimizerInBackward
 from fsdptoys.models import ModelConfig
-from fsdptoys.optim import AdamWConfig, Implementation, SGDConfig, StateDType, WeightDecayOn
+from fsdptoys.optim.config import AdamWConfig, Implementation, SGDConfig, StateDType, WeightDecayOn
 from fsdptoys.parallel import FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.parallel.precision import DType
-from fsdptoys.trainer import Trainer
+from fsdptoys.train.trainer import Trainer
 from scripts.parity import train_all
 from scripts.ranks import run_ranks
 from tests.parallel.runs import TINY, WITH_BLOCKS, make_config, tiny_model

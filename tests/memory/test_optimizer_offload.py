@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from fsdptoys.config import Config
+from fsdptoys.config.schema import Config
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
 from fsdptoys.memory.bucketed_optimizer import BucketedOptimizer
 from fsdptoys.memory.config import OffloadSchedule, StateDType
 from fsdptoys.memory.optimizer_offload import resolve_schedule
-from fsdptoys.optim import AdamWConfig, Implementation, SGDConfig, WeightDecayOn
+from fsdptoys.optim.config import AdamWConfig, Implementation, SGDConfig, WeightDecayOn
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
-from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
-from fsdptoys.parallel.fsdp2 import FSDP2, TORCH, gathering_stream
+from fsdptoys.parallel.fsdp import TORCH, ReshardAfterForward, Wrap
+from fsdptoys.parallel.fsdp2 import FSDP2, gathering_stream
 from fsdptoys.parallel.precision import DType
 from scripts.ranks import run_ranks
 from tests.memory.offloaded import interrupted, take_steps, train_all, trainer

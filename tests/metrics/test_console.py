@@ -13,7 +13,9 @@ from rich.cells import cell_len
 
 from fsdptoys.metrics import Console, StepMetrics
 from fsdptoys.metrics.console import PlainReporter, Reporter, RichReporter, build_reporter
-from fsdptoys.routing import RoutingMetrics
+from fsdptoys.metrics.step import (
+    RoutingMetrics,
+)
 from fsdptoys.utils.text import printable
 
 CPU_STEP = StepMetrics(1, 5.54321, 1.2345, 3e-4, 0.1234, 4096, 33193.1, 0.0123, None, None, None, None, 1.5)

@@ -10,13 +10,20 @@ from pathlib import Path
 import pytest
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.heartbeat import Heartbeat
+from fsdptoys.launch.exit_record import OUTCOME_VARIABLE, Outcome, leave_outcome
 from fsdptoys.metrics import Console, MetricsConfig, Recorder, Resumed, StepMetrics, check_run_dir, lock_run_dir
-from fsdptoys.metrics.config import LOCK_FILE, RUN_FILES, RUN_FOLDERS
-from fsdptoys.metrics.lock import FolderLock, is_locked
-from fsdptoys.metrics.resumes import read_resumes, read_steps
-from fsdptoys.outcome import OUTCOME_VARIABLE, Outcome, leave_outcome
+from fsdptoys.metrics.config import (
+    RUN_FILES,
+    RUN_FOLDERS,
+)
+from fsdptoys.metrics.resume_log import read_resumes, read_steps
 from fsdptoys.sweep.folder import Job, write_job
+from fsdptoys.train.heartbeat import Heartbeat
+from fsdptoys.utils.file_lock import (
+    LOCK_FILE,
+    FolderLock,
+    is_locked,
+)
 
 STEP = StepMetrics(1, 5.5, 1.0, 1e-3, 0.1, 512, 5120.0, 0.1, None, None, None, None, 0.5)
 ENVIRONMENT = {"world_size": 1, "device": {"name": "paper", "type": "cpu"}, "versions": {"torch": "2"}}

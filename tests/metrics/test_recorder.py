@@ -14,11 +14,17 @@ from fsdptoys.device import Device
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics import Console, MetricsConfig, Recorder, StepMetrics, environment
 from fsdptoys.metrics.config import RUN_FILES
-from fsdptoys.metrics.plot import draw_loss
-from fsdptoys.metrics.plot_experts import draw_experts
+from fsdptoys.metrics.plots import draw_experts, draw_loss
 from fsdptoys.metrics.recorder import closing_lines
-from fsdptoys.metrics.summary import fence, summarize
-from fsdptoys.routing import RoutingMetrics
+from fsdptoys.metrics.results import (
+    summarize,
+)
+from fsdptoys.metrics.step import (
+    RoutingMetrics,
+)
+from fsdptoys.metrics.summary import (
+    fence,
+)
 
 STEP = StepMetrics(1, 5.5, 1.0, 1e-3, 0.1, 512, 5120.0, 0.1, None, None, None, None, 0.5, 0.75)
 GPU_STEP = replace(STEP, mfu=0.4, memory_allocated_gib=1.0, memory_peak_gib=2.0, memory_reserved_gib=3.0)

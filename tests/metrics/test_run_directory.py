@@ -16,7 +16,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.metrics import Console, MetricsConfig, RunDirectory, StepMetrics, check_run_dir, environment
 from fsdptoys.metrics.config import RUN_FILES
 from fsdptoys.metrics.line_file import LineFile
-from fsdptoys.metrics.provenance import checkout_commit, hardware_line
+from fsdptoys.metrics.run_environment import checkout_commit, hardware_line
 
 STEP = StepMetrics(1, 5.5, 1.0, 1e-3, 0.1, 512, 5120.0, 0.1, None, None, None, None, 0.5)
 TREE = {"train": {"steps": 2, "sample_prompt": "def ", "seed": None}, "model": {"name": "l\u00e4ma", "dims": [1, 2]}}
@@ -218,7 +218,7 @@ def test_the_environment_tells_versions_and_machine_but_no_host(monkeypatch):
 
 def test_a_package_that_is_not_installed_has_no_version(monkeypatch):
     """Oracle: a name that no index would take."""
-    monkeypatch.setattr("fsdptoys.metrics.provenance.PACKAGES", ("no such package", "numpy"))
+    monkeypatch.setattr("fsdptoys.metrics.run_environment.PACKAGES", ("no such package", "numpy"))
     versions = environment(Device("cpu"), 1, [])["versions"]
     assert versions["no such package"] is None
     assert versions["numpy"] is not None

@@ -9,7 +9,9 @@ import torch
 
 from fsdptoys.device import GIB, Device, MemoryStats, resident_set_bytes
 from fsdptoys.metrics import StepMetrics, step_metrics
-from fsdptoys.routing import RoutingMetrics
+from fsdptoys.metrics.step import (
+    RoutingMetrics,
+)
 
 KEYS = [
     "step",

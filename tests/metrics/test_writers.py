@@ -16,10 +16,17 @@ import pytest
 from fsdptoys.device import Device
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics import Console, MetricsConfig, Recorder, Resumed, StepMetrics, check_run_dir, environment
-from fsdptoys.metrics.checks import check_writers, wandb_mode
 from fsdptoys.metrics.config import RUN_FILES, WandbMode
-from fsdptoys.metrics.writers import Beginning, Writers
-from fsdptoys.routing import RoutingMetrics
+from fsdptoys.metrics.preflight import check_writers, wandb_mode
+from fsdptoys.metrics.step import (
+    RoutingMetrics,
+)
+from fsdptoys.metrics.writer import (
+    Beginning,
+)
+from fsdptoys.metrics.writers import (
+    Writers,
+)
 
 STEP = StepMetrics(1, 5.5, 1.0, 1e-3, 0.1, 512, 5120.0, 0.1, None, None, None, None, 0.5, 0.75)
 ROUTING = RoutingMetrics(aux_loss=2.1, z_loss=3.5, entropy=0.9, max_load=1.8, min_load=0.25, counts=[[7, 1, 4, 4]])

@@ -1,13 +1,6 @@
 """One small model of every family, with all that the family has: dense blocks beside experts, chunks, scaling, ties."""
 
-from fsdptoys.models import (
-    GPT2Config,
-    Llama4Config,
-    LlamaConfig,
-    ModelConfig,
-    Qwen3Config,
-    Qwen3MoEConfig,
-)
+from fsdptoys.models import GPT2Config, Llama4Config, LlamaConfig, ModelConfig, Qwen3Config, Qwen3MoEConfig
 from fsdptoys.models.rotary import RopeScaling
 
 LLAMA2 = LlamaConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=112, vocab_size=96, max_seq_len=128)

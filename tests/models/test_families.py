@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from fsdptoys.memory import cross_entropy_sum
+from fsdptoys.loss import cross_entropy_sum
 from fsdptoys.models import FAMILIES, Llama4Config, ModelConfig, RotaryConfig, choose_kernels, use_kernels
 from fsdptoys.models.grouped import Looped
 from fsdptoys.models.layers import Attention

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd.graph import saved_tensors_hooks
 
-from fsdptoys.memory import GradientCheckpointing, checkpoint_blocks, cross_entropy_sum
-from fsdptoys.memory.checkpointing import SAVED_OPERATORS
+from fsdptoys.loss import cross_entropy_sum
+from fsdptoys.memory import GradientCheckpointing, checkpoint_blocks
+from fsdptoys.memory.activation_checkpointing import SAVED_OPERATORS
 from fsdptoys.models import choose_kernels, kernels, npu_kernels, use_kernels
 from fsdptoys.models.grouped import Looped, works
 from fsdptoys.models.kernels import IMPLEMENTATIONS, Pairs

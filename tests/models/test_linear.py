@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fsdptoys.memory import build_loss
+from fsdptoys.loss import build_loss
 from fsdptoys.models import linear as linear_module
 from fsdptoys.models.grouped import LoopedFloat32, works
 from fsdptoys.models.layers import Attention

@@ -6,9 +6,9 @@ import pytest
 import torch
 import yaml
 
-from fsdptoys.compose import compose_config
+from fsdptoys.config.compose import compose_config
+from fsdptoys.config.overrides import CONFIGS
 from fsdptoys.models import DecoderModel, Llama4Config, RotaryConfig
-from fsdptoys.overrides import CONFIGS
 
 PUBLISHED = {
     "gpt2": 124_439_808,

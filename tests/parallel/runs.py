@@ -5,17 +5,17 @@ import dataclasses
 from typing import Any
 
 from fsdptoys.checkpoint import CheckpointConfig
-from fsdptoys.config import Config, DeviceChoice, LaunchConfig, TrainConfig
+from fsdptoys.config.kernel_choice import GroupedKernel, Kernel, KernelConfig, KernelLibrary
+from fsdptoys.config.plan_config import PlanConfig
+from fsdptoys.config.schema import Config, DeviceChoice, LaunchConfig, TrainConfig
 from fsdptoys.data import DataConfig, SyntheticConfig
-from fsdptoys.kernels import GroupedKernel, Kernel, KernelConfig, KernelLibrary
 from fsdptoys.memory import MemoryConfig
-from fsdptoys.mesh import MeshConfig
 from fsdptoys.metrics import Console, MetricsConfig
 from fsdptoys.models import GPT2Config, Llama4Config, LlamaConfig, ModelConfig, Qwen3Config, Qwen3MoEConfig
-from fsdptoys.optim import AdamWConfig, OptimConfig, WeightDecayOn
+from fsdptoys.optim.config import AdamWConfig, OptimConfig, WeightDecayOn
 from fsdptoys.parallel import ParallelConfig
+from fsdptoys.parallel.mesh import MeshConfig
 from fsdptoys.profiler import DebugConfig, ProfileConfig
-from fsdptoys.simulator.config import PlanConfig
 
 PLAIN_KERNELS = KernelConfig(
     attention=KernelLibrary.torch,

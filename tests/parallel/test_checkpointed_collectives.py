@@ -12,10 +12,9 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
-from fsdptoys.config import Config
+from fsdptoys.config.schema import Config
+from fsdptoys.memory.activation_checkpointing import GradientCheckpointing, checkpoint_blocks
 from fsdptoys.memory.activation_offload import ActivationOffload
-from fsdptoys.memory.checkpointing import GradientCheckpointing, checkpoint_blocks
-from fsdptoys.memory.compile import compile_blocks
 from fsdptoys.models import DecoderModel
 from fsdptoys.parallel import (
     DDPConfig,
@@ -26,10 +25,10 @@ from fsdptoys.parallel import (
     ToyZero1Config,
     ToyZero3Config,
 )
-from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
-from fsdptoys.parallel.fsdp2 import TORCH
+from fsdptoys.parallel.fsdp import TORCH, ReshardAfterForward, Wrap
 from fsdptoys.parallel.precision import DType
-from fsdptoys.trainer import Trainer
+from fsdptoys.train.compile import compile_blocks
+from fsdptoys.train.trainer import Trainer
 from scripts.ranks import run_ranks
 from tests.parallel.runs import TINY, make_config
 from tests.parallel.test_collectives import GATHER, LAYERS, count, second_step

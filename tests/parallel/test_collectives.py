@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdptoys.config import Config
+from fsdptoys.config.schema import Config
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig
 from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
-from fsdptoys.trainer import Trainer
+from fsdptoys.train.trainer import Trainer
 from scripts.ranks import run_ranks
 from tests.parallel.runs import make_config
 

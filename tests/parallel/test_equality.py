@@ -6,17 +6,16 @@ from typing import Any
 import pytest
 import torch
 
-from fsdptoys import prepare as prepare_module
-from fsdptoys.config import Config
+from fsdptoys.config.schema import Config
 from fsdptoys.memory import ActivationOffload, CPUOffloadExecutor, GradientCheckpointing, MemoryConfig
 from fsdptoys.memory.activation_offload import HostCopies
 from fsdptoys.models import FAMILIES
-from fsdptoys.optim import AdamWConfig, Implementation, SGDConfig, WeightDecayOn
+from fsdptoys.optim.config import AdamWConfig, Implementation, SGDConfig, WeightDecayOn
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
-from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
-from fsdptoys.parallel.fsdp2 import TORCH
+from fsdptoys.parallel.fsdp import TORCH, ReshardAfterForward, Wrap
 from fsdptoys.parallel.precision import DType
-from fsdptoys.trainer import Trainer
+from fsdptoys.train import build as prepare_module
+from fsdptoys.train.trainer import Trainer
 from scripts.parity import Outcome, hash_parameters, train_all
 from scripts.ranks import run_ranks
 from tests.parallel.runs import TINY, make_config, tiny_model

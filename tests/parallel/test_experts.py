@@ -5,13 +5,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdptoys.config import Config
+from fsdptoys.config.schema import Config
 from fsdptoys.models import Qwen3MoEConfig
 from fsdptoys.models.moe import Router
-from fsdptoys.optim import SGDConfig
+from fsdptoys.optim.config import SGDConfig
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
-from fsdptoys.parallel.fsdp2 import TORCH, placement
-from fsdptoys.trainer import Trainer
+from fsdptoys.parallel.fsdp import TORCH
+from fsdptoys.parallel.fsdp2 import placement
+from fsdptoys.train.trainer import Trainer
 from scripts.parity import Outcome, train_all
 from scripts.ranks import run_ranks
 from tests.parallel.runs import TINY, make_config

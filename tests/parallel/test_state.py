@@ -14,12 +14,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdptoys.config import Config
+from fsdptoys.config.schema import Config
 from fsdptoys.memory import MemoryConfig
 from fsdptoys.memory.config import StateDType
-from fsdptoys.mesh import local_bounds
-from fsdptoys.optim import AdamWConfig, Implementation, MuonConfig, OptimConfig, SGDConfig, WeightDecayOn
-from fsdptoys.optim import StateDType as KeptDType
+from fsdptoys.optim.config import AdamWConfig, Implementation, MuonConfig, OptimConfig, SGDConfig, WeightDecayOn
+from fsdptoys.optim.config import StateDType as KeptDType
+from fsdptoys.optim.schedule import set_schedule
 from fsdptoys.parallel import (
     DDPConfig,
     FSDP1Config,
@@ -29,12 +29,13 @@ from fsdptoys.parallel import (
     host_copy,
     whole_tensors,
 )
-from fsdptoys.parallel.fsdp import Wrap
-from fsdptoys.parallel.fsdp2 import TORCH
+from fsdptoys.parallel.fsdp import TORCH, Wrap
 from fsdptoys.parallel.precision import DType
 from fsdptoys.parallel.state import state_tensors
-from fsdptoys.schedule import set_schedule
-from fsdptoys.trainer import Trainer
+from fsdptoys.train.trainer import Trainer
+from fsdptoys.utils.dtensor import (
+    local_bounds,
+)
 from scripts.parity import Outcome
 from scripts.ranks import run_ranks
 from tests.memory.offloaded import OVERLAPPED, outcome, take_steps, trainer

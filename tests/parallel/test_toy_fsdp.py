@@ -7,16 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdptoys.compose import compose_config
-from fsdptoys.config import Config
+from fsdptoys.cli.plan import run_plan
+from fsdptoys.config.compose import compose_config
+from fsdptoys.config.schema import Config
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
+from fsdptoys.optim.schedule import set_schedule
 from fsdptoys.parallel import FSDP2Config, ToyFSDPConfig, host_copy
 from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
 from fsdptoys.parallel.precision import DType
-from fsdptoys.planning import run_plan
-from fsdptoys.schedule import set_schedule
-from fsdptoys.trainer import Trainer
+from fsdptoys.train.trainer import Trainer
 from scripts.parity import Outcome, hash_parameters, train_all
 from scripts.ranks import run_ranks
 from tests.memory.offloaded import outcome, take_steps, trainer

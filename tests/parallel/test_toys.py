@@ -7,11 +7,10 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdptoys.compose import compose_config
-from fsdptoys.config import Config
+from fsdptoys.config.compose import compose_config
+from fsdptoys.config.schema import Config
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
-from fsdptoys.mesh import is_dtensor, local_bounds
 from fsdptoys.parallel import (
     DDPConfig,
     ParallelConfig,
@@ -23,10 +22,14 @@ from fsdptoys.parallel import (
     whole_tensors,
 )
 from fsdptoys.parallel.precision import DType
-from fsdptoys.plan.switches import validate_switches
-from fsdptoys.process import deterministic_kernels
-from fsdptoys.toys.owners import Evenness
-from fsdptoys.trainer import Trainer
+from fsdptoys.plan.search.switches import validate_switches
+from fsdptoys.toys.partition import Evenness
+from fsdptoys.train.distributed import deterministic_kernels
+from fsdptoys.train.trainer import Trainer
+from fsdptoys.utils.dtensor import (
+    is_dtensor,
+    local_bounds,
+)
 from scripts.parity import hash_parameters, train_all
 from scripts.ranks import run_ranks
 from tests.parallel.runs import TINY, make_config, tiny_model

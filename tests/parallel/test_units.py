@@ -3,11 +3,11 @@
 import pytest
 from torch import nn
 
-from fsdptoys.config import Config
+from fsdptoys.config.schema import Config
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.parallel.fsdp import Wrap
 from fsdptoys.parallel.precision import DType
-from fsdptoys.trainer import Trainer
+from fsdptoys.train.trainer import Trainer
 from scripts.ranks import run_ranks
 from tests.parallel.runs import TINY, make_config, tiny_model
 

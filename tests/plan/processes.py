@@ -11,7 +11,7 @@ from typing import Any
 
 FRESH = multiprocessing.get_context("forkserver")
 """Forks a process that has imported things and done nothing."""
-FRESH.set_forkserver_preload(["fsdptoys.compose", "scripts.validate_plan"])
+FRESH.set_forkserver_preload(["fsdptoys.config.compose", "scripts.validate_plan"])
 
 
 def _forget_server() -> None:

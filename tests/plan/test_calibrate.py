@@ -13,15 +13,17 @@ import pytest
 import yaml
 from rich.console import Console
 
-from fsdptoys.compose import compose_config
-from fsdptoys.config import Config
+from fsdptoys.config.compose import compose_config
+from fsdptoys.config.saved import read_config
+from fsdptoys.config.schema import Config
+from fsdptoys.device.profile import Hardware, Quantity, load_hardware
 from fsdptoys.errors import ConfigError
+from fsdptoys.metrics.prediction import MemoryPrediction, Prediction, TimePrediction
 from fsdptoys.metrics.step import StepMetrics
 from fsdptoys.plan.calibrate import PARAMETERS, Calibration, Case, calibrate, choose_parameters, error
-from fsdptoys.plan.measured import calibrate_command, calibrate_runs, read_run
-from fsdptoys.recorded import read_config
-from fsdptoys.simulator.allocator import NativeAllocator
-from fsdptoys.simulator.events import (
+from fsdptoys.plan.measured_runs import calibrate_command, calibrate_runs, read_run
+from fsdptoys.plan.simulator.allocator import NativeAllocator
+from fsdptoys.plan.simulator.events import (
     Collective,
     HostWork,
     Kernel,
@@ -32,9 +34,7 @@ from fsdptoys.simulator.events import (
     Transfer,
     WaitEvent,
 )
-from fsdptoys.simulator.hardware import Hardware, Quantity, load_hardware
-from fsdptoys.simulator.prediction import MemoryPrediction, Prediction, TimePrediction
-from fsdptoys.simulator.replay import replay
+from fsdptoys.plan.simulator.replay import replay
 
 H100 = load_hardware("h100")
 TODAY = date(2026, 1, 31)

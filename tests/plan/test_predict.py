@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 
-from fsdptoys.compose import compose_config
-from fsdptoys.config import Config
-from fsdptoys.plan.closed_form import closed_form
+from fsdptoys.config.compose import compose_config
+from fsdptoys.config.plan_config import AllocatorKind
+from fsdptoys.config.schema import Config
+from fsdptoys.device.profile import load_hardware
+from fsdptoys.plan.estimate.estimate import closed_form
 from fsdptoys.plan.predict import disagreement, doubts, foretell, hardware_of, world_size_of
-from fsdptoys.plan.switches import node_ranks_of, validate_switches
-from fsdptoys.simulator.config import AllocatorKind
-from fsdptoys.simulator.hardware import load_hardware
+from fsdptoys.plan.search.switches import node_ranks_of, validate_switches
 
 
 def composed(*words: str, device_type: str = "cuda", world_size: int = 8) -> Config:

@@ -24,8 +24,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from fsdptoys.device import Device
 from fsdptoys.models import grouped
-from fsdptoys.simulator.events import Alloc, Free, Mark, Trace
-from fsdptoys.trainer import Trainer
+from fsdptoys.plan.simulator.events import Alloc, Free, Mark, Trace
+from fsdptoys.train.trainer import Trainer
 from scripts.ranks import run_ranks
 from tests.plan.traced import configured, traced
 

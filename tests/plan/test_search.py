@@ -10,27 +10,29 @@ from pathlib import Path
 
 import pytest
 
-from fsdptoys.compose import compose_config, compose_presets
-from fsdptoys.config import Config
+from fsdptoys.config.compose import compose_config, compose_presets
+from fsdptoys.config.plan_config import AllocatorKind
+from fsdptoys.config.schema import Config
 from fsdptoys.device import GIB
+from fsdptoys.device.profile import AttentionKind, Hardware, Quantity, load_hardware
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import CPUOffloadExecutor, GradientCheckpointing
+from fsdptoys.metrics.prediction import MemoryPrediction, Prediction, TimePrediction
 from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
-from fsdptoys.plan.advice import advise
-from fsdptoys.plan.candidates import Candidate, frontier
-from fsdptoys.plan.closed_form import closed_form
-from fsdptoys.plan.combinations import EVERYTHING, SENSIBLE, Space, shard_sizes
-from fsdptoys.plan.frontier import check_picture, draw_frontier, label
-from fsdptoys.plan.search import (
-    SearchResult,
-    largest_preset,
-    search,
-    words_of,
+from fsdptoys.plan.estimate.estimate import closed_form
+from fsdptoys.plan.search.advice import advise
+from fsdptoys.plan.search.candidates import EVERYTHING, SENSIBLE, Space, shard_sizes
+from fsdptoys.plan.search.frontier_plot import (
+    check_picture,
+    draw_frontier,
 )
-from fsdptoys.plan.switches import as_typed, read, validate_switches, vary, words_between
-from fsdptoys.simulator.config import AllocatorKind
-from fsdptoys.simulator.hardware import AttentionKind, Hardware, Quantity, load_hardware
-from fsdptoys.simulator.prediction import MemoryPrediction, Prediction, TimePrediction
+from fsdptoys.plan.search.ranking import (
+    Candidate,
+    frontier,
+    label,
+)
+from fsdptoys.plan.search.search import SearchResult, largest_preset, search, words_of
+from fsdptoys.plan.search.switches import as_typed, read, validate_switches, vary, words_between
 
 MODEL = ["model=llama2_7b", "train.seq_len=2048", "parallel.param_dtype=bfloat16"]
 

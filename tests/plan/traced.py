@@ -5,12 +5,20 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from fsdptoys.compose import compose_config
-from fsdptoys.config import Config
-from fsdptoys.plan.kernels import matmul_workspace_bytes
-from fsdptoys.plan.tracing import trace_here, trainer_program
-from fsdptoys.simulator.events import Alloc, Category, Free, Mark, Trace
-from fsdptoys.simulator.hardware import AttentionKind, Hardware, Quantity
+from fsdptoys.config.compose import compose_config
+from fsdptoys.config.schema import Config
+from fsdptoys.device.profile import AttentionKind, Hardware, Quantity
+from fsdptoys.metrics.prediction import (
+    Category,
+)
+from fsdptoys.plan.simulator.events import (
+    Alloc,
+    Free,
+    Mark,
+    Trace,
+)
+from fsdptoys.plan.trace.op_costs import matmul_workspace_bytes
+from fsdptoys.plan.trace.tracer import trace_here, trainer_program
 from tests.plan.processes import in_fresh_process
 
 ATTENTION = {"cuda": AttentionKind.flash, "npu": AttentionKind.npu, "cpu": AttentionKind.cpu}

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdptoys.compose import compose_config
+from fsdptoys.config.compose import compose_config
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics import Console
 from fsdptoys.parallel import (
@@ -26,8 +26,8 @@ from fsdptoys.parallel import (
 )
 from fsdptoys.profiler.collective_table import block_of, describe, fold, render
 from fsdptoys.profiler.collectives import Call, CollectiveTrace, ring_bytes, traced_step
-from fsdptoys.run import Run
-from fsdptoys.trainer import Trainer
+from fsdptoys.train.run import Run
+from fsdptoys.train.trainer import Trainer
 from scripts.ranks import run_ranks
 from tests.parallel.runs import make_config, tiny_model
 

@@ -22,8 +22,8 @@ from fsdptoys.profiler import (
     live_bytes,
     out_of_memory_report,
 )
-from fsdptoys.profiler.out_of_memory import read_failure
-from fsdptoys.profiler.savings import device_savings
+from fsdptoys.profiler.oom_advice import device_savings
+from fsdptoys.profiler.oom_report import read_failure
 from scripts.ranks import run_ranks
 
 GIB, MIB = 2**30, 2**20
@@ -290,7 +290,7 @@ def test_of_sharded_parameters_the_shard_counts():
 
 def test_logits_take_what_the_advice_says():
     """Oracle: the loss's own peak, as the profiler counts allocations: 12 bytes a logit in both number formats."""
-    from fsdptoys.memory import cross_entropy_sum
+    from fsdptoys.loss import cross_entropy_sum
 
     tokens, dim, vocab = 256, 16, 4000
     for dtype in (torch.float32, torch.bfloat16):

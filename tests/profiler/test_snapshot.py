@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from fsdptoys.profiler import ProfileConfig, Profiler
-from fsdptoys.profiler.snapshot import MAX_ENTRIES, Snapshot
-from fsdptoys.profiler.snapshot_page import UNKNOWN, read_timeline, render_snapshot
-
-from .snapshots import MIB, make_snapshot
+from fsdptoys.profiler.memory_snapshot import MAX_ENTRIES, Snapshot
+from fsdptoys.profiler.memory_snapshot_page import UNKNOWN, read_timeline, render_snapshot
+from tests.profiler.snapshots import MIB, make_snapshot
 
 
 class Memory:

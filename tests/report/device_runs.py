@@ -7,8 +7,12 @@ from pathlib import Path
 
 from fsdptoys.device import GIB
 from fsdptoys.metrics import StepMetrics
-from fsdptoys.simulator.events import Category
-from fsdptoys.simulator.prediction import MemoryPrediction, Prediction, TimePrediction
+from fsdptoys.metrics.prediction import (
+    Category,
+    MemoryPrediction,
+    Prediction,
+    TimePrediction,
+)
 from fsdptoys.sweep import Job, JobStatus, Skipped, Sweep
 from tests.profiler.snapshots import make_snapshot
 from tests.report.recorded_runs import GPU_STEP, write_run

@@ -10,14 +10,14 @@ from typing import Any
 
 import yaml
 
-from fsdptoys.config import Config
+from fsdptoys.config.schema import Config
 from fsdptoys.metrics import StepMetrics
+from fsdptoys.metrics.prediction import Prediction
 from fsdptoys.parallel import FSDP2Config
-from fsdptoys.recorded import read_recorded_run
-from fsdptoys.report.records import Record
-from fsdptoys.simulator.prediction import Prediction
+from fsdptoys.report.runs_table import Record
 from fsdptoys.sweep import JobStatus
-from fsdptoys.trainer import Trainer
+from fsdptoys.train.recorded_run import read_recorded_run
+from fsdptoys.train.trainer import Trainer
 from tests.parallel.runs import make_config
 
 STEP = StepMetrics(

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import yaml
 
-from fsdptoys.config import Config
+from fsdptoys.config.schema import Config
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
 from fsdptoys.metrics import StepMetrics
-from fsdptoys.optim import AdamWConfig, WeightDecayOn
+from fsdptoys.optim.config import AdamWConfig, WeightDecayOn
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.parallel.fsdp2 import FSDP2
 from fsdptoys.parallel.precision import DType
-from fsdptoys.report import numerics
-from fsdptoys.report.agreement import COARSE, EXACT, FINE, find_disagreements
-from fsdptoys.report.records import Record
+from fsdptoys.report import setting_effects as numerics
+from fsdptoys.report.loss_agreement import COARSE, EXACT, FINE, find_disagreements
+from fsdptoys.report.runs_table import Record
 from scripts.ranks import run_ranks
 from tests.measuring import without_coverage
 from tests.parallel.runs import make_config

@@ -12,10 +12,10 @@ from rich.console import Console
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics import StepMetrics
-from fsdptoys.recorded import read_recorded_run
 from fsdptoys.report.compare import Comparison, compare_runs, open_run
-from fsdptoys.report.compare_page import print_comparison, verdict
-from fsdptoys.report.numerics import Effect
+from fsdptoys.report.compare_text import print_comparison, verdict
+from fsdptoys.report.setting_effects import Effect
+from fsdptoys.train.recorded_run import read_recorded_run
 from tests.report.recorded_runs import STEP, run_of, write_run
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fsdptoys.__main__ import main
+from fsdptoys.cli.main import main
+from fsdptoys.report.html import escape
 from fsdptoys.report.live import follow
-from fsdptoys.report.markup import escape
-from fsdptoys.report.records import gather
+from fsdptoys.report.runs_table import gather
 from fsdptoys.report.table import make_table
 from tests.report.recorded_runs import run_of, write_run
 

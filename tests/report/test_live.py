@@ -19,16 +19,19 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.heartbeat import HEARTBEATS_FOLDER, Heartbeat, path_of
-from fsdptoys.metrics import FolderLock, StepMetrics
-from fsdptoys.metrics.config import LOCK_FILE
-from fsdptoys.metrics.lock import is_locked
-from fsdptoys.report.followed import FollowedRun, State
+from fsdptoys.metrics import StepMetrics
+from fsdptoys.metrics.prediction import MemoryPrediction, Prediction, TimePrediction
 from fsdptoys.report.live import follow
+from fsdptoys.report.live_reader import FollowedRun, State
 from fsdptoys.report.live_view import CHART_LINES, draw_chart, draw_run, fact_rows
-from fsdptoys.simulator.prediction import MemoryPrediction, Prediction, TimePrediction
 from fsdptoys.sweep import Job, JobStatus, Sweep
 from fsdptoys.sweep.folder import write_job
+from fsdptoys.train.heartbeat import HEARTBEATS_FOLDER, Heartbeat, path_of
+from fsdptoys.utils.file_lock import (
+    LOCK_FILE,
+    FolderLock,
+    is_locked,
+)
 
 STEP = StepMetrics(1, 5.5, 1.0, 1e-3, 0.5, 512, 1024.0, 0.1, None, None, None, None, 0.5, 0.75)
 POLL = 0.02

@@ -12,11 +12,11 @@ import pytest
 from PIL import Image
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.report.comparison_sections import short_names
-from fsdptoys.report.page import check_page, embed_json, pictures_folder, write_page
-from fsdptoys.report.pictures import Picture
-from fsdptoys.report.png import draw_png
-from fsdptoys.report.records import Collection, gather
+from fsdptoys.report.comparison_page import short_names
+from fsdptoys.report.figures import Picture
+from fsdptoys.report.figures_matplotlib import draw_png
+from fsdptoys.report.html_page import check_page, embed_json, pictures_folder, write_page
+from fsdptoys.report.runs_table import Collection, gather
 from fsdptoys.sweep import Job, JobStatus, Skipped, Sweep
 from tests.measuring import without_coverage
 from tests.report.device_runs import device_prediction, write_device_run, write_device_sweep
@@ -287,7 +287,7 @@ def test_every_picture_lies_beside_the_page(files: dict[str, list[Path]]) -> Non
 @pytest.fixture
 def without_pngs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages alone, for tests of their words."""
-    monkeypatch.setattr("fsdptoys.report.page.draw_png", lambda picture, path: None)
+    monkeypatch.setattr("fsdptoys.report.html_page.draw_png", lambda picture, path: None)
 
 
 def test_runs_without_predictions_say_why_nothing_is_split(tmp_path: Path, without_pngs: None) -> None:
@@ -308,7 +308,7 @@ ODD = "a`b` **c** $d$ <i>\udcff"
 
 def test_runs_that_others_have_touched_make_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: what is wrong with each is written here; names stand in the page as they are, but for what is no text."""
-    monkeypatch.setattr("fsdptoys.report.page.draw_png", lambda picture, path: drawn.append(picture))
+    monkeypatch.setattr("fsdptoys.report.html_page.draw_png", lambda picture, path: drawn.append(picture))
     drawn: list[Picture] = []
     runs = tmp_path / "runs"
     write_run(runs / "a", run_of(6), {"model": None, "profile": {"enabled": True}}, {"versions": []})

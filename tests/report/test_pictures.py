@@ -9,17 +9,19 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fsdptoys.metrics.summary import summarize
-from fsdptoys.plan.candidates import unbeaten
-from fsdptoys.recorded import read_recorded_run
-from fsdptoys.report import png
-from fsdptoys.report.comparison_pictures import draw_comparison, draw_tradeoff
-from fsdptoys.report.interactive import figure
-from fsdptoys.report.pictures import COLORS, GREY, Axis, Picture, Series, place_labels, thin
-from fsdptoys.report.png import draw_png
-from fsdptoys.report.run_pictures import draw_run, run_timeline
-from fsdptoys.report.shown import Shown
-from fsdptoys.report.summary_file import read_operators, read_references
+from fsdptoys.metrics.results import (
+    summarize,
+)
+from fsdptoys.plan.search.ranking import unbeaten
+from fsdptoys.report import figures_matplotlib as png
+from fsdptoys.report.comparison_figures import draw_comparison, draw_tradeoff
+from fsdptoys.report.figures import COLORS, GREY, Axis, Picture, Series, place_labels, thin
+from fsdptoys.report.figures_matplotlib import draw_png
+from fsdptoys.report.figures_plotly import figure
+from fsdptoys.report.plot_inputs import Shown
+from fsdptoys.report.result_file import read_operators, read_references
+from fsdptoys.report.run_figures import draw_run, run_timeline
+from fsdptoys.train.recorded_run import read_recorded_run
 from tests.report.device_runs import JOBS, device_prediction, device_steps, write_device_run
 from tests.report.recorded_runs import write_run
 

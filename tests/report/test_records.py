@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from fsdptoys.config import TrainConfig
+from fsdptoys.config.schema import TrainConfig
 from fsdptoys.errors import ConfigError
-from fsdptoys.heartbeat import HEARTBEATS_FOLDER, Heartbeat
-from fsdptoys.metrics import Console, FolderLock, MetricsConfig, Recorder, Resumed
-from fsdptoys.report.records import Record, gather
+from fsdptoys.metrics import Console, MetricsConfig, Recorder, Resumed
+from fsdptoys.report.runs_table import Record, gather
 from fsdptoys.report.table import make_table
-from fsdptoys.signals import STOP_SIGNALS
-from fsdptoys.stopping import agreed_stop
 from fsdptoys.sweep import Job, JobStatus, Sweep
+from fsdptoys.train.heartbeat import HEARTBEATS_FOLDER, Heartbeat
+from fsdptoys.train.stop import STOP_SIGNALS, agreed_stop
+from fsdptoys.utils.file_lock import FolderLock
 from tests.report.recorded_runs import ENVIRONMENT, STEP, plain_tree, run_of, write_run
 
 TRAIN = TrainConfig(steps=20, max_seconds=9.0)

@@ -14,10 +14,15 @@ from rich.console import Console
 
 from fsdptoys.device import GIB
 from fsdptoys.metrics import StepMetrics
-from fsdptoys.report.records import Collection, Record
-from fsdptoys.report.table import Table, make_table
-from fsdptoys.report.terminal import fit
-from fsdptoys.simulator.prediction import MemoryPrediction, Prediction, TimePrediction
+from fsdptoys.metrics.prediction import MemoryPrediction, Prediction, TimePrediction
+from fsdptoys.report.runs_table import Collection, Record
+from fsdptoys.report.table import (
+    make_table,
+)
+from fsdptoys.report.table_data import (
+    Table,
+)
+from fsdptoys.report.table_terminal import fit
 from fsdptoys.sweep import Job, JobStatus, Skipped
 from fsdptoys.sweep.folder import write_job
 from tests.report.recorded_runs import GPU_STEP, STEP, record_of, run_of, write_run

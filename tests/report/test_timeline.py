@@ -13,8 +13,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.profiler.snapshot_page import read_timeline as read_events
-from fsdptoys.report.timeline import (
+from fsdptoys.profiler.memory_snapshot_page import read_timeline as read_events
+from fsdptoys.report.memory_timeline import (
     Block,
     Lifetime,
     Phases,
@@ -123,9 +123,12 @@ def test_a_block_is_told_by_the_phases_of_its_begin_and_end(begin: float, end: f
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
-        ((("fsdptoys/trainer.py", "_train_step"),), "forward"),
-        ((("fsdptoys/trainer.py", "_update"), ("fsdptoys/trainer.py", "_train_step")), "update"),
-        ((("torch/autograd/graph.py", "_engine_run_backward"), ("fsdptoys/trainer.py", "_train_step")), "backward"),
+        ((("fsdptoys/train/trainer.py", "_train_step"),), "forward"),
+        ((("fsdptoys/train/trainer.py", "_update"), ("fsdptoys/train/trainer.py", "_train_step")), "update"),
+        (
+            (("torch/autograd/graph.py", "_engine_run_backward"), ("fsdptoys/train/trainer.py", "_train_step")),
+            "backward",
+        ),
         ((), "backward"),
     ],
 )

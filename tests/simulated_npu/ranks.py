@@ -22,7 +22,7 @@ import simulated_npu as simulated_npu  # noqa: E402
 from simulated_npu.build import build_extension as build_extension  # noqa: E402
 
 PRELOADED = ["scripts.parity", "tests.memory.offloaded", "tests.parallel.runs", "simulated_npu"]
-PRELOADED += ["fsdptoys.parallel.fsdp1", "fsdptoys.parallel.fsdp2", "fsdptoys.checkpoint.plans"]
+PRELOADED += ["fsdptoys.parallel.fsdp1", "fsdptoys.parallel.fsdp2", "fsdptoys.checkpoint.dcp_io"]
 
 MODES = ("immediate", "delayed")
 """Whether streams do their work at once, or when somebody waits for it."""

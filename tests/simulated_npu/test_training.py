@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from fsdptoys.config import Config, SumDType
+from fsdptoys.config.schema import Config, SumDType
 from fsdptoys.data import SyntheticConfig
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig, OffloadSchedule
-from fsdptoys.optim import AdamWConfig, Implementation, WeightDecayOn
+from fsdptoys.optim.config import AdamWConfig, Implementation, WeightDecayOn
 from fsdptoys.parallel import (
     DDPConfig,
     FSDP1Config,

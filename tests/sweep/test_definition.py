@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from fsdptoys.cli.help import sweep_help
+from fsdptoys.config.overrides import list_choices
 from fsdptoys.errors import ConfigError
-from fsdptoys.overrides import list_choices
+from fsdptoys.sweep.axes import read_base
 from fsdptoys.sweep.definition import list_sweeps, read_definition
-from fsdptoys.sweeping.axes import read_base
-from fsdptoys.usage import sweep_help
 
 MISTAKES = {
     "grids: {a: [1]}": "{path} says grids, which no sweep has; did you mean grid?",

@@ -8,9 +8,9 @@ import subprocess
 import pytest
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-from fsdptoys.__main__ import main
-from fsdptoys.recorded import read_recorded_run
+from fsdptoys.cli.main import main
 from fsdptoys.sweep import JobStatus, Sweep, read_sweep
+from fsdptoys.train.recorded_run import read_recorded_run
 from tests.warm import WarmPopen
 
 pytestmark = pytest.mark.launcher
@@ -44,7 +44,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Sweep:
     folder = tmp_path_factory.mktemp("end to end")
     path = folder / "mine.yaml"
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("fsdptoys.launch", "fsdptoys.run", "fsdptoys.metrics.plot", "matplotlib.figure"):
+        for name in ("fsdptoys.launch.launch", "fsdptoys.train.run", "fsdptoys.metrics.plots", "matplotlib.figure"):
             importlib.import_module(name)
         patch.setattr(subprocess, "Popen", WarmPopen)
         patch.setattr(subprocess_handler, "Popen", WarmPopen)

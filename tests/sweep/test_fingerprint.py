@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import fsdptoys
-from fsdptoys.compose import compose_config
-from fsdptoys.config import Config
+from fsdptoys.config.compose import compose_config
+from fsdptoys.config.schema import Config
 from fsdptoys.sweep import fingerprint as module
 from fsdptoys.sweep.fingerprint import fingerprint
 

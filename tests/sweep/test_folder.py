@@ -9,10 +9,10 @@ import pytest
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.sweep import Job, JobStatus, Skipped, Sweep, read_sweep
-from fsdptoys.sweep.arrange import arrange
 from fsdptoys.sweep.folder import read_job
 from fsdptoys.sweep.grid import Combination
-from fsdptoys.sweep.queue import read_submissions
+from fsdptoys.sweep.job_list import arrange
+from fsdptoys.sweep.slurm_queue import read_submissions
 
 
 @pytest.fixture

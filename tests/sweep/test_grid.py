@@ -2,10 +2,10 @@
 
 import pytest
 
+from fsdptoys.config.overrides import list_choices
 from fsdptoys.errors import ConfigError
-from fsdptoys.overrides import list_choices
+from fsdptoys.sweep.axes import read_axes
 from fsdptoys.sweep.grid import Axis, combine
-from fsdptoys.sweeping.axes import read_axes
 
 CHOICES = list_choices()
 

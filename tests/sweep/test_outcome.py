@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from fsdptoys.__main__ import main
-from fsdptoys.failures import first_failure, outcome_of
-from fsdptoys.outcome import OUTCOME_VARIABLE, Outcome, leave_outcome, read_outcome
+from fsdptoys.cli.main import main
+from fsdptoys.launch.exit_record import OUTCOME_VARIABLE, Outcome, leave_outcome, read_outcome
+from fsdptoys.launch.failures import first_failure, outcome_of
 
 
 def silent(exit_status: int) -> ProcessFailure:

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from fsdptoys.overrides import parse_overrides
+from fsdptoys.config.overrides import parse_overrides
 from fsdptoys.sweep import Job, JobStatus, runner
 from fsdptoys.sweep.folder import read_job, write_job
-from fsdptoys.sweep.interruption import Interruption
-from fsdptoys.sweep.runner import quote, run_job
+from fsdptoys.sweep.runner import Interruption, quote, run_job
 
 STANDIN = (sys.executable, "-I", "-S", str(Path(__file__).with_name("standin.py")))
 

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import pytest
 
-from .environment import sources
+from tests.torch_npu.environment import sources
 
 FOLDER = Path(os.environ.get("TORCH_NPU_ENV", Path(__file__).parents[2] / ".venv-torch-npu"))
 

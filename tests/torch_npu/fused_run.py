@@ -6,7 +6,7 @@ Their schemas, and the autograd that calls their backwards, are torch_npu's own.
 import json
 import sys
 
-from fsdptoys.__main__ import main
+from fsdptoys.cli.main import main
 from tests.npu_stand_ins import CALLS, npu_operators
 
 if __name__ == "__main__":

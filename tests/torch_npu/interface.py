@@ -66,7 +66,7 @@ NOT_READ = {
 }
 """Names that no source spells out."""
 
-HANDED = {("fsdptoys/profiler/snapshot.py", "_memory"): f"{NPU}.memory"}
+HANDED = {("fsdptoys/profiler/memory_snapshot.py", "_memory"): f"{NPU}.memory"}
 """(source, attribute) → what the source is given by another."""
 
 OPERATORS = {

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from fsdptoys.kernels import KernelConfig
+from fsdptoys.config.kernel_choice import KernelConfig
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 200

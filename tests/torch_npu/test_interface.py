@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from .environment import NEWEST, OLDEST
-from .interface import (
+from tests.torch_npu.environment import NEWEST, OLDEST
+from tests.torch_npu.interface import (
     CANN_VARIABLES,
     HANDED,
     NAMED_ONLY,
@@ -20,8 +20,8 @@ from .interface import (
     TEXTS,
     VARIABLES,
 )
-from .uses import Use, Uses, uses_of
-from .wheel import Wheel
+from tests.torch_npu.uses import Use, Uses, uses_of
+from tests.torch_npu.wheel import Wheel
 
 pytestmark = pytest.mark.torch_npu
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .runs import differences, run, run_fused, run_python
+from tests.torch_npu.runs import differences, run, run_fused, run_python
 
 pytestmark = pytest.mark.torch_npu
 
@@ -94,7 +94,7 @@ def test_memory_history_is_torch_npus(environment: Path, tmp_path: Path) -> None
     assert done.status == 0, done.told
     history = pickle.loads((done.folder / "profile/memory-rank0.pickle").read_bytes())
     allocated = [event for event in history["device_traces"][0] if event["action"] == "alloc"]
-    assert any("fsdptoys/trainer.py" in frame["filename"] for event in allocated for frame in event["frames"])
+    assert any("fsdptoys/train/trainer.py" in frame["filename"] for event in allocated for frame in event["frames"])
     assert all(segment["is_expandable"] for segment in history["segments"])
     assert (done.folder / "profile/memory-rank0.html").exists()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .runs import Result, differences, run
+from tests.torch_npu.runs import Result, differences, run
 
 pytestmark = pytest.mark.torch_npu
 

@@ -10,16 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from tests.toys.fsdp_models import (
-    NATIVE,
-    TOY,
-    Case,
-    Model,
-    assert_hold,
-    shard_groups,
-    shard_tied,
-    train,
-)
+from tests.toys.fsdp_models import NATIVE, TOY, Case, Model, assert_hold, shard_groups, shard_tied, train
 
 BF16 = {"param_dtype": torch.bfloat16}
 ACCUMULATE = Case(before=lambda model, index, count: model.set_requires_gradient_sync(index == count - 1))

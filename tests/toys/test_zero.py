@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Native
 
-from fsdptoys.toys.owners import Evenness, assign_owners
+from fsdptoys.toys.partition import Evenness, assign_owners
 from fsdptoys.toys.zero1 import Zero1
 from fsdptoys.toys.zero2 import Zero2
 from fsdptoys.toys.zero3 import Share, Zero3

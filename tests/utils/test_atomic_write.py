@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from fsdptoys.data.sole import alone
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.atomic_write import write_atomically
-from fsdptoys.utils.file_lock import HeldError, is_held, lock_file, lock_folder, unlock_file
+from fsdptoys.utils.file_lock import HeldError, alone, is_held, lock_file, lock_folder, unlock_file
 
 
 @pytest.mark.parametrize("where", ["file", ".file.{pid}.part"])

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .collectives import all_gather
 from .layout import Piece, lay_out
-from .outer import Outer
+from .tensor_parallel import Outer
 
 
 @dataclass

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .internals import local_tensor, own_tensor, register, set_local_tensor
-from .outer import Outer
 from .shard import FlatShard, Gathering
+from .tensor_parallel import Outer
 from .tensors import set_storage
 
 ALIGNMENT_BYTES = 512

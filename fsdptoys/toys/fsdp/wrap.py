@@ -14,8 +14,8 @@ from torch.distributed.tensor import Shard
 from .hooks import Driver, driver_of
 from .internals import announce, is_replicated, own_tensor
 from .module import FSDPModule
-from .outer import outer_of
 from .policies import MixedPrecisionPolicy, check_offload
+from .tensor_parallel import outer_of
 from .unit import Homes, Unit
 
 _classes: dict[type, type] = {}

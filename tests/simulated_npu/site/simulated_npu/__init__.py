@@ -48,8 +48,8 @@ def install(devices: int = DEFAULT_DEVICES, capacity_bytes: int = DEFAULT_MIB * 
     import torch
     import torch.distributed as dist
 
-    from .build import load_extension
-    from .npu import build_module
+    from tests.simulated_npu.site.simulated_npu.build import load_extension
+    from tests.simulated_npu.site.simulated_npu.npu import build_module
 
     if extension is not None:
         raise RuntimeError("the simulated device is there already")

@@ -1,0 +1,141 @@
+"""A folder that is there as a whole or not at all, with the checksums of its files.
+
+It is filled under another name beside its place, handed to the disk, and renamed. A process that is killed before the
+rename leaves a hidden ``.NAME.….partial`` behind, which nothing reads and anybody may delete.
+
+``checksums.json`` names size and SHA-256 of every file.
+"""
+
+import json
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from safetensors import SafetensorError
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.utils.regular_file import open_regular
+
+from .checksums import FileSum, sum_file, sums_from_json, sums_to_json
+from .safetensors_header import AGAIN
+from .safetensors_io import read_json
+from .storage import hand_to_disk
+
+CHECKSUMS_FILE = "checksums.json"
+
+
+def check_new_folder(path: Path) -> None:
+    """Check that a folder can be made there, or is there and empty.
+
+    Raises:
+        ConfigError: naming the folder.
+    """
+    try:
+        taken = path.exists() and (not path.is_dir() or any(path.iterdir()))
+    except OSError as error:
+        raise ConfigError(_cannot_be_written(path, error)) from error
+    if taken:
+        what = "is not empty" if path.is_dir() else "is a file"
+        raise ConfigError(f"{path} {what}, and nothing is written over; name a folder that does not exist")
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Make a folder that takes its place, with checksums, when the block ends well, and is deleted otherwise.
+
+    Raises:
+        ConfigError: in one sentence, if the place is taken or the system refuses to write.
+    """
+    check_new_folder(path)
+    place = path.absolute()
+    if place.is_symlink():
+        place = place.resolve()
+    temporary = place.parent / f".{place.name}.{secrets.token_hex(4)}.partial"
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        temporary.mkdir()
+        yield temporary
+        _write_checksums(temporary)
+        for file in temporary.iterdir():
+            hand_to_disk(file)
+        hand_to_disk(temporary)
+        temporary.rename(place)
+        hand_to_disk(place.parent)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(_cannot_be_written(path, error)) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def verify_checksums(path: Path) -> int | None:
+    """Hold every file of a folder against its checksums.
+
+    Returns:
+        The number of files that match; None where the folder has no checksums.
+
+    Raises:
+        ConfigError: naming the file that is damaged.
+    """
+    if not (path / CHECKSUMS_FILE).exists():
+        return None
+    files = _read_checksums(path)
+    for name, said in files.items():
+        check_size(path, name, said.size)
+        found = _sum(path / name)
+        if found != said:
+            raise ConfigError(
+                f"{path / name} is damaged: its SHA-256 is {found.sha256[:12]}…, and {CHECKSUMS_FILE} says "
+                f"{said.sha256[:12]}…; {AGAIN}, or delete {CHECKSUMS_FILE} if the file was changed on purpose"
+            )
+    return len(files)
+
+
+def check_sizes(path: Path) -> None:
+    """Hold the sizes of a folder's files against its checksums, if it has any, without reading the files."""
+    if (path / CHECKSUMS_FILE).exists():
+        for name, said in _read_checksums(path).items():
+            check_size(path, name, said.size)
+
+
+def check_size(path: Path, name: str, size: int) -> None:
+    """Refuse a file that is gone or has another size."""
+    try:
+        found = (path / name).stat().st_size
+    except OSError as error:
+        raise ConfigError(f"{path / name} is not there, though {CHECKSUMS_FILE} speaks of it; {AGAIN}") from error
+    if found != size:
+        raise ConfigError(
+            f"{path / name} is damaged: it holds {found} bytes, and {CHECKSUMS_FILE} says {size}; {AGAIN}, or delete "
+            f"{CHECKSUMS_FILE} if the file was changed on purpose"
+        )
+
+
+def _read_checksums(path: Path) -> dict[str, FileSum]:
+    manifest = path / CHECKSUMS_FILE
+    tree = read_json(manifest)
+    try:
+        return sums_from_json(tree.get("files"))
+    except ValueError as error:
+        raise ConfigError(f"{manifest} is damaged: it does not list names, sizes and SHA-256; {AGAIN}") from error
+
+
+def _write_checksums(folder: Path) -> None:
+    files = {file.name: _sum(file) for file in folder.iterdir()}
+    text = json.dumps({"files": sums_to_json(files)}, indent=2) + "\n"
+    (folder / CHECKSUMS_FILE).write_text(text, encoding="utf-8")
+
+
+def _sum(path: Path) -> FileSum:
+    try:
+        with open_regular(path) as file:
+            return sum_file(cast(BinaryIO, file))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror or error}); {AGAIN}") from error
+
+
+def _cannot_be_written(path: Path, error: Exception) -> str:
+    reason = (error.strerror if isinstance(error, OSError) else None) or error
+    return f"{path} cannot be written ({reason}), and nothing is left there; name a folder on a disk with room"

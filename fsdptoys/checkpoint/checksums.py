@@ -1,0 +1,138 @@
+"""Size and SHA-256 of files: what every folder here says of its own, and what they are held against when read.
+
+safetensors has no checksums of its own: of 300 flipped bits its reader noticed one. A sum protects against damage, not
+against somebody who rewrites it too.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, BinaryIO, cast
+
+from .safetensors_io import is_file_name
+from .storage import Storage
+
+BLOCK_BYTES = 2**20
+DIGEST_LENGTH = 64
+
+
+@dataclass(frozen=True)
+class FileSum:
+    """What a file has to be."""
+
+    size: int
+    """In bytes."""
+    sha256: str
+    """In hexadecimal."""
+
+
+def sum_file(file: BinaryIO) -> FileSum:
+    """Read a file from where it stands to its end.
+
+    Raises:
+        OSError: as the system refuses.
+    """
+    digest, size = hashlib.sha256(), 0
+    while block := file.read(BLOCK_BYTES):
+        digest.update(block)
+        size += len(block)
+    return FileSum(size, digest.hexdigest())
+
+
+def sums_to_json(files: Mapping[str, FileSum]) -> dict[str, dict[str, Any]]:
+    """File names → sizes and sums, in order of the names."""
+    return {name: {"bytes": files[name].size, "sha256": files[name].sha256} for name in sorted(files)}
+
+
+def sums_from_json(tree: object) -> dict[str, FileSum]:
+    """The opposite.
+
+    Raises:
+        ValueError: unless every entry is the name of a file, not a path, with a size and a sum.
+    """
+    if not isinstance(tree, dict):
+        raise ValueError("it does not list files")
+    files = {}
+    for name, entry in tree.items():
+        if not is_file_name(name) or not isinstance(entry, dict) or set(entry) != {"bytes", "sha256"}:
+            raise ValueError(f"it describes {name!r:.100} wrongly")
+        size, digest = entry["bytes"], entry["sha256"]
+        if type(size) is not int or size < 0 or not isinstance(digest, str) or len(digest) != DIGEST_LENGTH:
+            raise ValueError(f"it describes {name!r:.100} wrongly")
+        files[name] = FileSum(size, digest)
+    return files
+
+
+class SummingStorage(Storage):
+    """Another storage, of which it sums up every file while that is written: a file need not be read back.
+
+    So a sum tells what was meant to be written, and damage on the way to the disk is found too.
+
+    Attributes:
+        sums: path → size and SHA-256, of the files that were written to the end.
+        refused: the first error of the place itself while writing.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self.where, self.renames = storage.where, storage.renames
+        self.sums: dict[str, FileSum] = {}
+        self.refused: OSError | None = None
+        self._storage = storage
+
+    @contextmanager
+    def writing(self, path: str) -> Iterator[BinaryIO]:
+        """See Storage. The file can only be written from its beginning to its end."""
+        try:
+            with self._storage.writing(path) as file:
+                summing = _SummingFile(file)
+                yield cast(BinaryIO, summing)
+        except OSError as error:
+            self.refused = self.refused or error
+            raise
+        self.sums[path] = FileSum(summing.size, summing.digest.hexdigest())
+
+    def names(self, folder: str = "") -> list[str]:
+        """See Storage."""
+        return self._storage.names(folder)
+
+    def exists(self, path: str) -> bool:
+        """See Storage."""
+        return self._storage.exists(path)
+
+    def size(self, path: str) -> int:
+        """See Storage."""
+        return self._storage.size(path)
+
+    def reading(self, path: str) -> AbstractContextManager[BinaryIO]:
+        """See Storage."""
+        return self._storage.reading(path)
+
+    def make(self, folder: str) -> None:
+        """See Storage."""
+        self._storage.make(folder)
+
+    def sync(self, folder: str) -> None:
+        """See Storage."""
+        self._storage.sync(folder)
+
+    def rename(self, old: str, new: str) -> None:
+        """See Storage."""
+        self._storage.rename(old, new)
+
+    def remove(self, path: str) -> None:
+        """See Storage."""
+        self._storage.remove(path)
+
+
+class _SummingFile:
+    def __init__(self, file: BinaryIO) -> None:
+        self.digest = hashlib.sha256()
+        self.size = 0
+        self._file = file
+
+    def write(self, data: Any) -> int:
+        written = self._file.write(data)
+        self.digest.update(data)
+        self.size += written
+        return written

@@ -1,0 +1,213 @@
+"""Carries out the plans of torch.distributed.checkpoint: writes and reads a rank's part of a checkpoint.
+
+``SafetensorsWriter`` and ``SafetensorsReader`` stand where PyTorch has FileSystemWriter and FileSystemReader, and want
+planners that do not flatten, since all there is are tensors by name.
+
+Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
+"""
+
+import dataclasses
+import math
+import os
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from .safetensors_chunks import (
+    CHUNK_DTYPES,
+    DTYPE_NAMES,
+    ChunkForm,
+    ChunkPlace,
+    in_file_order,
+    read_places,
+    read_rows,
+    write_chunks,
+)
+from .storage import Storage
+from .tensor_index import INDEX_FILE, Chunk, StoredTensor, chunk_key, file_name, write_index
+
+
+class SafetensorsWriter(dcp.StorageWriter):
+    """Writes what a plan gives this rank into one safetensors file, and on rank 0 the index of all of them.
+
+    Args:
+        storage: where to.
+        folder: in it, an existing one.
+        rank: this process's, within those that save.
+    """
+
+    def __init__(self, storage: Storage, folder: str, rank: int) -> None:
+        self.files: list[str] = []
+        """Names of those that were written."""
+        self._storage, self._folder, self._rank = storage, folder, rank
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """See StorageWriter. The place is this object's own, whatever the identifier."""
+        self.files = []
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """See StorageWriter."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """See StorageWriter."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """See StorageWriter."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's file, if it has anything to write."""
+        items = {_key(item): item for item in plan.items}
+        assert len(items) == len(plan.items), "two chunks of one name"
+        file = file_name(self._rank)
+        if items:
+            forms = {key: _form(item) for key, item in items.items()}
+            # Tensors are looked up one by one as the file grows; each may be copied from an accelerator.
+            chunks = ((key, planner.resolve_data(items[key])) for key in in_file_order(forms))
+            write_chunks(self._storage, f"{self._folder}/{file}", forms, chunks)  # type: ignore[arg-type]
+            self.files.append(file)
+        results = [WriteResult(item.index, _form(item).nbytes, (file, key)) for key, item in items.items()]
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the index."""
+        places = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        by_tensor: dict[str, list[Chunk]] = {}
+        for index, (file, key) in places.items():
+            tensor = metadata.state_dict_metadata[index.fqn]
+            assert isinstance(tensor, TensorStorageMetadata) and index.index is not None
+            chunk = tensor.chunks[index.index]
+            by_tensor.setdefault(index.fqn, []).append(Chunk(file, key, tuple(chunk.offsets), tuple(chunk.sizes)))
+        stored = {}
+        for name, tensor in metadata.state_dict_metadata.items():
+            assert isinstance(tensor, TensorStorageMetadata)
+            chunks = tuple(sorted(by_tensor[name], key=lambda chunk: chunk.offsets))
+            stored[name] = StoredTensor(DTYPE_NAMES[tensor.properties.dtype], tuple(tensor.size), chunks)
+        write_index(self._storage, self._folder, stored)
+        self.files.append(INDEX_FILE)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Never: this writer is made with its place."""
+        return False
+
+
+class SafetensorsReader(dcp.StorageReader):
+    """Reads what a plan asks for out of the files that ``SafetensorsWriter`` wrote.
+
+    Args:
+        storage: where from.
+        folder: in it.
+        index: the tensors that may be asked for.
+    """
+
+    def __init__(self, storage: Storage, folder: str, index: dict[str, StoredTensor]) -> None:
+        self._storage, self._folder, self._index = storage, folder, index
+        self._chunks = {(name, chunk.offsets): chunk for name, tensor in index.items() for chunk in tensor.chunks}
+        self._places: dict[Chunk, ChunkPlace] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """See StorageReader. The place is this object's own, whatever the identifier."""
+        self._places = {}
+
+    def read_metadata(self, *args: Any) -> Metadata:
+        """The index as PyTorch's planner wants it."""
+        metadata: dict[str, Any] = {}
+        for name, tensor in self._index.items():
+            chunks = [
+                ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in tensor.chunks
+            ]
+            properties = TensorProperties(dtype=CHUNK_DTYPES[tensor.dtype])
+            metadata[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+        return Metadata(metadata)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any) -> None:
+        """See StorageReader."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Find the chunks in their files, so that damage to a header is known on all ranks before any reads.
+
+        Raises:
+            ConfigError: naming the file.
+        """
+        items = [item for item in plan.items if math.prod(item.lengths)]
+        wanted: dict[str, dict[str, ChunkForm]] = {}
+        for item in items:
+            chunk = self._chunk(item.storage_index)
+            wanted.setdefault(chunk.file, {})[chunk.key] = self._index[item.storage_index.fqn].form(chunk)
+        found = {file: read_places(self._storage, f"{self._folder}/{file}", forms) for file, forms in wanted.items()}
+        for item in items:
+            chunk = self._chunk(item.storage_index)
+            self._places[chunk] = found[chunk.file][chunk.key]
+        return dataclasses.replace(plan, items=items)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """See StorageReader."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read file by file, from front to back, the rows that are needed."""
+        by_file: dict[str, list[tuple[ChunkPlace, Any]]] = {}
+        for item in plan.items:
+            chunk = self._chunk(item.storage_index)
+            by_file.setdefault(chunk.file, []).append((self._places[chunk], item))
+        for file, items in by_file.items():
+            with self._storage.reading(f"{self._folder}/{file}") as opened:
+                for place, item in sorted(items, key=lambda pair: pair[0].start):
+                    into = planner.resolve_tensor(item).detach()
+                    _read_part(opened, place, tuple(item.storage_offsets), into)
+                    planner.commit_tensor(item, into)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _chunk(self, index: Any) -> Chunk:
+        return self._chunks[index.fqn, tuple(index.offset)]
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Never: this reader is made with its place."""
+        return False
+
+
+def _read_part(file: Any, place: ChunkPlace, offsets: tuple[int, ...], into: Tensor) -> None:
+    """Fill a tensor with the part of a chunk that begins at ``offsets``."""
+    shape = place.form.shape
+    first = offsets[0] if shape else 0
+    if into.shape[1:] == shape[1:] and into.is_contiguous() and into.device.type == "cpu":
+        read_rows(file, place, first, into)
+        return
+    rows = torch.empty((into.shape[0], *shape[1:]) if shape else (), dtype=place.form.dtype)
+    read_rows(file, place, first, rows)
+    for dim, (offset, length) in enumerate(zip(offsets[1:], into.shape[1:], strict=True), start=1):
+        rows = rows.narrow(dim, offset, length)
+    into.copy_(rows)
+
+
+def _data(item: WriteItem) -> Any:
+    assert item.tensor_data is not None, f"{item.index.fqn} is no tensor"
+    return item.tensor_data
+
+
+def _form(item: WriteItem) -> ChunkForm:
+    data = _data(item)
+    return ChunkForm(data.properties.dtype, tuple(data.chunk.sizes))
+
+
+def _key(item: WriteItem) -> str:
+    data = _data(item)
+    return chunk_key(item.index.fqn, _form(item), data.chunk.offsets, data.size)

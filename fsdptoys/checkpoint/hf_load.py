@@ -1,0 +1,263 @@
+"""Folders in Hugging Face format to read from: where a run takes its initial weights.
+
+Everything is checked before anything is allocated, from ``config.json`` and the files' headers: a folder that is
+incomplete, damaged or of another model is refused, and never half of it loaded. Then each rank reads of each tensor
+what its shard needs. Weights in pickles are never opened.
+
+Names and shapes come from the families (``models/huggingface.py``). Not covered: folders on another machine,
+tokenizers, a head of its own beside ``tie_word_embeddings=true``.
+"""
+
+import dataclasses
+import math
+import re
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.models import FAMILIES, DecoderModel, ModelConfig
+from fsdptoys.models.huggingface import Bounds
+from fsdptoys.utils.dtensor import (
+    local_bounds,
+    local_tensor,
+)
+from fsdptoys.utils.text import one_line
+
+from .atomic_folder import check_sizes, verify_checksums
+from .model_config import build_dataclass, check_same, check_type
+from .safetensors_header import AGAIN
+from .safetensors_io import TensorFolder, read_json, slices
+
+CONFIG_FILE = "config.json"
+STEM = "model"
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+BLOCK_ELEMENTS = 2**22
+"""Elements that are looked at in one go: 16 MiB of float32."""
+
+ROTARY_NUMBERS = {
+    "rope_theta": float,
+    "factor": float,
+    "low_freq_factor": float,
+    "high_freq_factor": float,
+    "original_max_position_embeddings": int,
+}
+"""Of those rotary settings that are read."""
+
+
+class HuggingFaceFolder:
+    """A folder with ``config.json`` and safetensors files: ``check`` it first, then ``fill`` each parameter.
+
+    Args:
+        path: the folder; ``~`` is the home directory.
+
+    Raises:
+        ConfigError: if there is no such folder.
+    """
+
+    tensors: TensorFolder
+    """What the files hold; known once the folder is checked."""
+    model: DecoderModel | None = None
+    """What it was checked for."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).expanduser()
+        if not self.path.is_dir():
+            raise ConfigError(
+                f"{path} {'is a file' if self.path.exists() else 'does not exist'}, where a folder in Hugging Face "
+                "format is expected; name one that holds config.json and safetensors files"
+            )
+
+    def model_config(self) -> ModelConfig:
+        """The configuration of the model that ``config.json`` describes.
+
+        Raises:
+            ConfigError: naming file, key and value of the first mistake, or of what no family here computes.
+        """
+        path = self.path / CONFIG_FILE
+        if not path.exists():
+            raise ConfigError(f"{path} is not there, and says what model the weights are of; {AGAIN}")
+        tree = read_json(path)
+        family = _family(tree, path)
+        _check_rotary_numbers(tree, path)
+        try:
+            fields = family.hugging_face.read_config(tree)
+        except TypeError as error:
+            _find_wrong_type(family, tree, path)
+            raise ConfigError(
+                f"{path} holds a value of a type that no such file has ({one_line(error)}); {AGAIN}"
+            ) from error
+        except ValueError as error:
+            told = one_line(error)
+            if told.startswith(CONFIG_FILE):
+                fix = AGAIN if told.startswith(f"{CONFIG_FILE} lacks") else "use weights of another model"
+                raise ConfigError(f"{path}{told.removeprefix(CONFIG_FILE)}; {fix}") from error
+            raise ConfigError(f"{path} describes a model that cannot be built: {told}") from error
+        keys = family.hugging_face.keys
+        config = build_dataclass(family, _defaults(family) | fields, str(path), lambda name: keys.get(name, name))
+        assert isinstance(config, ModelConfig)
+        return config
+
+    def check(self, model: DecoderModel) -> None:
+        """Check that the folder holds what a model needs, whole and nothing besides, from the files' headers alone.
+
+        Args:
+            model: on the meta device.
+
+        Raises:
+            ConfigError: naming file and tensor, what was found and what was expected.
+        """
+        check_sizes(self.path)
+        tensors = TensorFolder(self.path, STEM)
+        style = model.config.hugging_face
+        # The published GPT-2 was saved without the part of the name that is for the model below its head.
+        prefix = style.names[""]
+        self._missing_prefix = "" if any(name.startswith(prefix) for name in tensors.stored) else prefix
+        self._needed = {
+            self._stored_name(piece.tensor): piece.tensor_shape
+            for name, param in model.named_parameters()
+            for piece in style.pieces(name, tuple(param.shape))
+        }
+        reader = f"a {model.config.family} model as configured"
+        tensors.require(self._needed, reader)
+        for name, stored in tensors.stored.items():
+            if name not in self._needed and not self._is_dropped(name, model.config):
+                raise ConfigError(
+                    f"{self.path / stored.file} holds {one_line(name)}, for which {reader} has no place; use a folder "
+                    f"whose {CONFIG_FILE} fits its weights"
+                )
+        self.tensors, self.model = tensors, model
+
+    def fill(self, param: Tensor, name: str) -> None:
+        """Give a parameter, or this rank's shard of it, its values from the files, in place and in its own dtype.
+
+        Reads what the shard needs, and holds besides the shard no more than the pages of that one parameter.
+
+        Args:
+            param: a plain tensor, or a DTensor as :func:`~fsdptoys.parallel.mesh.local_bounds` takes it.
+            name: the model's own name of the parameter.
+
+        Raises:
+            ConfigError: if a file has become unreadable since it was checked.
+        """
+        assert self.model is not None, "check the folder first"
+        config, bounds = self.model.config, local_bounds(param)
+        with torch.no_grad(), self.tensors.reading() as read:
+            local = local_tensor(param)
+            for piece in config.hugging_face.pieces(name, tuple(param.shape)):
+                part = piece.narrow(bounds)
+                if part is None:
+                    continue
+                source = read(self._stored_name(part.tensor), part.tensor_region)
+                target = local[slices(part.region, origin=tuple(first for first, _ in bounds))]
+                # Where a parameter stacks several tensors, the target's first dims have extent 1.
+                target.copy_((source.mT if part.transposed else source).expand(target.shape))
+
+    def verify_checksums(self) -> int | None:
+        """Read all files once and hold them against ``checksums.json``; see :func:`.folder.verify_checksums`."""
+        return verify_checksums(self.path)
+
+    def check_values(self) -> None:
+        """Read all tensors that the model needs once, in blocks, and refuse values that are not finite.
+
+        Raises:
+            ConfigError: naming file and tensor; also where a tied head differs from the embedding.
+        """
+        assert self.model is not None, "check the folder first"
+        for name, shape in self._needed.items():
+            for block in _blocks(shape):
+                with self.tensors.reading() as read:
+                    if not read(name, block).isfinite().all():
+                        file = self.path / self.tensors.stored[name].file
+                        raise ConfigError(f"{file} holds {name} with values that are not finite; use other weights")
+        head = self.tensors.stored.get(HEAD)
+        if head is not None and HEAD not in self._needed:
+            style = self.model.config.hugging_face
+            embedding = self._stored_name(style.tensor_name(EMBEDDING))
+            shape = self._needed[embedding]
+            self.tensors.require({HEAD: shape}, "a head that is tied to the embedding")
+            for block in _blocks(shape):
+                with self.tensors.reading() as read:
+                    if not torch.equal(read(HEAD, block), read(embedding, block)):
+                        raise ConfigError(
+                            f"{self.path / head.file} holds {HEAD} with other values than {embedding}, though "
+                            f"{CONFIG_FILE} says that they are one; set tie_word_embeddings to false there"
+                        )
+
+    def _stored_name(self, tensor: str) -> str:
+        return tensor.removeprefix(self._missing_prefix)
+
+    def _is_dropped(self, name: str, config: ModelConfig) -> bool:
+        drops = [re.escape(self._stored_name(drop)).replace(r"\{\}", r"\d+") for drop in config.hugging_face.drops]
+        return (name == HEAD and config.tie_embeddings) or any(re.fullmatch(drop, name) for drop in drops)
+
+
+def open_init_from(model: DecoderModel) -> HuggingFaceFolder:
+    """Open the folder of ``model.init_from`` and check that it is whole and made for this model.
+
+    Args:
+        model: on the meta device; its configuration names the folder.
+
+    Raises:
+        ConfigError: in one sentence, before anything is allocated.
+    """
+    init_from = model.config.init_from
+    assert init_from is not None
+    try:
+        folder = HuggingFaceFolder(init_from)
+    except ConfigError as error:
+        raise ConfigError(f"model.init_from={error}") from error
+    check_same(
+        model.config, folder.model_config(), f"model.init_from={init_from}", f"fsdptoys convert from-hf {init_from}"
+    )
+    folder.check(model)
+    return folder
+
+
+def _family(tree: Mapping[str, Any], path: Path) -> type[ModelConfig]:
+    families = {family.hugging_face.architecture: family for family in FAMILIES.values()}
+    architectures = tree.get("architectures")
+    if isinstance(architectures, list) and len(architectures) == 1 and architectures[0] in tuple(families):
+        return families[architectures[0]]
+    raise ConfigError(
+        f"{path} says architectures={architectures!r:.100}, which is none of those here; use weights of "
+        f"{', '.join(families)}"
+    )
+
+
+def _check_rotary_numbers(tree: Mapping[str, Any], path: Path) -> None:
+    for key in ("rope_parameters", "rope_scaling"):
+        section = tree.get(key)
+        if section is None:
+            continue
+        if not isinstance(section, dict):
+            raise ConfigError(f"{path} says {key}={section!r:.100}, which must be an object or null; correct it")
+        if section.get("rope_type", section.get("type", "default")) in ("default", "llama3"):
+            for name, kind in ROTARY_NUMBERS.items():
+                if name in section:
+                    check_type(section[name], kind, str(path), f"{key}.{name}")
+
+
+def _find_wrong_type(family: type[ModelConfig], tree: Mapping[str, Any], path: Path) -> None:
+    """Refuse the first key whose value is of another type than its field."""
+    hints = typing.get_type_hints(family)
+    for name, key in family.hugging_face.keys.items():
+        # A family may read a number as a switch.
+        if hints[name] is not bool and tree.get(key) is not None:
+            check_type(tree[key], hints[name], str(path), key)
+
+
+def _defaults(family: type[ModelConfig]) -> dict[str, Any]:
+    fields = dataclasses.fields(family)
+    return {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
+
+
+def _blocks(shape: tuple[int, ...]) -> Iterator[Bounds]:
+    """Cut a tensor along its first dim."""
+    step = max(1, BLOCK_ELEMENTS // max(1, math.prod(shape[1:])))
+    for first in range(0, shape[0], step):
+        yield ((first, min(first + step, shape[0])), *((0, size) for size in shape[1:]))

@@ -1,0 +1,127 @@
+"""A checkpoint that all ranks have read and found whole."""
+
+import heapq
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdptoys.errors import ConfigError
+
+from .facts import ANY, Schema, read_own, read_state
+from .manifest import (
+    Manifest,
+    NotWholeError,
+    UnreadableError,
+    rank_file,
+    read_manifest,
+    reason_of,
+    tried_again,
+    verify_file,
+    world_size_of,
+)
+from .rank_sync import Ranks
+from .sharded_io import load_tensors
+from .storage import Storage
+
+T = TypeVar("T")
+
+
+class Checkpoint:
+    """A whole checkpoint.
+
+    Attributes:
+        name: of its folder.
+        step: number of steps after which it was saved.
+        facts: as they were given to ``save``, with ``step`` and ``world_size``.
+        own_facts: of this rank; None where it was saved by another number of ranks.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        name: str,
+        facts: dict[str, Any],
+        own_facts: dict[str, Any] | None,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self.name = name
+        self.step: int = facts["step"]
+        self.facts = facts
+        self.own_facts = own_facts
+        self._storage = storage
+        self._group = group
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Fill tensors in place, whatever layout they were saved in; collective.
+
+        Args:
+            tensors: by name; DTensors or plain ones. What else the checkpoint holds is left alone.
+
+        Raises:
+            ConfigError: if it lacks one, or holds it in another shape or dtype, before any is filled; or if the system
+                refuses to read it, again and again. On all ranks alike.
+        """
+        try:
+            # An error of one rank is raised on all of them, so that all try again together.
+            tried_again(lambda: load_tensors(self._storage, self.name, tensors, self._group))
+        except OSError as error:
+            raise ConfigError(
+                f"{self.name} in {self._storage.where} cannot be read ({reason_of(error)}); make it readable, or set "
+                "checkpoint.resume to another one"
+            ) from error
+
+
+def read_checkpoint(ranks: Ranks, storage: Storage, name: str, schema: Schema = ANY) -> Checkpoint:
+    """Read all files of a folder, each on one rank, and compare them with its manifest; collective.
+
+    Raises:
+        NotWholeError: on all ranks, with the reason that the first of them found.
+        UnreadableError: likewise, if the system refuses to read a file on any rank, and no rank found damage.
+    """
+    first = _agreed(ranks, name, "", lambda: read_manifest(storage, name) if ranks.rank == 0 else None)
+    manifest = ranks.broadcast(first)
+    assert manifest is not None
+
+    def read() -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        for path in _share(manifest, ranks):
+            verify_file(storage, manifest, path)
+        facts = read_state(storage, manifest, schema) if ranks.rank == 0 else None
+        same_ranks = world_size_of(manifest) == ranks.size
+        return facts, read_own(storage, manifest, rank_file(ranks.rank), schema) if same_ranks else None
+
+    facts, own_facts = _agreed(ranks, name, f" (rank {ranks.rank})" if ranks.size > 1 else "", read)
+    facts = ranks.broadcast(facts)
+    assert facts is not None
+    return Checkpoint(storage, name, facts, own_facts, ranks.group)
+
+
+def _agreed(ranks: Ranks, name: str, of_rank: str, read: Callable[[], T]) -> T:
+    """Read on every rank; raise on all of them what the first one met, damage before what could not be read."""
+    is_damaged, reason = False, ""
+    try:
+        result = read()
+    except NotWholeError as problem:
+        is_damaged, reason = True, f"{problem}{of_rank}"
+    except UnreadableError as problem:
+        reason = f"{problem.reason}{of_rank}"
+    verdicts = sorted((each for each in ranks.gather((is_damaged, reason)) if each[1]), key=lambda each: not each[0])
+    is_damaged, reason = ranks.broadcast(verdicts[0] if verdicts else (False, ""))
+    if is_damaged:
+        raise NotWholeError(reason)
+    if reason:
+        raise UnreadableError(name, reason)
+    return result
+
+
+def _share(manifest: Manifest, ranks: Ranks) -> list[str]:
+    """The files that this rank reads: the largest first, each for the rank that has the fewest bytes so far."""
+    loads = [(0, rank) for rank in range(ranks.size)]
+    share = []
+    for path in sorted(manifest.files, key=lambda path: (-manifest.files[path].size, path)):
+        load, rank = loads[0]
+        heapq.heapreplace(loads, (load + manifest.files[path].size, rank))
+        if rank == ranks.rank:
+            share.append(path)
+    return share

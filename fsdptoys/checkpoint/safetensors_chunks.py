@@ -1,0 +1,212 @@
+"""Safetensors files of chunks: written as a stream, and read by rows, through any Storage.
+
+The format and its library are those of ``headers`` and ``tensors``, which read local files through a memory map. Here
+the other end may be an object store, so a file is written from its beginning to its end, the header first, and read by
+seeking. Either way no more than one tensor at a time lies in host memory besides those that are saved or filled.
+
+Wider numbers come first, so that each tensor's bytes stand at a multiple of its number format's size; the library
+cannot read others. Bytes are those of a little-endian machine.
+
+Source: https://huggingface.co/docs/safetensors/index
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.utils.foreign import parse_json
+from fsdptoys.utils.text import one_line
+
+from .safetensors_header import LONGEST_HEADER_BYTES
+from .safetensors_io import DTYPES
+from .storage import Storage
+
+CHUNK_DTYPES = {
+    **DTYPES,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Name in a header → number format, of those that a checkpoint can hold."""
+
+DTYPE_NAMES = {dtype: name for name, dtype in CHUNK_DTYPES.items()}
+
+OLDER = "resume from another checkpoint"
+"""What there is to do about damage."""
+
+PIECE_BYTES = 16 * 2**20
+"""Of one write or read: object stores keep a buffer of its size."""
+
+
+@dataclass(frozen=True)
+class ChunkForm:
+    """How the numbers of one chunk are laid out."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes in a file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def in_file_order(forms: Mapping[str, ChunkForm]) -> list[str]:
+    """Keys in the order in which ``write_chunks`` wants the chunks."""
+    return sorted(forms, key=lambda key: (-forms[key].dtype.itemsize, key))
+
+
+def write_chunks(
+    storage: Storage, path: str, forms: Mapping[str, ChunkForm], chunks: Iterable[tuple[str, Tensor]]
+) -> None:
+    """Write one safetensors file.
+
+    Args:
+        storage: where to.
+        path: of the file, in a folder that was made.
+        forms: what the file will hold, by key.
+        chunks: the same, with their numbers, in the order of ``in_file_order``; on any device.
+
+    Raises:
+        OSError: as the place refuses.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end, keys = 0, in_file_order(forms)
+    for key in keys:
+        assert key != "__metadata__", "a name that the format keeps for itself"
+        start, end = end, end + forms[key].nbytes
+        dtype = DTYPE_NAMES[forms[key].dtype]
+        header[key] = {"dtype": dtype, "shape": list(forms[key].shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    assert len(text) <= LONGEST_HEADER_BYTES
+    with storage.writing(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        written = 0
+        for key, (given, chunk) in zip(keys, chunks, strict=True):
+            assert given == key and ChunkForm(chunk.dtype, tuple(chunk.shape)) == forms[key], f"{given} for {key}"
+            written += _write(file, chunk)
+        assert written == end
+
+
+@dataclass(frozen=True)
+class ChunkPlace:
+    """Where a chunk lies."""
+
+    where: str
+    """Its file, for messages."""
+    form: ChunkForm
+    start: int
+    """First byte, from the beginning of the file."""
+
+
+def read_places(storage: Storage, path: str, forms: Mapping[str, ChunkForm]) -> dict[str, ChunkPlace]:
+    """Read from a file's header where chunks lie, and check that it agrees with what is known of them.
+
+    Args:
+        storage: where from.
+        path: of the file.
+        forms: the chunks wanted, by key; the file may hold more.
+
+    Raises:
+        ConfigError: naming the file and what is wrong with it.
+        OSError: as the place refuses.
+    """
+    where = f"{storage.where}/{path}"
+    try:
+        size = storage.size(path)
+        with storage.reading(path) as file:
+            length = int.from_bytes(_read_bytes(file, min(8, size)), "little")
+            if size < 8 or length > min(size - 8, LONGEST_HEADER_BYTES):
+                raise ValueError(f"its header does not fit into its {size} bytes")
+            header = parse_json(_read_bytes(file, length), unique_keys=True)
+        if not isinstance(header, dict):
+            raise ValueError("its header is not an object")
+        data = 8 + length
+        starts = {key: _start(header, key, form, size - data) for key, form in forms.items()}
+        return {key: ChunkPlace(where, form, data + starts[key]) for key, form in forms.items()}
+    except FileNotFoundError as error:
+        raise ConfigError(f"{where} is not there, though the checkpoint's index speaks of it; {OLDER}") from error
+    except ValueError as error:
+        raise ConfigError(f"{where} is damaged: {error}; {OLDER}") from error
+
+
+def read_rows(file: BinaryIO, place: ChunkPlace, first: int, into: Tensor) -> None:
+    """Fill a tensor with whole rows of a chunk.
+
+    Args:
+        file: the chunk's own, open.
+        place: of the chunk.
+        first: the row to begin with; 0 for a chunk that is a single number.
+        into: rows × the chunk's other dims, of its dtype, contiguous, on the CPU.
+
+    Raises:
+        ConfigError: if the file ends early.
+        OSError: as the place refuses.
+    """
+    row_bytes = math.prod(place.form.shape[1:]) * place.form.dtype.itemsize
+    file.seek(place.start + first * row_bytes)
+    for piece in _pieces(into):
+        if not _fill(file, memoryview(piece)):
+            raise ConfigError(f"{place.where} ends early, and is damaged; {OLDER}")
+
+
+def _write(file: BinaryIO, chunk: Tensor) -> int:
+    """Write a chunk's bytes; a copy in host memory is gone before the next chunk needs one."""
+    return sum(file.write(piece) for piece in _pieces(chunk.detach().cpu().contiguous()))
+
+
+def _pieces(tensor: Tensor) -> Iterator[Any]:
+    """The bytes of a contiguous tensor on the CPU, as views of them."""
+    content = tensor.detach().view(-1).view(torch.uint8).numpy()
+    for start in range(0, len(content), PIECE_BYTES):
+        yield content[start : start + PIECE_BYTES]
+
+
+def _read_bytes(file: BinaryIO, count: int) -> bytes:
+    content = bytearray(count)
+    if not _fill(file, memoryview(content)):
+        raise ValueError("it ends early")
+    return bytes(content)
+
+
+def _fill(file: BinaryIO, view: memoryview) -> bool:
+    """Whether the file was long enough."""
+    done = 0
+    while done < len(view):
+        count = file.readinto(view[done:])  # type: ignore[attr-defined]
+        if not count:
+            return False
+        done += count
+    return True
+
+
+def _start(header: dict[str, Any], key: str, form: ChunkForm, data_bytes: int) -> int:
+    """First byte of a chunk after the header."""
+    entry = header.get(key)
+    if not isinstance(entry, dict):
+        raise ValueError(f"its header does not speak of {one_line(key)}")
+    offsets = entry.get("data_offsets")
+    if not isinstance(offsets, list) or [type(offset) for offset in offsets] != [int, int]:
+        raise ValueError(f"its header describes {one_line(key)} wrongly, as {entry!r:.200}")
+    start, stop = offsets
+    shown = one_line(key)
+    if entry.get("dtype") != DTYPE_NAMES[form.dtype] or entry.get("shape") != list(form.shape):
+        raise ValueError(
+            f"its header says that {shown} is {entry.get('dtype')!r:.20} of shape {entry.get('shape')!r:.60}, and the "
+            f"checkpoint's index says {DTYPE_NAMES[form.dtype]} of {list(form.shape)}"
+        )
+    if start < 0 or stop - start != form.nbytes or stop > data_bytes:
+        raise ValueError(f"its header places {shown} at bytes {start} to {stop} of {data_bytes}, where it does not fit")
+    return int(start)

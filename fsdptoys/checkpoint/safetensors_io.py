@@ -1,0 +1,258 @@
+"""A folder of safetensors files, in one file or in shards with an index: read in parts, written a file at a time.
+
+Both layouts are Hugging Face's: ``STEM.safetensors``, or ``STEM-00001-of-00003.safetensors`` and so on with
+``STEM.safetensors.index.json``. Reading maps files into memory and touches only the pages of the part that is asked
+for; writing holds the tensors of one output file, twice before safetensors 0.8. Nothing here unpickles anything.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.models.huggingface import Bounds
+from fsdptoys.utils.foreign import parse_json
+from fsdptoys.utils.regular_file import read_regular
+from fsdptoys.utils.text import one_line
+
+from .safetensors_header import AGAIN, StoredTensor, read_header
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Name in a header → number format, of those that weights can be read from."""
+
+MAX_FILE_BYTES = 2 * 2**30
+"""Largest output file, unless one tensor is larger."""
+
+LARGEST_JSON_BYTES = 64 * 2**20
+"""Of an index or a ``config.json``; the index of a model with 200,000 tensors takes about 20 MiB."""
+
+
+class ReadRegion(Protocol):
+    """Reads a part of a named tensor."""
+
+    def __call__(self, name: str, region: Bounds) -> Tensor:
+        """The part within ``region``, in the dtype it is stored in, on the CPU; not to be written to."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32`` and so on."""
+    return str(dtype).removeprefix("torch.")
+
+
+def slices(bounds: Bounds, origin: tuple[int, ...] | None = None) -> tuple[slice, ...]:
+    """Bounds as an index into a tensor that begins at ``origin``."""
+    starts = origin or (0,) * len(bounds)
+    return tuple(slice(first - start, last - start) for (first, last), start in zip(bounds, starts, strict=True))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        ConfigError: naming the file.
+    """
+    try:
+        # Infinity occurs in configurations of others, in keys that no family here reads.
+        tree = parse_json(read_regular(path, LARGEST_JSON_BYTES), non_finite=True)
+        if not isinstance(tree, dict):
+            raise ValueError("it is not an object")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror or error}); {AGAIN}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} cannot be read as JSON ({error}); {AGAIN}") from error
+    return tree
+
+
+def is_file_name(name: object) -> bool:
+    """Whether this names a file of the folder itself, rather than a path to somewhere else."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
+
+
+class TensorFolder:
+    """The tensors of a folder, known from the files' headers.
+
+    Args:
+        path: the folder.
+        stem: how the files' names begin.
+
+    Raises:
+        ConfigError: if files are missing, damaged, or not those that the index speaks of.
+    """
+
+    def __init__(self, path: Path, stem: str) -> None:
+        self.path = path
+        single, index = path / f"{stem}.safetensors", path / f"{stem}.safetensors.index.json"
+        if single.exists() and index.exists():
+            raise ConfigError(
+                f"{path} holds both {single.name} and {index.name}; take away the one that is out of date"
+            )
+        if not single.exists() and not index.exists():
+            raise ConfigError(_no_weights(path, single.name, index.name))
+        self.files = [single.name]
+        places: dict[str, str] = {}
+        if index.exists():
+            places = _read_index(index)
+            self.files = sorted(set(places.values()))
+        self.stored: dict[str, StoredTensor] = {}
+        for file in self.files:
+            if not (path / file).exists():
+                raise ConfigError(f"{path / one_line(file)} is not there, though {index.name} speaks of it; {AGAIN}")
+            for name, tensor in read_header(path / file).items():
+                if name in self.stored:
+                    raise ConfigError(
+                        f"{path} holds {one_line(name)} twice, in {self.stored[name].file} and {file}; {AGAIN}"
+                    )
+                self.stored[name] = tensor
+        for name, file in places.items():
+            if name not in self.stored or self.stored[name].file != file:
+                raise ConfigError(
+                    f"{index} says that {one_line(file)} holds {one_line(name)}, which it does not; {AGAIN}"
+                )
+
+    def require(self, shapes: Mapping[str, tuple[int, ...]], owner: str) -> None:
+        """Check that tensors are there, in their shapes and in dtypes that can be read.
+
+        Args:
+            shapes: of all that is needed, by name.
+            owner: who needs it, for the sentence.
+
+        Raises:
+            ConfigError: naming file and tensor, what was found and what was expected.
+        """
+        for name, shape in shapes.items():
+            tensor = self.stored.get(name)
+            if tensor is None:
+                raise ConfigError(
+                    f"{self.path} holds no {name}, which {owner} needs in the shape {_text(shape)}; {AGAIN}"
+                )
+            found = f"{self.path / tensor.file} holds {name}"
+            if tensor.shape != shape:
+                raise ConfigError(
+                    f"{found} in the shape {_text(tensor.shape)}, and {owner} needs {_text(shape)}; {AGAIN}"
+                )
+            if tensor.dtype not in DTYPES:
+                raise ConfigError(
+                    f"{found} as {one_line(tensor.dtype)}, and weights are read from {', '.join(DTYPES)} alone; "
+                    "convert it to one of these"
+                )
+
+    def dtypes(self) -> list[str]:
+        """Number formats of all tensors: ``float32`` and so on."""
+        return sorted({dtype_name(DTYPES[tensor.dtype]) for tensor in self.stored.values() if tensor.dtype in DTYPES})
+
+    @contextmanager
+    def reading(self) -> Iterator[ReadRegion]:
+        """Open the files that are read from until the end of the block.
+
+        The pages that were touched count as this process's memory until then, so a block should not read too much.
+
+        Raises:
+            ConfigError: naming the file that could not be read.
+        """
+        with ExitStack() as stack:
+            opened: dict[str, Any] = {}
+
+            def read(name: str, region: Bounds) -> Tensor:
+                file = self.path / self.stored[name].file
+                try:
+                    if file.name not in opened:
+                        opened[file.name] = stack.enter_context(safe_open(file, framework="pt"))
+                    part: Tensor = opened[file.name].get_slice(name)[slices(region)]
+                except (SafetensorError, OSError) as error:
+                    raise ConfigError(f"{file} cannot be read ({error}); {AGAIN}") from error
+                return part
+
+            yield read
+            opened.clear()
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written."""
+
+    files: list[str]
+    """Names of the files with tensors."""
+    parameters: int
+    tensor_bytes: int
+
+
+def write_tensors(
+    folder: Path, stem: str, tensors: Iterable[tuple[str, Tensor]], max_file_bytes: int = MAX_FILE_BYTES
+) -> Written:
+    """Write tensors into safetensors files, a new one whenever the next tensor would make one too large.
+
+    Args:
+        folder: an existing one.
+        stem: how the files' names begin.
+        tensors: by name, on the CPU; each is taken over and must not change until the last is taken.
+        max_file_bytes: of the tensors in one file, unless one alone is larger.
+
+    Raises:
+        OSError, SafetensorError: as the system refuses.
+    """
+    parts: list[dict[str, Any]] = []
+    waiting: dict[str, Tensor] = {}
+    waiting_bytes = parameters = tensor_bytes = 0
+
+    def write_part() -> None:
+        # How many files there will be is known at the end, so they get their names then.
+        save_file(waiting, folder / f"{stem}.part{len(parts)}", metadata={"format": "pt"})
+        parts.append(dict.fromkeys(waiting))
+        waiting.clear()
+
+    for name, tensor in tensors:
+        if waiting and waiting_bytes + tensor.nbytes > max_file_bytes:
+            write_part()
+            waiting_bytes = 0
+        waiting[name] = tensor.contiguous()
+        waiting_bytes += tensor.nbytes
+        tensor_bytes += tensor.nbytes
+        parameters += tensor.numel()
+    write_part()
+    count = len(parts)
+    files = [f"{stem}-{part + 1:05d}-of-{count:05d}.safetensors" for part in range(count)]
+    if count == 1:
+        files = [f"{stem}.safetensors"]
+    for part, file in enumerate(files):
+        (folder / f"{stem}.part{part}").rename(folder / file)
+    if count > 1:
+        places = {name: file for file, names in zip(files, parts, strict=True) for name in names}
+        tree = {"metadata": {"total_parameters": parameters, "total_size": tensor_bytes}, "weight_map": places}
+        (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+    return Written(files, parameters, tensor_bytes)
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """Name of a tensor → of the file that holds it."""
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise ConfigError(f"{index} lacks weight_map, which says what is in which file; {AGAIN}")
+    for name, file in places.items():
+        if not is_file_name(file):
+            raise ConfigError(
+                f"{index} says that {one_line(name)} is in {file!r:.100}, which is not the name of a file in that "
+                f"folder; {AGAIN}"
+            )
+    return places
+
+
+def _no_weights(path: Path, single: str, index: str) -> str:
+    pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in path.glob(pattern))
+    if pickles:
+        return (
+            f"{path} holds weights as {pickles[0]} alone, which can run code when it is opened and is not read here; "
+            "convert it to safetensors"
+        )
+    return f"{path} holds neither {single} nor {index}; {AGAIN}"
+
+
+def _text(shape: tuple[int, ...]) -> str:
+    return "×".join(map(str, shape)) if shape else "a single number"

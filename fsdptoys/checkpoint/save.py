@@ -1,0 +1,178 @@
+"""One save of all ranks: all of it is committed, or none of it counts and training goes on.
+
+1. Rank 0 makes the working folder.
+2. Every rank writes its tensors and facts; each file is handed to the disk and summed up on the way.
+3. Rank 0 gathers sizes and sums, or errors, and puts the folder in its place with a manifest (see ``series``).
+4. All are told the verdict. Then rank 0 deletes what is not to be kept.
+
+Where the system refuses on any rank, what was written is removed, and earlier checkpoints are as they were. Where there
+is no room, old checkpoints that are over ``checkpoint.keep`` already are deleted, and all of it is done once more. An
+error of the communication is none of the system's, and is raised.
+"""
+
+import errno
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from .checksums import FileSum, SummingStorage
+from .config import CheckpointConfig
+from .manifest import STATE_FILE, Manifest, UnreadableError, rank_file, reason_of, step_name
+from .rank_sync import Ranks
+from .retention import LATEST_FILE, Series, write_file
+from .storage import Storage
+
+Put = Callable[[Storage, str], object]
+"""Writes this rank's tensors into a folder of a storage; collective."""
+
+FULL = {os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
+"""What the system says of a disk or a quota without room."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a rank wrote."""
+
+    rank: int
+    sums: dict[str, FileSum]
+    """File name → size and sum."""
+    problem: str | None
+    """Why not all of it."""
+    is_own: bool
+    """Whether the problem is this rank's own, rather than what it was told of another's."""
+
+
+class Saver:
+    """Saves checkpoints, one at a time.
+
+    Args:
+        ranks: all that save together.
+        series: where to.
+        config: says which are kept.
+        tell: told one sentence at a time, on rank 0.
+
+    Attributes:
+        committed: step of the newest checkpoint of this run; another of the same step is not saved again.
+    """
+
+    def __init__(self, ranks: Ranks, series: Series, config: CheckpointConfig, tell: Callable[[str], None]) -> None:
+        self.committed: int | None = None
+        self._ranks = ranks
+        self._series = series
+        self._storage = series.storage
+        self._config = config
+        self._tell = tell
+
+    def save(self, step: int, put: Put, state: bytes, own: bytes, prunes: bool = True) -> bool:
+        """Save a checkpoint; collective.
+
+        Args:
+            step: the number of steps that were taken.
+            put: writes the tensors.
+            state: the facts of all ranks, as JSON.
+            own: those of this one.
+            prunes: whether old checkpoints may be deleted after it.
+
+        Returns:
+            Whether it is committed, on all ranks alike.
+        """
+        ranks = self._ranks
+        problems, wrote = self._attempt(step, put, state, own)
+        if prunes and any(words in problem for words in FULL for problem in problems):
+            has_room = ranks.broadcast(ranks.rank == 0 and self._prune(step))
+            if has_room:
+                problems, wrote = self._attempt(step, put, state, own)
+        if ranks.rank == 0:
+            for sentence in self._series.aside:
+                self._tell(sentence)
+            self._series.aside.clear()
+        if problems:
+            self._tell_failure(step, problems)
+            return False
+        if wrote and ranks.rank == 0:
+            self._tidy(step, prunes)
+        self.committed = step
+        return True
+
+    def _attempt(self, step: int, put: Put, state: bytes, own: bytes) -> tuple[list[str], bool]:
+        """Save once: why it is not committed, and whether anything was written; the same on all ranks."""
+        ranks = self._ranks
+        working, problem = ranks.broadcast(self._begin(step) if ranks.rank == 0 else (None, None))
+        if problem is not None:
+            return [problem], False
+        if working is None:
+            return [], False
+        answers = ranks.gather(self._write(working, put, state, own))
+        return ranks.broadcast(self._commit(step, working, answers) if ranks.rank == 0 else []), True
+
+    def _begin(self, step: int) -> tuple[str | None, str | None]:
+        """The working folder, or a problem; neither where there is nothing to do."""
+        name = step_name(step)
+        try:
+            with suppress(UnreadableError):
+                if self.committed == step and self._series.is_complete(name):
+                    return None, None
+            return self._series.begin(name), None
+        except OSError as error:
+            return None, self._place_of(error)
+
+    def _write(self, working: str, put: Put, state: bytes, own: bytes) -> Answer:
+        storage, rank = SummingStorage(self._storage), self._ranks.rank
+        problem = None
+        try:
+            put(storage, working)
+            write_file(storage, f"{working}/{rank_file(rank)}", own)
+            if rank == 0:
+                write_file(storage, f"{working}/{STATE_FILE}", state)
+        except OSError as error:
+            problem = self._place_of(storage.refused or error, rank)
+        sums = {path.removeprefix(f"{working}/"): said for path, said in storage.sums.items()}
+        return Answer(rank, sums, problem, storage.refused is not None)
+
+    def _commit(self, step: int, working: str, answers: list[Answer]) -> list[str]:
+        failed = [answer for answer in answers if answer.problem is not None]
+        problems = [answer.problem for answer in failed if answer.is_own] or [answer.problem for answer in failed[:1]]
+        told = [problem for problem in problems if problem is not None]
+        if not told:
+            files = {path: said for answer in answers for path, said in answer.sums.items()}
+            try:
+                self._series.commit(working, Manifest(step_name(step), files))
+                return []
+            except OSError as error:
+                told = [self._place_of(error)]
+        try:
+            self._series.discard(working)
+        except OSError as error:
+            told.append(f"what was written could not be removed: {self._place_of(error)}")
+        return told
+
+    def _tidy(self, step: int, prunes: bool) -> None:
+        name = step_name(step)
+        self._series.damaged.discard(name)
+        try:
+            self._series.point_to(name)
+        except OSError as error:
+            self._tell(f"{LATEST_FILE} does not name {name}: {self._place_of(error)}")
+        if prunes:
+            self._prune(step)
+
+    def _prune(self, step: int) -> bool:
+        """Delete old checkpoints; whether there were any."""
+        pruned = self._series.prune(step, self._config.keep, self._config.keep_every)
+        for problem in pruned.problems:
+            self._tell(problem)
+        return bool(pruned.deleted)
+
+    def _tell_failure(self, step: int, problems: list[str]) -> None:
+        if self._ranks.rank != 0:
+            return
+        newest = self._series.newest_readable()
+        have = f"the newest one is {newest}" if newest else "there is none yet"
+        is_full = any(words in problem for words in FULL for problem in problems)
+        fix = "free space or set checkpoint.folder to another disk" if is_full else "see to it that it can be written"
+        self._tell(f"checkpoint of step {step} was not saved: {', '.join(problems)}; {have}; {fix}")
+
+    def _place_of(self, error: OSError, rank: int = 0) -> str:
+        of_rank = f" (rank {rank})" if self._ranks.size > 1 else ""
+        return f"{reason_of(error)} in {self._storage.where}{of_rank}"

@@ -1,0 +1,269 @@
+"""Which checkpoint a run goes on from, told before any worker starts.
+
+``peek`` goes by manifests and sizes, which takes a moment; the workers read all files, and may have to take an older
+one. Both refuse what would make a run go on from something else than its user thinks of:
+
+- ``never`` in a folder that holds checkpoints: the next ``auto`` could not tell the two runs apart;
+- going back to a checkpoint with newer ones after it, for the next ``auto`` would take those;
+- a checkpoint of elsewhere in a folder that holds some of its own, for the same reason.
+"""
+
+import os
+import secrets
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from fsdptoys.errors import ConfigError
+
+from .config import RESUME_WORDS, CheckpointConfig
+from .facts import ANY, Facts, Schema, read_state
+from .manifest import (
+    MANIFEST_FILE,
+    NotWholeError,
+    UnreadableError,
+    read_manifest,
+    reason_of,
+    step_of,
+    tried_again,
+)
+from .retention import Series
+from .storage import LocalStorage, Storage, open_storage
+
+RUN_FOLDER = "checkpoints"
+"""Of a run directory."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A checkpoint that ``checkpoint.resume`` names."""
+
+    storage: Storage
+    name: str
+    own: bool
+    """Whether it lies where this run saves."""
+
+
+def peek(config: CheckpointConfig, folder: str | None, restarted: bool = False, schema: Schema = ANY) -> Facts | None:
+    """What a run would go on from, found by one process without a process group.
+
+    Args:
+        config: says whether to resume, and whether anything will be saved.
+        folder: where the run's checkpoints go, as a path or URL; None for a place that is made anew.
+        restarted: whether this run has begun before, so that its own newest checkpoint comes before ``config.resume``.
+        schema: of the facts.
+
+    Returns:
+        The facts of the checkpoint; None for a run that starts anew.
+
+    Raises:
+        ConfigError: if there is none and there must be, if the one that was named is not whole, if checkpoints that
+            are there already would be mixed up with this run's, if one that may be whole cannot be read, or if the
+            folder cannot be written.
+    """
+    storage = None if folder is None else open_storage(folder)
+    if storage is not None:
+        if config.every or config.on_signal:
+            check_writable(storage)
+        if listed(Series(storage).newest_complete, storage) is None:  # else a run that is saving just now may be at it
+            Series(storage).recover()
+    if restarted and storage is not None and (facts := _peek_newest(storage, [], schema)) is not None:
+        return facts
+    if config.resume in RESUME_WORDS:
+        check_not_taken(config, storage)
+        passed: list[str] = []
+        facts = _peek_newest(storage, passed, schema) if config.resumes and storage is not None else None
+        if facts is None and config.resume == "must":
+            raise ConfigError(none_whole(storage, passed))
+        return facts
+    place = locate(config, storage)
+    try:
+        return _facts(place.storage, place.name, schema)
+    except NotWholeError as problem:
+        raise ConfigError(not_whole(config, place, str(problem))) from problem
+    except UnreadableError as problem:
+        raise ConfigError(unreadable(place.storage, problem)) from problem
+
+
+def check_not_taken(config: CheckpointConfig, storage: Storage | None) -> None:
+    """Refuse ``never`` where there are checkpoints already.
+
+    Raises:
+        ConfigError: naming the folder.
+    """
+    if config.resumes or storage is None:
+        return
+    newest = listed(Series(storage).newest_complete, storage)
+    if newest is not None:
+        raise ConfigError(
+            f"checkpoint.resume=never starts anew, and {storage.where} already holds {newest}; set "
+            "checkpoint.resume=auto to go on from it, or another folder"
+        )
+
+
+def locate(config: CheckpointConfig, storage: Storage | None) -> Place:
+    """Find the checkpoint that ``checkpoint.resume`` names: its own folder, or the newest of the folder or run.
+
+    Args:
+        config: of the run.
+        storage: where the run's own checkpoints go.
+
+    Raises:
+        ConfigError: if there is none, or if the next ``auto`` would not go on from what comes after it.
+    """
+    found = _find(config.resume)
+    if found is None:
+        raise ConfigError(
+            f"checkpoint.resume={config.resume} holds no checkpoint; set it to never, auto or must, or to the folder "
+            "of a checkpoint, of several, or of a run"
+        )
+    place, name = found
+    own = storage is not None and _is_same(place, storage)
+    if storage is None:
+        return Place(place, name, own)
+    newest = listed(Series(storage).newest_complete, storage)
+    if newest is not None and not own:
+        raise ConfigError(
+            f"checkpoint.resume={config.resume} starts a run in {storage.where}, which already holds {newest} of "
+            "another one; set checkpoint.resume=auto to go on from that, or another folder"
+        )
+    if newest is not None and newest != name and _step(newest) > _step(name):
+        raise ConfigError(
+            f"checkpoint.resume={config.resume} goes back to before {newest}, which the next checkpoint.resume=auto "
+            f"would take; move the newer ones out of {storage.where}, or set metrics.run_dir or checkpoint.folder to "
+            "another folder"
+        )
+    return Place(place, name, own)
+
+
+def not_whole(config: CheckpointConfig, place: Place, problem: str) -> str:
+    """The sentence that refuses the checkpoint that was named."""
+    series = Series(place.storage)
+    older = None
+    with suppress(OSError, UnreadableError):
+        older = next(
+            (name for name in series.names() if _step(name) < _step(place.name) and series.is_complete(name)), None
+        )
+    fix = f"set checkpoint.resume={place.storage.where}/{older}" if older else "name another one"
+    if older and place.own:
+        fix = f"move it away and {fix}"
+    return f"checkpoint.resume={config.resume} is refused: {place.name} in {place.storage.where} {problem}; {fix}"
+
+
+def none_whole(storage: Storage | None, passed: list[str]) -> str:
+    """The sentence that refuses to start anew where ``must`` is set."""
+    where = "the run's directory, which is made anew," if storage is None else storage.where
+    found = f" ({'; '.join(passed)})" if passed else ""
+    return (
+        f"checkpoint.resume=must finds no whole checkpoint in {where}{found}; set checkpoint.resume=auto to start "
+        "anew, or checkpoint.folder or metrics.run_dir to where they are"
+    )
+
+
+def unreadable(storage: Storage, problem: UnreadableError) -> str:
+    """The sentence that refuses to pass over a checkpoint that may be whole."""
+    return (
+        f"{problem.name} in {storage.where} {problem.reason}, and may be a whole checkpoint; make it readable, or move "
+        "it out of that folder"
+    )
+
+
+def check_writable(storage: Storage) -> None:
+    """Write a small file and remove it.
+
+    A local folder is not made for it: the nearest above it that is there has to take the file.
+
+    Raises:
+        ConfigError: naming the folder.
+    """
+    try:
+        if isinstance(storage, LocalStorage):
+            path = Path(storage.where).absolute()
+            with suppress(FileNotFoundError, NotADirectoryError):
+                path.lstat()  # the names of folders to make may be too long
+            nearest = next(place for place in (path, *path.parents) if os.path.lexists(place))
+            with tempfile.TemporaryFile(dir=nearest) as local:
+                local.write(b"x")
+        else:
+            storage.make("")
+            probe = f".probe-{secrets.token_hex(4)}"
+            with storage.writing(probe) as file:
+                file.write(b"x")
+            storage.remove(probe)
+    except OSError as error:
+        raise ConfigError(
+            f"checkpoints go to {storage.where}, which cannot be written ({reason_of(error)}); set checkpoint.folder "
+            "to a place that can be"
+        ) from error
+
+
+def listed(look: Callable[[], T], storage: Storage) -> T:
+    """What a look into a storage gives.
+
+    Raises:
+        ConfigError: where the system refuses it, again and again.
+    """
+    try:
+        return tried_again(look)
+    except UnreadableError as problem:
+        raise ConfigError(unreadable(storage, problem)) from problem
+    except OSError as error:
+        raise ConfigError(
+            f"{storage.where} cannot be read ({reason_of(error)}), and may hold checkpoints; make it readable, or set "
+            "checkpoint.folder to another place"
+        ) from error
+
+
+def _peek_newest(storage: Storage, passed: list[str], schema: Schema) -> Facts | None:
+    for name in listed(Series(storage).names, storage):
+        try:
+            return _facts(storage, name, schema)
+        except NotWholeError as problem:
+            passed.append(f"{name} {problem}")
+        except UnreadableError as problem:
+            raise ConfigError(unreadable(storage, problem)) from problem
+    return None
+
+
+def _facts(storage: Storage, name: str, schema: Schema) -> Facts:
+    return read_state(storage, read_manifest(storage, name), schema)
+
+
+def _step(name: str) -> int:
+    step = step_of(name)
+    assert step is not None, name
+    return step
+
+
+def _find(where: str) -> tuple[Storage, str] | None:
+    """The place and name of the checkpoint that a path or URL means."""
+    given = where.rstrip("/")
+    parent, _, last = given.rpartition("/")
+    here = open_storage(given or "/")
+
+    def look() -> tuple[Storage, str] | None:
+        if step_of(last) is not None and (here.names() or here.exists("")):
+            return open_storage(parent or ("." if given == last else "/")), last
+        if MANIFEST_FILE in here.names():
+            raise ConfigError(
+                f"checkpoint.resume={where} holds a checkpoint under another name than its own, step-…; give it the "
+                f"name that its {MANIFEST_FILE} says"
+            )
+        for place in (here, open_storage(f"{given}/{RUN_FOLDER}")):
+            names = Series(place).names()
+            if names:
+                return place, names[0]
+        return None
+
+    return listed(look, here)
+
+
+def _is_same(one: Storage, other: Storage) -> bool:
+    if isinstance(one, LocalStorage) and isinstance(other, LocalStorage):
+        return os.path.realpath(one.where) == os.path.realpath(other.where)
+    return one.where.rstrip("/") == other.where.rstrip("/")

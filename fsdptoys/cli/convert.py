@@ -1,0 +1,150 @@
+"""``fsdptoys convert``: a run's weights into Hugging Face format, and such a folder into a command that trains from it.
+
+``from-hf`` writes nothing: training reads these folders as they are. It checks all that can be checked, which takes a
+reading of every file, and tells the words that start from it.
+"""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import torch
+
+from fsdptoys.checkpoint import (
+    CHECKSUMS_FILE,
+    HuggingFaceFolder,
+    check_new_folder,
+    differences,
+    dtype_name,
+    write_hugging_face,
+)
+from fsdptoys.config.compose import compose_presets
+from fsdptoys.config.overrides import list_choices, plain_text, schema_name
+from fsdptoys.config.schema import TrainConfig
+from fsdptoys.errors import ConfigError
+from fsdptoys.models import ModelConfig
+from fsdptoys.train.pretrained import DTYPES, open_weights
+from fsdptoys.utils.text import (
+    near_miss,
+    printable,
+)
+
+from .help import (
+    CONVERT,
+)
+
+
+def convert(words: list[str]) -> int:
+    """Run the command.
+
+    Args:
+        words: after ``convert``, at least one.
+
+    Returns:
+        Exit status 0.
+
+    Raises:
+        ConfigError: for a mistake, in one sentence.
+    """
+    direction, *rest = words
+    if direction == "to-hf":
+        _to_hf(*_read_to_hf_words(rest))
+    elif direction == "from-hf":
+        if len(rest) != 1 or rest[0].startswith("-"):
+            raise ConfigError(f"fsdptoys convert from-hf takes one folder, not {_told(rest)}; write {_usage(1)}")
+        _from_hf(rest[0])
+    else:
+        near = near_miss(direction, ["to-hf", "from-hf"])
+        fix = f"did you mean fsdptoys convert {near}?" if near else f"write {_usage(0)} or {_usage(1)}"
+        raise ConfigError(f"{direction} is no direction to convert in; {fix}")
+    return 0
+
+
+def _read_to_hf_words(words: list[str]) -> tuple[str, str, torch.dtype]:
+    options = [word for word in words if re.match(r"\w+=", word)]
+    paths = [word for word in words if word not in options]
+    if len(paths) != 2 or any(path.startswith("-") for path in paths):
+        raise ConfigError(f"fsdptoys convert to-hf takes a run and a new folder, not {_told(paths)}; write {_usage(0)}")
+    dtype = "float32"
+    for word in options:
+        key, _, dtype = word.partition("=")
+        if key != "dtype":
+            raise ConfigError(f"{word} is no setting of fsdptoys convert to-hf; write {_usage(0)}")
+        if dtype not in DTYPES:
+            raise ConfigError(f"{word} must be one of {', '.join(DTYPES)}; set dtype=float32")
+    if len(options) > 1:
+        raise ConfigError(f"{' and '.join(options)} exclude each other; keep one of them")
+    return paths[0], paths[1], DTYPES[dtype]
+
+
+def _to_hf(source: str, target: str, dtype: torch.dtype) -> None:
+    out_dir = Path(target).expanduser()
+    check_new_folder(out_dir)
+    weights = open_weights(source)
+    written = write_hugging_face(out_dir, weights.config, weights.read, dtype)
+    files = f"{len(written.files)} files" if len(written.files) > 1 else written.files[0]
+    print(
+        f"wrote {out_dir}: {files} with {written.parameters:,} parameters in {dtype_name(dtype)}, "
+        f"{written.tensor_bytes:,} bytes\n"
+        f"load it with transformers.AutoModelForCausalLM.from_pretrained({str(out_dir)!r}); a tokenizer is not in it"
+    )
+
+
+def _from_hf(path: str) -> None:
+    folder = HuggingFaceFolder(path)
+    config = folder.model_config()
+    with torch.device("meta"):
+        model = config.build()
+    folder.check(model)
+    words = training_words(config, path)
+    verified = folder.verify_checksums()
+    folder.check_values()
+    checksums = f"no {CHECKSUMS_FILE}" if verified is None else f"{verified} files match {CHECKSUMS_FILE}"
+    facts = {
+        "family": config.family,
+        "parameters": f"{model.parameter_counts().total:,}",
+        "dtype": " and ".join(folder.tensors.dtypes()),
+        "files": f"{len(folder.tensors.files)}, whole; {checksums}",
+        "values": "all finite",
+    }
+    for label, value in facts.items():
+        print(printable(f"{label:<12}{value}", sys.stdout))
+    print(printable(f"\ntrain from it with:\n  {shlex.join(words)}", sys.stdout))
+
+
+def training_words(config: ModelConfig, path: str) -> list[str]:
+    """The command that trains from a folder, with the preset from which the fewest keys differ.
+
+    Args:
+        config: of the folder.
+        path: of the folder.
+
+    Raises:
+        ConfigError: if the family has no preset.
+    """
+    changes = {name: differences(preset, config) for name, preset in _presets(type(config)).items()}
+    if not changes:
+        raise ConfigError(
+            f"{path} holds a {config.family} model, and configs/model has no preset of that family; add one"
+        )
+    preset = min(changes, key=lambda name: (len(changes[name]), name))
+    settings = [f"model.{key}={plain_text(wanted)}" for key, (_, wanted) in changes[preset].items()]
+    if config.max_seq_len < TrainConfig().seq_len:
+        settings.append(f"train.seq_len={config.max_seq_len}")
+    quoted = plain_text(path) if "'" not in path else "'" + path.replace("'", "\\'") + "'"
+    return ["fsdptoys", "train", f"model={preset}", *settings, f"model.init_from={quoted}"]
+
+
+def _presets(family: type[ModelConfig]) -> dict[str, ModelConfig]:
+    """Models of a family in ``configs/model``, by name."""
+    names = [name for name in list_choices()["model"] if schema_name("model", name) == family.family]
+    return dict(zip(names, compose_presets(names), strict=True))
+
+
+def _usage(index: int) -> str:
+    return CONVERT.splitlines()[index][7:]
+
+
+def _told(words: list[str]) -> str:
+    return " ".join(words) or "nothing"

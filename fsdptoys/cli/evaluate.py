@@ -1,0 +1,239 @@
+"""``fsdptoys evaluate``: loss and perplexity of a trained model on a text, or on what its run held out.
+
+fsdptoys evaluate runs/mine
+fsdptoys evaluate runs/mine --text corpus.txt
+fsdptoys evaluate DIR --text corpus.txt --context 2048 --json
+
+The text is cut into windows that the model reads each by itself, as held-out text is in training: window i predicts
+the tokens i·T + 1 to i·T + T, and the last window may be shorter, so that all tokens but the first are predicted once.
+The first tokens of a window have little before them, so a longer ``--context`` gives a lower loss.
+
+Without a text the windows are the held-out samples of the run's own data, in their order, with the labels that the run
+counted. The data is opened as the run's settings say, as it is now: what has changed since then goes unseen.
+
+Shapes: B windows, T tokens of one.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fsdptoys.data import IGNORE_INDEX, DataConfig, Samples, TokenDataset
+from fsdptoys.data.tokenizer import Tokenizer, check_ids
+from fsdptoys.device import Device
+from fsdptoys.errors import ConfigError
+from fsdptoys.loss import build_loss
+from fsdptoys.models import DecoderModel
+from fsdptoys.train.pretrained import OPTIONS, TrainedModel, read_device
+
+from .help import read_integer, refuse_unknown, take_options
+
+VALUES = {"--text": "FILE", "--windows": "100", "--batch": "8", **OPTIONS}
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How well a model foretells a text."""
+
+    loss: float
+    """Mean over the predicted tokens, in nats."""
+    perplexity: float
+    """exp of it."""
+    predicted_tokens: int
+    context: int
+    """Tokens of a window."""
+    bits_per_byte: float | None
+    """Sum of the losses in bits over the bytes that the predicted tokens stand for; None where that is not known."""
+
+
+def run_evaluate(words: Sequence[str]) -> int:
+    """Run the command.
+
+    Args:
+        words: as typed after it.
+
+    Returns:
+        Exit status: 1 where the loss is not finite.
+
+    Raises:
+        ConfigError: for the first mistake, before anything is allocated.
+    """
+    places, options = take_options(words, ["--json"], VALUES)
+    refuse_unknown("evaluate", places, ["--json", *VALUES])
+    if len(places) != 1:
+        given = "none was given" if not places else f"{len(places)} were given"
+        raise ConfigError(
+            f"fsdptoys evaluate needs one run or folder, and {given}; write fsdptoys evaluate runs/NAME --text FILE"
+        )
+    _check_together(options)
+    batch_size = read_integer(options, "--batch", 1, least=1)
+    typed = read_integer(options, "--context", 0, least=1) or None
+    most = read_integer(options, "--windows", 0, least=1) or None
+    device, dtype = read_device(options)
+    content = _read(options["--text"]) if "--text" in options else None
+
+    trained = TrainedModel(places[0], say=_say)
+    context = trained.choose_context(typed)
+    if content is None:
+        found = _evaluate_held_out(trained, context, most, batch_size, device, dtype)
+    else:
+        tokenizer = trained.tokenizer(options.get("--tokenizer"))
+        ids = tokenizer.encode_file(content, options["--text"])
+        check_ids(ids, trained.config.vocab_size, options["--text"])
+        if len(ids) < 2:
+            raise ConfigError(
+                f"{options['--text']} has {len(ids)} tokens, of which none can be predicted; give a longer text"
+            )
+        batches = _windows(ids, context, batch_size)
+        bytes_count = _bytes_of(ids, content, tokenizer)
+        found = evaluate(trained.load(device, dtype), batches, context, device, bytes_count)
+    if "--json" in options:
+        values = {key: value if value is None or math.isfinite(value) else None for key, value in asdict(found).items()}
+        print(json.dumps(values, indent=2))
+    else:
+        print(_told(found))
+    return int(not math.isfinite(found.loss))
+
+
+@torch.no_grad()
+def evaluate(
+    model: DecoderModel,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    context: int,
+    device: Device,
+    bytes_count: int | None,
+) -> Evaluation:
+    """Have a model predict the labels of batches.
+
+    Args:
+        model: on ``device``.
+        batches: (tokens_BT, labels_BT).
+        context: tokens of a window, to be told.
+        device: where it runs.
+        bytes_count: that the predicted tokens stand for, if they do.
+    """
+    loss_fn, total, predicted = build_loss(chunk_loss=True), 0.0, 0
+    for tokens_BT, labels_BT in batches:
+        total += float(model(tokens_BT.to(device.torch_device), labels_BT.to(device.torch_device), loss_fn))
+        predicted += int((labels_BT != IGNORE_INDEX).sum())
+    loss = total / predicted if predicted else math.nan
+    perplexity = math.exp(loss) if loss < math.log(sys.float_info.max) else loss * math.inf
+    bits = total / math.log(2) / bytes_count if bytes_count else None
+    return Evaluation(loss, perplexity, predicted, context, bits)
+
+
+def _windows(ids: Sequence[int], context: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """All tokens of a text but the first as labels, so many windows at a time; the last window may be shorter."""
+    tokens_T = torch.tensor(ids, dtype=torch.int64)
+    full = (len(ids) - 1) // context * context
+    parts = [(tokens_T[:full].view(-1, context), tokens_T[1 : full + 1].view(-1, context))]
+    parts.append((tokens_T[None, full:-1], tokens_T[None, full + 1 :]))
+    for tokens_BT, labels_BT in parts:
+        for piece_BT, wanted_BT in zip(tokens_BT.split(batch_size), labels_BT.split(batch_size), strict=True):
+            if piece_BT.numel():
+                yield piece_BT, wanted_BT
+
+
+def _evaluate_held_out(
+    trained: TrainedModel, context: int, most: int | None, batch_size: int, device: Device, dtype: torch.dtype
+) -> Evaluation:
+    """Have a model predict what its own run held out, or the first ``most`` windows of it.
+
+    Raises:
+        ConfigError: if there is nothing, or it is not there any more.
+    """
+    data, source = trained.data(), trained.source
+    if data is None:
+        raise ConfigError(f"there is no text to predict; write fsdptoys evaluate {source} --text FILE")
+    try:
+        dataset = _open(data, context, trained.config.vocab_size, trained.data_seed())
+    except ConfigError as error:  # how to train is what it says, and that is not asked here
+        raise ConfigError(
+            f"the held-out part of {source} cannot be opened in windows of {context} tokens "
+            f"({str(error).partition('; ')[0]}); put the data back, write this where the run was started, or write "
+            "--text FILE"
+        ) from error
+    if dataset.eval is None:
+        raise ConfigError(f"{source} held nothing out of data={data.name}; write --text FILE")
+    count = min(most or len(dataset.eval), len(dataset.eval))
+    _say(f"predicting {count:,} of the {len(dataset.eval):,} held-out windows of data={data.name}")
+    model = trained.load(device, dtype)
+    if data.mask_documents:
+        model.document_end = dataset.document_end
+    found = evaluate(model, _held_out(dataset.eval, count, batch_size), context, device, None)
+    with suppress(ConfigError):  # of a tokenizer's file, which is not needed
+        if data.find_tokenizer() == "bytes":
+            return replace(found, bits_per_byte=found.loss / math.log(2))
+    return found
+
+
+def _open(data: DataConfig, seq_len: int, vocab_size: int, seed: int) -> TokenDataset:
+    """A run's data, as its trainer opens it."""
+    data.check_documents()
+    data.validate(seq_len, vocab_size)
+    data.prepare(seq_len, vocab_size)
+    dataset = data.build(seq_len, vocab_size, seed)
+    if data.mask_documents:
+        dataset.end_labels_with_documents()
+    return dataset
+
+
+def _held_out(samples: Samples, count: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The first samples, so many at a time."""
+    for first in range(0, count, batch_size):
+        rows = [samples[index] for index in range(first, min(first + batch_size, count))]
+        tokens_BT, labels_BT = (torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
+        yield tokens_BT, labels_BT
+
+
+def _check_together(options: Mapping[str, str]) -> None:
+    if "--text" in options and "--windows" in options:
+        raise ConfigError(
+            f"--windows {options['--windows']} is for what a run held out, and --text {options['--text']} is read "
+            "whole; leave one of them out"
+        )
+    if "--tokenizer" in options and "--text" not in options:
+        raise ConfigError(
+            f"--tokenizer {options['--tokenizer']} says what the ids of a text are, and what a run held out is ids "
+            "already; leave it out, or write --text FILE"
+        )
+
+
+def _bytes_of(ids: Sequence[int], content: bytes, tokenizer: Tokenizer) -> int | None:
+    """Bytes that all tokens but the first stand for."""
+    if not tokenizer.has_bytes:
+        return None
+    # A first byte by itself may be no text, a first special id stands for none.
+    first = 1 if len(ids) == len(content) else len(tokenizer.decode(ids[:1]).encode())
+    return len(content) - first
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).expanduser().read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--text {path} cannot be read ({error.strerror or error}); name a file that can") from error
+
+
+def _say(sentence: str) -> None:
+    print(f"fsdptoys: {sentence}", file=sys.stderr, flush=True)
+
+
+def _told(found: Evaluation) -> str:
+    facts = {
+        "loss": f"{found.loss:.6f} nats a token",
+        "perplexity": f"{found.perplexity:.4f}",
+        "tokens": f"{found.predicted_tokens:,} predicted, in windows of {found.context:,}",
+        "bits a byte": "not known, since the ids are no bytes"
+        if found.bits_per_byte is None
+        else f"{found.bits_per_byte:.6f}",
+    }
+    return "\n".join(f"{label:<12}{value}" for label, value in facts.items())

@@ -1,0 +1,324 @@
+"""The command line: ``fsdptoys train``, the same under ``python -m fsdptoys`` and ``torchrun -m fsdptoys``.
+
+Every mistake ends in one sentence on stderr and status 2. Nothing heavy is imported before it is needed, so that help
+comes at once.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from fsdptoys import __version__
+from fsdptoys.device.autoload import check_log_level, explain_autoload
+from fsdptoys.errors import ConfigError
+from fsdptoys.launch.exit_record import Outcome, leave_outcome
+from fsdptoys.utils.console_stream import install_streams, let_stdout_end, lost_output
+from fsdptoys.utils.text import say
+
+from .system_errors import check_current_folder, explain_environment
+
+if TYPE_CHECKING:
+    from fsdptoys.config.schema import Config
+
+COMMANDS = ("train", "sweep", "plan", "report", "compare", "models", "convert", "generate", "evaluate", "data")
+
+BROKEN_PIPE = 141
+"""Exit status of a command whose reader has closed the pipe, as that of programs that die of SIGPIPE."""
+
+MULTIRUN = ("-m", "--multirun")
+"""Hydra's own words for a sweep."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        argv: the words after the program's name; None for those of this process.
+
+    Returns:
+        Exit status: 0, 1 after a failure, 2 after a mistake, 128 plus its number after a signal.
+    """
+    install_streams()
+    words = list(sys.argv[1:] if argv is None else argv)
+    worker = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if worker:
+        # Dying of Ctrl-C at once, also inside a collective, is what the launcher waits for; it tells the user itself.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        check_log_level(os.environ)
+        status = _run(words, worker)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
+    except ConfigError as error:
+        return _tell_mistake(str(error), worker)
+    except (RuntimeError, OSError, MemoryError, ValueError) as error:
+        reason = lost_output().get("stdout") if isinstance(error, OSError) else None
+        if reason is not None:
+            if isinstance(error, BrokenPipeError):  # as of | head
+                return BROKEN_PIPE
+            say(f"stdout cannot be written ({reason}); the output is incomplete")
+            return 1
+        # The first: whichever command was the first to import torch.
+        told = explain_autoload(error) if isinstance(error, RuntimeError) else None
+        told = told or explain_environment(error)
+        if told is None:
+            raise
+        # A full disk or memory may pass; a variable that is wrong does not, and has the status of a mistake.
+        passes = isinstance(error, (OSError, MemoryError)) and not isinstance(error, FileNotFoundError)
+        return _tell_mistake(told, worker, 1 if passes else 2)
+    except KeyboardInterrupt:
+        print("fsdptoys: stopped by SIGINT", file=sys.stderr)
+        return 128 + signal.SIGINT
+    finally:
+        let_stdout_end()  # the interpreter flushes once more, and has status 120 where that fails
+
+
+def _tell_mistake(sentence: str, worker: bool, status: int = 2) -> int:
+    say(sentence.replace("\n", "\\n"))  # of a value that was typed
+    if not worker:
+        leave_outcome(Outcome(status, sentence))
+    return status
+
+
+def _run(words: list[str], worker: bool) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        from .help import command_help
+
+        print(command_help(), end="")
+        return 0
+    if words[0] == "--version":
+        print(f"fsdptoys {__version__}")
+        return 0
+    if words[0] not in COMMANDS:
+        raise ConfigError(_unknown_command(words[0]))
+    command, words = words[0], words[1:]
+    if not any(word in ("-h", "--help") for word in words):
+        check_current_folder()  # without one PyTorch cannot be imported
+    if command == "sweep" or (command == "train" and any(word in MULTIRUN for word in words)):
+        words = [word for word in words if word not in MULTIRUN]
+        if not words or any(word in ("-h", "--help") for word in words):
+            from .help import sweep_help
+
+            print(sweep_help(), end="")
+            return 0
+        from fsdptoys.sweep.run_sweep import run_sweep
+
+        let_stdout_end()
+        return run_sweep(words, os.environ)
+    if command == "models":
+        if any(word in ("-h", "--help") for word in words):
+            from .help import models_help
+
+            print(models_help(), end="")
+            return 0
+        from .models import list_models
+
+        return list_models(words)
+    if command == "plan":
+        if any(word in ("-h", "--help") for word in words):
+            from .help import plan_help
+
+            print(plan_help(), end="")
+            return 0
+        from .plan import run_plan
+
+        return run_plan(words)
+    if command == "report":
+        if not words or any(word in ("-h", "--help") for word in words):
+            from .help import report_help
+
+            print(report_help(), end="")
+            return 0
+        from .report import run_report
+
+        return run_report(words)
+    if command == "compare":
+        if not words or any(word in ("-h", "--help") for word in words):
+            from .help import compare_help
+
+            print(compare_help(), end="")
+            return 0
+        from .report import run_compare
+
+        return run_compare(words)
+    if command == "convert":
+        if not words or any(word in ("-h", "--help") for word in words):
+            from .help import convert_help
+
+            print(convert_help(), end="")
+            return 0
+        from .convert import convert
+
+        return convert(words)
+    if command == "generate":
+        if not words or any(word in ("-h", "--help") for word in words):
+            from .help import generate_help
+
+            print(generate_help(), end="")
+            return 0
+        from .generate import run_generate
+
+        return run_generate(words)
+    if command == "evaluate":
+        if not words or any(word in ("-h", "--help") for word in words):
+            from .help import evaluate_help
+
+            print(evaluate_help(), end="")
+            return 0
+        from .evaluate import run_evaluate
+
+        return run_evaluate(words)
+    if command == "data":
+        if not words or any(word in ("-h", "--help") for word in words):
+            from .help import data_help
+
+            print(data_help(), end="")
+            return 0
+        from .data import run_data
+
+        return run_data(words)
+    if any(word in ("-h", "--help") for word in words):
+        from .help import train_help
+
+        print(train_help(), end="")
+        return 0
+    words, show = _take_show(words)
+    if show:
+        _show(words)
+        return 0
+    let_stdout_end()
+    if worker:
+        from fsdptoys.launch.worker import run_as_worker
+
+        return run_as_worker(lambda: _work(words))
+    from fsdptoys.launch.launch import launch, plan_run
+
+    plan = plan_run(words, os.environ)
+    if plan.composition.config.launch.nnodes == 1:
+        # With several machines, another one's rank 0 may have made the folder by now.
+        _check_places(plan.composition.config)
+    _verify_weights(plan.composition.config.model.init_from)
+    _prepare_data(plan.composition.config, plan.local_ranks)
+    return launch(plan)
+
+
+def _work(words: list[str]) -> None:
+    """Be one rank."""
+    import torch
+
+    from fsdptoys.launch.hardware import hardware_environment, profile_of_this_machine
+    from fsdptoys.launch.worker import Handed, take_handed
+    from fsdptoys.train.run import train
+
+    handed, plan = take_handed(), None
+    if handed is None:
+        from fsdptoys.launch.launch import check_master, plan_run, tell
+
+        plan = plan_run(words, os.environ)
+        check_master(os.environ)
+        handed = Handed(plan.composition.config, plan.hardware, plan.local_ranks, plan.world_size)
+        _prepare_data(handed.config, handed.local_ranks)  # every rank comes by here, and one of them does it
+    elif int(os.environ["WORLD_SIZE"]) != handed.world_size:
+        raise ConfigError(
+            f"launch.nnodes={handed.config.launch.nnodes} machines of {handed.local_ranks} ranks were expected, and "
+            f"{os.environ['WORLD_SIZE']} ranks have come; set launch.nproc_per_node to the same on each"
+        )
+    config, hardware = handed.config, handed.hardware
+    # Under torchrun nobody has set these before the start. Allocators read theirs with the first allocation, OpenMP its
+    # own at import, which was in the launcher for its forks, so threads are set once more.
+    environment = hardware_environment(
+        hardware.device_type,
+        handed.local_ranks,
+        hardware.cores,
+        config.train.deterministic,
+        os.environ,
+        config.launch.timeout_seconds,
+    )
+    os.environ.update(environment)
+    threads = os.environ["OMP_NUM_THREADS"].partition(",")[0]  # the others are for nested regions
+    if threads.strip():
+        torch.set_num_threads(int(threads))
+    prediction = None
+    if os.environ["RANK"] == "0":
+        _check_places(config)
+        if plan is not None:
+            _verify_weights(config.model.init_from)
+            tell(plan, environment)
+        if config.plan.hardware != "auto" or profile_of_this_machine() is not None:
+            from fsdptoys.metrics import forecast_line
+            from fsdptoys.plan.predict import foretell
+
+            foretold = foretell(config, handed.world_size)
+            if foretold is not None:
+                prediction, profile = foretold
+                say(forecast_line(prediction, profile.usable_bytes), stdout=True)
+    train(config, prediction)
+
+
+def _check_places(config: "Config") -> None:
+    """Check where the run writes, and what it would go on from."""
+    from fsdptoys.metrics import check_run_dir
+    from fsdptoys.train.launch_env import (
+        restart_count,
+    )
+    from fsdptoys.train.resume import check_resume
+
+    restarted = restart_count() > 0
+    check_run_dir(config.metrics, resumes=config.checkpoint.resumes or restarted)
+    check_resume(config, restarted)
+
+
+def _verify_weights(init_from: str | None) -> None:
+    """Read the folder of initial weights once against its checksums, if it has any, before a worker starts."""
+    from fsdptoys.checkpoint import HuggingFaceFolder
+
+    if init_from is not None:
+        HuggingFaceFolder(init_from).verify_checksums()
+
+
+def _prepare_data(config: "Config", local_ranks: int) -> None:
+    """Make what the data is read from, before a rank starts or joins the others."""
+    from fsdptoys.data import check_shared_memory
+
+    check_shared_memory(config.data.workers, config.step_bytes, local_ranks)
+    config.data.prepare(config.train.seq_len, config.model.vocab_size)
+    config.check_evaluation()  # again: of a few documents none may be held out
+
+
+def _show(words: list[str]) -> None:
+    import yaml
+
+    from fsdptoys.launch.launch import plan_run
+
+    plan = plan_run(words, os.environ)
+    _check_places(plan.composition.config)
+    chosen = " ".join(f"{group}={name or 'null'}" for group, name in plan.composition.choices.items())
+    print(f"# {chosen}\n# validated for {plan.world_size} ranks on {plan.hardware.device_type}")
+    print(yaml.safe_dump(plan.composition.config.to_dict(), sort_keys=False, allow_unicode=True), end="")
+
+
+def _take_show(words: list[str]) -> tuple[list[str], bool]:
+    """Take ``--cfg job`` out of the words."""
+    for index, word in enumerate(words):
+        option, equals, value = word.partition("=")
+        if option in ("--cfg", "-c"):
+            taken = 1 if equals else 2
+            value = value if equals else "".join(words[index + 1 : index + 2])
+            if value != "job":
+                raise ConfigError(f"{option}={value} must be job; write {option} job")
+            return words[:index] + words[index + taken :], True
+    return words, False
+
+
+def _unknown_command(word: str) -> str:
+    from fsdptoys.utils.text import (
+        near_miss,
+    )
+
+    near = near_miss(word, COMMANDS)
+    if "=" in word:
+        return f"{word} stands where a command is expected; write fsdptoys train {word}"
+    return f"{word} is not a command; " + (f"did you mean fsdptoys {near}?" if near else "write fsdptoys train")

@@ -1,0 +1,175 @@
+"""``fsdptoys models``: what the presets are and what they cost, without making any of them.
+
+Each preset is composed and built on the meta device, so its numbers are the model's own and not a table that ages.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from fsdptoys.config.compose import compose_presets
+from fsdptoys.config.overrides import list_choices
+from fsdptoys.errors import ConfigError
+from fsdptoys.models import ModelConfig
+from fsdptoys.utils.text import (
+    near_miss,
+)
+
+GAP = 2
+"""Spaces between columns."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What there is to know of a preset; parameters that are shared count once."""
+
+    name: str
+    family: str
+    parameters: int
+    active_parameters: int
+    """That one token meets."""
+    embedding_parameters: int
+    """Look-ups of tokens and positions, a shared head included."""
+    expert_parameters: int
+    """In experts that tokens are routed to."""
+    dense_parameters: int
+    """Outside embeddings and routed experts."""
+    n_layers: int
+    dim: int
+    max_seq_len: int
+    flops_per_token: float
+    """Of forward and backward, in sequences of ``max_seq_len``."""
+
+
+@dataclass(frozen=True)
+class _Column:
+    heading: tuple[str, str]
+    importance: int
+    """Where the terminal is too narrow, the least important columns go first."""
+    cells: list[str]
+    justify: Literal["left", "right"] = "right"
+
+    @property
+    def width(self) -> int:
+        return max(map(len, [*self.heading, *self.cells]))
+
+
+NOTES = (
+    "Parameters: a weight that is shared counts once. Active: those that one token meets, all but the experts that it "
+    "is not sent to. Embedding: look-ups of tokens and positions, and the head where it shares their weight.\n"
+    "FLOPs: forward and backward of one token in a sequence of the whole context, 6 for each weight of a matrix "
+    "product (of experts only the active), and attention over half of the square, since it is causal. Look-ups count "
+    "nothing, nor does recomputation."
+)
+"""How the numbers were made."""
+
+
+def list_models(words: Sequence[str]) -> int:
+    """Run ``fsdptoys models``.
+
+    Args:
+        words: names of presets, none for all; ``--json`` for exact numbers.
+
+    Returns:
+        Exit status.
+
+    Raises:
+        ConfigError: for a word that is neither.
+    """
+    options = [word for word in words if word.startswith("-")]
+    for option in options:
+        if option != "--json":
+            raise ConfigError(f"{option} is not an option of fsdptoys models; write --json, or leave it out")
+    presets = list_choices()["model"]
+    chosen = list(dict.fromkeys(word for word in words if word not in options))
+    for name in chosen:
+        if name not in presets:
+            near = near_miss(name, presets)
+            fix = f"did you mean fsdptoys models {near}?" if near else "write fsdptoys models for all of them"
+            raise ConfigError(f"{name} is not a model preset; {fix}")
+    facts = [measure(config) for config in compose_presets(chosen or presets)]
+    if not chosen:
+        facts.sort(key=lambda fact: (fact.family, fact.parameters))
+    if options:
+        print(json.dumps([asdict(fact) for fact in facts], indent=2))
+    else:
+        print_table(facts, Console())
+    return 0
+
+
+def measure(config: ModelConfig) -> ModelFacts:
+    """Build a model on the meta device and count."""
+    with torch.device("meta"):
+        model = config.build()
+    counts = model.parameter_counts()
+    return ModelFacts(
+        name=config.name,
+        family=config.family,
+        parameters=counts.total,
+        active_parameters=counts.active,
+        embedding_parameters=counts.embedding,
+        expert_parameters=counts.experts,
+        dense_parameters=counts.dense,
+        n_layers=config.n_layers,
+        dim=config.dim,
+        max_seq_len=config.max_seq_len,
+        flops_per_token=model.flops_per_token(config.max_seq_len),
+    )
+
+
+def print_table(facts: Sequence[ModelFacts], console: Console) -> None:
+    """Print one row a model, in as many columns as fit, and how the numbers were made."""
+    columns = [
+        _Column(("", "model"), 10, [fact.name for fact in facts], "left"),
+        _Column(("", "family"), 3, [fact.family for fact in facts], "left"),
+        _Column(("", "parameters"), 9, [human_count(fact.parameters) for fact in facts]),
+        _Column(("", "active"), 7, [human_count(fact.active_parameters) for fact in facts]),
+        _Column(("", "embedding"), 1, [human_count(fact.embedding_parameters) for fact in facts]),
+        _Column(("routed", "experts"), 5, [human_count(fact.expert_parameters) for fact in facts]),
+        _Column(("", "layers"), 4, [str(fact.n_layers) for fact in facts]),
+        _Column(("", "width"), 2, [str(fact.dim) for fact in facts]),
+        _Column(("", "context"), 6, [f"{fact.max_seq_len:,}" for fact in facts]),
+        _Column(("FLOPs", "a token"), 8, [human_flops(fact.flops_per_token) for fact in facts]),
+    ]
+    left_out = []
+    while len(columns) > 1 and sum(column.width + GAP for column in columns) - GAP > console.width:
+        least = min(columns, key=lambda column: column.importance)
+        columns.remove(least)
+        left_out.append(" ".join(least.heading).strip())
+    table = Table.grid(padding=(0, GAP, 0, 0), pad_edge=False)
+    for column in columns:
+        table.add_column(justify=column.justify, no_wrap=True, min_width=column.width)
+    for heading in zip(*(column.heading for column in columns), strict=True):
+        if any(heading):
+            table.add_row(*heading, style="dim")
+    for row in zip(*(column.cells for column in columns), strict=True):
+        table.add_row(*row)
+    console.print(table, highlight=False)
+    console.print()
+    if left_out:
+        console.print(f"Left out for want of width: {', '.join(left_out)}; --json has all numbers.", highlight=False)
+    console.print(NOTES, highlight=False, markup=False)
+
+
+def human_count(value: float) -> str:
+    """Three figures and a unit: 8.03B; a dash for none."""
+    return "-" if value == 0 else "{}{}".format(*_scale(value, ("", "K", "M", "B", "T")))
+
+
+def human_flops(value: float) -> str:
+    """Three figures and a unit: 46.2 GFLOP."""
+    return "{} {}FLOP".format(*_scale(value, ("", "K", "M", "G", "T", "P")))
+
+
+def _scale(value: float, units: Sequence[str]) -> tuple[str, str]:
+    steps = 0
+    while value >= 999.5 and steps < len(units) - 1:
+        value /= 1000
+        steps += 1
+    number = f"{value:#.3g}".rstrip(".") if value < 999.5 else f"{value:,.0f}"
+    return (f"{value:.0f}" if steps == 0 else number), units[steps]

@@ -1,0 +1,203 @@
+"""``fsdptoys plan``: what a run would take on hardware that need not be there, from the words that would start it.
+
+    fsdptoys plan model=llama2_7b plan.hardware=h200 plan.world_size=1024
+    fsdptoys plan search model=llama3_8b plan.hardware=h100 plan.world_size=64
+    fsdptoys plan calibrate runs/a runs/b hardware=h100 out=mine.yaml
+
+The words mean what they mean to ``fsdptoys train`` on that hardware: where no experiment is named, the hardware that is
+imagined chooses one.
+"""
+
+import copy
+import json
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from fsdptoys.config.compose import compose
+from fsdptoys.config.schema import Config
+from fsdptoys.device import GIB
+from fsdptoys.device.profile import Hardware
+from fsdptoys.errors import ConfigError
+from fsdptoys.launch.launch import choose_experiment
+from fsdptoys.plan.estimate.estimate import closed_form
+from fsdptoys.plan.measured_runs import calibrate_command
+from fsdptoys.plan.predict import Predictor, hardware_of, predict, world_size_of
+from fsdptoys.plan.search.advice import advise
+from fsdptoys.plan.search.frontier_plot import check_picture, draw_frontier
+from fsdptoys.plan.search.search import search
+from fsdptoys.plan.search.switches import node_ranks_of, validate_switches
+from fsdptoys.plan.text_report import advice_to_dict, print_prediction, print_search, search_to_dict
+from fsdptoys.utils.text import (
+    near_miss,
+)
+
+from .help import (
+    take_options,
+)
+
+COMMANDS = ("search", "calibrate")
+
+
+@dataclass(frozen=True)
+class Imagined:
+    """A run on imagined hardware."""
+
+    config: Config
+    """As composed: not validated yet."""
+    hardware: Hardware
+    world_size: int
+    memory_bytes: int
+    """Of a device that may be used."""
+    words: list[str]
+    """The overrides, with the chosen experiment among them."""
+
+    def validated(self) -> Config:
+        """The configuration with every ``auto`` replaced, checked for that hardware.
+
+        Raises:
+            ConfigError: for the first mistake.
+        """
+        config = copy.deepcopy(self.config)
+        try:
+            node_ranks = node_ranks_of(config, self.hardware, self.world_size)
+            validate_switches(config, self.world_size, self.hardware.device_type, node_ranks)
+        except ConfigError as mistake:  # of ranks that are imagined, another key sets the number
+            raise ConfigError(str(mistake).replace("launch.nproc_per_node=", "plan.world_size=")) from mistake
+        return config
+
+
+def imagine(words: Sequence[str]) -> Imagined:
+    """Compose a run for the hardware that its words name.
+
+    Raises:
+        ConfigError: for the first mistake.
+    """
+    settings = compose([word for word in words if re.match(r"(plan\.|launch\.|parallel=|experiment=)", word)]).config
+    hardware = hardware_of(settings)
+    world_size = world_size_of(settings, hardware)
+    _check_launch(settings, hardware, world_size)
+    words = list(words)
+    if not any(word.startswith("experiment=") for word in words):
+        words.append(f"experiment={choose_experiment(hardware.device_type, world_size)}")
+    config = compose(words).config
+    limit = config.plan.memory_gib
+    memory_bytes = round(limit * GIB) if limit is not None else round(hardware.usable_bytes)
+    return Imagined(config, hardware, world_size, memory_bytes, words)
+
+
+def _check_launch(config: Config, hardware: Hardware, world_size: int) -> None:
+    """Refuse settings of a launch that contradict what is imagined."""
+    launch = config.launch
+    if launch.device.value not in ("auto", hardware.device_type):
+        raise ConfigError(
+            f"launch.device={launch.device.value} is not what plan.hardware={hardware.name} is, which has the type "
+            f"{hardware.device_type}; leave it out"
+        )
+    on_a_machine = launch.nproc_per_node
+    started = launch.nnodes * (on_a_machine if on_a_machine != -1 else int(hardware.devices_per_node.value))
+    says_so = launch.nnodes != 1 or on_a_machine != -1
+    if says_so and config.plan.world_size is not None and started != world_size:
+        raise ConfigError(
+            f"plan.world_size={world_size} is not the {started} ranks of launch.nnodes={launch.nnodes} and "
+            f"launch.nproc_per_node={on_a_machine}; leave out plan.world_size, or both of these"
+        )
+
+
+def run_plan(words: Sequence[str]) -> int:
+    """Run ``fsdptoys plan``.
+
+    Args:
+        words: as typed after the command.
+
+    Returns:
+        Exit status.
+
+    Raises:
+        ConfigError: for the first mistake.
+    """
+    # Ends as an exception does, so that the process that traces ends too.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        return _run(words)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run(words: Sequence[str]) -> int:
+    if words and words[0] == "calibrate":
+        return calibrate_command(words[1:], Predictor, Console())
+    if words and words[0] == "search":
+        return _search(words[1:])
+    if words and "=" not in words[0] and not words[0].startswith("-"):
+        near = near_miss(words[0], COMMANDS)
+        fix = f"did you mean fsdptoys plan {near}?" if near else "write fsdptoys plan --help for what there is"
+        raise ConfigError(f"{words[0]} is not a command of fsdptoys plan; {fix}")
+    words, options = take_options(words, flags=("--json",))
+    _refuse(words, "predict", "rows")
+    if any(word.partition("=")[0] == "--png" for word in words):
+        raise ConfigError("--png draws what a search found; write fsdptoys plan search --png FILE")
+    imagined = imagine(words)
+    config, hardware, world_size = imagined.validated(), imagined.hardware, imagined.world_size
+    prediction = predict(config, hardware, world_size)
+    allocator = config.plan.allocator
+    advice = advise(
+        imagined.config,
+        lambda changed: closed_form(changed, hardware, world_size, allocator),
+        prediction,
+        imagined.memory_bytes,
+        node_ranks_of(imagined.config, hardware, world_size),
+    )
+    if "--json" in options:
+        limit = {"memory_limit_bytes": imagined.memory_bytes, "advice": advice_to_dict(advice)}
+        print(json.dumps(prediction.to_dict() | limit, indent=2))
+        return 0
+    print_prediction(config, prediction, hardware, imagined.memory_bytes, advice, Console())
+    return 0
+
+
+def _search(words: Sequence[str]) -> int:
+    words, options = take_options(words, flags=("--json",), values={"--png": "FILE"})
+    _refuse(words, "predict")
+    imagined = imagine(words)
+    picture = options.get("--png")
+    if picture is not None:
+        check_picture(Path(picture))
+    result = search(
+        _compose_config,
+        imagined.words,
+        imagined.hardware,
+        imagined.world_size,
+        imagined.memory_bytes,
+        imagined.config.plan.allocator,
+        closed_form,
+        check=predict,
+        host_memory_bytes=imagined.hardware.host_memory_bytes.value,
+    )
+    if "--json" in options:
+        print(json.dumps(search_to_dict(result), indent=2))
+    else:
+        print_search(result, imagined.config.plan.rows, Console())
+    if picture is not None:
+        title = f"{imagined.config.model.name} on {imagined.world_size} ranks, {imagined.hardware.title}"
+        draw_frontier(Path(picture), title, result)
+        print(f"fsdptoys: memory against time is drawn in {picture}", file=sys.stderr)
+    return 0
+
+
+def _refuse(words: Sequence[str], *names: str) -> None:
+    """Refuse settings that this command does not read."""
+    readers = {"predict": "fsdptoys train", "rows": "fsdptoys plan search"}
+    for word in words:
+        for name in names:
+            if word.partition("=")[0] == f"plan.{name}":
+                raise ConfigError(f"{word} is read by {readers[name]} alone; leave it out")
+
+
+def _compose_config(words: Sequence[str]) -> Config:
+    return compose(words).config

@@ -1,0 +1,195 @@
+"""``fsdptoys report`` and ``fsdptoys compare``: what runs and sweeps have left behind, read and shown.
+
+fsdptoys report sweeps/20261122-101500-debug
+fsdptoys report runs/a runs/b --markdown
+fsdptoys report --live runs/a
+fsdptoys compare runs/a runs/b --tolerance 1e-6
+"""
+
+import math
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.utils.text import encodable, one_line, say
+
+from .help import refuse_unknown, take_options
+
+if TYPE_CHECKING:
+    from fsdptoys.report.table_data import (
+        Table,
+    )
+
+FORMS = ("--table", "--markdown", "--csv", "--json")
+
+PAGE = "report.html"
+
+WIDEST = 10_000
+"""Characters of a line where nobody looks at it in a terminal."""
+
+
+def run_report(words: Sequence[str]) -> int:
+    """Run ``fsdptoys report``.
+
+    Args:
+        words: as typed after the command.
+
+    Returns:
+        Exit status.
+
+    Raises:
+        ConfigError: for the first mistake.
+    """
+    flags, values = (*FORMS, "--live"), {"--out": "FILE.html"}
+    paths, options = take_options(words, flags, values)
+    refuse_unknown("report", paths, [*flags, *values])
+    _check_names(paths)
+    forms = [option for option in options if option in FORMS]
+    if len(forms) > 1:
+        raise ConfigError(f"{forms[0]} and {forms[1]} exclude each other; keep one of them")
+    if "--live" in options:
+        return _follow(paths, [option for option in options if option != "--live"])
+    if not paths:
+        raise ConfigError("fsdptoys report needs a run or a sweep; write fsdptoys report runs/NAME")
+    if forms and "--out" in options:
+        raise ConfigError(
+            f"--out names the page, and {forms[0]} prints to the terminal; leave one of them out, or write "
+            f"fsdptoys report {paths[0]} {forms[0]} > FILE"
+        )
+    page = _page_path(paths, options.get("--out"))
+    if not forms:
+        _check_page(page, typed="--out" in options)
+    from fsdptoys.report.runs_table import gather
+
+    try:
+        collection = gather([Path(path) for path in paths])
+    except OSError as mistake:
+        raise ConfigError(f"{one_line(mistake)}; check its name and permissions") from mistake
+    if not forms:
+        from fsdptoys.report.html_page import write_page
+
+        written = write_page(collection, page)
+        pictures = sum(path.suffix == ".png" for path in written)
+        beside = f", and {pictures} picture{'s' * (pictures != 1)} beside it" if pictures else ""
+        say(f"the report is in {page}{beside}")
+        return 0
+    from fsdptoys.report.table import make_table
+
+    _print(make_table(collection), forms[0])
+    return 0
+
+
+def run_compare(words: Sequence[str]) -> int:
+    """Run ``fsdptoys compare``.
+
+    Args:
+        words: as typed after the command.
+
+    Returns:
+        0 where the runs are the same, 1 where they differ or cannot be read whole.
+
+    Raises:
+        ConfigError: for the first mistake.
+    """
+    values = {"--tolerance": "1e-6"}
+    paths, options = take_options(words, values=values)
+    refuse_unknown("compare", paths, list(values))
+    _check_names(paths)
+    if len(paths) != 2:
+        given = "none was given" if not paths else f"{len(paths)} were given" if len(paths) > 2 else "one was given"
+        raise ConfigError(f"fsdptoys compare needs two runs, and {given}; write fsdptoys compare RUN_A RUN_B")
+    tolerance = _read_tolerance(options.get("--tolerance", "0"))
+    from fsdptoys.report.compare import compare_runs, open_run
+    from fsdptoys.report.compare_text import print_comparison
+
+    try:
+        first, second = (open_run(Path(path)) for path in paths)
+        found = compare_runs(first, second, tolerance)
+        print_comparison(found, (paths[0], paths[1]), _console())
+    except (ConfigError, BrokenPipeError):
+        raise
+    except Exception as mistake:
+        # A traceback would end with status 1, which says that the runs differ.
+        reason = one_line(f"{type(mistake).__name__}: {mistake}")
+        raise ConfigError(
+            f"{paths[0]} and {paths[1]} cannot be compared ({reason}); check the files of both"
+        ) from mistake
+    return 0 if found.same else 1
+
+
+def _check_names(paths: Sequence[str]) -> None:
+    """Refuse names that the system cannot look up; what is not there is told later."""
+    for path in paths:
+        try:
+            Path(path).stat()
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except (OSError, ValueError) as mistake:
+            raise ConfigError(f"{one_line(path)} cannot be read ({one_line(mistake)}); name a run") from mistake
+
+
+def _follow(paths: Sequence[str], others: Sequence[str]) -> int:
+    if others:
+        raise ConfigError(f"--live shows a run as it goes, without {others[0]}; leave one of them out")
+    if len(paths) != 1:
+        how = "one run" if not paths else f"one run at a time, and {len(paths)} were given"
+        raise ConfigError(f"--live follows {how}; write fsdptoys report --live runs/NAME")
+    from fsdptoys.report.live import follow
+
+    return follow(Path(paths[0]), Console())
+
+
+def _page_path(paths: Sequence[str], out: str | None) -> Path:
+    """Where the page goes: into the folder that is reported, or where there are several, the current one."""
+    if out is not None:
+        return Path(os.path.expanduser(out))
+    return Path(paths[0]) / PAGE if len(paths) == 1 else Path(PAGE)
+
+
+def _check_page(page: Path, typed: bool) -> None:
+    """Refuse a place where no page can be written, before anything is read.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    from fsdptoys.report.html_page import check_page
+
+    folder = page.absolute().parent
+    if typed or folder.is_dir():  # what is reported may not be there, which is told later
+        check_page(page, "--out" if typed else "the page")
+    if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"the page would go into {folder}, where this user may not write; write --out {PAGE}")
+
+
+def _print(table: "Table", form: str) -> None:
+    if form == "--table":
+        table.print(_console())
+    else:
+        text = {"--markdown": table.markdown, "--csv": table.csv, "--json": table.json}[form]()
+        sys.stdout.write(encodable(text, sys.stdout))
+
+
+def _console() -> Console:
+    """As wide as the terminal; where there is none and ``COLUMNS`` does not say, lines are as long as they are."""
+    if sys.stdout.isatty() or "COLUMNS" in os.environ:
+        return Console(width=shutil.get_terminal_size().columns)
+    return Console(width=WIDEST, soft_wrap=True)
+
+
+def _read_tolerance(text: str) -> float:
+    try:
+        tolerance = float(text)
+    except ValueError:
+        tolerance = math.nan
+    if not (math.isfinite(tolerance) and tolerance >= 0):
+        raise ConfigError(
+            f"--tolerance {text} must be a finite number of at least 0, relative to the larger of two values; write "
+            "--tolerance 1e-6, or leave it out for every bit"
+        )
+    return tolerance

@@ -1,0 +1,387 @@
+"""What a user typed after the command word, checked before Hydra composes it, so that every mistake gets one sentence.
+
+Hydra's own parser reads the words; what it accepts is then held against the groups' choices and against the dataclasses
+of the chosen ones. Hydra and OmegaConf would find most of these mistakes too, but name neither the value nor the fix,
+and some (``+new.key=1``, ``cpu_offload=2``) they accept. Values with an interpolation (``${...}``) have their type
+checked by OmegaConf once it is resolved.
+"""
+
+import contextlib
+import dataclasses
+import math
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import HydraException
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.utils.foreign import parse_yaml
+from fsdptoys.utils.paths import check_text
+from fsdptoys.utils.text import (
+    near_miss,
+)
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+HELP = "see fsdptoys train --help for all keys"
+
+
+SWITCHES = dict.fromkeys(("true", "yes", "y", "on", "1"), "true") | dict.fromkeys(
+    ("false", "no", "n", "off", "0"), "false"
+)
+"""Words that people type for a switch → what they mean."""
+
+SYNONYMS = {
+    "gpu": "cuda",
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    "f32": "float32",
+    "fp16": "float16",
+    "fp64": "float64",
+}
+"""Words that people type for a choice, which are not close to it by their letters → the choice."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One key that can be set."""
+
+    annotation: Any
+    default: Any
+    """What its dataclass says; ``dataclasses.MISSING`` where it says nothing."""
+
+
+def list_choices() -> dict[str, list[str]]:
+    """Group → names of its YAML files, which are those of the folder of that name."""
+    return {group: sorted(path.stem for path in (CONFIGS / group).glob("*.yaml")) for group in sorted(list_defaults())}
+
+
+def schema_name(group: str, choice: str) -> str:
+    """Name of the schema that a group's YAML file starts from: ``llama`` where its defaults begin with base_llama."""
+    first = parse_yaml((CONFIGS / group / f"{choice}.yaml").read_text(encoding="utf-8"))["defaults"][0]
+    return str(first).removeprefix("base_")
+
+
+def list_defaults() -> dict[str, str | None]:
+    """Group → its choice where nothing is said, in the order of ``config.yaml``."""
+    entries = parse_yaml((CONFIGS / "config.yaml").read_text(encoding="utf-8"))["defaults"]
+    return {group: choice for entry in entries if isinstance(entry, dict) for group, choice in entry.items()}
+
+
+def parse_overrides(words: Sequence[str], choices: Mapping[str, Sequence[str]]) -> list[Override]:
+    """Read ``key=value`` words.
+
+    Args:
+        words: what was typed.
+        choices: group → names of its YAML files, to guess what a word without ``=`` means.
+
+    Raises:
+        ConfigError: for the first word that is not one key with one value.
+    """
+    return [_parse(word, words[index + 1 :], choices) for index, word in enumerate(words)]
+
+
+def _parse(word: str, later: Sequence[str], choices: Mapping[str, Sequence[str]]) -> Override:
+    check_text("", word)
+    key, equals, value = word.partition("=")
+    if word.startswith("-"):
+        bare = word.lstrip("-")
+        fix = f"write {bare}" if equals else HELP
+        raise ConfigError(f"{word} is not an option, since settings have no dashes before them; {fix}")
+    if word.startswith("~"):
+        raise ConfigError(f"{word} would take a key away, which every run needs; write KEY=null or a value instead")
+    if not equals:
+        raise ConfigError(f"{word} has no value; write {_with_value(word, later, choices)}")
+    if re.search(r"\s", key) or (not value and later and "=" not in later[0]):
+        spaced = value.strip() or (later[0] if later else "VALUE")
+        bare = (key.split() or ["KEY"])[-1]
+        raise ConfigError(f"'{word}' has spaces before or after the = sign; write {bare}={spaced}")
+    try:
+        override = OverridesParser.create().parse_override(word)
+    except ValueError as error:  # of int(), which reads no more than some thousand digits
+        raise ConfigError(f"{key} has a number of {len(value)} digits; write {key}=VALUE with fewer") from error
+    except HydraException as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{word} cannot be read ({reason}); put quotes around the value: '{key}=\"...\"'") from error
+    if override.is_sweep_override():
+        raise ConfigError(f"{word} gives several values, a run takes one; write {key}={_first(value)}")
+    if override.package is not None:
+        raise ConfigError(f"{word} names a package, and every group has its fixed place; write {_bare(key)}={value}")
+    return override
+
+
+def _with_value(word: str, later: Sequence[str], choices: Mapping[str, Sequence[str]]) -> str:
+    if len(later) >= 2 and later[0] == "=":
+        return f"{word}={later[1]} without spaces"
+    for group, names in choices.items():
+        if word in names:
+            return f"{group}={word}"
+    return f"{word}=VALUE"
+
+
+def _first(sweep: str) -> str:
+    if re.fullmatch(r"[1-9]\d{0,2}(,\d{3})+", sweep):
+        return sweep.replace(",", "")  # thousands
+    return re.split(r"[,)]", sweep.rpartition("(")[2])[0].strip() or "VALUE"
+
+
+def _bare(key: str) -> str:
+    return key.partition("@")[0]
+
+
+def check_groups(
+    overrides: Sequence[Override], choices: Mapping[str, Sequence[str]], defaults: Mapping[str, str | None]
+) -> None:
+    """Check every ``group=choice``.
+
+    Raises:
+        ConfigError: for a choice that does not exist, or a group that is given twice.
+    """
+    seen: dict[str, str] = {}
+    for override in overrides:
+        group = override.key_or_group
+        if group not in choices:
+            continue
+        typed = str(override.input_line)
+        _refuse_plus(override)
+        if group in seen and seen[group] != typed:
+            raise ConfigError(f"{seen[group]} and {typed} exclude each other; keep one of them")
+        seen[group] = typed
+        choice, names = override.value(), choices[group]
+        if choice in names or (choice is None and group == "experiment"):
+            continue
+        near = near_miss(choice, names) if isinstance(choice, str) else None
+        fix = f"did you mean {group}={near}?" if near else f"set {group}={plain_text(defaults[group])}"
+        listed = "a preset that fsdptoys models lists" if group == "model" else _one_of(names)
+        raise ConfigError(f"{typed} must be {listed}{' or null' if group == 'experiment' else ''}; {fix}")
+
+
+def _refuse_plus(override: Override) -> None:
+    typed = str(override.input_line)
+    if override.type is not OverrideType.CHANGE:
+        raise ConfigError(f"{typed} would add a key that exists already; write {typed.lstrip('+')}")
+
+
+def check_values(
+    overrides: Sequence[Override],
+    sections: Mapping[str, type],
+    roots: Mapping[str, Option],
+    groups: Sequence[str],
+    others: "Others",
+) -> None:
+    """Check every key and the type of its value.
+
+    Args:
+        overrides: all of them; groups are left out here.
+        sections: first part of a key → dataclass that holds the rest, as chosen.
+        roots: keys that stand in no section.
+        groups: names of the groups, for suggestions.
+        others: called for a section, returns dataclass and name of each choice of that group, and what is chosen.
+
+    Raises:
+        ConfigError: for the first mistake.
+    """
+    options = {
+        key: option for section, schema in sections.items() for key, option in list_options(schema, section).items()
+    } | dict(roots)
+    for override in overrides:
+        key = override.key_or_group
+        if key in groups:
+            continue
+        typed = str(override.input_line)
+        raw = typed.partition("=")[2]
+        if key in options:
+            _refuse_plus(override)
+            _check_value(key, raw, override.value(), options[key])
+        else:
+            raise ConfigError(_unknown_key(typed, key, raw, options, groups, others))
+
+
+class Others(typing.Protocol):
+    """Tells what the other choices of a group would have offered."""
+
+    def __call__(self, group: str) -> tuple[str, dict[str, type]]:
+        """Return the chosen name, and every choice's dataclass by name."""
+
+
+def list_options(schema: type, prefix: str) -> dict[str, Option]:
+    """Every key below a dataclass, those of nested dataclasses included."""
+    hints = typing.get_type_hints(schema)
+    options: dict[str, Option] = {}
+    for field in dataclasses.fields(schema):
+        key, annotation = f"{prefix}.{field.name}", hints[field.name]
+        if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
+            options |= list_options(annotation, key)
+        else:
+            factory = field.default_factory
+            options[key] = Option(annotation, field.default if factory is dataclasses.MISSING else factory())
+    return options
+
+
+def _unknown_key(
+    typed: str, key: str, raw: str, options: Mapping[str, Option], groups: Sequence[str], others: Others
+) -> str:
+    section, _, rest = key.partition(".")
+    if section == "hydra":
+        return f"{typed} is Hydra's own setting, which every rank needs as it is; leave it out"
+    if re.search(r"(^|\.)_\w+_$", key):
+        return f"{typed} would run code that the configuration names, which nothing here does; leave it out"
+    below = [option for option in options if option.startswith(f"{key}.")]
+    if below:
+        return (
+            f"{typed} sets a whole section, but keys are set one by one; set for example {_example(below[0], options)}"
+        )
+    if rest and section in groups:
+        chosen, schemas = others(section)
+        belongs = [name for name, schema in schemas.items() if key in list_options(schema, section)]
+        if belongs:
+            return (
+                f"{typed} is not an option of {section}={chosen}, it belongs to {', '.join(belongs)}; "
+                f"set {section}={belongs[0]} or leave it out"
+            )
+    near = _nearest_key(key, [*options, *groups])
+    return f"{typed} names a key that does not exist; " + (f"did you mean {near}={raw}?" if near else HELP)
+
+
+def _nearest_key(key: str, known: Sequence[str]) -> str | None:
+    """The key most likely meant: the same last word first, then one like it in the same section, then anywhere."""
+    section, last = _split(key)
+    same = [name for name in known if _split(name)[1] == last]
+    if same:
+        return near_miss(key, same, cutoff=0.0)
+    in_section = [name for name in known if _split(name)[0] == section]
+    for names in (in_section, known):
+        word = near_miss(last, [_split(name)[1] for name in names], cutoff=0.7)
+        if word:
+            return near_miss(key, [name for name in names if _split(name)[1] == word], cutoff=0.0)
+    return near_miss(key, known, cutoff=0.75)
+
+
+def _split(key: str) -> tuple[str, str]:
+    section, _, last = key.rpartition(".")
+    return section, last
+
+
+def _check_value(key: str, raw: str, value: Any, option: Option) -> None:
+    if isinstance(value, str) and "${" in value:
+        return
+    wanted, nullable = _without_none(option.annotation)
+    if value is None and nullable:
+        return
+    if wanted is Any and isinstance(option.default, int):
+        wanted = int | str  # OmegaConf cannot merge a field that is declared so
+    expected, mended = _mismatch(wanted, value, raw)
+    if expected is None:
+        return
+    if wanted is bool and mended is None:
+        fix = f"set {key}=true or {key}=false"
+    elif mended is None:
+        fix = f"set {_example(key, {key: option})}"
+    else:
+        fix = (
+            f"did you mean {key}={mended}?"
+            if isinstance(wanted, type) and issubclass(wanted, Enum)
+            else f"set {key}={mended}"
+        )
+    raise ConfigError(f"{key}={raw} must be {expected}{' or null' if nullable else ''}; {fix}")
+
+
+def _mismatch(wanted: Any, value: Any, raw: str) -> tuple[str | None, str | None]:
+    """What the value must be, or None where it is that, and a mended value where one can be guessed."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if wanted is bool:
+        return (None if isinstance(value, bool) else "true or false"), SWITCHES.get(str(value).strip().lower())
+    if wanted is int:
+        if number and isinstance(value, int):
+            return None, None
+        meant = _number_meant(value)
+        return "an integer", None if meant is None else str(round(meant))
+    if wanted is float:
+        if number and _is_finite(value):
+            return None, None
+        meant = _number_meant(value)
+        return "a finite number", None if meant is None else str(meant)
+    if isinstance(wanted, type) and issubclass(wanted, Enum):
+        names = [member.name for member in wanted]
+        word = str(value).strip().lower()
+        meant_name = SYNONYMS.get(word) if SYNONYMS.get(word) in names else near_miss(word, names)
+        return (None, None) if value in names else (_one_of(names), meant_name)
+    if typing.get_origin(wanted) is list:
+        (kind,) = typing.get_args(wanted)
+        if isinstance(value, list) and all(_is_item(item, kind) for item in value):
+            return None, None
+        mended = f"[{raw}]" if _is_item(value, kind) else None
+        return {int: "a list of integers", float: "a list of finite numbers"}.get(kind, "a list"), mended
+    if wanted == int | str:  # which words, the dataclass checks
+        return (None if isinstance(value, str) or type(value) is int else "an integer or a word"), None
+    if wanted is Any:  # one word, or several
+        words = value if isinstance(value, list) else [value]
+        return (None if all(isinstance(word, str) for word in words) else "a word or a list of words"), None
+    assert wanted is str, f"no option may have the type {wanted}"
+    return (None if isinstance(value, (str, int, float)) else "text"), None
+
+
+def _number_meant(value: Any) -> int | float | None:
+    """The finite number that quoted text, another base or another type of number most likely means; None for none."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    if isinstance(value, str):
+        text = value.strip()
+        for read in (lambda: int(text, 0), lambda: int(text), lambda: float(text)):
+            with contextlib.suppress(ValueError):
+                value = read()
+                break
+        else:
+            return None
+    return value if _is_finite(value) else None
+
+
+def _is_finite(value: int | float) -> bool:
+    """``math.isfinite`` for integers that a float cannot hold, too."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _is_item(value: Any, kind: type) -> bool:
+    if kind is float:
+        return type(value) in (int, float) and _is_finite(value)
+    return type(value) is int if kind is int else isinstance(value, (str, int, float))
+
+
+def _without_none(annotation: Any) -> tuple[Any, bool]:
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        parts = [part for part in typing.get_args(annotation) if part is not type(None)]
+        assert len(parts) == 1
+        return parts[0], True
+    return annotation, False
+
+
+def plain_text(value: Any) -> str:
+    """A value as it is typed on the command line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, list):
+        return f"[{','.join(map(plain_text, value))}]"
+    text = str(value)
+    return text if re.fullmatch(r"[\w.:/+-]+", text) else f"'{text}'"
+
+
+def _example(key: str, options: Mapping[str, Option]) -> str:
+    default = options[key].default
+    return f"{key}={'VALUE' if default is dataclasses.MISSING else plain_text(default)}"
+
+
+def _one_of(names: Sequence[str]) -> str:
+    return f"one of {', '.join(names)}" if len(names) > 1 else names[0]

@@ -1,0 +1,136 @@
+"""Digests of sampled blocks of the data's files, by which a resumed run notices that a file has changed.
+
+Hashing a corpus takes minutes; reading a few of its blocks takes milliseconds. Of each file the first and the last
+4 KiB are read, and between them one block for every 16 MiB, at least 16: each at a pseudo-random place of its own
+stretch, a function of the file's size alone, so that every process looks at the same places. A file of up to 72 KiB is
+read whole. Over all files at most 16,384 blocks are read besides the first and the last ones; more files or larger
+ones get fewer each, and at least one. Times and inodes do not count, so that a copy is the same data.
+
+Not covered: a change that misses every sampled block. The probability that a changed stretch is seen is about its
+length divided by the distance of two blocks: 1 in 4096 for a single byte in the middle of a large file.
+
+A checkpoint keeps up to 256 digests; where there are more files, each digest is that of several neighbors.
+"""
+
+import hashlib
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.utils.regular_file import open_regular
+
+from .token_files import SourceFile
+
+VERSION = 1
+"""Of the choice of blocks; digests of another are not compared."""
+BLOCK_BYTES = 4096
+STRIDE_BYTES = 16 * 2**20
+"""One block for each."""
+LEAST_BLOCKS = 16
+"""Of a file, besides its first and its last."""
+MOST_BLOCKS = 2**14
+"""Of all files together, besides the first and the last of each."""
+MOST_DIGESTS = 256
+DIGEST_CHARACTERS = 16
+
+
+class SampledFiles:
+    """The files that decide the training samples, as they are now.
+
+    Args:
+        key: the configuration's key, for messages.
+        files: in the order of the data.
+        fix: for a file that has changed, an imperative.
+
+    Raises:
+        ConfigError: if a file cannot be read.
+    """
+
+    def __init__(self, key: str, files: Sequence[SourceFile], fix: str = "put it back as it was") -> None:
+        self._key = key
+        self._files = files
+        self._fix = fix
+        self._groups = _group(len(files))
+        digests = _digests(key, files)
+        self._sums = [
+            hashlib.sha256(b"".join(itertools.islice(digests, len(group)))).hexdigest()[:DIGEST_CHARACTERS]
+            for group in self._groups
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON can hold it."""
+        return {"version": VERSION, "digests": self._sums}
+
+    def check_unchanged(self, state: Any) -> None:
+        """Compare the files with those of a checkpoint.
+
+        Args:
+            state: of ``state_dict``. None, which earlier versions wrote, and the digests of another choice of blocks
+                or number of files are not compared.
+
+        Raises:
+            ConfigError: naming the first file that has changed, or the few that it is one of.
+        """
+        if not isinstance(state, dict) or state.get("version") != VERSION:
+            return
+        sums = state.get("digests")
+        if not isinstance(sums, list) or len(sums) != len(self._sums):
+            return
+        for group, before, now in zip(self._groups, sums, self._sums, strict=True):
+            if before != now:
+                first, last = self._files[group[0]].path, self._files[group[-1]].path
+                named = f"{self._key}=[{first}]"
+                if len(group) > 1:
+                    named = f"one of the {len(group)} files from {named} to {last}"
+                raise ConfigError(
+                    f"{named} has changed since the checkpoint, so that the run could not go on as it began; "
+                    f"{self._fix}, or start a new run"
+                )
+
+
+def sampled_offsets(size_bytes: int, blocks: int) -> list[int]:
+    """Where the sampled blocks of a file begin, from the first to the last.
+
+    Args:
+        size_bytes: of the file.
+        blocks: besides the first and the last.
+    """
+    if size_bytes <= (blocks + 2) * BLOCK_BYTES:
+        return list(range(0, size_bytes, BLOCK_BYTES))
+    inner = size_bytes - 2 * BLOCK_BYTES
+    edges = [BLOCK_BYTES + inner * number // blocks for number in range(blocks + 1)]
+    offsets = [0]
+    for number, (low, high) in enumerate(itertools.pairwise(edges)):
+        drawn = hashlib.blake2b(repr((VERSION, size_bytes, number)).encode(), digest_size=8).digest()
+        offsets.append(low + int.from_bytes(drawn, "little") % (high - low - BLOCK_BYTES + 1))
+    return [*offsets, size_bytes - BLOCK_BYTES]
+
+
+def _group(files: int) -> list[range]:
+    """Neighbors that share a digest."""
+    count = min(files, MOST_DIGESTS)
+    return [range(files * number // count, files * (number + 1) // count) for number in range(count)]
+
+
+def _digests(key: str, files: Sequence[SourceFile]) -> Iterator[bytes]:
+    wanted = [max(LEAST_BLOCKS, file.size_bytes // STRIDE_BYTES) for file in files]
+    total = sum(wanted)
+    for file, blocks in zip(files, wanted, strict=True):
+        fewer = blocks if total <= MOST_BLOCKS else max(1, blocks * MOST_BLOCKS // total)
+        try:
+            yield _digest(file, fewer)
+        except OSError as error:
+            raise ConfigError(
+                f"{key}=[{file.path}] cannot be read ({error.strerror or error}); put it back or change {key}"
+            ) from error
+
+
+def _digest(file: SourceFile, blocks: int) -> bytes:
+    digest = hashlib.sha256(f"{file.size_bytes} ".encode())
+    with open_regular(file.path, "rb", buffering=0) as opened:
+        for offset in sampled_offsets(file.size_bytes, blocks):
+            opened.seek(offset, os.SEEK_SET)
+            digest.update(opened.read(BLOCK_BYTES))
+    return digest.digest()

@@ -1,0 +1,337 @@
+"""Files of text in, a folder of tokens out: what ``fsdptoys data prepare`` and ``data=hf`` do.
+
+One process reads documents and writes shards; others turn groups of documents into ids. Groups come back in the order
+in which they went out, and where a shard ends depends on the ids alone, so the folder has the same bytes whatever the
+number of processes. No more than a few groups are under way for each of them, so memory does not grow with the corpus.
+
+A document is held out where a hash of its text falls below ``eval_fraction``: the same text is always on the same
+side, however often and in whatever files it stands, so that training and evaluation never share a document.
+
+The price of one process that reads and writes: beyond some tens of others it is what holds them up.
+
+Where this machine keeps what can be made again from the data.
+"""
+
+import hashlib
+import itertools
+import math
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.utils.file_lock import alone
+
+from .dataset import Tokens, hash_of
+from .dataset_index import DTYPES, VERSION, Index, Source, UnusableFolderError, read_index
+from .document_reader import LongText, SourceData, no_memory, read_documents
+from .loader import end_with_parent
+from .shard_writer import ShardsWriter
+from .text_encoder import Encoder
+
+SHARD_TOKENS = 2**27
+"""Of a shard, if nothing else is asked for: 256 MiB in 16 bits."""
+GROUP_CHARACTERS = 2**18
+"""Text that a process takes at a time."""
+GROUPS_AHEAD = 4
+"""Groups under way, for each process."""
+MOST_PROCESSES = 1024
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for."""
+
+    key: str
+    """How the user names the files, for messages."""
+    sources: list[SourceData]
+    encoder: Encoder
+    folder: Path
+    """That is to be; must not exist."""
+    field: str = "text"
+    eval_fraction: float = 0.0
+    shard_tokens: int = SHARD_TOKENS
+    processes: int = 1
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of all that decides the bytes, with sizes and times of the files instead of their contents."""
+        return self.fingerprint_with(self.encoder.sha256, self.encoder.document_end)
+
+    def fingerprint_with(self, tokenizer_sha256: str, document_end: int) -> str:
+        """The same with another tokenizer."""
+        files = []
+        for source in self.sources:
+            paths = sorted(Path(source.path).glob("*")) if source.is_folder else [Path(source.path)]
+            for path in paths:
+                facts = path.stat()
+                files.append([os.path.realpath(path), source.name, facts.st_size, facts.st_mtime_ns])
+        encoder = [tokenizer_sha256, document_end]
+        return hash_of(VERSION, encoder, self.field, self.eval_fraction, self.shard_tokens, files)
+
+
+@dataclass(frozen=True)
+class Advance:
+    """How far it has come."""
+
+    done_bytes: float
+    """Of the sources, compressed where they are."""
+    total_bytes: int
+    documents: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Documents that are encoded together."""
+
+    texts: list[str]
+    documents: int
+    """With those that are left out."""
+    done_bytes: float
+    long: LongText | None = None
+    """A document behind the texts, which is written in this process and not encoded by another."""
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    """Their ids by split: of all documents one after the other, and how many each has."""
+
+    splits: dict[str, tuple[NDArray[Any], Tokens]]
+    left_out: int
+
+
+def prepare(
+    request: Request,
+    advance: Callable[[Advance], None] = lambda advance: None,
+    wait: Callable[[str], None] | None = None,
+    replace: Callable[[str], None] | None = None,
+) -> Index:
+    """Make the folder, or go on with making it; where somebody else has made it meanwhile, take it as it is.
+
+    Args:
+        request: what to make.
+        advance: told how far it has come.
+        wait: told who makes it already, whose end is then waited for; None to refuse instead.
+        replace: receives the reason why a folder that exists cannot be used, before a new one takes its place; None to
+            refuse instead.
+
+    Raises:
+        ConfigError: if a document cannot be read, the folder cannot be written, or another process writes it.
+    """
+    folder, owner = request.folder, str(request.folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with alone(folder.with_name(f"{folder.name}.lock"), owner, wait):
+            if os.path.lexists(folder):
+                if replace is None:
+                    raise ConfigError(f"{owner} exists already; name another folder, or remove it")
+                try:
+                    return read_index(owner, owner)
+                except UnusableFolderError as error:
+                    replace(error.reason)
+                damaged = folder.with_name(f"{folder.name}.damaged")
+                _remove(damaged)
+                folder.rename(damaged)
+            index = _write(request, advance)
+            if replace is not None:
+                _remove(folder.with_name(f"{folder.name}.damaged"))
+            return index
+    except OSError as error:
+        raise ConfigError(
+            f"{owner} cannot be written ({error.strerror or error}); make room or name another folder, and give the "
+            "same command again, which goes on from there"
+        ) from error
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, a link or a folder, if it is there and can be removed."""
+    with suppress(OSError):
+        path.unlink()
+        return
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _write(request: Request, advance: Callable[[Advance], None]) -> Index:
+    encoder, total = request.encoder, sum(source.size_bytes for source in request.sources)
+    writer = ShardsWriter(request.folder, request.fingerprint, encoder.dtype, request.shard_tokens)
+    try:
+        groups = _groups(request, skip=writer.progress.documents)
+        for group, encoded in _encode_all(groups, request):
+            long_split = None if group.long is None else _long_split(group.long, request.eval_fraction)
+            for split in dict.fromkeys([*encoded.splits, *([] if long_split is None else [long_split])]):
+                if split in encoded.splits:
+                    writer.add(split, *encoded.splits[split])
+                if group.long is not None and split == long_split:
+                    end = [bytes([encoder.document_end])]
+                    blocks = itertools.chain(group.long.blocks(), end)
+                    writer.add_long(split, (np.frombuffer(block, np.uint8) for block in blocks))
+            if group.long is not None:
+                group.long.release()
+            writer.read(group.documents, encoded.left_out + (group.long is not None and long_split is None))
+            advance(Advance(group.done_bytes, total, writer.progress.documents, writer.tokens))
+        if not writer.tokens:
+            raise ConfigError(f"{request.key} finds no document with text; name files that hold some")
+        index = Index(
+            dtype=encoder.dtype,
+            vocab_size=encoder.vocab_size,
+            document_end=encoder.document_end,
+            tokenizer=encoder.name,
+            tokenizer_sha256=encoder.sha256,
+            tokenizer_file_sha256=None,
+            field=request.field,
+            eval_fraction=request.eval_fraction,
+            left_out=0,
+            sources=tuple(Source(source.name, source.size_bytes) for source in request.sources),
+            shards=(),
+        )
+        return writer.finish(index, encoder.file)
+    except MemoryError as error:
+        raise no_memory(request.key) from error
+    except ConfigError:
+        writer.save()
+        raise
+    finally:
+        writer.close()
+
+
+def _long_split(text: LongText, eval_fraction: float) -> str | None:
+    """The split that a long text belongs to; None where it has no ids."""
+    if not any(text.blocks()):
+        return None
+    return "eval" if _is_drawn(text.blocks(), eval_fraction) else "train"
+
+
+def _groups(request: Request, skip: int) -> Iterator[_Group]:
+    """All documents but the first ``skip``, in groups."""
+    texts: list[str] = []
+    documents = characters = 0
+    before = 0.0
+    for source in request.sources:
+        long_texts = request.encoder.ids_are_bytes
+        for text, share in read_documents(request.key, source, request.field, long_texts=long_texts):
+            if skip:
+                skip -= 1
+                if isinstance(text, LongText):
+                    text.release()
+                continue
+            if isinstance(text, LongText):
+                yield _Group(texts, documents + 1, before + share * source.size_bytes, text)
+                texts, documents, characters = [], 0, 0
+                continue
+            texts.append(text or "")
+            documents += 1
+            characters += len(texts[-1])
+            if characters >= GROUP_CHARACTERS:
+                yield _Group(texts, documents, before + share * source.size_bytes)
+                texts, documents, characters = [], 0, 0
+        before += source.size_bytes
+    if documents:
+        yield _Group(texts, documents, before)
+
+
+def _encode_all(groups: Iterable[_Group], request: Request) -> Iterator[tuple[_Group, _Encoded]]:
+    """Each group with its ids, in order."""
+    encoder, fraction = request.encoder, request.eval_fraction
+    if request.processes == 1:
+        yield from ((group, _encode(encoder, fraction, group.texts)) for group in groups)
+        return
+    # A fork has the tokenizer and all modules at once; nothing here has threads, or has touched an accelerator.
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    executor = ProcessPoolExecutor(request.processes, context, _begin_process, (encoder, fraction))
+    under_way: deque[tuple[_Group, Future[_Encoded]]] = deque()
+    try:
+        for group in groups:
+            under_way.append((group, executor.submit(_encode_here, group.texts)))
+            if group.long is not None:  # no two of them at once
+                for first, future in under_way:
+                    yield first, future.result()
+                under_way.clear()
+            if len(under_way) >= GROUPS_AHEAD * request.processes:
+                first, future = under_way.popleft()
+                yield first, future.result()
+        for first, future in under_way:
+            yield first, future.result()
+    except BrokenProcessPool as error:
+        fewer = max(1, request.processes // 2)
+        raise ConfigError(
+            "a process that turns text into ids has ended: it was killed, or there was too little memory; give the "
+            f"same command again, which goes on from there, with {fewer} processes"
+        ) from error
+    finally:
+        executor.shutdown(wait=True, cancel_futures=True)
+
+
+_encoder_here: Encoder
+_fraction_here: float
+
+
+def _begin_process(encoder: Encoder, fraction: float) -> None:
+    global _encoder_here, _fraction_here
+    _encoder_here, _fraction_here = encoder, fraction
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to answer
+    end_with_parent()
+
+
+def _encode_here(texts: list[str]) -> _Encoded:
+    return _encode(_encoder_here, _fraction_here, texts)
+
+
+def _encode(encoder: Encoder, fraction: float, texts: list[str]) -> _Encoded:
+    """Ids of documents, each with the end after it, by split."""
+    # Half of a surrogate pair, which JSON can hold, is no text.
+    texts = [text if text.isascii() else text.encode("utf-8", "replace").decode() for text in texts]
+    dtype = DTYPES[encoder.dtype]
+    all_ids: dict[str, list[NDArray[Any]]] = {}
+    end = np.array([encoder.document_end], dtype)
+    left_out = 0
+    for text, ids in zip(texts, encoder.encode(texts), strict=True):
+        if (ids == encoder.document_end).any():
+            raise ConfigError(
+                f"a document holds id {encoder.document_end}, which is to end documents; name a special token of the "
+                "tokenizer for the end"
+            )
+        if len(ids):
+            all_ids.setdefault("eval" if is_held_out(text, fraction) else "train", []).extend(
+                (ids.astype(dtype, copy=False), end)
+            )
+        else:
+            left_out += 1
+    splits = {}
+    for split, parts in all_ids.items():
+        lengths = np.array([len(ids) + 1 for ids in parts[::2]], np.int64)
+        splits[split] = np.concatenate(parts), lengths
+    return _Encoded(splits, left_out)
+
+
+def is_held_out(text: str, fraction: float) -> bool:
+    """Whether a document belongs to the held-out share."""
+    return bool(fraction) and _is_drawn([text.encode().replace(b"\0", b"")], fraction)  # bytes leave zeros out
+
+
+def _is_drawn(blocks: Iterable[bytes], fraction: float) -> bool:
+    if not fraction:
+        return False
+    digest = hashlib.blake2b(digest_size=8, person=b"held out")
+    for block in blocks:
+        digest.update(block)
+    return int.from_bytes(digest.digest(), "little") < math.ldexp(fraction, 64)
+
+
+def cache_folder(chosen: str | None) -> Path:
+    """The folder that was chosen, or ``fsdptoys/data`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(chosen or f"{home}/fsdptoys/data").expanduser()

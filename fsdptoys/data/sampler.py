@@ -1,0 +1,188 @@
+"""The order in which samples are trained on: a pure function of the seed and of how many were seen before.
+
+All samples of a step, over every rank and micro-batch, are consecutive places of a seeded permutation, a new one each
+epoch; where an epoch ends within a step, the next one's permutation goes on, so that nothing is left out or seen
+twice. Place (micro-batch · ranks + rank) · batch_size + row of the step belongs to that row: as long as the product of
+ranks, micro-batches and batch size stays the same, so does every step, and a checkpoint needs one number and no rank's
+state. The permutation is computed place by place (``shuffle``), so that it costs no memory however many samples there
+are. A step is read when it is asked for, or, with workers, before that: since the order is a function, neither the
+batches nor the state can tell which.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fsdptoys.errors import ConfigError
+
+from .content_sample import SampledFiles
+from .dataset import IGNORE_INDEX, Samples, Tokens
+from .loader import StepsAhead
+from .permutation import ORDER, EndlessShuffle
+
+
+class StepReader:
+    """Makes the batches of this process's ranks for any step, in whatever process it is."""
+
+    def __init__(
+        self, samples: Samples, batch_size: int, microbatches: int, ranks: range, data_ranks: int, seed: int
+    ) -> None:
+        assert len(samples) > 0
+        assert all(0 <= rank < data_ranks for rank in ranks)
+        self.samples = samples
+        self.batch_size = batch_size
+        self.microbatches = microbatches
+        self.ranks = ranks
+        self.data_ranks = data_ranks
+        self.stride = microbatches * data_ranks * batch_size
+        """Samples of a step, over all ranks."""
+        self._shuffle = EndlessShuffle(len(samples), seed)
+
+    def read(self, place: int) -> Tensor:
+        """Tokens and labels of the step whose first sample is at a place of the order.
+
+        Returns:
+            int64 of shape (micro-batches · own ranks, 2, B, T).
+        """
+        step: Tokens | None = None
+        for microbatch in range(self.microbatches):
+            for number, rank in enumerate(self.ranks):
+                first = place + (microbatch * self.data_ranks + rank) * self.batch_size
+                for row in range(self.batch_size):
+                    tokens_T, labels_T = self.samples[self._index(first + row)]
+                    if step is None:
+                        batches = self.microbatches * len(self.ranks)
+                        step = np.empty((batches, 2, self.batch_size, len(tokens_T)), np.int64)
+                    batch = step[microbatch * len(self.ranks) + number]
+                    batch[0, row], batch[1, row] = tokens_T, labels_T
+        assert step is not None
+        return torch.from_numpy(step)
+
+    def _index(self, place: int) -> int:
+        return place if self.samples.endless else self._shuffle[place]
+
+
+class BatchStream:
+    """Batches of this process's ranks, step after step."""
+
+    def __init__(
+        self,
+        samples: Samples,
+        batch_size: int,
+        microbatches: int,
+        ranks: range,
+        data_ranks: int,
+        seed: int,
+        fingerprint: str = "",
+        workers: int = 0,
+        files: SampledFiles | None = None,
+    ) -> None:
+        """Start at the first step.
+
+        Args:
+            samples: what to take batches from.
+            batch_size: sequences a micro-batch on each rank.
+            microbatches: micro-batches a step on each rank.
+            ranks: those whose batches this process takes, out of ``range(data_ranks)``.
+            data_ranks: ranks that share a step's samples.
+            seed: decides the order.
+            fingerprint: of the data, so that a checkpoint of other data is refused.
+            workers: background processes that read ahead; they start with the first step that is taken.
+            files: of the data as they are now, so that a checkpoint of files that have changed since is refused.
+        """
+        self.fingerprint = fingerprint
+        self._files = files
+        self.samples_seen = 0
+        """Samples of all steps that were taken so far, over all ranks."""
+        self._reader = StepReader(samples, batch_size, microbatches, ranks, data_ranks, seed)
+        self._order = None if samples.endless else ORDER
+        self._workers = workers
+        self._ahead: StepsAhead | None = None
+
+    def next_step(self) -> list[tuple[Tensor, Tensor]]:
+        """Take the next step's batches.
+
+        Returns:
+            ``(tokens_BT, labels_BT)``, int64 on the CPU, for each micro-batch and within it for each of this process's
+            ranks.
+
+        Raises:
+            ConfigError: if the data can no longer be read.
+            LostWorkerError: if a worker has ended.
+        """
+        if self._workers:
+            if self._ahead is None:
+                self._ahead = StepsAhead(self._reader, self.samples_seen, self._workers)
+            step = self._ahead.next()
+        else:
+            step = self._reader.read(self.samples_seen)
+        self.samples_seen += self._reader.stride
+        return [(tokens_BT, labels_BT) for tokens_BT, labels_BT in step]
+
+    def close(self) -> None:
+        """End the workers, if there are any; the next step that is taken would start them again."""
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences of a step, over all ranks."""
+        return self._reader.stride
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is needed to go on, the same on every rank."""
+        state = {"samples": self.samples_seen, "fingerprint": self.fingerprint, "order": self._order}
+        return state if self._files is None else state | {"files": self._files.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after the samples that were seen before.
+
+        Raises:
+            ConfigError: if the data is not what it was, or would come in another order.
+        """
+        if state.get("order") != self._order:
+            raise ConfigError(
+                f"the checkpoint's data came in the order {state.get('order') or 'of an earlier version'}, and this "
+                f"version's is {self._order}, so the order cannot go on; finish the run with the version that began "
+                "it, or start a new run"
+            )
+        if self._files is not None:
+            self._files.check_unchanged(state.get("files"))
+        if state["fingerprint"] != self.fingerprint:
+            raise ConfigError(
+                f"data has changed since the checkpoint (fingerprint {self.fingerprint[:12]} instead of "
+                f"{state['fingerprint'][:12]}), so the order cannot go on; set data.*, train.seq_len and "
+                "train.data_seed to what they were and put the same files back, or start a new run"
+            )
+        self.close()  # what was made ahead of the old place
+        self.samples_seen = int(state["samples"])
+
+
+def eval_batches(
+    samples: Samples, batch_size: int, batches: int, rank: int, data_ranks: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield one rank's share of the first ``batches * data_ranks * batch_size`` samples, in order.
+
+    Every rank gets the same number of batches, so that collectives stay aligned: where the samples end early, there are
+    fewer batches, the last of them filled up with rows whose labels are all ``IGNORE_INDEX``.
+
+    Returns:
+        ``(tokens_BT, labels_BT)``, int64 on the CPU.
+    """
+    needed = -(-len(samples) // (data_ranks * batch_size))
+    for batch in range(min(batches, needed)):
+        first = (batch * data_ranks + rank) * batch_size
+        rows = [samples[index] for index in range(first, min(first + batch_size, len(samples)))]
+        blank_T = np.zeros_like(rows[0][0] if rows else samples[0][0])
+        rows += [(blank_T, np.full_like(blank_T, IGNORE_INDEX))] * (batch_size - len(rows))
+        tokens_BT, labels_BT = torch.from_numpy(_stack(rows))
+        yield tokens_BT, labels_BT
+
+
+def _stack(rows: list[tuple[Tokens, Tokens]]) -> Tokens:
+    """Tokens and labels of several samples, shape (2, B, T)."""
+    return np.stack([np.stack(part) for part in zip(*rows, strict=True)])

@@ -1,0 +1,238 @@
+"""From text to ids, when data is prepared: the bytes of UTF-8, or a file of the package ``tokenizers``.
+
+No special ids are put around a text, and text that looks like one ("<|endoftext|>" in an article on tokenizers) becomes
+ordinary ids, so that the id which ends a document stands nowhere else. For bytes that is 0, as between the documents of
+``data=text``; zero bytes of a text are left out.
+"""
+
+import hashlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.utils.foreign import parse_json
+from fsdptoys.utils.regular_file import read_regular
+from fsdptoys.utils.text import one_line
+
+from .byte_text import BYTES, SEPARATOR
+from .dataset_index import DTYPES, MOST_TOKENIZER_BYTES, TOKENIZER_FILE
+
+SETTINGS_FILE = "tokenizer_config.json"
+MOST_SETTINGS_BYTES = 2**26
+USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+"""Where neither the user nor the folder says which token ends a document."""
+
+
+class Encoder(ABC):
+    """What the ids are to mean; is pickled once for each process."""
+
+    name: str
+    sha256: str
+    """Decides every id."""
+    file: bytes | None = None
+    """The tokenizer's file as it was read, if it has one."""
+    vocab_size: int
+    document_end: int
+    ids_are_bytes = False
+    """Whether the ids of a text are the bytes of its UTF-8 without zeros, so that it need not be held as a whole."""
+
+    @property
+    def dtype(self) -> str:
+        """Number format that holds every id, as the index calls it."""
+        return "uint16" if self.vocab_size <= 2**16 else "uint32"
+
+    @abstractmethod
+    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        """Ids of each text, without the end of the document, in no more bytes than that takes."""
+
+
+class ByteEncoder(Encoder):
+    """Ids 1 to 255 are bytes of UTF-8, and 0 ends a document."""
+
+    name = "bytes"
+    sha256 = hashlib.sha256(b"bytes of UTF-8 without zero").hexdigest()
+    vocab_size = BYTES
+    document_end = SEPARATOR
+    ids_are_bytes = True
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        """See ``Encoder``."""
+        raw = (text.encode() for text in texts)
+        return [np.frombuffer(each.replace(b"\0", b""), np.uint8) for each in raw]
+
+
+class FileEncoder(Encoder):
+    """A ``tokenizer.json``.
+
+    Args:
+        choice: the file, or the folder that holds it.
+        end: the token that ends a document; None for the folder's own, or a usual one.
+        owner: how the user named the tokenizer, for messages.
+        end_owner: how the user names the end.
+
+    Raises:
+        ConfigError: if it cannot be read, or has no such token.
+    """
+
+    def __init__(self, choice: str, end: str | None, owner: str, end_owner: str) -> None:
+        path = Path(choice).expanduser()
+        file = path / TOKENIZER_FILE if path.is_dir() else path
+        missing = f"{owner} names no tokenizer.json that is there ({file}); name one, its folder, or bytes"
+        self._reader = read_tokenizer(file, owner, "data", "take bytes for the tokenizer", missing, plain=True)
+        self._owner = owner
+        self.name = file.name
+        ids = self._reader.get_vocab(with_added_tokens=True).values()
+        if not ids:
+            raise ConfigError(f"{owner} has an empty vocabulary ({file}); download it again or name another tokenizer")
+        self.vocab_size = 1 + max(ids)
+        end = end or _own_end(file.parent, end_owner) or next(filter(self._knows, USUAL_ENDS), None)
+        if end is None or not self._knows(end):
+            told = f"has no token {end!r}" if end else "does not say which token ends a document"
+            raise ConfigError(f"{owner} {told}; set {end_owner} to one of its tokens")
+        self.document_end = int(self._reader.token_to_id(end))
+        self.file = read_file(file)
+        self.sha256 = hashlib.sha256(self.file + end.encode()).hexdigest()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state
+        self._reader.encode_special_tokens = True  # which is not pickled
+
+    def _knows(self, token: str) -> bool:
+        return self._reader.token_to_id(token) is not None
+
+    def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        """See ``Encoder``."""
+        with _one_thread(), explain_package_errors(f"{self._owner} cannot turn a document into ids"):
+            found = self._reader.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(each.ids, DTYPES[self.dtype]) for each in found]
+
+
+@contextmanager
+def explain_package_errors(what: str, fix: str = "name another tokenizer, or mend this one") -> Iterator[None]:
+    """Report errors of the package ``tokenizers`` in a sentence, among them the panics of its Rust code.
+
+    Args:
+        what: cannot be done.
+        fix: an imperative.
+
+    Raises:
+        ConfigError: instead of the package's own classes.
+    """
+    try:
+        yield
+    except (ConfigError, MemoryError):
+        raise
+    except BaseException as error:
+        # PanicException is no Exception, and its module cannot be imported.
+        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+            raise
+        raise ConfigError(f"{what} ({one_line(error) or type(error).__name__}); {fix}") from None
+
+
+def read_file(file: Path) -> bytes:
+    """Content of a tokenizer's file.
+
+    Raises:
+        ConfigError: if it cannot be read, is no regular file or too large for a tokenizer.
+    """
+    try:
+        return read_regular(file, MOST_TOKENIZER_BYTES)
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read ({error.strerror or error}); put it back as it was") from error
+    except ValueError as error:
+        raise ConfigError(f"{file} cannot be a tokenizer ({error}); name another") from error
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Have the package start no threads: whole processes share the work, and ranks may be forked of this one."""
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TOKENIZERS_PARALLELISM"]
+        else:
+            os.environ["TOKENIZERS_PARALLELISM"] = before
+
+
+def read_tokenizer(file: Path, owner: str, extra: str, instead: str, missing: str, *, plain: bool) -> Any:
+    """A ``tokenizers.Tokenizer`` from its file.
+
+    Args:
+        file: ``tokenizer.json``, or one like it.
+        owner: how the user named it.
+        extra: of this project, that installs the package.
+        instead: what the user can do without it.
+        missing: the sentence for a file that is not there.
+        plain: whether text is taken as it is: none of it special, cut off or filled up, whatever the file asks for.
+
+    Raises:
+        ConfigError: if it cannot be read, or the package is not there.
+    """
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise ConfigError(
+            f"{owner} needs the package tokenizers, which is not installed; pip install 'fsdptoys[{extra}]', or "
+            f"{instead}"
+        ) from error
+    if not file.is_file():
+        raise ConfigError(missing)
+    content = read_file(file)
+    with explain_package_errors(f"{file} cannot be read as a tokenizer", "download it again"):
+        reader = Tokenizer.from_buffer(content)
+    if plain:
+        reader.no_truncation()
+        reader.no_padding()
+        reader.encode_special_tokens = True
+    return reader
+
+
+def open_encoder(choice: str, end: str | None, owner: str, end_owner: str) -> Encoder:
+    """What a word names.
+
+    Args:
+        choice: ``bytes``, or the path of a ``tokenizer.json`` or its folder.
+        end: the token that ends a document; None for the usual one.
+        owner: how the user named the tokenizer, for messages.
+        end_owner: how the user names the end.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    if choice == "bytes":
+        if end is not None:
+            raise ConfigError(f"{end_owner} names a token, and bytes have none but 0 for the end; leave it out")
+        return ByteEncoder()
+    return FileEncoder(choice, end, owner, end_owner)
+
+
+def _own_end(folder: Path, end_owner: str) -> str | None:
+    """The token that a folder in Hugging Face format names as the end, if it has one.
+
+    Raises:
+        ConfigError: if the file for it cannot be read.
+    """
+    path = folder / SETTINGS_FILE
+    try:
+        settings = parse_json(read_regular(path, MOST_SETTINGS_BYTES), non_finite=True)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or one_line(error)
+        raise ConfigError(
+            f"{path} cannot be read ({reason}), and should name the token that ends a document; download it again, or "
+            f"set {end_owner}"
+        ) from error
+    end = settings.get("eos_token") if isinstance(settings, dict) else None
+    end = end.get("content") if isinstance(end, dict) else end
+    return end if isinstance(end, str) and end else None

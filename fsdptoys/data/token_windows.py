@@ -1,0 +1,132 @@
+"""A stream of files cut into samples, with a part held out.
+
+Sample i covers the positions i·T to i·T + T, both included: inputs never overlap, and the last label of one sample is
+the first input of the next. The held-out part is the end of the stream, or a stream of its own; no window crosses over.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fsdptoys.errors import ConfigError
+
+from .content_sample import SampledFiles
+from .dataset import TokenDataset, Tokens, hash_of
+from .token_files import FileStream
+
+ENTROPY_BYTES = 256 * 2**20
+"""Start of the training part whose token frequencies are counted."""
+CHUNK_TOKENS = 2**22
+
+
+class WindowSamples:
+    """Disjoint windows of the positions ``start`` to ``stop`` (not included) of a stream."""
+
+    endless = False
+
+    def __init__(self, stream: FileStream, start: int, stop: int, seq_len: int) -> None:
+        self.stream = stream
+        self.start = start
+        self.stop = stop
+        self.seq_len = seq_len
+
+    def __len__(self) -> int:
+        return max(0, self.stop - self.start - 1) // self.seq_len
+
+    def __getitem__(self, index: int) -> tuple[Tokens, Tokens]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        window = self.stream.read(self.start + index * self.seq_len, self.seq_len + 1).astype(np.int64)
+        return window[:-1], window[1:]
+
+    def require_one(self, part: str, fix: str) -> None:
+        """Check that there is at least one sample.
+
+        Args:
+            part: what these samples are, for the message.
+            fix: what the user can do, beside shorter sequences.
+
+        Raises:
+            ConfigError: if the stream is too short.
+        """
+        tokens = self.stop - self.start
+        if len(self) == 0:
+            shorter = f"set train.seq_len={tokens - 1} or " if tokens > 1 else ""
+            raise ConfigError(
+                f"train.seq_len={self.seq_len} needs {self.seq_len + 1} tokens for one sequence, but {part} has "
+                f"{tokens}; {shorter}{fix}"
+            )
+
+
+def check_eval_fraction(eval_fraction: float) -> None:
+    """Refuse a share that leaves nothing to train on.
+
+    Raises:
+        ConfigError: unless it is in [0, 1).
+    """
+    if not 0 <= eval_fraction < 1:
+        raise ConfigError(
+            f"data.eval_fraction={eval_fraction} must be at least 0 and below 1; set data.eval_fraction=0.05"
+        )
+
+
+def split_windows(stream: FileStream, seq_len: int, eval_fraction: float) -> tuple[WindowSamples, WindowSamples | None]:
+    """Cut a stream into training samples and, from its last ``eval_fraction``, held-out ones (None where that is 0).
+
+    Raises:
+        ConfigError: if either part is too short for one sample.
+    """
+    boundary = len(stream) - int(len(stream) * eval_fraction)
+    train = WindowSamples(stream, 0, boundary, seq_len)
+    train.require_one("the training part of data.files", "add files to data.files")
+    if not eval_fraction:
+        return train, None
+    held_out = WindowSamples(stream, boundary, len(stream), seq_len)
+    held_out.require_one(
+        f"the part held out by data.eval_fraction={eval_fraction}", "set data.eval_fraction higher, or to 0 for none"
+    )
+    return train, held_out
+
+
+class FileDataset(TokenDataset):
+    """Samples from files."""
+
+    def __init__(
+        self,
+        kind: str,
+        train: WindowSamples,
+        eval: WindowSamples | None,
+        seed: int,
+        document_end: int | None,
+    ) -> None:
+        stream = train.stream
+        files = [[file.name, file.size_bytes] for file in stream.files]
+        fingerprint = hash_of(
+            kind, stream.dtype.str, train.stop, train.seq_len, seed, files, contents=stream.content_sample()
+        )
+        super().__init__(train, eval, fingerprint)
+        self.windows = train
+        self.document_end = document_end
+
+    def sample_files(self) -> SampledFiles:
+        """See ``TokenDataset``."""
+        return SampledFiles(self.windows.stream.key, self.windows.stream.files)
+
+    def _unigram_entropy_nats(self) -> float:
+        return entropy_nats(token_shares(self.windows))
+
+
+def token_shares(windows: WindowSamples, parts: int = 1) -> NDArray[np.float64]:
+    """How frequent each token is in the start of some windows, one of so many parts of the data, shape (V,)."""
+    stream = windows.stream
+    counts = np.zeros(stream.vocab_size, dtype=np.int64)
+    stop = min(windows.stop, windows.start + ENTROPY_BYTES // parts // stream.dtype.itemsize)
+    for start in range(windows.start, stop, CHUNK_TOKENS):
+        chunk = stream.read(start, min(CHUNK_TOKENS, stop - start))
+        counts += np.bincount(chunk, minlength=stream.vocab_size)
+    return counts / counts.sum()
+
+
+def entropy_nats(shares_V: NDArray[np.float64]) -> float:
+    """Entropy of a distribution."""
+    shares_V = shares_V[shares_V > 0]
+    return float(-(shares_V * np.log(shares_V)).sum())

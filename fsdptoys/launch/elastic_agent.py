@@ -1,0 +1,148 @@
+"""Torch's elastic agent, extended where pids and failures are known, so that it can run in a thread.
+
+The agent's own methods wait up to half a minute for workers that do not end. Tried with torch 2.7 and 2.13.
+"""
+
+import contextlib
+import logging
+import os
+import sysconfig
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing import api as multiprocessing_api
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+from torch.distributed.elastic.rendezvous import RendezvousStateError
+
+from .forked_process import ForkedProcess
+
+
+class EndedError(Exception):
+    """No worker runs any more, and none is to be started."""
+
+
+class Watcher(Protocol):
+    """Whoever owns the signals, and is told what the agent does; from the agent's thread."""
+
+    def before_start(self) -> None:
+        """Workers are about to be started; ``EndedError`` forbids it."""
+
+    def after_start(self, pids: dict[int, int]) -> None:
+        """They run, with these process ids by rank."""
+
+    def before_close(self) -> None:
+        """Those that still run are about to be ended."""
+
+    def after_failure(self, failures: dict[int, ProcessFailure]) -> None:
+        """All have ended, after these failures by rank; ``EndedError`` forbids another start."""
+
+    def no_longer_than_it_may(self) -> AbstractContextManager[None]:
+        """Surround what may wait for workers to end."""
+
+
+class Agent(LocalElasticAgent):
+    """Torch's agent, which tells what it does to the one who owns the signals.
+
+    Args:
+        watcher: the one.
+        spec: what each worker runs; the words after ``-m`` where ``forks``.
+        logs_specs: torch's.
+        forks: workers are forks of this process instead of new interpreters.
+    """
+
+    def __init__(self, watcher: Watcher, spec: WorkerSpec, logs_specs: DefaultLogsSpecs, forks: bool) -> None:
+        super().__init__(spec, logs_specs)
+        self._watcher, self._forks = watcher, forks
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._watcher.before_start()
+        with _forked_workers() if self._forks else contextlib.nullcontext():
+            pids = super()._start_workers(worker_group)
+        assert self._pcontext is not None
+        close = self._pcontext.close
+
+        def noted_close(*args: Any, **options: Any) -> None:
+            self._watcher.before_close()
+            close(*args, **options)
+
+        # The workers' context ends the others in the same call that finds a failed one.
+        self._pcontext.close = noted_close  # type: ignore[method-assign]
+        self._watcher.after_start({worker.global_rank: pids[worker.local_rank] for worker in worker_group.workers})
+        return pids
+
+    def _assign_worker_ranks(self, *args: Any, **options: Any) -> list[Any]:
+        try:
+            return super()._assign_worker_ranks(*args, **options)
+        except (ValueError, LookupError, TypeError) as error:
+            # It reads what other machines, or strangers, have put into the store.
+            raise RendezvousStateError("the numbers of the ranks in the store are none of this run") from error
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        with self._watcher.no_longer_than_it_may():
+            result = super()._monitor_workers(worker_group)
+        if result.is_failed():
+            self._watcher.after_failure(result.failures)
+        return result
+
+    def _shutdown(self, *args: Any, **options: Any) -> None:
+        with self._watcher.no_longer_than_it_may():
+            super()._shutdown(*args, **options)
+
+
+class _ForkedHandler(SubprocessHandler):
+    """Torch's handle of a worker, with a fork in the place of a new interpreter."""
+
+    def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
+        assert args[1] == "-m", args
+        return ForkedProcess(args[2], args[3:], env)
+
+
+@contextlib.contextmanager
+def _forked_workers() -> Iterator[None]:
+    """Have torch start workers as forks of this process."""
+    make_handler = multiprocessing_api.get_subprocess_handler
+    multiprocessing_api.get_subprocess_handler = _ForkedHandler  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        multiprocessing_api.get_subprocess_handler = make_handler
+
+
+def group_runs(group: int) -> bool:
+    """Whether anything is left of a process group; a leader counts until the agent has taken its status."""
+    try:
+        os.killpg(group, 0)
+    except (ProcessLookupError, PermissionError):  # the second, on macOS, where it is a dead leader's
+        return False
+    return True
+
+
+def runs(pid: int) -> bool:
+    """Whether a child of ours still runs; looks without taking its status, which is the agent's to take."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:
+        return False
+
+
+def quieten() -> None:
+    """Leave the agent's own log to those who ask for it with LOGLEVEL; what matters of it is told here."""
+    if "LOGLEVEL" not in os.environ:
+        logger = logging.getLogger("torch.distributed.elastic")
+        logger.addHandler(logging.NullHandler())
+        logger.propagate = False
+
+
+def import_environment(present: Mapping[str, str]) -> dict[str, str]:
+    """Let workers import this very package, whatever the current directory holds."""
+    root = str(Path(__file__).resolve().parents[2])
+    wanted = {"PYTHONSAFEPATH": "1"}  # Python 3.10 ignores it
+    if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
+        wanted["PYTHONPATH"] = os.pathsep.join(filter(None, [root, present.get("PYTHONPATH")]))
+    return wanted

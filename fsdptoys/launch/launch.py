@@ -1,0 +1,301 @@
+"""From one command to N ranks: composes the run for the hardware that is there, and starts its workers."""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fsdptoys.config.compose import Composition, compose, compose_presets
+from fsdptoys.config.overrides import list_choices, plain_text
+from fsdptoys.config.plan_config import AllocatorKind, PlanConfig
+from fsdptoys.config.schema import LaunchConfig
+from fsdptoys.device import available_device_type
+from fsdptoys.device.profile import load_hardware
+from fsdptoys.errors import ConfigError
+from fsdptoys.parallel import SingleConfig
+from fsdptoys.parallel.float8 import check_float8_here
+from fsdptoys.parallel.fsdp import FSDPConfig
+from fsdptoys.parallel.mesh import NODE, straddling
+from fsdptoys.utils.text import one_line, say
+
+from .hardware import FoundHardware, find_hardware, hardware_environment, profile_of_this_machine
+from .supervisor import run_workers
+from .worker import Handed
+
+CPU_RANKS = 2
+"""Ranks on a machine without accelerator: the fewest that shard."""
+
+MOST_RANKS_PER_CORE = 32
+
+
+MOST_THREADS = 1024
+"""More than any machine has; OpenMP ends a process that cannot have its threads."""
+
+MOST_RANKS = 2**24
+
+AS_TORCHRUN = "start the ranks with torchrun, or unset RANK and WORLD_SIZE"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that is ready to start."""
+
+    composition: Composition
+    hardware: FoundHardware
+    local_ranks: int
+    world_size: int
+    words: list[str]
+    """The overrides, with the chosen experiment and device among them."""
+
+
+def plan_run(words: Sequence[str], present: Mapping[str, str]) -> Plan:
+    """Compose and validate the run that a command line asks for, on this machine's hardware.
+
+    Args:
+        words: overrides as typed; where no experiment is among them, the hardware decides.
+        present: the environment; where torchrun has set its variables, its numbers count.
+
+    Raises:
+        ConfigError: for the first mistake.
+    """
+    # How many ranks there will be decides the experiment, so what decides the ranks is read first.
+    settings = compose([word for word in words if re.match(r"(launch\.|(parallel|experiment)=)", word)]).config
+    hardware = find_hardware(settings.launch.device)
+    check_threads(present)
+    if "RANK" in present and "WORLD_SIZE" in present:
+        world_size, local_ranks = _read_ranks(present)
+    else:
+        local_ranks = _ranks_on_this_machine(settings.launch, hardware, isinstance(settings.parallel, SingleConfig))
+        world_size = local_ranks * settings.launch.nnodes
+    words = list(words)
+    if not any(word.startswith("experiment=") for word in words):
+        experiment = f"experiment={choose_experiment(hardware.device_type, world_size)}"
+        words = [experiment, *words] if words else choose_largest(experiment, hardware.device_type, world_size)
+    words.append(f"launch.device={hardware.device_type}")
+    composition = compose(words)
+    if composition.config.mesh.fsdp_size == NODE:
+        _check_machines(present)
+    check_plan_settings(composition.config.plan, hardware.device_type)
+    composition.config.validate(world_size, hardware.device_type, local_ranks)
+    check_float8_here(composition.config.train.float8, hardware.device_type)
+    return Plan(composition, hardware, local_ranks, world_size, words)
+
+
+def choose_largest(experiment: str, device_type: str, world_size: int) -> list[str]:
+    """The words for a command that has none: on a known accelerator, the largest model that fits and what it wants.
+
+    Args:
+        experiment: the word that stands for all else.
+        device_type: that the run is on.
+        world_size: ranks.
+    """
+    profile = profile_of_this_machine()
+    if profile is None or device_type == "cpu":
+        return [experiment]
+    # The launcher of a run on a CPU, or of one that names its model, does without the planner.
+    from fsdptoys.plan.estimate.estimate import closed_form
+    from fsdptoys.plan.search.search import largest_preset, words_of
+
+    hardware = load_hardware(profile)
+    presets = [preset for preset in compose_presets(list_choices()["model"]) if not preset.name.endswith("_debug")]
+    _, best = largest_preset(
+        presets,
+        lambda words: compose(words).config,
+        [experiment],
+        hardware,
+        world_size,
+        hardware.usable_bytes,
+        AllocatorKind.expandable,
+        closed_form,
+    )
+    return words_of(best)
+
+
+def check_plan_settings(plan: PlanConfig, device_type: str) -> None:
+    """Refuse what only ``fsdptoys plan`` reads, and hardware that the run is not on."""
+    if plan.hardware != "auto" and not plan.predict:
+        raise ConfigError(f"plan.hardware={plan.hardware} does nothing with plan.predict=false; leave out one of them")
+    if plan.hardware != "auto":
+        imagined = load_hardware(plan.hardware).device_type
+        if imagined != device_type:
+            raise ConfigError(
+                f"plan.hardware={plan.hardware} is of type {imagined}, and this run is on {device_type}; leave it out, "
+                "or ask fsdptoys plan"
+            )
+    for name in ("world_size", "memory_gib", "exact", "rows"):
+        value, default = getattr(plan, name), getattr(PlanConfig(), name)
+        if value != default:
+            raise ConfigError(
+                f"plan.{name}={plain_text(value)} is for fsdptoys plan and does nothing in a run; leave it out"
+            )
+
+
+def check_threads(present: Mapping[str, str]) -> None:
+    """Check the threads that the environment asks for, which PyTorch would refuse only in the ranks.
+
+    Raises:
+        ConfigError: if OMP_NUM_THREADS is set and is no list of numbers above 0, one for each level of nesting.
+    """
+    value = present.get("OMP_NUM_THREADS", "").strip()
+    levels = [level.strip() for level in value.split(",")]
+    if value and not all(
+        re.fullmatch(r"0*[1-9]\d{0,3}", level, re.ASCII) and int(level) <= MOST_THREADS for level in levels
+    ):
+        raise ConfigError(
+            f"OMP_NUM_THREADS={one_line(value)} in the environment must be a number of threads, 1 to {MOST_THREADS}; "
+            "unset it, which gives each rank its share of the cores"
+        )
+
+
+def _read_ranks(present: Mapping[str, str]) -> tuple[int, int]:
+    """Read the numbers that torchrun, or another launcher, has set for this rank.
+
+    Returns:
+        Ranks over all machines, and on this one.
+
+    Raises:
+        ConfigError: if one is missing, or is none of the others' range: the ranks would wait for each other.
+    """
+    world_size = _read_rank_variable(present, "WORLD_SIZE", 1, MOST_RANKS)
+    of_world = f" with WORLD_SIZE={world_size}"
+    local_ranks = world_size
+    if "LOCAL_WORLD_SIZE" in present:
+        local_ranks = _read_rank_variable(present, "LOCAL_WORLD_SIZE", 1, world_size, of_world)
+    _read_rank_variable(present, "RANK", 0, world_size - 1, of_world)
+    if world_size > 1 or "LOCAL_RANK" in present:
+        _read_rank_variable(present, "LOCAL_RANK", 0, local_ranks - 1, f" with {local_ranks} ranks on this machine")
+    return world_size, local_ranks
+
+
+def check_master(present: Mapping[str, str]) -> None:
+    """Check that the environment says where several ranks meet.
+
+    Raises:
+        ConfigError: if it does not, in which case each rank would wait at a port of its own.
+    """
+    if present.get("WORLD_SIZE", "1") == "1":
+        return
+    if not present.get("MASTER_ADDR", "").strip():
+        raise ConfigError(f"MASTER_ADDR=nothing in the environment must name the machine of rank 0; {AS_TORCHRUN}")
+    _read_rank_variable(present, "MASTER_PORT", 1, 2**16 - 1)
+
+
+def _read_rank_variable(
+    present: Mapping[str, str], name: str, least: int = 0, most: int = MOST_RANKS, where: str = ""
+) -> int:
+    value = present.get(name, "")
+    if not re.fullmatch(r"\d+", value, re.ASCII):
+        raise ConfigError(
+            f"{name}={one_line(value) or 'nothing'} in the environment must be a number, as torchrun sets it; "
+            f"{AS_TORCHRUN}"
+        )
+    if len(value) > 9 or not least <= int(value) <= most:
+        raise ConfigError(
+            f"{name}={one_line(value)} in the environment must be from {least} to {most}{where}; {AS_TORCHRUN}"
+        )
+    return int(value)
+
+
+def _check_machines(present: Mapping[str, str]) -> None:
+    """Refuse ranks of which nobody says how they lie over machines, and machines that have not equally many."""
+    if present.get("WORLD_SIZE", "1") == "1":
+        return
+    if "LOCAL_WORLD_SIZE" not in present:
+        raise ConfigError(
+            f"mesh.fsdp_size={NODE} needs to know the ranks of each machine, and LOCAL_WORLD_SIZE is not set beside "
+            "WORLD_SIZE; start the ranks with torchrun, or set mesh.fsdp_size to a number"
+        )
+    if "GROUP_WORLD_SIZE" in present:  # torchrun's number of machines
+        machines, here, all_ranks = (
+            _read_rank_variable(present, name) for name in ("GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
+        )
+        if machines * here != all_ranks:
+            raise ConfigError(
+                f"mesh.fsdp_size={NODE} needs equally many ranks on each machine, and {machines} machines, this one "
+                f"with {here} ranks, have {all_ranks} together; give torchrun the same --nproc-per-node on each, or "
+                "set mesh.fsdp_size=-1"
+            )
+
+
+def choose_experiment(device_type: str, world_size: int) -> str:
+    """The experiment for a command that names none."""
+    if device_type == "cpu":
+        return "cpu_text"
+    return "llama2_7b" if world_size >= 8 else "llama3_1b"
+
+
+def _ranks_on_this_machine(launch: LaunchConfig, hardware: FoundHardware, single: bool) -> int:
+    ranks = launch.nproc_per_node
+    if ranks == -1:
+        return 1 if single else hardware.devices or CPU_RANKS
+    if hardware.devices and ranks > hardware.devices:
+        raise ConfigError(
+            f"launch.nproc_per_node={ranks} is over the number of {hardware.device_type} devices of this machine, "
+            f"{hardware.devices}; set launch.nproc_per_node={hardware.devices}"
+        )
+    if not hardware.devices and ranks > MOST_RANKS_PER_CORE * hardware.cores:
+        raise ConfigError(
+            f"launch.nproc_per_node={ranks} is over {MOST_RANKS_PER_CORE} for each of {hardware.cores} cores; "
+            f"set launch.nproc_per_node={hardware.cores}"
+        )
+    return ranks
+
+
+def describe(plan: Plan, environment: Mapping[str, str]) -> str:
+    """One line of what was found and chosen."""
+    hardware, choices = plan.hardware, plan.composition.choices
+    cores = f"{hardware.cores} core{'s' * (hardware.cores != 1)}"
+    if hardware.devices:
+        found = f"found {hardware.devices} × {hardware.name}, {cores}"
+    else:
+        found = f"found no accelerator, {cores} ({hardware.name})"
+        if available_device_type() != "cpu":
+            found = f"told to use the CPU, {cores} ({hardware.name})"
+    experiment = f"experiment={choices['experiment']} " if choices["experiment"] else ""
+    ranks = f"{plan.world_size} rank{'s' * (plan.world_size != 1)}"
+    running = (
+        f"running {experiment}model={choices['model']} data={choices['data']} with {choices['parallel']} on {ranks}"
+    )
+    return "; ".join([found, ", ".join([running, *(f"{name}={value}" for name, value in environment.items())])])
+
+
+def tell(plan: Plan, environment: Mapping[str, str]) -> None:
+    """Print what was found and chosen."""
+    say(describe(plan, environment), stdout=True)
+    sentence = note(plan)
+    if sentence is not None:
+        say(sentence, stdout=True)
+
+
+def note(plan: Plan) -> str | None:
+    """A sentence on what would run, and not as one may think."""
+    config = plan.composition.config
+    if not isinstance(config.parallel, FSDPConfig):
+        return None
+    return straddling(config.mesh.shard_ranks(plan.world_size), plan.world_size, plan.local_ranks)
+
+
+def launch(plan: Plan) -> int:
+    """Start the workers of a plan, print what was found, and wait for their end; returns an exit status."""
+    config = plan.composition.config
+    environment = hardware_environment(
+        plan.hardware.device_type,
+        plan.local_ranks,
+        plan.hardware.cores,
+        config.train.deterministic,
+        os.environ,
+        config.launch.timeout_seconds,
+    )
+    tell(plan, environment)
+    return run_workers(
+        "fsdptoys",
+        ["train", *plan.words],
+        plan.local_ranks,
+        nnodes=config.launch.nnodes,
+        rdzv_endpoint=config.launch.rdzv_endpoint,
+        rdzv_token_file=config.launch.rdzv_token_file,
+        environment=environment,
+        max_restarts=config.launch.max_restarts,
+        handed=Handed(config, plan.hardware, plan.local_ranks, plan.world_size),
+        forks=plan.hardware.device_type == "cpu",
+    )

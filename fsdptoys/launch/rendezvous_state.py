@@ -1,0 +1,283 @@
+"""The state of a rendezvous of several machines, kept as JSON and signed where the machines share a token.
+
+torch's own backend keeps a pickle in the store. The store has no authentication, so that anybody who reaches its port
+could have each launcher unpickle, and run, what they put there. ``SignedBackend`` keeps a JSON text instead, checks
+each value it reads, and makes torch's object of it here.
+
+With a token, a message is the text and its HMAC-SHA256 under the token, over the run's name, the key and the text,
+which holds a sequence number. Another message is never accepted, nor an older one than this connection has seen. Not
+covered: deleting keys or flooding the store, which stops machines from meeting; replaying the messages of an earlier
+run with the same token to a machine that has just come, likewise; and the addresses that ranks exchange, which stand in
+the same store unsigned. So the network must be trusted.
+
+Source: https://docs.pytorch.org/docs/stable/elastic/rendezvous.html
+"""
+
+import hashlib
+import hmac
+import json
+import math
+import os
+import pickle
+import secrets
+from datetime import datetime, timezone
+from typing import Any
+
+from torch.distributed import Store
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousStateError, dynamic_rendezvous
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.utils.foreign import ForeignError, parse_json
+from fsdptoys.utils.regular_file import open_regular
+from fsdptoys.utils.text import one_line, printable
+
+KEY = "fsdptoys.rendezvous"
+
+NOTHING = "nothing"
+"""Stands in the store before the first state, where reading a key that is missing would wait for it."""
+
+MOST_BYTES = 2**20
+"""Of a message; a thousand machines take 200 KB."""
+
+LAST_SECOND = 2.0**32
+"""Times are before this; a date that Python has not would be an OverflowError."""
+
+
+LEAST_TOKEN_BYTES = 16
+"""Shorter ones can be guessed from one message."""
+
+MOST_TOKEN_BYTES = 4096
+
+
+def read_token(path: str | None) -> bytes | None:
+    """The secret of the machines of a run, without white space around it.
+
+    Args:
+        path: value of ``launch.rdzv_token_file``; None for no secret.
+
+    Raises:
+        ConfigError: if the file cannot be read, is readable by others, or holds less than 16 bytes.
+    """
+    if path is None:
+        return None
+    make = "make one with: (umask 077; openssl rand -hex 32 > FILE)"
+    try:
+        with open_regular(path, "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode & 0o777
+            token: bytes = file.read(MOST_TOKEN_BYTES + 1).strip()
+    except OSError as error:
+        raise ConfigError(
+            f"launch.rdzv_token_file={one_line(path)} cannot be read ({error.strerror}); {make}"
+        ) from None
+    if mode & 0o077:
+        raise ConfigError(
+            f"launch.rdzv_token_file={one_line(path)} has mode {mode:04o}, with which others may read the token; set "
+            "it to 0600 with chmod 600"
+        )
+    if not LEAST_TOKEN_BYTES <= len(token) <= MOST_TOKEN_BYTES:
+        raise ConfigError(
+            f"launch.rdzv_token_file={one_line(path)} holds {len(token)} bytes and must hold {LEAST_TOKEN_BYTES} to "
+            f"{MOST_TOKEN_BYTES}; {make}"
+        )
+    return token
+
+
+class ForeignStateError(RendezvousStateError):
+    """The store holds a state that this machine must not read; the message says why, in one sentence."""
+
+
+class SignedBackend(RendezvousBackend):
+    """Keeps the state of a rendezvous in a store, as JSON.
+
+    Args:
+        store: of all machines.
+        run_id: the run's name.
+        token: secret of all machines; None for none.
+        endpoint: where the store is, for people.
+
+    Raises:
+        RendezvousConnectionError: if the store does not answer.
+    """
+
+    def __init__(self, store: Store, run_id: str, token: bytes | None, endpoint: str) -> None:
+        self._store, self._run_id, self._token, self._endpoint = store, run_id, token, endpoint
+        self._sequence = 0  # the newest that was seen
+        self._ask("compare_set", KEY, "", NOTHING)
+
+    @property
+    def name(self) -> str:
+        """See RendezvousBackend."""
+        return "fsdptoys"
+
+    def get_state(self) -> tuple[bytes, Any] | None:
+        """See RendezvousBackend. The pickle is made here, from checked values."""
+        return self._decode(self._ask("get", KEY))
+
+    def set_state(self, state: bytes, token: Any | None = None) -> tuple[bytes, Any, bool] | None:
+        """See RendezvousBackend. The pickle is this process's own."""
+        message = self._encode(pickle.loads(state))
+        before = token.decode() if isinstance(token, bytes) else NOTHING
+        stored = self._ask("compare_set", KEY, before, message)
+        decoded = self._decode(stored)
+        return None if decoded is None else (*decoded, stored == message.encode())
+
+    def _ask(self, operation: str, *words: str) -> bytes:
+        try:
+            answer: bytes = getattr(self._store, operation)(*words)
+            return answer
+        except (ValueError, RuntimeError, TimeoutError) as error:
+            raise RendezvousConnectionError("the connection to the store has failed") from error
+
+    def _encode(self, state: Any) -> str:
+        # Equal states of two machines are different messages, so that each knows whose was set.
+        facts = {"nonce": secrets.token_hex(8), "sequence": self._sequence + 1, "state": _plain_of(state)}
+        text = json.dumps(facts, sort_keys=True)
+        return json.dumps({"message": text, "hmac": self._sign(text)}, sort_keys=True)
+
+    def _decode(self, stored: bytes) -> tuple[bytes, Any] | None:
+        if stored == NOTHING.encode():
+            if self._sequence:
+                raise self._foreign("its state was removed")
+            return None
+        if len(stored) > MOST_BYTES:
+            raise self._foreign("its state is too long")
+        try:
+            envelope = parse_json(stored)
+            _check(isinstance(envelope, dict) and set(envelope) == {"message", "hmac"})
+            text, signature = envelope["message"], envelope["hmac"]
+            _check(isinstance(text, str) and isinstance(signature, str | None))
+            self._check_signature(text, signature)
+            message = parse_json(text)
+            _check(isinstance(message, dict) and set(message) == {"nonce", "sequence", "state"})
+            sequence = _whole(message["sequence"])
+            state = _state_of(message["state"])
+        except ForeignError as error:
+            raise self._foreign(f"its state is none of fsdptoys ({error})") from None
+        if sequence < self._sequence:
+            raise self._foreign("its state was put back to an older one")
+        self._sequence = sequence
+        return pickle.dumps(state), stored
+
+    def _sign(self, text: str) -> str | None:
+        if self._token is None:
+            return None
+        facts = json.dumps([self._run_id, KEY, text]).encode()
+        return hmac.new(self._token, facts, hashlib.sha256).hexdigest()
+
+    def _check_signature(self, text: str, signature: str | None) -> None:
+        if self._token is None and signature is None:
+            return
+        if self._token is None:
+            raise ForeignStateError(
+                f"the machines at launch.rdzv_endpoint={self._endpoint} share a token, and this one has none; set "
+                "launch.rdzv_token_file to a file with the same token"
+            )
+        if signature is None:
+            raise ForeignStateError(
+                f"another machine at launch.rdzv_endpoint={self._endpoint} has no token, and this one has; set "
+                "launch.rdzv_token_file on each machine"
+            )
+        expected = self._sign(text)
+        if expected is None or not hmac.compare_digest(expected.encode(), signature.encode()):
+            raise ForeignStateError(
+                f"another machine at launch.rdzv_endpoint={self._endpoint} has another token than this one; give "
+                "launch.rdzv_token_file the same content on each machine"
+            )
+
+    def _foreign(self, why: str) -> ForeignStateError:
+        return ForeignStateError(
+            f"launch.rdzv_endpoint={self._endpoint} cannot be trusted: {printable(why)}; something else than this run "
+            "writes there, so use another port and a network that is trusted"
+        )
+
+
+# torch's classes are private. Tried with 2.13; their attributes are the same in 2.7.
+_FACTS = {
+    "round",
+    "complete",
+    "deadline",
+    "closed",
+    "participants",
+    "wait_list",
+    "redundancy_list",
+    "last_heartbeats",
+}
+
+
+def _plain_of(state: Any) -> dict[str, Any]:
+    """A state of torch's as JSON has it."""
+    assert set(vars(state)) == _FACTS, f"this version of torch keeps other facts of a rendezvous: {sorted(vars(state))}"
+    return {
+        "round": state.round,
+        "complete": state.complete,
+        "deadline": None if state.deadline is None else _seconds(state.deadline),
+        "closed": state.closed,
+        "participants": sorted([_plain_node(node), rank] for node, rank in state.participants.items()),
+        "wait_list": sorted(map(_plain_node, state.wait_list)),
+        "redundancy_list": sorted(map(_plain_node, state.redundancy_list)),
+        "last_heartbeats": sorted([_plain_node(node), _seconds(when)] for node, when in state.last_heartbeats.items()),
+    }
+
+
+def _plain_node(node: Any) -> list[Any]:
+    return [node.addr, node.pid, node.local_id]
+
+
+def _state_of(plain: Any) -> Any:
+    """The same back.
+
+    Raises:
+        ForeignError: if it is anything else.
+    """
+    _check(isinstance(plain, dict) and set(plain) == _FACTS)
+    state = dynamic_rendezvous._RendezvousState()
+    state.round = _whole(plain["round"])
+    _check(isinstance(plain["complete"], bool) and isinstance(plain["closed"], bool))
+    state.complete, state.closed = plain["complete"], plain["closed"]
+    state.deadline = None if plain["deadline"] is None else _time(plain["deadline"])
+    state.participants = {_node(node): _whole(rank) for node, rank in _pairs(plain["participants"])}
+    state.wait_list = {_node(node) for node in _list(plain["wait_list"])}
+    state.redundancy_list = {_node(node) for node in _list(plain["redundancy_list"])}
+    state.last_heartbeats = {_node(node): _time(when) for node, when in _pairs(plain["last_heartbeats"])}
+    return state
+
+
+def _node(plain: Any) -> Any:
+    _check(isinstance(plain, list) and len(plain) == 3)
+    address, pid, local_id = plain
+    _check(isinstance(address, str) and 0 < len(address) <= 255 and address.isprintable())
+    return dynamic_rendezvous._NodeDesc(address, _whole(pid), _whole(local_id))
+
+
+def _seconds(when: datetime) -> float:
+    return (when if when.tzinfo is not None else when.replace(tzinfo=timezone.utc)).timestamp()
+
+
+def _time(seconds: Any) -> datetime:
+    _check(isinstance(seconds, int | float) and math.isfinite(seconds) and 0 <= seconds < LAST_SECOND)
+    when = datetime.fromtimestamp(seconds, timezone.utc)
+    # Older versions of torch compare with times that have no zone.
+    return when if hasattr(dynamic_rendezvous, "timezone") else when.replace(tzinfo=None)
+
+
+def _whole(number: Any) -> int:
+    _check(type(number) is int and 0 <= number < 2**62)
+    whole: int = number
+    return whole
+
+
+def _list(plain: Any) -> list[Any]:
+    _check(isinstance(plain, list))
+    found: list[Any] = plain
+    return found
+
+
+def _pairs(plain: Any) -> list[Any]:
+    _check(isinstance(plain, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in plain))
+    return _list(plain)
+
+
+def _check(right: bool) -> None:
+    if not right:
+        raise ForeignError("a value is missing or of another kind")

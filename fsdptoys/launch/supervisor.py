@@ -1,0 +1,405 @@
+"""The ranks of this machine as processes: started, watched, started again, and ended, all of them or none.
+
+PyTorch's own elastic agent (what torchrun is made of) starts the workers, meets other machines and starts the workers
+again. It runs in a thread, where it takes no signals, so that the main thread has them:
+
+- SIGTERM and SIGUSR1 are passed on once, as a request to stop. Ranks in their loop finish the step, save and end well,
+  and so does the launcher; others end at once.
+- A second one, and any SIGINT, SIGHUP or SIGQUIT, kills all workers at once.
+- One that a single rank got, and ended of, ends the run as the launcher's own would.
+
+Once a worker has failed, the agent sends SIGTERM to the others and waits for them half a minute; the main thread kills
+those that have not ended after a few seconds. Where the launcher itself is killed, Linux ends its workers (``worker``).
+A rank that is killed goes alone, and its loader's processes have a moment to end by themselves: multiprocessing's
+resource tracker, which is one of them, then frees what would stay in /dev/shm for good.
+
+Starting again takes up torch's own count of restarts. A failure that would come again (a mistake in the configuration,
+memory that ran out, a run that gave itself up) ends the run at once.
+
+Not covered: a restart with fewer ranks, and a machine that is lost for good.
+"""
+
+import contextlib
+import dataclasses
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.agent.server import WorkerSpec
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler
+from torch.distributed.launcher import LaunchConfig
+
+from fsdptoys.train.launch_env import (
+    LAUNCH_FOLDER,
+    LAUNCHED,
+    RESTARTS,
+)
+from fsdptoys.train.rank_store import check_interface, loopback_environment
+from fsdptoys.train.stop import SAME_REQUEST_SECONDS, STOP_SIGNALS
+from fsdptoys.utils.text import say
+
+from .elastic_agent import Agent, EndedError, group_runs, import_environment, quieten, runs
+from .exit_record import Outcome, leave_outcome
+from .failures import FirstFailure, first_failure, hung_ranks, outcome_of, own_failure_is_recorded, remains
+from .flight_recorder import name_recordings
+from .open_files import check_open_files, is_out_of_files, too_few_files
+from .rendezvous import Meeting, meet, no_meeting
+from .rendezvous_state import read_token
+from .worker import (
+    Handed,
+    make_launch_folder,
+)
+
+SHUTDOWN_SECONDS = 5
+"""Workers that ignore the signal for so long are killed."""
+
+OTHERS_SECONDS = 1.0
+"""A rank that lost others is not the first to fail; the others have so long to say what happened before they end."""
+
+GROUP_SECONDS = 1.0
+"""What a killed rank started has so long to end by itself, and is killed then."""
+
+POLL_SECONDS = 0.1
+
+END_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""All workers are killed at once."""
+
+
+def run_workers(
+    module: str,
+    arguments: Sequence[str],
+    local_ranks: int,
+    *,
+    nnodes: int = 1,
+    rdzv_endpoint: str | None = None,
+    environment: Mapping[str, str] | None = None,
+    rdzv_token_file: str | None = None,
+    max_restarts: int = 0,
+    handed: Handed | None = None,
+    forks: bool = False,
+) -> int:
+    """Run ``python -m module arguments`` once for each rank of this machine, and wait for all of them.
+
+    Args:
+        module: what each worker runs.
+        arguments: its command line.
+        local_ranks: workers on this machine.
+        nnodes: machines that meet at ``rdzv_endpoint``.
+        rdzv_endpoint: host:port; not used on one machine.
+        rdzv_token_file: holds the secret that the machines share; not used on one machine.
+        environment: added to the workers' environment.
+        max_restarts: how many times all workers are started again after one has failed.
+        handed: what the launcher has composed, so that the workers need not.
+        forks: the workers are forks of this process where the system has safe ones, and need not import again what it
+            has imported; not for what has used an accelerator, or several threads.
+
+    Returns:
+        0 after success, 1 after a worker's exception, 2 after a ``ConfigError``, 128 plus its number after a signal
+        that asked to stop, whether the launcher got it or a rank.
+
+    Raises:
+        ConfigError: for a limit of open files, a network interface or a token that is none.
+    """
+    check_open_files()
+    loopback = loopback_environment(os.environ) if nnodes == 1 else {}
+    check_interface()
+    token = read_token(rdzv_token_file) if nnodes > 1 else None
+    launch_folder = make_launch_folder(handed)
+    folder = launch_folder.path
+    os.environ.update({**import_environment(os.environ), **(environment or {}), **loopback})
+    os.environ.update({LAUNCHED: str(os.getpid()), LAUNCH_FOLDER: str(folder)})
+    # A killed rank cannot close its semaphores; the tracker frees them, and need not tell.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
+    quieten()
+    name_recordings(folder)
+    # torch's rendezvous would open a store of its own, on all interfaces.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    launch = LaunchConfig(
+        min_nodes=nnodes,
+        max_nodes=nnodes,
+        nproc_per_node=local_ranks,
+        run_id="fsdptoys" if nnodes > 1 else uuid.uuid4().hex,
+        rdzv_endpoint=rdzv_endpoint or "",
+        local_addr="localhost" if nnodes == 1 else None,
+        max_restarts=max_restarts,
+    )
+    workers = _Workers(folder, launch, token, ("-m", module, *arguments), forks and sys.platform == "linux")
+    try:
+        with workers.taking_signals():
+            status, told = workers.run()
+    finally:
+        launch_folder.remove()
+        for name in loopback:  # a later run of this process may be on several machines
+            os.environ.pop(name, None)
+    leave_outcome(workers.outcome(status, told))
+    if told:
+        if sys.stdout is not None and sys.stdout.isatty():
+            print("\x1b[?25h", end="", flush=True)  # a worker that was ended may have left the cursor hidden
+        say(told)
+    if workers.left_behind:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        os._exit(status)  # leaving the interpreter aborts where a thread is inside the rendezvous
+    return status
+
+
+class _Workers:
+    """What the agent's thread and the main thread, which owns the signals, know of each other."""
+
+    def __init__(
+        self, folder: Path, launch: LaunchConfig, token: bytes | None, command: Sequence[str], forks: bool
+    ) -> None:
+        self.folder, self.launch, self.command, self.forks = folder, launch, command, forks
+        self._token = token
+        self._events: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # signals; None: the agent is done
+        self._lock = threading.Lock()
+        self._pids: dict[int, int] = {}  # of this start, by rank
+        self._killed: set[int] = set()
+        self._terminated: set[int] = set()  # ranks that still ran when the agent ended them
+        self._starts = self._failed_starts = 0
+        self._starting = False
+        self._busy_since: float | None = None  # for as long as the agent may be waiting for workers to end
+        self._stop: int | None = None  # signal that asked the workers to stop
+        self._end: int | None = None  # signal that killed them
+        self._failures: dict[int, ProcessFailure] = {}
+        self._first: FirstFailure | None = None
+        self._succeeded = False
+        self._error: Exception | None = None
+        self._meeting: RendezvousHandler | None = None
+        self._agent = threading.Thread(target=self._run_agent, name="elastic agent", daemon=True)
+
+    # In the main thread.
+
+    @contextlib.contextmanager
+    def taking_signals(self) -> Iterator[None]:
+        """Have the signals of this process, and put back the handlers that were there before."""
+        numbers = [
+            number
+            for number in (*STOP_SIGNALS, *END_SIGNALS)
+            # nohup's wish that a closed terminal should not matter
+            if not (number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN)
+        ]
+        before = {number: signal.signal(number, lambda number, _: self._events.put(number)) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def run(self) -> tuple[int, str | None]:
+        """Start the workers and wait for them; returns an exit status and what to tell."""
+        agent = self._agent
+        agent.start()
+        stopped_at = 0.0
+        while agent.is_alive():
+            try:
+                number = self._events.get(timeout=POLL_SECONDS)
+            except queue.Empty:
+                self._kill_what_hangs()
+                continue
+            if number is None:
+                agent.join()
+            elif number in STOP_SIGNALS and self._stop is None:
+                stopped_at = time.monotonic()
+                self._pass_on(number)
+            elif number in STOP_SIGNALS and time.monotonic() - stopped_at < SAME_REQUEST_SECONDS:
+                continue
+            else:
+                self._end = number
+                self._kill(self._pids)
+            if self._end is not None:
+                # Where no worker runs, the agent may be waiting for another machine, and is left behind.
+                waits = self.launch.min_nodes > 1 and not (self._pids or self._starting)
+                agent.join(POLL_SECONDS if waits else SHUTDOWN_SECONDS)
+                break
+        return self._outcome()
+
+    @property
+    def left_behind(self) -> bool:
+        """Whether the agent still runs, or a question of its, which is so where it waits for another machine."""
+        return self._agent.is_alive() or (isinstance(self._meeting, Meeting) and self._meeting.hangs)
+
+    def outcome(self, status: int, told: str | None) -> Outcome:
+        """The same as :meth:`run` returned, for programs."""
+        return outcome_of(status, told, self._end or self._stop, self._first)
+
+    def _pass_on(self, number: int) -> None:
+        with self._lock:
+            self._stop = number
+            if not self._pids:
+                self._end = number  # nothing has begun that could end well
+            for pid in self._pids.values():
+                if runs(pid):
+                    os.kill(pid, number)
+
+    def _kill(self, ranks: Mapping[int, int]) -> None:
+        groups = []  # each worker leads one, with its loader's processes
+        with self._lock:
+            for rank, pid in ranks.items():
+                if runs(pid):
+                    self._killed.add(rank)
+                    groups.append(pid)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + GROUP_SECONDS
+        while groups and time.monotonic() < deadline:
+            time.sleep(0.02)
+            groups = [group for group in groups if group_runs(group)]
+        for group in groups:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+
+    def _kill_what_hangs(self) -> None:
+        since = self._busy_since
+        if since is not None and time.monotonic() - since > SHUTDOWN_SECONDS:
+            self._kill(self._pids)
+
+    def _outcome(self) -> tuple[int, str | None]:
+        if self._end is not None:
+            return 128 + self._end, _stopped(self._end)
+        if self._succeeded:
+            return 0, None
+        if self._failures:
+            first = self._first = first_failure(self._failures, self.folder, self._killed, self._terminated)
+            if self._stop is not None and (first.of_others or first.stopped or self._died_of_the_request()):
+                return 128 + self._stop, _stopped(self._stop)
+            if first.stopped:
+                return first.status, first.told
+            most = self.launch.max_restarts
+            used_up = most and self._failed_starts == most and not first.final
+            told = first.told_after(f", after {most} of {most} restarts" if used_up else "")
+            return first.status, told + remains(first, self._pids, self.folder)
+        if is_out_of_files(self._error):
+            return 2, too_few_files()
+        if isinstance(self._error, RendezvousError) or (self._error is not None and not self._starts):
+            return 2, no_meeting(self._error, self.launch)
+        if self._error is not None:
+            raise self._error
+        return 1, "another machine ended the run; its output says why"
+
+    def _died_of_the_request(self) -> bool:
+        """Whether ranks that could not stop well yet died of the signal, and nothing else happened."""
+        assert self._stop is not None
+        expected = {-self._stop, 128 + self._stop, -signal.SIGTERM, 128 + signal.SIGTERM}
+        return all(
+            failure.exitcode in expected or rank in self._killed
+            for rank, failure in self._failures.items()
+            if failure.error_file == "<N/A>"
+        ) and not list(self.folder.glob("**/error.json"))
+
+    # In the agent's thread.
+
+    def _run_agent(self) -> None:
+        handler = None
+        try:
+            launch = self.launch
+            handler = self._meeting = meet(launch, self.folder, self._token)
+            # torch 2.7 binds no memory; newer ones choose in LaunchConfig
+            known = {field.name for field in dataclasses.fields(WorkerSpec)}
+            options: dict[str, Any] = {"numa_options": launch.numa_options} if "numa_options" in known else {}
+            spec = WorkerSpec(
+                role=launch.role,
+                local_world_size=launch.nproc_per_node,
+                rdzv_handler=handler,
+                entrypoint=sys.executable,
+                args=tuple(self.command),
+                max_restarts=launch.max_restarts,
+                monitor_interval=POLL_SECONDS,
+                local_addr=launch.local_addr,
+                **options,
+            )
+            result = Agent(self, spec, DefaultLogsSpecs(log_dir=str(self.folder)), self.forks).run()
+            self._succeeded = result is not None and not result.is_failed()
+        except EndedError:
+            pass
+        except Exception as error:
+            self._error = error
+        finally:
+            if handler is not None:
+                handler.shutdown()
+            self._events.put(None)
+
+    def before_start(self) -> None:
+        """Make room for a start of all workers, unless none is wanted any more."""
+        if self._stop is not None or self._end is not None:
+            raise EndedError
+        if self._starts > self._failed_starts:
+            say("another machine starts again, and so do the workers here")
+        if self._starts == 0 and self.launch.min_nodes > 1 and self._token is None:
+            say("no launch.rdzv_token_file is set, so any machine of this network can join or stop the run")
+        os.environ[RESTARTS] = str(self._starts)
+        self._starts += 1
+        self._starting = True
+        for path in self.folder.glob("**/error.json"):
+            path.unlink()
+
+    def after_start(self, pids: dict[int, int]) -> None:
+        """Take note of the workers of this start.
+
+        Args:
+            pids: by rank.
+        """
+        with self._lock:
+            self._pids = pids
+            self._starting = False
+            self._killed, self._terminated = set(), set()
+            if self._stop is not None or self._end is not None:
+                raise EndedError  # the agent ends them, none of which is in its loop yet
+
+    def before_close(self) -> None:
+        """Take note of the ranks that the agent is about to end, before which they may have something to say."""
+        deadline = time.monotonic() + OTHERS_SECONDS
+        while own_failure_is_recorded(self.folder) is False and self._running() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self._terminated |= self._running()
+        if self._busy_since is not None:
+            self._busy_since = time.monotonic()
+
+    def _running(self) -> set[int]:
+        return {rank for rank, pid in self._pids.items() if runs(pid)}
+
+    def after_failure(self, failures: dict[int, ProcessFailure]) -> None:
+        """Decide whether the agent goes on to start the workers again, and tell so.
+
+        Args:
+            failures: by rank.
+
+        Raises:
+            EndedError: if it is not to.
+        """
+        self._failures = failures
+        again = self._failed_starts < self.launch.max_restarts and self._stop is None and self._end is None
+        if not again or not failures:
+            raise EndedError
+        first = first_failure(failures, self.folder, self._killed, self._terminated)
+        if first.final:
+            raise EndedError
+        self._failed_starts += 1
+        told = "; ".join([first.in_short, *hung_ranks(first, self._pids, self.folder)])
+        with self._lock:
+            self._pids = {}
+        self._failures = {}
+        count = f"({self._failed_starts} of {self.launch.max_restarts})"
+        say(f"{told}; starting again {count}")
+
+    @contextlib.contextmanager
+    def no_longer_than_it_may(self) -> Iterator[None]:
+        """Have the main thread kill the workers if the agent waits in here for them to end."""
+        self._busy_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._busy_since = None
+
+
+def _stopped(number: int) -> str:
+    return f"stopped by {signal.Signals(number).name}; all workers have ended"

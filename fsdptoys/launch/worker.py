@@ -1,0 +1,158 @@
+"""This process as one that a launcher started: what it was told, what it leaves for others, and how it ends.
+
+A worker's exception goes into the error file that the launcher names, in the form that torch's elastic launcher reads,
+with more beside it: when exactly, and whether starting again could help. The launcher's own folder holds what has to
+outlive a restart of the workers.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
+from fsdptoys.errors import ConfigError, GivenUpError, LostRanksError, LostWorkerError
+from fsdptoys.profiler import ExplainedOutOfMemoryError, is_out_of_memory
+from fsdptoys.train.launch_env import LAUNCHED, launch_folder
+from fsdptoys.utils.atomic_write import write_atomically
+from fsdptoys.utils.text import one_line, printable
+
+from .launch_folder import LaunchFolder
+
+HANDED_FILE = "handed"
+"""In the launcher's folder: what it has composed."""
+
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Handed:
+    """A validated run, as the launcher gives it to its workers: composing it again would take each a second."""
+
+    config: Any
+    """A ``Config``, which this room does not know."""
+    hardware: Any
+    """A ``FoundHardware``."""
+    local_ranks: int
+    world_size: int
+
+
+def make_launch_folder(handed: Handed | None) -> LaunchFolder:
+    """Make the launcher's folder, with what the workers are given.
+
+    Raises:
+        ConfigError: if no temporary folder takes it.
+    """
+    folder = None
+    try:
+        folder = LaunchFolder()
+        if handed is not None:
+            _hand_over(folder.path, handed)
+    except OSError as error:
+        if folder is not None:
+            folder.remove()
+        raise ConfigError(
+            f"the launcher cannot write its temporary folder ({error.strerror or error}); set TMPDIR to a folder that "
+            "can be written, on a disk with room"
+        ) from error
+    return folder
+
+
+def _hand_over(folder: Path, handed: Handed) -> None:
+    """Leave a run in the launcher's folder, which nobody else may write to."""
+    (folder / HANDED_FILE).write_bytes(pickle.dumps(handed))
+
+
+def take_handed() -> Handed | None:
+    """The run that our launcher has left for this process, its child; None under another launcher, or none."""
+    folder = launch_folder()
+    if os.environ.get(LAUNCHED) != str(os.getppid()) or folder is None or not (folder / HANDED_FILE).exists():
+        return None
+    handed = pickle.loads((folder / HANDED_FILE).read_bytes())
+    assert isinstance(handed, Handed)
+    return handed
+
+
+def run_as_worker(work: Callable[[], None]) -> int:
+    """Do the work of one rank; its exception is recorded for whoever started it, or printed if nobody asked for it.
+
+    Returns:
+        An exit status; a failure ends the process here, since leaving the interpreter may wait for other ranks.
+    """
+    _end_with_launcher()
+    handler = ErrorHandler()
+    handler.initialize()
+    try:
+        work()
+    except Exception as failure:
+        error = explain_elsewhere(failure)
+        mistake = isinstance(error, ConfigError)
+        # These say what was being done.
+        explained = isinstance(error, (ExplainedOutOfMemoryError, LostRanksError, LostWorkerError))
+        alone = isinstance(error, (ConfigError, GivenUpError))
+        told = f"fsdptoys: {error}" if alone else str(error) if explained else traceback.format_exc()
+        rank = os.environ.get("RANK", "0")
+        recorded = False
+        if "TORCHELASTIC_ERROR_FILE" in os.environ:
+            with contextlib.suppress(OSError):  # no room: the launcher's own disk is full
+                _record(Path(os.environ["TORCHELASTIC_ERROR_FILE"]), int(rank), error, told)
+                recorded = True
+        if not recorded:
+            shown = told if alone else f"fsdptoys: rank {rank} failed:\n{told}"
+            print(printable(shown, sys.stderr), file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(2 if mistake else 1)
+    return 0
+
+
+def explain_elsewhere(error: Exception) -> Exception:
+    """Replace an out-of-memory error that no phase of the run has explained by one sentence; others stay."""
+    if isinstance(error, ExplainedOutOfMemoryError) or not is_out_of_memory(error):
+        return error
+    on_host = isinstance(error, MemoryError) or not isinstance(error, torch.OutOfMemoryError)
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    where = f" in {last[0].name}" if last else ""
+    reason = one_line(error) or "no reason given"
+    explained = ExplainedOutOfMemoryError(
+        f"{'host' if on_host else 'device'} memory ran out{where} ({reason}); set fewer ranks on this machine, a "
+        "smaller model, train.batch_size or train.seq_len, or data that takes less memory"
+    )
+    return explained.with_traceback(error.__traceback__)
+
+
+def _record(path: Path, rank: int, error: Exception, told: str) -> None:
+    """Write what ``ErrorHandler`` would, with a finer time, and apart what is told without a rank."""
+    now_ns = time.time_ns()
+    extra = {"py_callstack": told, "timestamp": str(now_ns // 10**9), "time_ns": now_ns, "rank": rank}
+    extra |= {"config_error": str(error) if isinstance(error, ConfigError) else None}
+    extra |= {"given_up": str(error) if isinstance(error, GivenUpError) else None}
+    # These come again, however often the run is started.
+    extra |= {"final": isinstance(error, (ConfigError, ExplainedOutOfMemoryError, GivenUpError))}
+    # A record that is read half-written would hide the failure.
+    message = f"{type(error).__name__}: {error}"
+    write_atomically(path, json.dumps({"message": {"message": message, "extraInfo": extra}}))
+
+
+def _end_with_launcher() -> None:
+    """Have the system end this process when our launcher is killed; on Linux alone, which has such a thing."""
+    launcher = os.environ.get(LAUNCHED, "")
+    if sys.platform != "linux" or not launcher.isdecimal():
+        return
+    try:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    except (OSError, AttributeError):
+        return
+    if os.getppid() != int(launcher):  # it was killed before
+        os._exit(1)

@@ -1,0 +1,157 @@
+"""Buckets of optimizer states that stream through device buffers: load, update, store.
+
+A ring of buffers is all the device holds of the states: within ``step``, or for good where updates are deferred. A
+bucket takes a free buffer when it is loaded and gives it back when it is stored. One buffer makes the schedule serial;
+with more, the loads of the next buckets and the stores of the last ones run beside the update of the one between, in
+both directions at once. When an update is asked for is the caller's affair: all within ``step``, or unit by unit in the
+next forward.
+
+What orders the streams, for a bucket b and the buffer that it uses:
+
+- its load waits for the last store of b (host memory is whole) and for the last store out of the buffer (it is free);
+- its update, on the computing stream, waits for its load;
+- its store waits for its update.
+
+States in bfloat16 travel as such, are widened into one work buffer that only the computing stream touches, and are
+rounded stochastically on the way back.
+"""
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fsdptoys.device.streams import Event
+
+from .state_buckets import Bucket
+from .stochastic_rounding import round_stochastically
+from .transfers import Transfers
+
+BUFFERS = 3
+"""One bucket that is loaded, one that is updated, one that is stored."""
+
+
+class Streaming:
+    """Updates buckets in order, with those whose states are on the host passing through device buffers.
+
+    Args:
+        transfers: copies of both directions.
+        buckets: all of them; those with ``on_host`` have a ``slab`` there.
+        buffers: buckets on the device at a time.
+        defers: whether updates wait until ``finish`` asks for them, unit by unit.
+        dtype: number format on the host.
+        rounding_seed: from (step, bucket) to a seed for stochastic rounding.
+    """
+
+    lead = 1
+    """Units updated ahead of those that a forward gathers: an update that is given to the computing stream behind a
+    unit's forward would keep the next all-gather, which waits for it, from running beside that forward."""
+
+    def __init__(
+        self,
+        transfers: Transfers,
+        buckets: Sequence[Bucket],
+        *,
+        buffers: int,
+        defers: bool,
+        dtype: torch.dtype,
+        rounding_seed: Callable[[int, int], int],
+    ) -> None:
+        self.defers = defers
+        self._transfers = transfers
+        self._numbers = {bucket: number for number, bucket in enumerate(buckets)}
+        self._rounding_seed = rounding_seed
+        self._step = 0
+        self._largest = max((bucket.elements for bucket in buckets if bucket.on_host), default=0)
+        self._buffers, self._dtype = min(buffers, sum(bucket.on_host for bucket in buckets)), dtype
+        self._free: deque[tuple[Tensor, Event]] = deque()
+        self._work: Tensor | None = None
+        self._generator = torch.Generator(transfers.device)
+        self._waiting: deque[Bucket] = deque()
+        self._not_loaded: deque[Bucket] = deque()
+        self._loaded: dict[Bucket, tuple[Tensor, Event]] = {}
+        self._updated: deque[tuple[int, Event]] = deque()
+
+    def start(self, buckets: Sequence[Bucket], step: int) -> None:
+        """Begin to load what is to be updated, in this order; all that was asked for before must be finished."""
+        assert not self._waiting
+        self._step = step
+        self._waiting.extend(buckets)
+        self._not_loaded.extend(bucket for bucket in buckets if bucket.on_host and bucket.elements)
+        self._updated.clear()
+        if self._not_loaded and not self._free:
+            self._make_buffers()
+        self._load_ahead()
+
+    def finish(self, last_unit: int | None) -> None:
+        """Update the buckets of the units up to ``last_unit``, or all; the computing stream then has the parameters."""
+        while self._waiting and (last_unit is None or self._waiting[0].unit <= last_unit):
+            bucket = self._waiting.popleft()
+            if bucket.on_host and bucket.elements:
+                self._update_streamed(bucket)
+            else:
+                bucket.update(bucket.slab)
+                self._updated.append((bucket.unit, self._transfers.mark()))
+        if not self.defers:
+            # Forward and backward may have the memory.
+            self._free.clear()
+            self._work = None
+
+    def updated(self, last_unit: int) -> Event:
+        """The event at which the units up to ``last_unit`` are updated; None where nobody needs to wait any more."""
+        event = None
+        while self._updated and self._updated[0][0] <= last_unit:
+            event = self._updated.popleft()[1]
+        return event
+
+    def settle(self) -> None:
+        """Return once all states are in host memory."""
+        for bucket in self._numbers:
+            self._transfers.wait_on_host(bucket.stored)
+
+    def _make_buffers(self) -> None:
+        made = [self._transfers.device_tensor(self._largest, self._dtype) for _ in range(self._buffers)]
+        # Their memory may have been somebody's on the computing stream before.
+        free_from = self._transfers.mark()
+        self._free.extend((buffer, free_from) for buffer in made)
+        if self._dtype != torch.float32:
+            self._work = torch.empty(self._largest, dtype=torch.float32, device=self._transfers.device)
+
+    def _load_ahead(self) -> None:
+        while self._free and self._not_loaded:
+            bucket = self._not_loaded.popleft()
+            buffer, free_from = self._free.popleft()
+            loaded = self._transfers.load(buffer[: bucket.elements], bucket.slab, after=[bucket.stored, free_from])
+            self._loaded[bucket] = (buffer, loaded)
+
+    def _update_streamed(self, bucket: Bucket) -> None:
+        buffer, loaded = self._loaded.pop(bucket)
+        self._transfers.wait(loaded)
+        states = buffer[: bucket.elements]
+        if self._work is None:
+            bucket.update(states)
+            updated = stored_from = self._transfers.mark()
+        else:
+            work = self._work[: bucket.elements]
+            work.copy_(states)
+            bucket.update(work)
+            updated = self._transfers.mark()
+            self._generator.manual_seed(self._rounding_seed(self._step, self._numbers[bucket]))
+            round_stochastically(states, work, self._generator)
+            stored_from = self._transfers.mark()
+        bucket.stored = self._transfers.store(bucket.slab, states, after=[stored_from])
+        self._free.append((buffer, bucket.stored))
+        self._updated.append((bucket.unit, updated))
+        self._load_ahead()
+
+
+def rounding_seeds(seed: int, rank: int) -> Callable[[int, int], int]:
+    """Seeds by (step, bucket), the same in every process that has the same seed and rank."""
+
+    def seed_of(step: int, bucket: int) -> int:
+        digest = hashlib.sha256(f"{seed}/{rank}/{step}/{bucket}".encode()).digest()
+        return int.from_bytes(digest[:8], "big") >> 1
+
+    return seed_of

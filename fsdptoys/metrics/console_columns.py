@@ -1,0 +1,103 @@
+"""TODO."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .step import StepMetrics
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(frozen=True)
+class Column:
+    """One number of a step: how both consoles show it."""
+
+    heading: tuple[str, str]
+    """Two short lines above the live table's column."""
+    label: str
+    """In a plain line, before the value; what follows it is ``unit``."""
+    unit: str
+    width: int
+    """Characters that the live table keeps for it."""
+    importance: int
+    """Where the terminal is too narrow, the least important columns go first."""
+    render: Callable[[StepMetrics], str]
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}" if value < 1e6 else f"{value / 1e6:.2f}M"
+
+
+def _flops(value: float) -> str:
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+def _stall(metrics: StepMetrics) -> float:
+    return (metrics.data_wait_seconds or 0.0) / metrics.step_time_seconds
+
+
+def _load(value: float) -> str:
+    return f"{value:.1f}x" if value < 10 else f"{value:.0f}x"
+
+
+def _gib(*values: float | None) -> str:
+    return "/".join("?" if value is None else f"{value:.4g}" for value in values)
+
+
+COLUMNS = (
+    Column(("", "loss"), "loss", "", 7, 10, lambda m: f"{m.loss:.4f}"),
+    Column(("grad", "norm"), "grad norm", "", 7, 8, lambda m: f"{m.grad_norm:.4g}"),
+    Column(("learning", "rate"), "lr", "", 8, 4, lambda m: f"{m.learning_rate:.2e}"),
+    Column(("step", "time"), "time", "", 8, 9, lambda m: _time(m.step_time_seconds)),
+    Column(("tokens", "/s"), "tokens/s", "", 7, 7, lambda m: _count(m.tokens_per_second)),
+    Column(("TFLOP/s", "a rank"), "TFLOP/s a rank", "", 7, 3, lambda m: _flops(m.tflops_per_second_per_rank)),
+)
+"""Columns of every device."""
+
+
+DATA_COLUMN = Column(("data", "wait"), "data wait", "", 5, 2, lambda m: f"{_stall(m):.1%}")
+"""Of steps that tell it: the share of the time in which rank 0 waited for its batches."""
+
+
+MFU_COLUMN = Column(("", "MFU"), "MFU", "", 5, 2, lambda m: f"{(m.mfu or 0.0):.1%}")
+"""Where the device's peak is known."""
+
+
+ROUTING_COLUMNS = (
+    Column(("MoE", "load"), "busiest expert", "", 5, 5, lambda m: _load(m.routing.max_load if m.routing else 0.0)),
+    Column(("MoE", "entropy"), "entropy", "", 7, 1, lambda m: f"{m.routing.entropy if m.routing else 0.0:.3f}"),
+)
+"""Of models with experts: tokens of the busiest expert over the mean of its layer, and how even the shares are."""
+
+
+DEVICE_MEMORY_COLUMN = Column(
+    ("GiB allocated/", "peak/reserved"),
+    "memory",
+    " GiB allocated/peak/reserved",
+    17,
+    6,
+    lambda m: _gib(m.memory_allocated_gib, m.memory_peak_gib, m.memory_reserved_gib),
+)
+
+
+RESIDENT_SET_COLUMN = Column(("resident", "set"), "resident set", "", 9, 6, lambda m: f"{_gib(m.resident_set_gib)} GiB")
+"""On a CPU."""
+
+
+def columns_for(metrics: StepMetrics) -> list[Column]:
+    """What there is to show of a step, on its device and with its model."""
+    columns = list(COLUMNS)
+    if metrics.data_wait_seconds is not None:
+        columns.append(DATA_COLUMN)
+    if metrics.mfu is not None:
+        columns.append(MFU_COLUMN)
+    if metrics.routing is not None:
+        columns += ROUTING_COLUMNS
+    columns.append(RESIDENT_SET_COLUMN if metrics.memory_allocated_gib is None else DEVICE_MEMORY_COLUMN)
+    return columns

@@ -1,0 +1,171 @@
+"""What is asked of the machine before a run starts: a folder that can be used, and what its writers need."""
+
+import configparser
+import importlib.util
+import netrc
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.utils.file_lock import (
+    LOCK_FILE,
+)
+from fsdptoys.utils.paths import check_length
+from fsdptoys.utils.regular_file import NotRegularFileError, check_regular, kind_of
+
+from .config import (
+    PROFILE_FOLDER,
+    RUN_FILES,
+    RUN_FOLDERS,
+    RUNS_FOLDER,
+    WANDB_FOLDER,
+    MetricsConfig,
+    WandbMode,
+    run_dir_path,
+)
+
+WANDB_MODES = {"online": "online", "run": "online", "offline": "offline", "dryrun": "offline", "disabled": "disabled"}
+"""What WANDB_MODE may say → the mode that it means."""
+
+OWN_FOLDERS = ("heartbeats", "flight_recorder", "weights")
+"""Folders that a run writes files of fixed names into; checkpoints and profiles may lie on another disk."""
+
+REMOVE_IT = "remove it, or set metrics.run_dir to another folder"
+
+WANDB_URL = "https://api.wandb.ai"
+
+
+def check_run_dir(config: MetricsConfig, resumes: bool = False) -> None:
+    """Check that the run directory can be made or filled, without making it, and that every writer has what it needs.
+
+    Args:
+        config: says which folder.
+        resumes: whether an earlier run's files may be there, to be gone on with.
+
+    Raises:
+        ConfigError: if it is a file, holds files that a run would overwrite, links or pipes in the place of its files,
+            or cannot be written; if a writer's package or credentials are missing.
+    """
+    check_writers(config, os.environ)
+    path = RUNS_FOLDER if config.run_dir is None else run_dir_path(config.run_dir)
+    key = f"metrics.run_dir={'null' if config.run_dir is None else config.run_dir}"
+    absolute = path.absolute()
+    nearest = next(parent for parent in (path, *absolute.parents) if os.path.lexists(parent))
+    try:
+        # Where a parent does not exist yet, lstat reports that and no length.
+        check_length(key, absolute, nearest)
+        os.lstat(absolute)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise ConfigError(f"{key} cannot be used ({error.strerror}); set metrics.run_dir to another folder") from error
+    if config.run_dir is not None and not resumes:
+        for name in RUN_FILES:
+            if os.path.lexists(path / name):
+                raise ConfigError(already_holds(config.run_dir, name))
+    if config.run_dir is not None:
+        check_files(path)
+    if not nearest.is_dir():
+        raise ConfigError(f"{key} needs a folder at {nearest}, which is something else; set metrics.run_dir=runs/NAME")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"{key} needs to write into {nearest}, which this user may not; set metrics.run_dir to a folder that "
+            "can be written"
+        )
+
+
+def check_files(path: Path) -> None:
+    """Check that what a run would read, append to or replace are regular files, and its profiles a folder or a link.
+
+    A run directory may come from elsewhere: a named pipe in it would block the run for good, and a symbolic link would
+    let it write to any file of its user.
+
+    Raises:
+        ConfigError: naming the first that is something else.
+    """
+    try:
+        for name in (LOCK_FILE, *RUN_FILES):
+            if name not in RUN_FOLDERS:
+                check_regular(path / name)
+            elif name == PROFILE_FOLDER and (kind := kind_of(path / name)) and not (path / name).is_dir():
+                raise ConfigError(f"{path / name} is {kind} and not a folder; {REMOVE_IT}")
+        for name in OWN_FOLDERS:
+            if (path / name).is_symlink():
+                raise ConfigError(f"{path / name} is a symbolic link and not a folder of this run; {REMOVE_IT}")
+    except NotRegularFileError as error:
+        raise ConfigError(f"{error.sentence}; {REMOVE_IT}") from error
+
+
+def already_holds(run_dir: object, name: str) -> str:
+    """The sentence for a folder in which a run would overwrite a file."""
+    return (
+        f"metrics.run_dir={run_dir} already holds {name}, which a run would overwrite; set checkpoint.resume=auto to "
+        "go on with it, or metrics.run_dir to a new folder (null for one named by time and title)"
+    )
+
+
+def check_writers(config: MetricsConfig, environment: Mapping[str, str]) -> None:
+    """Check that every writer's package is there, and what Weights & Biases needs to go online.
+
+    Raises:
+        ConfigError: if something is missing.
+    """
+    for name in config.writers:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"metrics.writers=[{','.join(config.writers)}] needs the package {name}, which is not installed; "
+                f"run pip install 'fsdptoys[{name}]' or leave {name} out"
+            )
+    if WANDB_FOLDER not in config.writers or wandb_mode(config, environment) is not WandbMode.online:
+        return
+    if not _has_wandb_key(environment):
+        raise ConfigError(
+            "metrics.wandb_mode=online needs an API key for Weights & Biases, and there is none; set WANDB_API_KEY, "
+            "run wandb login, or set metrics.wandb_mode=offline"
+        )
+
+
+def wandb_mode(config: MetricsConfig, environment: Mapping[str, str]) -> WandbMode:
+    """What is to become of the run at Weights & Biases.
+
+    Raises:
+        ConfigError: if the environment decides it, with a word that nothing here knows.
+    """
+    if config.wandb_mode is not None:
+        return config.wandb_mode
+    told = environment.get("WANDB_MODE") or "online"
+    if told not in WANDB_MODES:
+        raise ConfigError(
+            f"WANDB_MODE={told} must be one of {', '.join(mode.value for mode in WandbMode)}; unset it, or set "
+            "metrics.wandb_mode=offline"
+        )
+    return WandbMode(WANDB_MODES[told])
+
+
+def _has_wandb_key(environment: Mapping[str, str]) -> bool:
+    """Whether wandb would find credentials where it looks for them, without importing or asking it."""
+    if environment.get("WANDB_API_KEY") or environment.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    home = Path(environment.get("HOME") or Path.home())
+    names = (
+        [Path(environment["NETRC"]).expanduser()] if environment.get("NETRC") else [home / ".netrc", home / "_netrc"]
+    )
+    host = urlsplit(environment.get("WANDB_BASE_URL") or _wandb_url(home, environment)).netloc
+    for name in names:
+        with suppress(OSError, netrc.NetrcParseError):
+            if netrc.netrc(name).authenticators(host):
+                return True
+    return False
+
+
+def _wandb_url(home: Path, environment: Mapping[str, str]) -> str:
+    """The server that ``wandb login --host`` has written down."""
+    settings = configparser.ConfigParser(interpolation=None)
+    folder = Path(environment.get("WANDB_CONFIG_DIR") or home / ".config" / "wandb")
+    with suppress(OSError, configparser.Error, UnicodeDecodeError):
+        settings.read(folder / "settings")
+        return settings.get("default", "base_url", fallback=WANDB_URL)
+    return WANDB_URL

@@ -1,0 +1,214 @@
+"""AdamW whose two means are kept in 8 or 4 bits, with a scale for each block: torchao's states and torchao's update.
+
+An update widens one parameter's means to float32, updates with them, and keeps them as codes: of a table that is finer
+near zero (int8, arXiv:2110.02861; int4, arXiv:2309.01507), or as float8_e4m3fn. A block's largest number becomes its
+scale. The compiler makes a few kernels of all that; ``for_loop`` runs it operator by operator.
+
+Blocks are parts of rows, so that whoever cuts parameters between rows has the same blocks: codes and scales do not
+depend on the layout, are tensors cut like their parameter, and go into checkpoints and out on any number of ranks.
+torchao's own classes cut a rank's share into blocks from its beginning, and a checkpoint of theirs would not fit
+another number of ranks. Vectors, small matrices and those whose rows have no such blocks stay with float32 means, in
+PyTorch's AdamW.
+
+Not covered: parameters cut within rows, AMSGrad, stochastic rounding, torchao's states in host memory.
+Source: https://github.com/pytorch/ao/tree/main/torchao/optim
+"""
+
+import functools
+import importlib.util
+import logging
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdptoys.utils.dtensor import (
+    is_dtensor,
+    local_tensor,
+)
+
+from .matrix_optimizer import MATRICES, BesideAdamW, Groups
+
+MEANS = {"exp_avg": True, "exp_avg_sq": False}
+"""Name of a state → whether it has signs."""
+
+SMALLEST_ELEMENTS = 4096
+"""Of a parameter whose states are worth it, as in torchao."""
+SMALLEST_BLOCK = 32
+"""With smaller ones, scales would take more than an eighth of what they save."""
+ELEMENTS_AT_A_TIME = 2**23
+"""Of a parameter: the update's scratch is some copies of as many, and the compiler compiles for few sizes."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """How states are kept."""
+
+    codes_a_byte: int
+    largest_block: int
+    """torchao's default."""
+
+
+FORMATS = {"int8": Format(1, 256), "float8": Format(1, 256), "int4": Format(2, 128)}
+
+
+def block_elements(format: str, shape: Sequence[int]) -> int | None:
+    """Elements of a row that share a scale, by the whole parameter's shape; None where states stay float32."""
+    if len(shape) < 2 or math.prod(shape) < SMALLEST_ELEMENTS:
+        return None
+    block = math.gcd(shape[-1], FORMATS[format].largest_block)
+    return block if block >= SMALLEST_BLOCK else None
+
+
+def state_bytes(format: str, shape: Sequence[int], elements: int) -> tuple[int, ...]:
+    """Bytes of codes and scales, for each mean, of so many elements of a parameter that has blocks."""
+    block = block_elements(format, shape)
+    assert block is not None
+    return (elements // FORMATS[format].codes_a_byte, 4 * (elements // block)) * len(MEANS)
+
+
+def is_installed() -> bool:
+    """Whether torchao is."""
+    return importlib.util.find_spec("torchao") is not None
+
+
+class LowBitAdamW(BesideAdamW):
+    """AdamW with states of few bits over groups that say so, and PyTorch's over the others.
+
+    Args:
+        groups, build_adamw: as for ``BesideAdamW``; matrices have ``block_elements``.
+        format: one of ``FORMATS``.
+        betas, eps: AdamW's.
+        compiles: whether the update is compiled.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        *,
+        format: str,
+        betas: tuple[float, float],
+        eps: float,
+        compiles: bool,
+        build_adamw: Callable[[Groups], torch.optim.Optimizer],
+    ) -> None:
+        super().__init__(groups, build_adamw)
+        self.format, self.betas, self.eps, self.compiles = format, betas, eps, compiles
+        self._tables: dict[tuple[torch.device, bool], Tensor] = {}
+
+    def make_matrix_states(self, param: nn.Parameter) -> dict[str, Any]:
+        """Codes and scales, laid out as their parameter is."""
+        block, columns = block_elements(self.format, param.shape), param.shape[-1]
+        assert block is not None and local_tensor(param).shape[-1] % block == 0, "a shard ends within a block"
+        state: dict[str, Any] = {"step": torch.zeros(())}
+        for name in MEANS:
+            state[f"{name}_codes"] = _zeros(param, columns // FORMATS[self.format].codes_a_byte, torch.uint8)
+            state[f"{name}_scales"] = _zeros(param, columns // block, torch.float32)
+        return state
+
+    def step_matrices(self, group: dict[str, Any]) -> None:
+        """Update the matrices of a group that have a gradient, one after the other."""
+        update = choose_update(self.compiles)
+        rate = torch.tensor(group["lr"], dtype=torch.float32)
+        with torchao_optim().many_sizes() if self.compiles else nullcontext():
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                state["step"] += 1
+                block = block_elements(self.format, param.shape)
+                assert block is not None
+                flat, grad = local_tensor(param).view(-1), local_tensor(param.grad).reshape(-1)
+                kept = {key: local_tensor(value).view(-1) for key, value in state.items() if key != "step"}
+                for start in range(0, flat.numel(), ELEMENTS_AT_A_TIME):
+                    stop = min(start + ELEMENTS_AT_A_TIME, flat.numel())
+                    means = [self._mean(kept, name, start, stop, block) for name in MEANS]
+                    update(
+                        flat[start:stop], grad[start:stop], state["step"], *means, None, rate, *self.betas,
+                        group["weight_decay"], self.eps, True, False,
+                    )  # fmt: skip
+
+    def _mean(self, kept: dict[str, Tensor], name: str, start: int, stop: int, block: int) -> Tensor:
+        """A part of a mean, as torchao's tensor over the memory of its codes and scales."""
+        per_byte, signed = FORMATS[self.format].codes_a_byte, MEANS[name]
+        codes = kept[f"{name}_codes"][start // per_byte : stop // per_byte]
+        scales = kept[f"{name}_scales"][start // block : stop // block]
+        kind = torchao_optim().states[self.format]
+        if self.format == "float8":
+            return kind(codes.view(torch.float8_e4m3fn), scales, dtype=torch.float32)
+        table = self._tables.get((codes.device, signed))
+        if table is None:
+            table = kind.zeros((block,), signed, block, codes.device).qmap
+            self._tables[codes.device, signed] = table
+        shape = {"shape": (stop - start,)} if self.format == "int4" else {}
+        return kind(codes, scales, table, signed, dtype=torch.float32, **shape)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As PyTorch's, which would make float32 of codes."""
+        groups = [group for group in state_dict["param_groups"] if group[MATRICES]]
+        numbers = [number for group in groups for number in group["params"]]
+        kept = {number: state_dict["state"][number] for number in numbers if number in state_dict["state"]}
+        others = {number: state for number, state in state_dict["state"].items() if number not in kept}
+        super().load_state_dict({**state_dict, "state": others})
+        params = [param for group in self.param_groups if group[MATRICES] for param in group["params"]]
+        for number, param in zip(numbers, params, strict=True):
+            if number in kept:
+                self.state[param] = {
+                    key: value if key == "step" else value.to(local_tensor(param).device)
+                    for key, value in kept[number].items()
+                }
+
+
+@dataclass(frozen=True)
+class TorchaoOptim:
+    """What is taken of torchao."""
+
+    update: Callable[..., None]
+    """AdamW for one parameter, in terms of operators that the states have."""
+    states: dict[str, Any]
+    """Format → the class of its tensors."""
+    many_sizes: Callable[[], AbstractContextManager[None]]
+    """In it, the compiler compiles for as many sizes as come."""
+
+
+@functools.cache
+def torchao_optim() -> TorchaoOptim:
+    """Load torchao's parts; they have no public names. Found so in torchao 0.18.0 with torch 2.13."""
+    # It warns of kernels for quantised models that it cannot load, and PyTorch of what torchao could do better.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message="OptimState.* does not implement _stable_hash_for_caching")
+    from torch._dynamo.utils import disable_cache_limit
+    from torchao.optim.adam import single_param_adam
+    from torchao.optim.subclass_4bit import OptimState4bit
+    from torchao.optim.subclass_8bit import OptimState8bit
+    from torchao.optim.subclass_fp8 import OptimStateFp8
+
+    states = {"int8": OptimState8bit, "float8": OptimStateFp8, "int4": OptimState4bit}
+    return TorchaoOptim(single_param_adam, states, disable_cache_limit)
+
+
+@functools.cache
+def choose_update(compiles: bool) -> Callable[..., Any]:
+    """The update of a part of a parameter, as the compiler makes it for each size that comes, or as it is."""
+    update = torchao_optim().update
+    return torch.compile(update, fullgraph=True, dynamic=False) if compiles else update
+
+
+def _zeros(param: nn.Parameter, columns: int, dtype: torch.dtype) -> Tensor:
+    """Zeros where the parameter is, laid out as it is, with so many columns in full."""
+    local = local_tensor(param)
+    zeros = local.new_zeros((*local.shape[:-1], local.shape[-1] * columns // param.shape[-1]), dtype=dtype)
+    if not is_dtensor(param):
+        return zeros
+    from torch.distributed.tensor import DTensor
+
+    shape = torch.Size((*param.shape[:-1], columns))
+    stride = torch.empty(shape, device="meta").stride()
+    made = DTensor.from_local(zeros, param.device_mesh, param.placements, run_check=False, shape=shape, stride=stride)
+    return made.to(local.device)  # it was moved to the mesh's device

@@ -1,0 +1,117 @@
+"""Initial values that do not depend on the layout, made without ever holding more than a block of rows.
+
+Each parameter, seen as a matrix of its last dim, is cut into blocks of consecutive rows, by its shape alone. The values
+of a block come from a generator seeded by (seed, parameter name, block), so every rank makes just the blocks that
+overlap its shard, and the same seed gives the same model on 1 or 1,000 ranks. A rank's peak of host memory is its shard
+plus one block.
+
+From a model on the meta device to one with memory and initial values.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from itertools import product
+
+import torch
+from torch import Tensor, nn
+
+from fsdptoys.models import DecoderModel
+from fsdptoys.utils.dtensor import (
+    is_dtensor,
+    local_bounds,
+)
+
+BLOCK_ELEMENTS = 2**22
+"""Largest block, unless one row is larger: 16 MiB of float32."""
+
+InitRows = Callable[[str, Tensor, torch.Generator], None]
+"""``init_rows(name, rows, generator)`` fills consecutive rows of the named parameter, seen as a matrix, in place."""
+
+Fill = Callable[[Tensor, str], None]
+"""``fill(param, name)`` gives a materialised parameter, or this rank's shard of it, its initial values in place."""
+
+
+def seeded(init_rows: InitRows, seed: int) -> Fill:
+    """Draw initial values from the run's seed; see :func:`initialise`."""
+    return lambda param, name: initialise(param, name, init_rows, seed)
+
+
+def seed_of(*parts: object) -> int:
+    """A 63-bit seed from any printable parts, the same in every process."""
+    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+@torch.no_grad()
+def initialise(param: Tensor, name: str, init_rows: InitRows, seed: int) -> None:
+    """Fill a materialised parameter, or this rank's shard of it, with its initial values in place.
+
+    Args:
+        param: a plain tensor, or a DTensor as :func:`~fsdptoys.parallel.mesh.local_bounds` takes it.
+        name: the model's own name of the parameter.
+        init_rows: fills consecutive rows of the named parameter.
+        seed: the run's seed for initial values.
+    """
+    local = param.to_local() if is_dtensor(param) else param
+    if local.numel() == 0:
+        return
+    bounds = local_bounds(param)
+    columns = param.shape[-1] if param.ndim > 1 else 1
+    first_column, last_column = bounds[-1] if param.ndim > 1 else (0, 1)
+    local_rows = local.view(-1, last_column - first_column)
+    rows_per_block = max(1, BLOCK_ELEMENTS // columns)
+    row_count = param.numel() // columns
+    filled = 0
+    block, rows = -1, torch.empty(0)
+    for first, last in _row_intervals(tuple(param.shape), bounds):
+        for wanted in range(first // rows_per_block, (last - 1) // rows_per_block + 1):
+            start = wanted * rows_per_block
+            if wanted != block:
+                del rows  # before the next block is made, or there would be two
+                block, rows = wanted, torch.empty(min(rows_per_block, row_count - start), columns)
+                init_rows(name, rows, torch.Generator().manual_seed(seed_of(seed, name, block)))
+            part = rows[max(first - start, 0) : last - start, first_column:last_column]
+            local_rows[filled : filled + len(part)].copy_(part)
+            filled += len(part)
+
+
+def _row_intervals(shape: tuple[int, ...], bounds: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, int]]:
+    """This rank's rows of the matrix, as intervals in the order in which its shard holds them."""
+    *outer, (first, last) = bounds[:-1] if len(shape) > 1 else bounds
+    for index in product(*(range(low, high) for low, high in outer)):
+        offset = sum(i * math.prod(shape[dim + 1 : len(outer) + 1]) for dim, i in enumerate(index))
+        yield offset + first, offset + last
+
+
+def materialise(model: DecoderModel, device: torch.device, fill: Fill) -> None:
+    """Give every parameter memory on ``device`` and its initial values, one after the other.
+
+    Parameters that several modules share stay shared. Sharded parameters (DTensors) get memory for their shard only.
+    """
+    shared = shared_parameters(model)
+    model.to_empty(device=device)
+    for alias, name in shared.items():
+        owner, _, attribute = alias.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, model.get_parameter(name))
+    for name, param in model.named_parameters():
+        fill(param, name)
+
+
+def shared_parameters(model: nn.Module) -> dict[str, str]:
+    """Every further name of a parameter that has several → its first name."""
+    first: dict[nn.Parameter, str] = {}
+    return {
+        name: first[param]
+        for name, param in model.named_parameters(remove_duplicate=False)
+        if first.setdefault(param, name) != name
+    }
+
+
+def init_buffers(model: DecoderModel, device: torch.device, dtype: torch.dtype) -> None:
+    """Let the model compute its buffers on ``device`` and cast those of floating point."""
+    model.init_buffers(device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                setattr(module, name, buffer.to(dtype))

@@ -1,0 +1,137 @@
+"""How the ranks are laid out: one axis that shards, and a second that replicates where there is hybrid sharding.
+
+A mesh of one axis is made wherever nothing is replicated: FSDP2 treats a (1, N) mesh as hybrid and keeps every reduced
+gradient on the device until the backward ends.
+"""
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fsdptoys.device import Device
+from fsdptoys.errors import ConfigError
+
+if TYPE_CHECKING:
+    pass
+
+SHARD_AXIS = "shard"
+REPLICATE_AXIS = "replicate"
+
+NODE = "node"
+"""``mesh.fsdp_size`` of those who want each copy of the parameters within a machine."""
+
+
+@dataclass
+class MeshConfig:
+    """Layout of the ranks."""
+
+    fsdp_size: Any = -1
+    """Ranks that share one copy of the parameters; -1 for all, node for a machine's. The rest replicate: HSDP."""
+
+    def __post_init__(self) -> None:
+        """Check the value by itself; whether it divides the world is checked once the world is known."""
+        if self.fsdp_size == NODE:
+            return
+        if type(self.fsdp_size) is not int:
+            raise ConfigError(
+                f"mesh.fsdp_size={self.fsdp_size} must be a number of ranks, {NODE} for those of a machine, or -1 for "
+                f"all ranks; set mesh.fsdp_size={NODE}"
+            )
+        if self.fsdp_size < 1 and self.fsdp_size != -1:
+            raise ConfigError(
+                f"mesh.fsdp_size={self.fsdp_size} must be at least 1, or -1 for all ranks; set mesh.fsdp_size=-1"
+            )
+
+    def resolve(self, world_size: int, node_ranks: int) -> None:
+        """Replace ``node`` by a number.
+
+        Args:
+            world_size: ranks over all machines.
+            node_ranks: ranks of this machine; more than there are in all count as all.
+
+        Raises:
+            ConfigError: if the machines cannot have equally many.
+        """
+        if self.fsdp_size == NODE:
+            size = min(node_ranks, world_size)
+            if world_size % size:
+                raise ConfigError(
+                    f"mesh.fsdp_size={NODE} needs equally many ranks on each machine, and {world_size} ranks are no "
+                    f"multiple of the {size} of this one; start as many on each, or set mesh.fsdp_size=-1"
+                )
+            self.fsdp_size = size
+
+    def shard_ranks(self, world_size: int) -> int:
+        """Ranks along the shard axis; of a configuration that was validated.
+
+        Raises:
+            ConfigError: if they do not divide the world size.
+        """
+        size = self.fsdp_size
+        assert isinstance(size, int), "it must have been resolved"
+        if size == -1:
+            return world_size
+        if world_size % size:
+            divisor = max(d for d in range(1, min(size, world_size) + 1) if world_size % d == 0)
+            raise ConfigError(
+                f"mesh.fsdp_size={size} must divide the world size {world_size}; "
+                f"set mesh.fsdp_size={divisor} or launch.nproc_per_node={size}"
+            )
+        return size
+
+
+def straddling(shard_ranks: int, world_size: int, node_ranks: int) -> str | None:
+    """A sentence where some groups of a shard axis cross a machine's border that a better size would not.
+
+    Groups as large as one machine, a part of it or several of them begin and end where machines do.
+    """
+    if shard_ranks in (1, world_size) or node_ranks >= world_size:
+        return None
+    if shard_ranks % node_ranks == 0 or node_ranks % shard_ranks == 0:
+        return None
+    return (
+        f"mesh.fsdp_size={shard_ranks} on machines of {node_ranks} ranks has groups that lie across two machines, so "
+        f"that every gather waits for the network between them; mesh.fsdp_size={NODE} keeps each within one"
+    )
+
+
+def build_mesh(config: MeshConfig, world_size: int, device: Device, timeout: timedelta | None = None) -> DeviceMesh:
+    """Lay out the ranks of the default process group.
+
+    Args:
+        config: validated.
+        world_size: ranks over all machines.
+        device: that the ranks compute on.
+        timeout: of collectives along the axes; None for PyTorch's, half an hour with gloo. A mesh of one axis has the
+            default group's.
+
+    Returns:
+        A mesh ``(shard,)``, or ``(replicate, shard)`` where ``mesh.fsdp_size`` is smaller than the world.
+    """
+    shard = config.shard_ranks(world_size)
+    if shard == world_size:
+        return init_device_mesh(device.type, (shard,), mesh_dim_names=(SHARD_AXIS,))
+    return hybrid_mesh(world_size // shard, shard, device, timeout)
+
+
+def hybrid_mesh(replicas: int, shard: int, device: Device, timeout: timedelta | None) -> DeviceMesh:
+    """A mesh ``(replicate, shard)``, as ``init_device_mesh`` makes it but for the timeout, which it has no word for."""
+    world = dist.group.WORLD
+    assert world is not None
+    ranks = torch.arange(replicas * shard).view(replicas, shard)
+    replica, place = divmod(dist.get_rank(), shard)
+    axes = ((f"mesh_{REPLICATE_AXIS}", ranks.T, place), (f"mesh_{SHARD_AXIS}", ranks, replica))
+    groups: list[Any] = []
+    for name, axis, own in axes:
+        members = axis[own].tolist()
+        if len(members) == dist.get_world_size():
+            groups.append(world)
+        elif world.bound_device_id is not None:  # all ranks take part in a split, and all groups of an axis come of one
+            groups.append(dist.split_group(split_ranks=axis.tolist(), timeout=timeout, group_desc=name))
+        else:  # a group is known to its own ranks alone, so that making it takes as long in any world
+            groups.append(dist.new_group(members, timeout=timeout, use_local_synchronization=True, group_desc=name))
+    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=(REPLICATE_AXIS, SHARD_AXIS))

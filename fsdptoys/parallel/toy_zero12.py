@@ -1,0 +1,117 @@
+"""The toy ZeRO-1 and ZeRO-2 as strategies: whole parameters on every rank, flat slices for the optimizer."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdptoys.toys.flat_slices import Slices
+from fsdptoys.toys.zero1 import Zero1
+from fsdptoys.toys.zero2 import Zero2
+
+from .ddp import DDPConfig
+from .strategy import ParallelContext
+from .toy_ddp import ToyDDP
+from .toy_state import Holding, ShardedState, load_sharded
+
+
+@dataclass
+class ToyZero1Config(DDPConfig):
+    """Optimizer states sharded."""
+
+    name: ClassVar[str] = "toy_zero1"
+
+    @property
+    def keeps_whole_states(self) -> bool:
+        """The optimizer sees pieces."""
+        return False
+
+    @property
+    def matrices_lost(self) -> str:
+        """A piece ends in the middle of a row."""
+        return "cuts elsewhere than between rows"
+
+    def build(self, context: ParallelContext) -> "ToyZero1":
+        """Construct the strategy."""
+        return ToyZero1(self, context)
+
+
+@dataclass
+class ToyZero2Config(ToyZero1Config):
+    """Optimizer states and gradients sharded."""
+
+    name: ClassVar[str] = "toy_zero2"
+
+    def build(self, context: ParallelContext) -> "ToyZero2":
+        """Construct the strategy."""
+        return ToyZero2(self, context)
+
+
+class ToyZero1(ToyDDP):
+    """The toy's Zero1: DDP until the optimizer, which works on flat pieces of the parameters."""
+
+    model: Any
+    kind = Zero1
+
+    @contextmanager
+    def microbatch(self, index: int, count: int) -> Iterator[None]:
+        """As DDP; after the last, gradients come to the pieces."""
+        if index == 0:
+            self.model.drop_gradients()  # those of a step that was left out
+        with super().microbatch(index, count):
+            yield
+        if index == count - 1:
+            self.model.collect()
+
+    @property
+    def _slices(self) -> Slices:
+        slices: Slices = self.model.slices
+        return slices
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Exchange updates."""
+        self.model.attach(optimizer)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Flat pieces, with the names of their parameters."""
+        for name, param in self._whole.named_parameters():
+            yield name, self._slices.piece(param)
+
+    def shard_group(self) -> dist.ProcessGroup | None:
+        """All ranks."""
+        return dist.group.WORLD
+
+    def state_tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """Live parameters; copies of the states, cut along their first dim. A collective."""
+        return self._live() | self._sharded(optimizer).tensors()
+
+    def load_state_tensors(self, optimizer: torch.optim.Optimizer, load: Callable[[dict[str, Tensor]], None]) -> None:
+        """Fill the parameters in place, and the states through copies. A collective."""
+        load_sharded(self._sharded(optimizer), self._live(), load)
+
+    def _live(self) -> dict[str, Tensor]:
+        return {f"model.{name}": param.detach() for name, param in self._whole.named_parameters()}
+
+    def _sharded(self, optimizer: torch.optim.Optimizer) -> ShardedState:
+        holdings = [
+            Holding(name, param.shape, self._slices.spans(param), self._slices.piece(param))
+            for name, param in self._whole.named_parameters()
+        ]
+        mesh = self.context.build_mesh()
+        return ShardedState(holdings, optimizer, mesh, keeps_parameters=False)
+
+
+class ToyZero2(ToyZero1):
+    """The toy's Zero2: gradients are reduced to slices after every micro-batch."""
+
+    def _wrap(self, model: nn.Module) -> Any:
+        return Zero2(model, bucket_cap_mb=self.config.bucket_cap_mb, reduce_dtype=self.config.reduce_dtype.torch)
+
+    @contextmanager
+    def microbatch(self, index: int, count: int) -> Iterator[None]:
+        """Every backward reduces, and adds up."""
+        yield

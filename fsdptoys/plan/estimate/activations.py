@@ -1,0 +1,279 @@
+"""What a part of a model keeps, computes and moves, measured by running it once on the meta device.
+
+Nobody counts a block's activations right for long: which tensors are kept depends on the operators that autograd and
+the device choose. So one block of each kind runs forward and backward over tensors without memory, through the
+project's own modules, checkpointing and loss, while every storage's birth and death and every operator is noted. That
+takes some 50 ms a kind, and the result is kept for as long as the process lives.
+
+What the meta device does not show is made up for as it is for traces (``kernels``): fused attention with its scratch,
+fused normalisation, the loss's own kernel.
+
+Shapes: B batch, T sequence, D width.
+"""
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fsdptoys.config.schema import Config
+from fsdptoys.device.profile import AttentionKind
+from fsdptoys.loss import build_loss
+from fsdptoys.loss.chunked import GradientDType
+from fsdptoys.loss.objective import Objective
+from fsdptoys.memory import GradientCheckpointing, checkpoint_blocks
+from fsdptoys.memory.activation_offload import MIN_BYTES
+from fsdptoys.models import DecoderModel, ModelConfig, choose_kernels, grouped, npu_kernels, use_kernels
+from fsdptoys.models.kernels import IMPLEMENTATIONS
+from fsdptoys.plan.trace.fake_kernels import substituted
+from fsdptoys.plan.trace.op_costs import fuses_rms_norm
+
+from .meta_trace import PARTS, Mark, MetaRecorder, NoWorkers, Sink, Source, Stage, Walk
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of the model in forward and backward."""
+
+    forward: tuple[Stage, ...]
+    backward: tuple[Stage, ...]
+    output_bytes: int
+    output: int
+    """Number of the output's storage."""
+    offloadable: dict[int, int]
+    """Number → bytes of what the forward keeps and activation offload moves, the input among it where it is kept."""
+    gradients: dict[str, tuple[int, ...]]
+    """Part → numbers of its parameters' gradients, which outlive the backward."""
+
+    @property
+    def offloadable_bytes(self) -> int:
+        """That activation offload moves."""
+        return sum(self.offloadable.values())
+
+
+@dataclass(frozen=True)
+class Segments:
+    """A model's."""
+
+    embedding: Segment
+    blocks: tuple[Segment, ...]
+    """In order; equal ones are one object."""
+    head: Segment
+    """Norm, head and loss."""
+
+
+def segments_of(config: Config, model: DecoderModel, attention: AttentionKind) -> Segments:
+    """Measure the parts of a model, or remember them.
+
+    Args:
+        config: validated.
+        model: of that configuration, on the meta device.
+        attention: whose fused attention runs.
+    """
+    train, memory = config.train, config.memory
+    dtype = config.parallel.param_dtype.torch
+    common = _Common(attention, tuple(config.kernels.names().items()), dtype, train.batch_size, train.seq_len)
+    key = _model_key(config.model)
+    kinds = _kinds(key, _Held(model))
+    chosen = set(range(model.config.n_layers)[memory.checkpointing_start_index :: memory.checkpointing_every])
+    first = {kind: kinds.index(kind) for kind in kinds}
+    blocks = []
+    for index, kind in enumerate(kinds):
+        mode = memory.gradient_checkpointing if index in chosen else GradientCheckpointing.none
+        save = tuple(memory.checkpointing_save) if mode is GradientCheckpointing.selective else ()
+        blocks.append(_block(key, first[kind], common, mode, save, _Held(model)))
+    chunks = None if memory.chunk_tokens == "auto" else int(memory.chunk_tokens)
+    loss = (memory.chunk_loss, chunks, memory.chunk_grad_dtype, train.label_smoothing, train.z_loss_coef)
+    return Segments(
+        embedding=_embedding(key, common, _Held(model)),
+        blocks=tuple(blocks),
+        head=_head(key, common, loss, _Held(model)),
+    )
+
+
+def block_kind(block: nn.Module) -> tuple[object, ...]:
+    """What makes a block do other work than another: the shapes of its parameters, and how it attends."""
+    attention = block.get_submodule("attn")
+    ways = tuple(getattr(attention, name, None) is None for name in ("rotation", "temperature"))
+    shapes = tuple((name, tuple(param.shape)) for name, param in block.named_parameters())
+    return shapes, ways, getattr(attention, "chunk_len", None)
+
+
+def _model_key(config: ModelConfig) -> str:
+    return repr(replace(config, name="", init_from=None))
+
+
+class _Held:
+    """Something that a cache does not look at."""
+
+    def __init__(self, model: DecoderModel) -> None:
+        self.model = model
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Held)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class _Common:
+    """What all parts have in common."""
+
+    attention: AttentionKind
+    kernels: tuple[tuple[str, str], ...]
+    """Operation and its implementation."""
+    dtype: torch.dtype
+    batch: int
+    length: int
+
+
+@functools.lru_cache(maxsize=16)
+def _kinds(key: str, held: _Held) -> list[tuple[object, ...]]:
+    return [block_kind(block) for block in held.model.layers]
+
+
+@functools.lru_cache(maxsize=1024)
+def _block(
+    key: str, index: int, common: _Common, mode: GradientCheckpointing, save: tuple[str, ...], held: _Held
+) -> Segment:
+    model = held.model
+    block = copy.deepcopy(model.layers[index]).to(common.dtype)
+    walk = Walk(common.attention)
+    for part in PARTS:
+        _mark_part(block.get_submodule(part), part, walk)
+    if mode is not GradientCheckpointing.none:
+        checkpoint_blocks([block], mode, save=save)
+    with torch.device("meta"):
+        rotations = model.rotations(common.length)
+    walk.ignore(*(rotations or ()))
+    return _measure(block, lambda hidden: block(hidden, rotations), model.config.dim, common, walk)
+
+
+def _mark_part(module: nn.Module, part: str, walk: Walk) -> None:
+    forward = module.forward
+
+    def marked(hidden: Tensor, *args: Any) -> Tensor:
+        made: Tensor = Mark.apply(forward(Mark.apply(hidden, walk, part, True), *args), walk, part, False)
+        return made
+
+    module.forward = marked
+
+
+@functools.lru_cache(maxsize=1024)
+def _embedding(key: str, common: _Common, held: _Held) -> Segment:
+    model = copy.copy(held.model)
+    model._modules = dict(model._modules)
+    tables = nn.ModuleList()
+    for name, module in held.model.named_children():
+        if name.startswith("embed"):
+            model._modules[name] = copy.deepcopy(module).to(common.dtype)
+            tables.append(model.get_submodule(name))
+    tokens_BT = torch.empty(common.batch, common.length, dtype=torch.int64, device="meta")
+    return _measure(tables, lambda _: model.embed(tokens_BT), None, common, Walk(common.attention))
+
+
+@functools.lru_cache(maxsize=1024)
+def _head(
+    key: str, common: _Common, loss: tuple[bool, int | None, GradientDType, float, float], held: _Held
+) -> Segment:
+    model = held.model
+    chunk_loss, chunk_tokens, grad_dtype, smoothing, z_loss_coef = loss
+    loss_fn = build_loss(chunk_loss, chunk_tokens, grad_dtype, Objective(smoothing, z_loss_coef))
+    norm, head = (copy.deepcopy(module).to(common.dtype) for module in (model.norm, model.lm_head))
+    labels_BT = torch.empty(common.batch, common.length, dtype=torch.int64, device="meta")
+    both, dim = nn.ModuleList([norm, head]), model.config.dim
+    return _measure(both, lambda hidden: head(norm(hidden), labels_BT, loss_fn), dim, common, Walk(common.attention))
+
+
+@contextmanager
+def _kernels_of(attention: AttentionKind) -> Iterator[None]:
+    """Take a device's kernels on the meta device."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, **_: Any) -> Tensor:
+        shared = query.shape[1] // key.shape[1]
+        if shared > 1 and not fuses_rms_norm():
+            # Before, as is known of torch 2.7, that operator's gradient knows no shared heads.
+            key, value = (x.repeat_interleave(shared, dim=1) for x in (key, value))
+        out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal)[0]
+        return out
+
+    with ExitStack() as stack:
+        stack.enter_context(substituted(attention, NoWorkers()))
+        given = dict(IMPLEMENTATIONS["grouped_matmul"])
+
+        def choose_product(name: str, device_type: str, dtype: torch.dtype, *widths: int) -> grouped.Product:
+            # CUDA's grouped product takes nothing else; the loop's one group stands for all.
+            if attention is AttentionKind.cpu or dtype is not torch.bfloat16:
+                return grouped.Looped()
+            try:
+                product: grouped.Product = given[name](device_type, dtype, *widths)
+            except AttributeError:  # torch 2.7 has none
+                return grouped.Looped()
+            return product
+
+        products = {name: functools.partial(choose_product, name) for name in given}
+        stack.enter_context(mock.patch.dict(IMPLEMENTATIONS["grouped_matmul"], products))
+        if attention is AttentionKind.cpu:
+            stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attend))
+        yield
+
+
+def _measure(
+    module: nn.Module,
+    run: Callable[[Tensor], Tensor],
+    dim: int | None,
+    common: _Common,
+    walk: Walk,
+) -> Segment:
+    """Run a part forward and backward.
+
+    Args:
+        module: whose parameters are not counted, but whose gradients are.
+        run: the part.
+        dim: width of its input; None where it has none.
+        common: to all parts.
+        walk: that takes notes.
+    """
+    anchor = torch.empty((), device="meta", requires_grad=True)
+    walk.ignore(anchor, *module.parameters())
+    with _kernels_of(walk.attention), MetaRecorder(walk):
+        use_kernels(module, choose_kernels(dict(common.kernels)))
+        walk.ignore(npu_kernels.causal_mask(anchor.device))  # one for all blocks
+        shape = (common.batch, common.length, dim)
+        hidden = anchor if dim is None else Source.apply(anchor, shape, common.dtype)
+        walk.begin()
+        output = run(hidden)
+        del hidden
+        walk.cut()
+        forward, walk.stages = walk.stages, []
+        made = output.untyped_storage()._cdata
+        number, output_bytes = walk.numbers[made], walk.sizes[made]
+        large = {walk.numbers[key]: size for key, size in walk.sizes.items() if size >= MIN_BYTES and key != made}
+        loss = output if output.ndim == 0 else Sink.apply(output)
+        del output
+        walk.cut(backward=True)
+        walk.stages.clear()
+        loss.backward()
+        walk.cut()
+        gradients: dict[str, tuple[int, ...]] = {}
+        for name, param in module.named_parameters():
+            part = name.split(".")[0] if name.startswith(PARTS) else ""
+            if param.grad is not None:
+                storage = param.grad.untyped_storage()._cdata
+                gradients[part] = (*gradients.get(part, ()), walk.numbers[storage])
+    return Segment(
+        forward=tuple(forward),
+        backward=tuple(walk.stages),
+        output_bytes=output_bytes,
+        output=number,
+        offloadable=large,
+        gradients=gradients,
+    )

@@ -1,0 +1,403 @@
+"""What FSDP2 and FSDP1 do around a unit's forward and backward: memory, streams and collectives.
+
+After PyTorch's own code as of 2.13 (``torch/distributed/fsdp``), with its names for streams. Not covered: the
+deterministic mode's sums in float64.
+"""
+
+from abc import abstractmethod
+from collections import deque
+
+from fsdptoys.memory import CPUOffloadExecutor
+from fsdptoys.metrics.prediction import (
+    Category,
+)
+from fsdptoys.parallel import FSDP1Config
+from fsdptoys.parallel.fsdp import FSDPConfig
+from fsdptoys.plan.simulator.costs import kernel_seconds
+from fsdptoys.plan.simulator.events import (
+    KernelKind,
+)
+
+from .memory_ledger import COMPUTE, Ledger
+from .step_model import Rehearsal, Setting
+from .units import Unit
+
+COPY_IN, GATHER, REDUCE, ALL_REDUCE = "all-gather copy-in", "all-gather", "reduce-scatter", "all-reduce"
+
+
+class ShardedRehearsal(Rehearsal):
+    """What FSDP1 and FSDP2 share."""
+
+    def __init__(self, setting: Setting, ledger: Ledger) -> None:
+        super().__init__(setting, ledger)
+        assert isinstance(self.config.parallel, FSDPConfig)
+        self.parallel = self.config.parallel
+        memory = self.config.memory
+        self.cpu_offload = memory.cpu_offload
+        self.mirrored = memory.cpu_offload_executor is CPUOffloadExecutor.overlapped and setting.compute_bytes == 2
+        self.order = self.units.in_forward()
+        self.gathered: set[Unit] = set()
+        self.in_flight: dict[Unit, tuple[float, float, float]] = {}
+        """Unit that is being gathered → when that was asked for, when its shards were there, when it is done."""
+        self.reduced = 0.0
+        """When the last gradient is whole."""
+        self.gradients: dict[str, int] = {}
+        """Bytes of whole gradients on each stream."""
+        self.gather_after = 0.0
+        """From when on the gathering stream may begin."""
+        self.begun: set[Unit] = set()
+        """Units whose backward has begun."""
+
+    def construct(self) -> None:
+        """Hold the shards."""
+        if not self.cpu_offload:
+            pieces = [4 * size for unit in self.order for size in unit.local]
+            self.ledger.add(Category.parameters, sum(pieces), pieces=pieces)
+        self.update.construct()
+
+    def begin_forward(self) -> None:
+        """The root's forward lets the gathering streams wait for the update."""
+        self.gather_after = self.ledger.compute
+        self.begun.clear()
+
+    def enter(self, unit: Unit) -> None:
+        """Gather, and what comes next ahead."""
+        if unit in self.gathered:
+            return
+        self._issue(unit)
+        self._complete(unit, in_forward=True)
+        ahead = self.order.index(unit) + 1
+        for other in self.order[ahead : ahead + self.parallel.forward_prefetch]:
+            self._issue(other)
+
+    def before_backward(self, unit: Unit) -> None:
+        """Gather, and what comes next ahead; once a backward, also where a weight is used twice."""
+        if unit in self.begun:
+            return
+        self.begun.add(unit)
+        if unit not in self.gathered and unit.gathered_in_backward:
+            self._issue(unit)
+            self._complete(unit, in_forward=False)
+        for other in self._next_in_backward(unit):
+            if other.gathered_in_backward:
+                self._issue(other)
+
+    def _next_in_backward(self, unit: Unit) -> list[Unit]:
+        behind = self.parallel.backward_prefetch
+        order = self.units.after_forward() if behind == 1 else self.order
+        if behind != 1 and self.units.head is self.units.embedding:
+            order = [*(other for other in order if other is not self.units.head), self.units.head]
+        place = order.index(unit) if unit in order else 0
+        return order[max(0, place - behind) : place][::-1]
+
+    def _gather(self, unit: Unit, bytes: int) -> None:
+        issued, there = self.ledger.host, self._upload(unit)
+        done = max(self.gather_after, there)
+        if self.setting.shard_ranks > 1:
+            done = self.ledger.communicate("all_gather", bytes, self.setting.shard_ranks, 1, "shard", done)
+        self.in_flight[unit] = issued, there, done
+
+    def _await(self, unit: Unit) -> None:
+        for moment, why in zip(self.in_flight.pop(unit), ("host", "transfers", "communication"), strict=True):
+            self.ledger.wait(moment, why)
+
+    def _upload(self, unit: Unit) -> float:
+        """Bring offloaded shards to the device; returns when they are there."""
+        if not self.cpu_offload:
+            return 0.0
+        self.ledger.spike(4 * max(unit.local), COPY_IN)
+        each = 2 if self.mirrored else 4
+        return max(self.ledger.transfer(each * size, "up", self.gather_after) for size in unit.local)
+
+    @abstractmethod
+    def _issue(self, unit: Unit) -> None:
+        """Begin to gather a unit, unless that was begun."""
+
+    @abstractmethod
+    def _complete(self, unit: Unit, in_forward: bool) -> None:
+        """Have it gathered."""
+
+    def _reduce(self, bytes: int, after: float) -> float:
+        if self.setting.shard_ranks == 1:
+            return after
+        return self.ledger.communicate("reduce_scatter", bytes, self.setting.shard_ranks, 1, "shard", after)
+
+    def _all_reduce(self, shard_bytes: int, after: float) -> float:
+        setting = self.setting
+        if setting.replicas == 1:
+            return after
+        return self.ledger.communicate(
+            "all_reduce", shard_bytes, setting.replicas, setting.shard_ranks, "replicate", after
+        )
+
+    def _keep_gradient(self, unit: Unit, bytes: int, stream: str) -> None:
+        """A shard's gradient is whole, in float32 on a stream."""
+        if self.cpu_offload:
+            self.reduced = max(self.reduced, self.ledger.transfer(bytes, "down", self.reduced))
+            self.ledger.add(Category.gradients, -bytes, stream)
+        else:
+            self.gradients[stream] = self.gradients.get(stream, 0) + bytes
+        if self.update.in_backward:  # beside the backward
+            self.reduced += self.update.update_in_backward(unit, self.update_stream)
+            self.free_gradients(unit.local_elements)
+
+    def free_gradients(self, elements: int | None = None) -> None:
+        """Those that are on the device."""
+        for stream in self.gradients:
+            left = self.gradients[stream]
+            freed = left if elements is None else min(left, 4 * elements)
+            self.ledger.add(Category.gradients, -freed, stream)
+            self.gradients[stream] = left - freed
+
+
+class FSDP2Rehearsal(ShardedRehearsal):
+    """``fully_shard``: gathers through a buffer on a stream of its own, computes on copies on the computing stream."""
+
+    update_stream = REDUCE
+
+    def __init__(self, setting: Setting, ledger: Ledger) -> None:
+        super().__init__(setting, ledger)
+        self.previous_output = 0
+        """Buffer of the last gather, kept until the next is complete."""
+        self.reduce_input = 0
+        """Buffer of the last reduction, kept until the next."""
+        self.reduction_read = 0.0
+        self.held_until_end = 0
+        self.copied_out = 0.0
+        """When the last gather's buffer was read."""
+        self.accumulated: set[Unit] = set()
+
+    def _issue(self, unit: Unit) -> None:
+        if unit in self.gathered or unit in self.in_flight:
+            return
+        setting, ledger = self.setting, self.ledger
+        ranks, width = setting.shard_ranks, setting.compute_bytes
+        output = unit.local_elements * ranks * width
+        if ranks == 1:
+            self._gather(unit, output)
+            return
+        cast = unit.local_elements * width if width < 4 else 0
+        ledger.add(Category.gathered_parameters, cast, COPY_IN)
+        ledger.add(Category.gathered_parameters, output, COPY_IN)
+        ledger.add(Category.gathered_parameters, -cast, COPY_IN)
+        self._gather(unit, output)
+
+    def _complete(self, unit: Unit, in_forward: bool) -> None:
+        setting, ledger = self.setting, self.ledger
+        output = unit.local_elements * setting.shard_ranks * setting.compute_bytes if setting.shard_ranks > 1 else 0
+        if in_forward:
+            ledger.add(Category.gathered_parameters, -self.previous_output, COPY_IN)
+            self.gather_after = max(self.gather_after, self.copied_out)
+        self._await(unit)
+        self._hold(unit, 1)
+        ledger.move(2 * unit.elements * setting.compute_bytes)
+        if in_forward:
+            self.previous_output, self.copied_out = output, ledger.compute
+        else:
+            ledger.add(Category.gathered_parameters, -output, COPY_IN)
+            self.gather_after = ledger.compute
+        self.gathered.add(unit)
+
+    def begin_forward(self) -> None:
+        """Wait for the update, and forget the last forward."""
+        super().begin_forward()
+        self.copied_out = self.ledger.compute
+
+    def leave(self, unit: Unit) -> None:
+        """Reshard, and after the last unit free the last buffer."""
+        if unit.resharded:
+            self._reshard(unit)
+        if unit is self.units.head:
+            self.ledger.add(Category.gathered_parameters, -self.previous_output, COPY_IN)
+            self.previous_output = 0
+
+    def _reshard(self, unit: Unit) -> None:
+        if unit in self.gathered:
+            self.gathered.remove(unit)
+            self._hold(unit, -1)
+
+    def _hold(self, unit: Unit, sign: int) -> None:
+        each = self.setting.shard_ranks * self.setting.compute_bytes
+        pieces = [size * each for size in unit.local]
+        self.ledger.add(Category.gathered_parameters, sign * sum(pieces), pieces=pieces)
+
+    def after_backward(self, unit: Unit) -> None:
+        """Reshard, then reduce through a buffer of the computing stream, or add up for later."""
+        setting, ledger = self.setting, self.ledger
+        if not unit.params:
+            return
+        width = setting.compute_bytes
+        gradients = unit.elements * width
+        self._reshard(unit)
+        if unit in self.accumulated:
+            # Added to what earlier micro-batches left, in the reduction's dtype.
+            ledger.move(gradients + 2 * unit.elements * setting.reduce_bytes)
+            self.release_gradients(unit)
+            if not self.last:
+                return
+        elif not self.last:
+            # In the reduction's dtype from here on, one parameter after the other.
+            accumulated = [param.numel() * setting.reduce_bytes for param in unit.params]
+            if width != setting.reduce_bytes:
+                ledger.note_peak(max(accumulated))
+                ledger.move(gradients + sum(accumulated))
+            self.release_gradients(unit)
+            ledger.add(Category.reduction_buffers, sum(accumulated), pieces=accumulated)
+            self.accumulated.add(unit)
+            return
+        ledger.wait(self.reduction_read, "communication")
+        ledger.add(Category.reduction_buffers, -self.reduce_input)
+        self.reduce_input = unit.local_elements * setting.shard_ranks * setting.reduce_bytes
+        ledger.add(Category.reduction_buffers, self.reduce_input)
+        ledger.move(gradients + self.reduce_input)
+        if unit in self.accumulated:
+            self.accumulated.remove(unit)
+            pieces = [param.numel() * setting.reduce_bytes for param in unit.params]
+            ledger.add(Category.reduction_buffers, -sum(pieces), pieces=pieces)
+        else:
+            self.release_gradients(unit)
+        shard_bytes = unit.local_elements * setting.reduce_bytes
+        ledger.add(Category.gradients, shard_bytes, REDUCE)
+        self.reduction_read = self._reduce(self.reduce_input, ledger.compute)
+        self.reduced = max(self.reduced, self._all_reduce(shard_bytes, self.reduction_read))
+        hybrid = setting.replicas > 1
+        if setting.reduce_bytes == 4:
+            if hybrid and self.cpu_offload:
+                self.held_until_end += shard_bytes
+                ledger.add(Category.gradients, shard_bytes, REDUCE)
+            self._keep_gradient(unit, shard_bytes, REDUCE)
+            return
+        stream = ALL_REDUCE if hybrid else REDUCE
+        ledger.add(Category.gradients, 4 * unit.local_elements, stream)
+        if hybrid:
+            self.held_until_end += shard_bytes
+        else:
+            ledger.add(Category.gradients, -shard_bytes, REDUCE)
+        self._keep_gradient(unit, 4 * unit.local_elements, stream)
+
+    def end_backward(self) -> None:
+        """Wait for the reductions and free their buffers."""
+        if self.last:
+            self.ledger.wait(self.reduced, "communication")
+            self.ledger.add(Category.reduction_buffers, -self.reduce_input)
+            self.ledger.add(Category.gradients, -self.held_until_end, REDUCE)
+            self.reduce_input = self.held_until_end = 0
+            if self.cpu_offload:
+                self.ledger.wait_on_host()
+
+
+class FSDP1Rehearsal(ShardedRehearsal):
+    """FullyShardedDataParallel: gathers into flat parameters on one stream, reduces flat gradients on another.
+
+    What one stream made and another uses is freed late (``record_stream``), which the limit on gathers bounds: the host
+    waits for a unit before it gathers the next but one.
+    """
+
+    def __init__(self, setting: Setting, ledger: Ledger) -> None:
+        super().__init__(setting, ledger)
+        self.freed: deque[tuple[int, float]] = deque()
+        """Gathered parameters that were freed: bytes, and when the computing stream is past them."""
+        self.flat_gradients: deque[int] = deque()
+        self.accumulated: set[Unit] = set()
+
+    def construct(self) -> None:
+        """Make one unit in full after the other, flatten it, keep the shard."""
+        largest = max(unit.elements for unit in self.order)
+        if not self.cpu_offload:
+            self.ledger.spike(8 * largest)
+        super().construct()
+
+    def begin_forward(self) -> None:
+        """Free what the last step left: with the model's own parameters, ``zero_grad`` leaves the flat gradients."""
+        super().begin_forward()
+        if self.first and self._keeps_gradients:
+            super().free_gradients()
+
+    def free_gradients(self, elements: int | None = None) -> None:
+        """Free flat gradients, where the optimizer knows them."""
+        if not self._keeps_gradients:
+            super().free_gradients(elements)
+
+    @property
+    def _keeps_gradients(self) -> bool:
+        return isinstance(self.parallel, FSDP1Config) and self.parallel.use_orig_params
+
+    def _issue(self, unit: Unit) -> None:
+        if unit in self.gathered or unit in self.in_flight:
+            return
+        setting, ledger = self.setting, self.ledger
+        width = setting.compute_bytes
+        if width < 4 or self.cpu_offload:
+            ledger.spike(unit.local_elements * width, COPY_IN, Category.gathered_parameters)
+        if len(self.freed) >= 2:
+            bytes_freed, moment = self.freed.popleft()
+            ledger.host = max(ledger.host, moment)
+            ledger.reuse(bytes_freed, GATHER)
+        output = unit.local_elements * setting.shard_ranks * width
+        ledger.add(Category.gathered_parameters, output, GATHER)
+        self._gather(unit, output)
+
+    def _complete(self, unit: Unit, in_forward: bool) -> None:
+        self._await(unit)
+        self.gathered.add(unit)
+
+    def leave(self, unit: Unit) -> None:
+        """Reshard."""
+        if unit.resharded:
+            self._reshard(unit)
+
+    def _reshard(self, unit: Unit) -> None:
+        if unit in self.gathered:
+            self.gathered.remove(unit)
+            freed = unit.local_elements * self.setting.shard_ranks * self.setting.compute_bytes
+            self.ledger.retire(Category.gathered_parameters, freed, GATHER)
+            self.freed.append((freed, self.ledger.compute))
+
+    def after_backward(self, unit: Unit) -> None:
+        """Join the gradients into a flat one, reshard, reduce on the stream for that."""
+        setting, ledger = self.setting, self.ledger
+        if not unit.params:
+            return
+        gradients = unit.elements * setting.compute_bytes
+        ledger.spike(gradients, category=Category.reduction_buffers)
+        ledger.move(2 * gradients, len(unit.params))
+        if unit.resharded or self.last:
+            self._reshard(unit)
+        self.release_gradients(unit)
+        if unit in self.accumulated:
+            ledger.move(3 * gradients)
+        else:
+            ledger.add(Category.reduction_buffers, gradients)
+        if not self.last:
+            self.accumulated.add(unit)
+            return
+        self.accumulated.discard(unit)
+        if len(self.flat_gradients) >= 2:
+            ledger.reuse(self.flat_gradients.popleft(), COMPUTE)
+        padded = unit.local_elements * setting.shard_ranks * setting.reduce_bytes
+        shard_bytes = unit.local_elements * setting.reduce_bytes
+        cast = padded if setting.reduce_bytes != setting.compute_bytes else 0
+        ledger.add(Category.reduction_buffers, cast, REDUCE)
+        ledger.add(Category.gradients, shard_bytes, REDUCE)
+        # The cast and the division by the ranks run on the stream that reduces.
+        moved = gradients + 3 * padded if cast else 2 * padded
+        begins = max(self.reduced, ledger.compute)
+        begins += kernel_seconds(ledger.hardware, KernelKind.memory, 0.0, moved, "")
+        self.reduced = self._reduce(padded, begins)
+        ledger.add(Category.reduction_buffers, -cast, REDUCE)
+        ledger.retire(Category.reduction_buffers, gradients, COMPUTE)
+        self.flat_gradients.append(gradients)
+        self.reduced = self._all_reduce(shard_bytes, self.reduced)
+        if setting.reduce_bytes != 4:
+            stream = ALL_REDUCE if setting.replicas > 1 else REDUCE
+            ledger.add(Category.gradients, 4 * unit.local_elements, stream)
+            ledger.add(Category.gradients, -shard_bytes, REDUCE)
+            self._keep_gradient(unit, 4 * unit.local_elements, stream)
+        else:
+            self._keep_gradient(unit, shard_bytes, REDUCE)
+
+    def end_backward(self) -> None:
+        """Wait for the reductions."""
+        self.ledger.wait(self.reduced, "communication")
+        while self.last and self.flat_gradients:
+            self.ledger.reuse(self.flat_gradients.popleft(), COMPUTE)

@@ -1,0 +1,301 @@
+"""Accounts of a step that is walked through in thought: memory by stream, time by what is busy.
+
+Memory is added and taken in the order in which the host issues work, which is the order in which an allocator sees it.
+A stream's highest sum is what a segment that grows would reserve for it. Time is kept as the moment at which each lane
+is free: the device's computing, its links, both directions to the host, the host. Who waits, waits for a moment.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fsdptoys.device.profile import Hardware
+from fsdptoys.metrics.prediction import (
+    Category,
+    Volume,
+)
+from fsdptoys.plan.simulator.allocator import Allocator, Block
+from fsdptoys.plan.simulator.costs import collective_seconds, kernel_seconds, sent_bytes, transfer_seconds
+from fsdptoys.plan.simulator.events import (
+    COMPUTE_STREAM,
+    KernelKind,
+)
+
+from .meta_trace import INPUT, Stage
+
+COMPUTE = "compute"
+LANES = ("shard", "replicate", "up", "down")
+
+
+@dataclass
+class Work:
+    """What a stage takes of the device and the host."""
+
+    seconds: float
+    kernels: int
+    by_kind: dict[str, float]
+
+
+class Ledger:
+    """One rank's accounts.
+
+    Args:
+        hardware: for the costs.
+        allocator: that is asked for all of it too, to learn what it would reserve; None for sums alone.
+    """
+
+    def __init__(self, hardware: Hardware, allocator: Allocator | None = None) -> None:
+        self.hardware = hardware
+        self.allocator = allocator
+        self._blocks: defaultdict[tuple[str, int], list[Block]] = defaultdict(list)
+        """By stream and size, those that ``add`` made."""
+        self._held: dict[tuple[int, int], Block] = {}
+        """Storages of segments: by the segment's number and the storage's."""
+        self.phase = "construction"
+        # Memory.
+        self.live: defaultdict[str, int] = defaultdict(int)
+        self.highest: defaultdict[str, int] = defaultdict(int)
+        """Of each stream."""
+        self.categories: defaultdict[Category, int] = defaultdict(int)
+        self._stream_numbers = {COMPUTE: COMPUTE_STREAM}
+        self.total = self.peak = 0
+        self.peak_categories: dict[Category, int] = {}
+        self.peak_phase = self.phase
+        # Time.
+        self.compute = self.host = 0.0
+        self.lanes = dict.fromkeys(LANES, 0.0)
+        self.sums: defaultdict[str, float] = defaultdict(float)
+        """Seconds of the computing stream: busy, and what it waited for."""
+        self.kinds: defaultdict[str, float] = defaultdict(float)
+        self.volumes: dict[tuple[str, str, int], tuple[int, float, float]] = {}
+        self._work: dict[int, Work] = {}
+
+    # Memory
+
+    def add(self, category: Category, bytes: int, stream: str = COMPUTE, pieces: Sequence[int] | None = None) -> None:
+        """Allocate, or free where bytes are negative.
+
+        Args:
+            category: what for.
+            bytes: in all.
+            stream: on which.
+            pieces: sizes of the tensors that it consists of; None for one.
+        """
+        self.account(category, bytes, stream)
+        if self.allocator is not None:
+            for piece in pieces or [bytes]:
+                self._place(piece if bytes > 0 else -abs(piece), stream)
+
+    def account(self, category: Category, bytes: int, stream: str = COMPUTE) -> None:
+        """Count what was allocated or freed, without asking the allocator."""
+        self.categories[category] += bytes
+        self.live[stream] += bytes
+        self.total += bytes
+        if bytes > 0:
+            self._note(stream, self.live[stream], self.total, category, 0)
+
+    def note_peak(self, bytes: int) -> None:
+        """So much more was allocated for a moment, on the computing stream."""
+        self._note(COMPUTE, self.live[COMPUTE] + bytes, self.total + bytes, Category.temporary, bytes)
+
+    def spike(
+        self,
+        bytes: int,
+        stream: str = COMPUTE,
+        category: Category = Category.temporary,
+        pieces: Sequence[int] | None = None,
+    ) -> None:
+        """Allocate and free at once."""
+        self._note(stream, self.live[stream] + bytes, self.total + bytes, category, bytes)
+        if self.allocator is not None:
+            for sign in (1, -1):
+                for piece in pieces or [bytes]:
+                    self._place(sign * piece, stream)
+
+    def storages(self, segment: int, stage: Stage) -> None:
+        """Allocate and free what a stage does, one storage after the other.
+
+        Args:
+            segment: number of the segment.
+            stage: of it.
+        """
+        if self.allocator is None:
+            return
+        for number, size in stage.storages:
+            if size:
+                self._held[segment, number] = self.allocator.allocate(size, 0)
+            else:
+                self.release(segment, number)
+
+    def release(self, segment: int, number: int) -> None:
+        """Free a storage, if the segment still has it."""
+        block = self._held.pop((segment, number), None)
+        if block is not None and self.allocator is not None:
+            self.allocator.free(block)
+
+    def pass_on(self, segment: int, number: int) -> None:
+        """Make a storage the next segment's input."""
+        if (segment, number) in self._held:
+            self._held[segment + 1, INPUT] = self._held.pop((segment, number))
+
+    def hold(self, segment: int, number: int, size: int) -> None:
+        """Allocate a storage that the segment had before."""
+        if self.allocator is not None:
+            self._held[segment, number] = self.allocator.allocate(size, 0)
+
+    def _place(self, bytes: int, stream: str) -> None:
+        assert self.allocator is not None
+        if bytes > 0:
+            number = self._stream_numbers.setdefault(stream, len(self._stream_numbers))
+            self._blocks[stream, bytes].append(self.allocator.allocate(bytes, number))
+        elif bytes < 0:
+            blocks = self._blocks.get((stream, -bytes))
+            if blocks:
+                self.allocator.free(blocks.pop(0))
+            else:
+                self._free_about(-bytes, stream)
+
+    def _free_about(self, bytes: int, stream: str) -> None:
+        """Free the oldest blocks of a stream that add up to no more."""
+        assert self.allocator is not None
+        for (of, size), blocks in self._blocks.items():
+            while of == stream and blocks and size <= bytes:
+                self.allocator.free(blocks.pop(0))
+                bytes -= size
+
+    def retire(self, category: Category, bytes: int, stream: str) -> None:
+        """Free what another stream still uses: it is allocated no more, but its stream cannot have it yet."""
+        self.categories[category] -= bytes
+        self.total -= bytes
+
+    def reuse(self, bytes: int, stream: str) -> None:
+        """Let a stream have what was retired."""
+        self.live[stream] -= bytes
+        if self.allocator is not None:
+            self._place(-bytes, stream)
+
+    def _note(self, stream: str, of_stream: int, total: int, category: Category, extra: int) -> None:
+        if of_stream > self.highest[stream]:
+            self.highest[stream] = of_stream
+        if total > self.peak:
+            self.peak, self.peak_phase = total, self.phase
+            self.peak_categories = dict(self.categories)
+            self.peak_categories[category] = self.peak_categories.get(category, 0) + extra
+
+    # Time
+
+    def run(self, stage: Stage) -> None:
+        """Compute what a stage does."""
+        work = self._work.get(id(stage))
+        if work is None:
+            by_kind: defaultdict[str, float] = defaultdict(float)
+            for operator in stage.operators:
+                by_kind[operator.kind.value] += kernel_seconds(self.hardware, *operator)
+            work = self._work[id(stage)] = Work(sum(by_kind.values()), len(stage.operators), by_kind)
+        self._compute(work)
+
+    def move(self, bytes: float, kernels: int = 1) -> None:
+        """Compute something that memory bandwidth bounds."""
+        seconds = kernels * kernel_seconds(self.hardware, KernelKind.memory, 0.0, int(bytes / kernels), "")
+        self._compute(Work(seconds, kernels, {KernelKind.memory.value: seconds}))
+
+    def multiply(self, flops: float, bytes: float, dtype: str, kernels: int = 1) -> None:
+        """Compute equal matrix products, of so many operations and bytes in all."""
+        each = kernel_seconds(self.hardware, KernelKind.matmul, flops / kernels, int(bytes / kernels), dtype)
+        self._compute(Work(kernels * each, kernels, {KernelKind.matmul.value: kernels * each}))
+
+    def _compute(self, work: Work) -> None:
+        issued = self.host
+        self.host += work.kernels * self.hardware.host_operator_seconds.value
+        begins = max(self.compute, issued)
+        ends = max(begins + work.seconds, self.host if work.kernels else begins)
+        self.sums["host"] += ends - self.compute - work.seconds
+        self.sums["busy"] += work.seconds
+        for kind, seconds in work.by_kind.items():
+            self.kinds[kind] += seconds
+        self.compute = ends
+
+    def wait(self, moment: float, why: str) -> None:
+        """Let the computing stream wait."""
+        if moment > self.compute:
+            self.sums[why] += moment - self.compute
+            self.compute = moment
+
+    def wait_on_host(self, why: str = "host") -> None:
+        """Let the host wait for the computing stream, and be ahead of it no more."""
+        self.host = max(self.host, self.compute)
+
+    def host_work(self, seconds: float) -> None:
+        """Let the host do something for which the device waits."""
+        self.wait_on_host()
+        self.host += seconds
+        self.wait(self.host, "host")
+
+    def communicate(self, name: str, bytes: int, group_size: int, group_stride: int, axis: str, after: float) -> float:
+        """Queue a collective; returns when it ends."""
+        self.host += self.hardware.host_collective_seconds.value
+        seconds = collective_seconds(self.hardware, name, bytes, group_size, group_stride)
+        lane = "replicate" if axis == "replicate" else "shard"
+        ends = self.lanes[lane] = max(self.lanes[lane], after, self.host) + seconds
+        key = name, axis, group_size
+        calls, sent, so_far = self.volumes.get(key, (0, 0.0, 0.0))
+        self.volumes[key] = calls + 1, sent + sent_bytes(name, bytes, group_size), so_far + seconds
+        return ends
+
+    def transfer(self, bytes: int, lane: str, after: float) -> float:
+        """Queue a copy between host and device (``up``, ``down``); returns when it ends."""
+        ends = self.lanes[lane] = max(self.lanes[lane], after, self.host) + transfer_seconds(self.hardware, bytes)
+        return ends
+
+    def stream_names(self) -> dict[int, str]:
+        """The allocator's number of each stream → its name."""
+        return {number: name for name, number in self._stream_numbers.items()}
+
+    def clear_times(self) -> None:
+        """Begin to count anew; memory stays."""
+        self.compute = self.host = 0.0
+        self.lanes = dict.fromkeys(LANES, 0.0)
+        self.sums.clear()
+        self.kinds.clear()
+        self.volumes.clear()
+
+    def times(self) -> "Times":
+        """All counters of time, to be compared with later ones."""
+        return Times(self.compute, self.host, dict(self.lanes), dict(self.sums), dict(self.kinds), dict(self.volumes))
+
+    def repeat(self, since: "Times", times: int) -> None:
+        """Count what happened since then so many times more."""
+        self.compute += times * (self.compute - since.compute)
+        self.host += times * (self.host - since.host)
+        for lane, moment in since.lanes.items():
+            # A lane that lies behind must not be taken for one that is busy.
+            self.lanes[lane] += times * (self.lanes[lane] - moment)
+        for now, then in ((self.sums, since.sums), (self.kinds, since.kinds)):
+            for key in now:
+                now[key] += times * (now[key] - then.get(key, 0.0))
+        for group, (calls, sent, seconds) in self.volumes.items():
+            before = since.volumes.get(group, (0, 0.0, 0.0))
+            self.volumes[group] = (
+                calls + times * (calls - before[0]),
+                sent + times * (sent - before[1]),
+                seconds + times * (seconds - before[2]),
+            )
+
+    def all_volumes(self) -> tuple[Volume, ...]:
+        """What each kind of collective moved."""
+        return tuple(
+            Volume(name, axis, size, calls, round(sent), seconds)
+            for (name, axis, size), (calls, sent, seconds) in self.volumes.items()
+        )
+
+
+@dataclass(frozen=True)
+class Times:
+    """Counters of a ledger."""
+
+    compute: float
+    host: float
+    lanes: dict[str, float]
+    sums: dict[str, float]
+    kinds: dict[str, float]
+    volumes: dict[tuple[str, str, int], tuple[int, float, float]]

@@ -1,0 +1,225 @@
+"""Births and deaths of storages, and operators, while a part of a model runs on the meta device.
+
+A walk is cut into stages wherever it enters or leaves a block's attention or feed-forward, since these may be units of
+a strategy. Of a stage is known how much memory it adds at its highest and at its end, and what happens in between.
+"""
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdptoys.device.profile import AttentionKind
+from fsdptoys.plan.simulator.events import KernelKind
+from fsdptoys.plan.trace.op_costs import ATTENTION, count_flops, scratch_bytes
+from fsdptoys.plan.trace.op_schema import NO_KERNEL, TRAFFIC, traffic
+from fsdptoys.profiler.dispatch import arguments_of, dtype_name, given, tensors_in
+
+INPUT = 0
+"""Number of the storage of a part's input."""
+
+PARTS = ("attn", "mlp")
+"""Of a block, which may be units by themselves."""
+
+
+class Operator(NamedTuple):
+    """One kernel, as ``simulator.costs`` wants it."""
+
+    kind: KernelKind
+    flops: float
+    bytes: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stretch of a forward or backward."""
+
+    part: str
+    """``attn``, ``mlp``, or empty for the rest of the block."""
+    backward: bool
+    """Whether gradients are computed; False for recomputation too."""
+    peak_bytes: int
+    """Most that is alive at a time, over what was alive at the beginning."""
+    net_bytes: int
+    """What is alive more at the end than at the beginning; negative where it is less."""
+    operators: tuple[Operator, ...]
+    storages: tuple[tuple[int, int], ...]
+    """Births and deaths in order: number, and bytes or 0 for a death; ``INPUT`` is the part's input."""
+
+
+@dataclass
+class Walk:
+    """Storages that are alive and operators that ran; stages are cut by ``cut``."""
+
+    attention: AttentionKind
+    live: int = 0
+    sizes: dict[int, int] = field(default_factory=dict)
+    """Storage → bytes."""
+    numbers: dict[int, int] = field(default_factory=dict)
+    """Storage → its number."""
+    ignored: set[int] = field(default_factory=set)
+    """Storages that were there before: parameters and inputs."""
+    stages: list[Stage] = field(default_factory=list)
+    part: str = ""
+    backward: bool = False
+    _peak: int = 0
+    _start: int = 0
+    _operators: list[Operator] = field(default_factory=list)
+    _storages: list[tuple[int, int]] = field(default_factory=list)
+    _count: int = INPUT
+    """Storages so far; the input is the first, where there is one."""
+
+    def ignore(self, *tensors: Tensor) -> None:
+        """Leave out what was there before."""
+        self.ignored.update(tensor.untyped_storage()._cdata for tensor in tensors)
+
+    def cut(self, part: str = "", backward: bool = False) -> None:
+        """End a stage and begin one."""
+        if self._operators or self._storages:
+            self.stages.append(
+                Stage(
+                    part=self.part,
+                    backward=self.backward,
+                    peak_bytes=self._peak - self._start,
+                    net_bytes=self.live - self._start,
+                    operators=tuple(self._operators),
+                    storages=tuple(self._storages),
+                )
+            )
+        self.part, self.backward = part, backward
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what happened since the last cut."""
+        self._count = max(self._count, INPUT + 1)
+        self._peak = self._start = self.live
+        self._operators, self._storages = [], []
+
+    def scratch(self, sizes: list[int]) -> None:
+        """Count memory that a kernel takes while it runs."""
+        self._peak = max(self._peak, self.live + sum(-(-size // 512) * 512 for size in sizes))
+        numbers = range(self._count, self._count + len(sizes))
+        self._count += len(sizes)
+        self._storages += [*zip(numbers, sizes, strict=True), *((number, 0) for number in numbers)]
+
+    def ran(self, operator: Operator) -> None:
+        """Count an operator."""
+        self._operators.append(operator)
+
+    def see(self, tensor: Tensor) -> None:
+        """Note a storage, if it is new, until it dies."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.sizes or key in self.ignored:
+            return
+        size = -(-storage.nbytes() // 512) * 512
+        if size == 0:
+            return
+        number = self.numbers[key] = self._count
+        self._count += 1
+        self.sizes[key] = size
+        self.live += size
+        self._peak = max(self._peak, self.live)
+        self._storages.append((number, size))
+
+        def die() -> None:
+            self.live -= self.sizes.pop(key)
+            self._storages.append((self.numbers.pop(key), 0))
+
+        weakref.finalize(storage, die).atexit = False
+
+
+class MetaRecorder(TorchDispatchMode):
+    """Notes what runs on the meta device."""
+
+    def __init__(self, walk: Walk) -> None:
+        super().__init__()
+        self.walk = walk
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        walk, name = self.walk, func._schema.name
+        inputs = [
+            (argument, tensor)
+            for argument, value in given(arguments_of(func), args, kwargs)
+            for tensor in tensors_in(value)
+        ]
+        results = func(*args, **kwargs)
+        made = list(tensors_in(results))
+        for tensor in made:
+            walk.see(tensor)
+        storages = {tensor.untyped_storage()._cdata for _, tensor in inputs}
+        fresh = [tensor for tensor in made if tensor.untyped_storage()._cdata not in storages]
+        mutates = name in TRAFFIC or any(argument.writes for argument, _ in inputs)
+        launches_nothing = name in NO_KERNEL or name.startswith(("aten::empty", "aten::new_empty"))
+        if func.is_view or launches_nothing or not (fresh or mutates):
+            return results
+        if scratch := scratch_bytes(name, args, walk.attention):
+            walk.scratch(scratch)
+        flops = count_flops(func, args, kwargs, results)
+        kind = KernelKind.attention if name in ATTENTION else KernelKind.matmul if flops else KernelKind.memory
+        # What is written may be a sum in a wider format than what is multiplied.
+        operands = [tensor for argument, tensor in inputs if not argument.writes] or [*made, *(t for _, t in inputs)]
+        dtype = dtype_name(max(operands, key=Tensor.numel))
+        walk.ran(Operator(kind, flops, traffic(name, args, inputs, fresh), dtype))
+        return results
+
+
+class Mark(torch.autograd.Function):
+    """Identity that cuts stages where forward and backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, walk: Walk, part: str, enters: bool) -> Tensor:
+        """The tensor."""
+        ctx.walk, ctx.part, ctx.enters = walk, part, enters
+        walk.cut(part if enters else "")
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        """The gradient."""
+        ctx.walk.cut("" if ctx.enters else ctx.part, backward=True)
+        return grads[0], None, None, None
+
+
+class Source(torch.autograd.Function):
+    """An input without a history, whose gradient nobody keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor of that shape."""
+        return anchor.new_empty(shape, dtype=dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """Nothing of use."""
+        return grads[0].new_empty((), dtype=torch.float32), None, None
+
+
+class Sink(torch.autograd.Function):
+    """What comes after a part: takes its output, gives its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor) -> Tensor:
+        """A scalar."""
+        ctx.shape, ctx.dtype = output.shape, output.dtype
+        return output.new_empty((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        """A gradient of the output's shape."""
+        return grads[0].new_empty(ctx.shape, dtype=ctx.dtype)
+
+
+class NoWorkers:
+    """Nobody works in threads here."""
+
+    in_worker = False
+    worker_jobs = 0
+
+    def host_wait_workers(self, jobs: int) -> None:
+        """Nothing to wait for."""

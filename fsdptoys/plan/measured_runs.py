@@ -1,0 +1,169 @@
+"""Runs that were measured, read from their directories, and ``fsdptoys plan calibrate`` over them.
+
+    fsdptoys plan calibrate runs/a runs/b hardware=h100 out=mine.yaml
+
+Where a run's data, weights and checkpoints came from changes no step's time and may be gone, so it is left out.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fsdptoys.config.schema import Config
+from fsdptoys.device.profile import Hardware, dump_hardware, hardware_for, list_hardware, load_hardware
+from fsdptoys.errors import ConfigError
+from fsdptoys.metrics.prediction import Prediction
+from fsdptoys.train.recorded_run import read_recorded_run
+from fsdptoys.utils.text import printable
+
+from .calibrate import Calibration, Case, calibrate, error
+
+OPTIONS = ("hardware", "out")
+
+Predictor = Callable[[Config, Hardware, int], Callable[[Hardware], Prediction]]
+"""From a run to a function that predicts it on hardware of the same kind, which will be called often."""
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """What a run directory says."""
+
+    path: Path
+    config: Config
+    """Not validated; without what decides no step's time."""
+    world_size: int
+    device_type: str
+    device_name: str
+    step_seconds: float
+    """Median after the warm-up, of steps that made an update."""
+
+
+def read_run(path: Path) -> MeasuredRun:
+    """Read a run directory.
+
+    Raises:
+        ConfigError: if it is none, or was too short for a median.
+    """
+    run = read_recorded_run(path)
+    config, spread = run.config(), run.results.step_time_seconds
+    if spread is None:
+        raise ConfigError(
+            f"{path} has {len(run.steps)} steps, and none after the {run.results.warmup_steps} of the warm-up; give a "
+            "run of more steps"
+        )
+    return MeasuredRun(path, config, run.world_size, run.device_type, run.device_name, spread.median)
+
+
+def calibrate_runs(paths: Sequence[Path], hardware: Hardware | None, predictor: Predictor) -> Calibration:
+    """Calibrate a profile by runs.
+
+    Args:
+        paths: run directories, all of one kind of device.
+        hardware: where to start; None for the profile of that device.
+        predictor: traces a run once.
+
+    Raises:
+        ConfigError: if a directory is none of a run, or they are of different devices.
+    """
+    runs = [read_run(path) for path in paths]
+    first = runs[0]
+    for run in runs[1:]:
+        if run.device_name != first.device_name:
+            raise ConfigError(
+                f"{run.path} ran on {run.device_name} and {first.path} on {first.device_name}; calibrate one at a time"
+            )
+    hardware = hardware or _profile_of(first)
+    if hardware.device_type != first.device_type:
+        raise ConfigError(
+            f"hardware={hardware.name} is a {hardware.device_type} device, and {first.path} ran on a "
+            f"{first.device_type} device, {first.device_name}; name its profile"
+        )
+    cases = []
+    for run in runs:
+        run.config.validate(run.world_size, run.device_type)
+        predict = predictor(run.config, hardware, run.world_size)
+        cases.append(Case(_step_seconds(predict), run.step_seconds, run.path.name))
+    return calibrate(cases, hardware)
+
+
+def calibrate_command(words: Sequence[str], predictor: Predictor, console: Console) -> int:
+    """``fsdptoys plan calibrate RUN_DIR... [hardware=NAME] [out=FILE]``.
+
+    Args:
+        words: after the command.
+        predictor: see ``calibrate_runs``.
+        console: where the table goes.
+
+    Returns:
+        Exit status.
+
+    Raises:
+        ConfigError: for the first mistake.
+    """
+    options = {}
+    paths = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        if equals and key in OPTIONS:
+            options[key] = value
+        elif equals and not Path(word).exists():
+            raise ConfigError(f"{word} is no option of fsdptoys plan calibrate; there are hardware=NAME and out=FILE")
+        else:
+            paths.append(Path(word))
+    if not paths:
+        raise ConfigError("fsdptoys plan calibrate names no run; write fsdptoys plan calibrate runs/NAME")
+    hardware = load_hardware(options["hardware"]) if "hardware" in options else None
+    out = Path(options["out"]) if "out" in options else None
+    if out is not None and (out.exists() or out.suffix not in (".yaml", ".yml")):
+        raise ConfigError(f"out={out} must be a YAML file that is not there yet; set out={out.stem}_new.yaml")
+    if out is not None and not out.parent.is_dir():
+        raise ConfigError(f"out={out} lies in {out.parent}, which is no folder; set out={out.name} or make the folder")
+    result = calibrate_runs(paths, hardware, predictor)
+    if out is None:
+        out = Path(f"{result.hardware.name}_calibrated.yaml")
+        if out.exists():
+            raise ConfigError(f"{out} is there already; delete it or set out={out.stem}_new.yaml")
+    print_calibration(result, console)
+    try:
+        out.write_text(dump_hardware(result.hardware), encoding="utf-8")
+    except OSError as mistake:
+        raise ConfigError(f"out={out} cannot be written ({mistake.strerror}); name another file") from mistake
+    console.print(f"Written to {out}; plan with plan.hardware={out}.", highlight=False, soft_wrap=True)
+    return 0
+
+
+def print_calibration(result: Calibration, console: Console) -> None:
+    """Print errors before and after, and what was moved."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("run", overflow="fold")
+    for column in ("measured", "before", "", "after", ""):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in result.outcomes:
+        cells = [f"{row.measured_seconds:.3f} s"]
+        for seconds in (row.before_seconds, row.after_seconds):
+            cells += [f"{seconds:.3f} s", f"{error(row, seconds):+.1%}"]
+        table.add_row(Text(printable(row.name, console.file)), *cells)
+    console.print(table)
+    console.print()
+    for field, (before, after) in result.changes.items():
+        console.print(f"{field}: {before:.4g} is now {after:.4g}", highlight=False)
+    if result.unknown:
+        console.print(f"Left alone, since no run depends on it: {', '.join(result.unknown)}.", highlight=False)
+
+
+def _step_seconds(predict: Callable[[Hardware], Prediction]) -> Callable[[Hardware], float]:
+    return lambda hardware: predict(hardware).time.step_seconds
+
+
+def _profile_of(run: MeasuredRun) -> Hardware:
+    name = "cpu" if run.device_type == "cpu" else hardware_for(run.device_name, run.device_type)
+    if name is None:
+        raise ConfigError(
+            f"there is no profile of {run.device_name}, on which {run.path} ran; set hardware= to one of "
+            f"{', '.join(list_hardware())}, or to a YAML file of your own"
+        )
+    return load_hardware(name)

@@ -1,0 +1,140 @@
+"""What to change: each switch is turned alone, the result predicted, and what helps is told with what it costs.
+
+Where a run does not fit, these are the switches that make it fit, cheapest first, and pairs of switches where two cost
+less than any one that is enough. Where it fits, those that make it faster and still fit. The same quick prediction is
+made before and after a change, and only the difference is told, so that an error that both share drops out.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from fsdptoys.config.schema import Config
+from fsdptoys.errors import ConfigError
+from fsdptoys.memory import CPUOffloadExecutor, GradientCheckpointing
+from fsdptoys.metrics.prediction import Prediction
+from fsdptoys.parallel import FSDP2Config
+from fsdptoys.parallel.fsdp import FSDPConfig, ReshardAfterForward, Wrap
+from fsdptoys.parallel.precision import DType
+
+from .switches import Changes, read, validate_switches, vary, words_between
+
+MOST = 5
+"""Pieces of advice."""
+
+WORTHWHILE = 0.02
+"""Least gain in tokens a second that is told."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A change and what it is predicted to do."""
+
+    words: tuple[str, ...]
+    """To type besides what was typed; they come last, where one of them was typed already."""
+    reserved_bytes: float
+    """Afterwards."""
+    tokens_per_second: float
+    """Afterwards."""
+    reserved_change_bytes: int
+    speed_change: float
+    """Share of the tokens a second as they are."""
+    fits: bool
+
+
+def advise(
+    config: Config,
+    predict: Callable[[Config], Prediction],
+    prediction: Prediction,
+    memory_bytes: float,
+    node_ranks: int = 8,
+) -> list[Advice]:
+    """Find the changes that make a run fit, or faster.
+
+    Args:
+        config: as composed, or validated: then a change of what was ``auto`` is told too.
+        predict: predicts a validated configuration quickly, as ``closed_form`` does.
+        prediction: what the user is shown of ``config``.
+        memory_bytes: of a device, that may be used.
+        node_ranks: ranks of one machine: a size for the shard axis.
+
+    Returns:
+        The best first. Where the run does not fit and no two changes suffice, those that save most.
+    """
+
+    def validated(one: Config) -> Prediction:
+        validate_switches(one, prediction.world_size, prediction.device_type, node_ranks)
+        return predict(one)
+
+    before = validated(vary(config, {}))
+
+    fits = prediction.memory.reserved_bytes <= memory_bytes
+
+    def told(changes: Changes) -> Advice | None:
+        try:
+            varied = vary(config, changes)
+            words = words_between(config, varied)
+            if not words:
+                return None
+            after = validated(varied)
+        except ConfigError:
+            return None
+        saved = after.memory.reserved_bytes - before.memory.reserved_bytes
+        ratio = after.tokens_per_second / before.tokens_per_second
+        reserved = prediction.memory.reserved_bytes + saved
+        speed = prediction.tokens_per_second * ratio
+        return Advice(tuple(words), reserved, speed, saved, ratio - 1, reserved <= memory_bytes)
+
+    changes_of_one = list(_changes(config, prediction.world_size, node_ranks))
+    if prediction.device_type == "cpu":  # host memory is where everything is already
+        changes_of_one = [changes for changes in changes_of_one if not any("offload" in key for key in changes)]
+    alone = [(changes, told(changes)) for changes in changes_of_one]
+    advice = [one for _, one in alone if one is not None]
+    if fits:
+        return _fastest(one for one in advice if one.fits and one.speed_change >= WORTHWHILE)
+    savers = [changes for changes, one in alone if one is not None and one.reserved_change_bytes < 0]
+    pairs = [one | other for one, other in itertools.combinations(savers, 2) if not one.keys() & other.keys()]
+    enough = [one for one in advice if one.fits]
+    gain = max((one.tokens_per_second for one in enough), default=0.0) * (1 + WORTHWHILE)
+    advice += [one for one in map(told, pairs) if one is not None]
+    enough += [one for one in advice if one.fits and one.tokens_per_second >= gain]
+    return _fastest(dict.fromkeys(enough)) if enough else sorted(advice, key=lambda one: one.reserved_bytes)[:MOST]
+
+
+def _fastest(advice: Iterable[Advice]) -> list[Advice]:
+    return sorted(advice, key=lambda one: (-one.tokens_per_second, len(one.words)))[:MOST]
+
+
+def _changes(config: Config, world_size: int, node_ranks: int) -> Iterator[dict[str, Any]]:
+    """Each change of one switch that differs from what is set."""
+    memory, parallel, batch = config.memory, config.parallel, config.train.batch_size
+    alternatives: list[dict[str, Any]] = [
+        {"memory.chunk_loss": not memory.chunk_loss},
+        *({"memory.gradient_checkpointing": mode} for mode in GradientCheckpointing),
+        {"memory.activation_offload": not memory.activation_offload},
+        {"memory.optimizer_offload": not memory.optimizer_offload, "memory.cpu_offload": False},
+        {"memory.cpu_offload": not memory.cpu_offload, "memory.optimizer_offload": False},
+        {"parallel.param_dtype": DType.bfloat16},
+        *({"train.batch_size": size} for size in (2 * batch, 4 * batch)),
+        *({"train.batch_size": batch >> halvings} for halvings in range(1, batch.bit_length())),
+    ]
+    if memory.cpu_offload or isinstance(parallel, FSDP2Config):
+        alternatives.append(
+            {
+                "memory.cpu_offload": True,
+                "memory.cpu_offload_executor": CPUOffloadExecutor.overlapped,
+                "memory.optimizer_offload": False,
+            }
+        )
+    if memory.checkpoints:
+        alternatives.append({"memory.checkpointing_every": 2 if memory.checkpointing_every == 1 else 1})
+    if isinstance(parallel, FSDPConfig):
+        alternatives += [{"parallel.wrap": wrap} for wrap in Wrap]
+        alternatives += [{"parallel.reshard_after_forward": reshard} for reshard in ReshardAfterForward]
+        alternatives += [{"mesh.fsdp_size": size} for size in (-1, node_ranks)]
+    if world_size > 1:
+        alternatives.append({"parallel": "fsdp2"})
+    for changes in alternatives:
+        if any(read(config, key) != value for key, value in changes.items()):
+            yield changes

@@ -1,0 +1,160 @@
+"""What a search tries: alternatives for each switch, as far as what was typed leaves a choice."""
+
+import itertools
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fsdptoys.config.schema import Config
+from fsdptoys.memory import CPUOffloadExecutor, GradientCheckpointing
+from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
+
+from .switches import SHARDING, STRATEGIES, Changes, read
+
+
+@dataclass(frozen=True)
+class Space:
+    """What is varied: alternatives, one from each list. Keys that were typed are taken out of it."""
+
+    strategies: Sequence[str] = tuple(STRATEGIES)
+    """``single`` counts for one rank, ``ddp`` for several."""
+    wraps: Sequence[Wrap] = tuple(Wrap)
+    reshards: Sequence[ReshardAfterForward] = (ReshardAfterForward.default, ReshardAfterForward.never)
+    every_shard_size: bool = True
+    """Powers of two, the machine and its multiples; otherwise one machine, and all ranks."""
+    activation_offload: bool = True
+    optimizer_offload: bool = True
+    cpu_offload: bool = True
+
+
+EVERYTHING = Space()
+
+SENSIBLE = Space(
+    strategies=("fsdp2", "single"),
+    wraps=(Wrap.block,),
+    reshards=(ReshardAfterForward.default,),
+    every_shard_size=False,
+    activation_offload=False,
+    optimizer_offload=False,
+    cpu_offload=False,
+)
+"""What one would try first: nothing goes through host memory."""
+
+
+CHUNKED: tuple[Changes, ...] = ({"memory.chunk_loss": True}, {"memory.chunk_loss": False})
+"""It costs so little that the other way is tried beside the best alone."""
+
+
+class Combinations:
+    """The combinations of a space.
+
+    Args:
+        base: as composed.
+        fixed: keys that were typed.
+        space: what is varied.
+        world_size: ranks.
+        devices_per_node: devices of a machine.
+    """
+
+    def __init__(
+        self, base: Config, fixed: Collection[str], space: Space, world_size: int, devices_per_node: int
+    ) -> None:
+        self.base, self.fixed, self.space, self.world_size = base, fixed, space, world_size
+        # All ranks are -1, as they are typed.
+        self._sizes = [*shard_sizes(world_size, devices_per_node, space.every_shard_size)[:-1], -1]
+
+    def all(self) -> Iterator[dict[str, Any]]:
+        """Those that agree with what was typed; the checks may still refuse one."""
+        usable = [name for name in self.space.strategies if name != ("ddp" if self.world_size == 1 else "single")]
+        # FSDP1 moves what FSDP2 moves, and comes in where that is fast.
+        usable = [name for name in usable if name != "fsdp1" or "fsdp2" not in usable or "parallel" in self.fixed]
+        for strategy in self._agreeing([{"parallel": name} for name in usable]):
+            name = strategy.get("parallel", self.base.parallel.name)
+            yield from _products([strategy], *self._lists(name))
+
+    def beside(self, changes: Changes) -> Iterator[dict[str, Any]]:
+        """A combination's neighbours: with whole logits, in what only FSDP has, and on the next meshes."""
+        for chunked in self._agreeing(CHUNKED):
+            yield {**changes, **chunked}
+        strategy = changes.get("parallel", self.base.parallel.name)
+        if strategy not in SHARDING:
+            return
+        others = [{"parallel": name} for name in SHARDING if name == strategy or name in self.space.strategies]
+        executors: list[Changes] = [{}]
+        if "memory.cpu_offload_executor" in changes:
+            executors += [{"memory.cpu_offload_executor": CPUOffloadExecutor.native}]
+        for parts in _products(
+            self._agreeing(others),
+            self._agreeing(executors),
+            self._agreeing([{"parallel.wrap": wrap} for wrap in self.space.wraps]),
+            self._agreeing([{"parallel.reshard_after_forward": reshard} for reshard in self.space.reshards]),
+        ):
+            one = {**changes, **parts}
+            overlapped = one.get("memory.cpu_offload_executor") is CPUOffloadExecutor.overlapped
+            if not (overlapped and one.get("parallel") == "fsdp1"):
+                yield one
+        if "mesh.fsdp_size" in changes and self.space.every_shard_size:
+            place = self._sizes.index(changes["mesh.fsdp_size"])
+            for size in self._sizes[max(0, place - 1) : place + 2]:
+                yield {**changes, "mesh.fsdp_size": size}
+
+    def _lists(self, strategy: str) -> list[list[Changes]]:
+        """For a strategy: lists of alternatives."""
+        shards = strategy in SHARDING
+        # Every second size; those between are tried beside the best.
+        sizes = [*self._sizes[:-1:2], -1] if shards else [-1]
+        lists: list[list[Changes]] = [[{"mesh.fsdp_size": size} for size in sizes]]
+        typed = "memory.activation_offload" in self.fixed
+        offloading = (False, True) if self.space.activation_offload or typed else (False,)
+        checkpointing: list[Changes] = [{"memory.gradient_checkpointing": GradientCheckpointing.none}]
+        for mode in (GradientCheckpointing.selective, GradientCheckpointing.full):
+            checkpointing += [
+                {"memory.gradient_checkpointing": mode, "memory.activation_offload": offload} for offload in offloading
+            ]
+        lists.append(checkpointing)
+        lists.append(self._agreeing(CHUNKED)[:1])
+        offloads: list[Changes] = [{"memory.optimizer_offload": False, "memory.cpu_offload": False}]
+        if self.space.optimizer_offload:
+            offloads.append({"memory.optimizer_offload": True, "memory.cpu_offload": False})
+        if self.space.cpu_offload and shards:
+            best = CPUOffloadExecutor.overlapped if strategy == "fsdp2" else CPUOffloadExecutor.native
+            if "memory.cpu_offload_executor" in self.fixed:
+                best = self.base.memory.cpu_offload_executor
+            offloads.append(
+                {"memory.cpu_offload": True, "memory.optimizer_offload": False, "memory.cpu_offload_executor": best}
+            )
+        lists.append(offloads)
+        return [self._agreeing(alternatives) for alternatives in lists]
+
+    def _agreeing(self, alternatives: Sequence[Changes]) -> list[Changes]:
+        """The alternatives that leave what was typed as it is, or one that changes nothing."""
+        varied: list[Changes] = [
+            {key: value for key, value in changes.items() if key not in self.fixed} for changes in alternatives
+        ]
+        kept = [
+            changes
+            for changes, whole in zip(varied, alternatives, strict=True)
+            if all(read(self.base, key) == value for key, value in whole.items() if key in self.fixed)
+        ]
+        return kept or [varied[0]]
+
+
+def shard_sizes(world_size: int, devices_per_node: int, every: bool = True) -> list[int]:
+    """Sizes of the shard axis to try, the whole world last.
+
+    Args:
+        world_size: ranks.
+        devices_per_node: devices of a machine.
+        every: powers of two, the machine and its doubles; parts of a machine only where ranks fill no second one, as
+            they win little over a machine's fast links. Otherwise the machine alone.
+    """
+    sizes = {devices_per_node}
+    if every:
+        sizes |= {start << doubling for start in (2, devices_per_node) for doubling in range(world_size.bit_length())}
+        sizes = {size for size in sizes if size >= devices_per_node or world_size < 2 * devices_per_node}
+    return [*sorted(size for size in sizes if 1 < size < world_size and world_size % size == 0), world_size]
+
+
+def _products(*lists: Sequence[Changes]) -> Iterator[dict[str, Any]]:
+    for parts in itertools.product(*lists):
+        yield {key: value for part in parts for key, value in part.items()}

@@ -1,0 +1,137 @@
+"""A picture of memory against speed: the combinations that nothing beats, among all that were predicted."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fsdptoys.device import GIB
+from fsdptoys.errors import ConfigError
+
+from .ranking import Candidate, frontier, label
+from .search import SearchResult
+
+FRONTIER_COLOR, OTHER_COLOR, LIMIT_COLOR = "#1f5fa8", "#b3bac1", "#b2182b"
+
+MOST_LABELS = 9
+"""On the picture; the frontier's points that are furthest apart get them."""
+
+LABEL_PLACES = (((7, -9), "left"), ((7, 5), "left"), ((-7, 5), "right"), ((-7, -12), "right"))
+"""Where a label may stand beside its point, in points, and which of its sides is nearer; the first that is free."""
+
+
+def check_picture(path: Path) -> None:
+    """Refuse a place where no picture can be written, before anything is predicted.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    if path.suffix.lower() != ".png":
+        raise ConfigError(f"--png {path} must end in .png; write --png {path.name.partition('.')[0] or 'plan'}.png")
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        problem = "is a folder" if path.is_dir() else f"lies in {path.parent}, which is no folder"
+        raise ConfigError(f"--png {path} {problem}; write --png plan.png")
+
+
+def draw_frontier(path: Path, title: str, result: SearchResult) -> None:
+    """Draw memory against speed as a PNG, without a display and without pyplot's global state.
+
+    Args:
+        path: where the picture goes.
+        title: stands above it: model, hardware, ranks.
+        result: all that was predicted.
+    """
+    from matplotlib.figure import Figure  # 0.7 s to import
+
+    best = frontier(result.candidates)
+    others = [*result.candidates, *result.over]
+    figure = Figure(figsize=(9, 5.6), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    axes.set_title(" ".join(title.split()), loc="left", fontsize=12, fontweight="bold", parse_math=False, wrap=True)
+    axes.scatter(
+        [one.reserved_bytes / GIB for one in others],
+        [one.tokens_per_second for one in others],
+        s=9,
+        color=OTHER_COLOR,
+        linewidths=0,
+        alpha=0.7,
+        label=f"predicted combinations ({len(others):,})",
+        rasterized=True,
+    )
+    gib = [one.reserved_bytes / GIB for one in best]
+    speed = [one.tokens_per_second for one in best]
+    axes.plot(
+        gib,
+        speed,
+        drawstyle="steps-post",  # with memory between two of them, the lower speed is what one gets
+        color=FRONTIER_COLOR,
+        marker="o",
+        markersize=4.5,
+        linewidth=1.6,
+        label="nothing beats these",
+    )
+    limit = result.memory_bytes / GIB
+    axes.axvline(limit, color=LIMIT_COLOR, linestyle=(0, (5, 3)), linewidth=1.3, label=f"memory limit: {limit:.4g} GiB")
+    # Points far to the right of the limit would squeeze what can be had into a corner.
+    axes.set_xlim(0, 1.35 * limit)
+    axes.set_ylim(0, 1.1 * max(one.tokens_per_second for one in result.candidates))
+    axes.set_xlabel("memory reserved on a rank (GiB)")
+    axes.set_ylabel("tokens/s of all ranks")
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.grid(color="#d9dde1", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    _label_points(axes, best)
+    figure.savefig(path, format="png")
+
+
+def _label_points(axes: Any, best: Sequence[Candidate]) -> None:
+    """Say what points are, each beside its own, as many as have room."""
+    from matplotlib.transforms import Bbox
+
+    figure = axes.figure
+    figure.canvas.draw()  # lays the axes out
+    span = (axes.get_xlim()[1], axes.get_ylim()[1])
+    chosen = spread_out(best, MOST_LABELS, span, least=0.0)
+    points = [axes.transData.transform((one.reserved_bytes / GIB, one.tokens_per_second)) for one in chosen]
+    taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in points]
+    inside = axes.get_window_extent()
+    for one in chosen:
+        for offset, side in LABEL_PLACES:
+            text = axes.annotate(
+                label(one.config),
+                (one.reserved_bytes / GIB, one.tokens_per_second),
+                xytext=offset,
+                textcoords="offset points",
+                ha=side,
+                fontsize=8,
+                color=FRONTIER_COLOR,
+                bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1},
+                parse_math=False,
+            )
+            box = text.get_window_extent()
+            if inside.contains(box.x0, box.y0) and inside.contains(box.x1, box.y1) and not box.count_overlaps(taken):
+                taken.append(box)
+                break
+            text.remove()
+
+
+def spread_out(best: Sequence[Candidate], most: int, span: tuple[float, float], least: float) -> list[Candidate]:
+    """At most so many of a frontier: the fastest, the smallest, then whichever is furthest from those chosen.
+
+    Args:
+        best: the frontier.
+        most: how many.
+        span: GiB and tokens a second that count as far as each other.
+        least: share of the span that is too near to be another.
+    """
+    places = [(one.reserved_bytes / GIB / span[0], one.tokens_per_second / span[1]) for one in best]
+    chosen = list(dict.fromkeys([len(best) - 1, 0]))
+    while len(chosen) < min(most, len(best)):
+        # Labels are wide and low, so that distance upwards counts for more.
+        distance = [min(abs(x - places[c][0]) / 4 + abs(y - places[c][1]) for c in chosen) for x, y in places]
+        furthest = max(range(len(best)), key=distance.__getitem__)
+        if distance[furthest] < least:
+            break
+        chosen.append(furthest)
+    return [best[index] for index in sorted(chosen)]

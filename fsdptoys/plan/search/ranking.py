@@ -1,0 +1,125 @@
+"""Combinations that were predicted: which is better, and which nothing beats."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fsdptoys.config.schema import Config
+from fsdptoys.memory import CPUOffloadExecutor
+from fsdptoys.metrics.prediction import Prediction
+
+from .switches import STRATEGIES, Changes, as_typed
+
+
+def label(config: Config) -> str:
+    """A combination in a few words: ``fsdp2/8 b4 full chunk``; the number after the slash is ``mesh.fsdp_size``."""
+    return " ".join([f"{layout(config)} b{config.train.batch_size}", *traits(config)])
+
+
+def layout(config: Config) -> str:
+    """The strategy, and over how many ranks it shards where that is not all of them."""
+    size = config.mesh.fsdp_size
+    return config.parallel.name + (f"/{size}" if size != -1 else "")
+
+
+def traits(config: Config) -> list[str]:
+    """What is switched on, in short words."""
+    memory, parallel = config.memory, config.parallel
+    words = []
+    if memory.checkpoints:
+        every = f"/{memory.checkpointing_every}" if memory.checkpointing_every > 1 else ""
+        words.append(memory.gradient_checkpointing.value + every + "+offload" * memory.activation_offload)
+    if memory.chunk_loss:
+        words.append("chunk")
+    if memory.optimizer_offload:
+        words.append("opt-offload")
+    if memory.cpu_offload:
+        words.append("cpu-offload" + "+overlapped" * (memory.cpu_offload_executor is CPUOffloadExecutor.overlapped))
+    for name, plain in (("wrap", "block"), ("reshard_after_forward", "default")):
+        value = as_typed(getattr(parallel, name, plain))
+        if value != plain:
+            words.append({"block_attn_mlp": "attn-mlp"}.get(value, f"reshard-{value}"))
+    return words
+
+
+TIE = 0.01
+"""Share of the tokens a second that makes no difference."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A combination."""
+
+    words: tuple[str, ...]
+    """All that compose it: what was typed, without ``plan.*``, and what differs."""
+    config: Config
+    """Validated; its section ``plan`` is as typed."""
+    prediction: Prediction
+    switches: int
+    """How many settings of sharding and memory are not their default."""
+    changes: Changes = field(default_factory=dict)
+    """What was turned, but for the batch."""
+    place: int = 0
+    """In the ranking; those that tie have the same."""
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Device memory that a rank takes."""
+        return self.prediction.memory.reserved_bytes
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks."""
+        return self.prediction.tokens_per_second
+
+
+def frontier(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Those to which no other is equal or better in both memory and speed, from the smallest to the largest.
+
+    Of several that are equal in both, the first given.
+    """
+    places = [(one.reserved_bytes, -one.tokens_per_second) for one in candidates]
+    return [candidates[index] for index in unbeaten(places)]
+
+
+def unbeaten(places: Sequence[tuple[float, float]]) -> list[int]:
+    """Indices of the places to which no other is equal or lower in both, in the order of the first coordinate.
+
+    Of several that are equal in both, the first given.
+    """
+    best: list[int] = []
+    for index in sorted(range(len(places)), key=places.__getitem__):
+        if not best or places[index][1] < places[best[-1]][1]:
+            best.append(index)
+    return best
+
+
+def rank(candidates: Collection[Candidate]) -> list[Candidate]:
+    """The fastest first, with those that tie with it, fewer switches before more; then the next that does not tie.
+
+    Of several with the same batch and the same prediction, only the first stays.
+    """
+    rest = sorted(candidates, key=lambda candidate: -candidate.tokens_per_second)
+    firsts: dict[Any, Candidate] = {}
+    place = 0
+    while rest:
+        ties = list(itertools.takewhile(functools.partial(_tie, rest[0]), rest))
+        place += 1
+        for candidate in sorted(ties, key=_simplicity):
+            memory, time = candidate.prediction.memory, candidate.prediction.time
+            sizes = (memory.end_bytes, memory.peak_bytes, memory.reserved_bytes, memory.host_bytes)
+            same = (candidate.config.train.batch_size, *sizes, time.step_seconds)
+            firsts.setdefault(same, dataclasses.replace(candidate, place=place))
+        rest = rest[len(ties) :]
+    return list(firsts.values())
+
+
+def _tie(fastest: Candidate, candidate: Candidate) -> bool:
+    return candidate.tokens_per_second * (1 + TIE) >= fastest.tokens_per_second
+
+
+def _simplicity(candidate: Candidate) -> tuple[int, int, int]:
+    return candidate.switches, list(STRATEGIES).index(candidate.config.parallel.name), candidate.reserved_bytes

@@ -1,0 +1,386 @@
+"""Which combination of switches trains fastest in the memory that there is.
+
+Combinations of strategy, mesh, checkpointing, offload and batch that the configuration's own checks allow are all
+predicted by the closed form, some milliseconds each. The fastest of them, those of the frontier and the smallest of
+those that do not fit are then refined, twice: whole logits, smaller units, parameters that stay gathered, FSDP1,
+PyTorch's own CPU offload, the next sizes of the shard axis. What was typed stays as it is, and what would change the
+numbers that a run computes (precision, sequence length, optimizer, micro-batches a step) is not varied; the batch of a
+rank is, and with it the tokens of a step.
+
+Batches are powers of two. They grow until memory, which grows with the batch, is over its limit, or until twice the
+batch gives less than ``TIE`` more tokens a second. A step's time is convex in the batch (a sum of constants, terms that
+are linear and maxima of them), so that what lies behind is less than the same share again. Nor is the closed form
+better than that: who is within ``TIE`` of the fastest ties with it, and the one with fewer switches comes first.
+
+Not covered: prefetch depths, buckets, checkpointing of some blocks only, parts of optimizer states (they stay as
+composed); what data there is, and whether the files of initial weights are; a machine's host memory, unless told.
+"""
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fsdptoys.config.plan_config import AllocatorKind
+from fsdptoys.config.schema import Config
+from fsdptoys.device import GIB
+from fsdptoys.device.profile import Hardware
+from fsdptoys.errors import ConfigError
+from fsdptoys.metrics.prediction import Prediction
+from fsdptoys.models import ModelConfig
+
+from .candidates import EVERYTHING, SENSIBLE, Combinations, Space
+from .ranking import TIE, Candidate, frontier, rank
+from .switches import Changes, count_switches, node_ranks_of, read, validate_switches, vary, words_between
+
+MOST_SEQUENCES = 2**14
+"""Of a rank's batch."""
+
+REFINED = 8
+"""Combinations of each kind whose neighbours are predicted too."""
+
+ROUNDS = 2
+"""How often: the second time it is the best of what the first has found."""
+
+CHECKED = 3
+"""How many of the best are predicted a second time where there is a second way."""
+
+Predict = Callable[[Config, Hardware, int, AllocatorKind], Prediction]
+
+Check = Callable[[Config, Hardware, int], Prediction]
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A candidate that was predicted a second time."""
+
+    candidate: Candidate
+    prediction: Prediction
+    fits: bool
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What there is to choose from; all of it was predicted."""
+
+    hardware: Hardware
+    world_size: int
+    memory_bytes: float
+    """Of a device, that may be used."""
+    candidates: list[Candidate]
+    """That fit, best first; at least one."""
+    over: list[Candidate]
+    """That do not fit."""
+    refused: dict[str, int]
+    """Sentence of the configuration's checks → combinations to which it was said."""
+    checked: list[Checked] = field(default_factory=list)
+
+    @property
+    def best(self) -> Candidate:
+        """The fastest that still fits when predicted a second time, or else the first."""
+        still = [checked for checked in self.checked if checked.fits]
+        fastest = max((checked.prediction.tokens_per_second for checked in still), default=0.0)
+        good = [one.candidate for one in still if one.prediction.tokens_per_second * (1 + TIE) >= fastest]
+        return [*good, *self.candidates][0]
+
+    def leading(self, count: int) -> list[Candidate]:
+        """The first candidates, each combination in its best batch, without ties that take more memory and switches."""
+        seen: dict[tuple[str, ...], Candidate] = {}
+        places: dict[int, list[Candidate]] = {}
+        for candidate in self.candidates:
+            combination = _without_batch(candidate)
+            ties = places.setdefault(candidate.place, [])
+            beaten = any(
+                tie.reserved_bytes <= candidate.reserved_bytes and tie.switches <= candidate.switches for tie in ties
+            )
+            if combination in seen or beaten:
+                continue
+            ties.append(candidate)
+            seen[combination] = candidate
+            if len(seen) == count:
+                break
+        return list(seen.values())
+
+
+def search(
+    config_for: Callable[[Sequence[str]], Config],
+    words: Sequence[str],
+    hardware: Hardware,
+    world_size: int,
+    memory_bytes: float,
+    allocator: AllocatorKind,
+    predict: Predict,
+    *,
+    check: Check | None = None,
+    space: Space = EVERYTHING,
+    host_memory_bytes: float | None = None,
+) -> SearchResult:
+    """Predict all combinations and rank those that fit.
+
+    Args:
+        config_for: composes words to a configuration, without validating it.
+        words: as typed: what they set is not varied.
+        hardware: what the ranks run on.
+        world_size: ranks.
+        memory_bytes: of a device, that may be used.
+        allocator: how the device's allocator takes memory.
+        predict: predicts a validated configuration quickly, as ``closed_form`` does.
+        check: predicts the best few a second time, as the trace does.
+        space: what is varied.
+        host_memory_bytes: a rank's share of host memory, where it is known.
+
+    Raises:
+        ConfigError: if no combination is valid, or none fits.
+    """
+    if hardware.device_type == "cpu":  # host memory is where everything is already
+        space = dataclasses.replace(space, activation_offload=False, optimizer_offload=False, cpu_offload=False)
+    base = config_for(words)
+    exploration = _Exploration(base, words, hardware, world_size, memory_bytes, host_memory_bytes, allocator, predict)
+    exploration.explore(space)
+    if not exploration.fitting:
+        raise exploration.why_nothing()
+    ranked = rank(exploration.fitting)
+    result = SearchResult(
+        hardware, world_size, memory_bytes, ranked, exploration.over, dict(exploration.refused.most_common())
+    )
+    for candidate in result.leading(CHECKED) if check else ():
+        assert check is not None
+        config = dataclasses.replace(config_for(candidate.words), plan=base.plan)
+        validate_switches(config, world_size, hardware.device_type, node_ranks_of(base, hardware, world_size))
+        prediction = check(config, hardware, world_size)
+        result.checked.append(Checked(candidate, prediction, exploration.fits(prediction)))
+    return result
+
+
+def words_of(candidate: Candidate) -> list[str]:
+    """The overrides that compose a candidate's configuration."""
+    return list(candidate.words)
+
+
+def largest_preset(
+    presets: Sequence[ModelConfig],
+    config_for: Callable[[Sequence[str]], Config],
+    words: Sequence[str],
+    hardware: Hardware,
+    world_size: int,
+    memory_bytes: float,
+    allocator: AllocatorKind,
+    predict: Predict,
+    *,
+    space: Space = SENSIBLE,
+) -> tuple[str, Candidate]:
+    """The model preset with the most parameters that fits, and its fastest combination.
+
+    Args:
+        presets: as their YAML files say.
+        config_for: as in :func:`search`; called once.
+        words: what all of them have in common; where a preset's context is shorter than ``train.seq_len`` says,
+            that is set too.
+        hardware: as in :func:`search`, and so on.
+        world_size: ranks.
+        memory_bytes: of a device, that may be used.
+        allocator: how the device's allocator takes memory.
+        predict: predicts a validated configuration quickly.
+        space: what is varied.
+
+    Returns:
+        Name of the preset, and the candidate.
+
+    Raises:
+        ConfigError: if not even the smallest fits.
+    """
+    base = config_for(words)
+    failure: ConfigError | None = None
+    for preset in sorted(presets, key=_parameters, reverse=True):
+        more = [f"model={preset.name}"]
+        train = base.train
+        if train.seq_len > preset.max_seq_len:
+            more.append(f"train.seq_len={preset.max_seq_len}")
+            train = dataclasses.replace(train, seq_len=preset.max_seq_len)
+        config = dataclasses.replace(base, model=preset, train=train)
+        others = [word for word in words if not word.startswith(("model=", "train.seq_len="))] + more
+        try:
+            found = search(
+                functools.partial(_given, config),
+                others,
+                hardware,
+                world_size,
+                memory_bytes,
+                allocator,
+                predict,
+                space=space,
+            )
+        except ConfigError as error:
+            failure = error
+            continue
+        return preset.name, found.best
+    assert failure is not None, "there are presets"
+    raise failure
+
+
+class _Exploration:
+    """Predicts combinations one after the other and sorts them by whether they fit."""
+
+    def __init__(
+        self,
+        base: Config,
+        words: Sequence[str],
+        hardware: Hardware,
+        world_size: int,
+        memory_bytes: float,
+        host_memory_bytes: float | None,
+        allocator: AllocatorKind,
+        predict: Predict,
+    ) -> None:
+        self.base = base
+        # A run takes no word of the planner's but a profile of one's own, with which it is then foretold.
+        self.words = tuple(
+            word
+            for word in words
+            if not word.startswith("plan.") or (word.startswith("plan.hardware=") and word.endswith((".yaml", ".yml")))
+        )
+        self.fixed = frozenset(word.partition("=")[0] for word in words)
+        self.hardware, self.world_size = hardware, world_size
+        self.node_ranks = node_ranks_of(base, hardware, world_size)
+        self.memory_bytes, self.host_memory_bytes = memory_bytes, host_memory_bytes
+        self.predict = functools.partial(_predict, predict, hardware, allocator)
+        self.fitting: list[Candidate] = []
+        self.over: list[Candidate] = []
+        self.refused: Counter[str] = Counter()
+        self.tried: dict[frozenset[tuple[str, Any]], Candidate | None] = {}
+        self.plain = {key: read(base, key) for key in ("parallel.wrap", "parallel.reshard_after_forward")}
+
+    def explore(self, space: Space) -> None:
+        """Predict every combination in every batch that fits, then what lies beside the best."""
+        devices = round(self.hardware.devices_per_node.value)
+        combinations = Combinations(self.base, self.fixed, space, self.world_size, devices)
+        for changes in combinations.all():
+            self._grow_batch(changes, 1)
+        for _ in range(ROUNDS):
+            by_speed = sorted(self.fitting, key=lambda candidate: -candidate.tokens_per_second)
+            by_size = sorted(self.over, key=lambda candidate: candidate.reserved_bytes)
+            for seed in _different(by_speed) + _different(frontier(self.fitting)) + _different(by_size):
+                for changes in combinations.beside(seed.changes):
+                    self._grow_batch(changes, seed.config.train.batch_size)
+
+    def _grow_batch(self, changes: Changes, start: int) -> None:
+        """Predict a combination in the first batch that fits, sought from ``start`` down, and in larger ones."""
+        if "train.batch_size" in self.fixed:
+            self._try(changes, self.base.train.batch_size)
+            return
+        batch = start
+        candidate = self._try(changes, batch)
+        while batch > 1 and candidate is not None and not self.fits(candidate.prediction):
+            batch //= 2
+            candidate = self._try(changes, batch)
+        while candidate is not None and self.fits(candidate.prediction) and batch < MOST_SEQUENCES:
+            before, batch = candidate, 2 * batch
+            candidate = self._try(changes, batch)
+            if candidate is not None and candidate.tokens_per_second < (1 + TIE) * before.tokens_per_second:
+                break
+
+    def _try(self, changes: Changes, batch: int) -> Candidate | None:
+        """Predict a combination and note whether it fits, unless that is done; None if it is refused."""
+        key = frozenset({**self.plain, **changes, "train.batch_size": batch}.items())
+        if key not in self.tried:
+            self.tried[key] = None
+            try:
+                candidate = self._candidate(changes, batch)
+            except ConfigError as refusal:
+                self.refused[str(refusal)] += 1
+            else:
+                self.tried[key] = candidate
+                (self.fitting if self.fits(candidate.prediction) else self.over).append(candidate)
+        return self.tried[key]
+
+    def _candidate(self, changes: Changes, batch: int) -> Candidate:
+        """Vary, validate and predict.
+
+        Raises:
+            ConfigError: if the combination cannot be.
+        """
+        varied = vary(self.base, {**changes, "train.batch_size": batch}, self.fixed)
+        words = (*self.words, *words_between(self.base, varied))
+        missing = [key for key in self.fixed if key.startswith("parallel.") and read(varied, key) is None]
+        if missing:
+            raise ConfigError(f"{missing[0]} is not an option of parallel={varied.parallel.name}; leave it out")
+        validate_switches(varied, self.world_size, self.hardware.device_type, self.node_ranks)
+        prediction = self.predict(varied, self.world_size)
+        return Candidate(words, varied, prediction, count_switches(varied), changes)
+
+    def fits(self, prediction: Prediction) -> bool:
+        """Whether device and, where it is known, host have the memory."""
+        host = self.host_memory_bytes
+        memory = prediction.memory
+        return memory.reserved_bytes <= self.memory_bytes and (host is None or memory.host_bytes <= host)
+
+    def why_nothing(self) -> ConfigError:
+        """The sentence for a search that found nothing."""
+        if not self.over:
+            return ConfigError(self.refused.most_common(1)[0][0])
+        least = min(self.over, key=lambda candidate: candidate.reserved_bytes)
+        needed = least.reserved_bytes / GIB
+        given = f"plan.memory_gib={self.memory_bytes / GIB:.4g}"
+        differing = " ".join(least.words[len(self.words) :]) or "everything as typed"
+        if needed * GIB <= self.memory_bytes:  # then it is the host's that does not suffice
+            return ConfigError(
+                f"plan.world_size={self.world_size} leaves each rank too little host memory for every combination; "
+                "set memory.cpu_offload=false and memory.optimizer_offload=false, or more ranks"
+            )
+        fix = f"set plan.memory_gib={-(-least.reserved_bytes // GIB)}"
+        ranks = self._enough_ranks(least)
+        if ranks:
+            fix = f"set plan.world_size={ranks} or plan.memory_gib={-(-least.reserved_bytes // GIB)}"
+        return ConfigError(
+            f"{given} holds no combination on {self.world_size} rank{'s' * (self.world_size != 1)}: the least is "
+            f"{needed:.2f} GiB with {differing}; {fix}"
+        )
+
+    def _enough_ranks(self, least: Candidate) -> int | None:
+        """Ranks with which the smallest combination fits, if doubling their number a few times is enough."""
+        for doublings in range(1, 7):
+            ranks = self.world_size << doublings
+            changes: Changes = {"mesh.fsdp_size": -1}
+            if least.config.parallel.name == "single":
+                changes = {"mesh.fsdp_size": -1, "parallel": "fsdp2"}
+            if any(key in self.fixed for key in changes):
+                return None
+            try:
+                more = vary(least.config, changes, self.fixed)
+                validate_switches(more, ranks, self.hardware.device_type)
+            except ConfigError:
+                return None
+            if self.fits(self.predict(more, ranks)):
+                return ranks
+        return None
+
+
+def _predict(predict: Predict, hardware: Hardware, allocator: AllocatorKind, config: Config, ranks: int) -> Prediction:
+    return predict(config, hardware, ranks, allocator)
+
+
+def _given(config: Config, words: Sequence[str]) -> Config:
+    return config
+
+
+def _different(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The first few combinations, whatever their batch."""
+    seen: dict[frozenset[tuple[str, Any]], Candidate] = {}
+    for candidate in candidates:
+        seen.setdefault(frozenset(candidate.changes.items()), candidate)
+        if len(seen) == REFINED:
+            break
+    return list(seen.values())
+
+
+def _without_batch(candidate: Candidate) -> tuple[str, ...]:
+    return tuple(word for word in candidate.words if not word.startswith("train.batch_size="))
+
+
+def _parameters(preset: ModelConfig) -> int:
+    with torch.device("meta"):
+        return int(preset.build().parameter_counts().total)

@@ -1,0 +1,181 @@
+"""The switches that trade memory for time, turned on a configuration that is composed already.
+
+Composing takes a quarter of a second; a search tries thousands of combinations. So one configuration is composed, its
+dataclasses are replaced, and the words are found that would have composed to the same. Sections that no switch
+touches are shared between a configuration and its variations.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING
+from enum import Enum
+from typing import Any
+
+from fsdptoys.config.schema import Config
+from fsdptoys.data import SyntheticConfig
+from fsdptoys.device.profile import Hardware
+from fsdptoys.errors import ConfigError
+from fsdptoys.memory import MemoryConfig
+from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
+
+Changes = Mapping[str, Any]
+"""Key → value, as typed but for the value's type; ``parallel`` names the strategy."""
+
+STRATEGIES: dict[str, type[ParallelConfig]] = {
+    strategy.name: strategy for strategy in (FSDP2Config, FSDP1Config, DDPConfig, SingleConfig)
+}
+
+SHARDING = ("fsdp2", "fsdp1")
+"""Strategies whose parameters may be sharded."""
+
+SECTIONS = ("parallel", "mesh", "train", "memory")
+"""In the order in which their words are given."""
+
+OWNED = {
+    "chunk_loss": ("chunk_tokens", "chunk_grad_dtype"),
+    "gradient_checkpointing": ("checkpointing_start_index", "checkpointing_every", "activation_offload"),
+    "optimizer_offload": ("offload_schedule", "offload_fraction", "offload_bucket_mib", "offload_state_dtype"),
+    "cpu_offload": ("cpu_offload_executor", "cpu_threads"),
+}
+"""Switch of ``memory`` → what does nothing without it."""
+
+
+def vary(config: Config, changes: Changes, fixed: Collection[str] = ()) -> Config:
+    """A configuration with some switches turned; what then does nothing goes back to its default.
+
+    Args:
+        config: as composed: what ``validate`` replaced would stay replaced.
+        changes: what is turned.
+        fixed: keys that keep their value, whether they then do something or not.
+
+    Raises:
+        ConfigError: where a section refuses its new values.
+    """
+    # Validating replaces values in place, in these sections and in the optimizer's and the kernels'.
+    sections: dict[str, Any] = {"optim": copy.copy(config.optim), "kernels": copy.copy(config.kernels)}
+    for section in SECTIONS:
+        old = getattr(config, section)
+        mine = {key.partition(".")[2]: value for key, value in changes.items() if key.startswith(f"{section}.")}
+        kind: type[Any] = type(old)
+        if section == "parallel" and "parallel" in changes:
+            kind = STRATEGIES[changes["parallel"]]
+        missing = [f"parallel.{name}" for name in mine if name not in _names(kind)]
+        if missing:
+            raise ConfigError(f"{missing[0]} is not an option of parallel={changes.get('parallel')}; leave it out")
+        values = _shared(old, kind) | mine
+        if section == "memory":
+            values |= _idle(values, {key.partition(".")[2] for key in fixed})
+        sections[section] = kind(**values)
+    varied: Config = dataclasses.replace(config, **sections)
+    return varied
+
+
+def words_between(base: Config, config: Config) -> list[str]:
+    """The words that, typed after those that composed ``base``, compose ``config``; both as composed."""
+    words = []
+    for section in SECTIONS:
+        old, new = getattr(base, section), getattr(config, section)
+        if section == "parallel" and type(old) is not type(new):
+            words.append(f"parallel={new.name}")
+        expected = type(new)(**_shared(old, type(new)))
+        words += [
+            f"{section}.{name}={as_typed(getattr(new, name))}"
+            for name in _names(type(new))
+            if getattr(new, name) != getattr(expected, name)
+        ]
+    return words
+
+
+def check_strategy(config: Config) -> None:
+    """Refuse a strategy that no rehearsal knows.
+
+    Raises:
+        ConfigError: naming one that it knows.
+    """
+    name = config.parallel.name
+    if name not in STRATEGIES:
+        like = "ddp" if name == "toy_ddp" else "fsdp2"
+        raise ConfigError(f"parallel={name} cannot be predicted; set parallel={like} for what comes near it")
+
+
+def node_ranks_of(config: Config, hardware: Hardware, world_size: int) -> int:
+    """Ranks of one machine: as the launch says, or else of the fewest machines that can have equally many each."""
+    if config.launch.nproc_per_node != -1:
+        return min(config.launch.nproc_per_node, world_size)
+    devices = round(hardware.devices_per_node.value)
+    nodes = next(nodes for nodes in range(-(-world_size // devices), world_size + 1) if world_size % nodes == 0)
+    return world_size // nodes
+
+
+def validate_switches(config: Config, world_size: int, device_type: str, node_ranks: int | None = None) -> None:
+    """Validate in place what is decided here, leaving out what only the machine that trains can tell: its files.
+
+    Args:
+        config: as composed.
+        world_size: ranks over all machines.
+        device_type: ``cuda``, ``npu`` or ``cpu``.
+        node_ranks: ranks of one machine; None for all of them.
+
+    Raises:
+        ConfigError: the first mistake.
+    """
+    check_strategy(config)
+    data, model, eval_every = config.data, config.model, config.train.eval_every
+    config.data, config.train.eval_every = SyntheticConfig(branching=1, mask_documents=data.mask_documents), 0
+    config.model = dataclasses.replace(model, init_from=None) if model.init_from else model
+    try:
+        config.validate(world_size, device_type, node_ranks)
+    finally:
+        config.data, config.model, config.train.eval_every = data, model, eval_every
+
+
+def read(config: Config, key: str) -> Any:
+    """The value of a key, or None where the strategy has no such key; ``parallel`` is the strategy's name."""
+    if key == "parallel":
+        return config.parallel.name
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name, None)
+
+
+def count_switches(config: Config) -> int:
+    """How many settings of sharding and memory are not their default; the strategy and number formats do not count."""
+    formats = ("param_dtype", "buffer_dtype", "reduce_dtype")
+    return sum(
+        getattr(section, field.name) != default_of(field)
+        for section in (config.mesh, config.parallel, config.memory)
+        for field in dataclasses.fields(section)
+        if field.name not in formats
+    )
+
+
+def as_typed(value: Any) -> str:
+    """A switch's value as it is typed."""
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, list):
+        return f"[{','.join(map(as_typed, value))}]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """What a field says where nothing is said."""
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def _names(kind: type[Any]) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind))
+
+
+def _shared(section: Any, kind: type[Any]) -> dict[str, Any]:
+    """The values of those fields that the section's new class has too."""
+    return {name: getattr(section, name) for name in _names(kind) if name in _names(type(section))}
+
+
+def _idle(memory: dict[str, Any], fixed: Collection[str]) -> dict[str, Any]:
+    """Defaults of what does nothing, as the switches stand."""
+    defaults = MemoryConfig()
+    idle = [name for switch, owned in OWNED.items() if memory[switch] == getattr(defaults, switch) for name in owned]
+    if as_typed(memory["gradient_checkpointing"]) != "selective":
+        idle.append("checkpointing_save")
+    return {name: getattr(defaults, name) for name in idle if name not in fixed}

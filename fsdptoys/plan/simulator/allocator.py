@@ -1,0 +1,397 @@
+"""PyTorch's caching allocator as a model: which memory it takes from the device for a sequence of requests.
+
+A device's memory is expensive to get and to give back, so the allocator keeps what it once got, cuts it, and joins what
+is free again. What it holds ("reserved") is therefore more than what tensors have ("allocated"), by an amount that
+depends on the order of all requests; hence a model that is run, and no formula. The rules:
+
+- A request is rounded up to 512 bytes. Up to 1 MiB it is small, otherwise large; small and large ones of each stream
+  have pools of their own, and nothing ever moves from one pool to another.
+- Of the free blocks that are large enough the smallest is taken, of equal ones that with the lowest address. What is
+  left over becomes a free block if it has at least 512 bytes, in large pools of native segments more than 1 MiB;
+  otherwise it is given along. A block that is freed is merged with free neighbours of its segment.
+- ``native``: where no block fits, a segment is taken from the device: 2 MiB for small requests, 20 MiB for those below
+  10 MiB, and for larger ones their size rounded up to 2 MiB. Blocks of two segments are never merged.
+- ``expandable``: a pool is one range of addresses, to which pages are mapped as it grows: of 2 MiB in small pools, of
+  20 MiB in large ones. A free block at its end grows by what it lacks; where another free block fits, that is taken
+  first, since the one at the end counts as large as it could become.
+- Where the limit would be exceeded, PyTorch waits for the device and gives back all it can: native segments that are
+  free as a whole, and whole pages of free blocks. The next request may then fill the holes.
+- An NPU's allocator is a port with two rules of its own: 32 bytes are added to each request before it is rounded up,
+  and in expandable segments a block of 2 MiB or more begins at a multiple of 16 KiB, what lies before staying free.
+
+``record_stream`` is not known here: whoever replays a program calls ``free`` when a block may be used again. Not
+covered: garbage collection, ``max_split_size_mb``, ``roundup_power2_divisions``, private pools of graphs. Addresses of
+segments rise in the order in which they were taken, which a driver does not promise.
+
+Sources: https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management,
+https://zdevito.github.io/2022/08/04/cuda-caching-allocator.html, and the behaviour of ``c10/cuda/CUDACachingAllocator``
+from torch 2.1 on; for NPUs ``torch_npu/csrc/core/npu/NPUCachingAllocator.cpp`` of https://github.com/Ascend/pytorch.
+"""
+
+from abc import ABC, abstractmethod
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+
+from fsdptoys.config.plan_config import AllocatorKind
+
+MIB = 2**20
+MIN_BLOCK_BYTES = 512
+"""Every block is a multiple of it."""
+SMALL_BYTES = MIB
+"""Largest request that goes into a small pool."""
+SMALL_SEGMENT_BYTES = 2 * MIB
+"""Native segments, and pages of expandable ones, in small pools."""
+LARGE_SEGMENT_BYTES = 20 * MIB
+"""Native segments for requests below ``MIN_LARGE_BYTES``, and pages of expandable ones, in large pools."""
+MIN_LARGE_BYTES = 10 * MIB
+"""Requests from here on get a native segment of their own size, rounded up to ``ROUND_LARGE_BYTES``."""
+ROUND_LARGE_BYTES = 2 * MIB
+NPU_PADDING_BYTES = 32
+"""Added to each request on an NPU."""
+NPU_ALIGNMENT_BYTES = 16 * 2**10
+"""Of the addresses of large blocks in expandable segments on an NPU, from ``ROUND_LARGE_BYTES`` on."""
+ADDRESSES = 2**32 * LARGE_SEGMENT_BYTES
+"""Of one segment: no device fills them, and pages of both sizes divide them."""
+
+
+class OutOfMemory(Exception):  # noqa: N818 (PyTorch's own words)
+    """A request does not fit under the limit, even after all that is free was given back.
+
+    Args:
+        requested_bytes: of the request.
+        allocated_bytes: in blocks that are in use.
+        reserved_bytes: taken from the device.
+        limit_bytes: that may be taken.
+    """
+
+    def __init__(self, requested_bytes: int, allocated_bytes: int, reserved_bytes: int, limit_bytes: int) -> None:
+        self.requested_bytes, self.allocated_bytes = requested_bytes, allocated_bytes
+        self.reserved_bytes, self.limit_bytes = reserved_bytes, limit_bytes
+        super().__init__(
+            f"a request for {requested_bytes} bytes does not fit: {allocated_bytes} are allocated and {reserved_bytes} "
+            f"reserved of {limit_bytes}"
+        )
+
+
+class Block:
+    """A run of addresses within a segment: in use, free, or without memory."""
+
+    __slots__ = ("address", "in_use", "mapped", "next", "pool", "previous", "size")
+
+    def __init__(self, pool: "Pool", address: int, size: int, mapped: bool = True) -> None:
+        self.pool, self.address, self.size, self.mapped = pool, address, size, mapped
+        self.in_use = False
+        self.previous: Block | None = None
+        """Neighbour in the same segment."""
+        self.next: Block | None = None
+
+
+class Pool:
+    """The blocks of one stream, small or large, that are not in use."""
+
+    __slots__ = ("free", "is_small", "stream", "unmapped")
+
+    def __init__(self, stream: int, is_small: bool) -> None:
+        self.stream, self.is_small = stream, is_small
+        self.free: list[tuple[int, int, Block]] = []
+        """(size, address, block), sorted."""
+        self.unmapped: list[tuple[int, Block]] = []
+        """(address, block) of addresses without memory, sorted."""
+
+    @property
+    def segment_bytes(self) -> int:
+        """Size of the smallest native segment, and of a page."""
+        return SMALL_SEGMENT_BYTES if self.is_small else LARGE_SEGMENT_BYTES
+
+    def put(self, block: Block) -> None:
+        """Make a block available."""
+        if block.mapped:
+            insort(self.free, (block.size, block.address, block))
+        else:
+            insort(self.unmapped, (block.address, block))
+
+    def take(self, block: Block) -> None:
+        """Make it unavailable; its size and address must be those that it was put with."""
+        if block.mapped:
+            del self.free[bisect_left(self.free, (block.size, block.address))]
+        else:
+            del self.unmapped[bisect_left(self.unmapped, (block.address,))]
+
+
+class Allocator(ABC):
+    """What both kinds share: pools, best fit, splitting and merging.
+
+    Args:
+        memory_limit_bytes: that may be reserved; None for no limit.
+        wait_for_device: called before cached memory is given back, since PyTorch waits for the device then: it may
+            free blocks that only waited for their streams.
+        device_type: ``npu`` has rules of its own.
+    """
+
+    leaves_bytes = MIN_BLOCK_BYTES
+    """Smallest rest of a large block that is split off."""
+
+    def __init__(
+        self,
+        memory_limit_bytes: int | None = None,
+        wait_for_device: Callable[[], None] = lambda: None,
+        device_type: str = "cuda",
+    ) -> None:
+        self.memory_limit_bytes = memory_limit_bytes
+        self.wait_for_device = wait_for_device
+        self._padding_bytes = NPU_PADDING_BYTES if device_type == "npu" else 0
+        self._alignment_bytes = 1
+        self.allocated_bytes = 0
+        """In blocks that are in use, what they were rounded up to included: ``memory_allocated()``."""
+        self.reserved_bytes = 0
+        """Taken from the device: ``memory_reserved()``."""
+        self.peak_reserved_bytes = 0
+        self.releases = 0
+        """How often cached memory was given back for want of room."""
+        self._pools: dict[int, tuple[Pool, Pool]] = {}
+        self._reserved_by_stream: defaultdict[int, int] = defaultdict(int)
+        self._next_address = ADDRESSES
+
+    @property
+    def reserved_by_stream(self) -> dict[int, int]:
+        """Reserved bytes of each stream that has asked for memory."""
+        return dict(self._reserved_by_stream)
+
+    def allocate(self, bytes: int, stream: int) -> Block:
+        """Give a request a block.
+
+        Args:
+            bytes: at least 1.
+            stream: that is current.
+
+        Raises:
+            OutOfMemory: if it does not fit under the limit.
+        """
+        assert bytes > 0, "PyTorch asks for no empty blocks"
+        size = -(-(bytes + self._padding_bytes) // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
+        pools = self._pools.get(stream)
+        if pools is None:
+            pools = self._pools[stream] = Pool(stream, is_small=False), Pool(stream, is_small=True)
+            self._reserved_by_stream[stream] += 0
+        pool = pools[size <= SMALL_BYTES]
+        block = self._best_fit(pool, size) or self._grow(pool, size)
+        if block is None:
+            self.release_cached()
+            block = self._grow(pool, size)
+            if block is None:
+                assert self.memory_limit_bytes is not None
+                raise OutOfMemory(bytes, self.allocated_bytes, self.reserved_bytes, self.memory_limit_bytes)
+        if size >= ROUND_LARGE_BYTES and (gap := -block.address % self._alignment_bytes) and gap + size <= block.size:
+            whole, block = block, self._cut(block, gap)
+            pool.put(whole)
+        if block.size - size >= (MIN_BLOCK_BYTES if pool.is_small else self.leaves_bytes):
+            self._split(block, size)
+        block.in_use = True
+        self.allocated_bytes += block.size
+        return block
+
+    def free(self, block: Block) -> None:
+        """Take a block back, for any later request of its stream."""
+        assert block.in_use, "freed twice"
+        block.in_use = False
+        self.allocated_bytes -= block.size
+        block.pool.put(self._merge(block))
+
+    def release_cached(self) -> None:
+        """Give back to the device what can be: ``empty_cache()``."""
+        self.wait_for_device()
+        self.releases += 1
+        for pool in self.pools():
+            for _, _, block in list(pool.free):
+                self._release(block)
+
+    def pools(self) -> Iterator[Pool]:
+        """All pools: large ones first, as PyTorch empties them."""
+        for is_small in (False, True):
+            yield from (pools[is_small] for pools in self._pools.values())
+
+    @abstractmethod
+    def _best_fit(self, pool: Pool, size: int) -> Block | None:
+        """Take the free block that a request of that size gets, if there is one."""
+
+    @abstractmethod
+    def _grow(self, pool: Pool, size: int) -> Block | None:
+        """Make a block of at least that size with memory from the device; None if the limit forbids it."""
+
+    @abstractmethod
+    def _release(self, block: Block) -> None:
+        """Give memory of a free block back to the device, as far as that is possible."""
+
+    def _reserve(self, pool: Pool, bytes: int) -> bool:
+        """Count memory from the device; False if it is too much."""
+        reserved = self.reserved_bytes + bytes
+        if self.memory_limit_bytes is not None and bytes > 0 and reserved > self.memory_limit_bytes:
+            return False
+        self.reserved_bytes = reserved
+        self._reserved_by_stream[pool.stream] += bytes
+        if reserved > self.peak_reserved_bytes:
+            self.peak_reserved_bytes = reserved
+        return True
+
+    def _new_addresses(self) -> int:
+        address = self._next_address
+        self._next_address += ADDRESSES
+        return address
+
+    def _split(self, block: Block, size: int) -> None:
+        """Cut a block that is in no pool; its rest goes into the pool."""
+        rest = self._cut(block, size)
+        block.pool.put(rest)
+
+    @staticmethod
+    def _cut(block: Block, size: int) -> Block:
+        """Shorten a block and return the rest, which is in no pool yet."""
+        rest = Block(block.pool, block.address + size, block.size - size, block.mapped)
+        rest.previous, rest.next = block, block.next
+        if rest.next is not None:
+            rest.next.previous = rest
+        block.next, block.size = rest, size
+        return rest
+
+    @staticmethod
+    def _merge(block: Block) -> Block:
+        """Join a block that is in no pool with neighbours that are not in use and like it have memory, or not."""
+        before, after = block.previous, block.next
+        if before is not None and not before.in_use and before.mapped is block.mapped:
+            block.pool.take(before)
+            block.address, block.size = before.address, block.size + before.size
+            block.previous = before.previous
+            if block.previous is not None:
+                block.previous.next = block
+        if after is not None and not after.in_use and after.mapped is block.mapped:
+            block.pool.take(after)
+            block.size += after.size
+            block.next = after.next
+            if block.next is not None:
+                block.next.previous = block
+        return block
+
+
+class NativeAllocator(Allocator):
+    """Segments of fixed size: PyTorch's default."""
+
+    leaves_bytes = SMALL_BYTES + MIN_BLOCK_BYTES
+
+    def _best_fit(self, pool: Pool, size: int) -> Block | None:
+        free = pool.free
+        index = bisect_left(free, (size,))
+        return free.pop(index)[2] if index < len(free) else None
+
+    def _grow(self, pool: Pool, size: int) -> Block | None:
+        if pool.is_small or size < MIN_LARGE_BYTES:
+            segment_bytes = pool.segment_bytes
+        else:
+            segment_bytes = -(-size // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
+        return Block(pool, self._new_addresses(), segment_bytes) if self._reserve(pool, segment_bytes) else None
+
+    def _release(self, block: Block) -> None:
+        if block.previous is None and block.next is None:
+            block.pool.take(block)
+            self._reserve(block.pool, -block.size)
+
+
+class ExpandableAllocator(Allocator):
+    """One segment a pool, which grows page by page: ``expandable_segments:True``."""
+
+    def __init__(
+        self,
+        memory_limit_bytes: int | None = None,
+        wait_for_device: Callable[[], None] = lambda: None,
+        device_type: str = "cuda",
+    ) -> None:
+        super().__init__(memory_limit_bytes, wait_for_device, device_type)
+        if device_type == "npu":
+            self._alignment_bytes = NPU_ALIGNMENT_BYTES
+
+    def _best_fit(self, pool: Pool, size: int) -> Block | None:
+        free = pool.free
+        index = bisect_left(free, (size,))
+        if index == len(free):
+            return None
+        room = _room(free[index][2])
+        while index + 1 < len(free) and (next_room := _room(free[index + 1][2])) < room:
+            index, room = index + 1, next_room
+        return free.pop(index)[2]
+
+    def _grow(self, pool: Pool, size: int) -> Block | None:
+        block = self._find_addresses(pool, size)
+        if not block.mapped and not self._map(block, min(block.size, size)):
+            return None
+        while block.size < size:
+            # What follows has no memory: a free block would have been merged.
+            hole = block.next
+            assert hole is not None and not hole.mapped
+            if not self._map(hole, min(size - block.size, hole.size)):
+                return None
+            block = hole
+        pool.take(block)
+        return block
+
+    def _find_addresses(self, pool: Pool, size: int) -> Block:
+        """The first block, with memory or without, from which on so many addresses are not in use."""
+        for _, hole in pool.unmapped:
+            before = hole.previous
+            start = before if before is not None and not before.in_use else hole
+            found = 0
+            block: Block | None = start
+            while found < size and block is not None and not block.in_use:
+                found += block.size
+                block = block.next
+            if found >= size:
+                return start
+        segment = Block(pool, self._new_addresses(), ADDRESSES, mapped=False)
+        pool.put(segment)
+        return segment
+
+    def _map(self, hole: Block, size: int) -> bool:
+        """Give the beginning of a hole pages for so many bytes, and merge it with free neighbours; pool it."""
+        pool = hole.pool
+        size = -(-size // pool.segment_bytes) * pool.segment_bytes
+        if not self._reserve(pool, size):
+            return False
+        pool.take(hole)
+        if size < hole.size:
+            pool.put(self._cut(hole, size))
+        hole.mapped = True
+        pool.put(self._merge(hole))
+        return True
+
+    def _release(self, block: Block) -> None:
+        pool = block.pool
+        page = pool.segment_bytes
+        start = -(-block.address // page) * page
+        end = (block.address + block.size) // page * page
+        if start >= end:
+            return
+        pool.take(block)
+        if start > block.address:
+            before, block = block, self._cut(block, start - block.address)
+            pool.put(before)
+        if end < block.address + block.size:
+            pool.put(self._cut(block, end - block.address))
+        self._reserve(pool, -block.size)
+        block.mapped = False
+        pool.put(self._merge(block))
+
+
+def _room(block: Block) -> int:
+    """How large a free block is, or could become by getting pages."""
+    after = block.next
+    return block.size if after is None or after.mapped else block.size + after.size
+
+
+def build_allocator(
+    kind: AllocatorKind,
+    memory_limit_bytes: int | None = None,
+    wait_for_device: Callable[[], None] = lambda: None,
+    device_type: str = "cuda",
+) -> Allocator:
+    """The allocator of a kind; see ``Allocator`` for the arguments."""
+    made = ExpandableAllocator if kind is AllocatorKind.expandable else NativeAllocator
+    return made(memory_limit_bytes, wait_for_device, device_type)

@@ -1,0 +1,127 @@
+"""What one operator, copy or collective takes on a piece of hardware: pure functions, in seconds.
+
+A kernel takes the longest of its products, its memory traffic and what any kernel takes (a roofline:
+https://doi.org/10.1145/1498765.1498785). A collective is a ring, since that is what NCCL and HCCL use for the large
+buffers of sharded training: every rank sends ``sent_bytes`` to its neighbour, as nccl-tests counts its bus bandwidth
+(https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). Between machines there are as many rings as the
+group has ranks in a machine, each over another network card, so that the slower of the device's own link and of all
+those cards together bounds it. Its latency grows with the steps of the ring, or for an all-reduce with the depth of a
+tree of machines, as in NCCL's own cost model (``src/graph/tuning.cc`` of https://github.com/NVIDIA/nccl).
+
+Not covered: groups that begin in the middle of a machine, switches that reduce (NVLS, SHARP), oversubscribed networks,
+links inside a machine that devices share (a PCIe profile gives each its share).
+"""
+
+import math
+from typing import NamedTuple
+
+from fsdptoys.device.profile import Hardware
+
+from .events import KernelKind
+
+
+class Spread(NamedTuple):
+    """How a group of ranks lies over machines, whose ranks are numbered one machine after the other."""
+
+    nodes: int
+    local: int
+    """Members in a machine."""
+
+
+def spread(hardware: Hardware, group_size: int, group_stride: int) -> Spread:
+    """Lay a group over machines.
+
+    Args:
+        hardware: for the number of devices in a machine.
+        group_size: ranks of the group.
+        group_stride: distance between neighbours in the numbering of all ranks.
+    """
+    devices = int(hardware.devices_per_node.value)
+    local = min(group_size, max(1, devices // group_stride))
+    return Spread(-(-group_size // local), local)
+
+
+def kernel_seconds(hardware: Hardware, kind: KernelKind, flops: float, bytes: int, dtype: str) -> float:
+    """Time of an operator on the device.
+
+    Args:
+        hardware: the device.
+        kind: what bounds it.
+        flops: floating-point operations.
+        bytes: read and written.
+        dtype: number format of its operands; one without a peak of its own counts as the slowest that has one.
+    """
+    seconds = bytes / (hardware.memory_bandwidth.value * hardware.memory_efficiency.value)
+    if kind is not KernelKind.memory:
+        peaks = hardware.peak_flops
+        peak = peaks[dtype].value if dtype in peaks else min(quantity.value for quantity in peaks.values())
+        matmul = kind is KernelKind.matmul
+        efficiency = hardware.matmul_efficiency if matmul else hardware.attention_efficiency
+        seconds = max(seconds, flops / (peak * efficiency.value))
+    return max(seconds, hardware.kernel_seconds.value)
+
+
+def transfer_seconds(hardware: Hardware, bytes: int) -> float:
+    """Time of a copy between host and device in one direction."""
+    return hardware.transfer_latency_seconds.value + bytes / hardware.transfer_bandwidth.value
+
+
+def host_work_seconds(hardware: Hardware, bytes: int, elements: int = 0) -> float:
+    """Time of an operator on host memory: the update of ``elements`` parameters, or else ``bytes`` of traffic."""
+    if elements:
+        return cpu_update_seconds(hardware, elements)
+    return bytes / hardware.cpu_bandwidth.value
+
+
+def cpu_update_seconds(hardware: Hardware, parameters: int) -> float:
+    """Time in which one device's share of the cores updates float32 parameters by AdamW."""
+    return parameters / hardware.cpu_adam_parameters_per_second.value
+
+
+def sent_bytes(name: str, bytes: int, group_size: int) -> float:
+    """Bytes that one rank sends in a collective over ``bytes``, counted as nccl-tests does for its bus bandwidth.
+
+    Args:
+        name: of the collective, as in ``events.Collective``.
+        bytes: of the whole: gathered, or to be scattered or reduced; of an all-to-all, what one rank gives.
+        group_size: ranks that take part.
+    """
+    if group_size == 1:
+        return 0.0
+    if name in ("broadcast", "reduce", "send", "recv"):
+        return float(bytes)
+    return bytes * (group_size - 1) / group_size * (2 if name == "all_reduce" else 1)
+
+
+def collective_seconds(hardware: Hardware, name: str, bytes: int, group_size: int, group_stride: int) -> float:
+    """Time of a collective that has the links for itself, from the moment that all ranks have come.
+
+    ``sent_bytes / min(intra, local · inter) + latency``, where ``intra`` and ``inter`` are bandwidths of a device as
+    they are reached, and ``local`` is the number of ranks in a machine. The latency of a ring is that of its steps,
+    ``(nodes − 1) · inter + (ranks − nodes) · intra``; of an all-reduce ``2 · (log2(nodes) · inter + (local − 1) ·
+    intra)``. An all-to-all sends what leaves the machine through the rank's own card, and all at once.
+
+    Args:
+        hardware: links and their efficiencies.
+        name: of the collective, as in ``events.Collective``.
+        bytes: of the whole: gathered, or to be scattered or reduced; of an all-to-all, what one rank gives.
+        group_size: ranks that take part; alone, a rank copies.
+        group_stride: distance between neighbours in the numbering of all ranks.
+    """
+    if group_size == 1:
+        return kernel_seconds(hardware, KernelKind.memory, 0.0, 2 * bytes, "")
+    nodes, local = spread(hardware, group_size, group_stride)
+    intra = hardware.intra_node_bandwidth.value * hardware.intra_node_efficiency.value
+    inter = hardware.inter_node_bandwidth.value * hardware.inter_node_efficiency.value
+    intra_latency = hardware.intra_node_latency_seconds.value if local > 1 else 0.0
+    inter_latency = hardware.inter_node_latency_seconds.value if nodes > 1 else 0.0
+    sent = sent_bytes(name, bytes, group_size)
+    if name == "all_to_all":
+        leaving = bytes * (group_size - local) / group_size
+        return max((sent - leaving) / intra, leaving / inter) + intra_latency + inter_latency
+    bandwidth = min(intra, local * inter) if nodes > 1 and local > 1 else inter if nodes > 1 else intra
+    if name == "all_reduce":
+        latency = 2 * (math.log2(nodes) * inter_latency + (local - 1) * intra_latency)
+    else:
+        latency = (nodes - 1) * inter_latency + (group_size - nodes) * intra_latency
+    return sent / bandwidth + latency

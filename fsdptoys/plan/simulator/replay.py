@@ -1,0 +1,250 @@
+"""Replay a trace on an allocator and a clock that depend on each other.
+
+Memory that another stream used (``record_stream``) is free for reuse only when that stream is done with what it had
+been given when the memory was freed, and the allocator looks whether that is so when it is next asked for memory. How
+much is reserved thus depends on how far the host runs ahead of the device, and with that on the speed of the device.
+
+Figures are kept phase by phase and not as maxima over all, since those of one phase are linear in the number of layers
+where layers are alike, and a maximum over phases is not.
+
+Source: the behaviour of ``c10/cuda/CUDACachingAllocator`` (``insert_events``, ``process_events``), and of its port for
+NPUs (``recordStream`` in ``NPUCachingAllocator.cpp`` of https://github.com/Ascend/pytorch);
+https://docs.pytorch.org/docs/stable/generated/torch.Tensor.record_stream.html
+"""
+
+import heapq
+from collections import Counter
+from dataclasses import dataclass, field
+
+from fsdptoys.device.profile import Hardware
+from fsdptoys.metrics.prediction import (
+    Category,
+    MemoryPrediction,
+    TimePrediction,
+    Volume,
+)
+
+from .allocator import Allocator, Block
+from .events import (
+    Alloc,
+    Free,
+    Mark,
+    RecordStream,
+    Trace,
+)
+from .stream_clock import Cause, Clock
+
+CATEGORIES = tuple(Category)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """From one mark to the next."""
+
+    step: int
+    name: str
+    seconds: float
+    """By which the later of host and computing stream went on."""
+    end_bytes: int
+    """Allocated at its end."""
+    peak_bytes: int
+    """Most allocated at a time."""
+    categories: dict[Category, int]
+    """Of what the peak consists."""
+    reserved: dict[str, int]
+    """By stream, at its end."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What replaying told: numbers that can be extrapolated one by one in the number of layers."""
+
+    phases: tuple[Phase, ...]
+    """Of the construction and all steps, in order."""
+    kinds: dict[str, float]
+    """Seconds of the last step in which the computing stream computes, by kind of kernel."""
+    waits: dict[str, float]
+    """Seconds of the last step in which it waits, by ``Cause``."""
+    volumes: dict[tuple[str, str, int], Volume] = field(default_factory=dict)
+    """Of the last step, by collective, axis and size of the group."""
+    host_bytes: int = 0
+    """Of host memory that the rank's tensors hold."""
+    releases: int = 0
+    """How often the allocator gave cached memory back for want of room, which makes nothing linear."""
+
+    @property
+    def last_step(self) -> list[Phase]:
+        """Phases of the last step."""
+        return [phase for phase in self.phases if phase.step == self.phases[-1].step]
+
+    def memory(self, host_bytes: int | None = None) -> MemoryPrediction:
+        """The last step's end and peak, and what is reserved at most from the construction on.
+
+        Args:
+            host_bytes: that the rank keeps in host memory, where somebody knows more of it than the trace.
+        """
+        peak = max(self.last_step, key=lambda phase: phase.peak_bytes)
+        most = max(self.phases, key=lambda phase: sum(phase.reserved.values()))
+        return MemoryPrediction(
+            end_bytes=self.phases[-1].end_bytes,
+            peak_bytes=peak.peak_bytes,
+            reserved_bytes=sum(most.reserved.values()),
+            peak_phase=peak.name,
+            categories={category: bytes for category, bytes in peak.categories.items() if bytes},
+            streams=dict(most.reserved),
+            host_bytes=self.host_bytes if host_bytes is None else host_bytes,
+        )
+
+    def time(self) -> TimePrediction:
+        """The last step; its parts add up to the whole."""
+        return TimePrediction(
+            step_seconds=sum(phase.seconds for phase in self.last_step),
+            compute_seconds=sum(self.kinds.values()),
+            exposed_communication_seconds=self.waits[Cause.communication.name],
+            exposed_transfer_seconds=self.waits[Cause.transfer.name],
+            host_seconds=self.waits[Cause.host.name],
+            kinds=dict(self.kinds),
+            volumes=tuple(self.volumes.values()),
+        )
+
+
+def replay(trace: Trace, hardware: Hardware, allocator: Allocator) -> Replay:
+    """Let a device do what a trace says.
+
+    Args:
+        trace: what comes before its first mark belongs to the construction.
+        hardware: its speeds.
+        allocator: a new one, whose ``wait_for_device`` becomes this replay's.
+
+    Raises:
+        allocator.OutOfMemory: if the allocator has a limit and the trace does not fit.
+    """
+    return _Replaying(trace, hardware, allocator).run()
+
+
+class _Replaying:
+    def __init__(self, trace: Trace, hardware: Hardware, allocator: Allocator) -> None:
+        self.trace, self.allocator, self.clock = trace, allocator, Clock(hardware)
+        allocator.wait_for_device = self.wait_for_device
+        self.blocks: dict[int, tuple[Block, int]] = {}
+        """Number → block and the index of its category."""
+        self.own_stream_counts = hardware.device_type == "npu"
+        self.uses: dict[int, set[int]] = {}
+        """Number → streams that it was recorded on."""
+        self.pending: list[tuple[float, int, Block]] = []
+        """Heap of (moment from which on it is free, its number, block)."""
+        self.pending_bytes = 0
+        self.by_category = [0] * len(CATEGORIES)
+        self.peak_bytes = 0
+        self.at_peak = list(self.by_category)
+        self.rising = True
+        """Whether nothing was freed since the peak, whose categories are then still to be noted."""
+        self.phases: list[Phase] = []
+        self.phase_begins = 0.0
+
+    def run(self) -> Replay:
+        """Walk the events once."""
+        clock, advance = self.clock, self.clock.advance
+        events = self.trace.events
+        last_step = max((event.step for event in events if isinstance(event, Mark)), default=0)
+        numbers = {category: index for index, category in enumerate(CATEGORIES)}
+        categories = {block: numbers[category] for block, category in self.trace.categories.items()}
+        mark = Mark(0, "construction")
+        for event in events:
+            if isinstance(event, Alloc):
+                if event.bytes:
+                    category = categories.get(event.block)
+                    self.allocate(event, numbers[event.category] if category is None else category)
+            elif isinstance(event, Free):
+                self.free(event.block)
+            elif isinstance(event, RecordStream):
+                self.record_stream(event)
+            elif isinstance(event, Mark):
+                if event is not events[0]:
+                    self.end_phase(mark)
+                if event.step == last_step != mark.step:
+                    clock.begin_window()
+                mark = event
+            else:
+                advance(event)
+        clock.end_window()
+        self.end_phase(mark)
+        parts = clock.parts
+        return Replay(
+            phases=tuple(self.phases),
+            kinds={kind.value: seconds for kind, seconds in parts.kinds.items()},
+            waits={cause.name: seconds for cause, seconds in parts.waits.items()},
+            volumes=parts.volumes,
+            host_bytes=self.trace.host_bytes,
+            releases=self.allocator.releases,
+        )
+
+    def allocate(self, event: Alloc, category: int) -> None:
+        """Give a block memory, after taking back what others are done with by now."""
+        pending = self.pending
+        while pending and pending[0][0] <= self.clock.host:
+            self.reuse(heapq.heappop(pending)[2])
+        block = self.allocator.allocate(event.bytes, event.stream)
+        self.blocks[event.block] = block, category
+        self.by_category[category] += block.size
+        allocated = self.allocator.allocated_bytes - self.pending_bytes
+        if allocated > self.peak_bytes:
+            self.peak_bytes, self.rising = allocated, True
+
+    def record_stream(self, event: RecordStream) -> None:
+        """Remember who uses a block; the stream that it belongs to needs no mention, but counts on an NPU."""
+        found = self.blocks.get(event.block)
+        if found is not None and (self.own_stream_counts or found[0].pool.stream != event.stream):
+            self.uses.setdefault(event.block, set()).add(event.stream)
+
+    def free(self, number: int) -> None:
+        """Take a block back, now or when the streams that used it are done."""
+        found = self.blocks.pop(number, None)
+        if found is None:
+            return
+        block, category = found
+        if self.rising:
+            self.at_peak, self.rising = list(self.by_category), False
+        self.by_category[category] -= block.size
+        streams = self.uses.pop(number, None)
+        # PyTorch does not look at the clock here: a block with uses always waits for the next request.
+        if streams:
+            moment = max(self.clock.tail(stream) for stream in streams)
+            heapq.heappush(self.pending, (moment, number, block))
+            self.pending_bytes += block.size
+        else:
+            self.allocator.free(block)
+
+    def reuse(self, block: Block) -> None:
+        """Give the allocator a block that had waited."""
+        self.pending_bytes -= block.size
+        self.allocator.free(block)
+
+    def wait_for_device(self) -> None:
+        """As the allocator does before it gives memory back."""
+        self.clock.wait_for_device()
+        while self.pending:
+            self.reuse(heapq.heappop(self.pending)[2])
+
+    def end_phase(self, mark: Mark) -> None:
+        """Note what the phase that began with a mark was like, and begin the next."""
+        if self.rising:
+            self.at_peak = list(self.by_category)
+        names = self.trace.streams
+        reserved: Counter[str] = Counter()
+        for stream, bytes in self.allocator.reserved_by_stream.items():
+            reserved[names.get(stream, f"stream {stream}")] += bytes
+        end_bytes = self.allocator.allocated_bytes - self.pending_bytes
+        self.phases.append(
+            Phase(
+                step=mark.step,
+                name=mark.phase,
+                seconds=self.clock.now - self.phase_begins,
+                end_bytes=end_bytes,
+                peak_bytes=self.peak_bytes,
+                categories=dict(zip(CATEGORIES, self.at_peak, strict=True)),
+                reserved=dict(reserved),
+            )
+        )
+        self.phase_begins = self.clock.now
+        self.peak_bytes, self.rising = end_bytes, True

@@ -1,0 +1,395 @@
+"""What ``fsdptoys plan`` prints: pages for a terminal of 80 columns or a pipe, and the same as JSON.
+
+Sizes are powers of two: a GiB is 2**30 bytes. Everything is of one rank where nothing else is said.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from fsdptoys.config.schema import Config
+from fsdptoys.device import GIB
+from fsdptoys.device.profile import Hardware
+from fsdptoys.metrics.prediction import Prediction, TimePrediction
+from fsdptoys.plan.search.advice import Advice
+from fsdptoys.plan.search.frontier_plot import (
+    spread_out,
+)
+from fsdptoys.plan.search.ranking import (
+    Candidate,
+    frontier,
+    layout,
+    traits,
+)
+from fsdptoys.plan.search.search import SearchResult
+from fsdptoys.plan.search.switches import node_ranks_of
+
+BAR = 24
+"""Characters of the longest bar."""
+
+GAP = 2
+"""Spaces between columns."""
+
+MOST_ROWS_OF_FRONTIER = 12
+
+
+def print_prediction(
+    config: Config,
+    prediction: Prediction,
+    hardware: Hardware,
+    memory_bytes: float,
+    advice: Sequence[Advice],
+    console: Console,
+) -> None:
+    """Print what one configuration takes.
+
+    Args:
+        config: validated.
+        prediction: of it.
+        hardware: that it is imagined on.
+        memory_bytes: of a device, that may be used.
+        advice: what to change.
+        console: where to.
+    """
+    fits = prediction.memory.reserved_bytes <= memory_bytes
+    _print_header(config, prediction, hardware, console)
+    _print_memory(prediction, hardware, memory_bytes, console)
+    _print_communication(prediction.time, console)
+    _print_time(prediction, console)
+    if prediction.doubts:
+        _heading("What to doubt", console)
+        for sentence in prediction.doubts:
+            _bullet(sentence, console)
+    if advice:
+        _print_advice(advice, fits, console)
+
+
+def advice_to_dict(advice: Sequence[Advice]) -> list[dict[str, Any]]:
+    """Advice, as JSON can hold it."""
+    return [asdict(one) for one in advice]
+
+
+def print_search(result: SearchResult, rows: int, console: Console) -> None:
+    """Print the best combinations, the frontier and the line to run.
+
+    Args:
+        result: what was found.
+        rows: most combinations of the ranking.
+        console: where to.
+    """
+    config, hardware = result.candidates[0].config, result.hardware
+    _title(_model_line(config), console)
+    _line(f"{_ranks_line(result.world_size, hardware)}, {_gib(result.memory_bytes)} of memory each", console)
+    refused = f", {sum(result.refused.values()):,} cannot be" if result.refused else ""
+    method = result.candidates[0].prediction.method
+    fit, over = len(result.candidates), len(result.over)
+    fits, does = f"combination{'s fit' if fit != 1 else ' fits'}", "does" if over == 1 else "do"
+    _line(f"{fit:,} {fits}, {over:,} {does} not{refused}; predicted by the {method}", console)
+    _heading("Fastest", console)
+    _print_candidates(result.leading(rows), console)
+    best = frontier(result.candidates)
+    _heading("Least memory for the speed: nothing beats these", console)
+    span = (best[-1].reserved_bytes / GIB, best[-1].tokens_per_second)
+    _print_candidates(list(reversed(spread_out(best, MOST_ROWS_OF_FRONTIER, span, least=0.01))), console)
+    if result.checked:
+        _heading("The best, predicted a second time", console)
+        for checked in result.checked:
+            again = checked.prediction
+            _bullet(
+                f"{_name(checked.candidate)}: {_gib(again.memory.reserved_bytes)} reserved "
+                f"({'still fits' if checked.fits else 'does not fit'}), {_tokens(again.tokens_per_second)} "
+                f"({again.method})",
+                console,
+            )
+        if not any(checked.fits for checked in result.checked):
+            _bullet("None of them fits by that: give less with plan.memory_gib and search again.", console)
+    doubts = dict.fromkeys(sentence for checked in result.checked for sentence in checked.prediction.doubts)
+    if doubts:
+        _heading("What to doubt", console)
+        for sentence in doubts:
+            _bullet(sentence, console)
+    _heading("To run the best", console)
+    print_command(result.best, result.hardware, console)
+
+
+def print_command(candidate: Candidate, hardware: Hardware, console: Console) -> None:
+    """Print the line that trains a candidate, unbroken so that it can be copied."""
+    devices = round(hardware.devices_per_node.value)
+    ranks = candidate.prediction.world_size
+    nodes = ranks // node_ranks_of(candidate.config, hardware, ranks)
+    more = []
+    if nodes > 1:
+        more = [f"launch.nnodes={nodes}", "launch.rdzv_endpoint=HOST:29400"]
+    if ranks // nodes < devices and candidate.config.parallel.name != "single":
+        more.append(f"launch.nproc_per_node={ranks // nodes}")
+    typed = {word.partition("=")[0] for word in candidate.words}
+    words = [*candidate.words, *(word for word in more if word.partition("=")[0] not in typed)]
+    if nodes > 1:
+        _line("on each machine, with the first one's name for HOST:", console)
+    line = " ".join(["bash run_fsdp.sh", *words])
+    console.print(line, soft_wrap=True, highlight=False, markup=False, emoji=False)
+
+
+def search_to_dict(result: SearchResult) -> dict[str, Any]:
+    """Everything of :func:`print_search`, as JSON can hold it."""
+    return {
+        "hardware": result.hardware.name,
+        "world_size": result.world_size,
+        "memory_bytes": result.memory_bytes,
+        "fitting": len(result.candidates),
+        "over": len(result.over),
+        "refused": result.refused,
+        "candidates": [candidate_to_dict(candidate) for candidate in result.leading(len(result.candidates))],
+        "frontier": [candidate_to_dict(candidate) for candidate in frontier(result.candidates)],
+        "checked": [
+            {
+                "words": list(checked.candidate.words),
+                "fits": checked.fits,
+                "prediction": checked.prediction.to_dict(),
+            }
+            for checked in result.checked
+        ],
+        "best": candidate_to_dict(result.best),
+    }
+
+
+def candidate_to_dict(candidate: Candidate) -> dict[str, Any]:
+    """A combination, as JSON can hold it."""
+    return {
+        "words": list(candidate.words),
+        "switches": candidate.switches,
+        "prediction": candidate.prediction.to_dict(),
+    }
+
+
+def _print_header(config: Config, prediction: Prediction, hardware: Hardware, console: Console) -> None:
+    train, mesh = config.train, config.mesh
+    _title(_model_line(config), console)
+    _line(f"{_ranks_line(prediction.world_size, hardware)}; {prediction.method}", console)
+    name = config.parallel.name
+    shards = mesh.shard_ranks(prediction.world_size) if name.startswith("fsdp") else 1
+    replicas = prediction.world_size // shards
+    sharding = f"shards over {_ranks(shards)}" if shards > 1 else "whole parameters on each rank"
+    replicating = f", {replicas} replicas" if replicas > 1 and shards > 1 else ""
+    on = f"; {', '.join(traits(config))}" if traits(config) else ""
+    _line(f"{name}: {sharding}{replicating}, {config.parallel.param_dtype.value}{on}", console)
+    accumulated = f" x {train.grad_accum} micro-batches" if train.grad_accum > 1 else ""
+    _line(
+        f"{train.batch_size} x {train.seq_len:,} tokens{accumulated} a rank, {prediction.tokens_per_step:,} a step",
+        console,
+    )
+
+
+def _print_memory(prediction: Prediction, hardware: Hardware, memory_bytes: float, console: Console) -> None:
+    memory = prediction.memory
+    _heading("Memory of a rank", console)
+    left = memory_bytes - memory.reserved_bytes
+    verdict = f"fits in {_gib(memory_bytes)}, {_gib(left)} left"
+    if left < 0:
+        verdict = f"does not fit in {_gib(memory_bytes)}, {_gib(-left)} too much"
+    rows = [
+        ("end of step", _gib(memory.end_bytes), "allocated"),
+        ("peak", _gib(memory.peak_bytes), f"allocated, in the {memory.peak_phase} phase"),
+        ("reserved", _gib(memory.reserved_bytes), verdict),
+    ]
+    if memory.host_bytes:
+        ranks = min(prediction.world_size, round(hardware.devices_per_node.value))
+        rows.append(("host", _gib(memory.host_bytes), f"{_gib(ranks * memory.host_bytes)} of a machine"))
+    _grid(rows, "lrl", console)
+    _bars("At the peak", {category.value: size for category, size in memory.categories.items()}, console)
+    _bars("Reserved by stream", memory.streams, console)
+
+
+def _print_communication(time: TimePrediction, console: Console) -> None:
+    if not time.volumes:
+        return
+    _heading("Communication in a step", console)
+    rows = [("", "axis", "ranks", "calls", "sent", "takes")]
+    rows += [
+        (
+            volume.collective,
+            volume.axis,
+            f"{volume.group_size:,}",
+            f"{volume.calls:,}",
+            _gib(volume.bytes),
+            _seconds(volume.seconds),
+        )
+        for volume in sorted(time.volumes, key=lambda volume: -volume.seconds)
+    ]
+    _grid(rows, "llrrrr", console, headed=True)
+
+
+def _print_time(prediction: Prediction, console: Console) -> None:
+    time = prediction.time
+    _heading("Time of a step", console)
+    parts = [("step", time.step_seconds), ("computing", time.compute_seconds)]
+    kinds = sorted(time.kinds.items(), key=lambda item: -item[1])
+    parts += [(f"  {kind}", seconds) for kind, seconds in kinds if seconds]
+    parts += [
+        ("waiting for communication", time.exposed_communication_seconds),
+        ("waiting for transfers", time.exposed_transfer_seconds),
+        ("waiting for the host", time.host_seconds),
+    ]
+    rows = [(name, _seconds(seconds), f"{seconds / time.step_seconds:.1%}") for name, seconds in parts]
+    _grid(rows, "lrr", console)
+    ranks = prediction.world_size
+    mfu = f"; MFU {prediction.mfu:.1%}" if prediction.mfu is not None else "; MFU unknown: no peak for this dtype"
+    each = f", {prediction.tokens_per_second / ranks:,.0f} a device" if ranks > 1 else ""
+    console.print()
+    _line(f"{_tokens(prediction.tokens_per_second)}{each}{mfu}", console)
+
+
+def _print_advice(advice: Sequence[Advice], fits: bool, console: Console) -> None:
+    if fits:
+        heading = "What would be faster, by the closed form"
+    elif any(one.fits for one in advice):
+        heading = "What would make it fit, by the closed form"
+    else:
+        heading = "What saves most; no two changes make it fit, so try fsdptoys plan search"
+    _heading(heading, console)
+    rows = [("reserved", "tokens/s", "change", "type")]
+    rows += [
+        (
+            _gib(one.reserved_bytes),
+            f"{one.tokens_per_second:,.0f}",
+            f"{one.speed_change:+.1%}",
+            " ".join(one.words),
+        )
+        for one in advice
+    ]
+    _grid(rows, "rrrl", console, headed=True)
+
+
+def _print_candidates(candidates: Sequence[Candidate], console: Console) -> None:
+    rows: list[tuple[str, ...]] = [("tokens/s", "MFU", "reserved", "host", "batch", "strategy", "switches")]
+    for candidate in candidates:
+        prediction, config = candidate.prediction, candidate.config
+        host = prediction.memory.host_bytes
+        rows.append(
+            (
+                f"{prediction.tokens_per_second:,.0f}",
+                "-" if prediction.mfu is None else f"{prediction.mfu:.1%}",
+                _gib(prediction.memory.reserved_bytes),
+                _gib(host) if host else "-",
+                str(config.train.batch_size),
+                layout(config),
+                ", ".join(traits(config)) or "-",
+            )
+        )
+    if all(row[3] == "-" for row in rows[1:]):
+        rows = [(*row[:3], *row[4:]) for row in rows]
+    _grid(rows, "r" * (len(rows[0]) - 2) + "ll", console, headed=True)
+
+
+def _name(candidate: Candidate) -> str:
+    config = candidate.config
+    return ", ".join([layout(config), f"batch {config.train.batch_size}", *traits(config)])
+
+
+def _model_line(config: Config) -> str:
+    return f"{config.model.name or config.model.family}, {_count(_parameters(config))} parameters"
+
+
+def _ranks_line(world_size: int, hardware: Hardware) -> str:
+    return f"{_ranks(world_size)} on {hardware.title}"
+
+
+def _ranks(count: int) -> str:
+    return f"{count:,} rank{'s' * (count != 1)}"
+
+
+def _parameters(config: Config) -> int:
+    with torch.device("meta"):
+        return int(config.model.build().parameter_counts().total)
+
+
+def _count(value: int) -> str:
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if value >= 0.9995 * size:
+            return f"{value / size:.3g}{unit}"
+    return str(value)
+
+
+def _gib(size: float) -> str:
+    """A size with its unit."""
+    if size == 0:
+        return "0 GiB"
+    if abs(size) >= 0.01 * GIB:
+        return f"{size / GIB:,.2f} GiB"
+    return f"{size / 2**20:.3g} MiB" if abs(size) >= 0.1 * 2**20 else f"{size / 2**10:.3g} KiB"
+
+
+def _seconds(seconds: float) -> str:
+    """A time with its unit."""
+    if seconds < 1e-8:  # what rounding leaves of a difference
+        return "0 s"
+    if seconds >= 1:
+        return f"{seconds:,.3f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
+
+
+def _tokens(rate: float) -> str:
+    return f"{rate:,.0f} tokens/s"
+
+
+def _title(text: str, console: Console) -> None:
+    console.print(text, style="bold", highlight=False, markup=False, emoji=False)
+
+
+def _heading(text: str, console: Console) -> None:
+    console.print()
+    _title(text, console)
+
+
+def _line(text: str, console: Console) -> None:
+    console.print(text, highlight=False, markup=False, emoji=False)
+
+
+def _bullet(text: str, console: Console) -> None:
+    table = Table.grid(padding=(0, 1, 0, 0))
+    table.add_row("-", _plain(text))
+    console.print(table, highlight=False)
+
+
+def _bars(heading: str, sizes: dict[str, int], console: Console) -> None:
+    sizes = {name: size for name, size in sizes.items() if size}
+    if not sizes:
+        return
+    _heading(heading, console)
+    mark = "#" if console.options.ascii_only else "█"
+    most, total = max(sizes.values()), sum(sizes.values())
+    beside = max(map(len, sizes)) + max(len(_gib(size)) for size in sizes.values()) + len("100.0%") + 3 * GAP
+    longest = max(1, min(BAR, console.width - beside))
+    rows = [
+        (name, _gib(size), f"{size / total:.1%}", mark * round(longest * size / most))
+        for name, size in sorted(sizes.items(), key=lambda item: -item[1])
+    ]
+    _grid(rows, "lrrl", console)
+
+
+def _grid(rows: Sequence[Sequence[str]], justify: str, console: Console, headed: bool = False) -> None:
+    """Columns two spaces apart; the last one wraps where the terminal is too narrow, the others never do."""
+    table = Table.grid(padding=(0, GAP, 0, 0), pad_edge=False)
+    for index, side in enumerate(justify):
+        last = index == len(justify) - 1
+        width = max(len(row[index]) for row in rows)
+        table.add_column(
+            justify="right" if side == "r" else "left",
+            no_wrap=not last,
+            overflow="fold",
+            min_width=None if last else width,
+        )
+    for index, row in enumerate(rows):
+        table.add_row(*map(_plain, row), style="dim" if headed and index == 0 else "")
+    console.print(table, highlight=False)
+
+
+def _plain(text: str) -> Any:
+    """Text that is not read as markup."""
+    from rich.text import Text
+
+    return Text(text)

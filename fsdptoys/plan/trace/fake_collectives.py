@@ -1,0 +1,119 @@
+"""Collectives as a recorder sees them: calls of ``c10d`` that are done at once, and what they would have moved."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdptoys.metrics.prediction import (
+    Category,
+)
+from fsdptoys.plan.simulator.events import (
+    COMPUTE_STREAM,
+    Collective,
+    Event,
+    WaitEvent,
+)
+from fsdptoys.profiler.dispatch import COLLECTIVES, arguments_of, given, tensors_in
+
+from .fake_device import MODULE
+from .op_schema import is_async_by_default, touched_bytes
+from .storages import Storages
+
+
+class Collectives:
+    """Answers calls, and writes down which ranks exchange how much, on which stream.
+
+    Args:
+        device_type: PyTorch's word for the device.
+        storages: to which the tensors belong.
+        stream: tells the number of the current stream.
+        add: takes an event.
+    """
+
+    def __init__(
+        self, device_type: str, storages: Storages, stream: Callable[[], int], add: Callable[[Event], None]
+    ) -> None:
+        self._device_type, self._storages = device_type, storages
+        self._stream, self._add = stream, add
+        self._layouts: dict[str, tuple[int, int, bool]] = {}
+        self._own: dict[str, Any] = {}
+        """Group → its stream."""
+        self._pending: dict[int, int] = {}
+        """Stream of a group → event of the end of its last work that nobody has waited for."""
+
+    @property
+    def streams(self) -> list[int]:
+        """Numbers of the streams that groups have of their own."""
+        return [stream.number for stream in self._own.values()]
+
+    def join(self) -> None:
+        """Let the computing stream wait for whatever is still under way."""
+        for event in self._pending.values():
+            self._add(WaitEvent(event, COMPUTE_STREAM))
+        self._pending.clear()
+
+    def handle(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer a call as if it had been done."""
+        named = {argument.name: value for argument, value in given(arguments_of(func), args, kwargs)}
+        name = COLLECTIVES.get(func._schema.name.partition("::")[2])
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(list(tensors_in(args[0])))
+        work = torch._C._distributed_c10d._create_work_from_future(future).boxed()  # type: ignore[attr-defined]
+        result = (args[0], work) if len(func._schema.returns) == 2 else work
+        tensors = [tensor for value in args for tensor in tensors_in(value)]
+        if name is None or not any(tensor.device.type == self._device_type for tensor in tensors):
+            return result
+        self._categorise(name, tensors)
+        largest = max(sum(map(touched_bytes, tensors_in(value))) for value in args)
+        group = dist.ProcessGroup.unbox(named["process_group"])
+        size, stride, whole = self._layout(group)
+        axis = axis_of(group.group_desc, name, stride, whole)
+        if not named.get("async_op", is_async_by_default(func)) or self._device_type == "cpu":
+            self._add(Collective(name, self._stream(), largest, size, stride, axis))
+            return result
+        # The group has a stream of its own, and the computing one waits for it when the work is waited for.
+        if group.group_name not in self._own:
+            self._own[group.group_name] = MODULE.Stream()
+        own = self._own[group.group_name]
+        own.wait_stream(MODULE.current)
+        self._add(Collective(name, own.number, largest, size, stride, axis))
+        done = own.record_event().number
+        assert done is not None
+        self._pending[own.number] = done
+        return result
+
+    def _categorise(self, name: str, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            self._storages.see(tensor)
+            if name == "all_gather":
+                self._storages.categorise(tensor, Category.gathered_parameters)
+            elif name in ("reduce_scatter", "all_reduce"):
+                self._storages.categorise(tensor, Category.reduction_buffers)
+
+    def _layout(self, group: dist.ProcessGroup) -> tuple[int, int, bool]:
+        """Size, distance between neighbours, and whether all ranks are in it."""
+        known = self._layouts.get(group.group_name)
+        if known is None:
+            ranks = dist.get_process_group_ranks(group)
+            stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+            known = self._layouts[group.group_name] = (len(ranks), stride, len(ranks) == dist.get_world_size())
+        return known
+
+
+def axis_of(description: str, name: str, stride: int, whole: bool) -> str:
+    """What a group is an axis of, by what its mesh calls it; that of a mesh of one axis has no name.
+
+    Args:
+        description: of the group.
+        name: of the collective.
+        stride: distance between neighbours in the numbering of all ranks.
+        whole: whether all ranks are in it.
+    """
+    if description in ("mesh_shard", "mesh_replicate"):
+        return description.removeprefix("mesh_")
+    if whole and name not in ("all_gather", "reduce_scatter"):
+        return "world"
+    return "shard" if stride == 1 else "replicate"

@@ -1,0 +1,265 @@
+"""An accelerator's own kernels, for a device that has none, and a thread's work in the one that traces.
+
+Some operators are chosen by the device: attention, normalisation, the products of experts, the loss's own kernel. On
+the fake device PyTorch would decompose them, or this project would take its way for devices without the kernel. Here
+they are put back to what CUDA, or an NPU, takes (``fused`` has what these keep). Sources: PyTorch's ``sdp_utils.cpp``
+(which attention), torch_npu's ``npu_fusion_attention`` (github.com/Ascend/op-plugin, ``scaled_dot_product_attention``).
+
+Not covered: the split of tokens over experts is unknown, so experts are multiplied as one group whose rows are all
+there are; PyTorch's operators on an NPU, which have no such product, would multiply them one by one.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import optimizer as torch_optimizer
+
+from fsdptoys.device.profile import AttentionKind
+from fsdptoys.loss import chunked as chunked_loss
+from fsdptoys.loss.head_products import DeviceProducts
+from fsdptoys.loss.objective import Objective
+from fsdptoys.memory import cpu_offload
+from fsdptoys.memory.activation_checkpointing import SAVED_OPERATORS
+from fsdptoys.models import grouped, npu_kernels
+from fsdptoys.models.kernels import IMPLEMENTATIONS, DocumentAttention
+from fsdptoys.optim import low_bit_adamw
+
+from . import fake_fused_ops as fused
+from .op_costs import fuses_rms_norm
+
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+_library = torch.library.Library("planned", "FRAGMENT")
+_library.define("softmax_gradient_(Tensor(a!) logits, Tensor labels, Tensor(b!) losses) -> ()")
+_library.define("addmm_to_float32_(Tensor(a!) sum, Tensor left, Tensor right) -> ()")
+
+
+def _shape(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Say what an operator of ours returns."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        _library.impl(name, function, "Meta")
+        return function
+
+    return register
+
+
+@_shape("softmax_gradient_")
+def _softmax_gradient(logits: Tensor, labels: Tensor, losses: Tensor) -> None: ...
+
+
+@_shape("addmm_to_float32_")
+def _addmm_to_float32(sum: Tensor, left: Tensor, right: Tensor) -> None: ...
+
+
+def rms_norm_cuda(
+    original: Callable[..., Tensor],
+    input: Tensor,
+    normalized_shape: list[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    """``F.rms_norm`` as CUDA takes it from torch 2.9 on: in one kernel, unless weight and input differ in dtype."""
+    if len(normalized_shape) != 1 or (weight is not None and weight.dtype != input.dtype):
+        return original(input, normalized_shape, weight, eps)
+    output: Tensor = fused.rms_norm(input, weight, eps)
+    return output
+
+
+def attention_cuda(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """``F.scaled_dot_product_attention`` as PyTorch chooses on CUDA.
+
+    FlashAttention for 16 bits; else the memory-efficient one, which shares no heads; else plain products.
+    """
+    width = query.shape[-1]
+    if query.dtype in (torch.bfloat16, torch.float16) and attn_mask is None and width <= 256:
+        if width % 8:
+            query, key, value = (F.pad(x, (0, -width % 8)) for x in (query, key, value))
+            scale = scale or 1 / math.sqrt(width)
+        output: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, scale=scale
+        )[0]
+        return output[..., :width]
+    if query.shape[1] == key.shape[1]:
+        keeps = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+        efficient: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, attn_mask, keeps, dropout_p, is_causal, scale=scale
+        )[0]
+        return efficient
+    plain: Tensor = torch.ops.aten._scaled_dot_product_attention_math(
+        query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+    )[0]
+    return plain
+
+
+def attention_npu(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """``F.scaled_dot_product_attention`` as torch_npu computes it: each causal call makes a mask, which is kept."""
+    mask = None
+    if options.get("is_causal"):
+        mask = torch.ones((npu_kernels.MASK_ROWS, npu_kernels.MASK_ROWS), dtype=torch.bool, device=query.device).triu(1)
+    output: Tensor = fused.npu_attention(query, key, value, mask)
+    return output
+
+
+def softmax_gradient_cuda(
+    logits_CV: Tensor,
+    labels_C: Tensor,
+    losses_C: Tensor,
+    objective: Objective,
+    *,
+    gradient: bool,
+    some_ignored: bool = True,
+) -> None:
+    """The loss's Triton kernel (``memory.softmax_triton``), which takes no scratch."""
+    torch.ops.planned.softmax_gradient_(logits_CV, labels_C, losses_C)
+
+
+class CUDAProducts(DeviceProducts):
+    """The head's products where cuBLAS adds a bf16 product to a float32 sum (``memory.head_products``)."""
+
+    def weight_gradient(self, gradient_CV: Tensor, hidden_CD: Tensor, sum_VD: Tensor, first: bool) -> None:
+        """See ``HeadProducts``."""
+        if sum_VD.dtype == torch.float32 != hidden_CD.dtype and TORCH >= (2, 10):
+            torch.ops.planned.addmm_to_float32_(sum_VD, gradient_CV.t(), hidden_CD)
+        else:
+            super().weight_gradient(gradient_CV, hidden_CD, sum_VD, first)
+
+
+class PlannedGrouped(grouped.Grouped):
+    """torch's grouped product, also for the dtypes whose shapes it does not tell."""
+
+    def __init__(self) -> None:
+        # torch 2.7 has none.
+        in_bfloat16 = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+
+        def grouped_mm(left: Tensor, right: Tensor, *, offs: Tensor) -> Tensor:
+            if left.dtype == torch.bfloat16 and in_bfloat16 is not None:
+                product: Tensor = in_bfloat16(left, right, offs=offs)
+                return product
+            made: Tensor = torch.ops.planned.grouped_mm(left, right, offs)
+            return made
+
+        self.grouped_mm = grouped_mm
+
+
+class Workers(Protocol):
+    """Who is told of work that threads would do (``Recorder``)."""
+
+    in_worker: bool
+    worker_jobs: int
+
+    def host_wait_workers(self, jobs: int) -> None:
+        """The host waits for that many of their jobs."""
+
+
+class _Done(Future[Any]):
+    """A job that was done at once; whoever asks for its result would have waited for it."""
+
+    jobs: int
+    workers: Workers
+
+    def result(self, timeout: float | None = None) -> Any:
+        """See ``Future``."""
+        self.workers.host_wait_workers(self.jobs)
+        return super().result(timeout)
+
+
+class InlineExecutor:
+    """A ``ThreadPoolExecutor`` that runs each job as it comes: dispatch modes belong to a thread.
+
+    Args:
+        workers: told which work is a thread's.
+    """
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Run a job now."""
+        done = _Done()
+        before, self._workers.in_worker = self._workers.in_worker, True
+        try:
+            done.set_result(function(*args))
+        except BaseException as error:
+            done.set_exception(error)
+        finally:
+            self._workers.in_worker = before
+        done.jobs, done.workers = self._workers.worker_jobs, self._workers
+        return done
+
+    def map(self, function: Callable[..., Any], parts: Iterable[Any]) -> Iterator[Any]:
+        """Run jobs now, and wait for each result in turn."""
+        futures = [self.submit(function, part) for part in parts]
+        return (future.result() for future in futures)
+
+
+@contextmanager
+def substituted(attention: AttentionKind, workers: Workers) -> Iterator[None]:
+    """Take a device's kernels, and a thread's work in this one.
+
+    Args:
+        attention: whose kernels.
+        workers: told which work is a thread's.
+    """
+    replacements: list[tuple[Any, str, Any]] = [
+        (cpu_offload, "ThreadPoolExecutor", lambda *args, **kwargs: InlineExecutor(workers)),
+        (low_bit_adamw, "choose_update", lambda compiles: fused.low_bit_adamw),
+        (npu_kernels, "operator", fused.NPU_OPERATORS.__getitem__),
+        # The optimizer chooses its loop by the type of its parameters.
+        (
+            torch_optimizer,
+            "_foreach_supported_types",
+            [*torch_optimizer._foreach_supported_types, FakeTensor],
+        ),
+    ]
+    if attention is AttentionKind.flash:
+        replacements += [
+            (F, "scaled_dot_product_attention", attention_cuda),
+            (chunked_loss, "softmax_gradient_", softmax_gradient_cuda),
+            (chunked_loss, "choose_products", lambda hidden, weight: CUDAProducts()),
+        ]
+        if fuses_rms_norm():
+            replacements.append((F, "rms_norm", functools.partial(rms_norm_cuda, F.rms_norm)))
+    if attention is AttentionKind.cpu:
+        for dtype in (torch.float32, torch.bfloat16):
+            grouped.choose_product("cpu", dtype)  # tries what works and remembers it, which takes real tensors
+    if attention is AttentionKind.npu:
+        replacements.append((F, "scaled_dot_product_attention", attention_npu))
+    with ExitStack() as stack:
+        for owner, name, replacement in replacements:
+            stack.enter_context(mock.patch.object(owner, name, replacement))
+        if attention is AttentionKind.npu:
+            kept = (*SAVED_OPERATORS["attention"], torch.ops.planned.npu_fusion_attention.default)
+            stack.enter_context(mock.patch.dict(SAVED_OPERATORS, attention=kept))
+        # Without a trial, which takes real tensors.
+        planned = dict.fromkeys(("torch", "looped"), lambda *args: PlannedGrouped())
+        products = {**planned, "npu": lambda *args: npu_kernels.NPUGrouped()}
+        stack.enter_context(mock.patch.dict(IMPLEMENTATIONS["grouped_matmul"], products))
+        # Blocks of a mask are small, and what flex_attention keeps is what FlashAttention keeps.
+        flex = DocumentAttention(
+            lambda segments, dtype: segments.new_empty(segments.shape[0], 1),
+            lambda query, key, value, mask: attention_cuda(query, key, value, is_causal=True),
+        )
+        stack.enter_context(mock.patch.dict(IMPLEMENTATIONS["document_attention"], flex=flex))
+        for operation, function in fused.COMPILED.items():
+            stack.enter_context(mock.patch.dict(IMPLEMENTATIONS[operation], compiled=function))
+        stack.callback(npu_kernels.causal_mask.cache_clear)
+        yield

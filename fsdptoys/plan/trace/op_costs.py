@@ -1,0 +1,126 @@
+"""What kernels do that PyTorch's dispatcher does not show: floating-point operations, and scratch memory.
+
+Scratch is what CUDA's kernels take from the allocator for as long as they run, and cuBLAS for good. Sources, under
+PyTorch's ``aten/src/ATen``: ``native/transformers/cuda/flash_attn/flash_api.cpp``, ``native/cuda/Embedding.cu`` and
+``EmbeddingBackwardKernel.cu``, ``native/cuda/layer_norm_kernel.cu``, ``cuda/CublasHandlePool.cpp``.
+
+Not covered: workspaces of NPU kernels, scratch of sorting, what libraries take beside the caching allocator.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from fsdptoys.device.profile import AttentionKind, Hardware
+
+MIB = 2**20
+
+ATTENTION = frozenset(
+    f"{library}::{name}{suffix}"
+    for library, name in (
+        ("aten", "_scaled_dot_product_flash_attention"),
+        ("aten", "_scaled_dot_product_efficient_attention"),
+        ("aten", "_scaled_dot_product_flash_attention_for_cpu"),
+        ("planned", "npu_fusion_attention"),
+    )
+    for suffix in ("", "_backward")
+)
+"""Operators that are bound by attention's speed."""
+
+HOPPER_WORKSPACE_BYTES = 32 * MIB
+WORKSPACE_BYTES = 8 * MIB + 128 * 1024
+HOPPERS = ("H100", "H200", "H800", "H20", "GH200")
+
+EMBEDDING_SORTS_ABOVE = 3072
+"""Indices from which CUDA sorts them for the gradient of a look-up."""
+EMBEDDING_ROWS_PER_THREAD = 10
+
+
+def matmul_workspace_bytes(hardware: Hardware) -> int:
+    """What cuBLAS takes from the allocator for each thread and stream that multiplies."""
+    if hardware.attention is not AttentionKind.flash:
+        return 0
+    hopper = any(device in words for device in HOPPERS for words in hardware.matches)
+    return HOPPER_WORKSPACE_BYTES if hopper else WORKSPACE_BYTES
+
+
+def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
+    """Floating-point operations of an operator; of causal attention, over half the square."""
+    name = func._schema.name
+    if name in ATTENTION:
+        return _attention_flops(name, args, kwargs)
+    if name in ("aten::_grouped_mm", "planned::grouped_mm"):
+        return 2.0 * args[0].numel() * args[1].shape[-1]
+    if name == "planned::addmm_to_float32_":
+        return 2.0 * args[1].numel() * args[2].shape[-1]
+    formula = flop_registry.get(func._overloadpacket)
+    return float(formula(*args, **kwargs, out_val=result)) if formula else 0.0
+
+
+def _attention_flops(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    backward = name.endswith("_backward")
+    query, key, value = args[1:4] if backward else args[:3]
+    batch, heads, queries, width = query.shape
+    # Two products in the forward; in the backward one of them again, and four.
+    products = batch * heads * queries * key.shape[2] * (width + value.shape[3])
+    return products * (2.5 if backward else 1.0)
+
+
+def updates_parameters(name: str, args: tuple[Any, ...]) -> int:
+    """Elements of the parameters that a fused optimizer's operator updates; 0 for any other operator."""
+    if not name.startswith("aten::_fused_") or not isinstance(args[0], (list, tuple)):
+        return 0
+    return sum(param.numel() for param in args[0])
+
+
+def scratch_bytes(name: str, args: tuple[Any, ...], attention: AttentionKind) -> list[int]:
+    """Blocks that a kernel takes for as long as it runs, besides its results."""
+    scratch = _SCRATCH.get(name) if attention is AttentionKind.flash else None
+    return scratch(args) if scratch else []
+
+
+def _flash_backward_scratch(args: tuple[Any, ...]) -> list[int]:
+    query, key = args[1], args[2]
+    batch, heads, queries, width = query.shape
+    queries = -(-queries // 128) * 128
+    rounded = -(-width // 32) * 32 if width <= 192 else 256
+    # The query's gradient adds up in float32, beside a row sum each; shared heads' gradients are made apart.
+    sizes = [batch * heads * queries * 4, batch * heads * queries * rounded * 4]
+    if key.shape[1] != heads:
+        sizes += [batch * heads * key.shape[2] * width * query.element_size()] * 2
+    return sizes
+
+
+def _embedding_backward_scratch(args: tuple[Any, ...]) -> list[int]:
+    grad, indices, num_weights = args[0], args[1], args[2]
+    count, width = indices.numel(), grad.shape[-1]
+    if count <= EMBEDDING_SORTS_ABOVE:
+        return []
+    segments = min(count, num_weights)
+    partial = count // EMBEDDING_ROWS_PER_THREAD + segments
+    # Sorted indices and where they came from, twice each while they are sorted; sums of segments in float32.
+    return [count * 8] * 4 + [segments * 8, partial * 8, partial * width * 4]
+
+
+def _contiguous_copy(position: int) -> Callable[[tuple[Any, ...]], list[int]]:
+    def scratch(args: tuple[Any, ...]) -> list[int]:
+        tensor = args[position]
+        return [] if tensor.is_contiguous() else [tensor.numel() * tensor.element_size()]
+
+    return scratch
+
+
+_SCRATCH: dict[str, Callable[[tuple[Any, ...]], list[int]]] = {
+    "aten::_scaled_dot_product_flash_attention_backward": _flash_backward_scratch,
+    "aten::embedding_dense_backward": _embedding_backward_scratch,
+    "planned::rms_norm": _contiguous_copy(0),
+    "planned::rms_norm_backward": _contiguous_copy(0),
+}
+
+
+def fuses_rms_norm() -> bool:
+    """Whether this torch has the fused normalisation on CUDA: from 2.9 on; before, an operator of MPS has its name."""
+    packet = getattr(torch.ops.aten, "_fused_rms_norm", None)
+    return packet is not None and len(packet.default._schema.returns) == 2

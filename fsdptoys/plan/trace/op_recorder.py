@@ -1,0 +1,381 @@
+"""Watches a program that runs over fake tensors, and writes down what a device would have been asked to do.
+
+PyTorch shows every operator to a dispatch mode, below autograd and above the fake tensors, so nothing here depends on
+who called it: FSDP, autograd, an optimizer. Memory is followed by storage (``storages``); streams and events speak for
+themselves (``fake_device``). What an operator costs is estimated from its schema (``operators``) and PyTorch's own
+table of floating-point operations; what its kernel does beyond that stands in ``kernels``.
+
+Not covered: tensors that a kernel of this project's own makes without the dispatcher; numbers that the program reads
+from tensors are not the real ones, so whatever depends on data is not followed.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdptoys.device import MemoryStats
+from fsdptoys.device.profile import AttentionKind
+from fsdptoys.metrics.prediction import (
+    Category,
+)
+from fsdptoys.plan.simulator.events import (
+    COMPUTE_STREAM,
+    Event,
+    HostWaitEvent,
+    HostWaitStream,
+    HostWaitWorkers,
+    HostWork,
+    Kernel,
+    KernelKind,
+    Mark,
+    RecordEvent,
+    RecordStream,
+    Trace,
+    Transfer,
+    WaitEvent,
+)
+from fsdptoys.profiler.dispatch import arguments_of, dtype_name, given, tensors_in
+
+from .fake_collectives import Collectives
+from .fake_device import MODULE
+from .op_costs import ATTENTION, count_flops, scratch_bytes, updates_parameters
+from .op_schema import COPIES, NO_KERNEL, TRAFFIC, touched_bytes, traffic
+from .storages import Storage, Storages
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Recorder(TorchDispatchMode):
+    """Writes a trace; enter ``watch`` within a ``FakeTensorMode``.
+
+    Args:
+        device_type: PyTorch's word for the device whose memory counts.
+        attention: whose kernels run there.
+        workspace_bytes: what each thread takes for matrix products on each stream, once.
+    """
+
+    def __init__(self, device_type: str, attention: AttentionKind, workspace_bytes: int = 0) -> None:
+        super().__init__()
+        self.trace = Trace(events=[])
+        self.device_type = device_type
+        self.streams: Callable[[], dict[int, str]] = dict
+        """What streams are for, asked at the end of each step."""
+        self.objects: Callable[[], Iterable[tuple[Category, Tensor]]] = tuple
+        """Tensors whose purpose the program knows, asked where a step begins or ends, and before the update."""
+        self.in_worker = False
+        """Whether what runs now would run in a worker thread."""
+        self.worker_jobs = 0
+        """``HostWork`` events of worker threads so far."""
+        self._attention, self._workspace_bytes = attention, workspace_bytes
+        self._multiplied: set[tuple[bool, int]] = set()
+        self._storages = Storages(device_type, self.trace.events, self._stream)
+        self._recording = True
+        self._silent = 0
+        self._handlers: dict[Any, Handler] = {}
+        self._collectives = Collectives(device_type, self._storages, self._stream, self._add)
+
+    # What programs call.
+
+    def mark(self, step: int, phase: str) -> None:
+        """A phase begins."""
+        self._collectives.join()
+        self._storages.begin_phase(phase)
+        if phase in ("data", "optimizer", "end"):  # in between, FSDP1 shows whole parameters
+            for category, tensor in self.objects():
+                self.categorise(tensor, category)
+        if phase == "end":
+            self.trace.host_bytes = self._storages.host_bytes
+            self.trace.streams = self.streams() | dict.fromkeys(self._collectives.streams, "communication")
+        self._add(Mark(step, phase))
+
+    def categorise(self, tensor: Tensor, category: Category) -> None:
+        """Tell what a tensor is for."""
+        self._storages.categorise(tensor, category)
+
+    def enter_region(self, category: Category | None) -> None:
+        """Tell what everything is for that is allocated from now on; None for whatever it turns out to be."""
+        self._storages.region = category
+
+    def finish(self) -> Trace:
+        """Stop recording and return all up to the last mark."""
+        self._recording = self._storages.recording = False
+        events = self.trace.events
+        last = max((index for index, event in enumerate(events) if isinstance(event, Mark)), default=-1)
+        del events[last + 1 :]
+        self._storages.finish(self.trace)
+        return self.trace
+
+    # What streams, events, threads and the device say.
+
+    def record_event(self, event: int, stream: int) -> None:
+        """See ``Listener``."""
+        self._add(RecordEvent(event, stream))
+
+    def wait_event(self, event: int, stream: int) -> None:
+        """See ``Listener``."""
+        self._add(WaitEvent(event, stream))
+
+    def host_wait_event(self, event: int) -> None:
+        """See ``Listener``."""
+        self._add(HostWaitEvent(event))
+
+    def host_wait_stream(self, stream: int | None) -> None:
+        """See ``Listener``."""
+        self._add(HostWaitStream(stream))
+
+    def host_wait_workers(self, jobs: int) -> None:
+        """The host waits for that many ``HostWork`` events of its worker threads."""
+        self._add(HostWaitWorkers(jobs))
+
+    def memory(self) -> MemoryStats:
+        """See ``Listener``."""
+        return self._storages.memory()
+
+    # Operators.
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator and write down what it does."""
+        if DTensor in types:
+            return NotImplemented
+        if self._silent or not self._recording:
+            return func(*args, **(kwargs or {}))
+        handler = self._handlers.get(func)
+        if handler is None:
+            handler = self._handlers[func] = self._handler(func)
+        return handler(func, args, kwargs or {})
+
+    def _handler(self, func: Any) -> Handler:
+        name = func._schema.name
+        if func.namespace == "c10d":
+            return self._collectives.handle
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return self._read_number
+        if func.is_view or name in NO_KERNEL:
+            return self._without_kernel
+        if name == "aten::_pin_memory":
+            return self._pin
+        if name in COPIES:
+            return self._copy
+        if func is torch.ops.aten.add.Tensor:
+            return self._sum(self._operator(func))
+        if name.startswith(("aten::empty", "aten::new_empty")):
+            return self._empty
+        return self._operator(func)
+
+    def _without_kernel(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        for tensor in tensors_in(result):
+            self._storages.see(tensor)
+        return result
+
+    def _empty(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        if isinstance(result, Tensor):
+            self._storages.see(result).pinned = bool(kwargs.get("pin_memory"))
+        return result
+
+    def _operator(self, func: Any) -> Handler:
+        """The handler of an operator that computes something."""
+        name = func._schema.name
+        arguments = arguments_of(func)
+        mutates = name in TRAFFIC or any(argument.writes for argument in arguments)
+        kind = KernelKind.attention if name in ATTENTION else KernelKind.matmul
+        here = self.device_type
+
+        def handle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            result = func(*args, **kwargs)
+            outputs = list(tensors_in(result))
+            if any(tensor.device.type == "meta" for tensor in outputs):
+                return result
+            inputs = [
+                (argument, tensor) for argument, value in given(arguments, args, kwargs) for tensor in tensors_in(value)
+            ]
+            storages = {tensor.untyped_storage()._cdata for _, tensor in inputs}
+            fresh = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in storages]
+            seen = [self._storages.see(tensor) for tensor in outputs]
+            if not fresh and not mutates:
+                return result  # a view by another name
+            involved = [*outputs, *(tensor for _, tensor in inputs)]
+            size = traffic(name, args, inputs, fresh)
+            if all(tensor.device.type != here for tensor in involved):
+                for storage in seen:
+                    storage.pinned |= bool(kwargs.get("pin_memory"))
+                self._host_work(name, size, updates_parameters(name, args))
+                return result
+            flops = count_flops(func, args, kwargs, result)
+            self._storages.scratch(scratch_bytes(name, args, self._attention))
+            if flops and kind is KernelKind.matmul:
+                self._take_workspace()
+            # What is written may be a sum in a wider format than what is multiplied.
+            read = [tensor for argument, tensor in inputs if not argument.writes]
+            largest = max(read or involved, key=Tensor.numel)
+            self._kernel(name, kind if flops else KernelKind.memory, flops, size, largest)
+            if name in ("fsdp::chunk_cat", "aten::_chunk_cat"):
+                for _, tensor in inputs:
+                    self.categorise(tensor, Category.reduction_buffers)
+            return result
+
+        return handle
+
+    def _sum(self, handle: Handler) -> Handler:
+        """The handler of additions, some of which are autograd's own.
+
+        Autograd adds up gradients in place where it holds the last reference. With tensors of Python classes, as fake
+        ones are, it does so out of place, which would take memory that a real run does not. It adds after a node of the
+        graph has run, and still calls that one the current; the few nodes that add by themselves are not told apart.
+        A view holds a second reference: to what it views.
+        """
+        in_place = torch.ops.aten.add_.Tensor
+        handle_in_place = self._operator(in_place)
+
+        def handle_sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            node = None if torch.is_grad_enabled() else torch._C._current_autograd_node()
+            if node is None or not isinstance(args[1], Tensor) or args[0].shape != args[1].shape:
+                return handle(func, args, kwargs)
+            if node.name() == "torch::autograd::AccumulateGrad":
+                return handle_in_place(in_place, args, kwargs)
+            peak, events = self.memory().peak_bytes, len(self.trace.events)
+            result = handle(func, args, kwargs)
+            if self._recording and not args[0]._is_view() and result.dtype == args[0].dtype:
+                self._storages.mark_sum(args[0], result, events, peak)
+            return result
+
+        return handle_sum
+
+    def _copy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        name, here = func._schema.name, self.device_type
+        asynchronous = kwargs.get("non_blocking", False)
+        if name == "aten::_to_copy":
+            pairs = [(result, args[0])]
+        else:
+            pairs = list(zip(tensors_in(args[0]), tensors_in(args[1]), strict=True))
+            asynchronous = args[2] if len(args) > 2 else asynchronous
+        within = 0
+        for target, source in pairs:
+            if "meta" in (target.device.type, source.device.type):
+                return result
+            into = self._storages.see(target)
+            onto_device, from_device = target.device.type == here, source.device.type == here
+            if onto_device == from_device:
+                within += touched_bytes(target) + touched_bytes(source)
+                continue
+            if name == "aten::_to_copy" and asynchronous and from_device:
+                into.pinned = True  # as ``Tensor.to`` makes host memory that it is not to wait for
+            host = into if from_device else self._storages.find(source)
+            waits = not (asynchronous and host is not None and host.pinned)
+            self._add(Transfer(self._stream(), touched_bytes(target if onto_device else source), onto_device, waits))
+        if within and pairs[0][0].device.type == here:
+            self._kernel(name, KernelKind.memory, 0.0, within, pairs[0][1])
+        elif within:
+            self._host_work(name, within, 0)
+        return result
+
+    def _pin(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        made = torch.empty_like(args[0])  # fake tensors know no pinned memory
+        self._storages.see(made).pinned = True
+        self._host_work(func._schema.name, 2 * touched_bytes(made), 0)
+        return made
+
+    def _read_number(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor = args[0]
+        if not isinstance(tensor, FakeTensor):
+            return func(*args, **kwargs)
+        return tensor.constant.item() if tensor.constant is not None else self._number(tensor)
+
+    def _number(self, tensor: Tensor) -> Any:
+        """A number that stands for the real one: 0 from the device, where norms and losses are.
+
+        From the host it is 1, since optimizers divide by what follows from their counters of steps.
+        """
+        kind: type = bool if tensor.dtype is torch.bool else float if tensor.is_floating_point() else int
+        if tensor.device.type != self.device_type or self.device_type == "cpu":
+            return kind(1)
+        self._add(HostWaitStream(self._stream()))
+        return kind(0)
+
+    def _numbers(self, tensor: Tensor) -> Any:
+        """``Tensor.tolist``, with nothing but zeros: sums over ranks, of losses and of those with a reason to stop."""
+        value = self._number(tensor) * 0
+        for size in reversed(tensor.shape):
+            value = [value] * size
+        return value
+
+    # Events.
+
+    def _kernel(self, name: str, kind: KernelKind, flops: float, size: int, largest: Tensor) -> None:
+        self._add(Kernel(name, self._stream(), kind, flops, size, dtype_name(largest)))
+
+    def _host_work(self, name: str, size: int, elements: int) -> None:
+        self._add(HostWork(name, size, elements, self.in_worker))
+        self.worker_jobs += self.in_worker
+
+    def _take_workspace(self) -> None:
+        """Where a thread multiplies on a stream for the first time, the library takes memory for good.
+
+        An accelerator's backward has a thread of its own.
+        """
+        place = (torch._C._current_graph_task_id() != -1, self._stream())
+        if self._workspace_bytes and place not in self._multiplied:
+            self._multiplied.add(place)
+            workspace = Storage(self._workspace_bytes, True)
+            phase, self._storages.phase = self._storages.phase, "library"
+            self._storages.begin(workspace)
+            self._storages.phase = phase
+
+    def _stream(self) -> int:
+        return MODULE.current.number if self.device_type != "cpu" else COMPUTE_STREAM
+
+    def _add(self, event: Event) -> None:
+        if self._recording:
+            self.trace.events.append(event)
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Record what the program does."""
+        resize, propagate = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def watched_resize(storage: torch.UntypedStorage, size: int) -> Any:
+            resized = resize(storage, size)
+            self._storages.resize(storage._cdata, size)
+            return resized
+
+        def record_stream(tensor: Tensor, stream: Any) -> None:
+            storage = self._storages.find(tensor)
+            if storage is not None and storage.on_device:
+                self._add(RecordStream(storage.block, stream.number))
+
+        def is_pinned(tensor: Tensor, device: Any = None) -> bool:
+            storage = self._storages.find(tensor)
+            return storage is not None and storage.pinned
+
+        def quiet_propagate(*args: Any, **kwargs: Any) -> Any:
+            # DTensor finds out what comes out of an operator by running it over tensors of the global shape.
+            self._silent += 1
+            try:
+                return propagate(*args, **kwargs)
+            finally:
+                self._silent -= 1
+
+        patches: tuple[tuple[Any, str, Any], ...] = (
+            (torch.UntypedStorage, "resize_", watched_resize),
+            (Tensor, "record_stream", record_stream),
+            (Tensor, "is_pinned", is_pinned),
+            (ShardingPropagator, "_propagate_tensor_meta_non_cached", quiet_propagate),
+            (FakeTensor, "tolist", lambda tensor: self._numbers(tensor)),
+        )
+        with ExitStack() as stack:
+            for owner, name, replacement in patches:
+                stack.enter_context(mock.patch.object(owner, name, replacement))
+            MODULE.listener = self
+            stack.callback(setattr, MODULE, "listener", None)
+            stack.enter_context(self)
+            yield

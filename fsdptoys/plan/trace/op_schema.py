@@ -1,0 +1,84 @@
+"""What can be told of an operator from its schema and its arguments: what it touches, and what kind of work it is."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdptoys.profiler.dispatch import Argument, tensors_in
+
+COPIES = ("aten::_to_copy", "aten::copy_", "aten::_foreach_copy_")
+"""Operators that may cross from host to device."""
+NO_KERNEL = ("aten::set_", "aten::resize_", "aten::lift_fresh", "aten::lift", "aten::is_pinned", "prim::device")
+
+LOOK_UPS = {
+    "aten::embedding": "weight",
+    "aten::index_select": "self",
+    "aten::gather": "self",
+    "aten::index": "self",
+    "aten::scatter_add_": "self",
+    "aten::scatter_": "self",
+    "aten::index_add_": "self",
+    "aten::index_put_": "self",
+}
+"""Operators that touch only some rows of an argument: as much of it as of the others."""
+
+
+def _copied_into_place(args: tuple[Any, ...]) -> int:
+    return 2 * sum(map(touched_bytes, tensors_in(args[0])))
+
+
+def _three_passes(args: tuple[Any, ...]) -> int:
+    return 3 * touched_bytes(args[0])
+
+
+TRAFFIC: dict[str, Callable[[tuple[Any, ...]], int]] = {
+    # Its schema does not say that it writes.
+    "fsdp::all_gather_copy_in": _copied_into_place,
+    # Reads the logits twice and writes them once (``memory.softmax_triton``).
+    "planned::softmax_gradient_": _three_passes,
+}
+"""Bytes that operators read and write of which the schema does not tell."""
+
+
+def touched_bytes(tensor: Tensor) -> int:
+    """What a kernel touches of a tensor: its elements, each of its memory's once where it is broadcast."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def traffic(name: str, args: tuple[Any, ...], inputs: list[tuple[Argument, Tensor]], fresh: list[Tensor]) -> int:
+    """Bytes that an operator reads and writes.
+
+    Args:
+        name: of the operator.
+        args: of the call.
+        inputs: tensors that it is given.
+        fresh: tensors that it makes.
+    """
+    if name in TRAFFIC:
+        return TRAFFIC[name](args)
+    written = sum(map(touched_bytes, fresh))
+    looked_up = LOOK_UPS.get(name)
+    if looked_up is not None and not fresh:
+        written = max((touched_bytes(tensor) for argument, tensor in inputs if argument.name != looked_up), default=0)
+    total, seen = written if fresh else 0, set()
+    for argument, tensor in inputs:
+        size = touched_bytes(tensor)
+        if argument.name == looked_up:
+            size = min(size, written)
+        key = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape)
+        if key not in seen:
+            seen.add(key)
+            total += size * (argument.reads + argument.writes)
+    return total
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def is_async_by_default(func: Any) -> bool:
+    """What a collective's ``async_op`` is where it is not given."""
+    return any(argument.name == "async_op" and argument.default_value for argument in func._schema.arguments)

@@ -1,0 +1,248 @@
+"""Which storages live, what blocks of device memory they are, and what these are for.
+
+A block begins when a storage is first seen, and ends when the last reference to the storage does, or when FSDP resizes
+it to nothing: each time that it gets memory again, it is another block. What a block is for is known only later, as a
+rule: which storages are gradients can be asked when the optimizer begins. So categories are collected while the program
+runs, the surest ones winning.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsdptoys.device import MemoryStats
+from fsdptoys.metrics.prediction import (
+    Category,
+)
+from fsdptoys.plan.simulator.events import (
+    Alloc,
+    Event,
+    Free,
+    RecordStream,
+    Trace,
+)
+
+from .op_schema import local
+
+ALIGNMENT = 512
+"""What allocators round to; for the count of ``memory`` alone, since a trace holds what was asked for."""
+
+CERTAINTY = (
+    Category.temporary,
+    Category.activations,
+    Category.gathered_parameters,
+    Category.reduction_buffers,
+    Category.logits,
+    Category.buffers,
+    Category.optimizer_states,
+    Category.gradients,
+    Category.parameters,
+)
+"""What a block is said to be, the later the surer."""
+_RANK = {category: rank for rank, category in enumerate(CERTAINTY)}
+
+
+class Storage:
+    """A storage that lives."""
+
+    __slots__ = ("block", "bytes", "on_device", "pinned", "reference")
+
+    def __init__(self, size: int, on_device: bool) -> None:
+        self.block, self.bytes, self.on_device = 0, size, on_device
+        self.pinned = False
+        self.reference: Any = None
+
+
+class _Replaced(NamedTuple):
+    """A gradient that autograd has added another to, out of place."""
+
+    old: int
+    new: Storage
+    alloc: int
+    """Place of the new one's ``Alloc`` among the events."""
+    events: int
+    """How many events there were when it was done."""
+    peak: int
+    """Most that was allocated before."""
+
+
+class Storages:
+    """Follows storages and writes ``Alloc`` and ``Free``.
+
+    Args:
+        device_type: PyTorch's word for the device whose memory counts.
+        events: where to write.
+        stream: the number of the stream that is current.
+    """
+
+    def __init__(self, device_type: str, events: list[Event], stream: Callable[[], int]) -> None:
+        self._device_type, self._events, self._stream = device_type, events, stream
+        self.phase = "construction"
+        self.region: Category | None = None
+        """What begins now is for this."""
+        self.recording = True
+        self.host_bytes = 0
+        """Of host memory that is held."""
+        self._blocks = 0
+        self._live: dict[int, Storage] = {}
+        self._categories: dict[int, Category] = {}
+        self._of_forward: set[int] = set()
+        self._allocated = self._peak = 0
+        self._replaced: _Replaced | None = None
+
+    def find(self, tensor: Tensor) -> Storage | None:
+        """A tensor's storage, if it was seen."""
+        return self._live.get(local(tensor).untyped_storage()._cdata)
+
+    def see(self, tensor: Tensor) -> Storage:
+        """Look a tensor's storage up, or begin a block with it."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        seen = self._live.get(key)
+        if seen is None:
+            seen = Storage(storage.nbytes(), tensor.device.type == self._device_type)
+            seen.reference = weakref.ref(storage, functools.partial(self._forget, key))
+            self._live[key] = seen
+            self.begin(seen)
+        return seen
+
+    def begin(self, storage: Storage) -> None:
+        """Memory is given to a storage."""
+        if not storage.on_device:
+            self.host_bytes += storage.bytes
+        elif storage.bytes:
+            self._blocks += 1
+            block = storage.block = self._blocks
+            recomputed = self.phase == "backward" and _recomputes()
+            category = self.region or (Category.activations if recomputed else Category.temporary)
+            self._add(Alloc(block, storage.bytes, self._stream(), category))
+            self._categories[block] = category
+            if self.phase == "forward":
+                self._of_forward.add(block)
+            self._allocated += _round(storage.bytes)
+            self._peak = max(self._peak, self._allocated)
+
+    def end(self, storage: Storage) -> None:
+        """It is taken back."""
+        if not storage.on_device:
+            self.host_bytes -= storage.bytes
+        elif storage.bytes:
+            self._add(Free(storage.block))
+            self._of_forward.discard(storage.block)
+            self._allocated -= _round(storage.bytes)
+
+    def scratch(self, sizes: Iterable[int]) -> None:
+        """Memory that a kernel takes for as long as it runs."""
+        taken = [Storage(size, True) for size in sizes]
+        for storage in taken:
+            self.begin(storage)
+        for storage in taken:
+            self.end(storage)
+
+    def resize(self, key: int, size: int) -> None:
+        """A storage gets memory, or gives it back; only FSDP does this, with parameters that it has gathered."""
+        storage = self._live.get(key)
+        if storage is None or storage.bytes == size:
+            return
+        self.end(storage)
+        self._categorise_storage(storage, Category.gathered_parameters)
+        storage.bytes = size
+        self.begin(storage)
+        self._categorise_storage(storage, Category.gathered_parameters)
+
+    def begin_phase(self, phase: str) -> None:
+        """What the forward left when the backward begins are activations."""
+        if phase == "backward":
+            for block in self._of_forward:
+                self._categorise(block, Category.activations)
+        if phase == "forward":
+            self._of_forward.clear()
+        self.phase = phase
+
+    def categorise(self, tensor: Tensor, category: Category) -> None:
+        """Tell what a tensor is for."""
+        storage = self.find(tensor)
+        if storage is not None:
+            self._categorise_storage(storage, category)
+
+    def mark_sum(self, old: Tensor, result: Tensor, alloc: int, peak: int) -> None:
+        """Autograd has added to a gradient, out of place; should the old one end right now, its block goes on.
+
+        Args:
+            old: the gradient before.
+            result: the sum.
+            alloc: number of events before.
+            peak: most that was allocated before.
+        """
+        new = self.find(result)
+        if new is not None and new.on_device and new.bytes:
+            self._replaced = _Replaced(old.untyped_storage()._cdata, new, alloc, len(self._events), peak)
+
+    def memory(self) -> MemoryStats:
+        """What is allocated; no allocator reserves anything here, so the peak stands for what it would."""
+        return MemoryStats(self._allocated, self._peak, self._peak)
+
+    def finish(self, trace: Trace) -> None:
+        """Give a trace the categories that were known later than the blocks."""
+        by_stream = {
+            number: category
+            for number, purpose in trace.streams.items()
+            for word, category in (
+                ("all-gather", Category.gathered_parameters),
+                ("reduce", Category.reduction_buffers),
+            )
+            if word in purpose
+        }
+        transfers = {number for number, purpose in trace.streams.items() if purpose in ("load", "store")}
+        for event in trace.events:
+            if isinstance(event, Alloc) and event.stream in by_stream:
+                self._categorise(event.block, by_stream[event.stream])
+            elif isinstance(event, RecordStream) and event.stream in transfers:
+                self._categorise(event.block, Category.optimizer_states)
+        for event in trace.events:
+            if isinstance(event, Alloc):
+                known = self._categories.get(event.block, event.category)
+                if known is not event.category:
+                    trace.categories[event.block] = known
+
+    def _forget(self, key: int, _: object) -> None:
+        storage, replaced = self._live.pop(key), self._replaced
+        if replaced is None or key != replaced.old or len(self._events) != replaced.events or not self.recording:
+            self.end(storage)
+            return
+        # As if the new one had never been allocated.
+        del self._events[replaced.alloc]
+        self._replaced = None
+        self._of_forward.discard(replaced.new.block)
+        self._allocated -= _round(replaced.new.bytes)
+        self._peak = replaced.peak
+        replaced.new.block = storage.block
+
+    def _categorise_storage(self, storage: Storage, category: Category) -> None:
+        if storage.on_device and storage.bytes:
+            self._categorise(storage.block, category)
+
+    def _categorise(self, block: int, category: Category) -> None:
+        if _RANK[category] > _RANK[self._categories.get(block, Category.temporary)]:
+            self._categories[block] = category
+
+    def _add(self, event: Event) -> None:
+        if self.recording:
+            self._events.append(event)
+
+
+def _round(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _recomputes() -> bool:
+    """Whether gradient checkpointing runs a forward again: it watches what autograd saves.
+
+    Asks a private function, tried on torch 2.7.1 and 2.13; without it what is computed again counts as temporary.
+    """
+    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return hooks is not None and hooks(False) is not None

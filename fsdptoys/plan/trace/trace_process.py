@@ -1,0 +1,67 @@
+"""The process that traces: ``python -m fsdptoys.plan.trace.trace_process FOLDER`` answers the request in FOLDER.
+
+It imports what a run imports, and forks once a depth: as many at a time as there are cores, each with a device and a
+process group of its own. An answer is a trace, or what went wrong; what a fork cannot say, its parent does.
+"""
+
+import dataclasses
+import importlib
+import multiprocessing
+import pickle
+import sys
+import traceback
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from fsdptoys.config.schema import Config
+from fsdptoys.device import available_cores
+from fsdptoys.device.profile import Hardware
+from fsdptoys.errors import ConfigError
+
+from .op_costs import matmul_workspace_bytes
+from .protocol import REQUEST, answer_name
+
+
+def main(folder: Path) -> None:
+    """Answer the request in a folder."""
+    importlib.import_module("fsdptoys.plan.trace.tracer")  # once, for all forks
+    with open(folder / REQUEST, "rb") as file:
+        config, hardware, world_size, depths = pickle.load(file)
+    fork = multiprocessing.get_context("fork")
+    running: dict[int, BaseProcess] = {}
+    for index, n_layers in enumerate(depths):
+        if len(running) == available_cores():
+            wait([process.sentinel for process in running.values()])
+            running = {other: process for other, process in running.items() if process.is_alive()}
+        path = folder / answer_name(index)
+        running[index] = fork.Process(target=answer_one, args=(path, config, hardware, world_size, n_layers))
+        running[index].start()
+    for process in multiprocessing.active_children():
+        process.join()
+
+
+def answer_one(path: Path, config: Config, hardware: Hardware, world_size: int, n_layers: int) -> None:
+    """Trace one depth and write the answer."""
+    from .tracer import trace_here, trainer_program
+
+    answer: object
+    try:
+        model = dataclasses.replace(config.model, n_layers=n_layers)
+        program = trainer_program(dataclasses.replace(config, model=model), hardware)
+        answer = trace_here(
+            program,
+            attention=hardware.attention,
+            world_size=world_size,
+            workspace_bytes=matmul_workspace_bytes(hardware),
+        )
+    except ConfigError as mistake:
+        answer = (ConfigError, str(mistake))
+    except BaseException:
+        answer = (RuntimeError, f"the trainer could not be traced:\n{traceback.format_exc()}")
+    with open(path, "wb") as file:
+        pickle.dump(answer, file, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

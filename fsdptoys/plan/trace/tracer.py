@@ -1,0 +1,256 @@
+"""Traces the project's own trainer, or any program, on a device that does not exist.
+
+The trainer that is traced is the one that trains: the model is built, wrapped, sharded and stepped by the same code, so
+whatever a switch changes is seen without being described here. Two steps are taken, since the first one differs: FSDP
+learns the order of its units in it, and the optimizer makes its states. Parameters get memory and no values; tokens are
+synthetic; evaluation, checkpoints and profiling are left out, and so is compilation: the eager model is traced.
+
+A process that traces is of no other use (``fake_device``), so ``trace`` starts one, which forks once a depth.
+"""
+
+import copy
+import dataclasses
+import functools
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdptoys.checkpoint import CheckpointConfig
+from fsdptoys.config.schema import Config
+from fsdptoys.data import SyntheticConfig
+from fsdptoys.device.profile import AttentionKind, Hardware
+from fsdptoys.errors import ConfigError
+from fsdptoys.metrics.prediction import (
+    Category,
+)
+from fsdptoys.models import npu_kernels
+from fsdptoys.models.layers import LMHead
+from fsdptoys.parallel.float8 import Float8
+from fsdptoys.parallel.precision import CastParameters
+from fsdptoys.plan.simulator.events import (
+    COMPUTE_STREAM,
+    Trace,
+)
+from fsdptoys.profiler import DebugConfig, ProfileConfig
+from fsdptoys.train.trainer import Trainer
+
+from . import fake_device
+from . import fsdp1_streams as backward_streams
+from .fake_device import MODULE, PlannedDevice, Stream, torch_device_type
+from .fake_kernels import substituted
+from .fake_tensors import fake_tensors
+from .op_recorder import Recorder
+
+STEPS = 2
+"""That are taken; the last one is like all that would follow."""
+TIMEOUT_SECONDS = 1800.0
+
+DEVICE_TYPES = {AttentionKind.flash: "cuda", AttentionKind.npu: "npu", AttentionKind.cpu: "cpu"}
+"""Whose attention → the device that it is of."""
+
+PURPOSES = {
+    "all_gather_copy_in_stream": "all-gather copy-in",
+    "all_gather_stream": "all-gather",
+    "reduce_scatter_stream": "reduce-scatter",
+    "all_reduce_stream": "all-reduce",
+    "_pre_unshard_stream": "all-gather copy-in",
+    "_unshard_stream": "all-gather",
+    "_post_backward_stream": "reduce-scatter",
+    "_all_reduce_stream": "all-reduce",
+    "_load_stream": "load",
+    "_store_stream": "store",
+    "_stream": "activation offload",
+}
+"""Name of the attribute that a stream is kept under, in PyTorch's FSDP and here → what the stream is for."""
+
+Program = Callable[[Recorder], None]
+
+
+def trace(config: Config, hardware: Hardware, world_size: int, n_layers: Sequence[int]) -> list[Trace]:
+    """Trace rank 0 of a run, in a process of its own, at several depths.
+
+    Args:
+        config: validated for the hardware's type of device and the world size.
+        hardware: on which it is imagined.
+        world_size: ranks over all machines.
+        n_layers: numbers of blocks to trace the model with.
+
+    Raises:
+        ConfigError: if the run itself would raise one.
+        RuntimeError: if it fails otherwise, with the traceback of the process.
+    """
+    from . import protocol
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with open(folder / protocol.REQUEST, "wb") as file:
+            pickle.dump((config, hardware, world_size, list(n_layers)), file)
+        # A machine's own devices stay alone, and an installed torch_npu does not take the place of the fake device.
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        }
+        told = _run([sys.executable, "-m", "fsdptoys.plan.trace.trace_process", name], environment)
+        return [protocol.read_answer(folder, index, told) for index in range(len(n_layers))]
+
+
+def _run(command: list[str], environment: dict[str, str]) -> str:
+    """Run a command and return what it wrote to its standard error; whatever ends this ends it and its forks."""
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    )
+    try:
+        return process.communicate(timeout=TIMEOUT_SECONDS)[1]
+    except subprocess.TimeoutExpired as late:
+        raise ConfigError(
+            f"the trace took over {TIMEOUT_SECONDS:g} s; set plan.exact=false, or plan fewer layers"
+        ) from late
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def trace_here(program: Program, *, attention: AttentionKind, world_size: int, workspace_bytes: int = 0) -> Trace:
+    """Trace a program in this process, which is thereby spent: once, and for nothing else.
+
+    Args:
+        program: is given a recorder, and calls its ``mark`` where phases begin.
+        attention: whose kernels run, which also says on which type of device.
+        world_size: ranks; the program is rank 0.
+        workspace_bytes: see ``kernels.matmul_workspace_bytes``.
+
+    Returns:
+        Everything up to the last mark.
+    """
+    device_type = DEVICE_TYPES[attention]
+    fake_device.install(device_type, world_size)
+    recorder = Recorder(torch_device_type(device_type), attention, workspace_bytes)
+    recorder.streams = stream_purposes
+    with ExitStack() as stack:
+        stack.enter_context(substituted(attention, recorder))
+        stack.enter_context(fake_tensors(recorder.device_type))
+        if device_type != "cpu":
+            stack.enter_context(backward_streams.honoured())
+        stack.enter_context(recorder.watch())
+        program(recorder)
+        return recorder.finish()
+
+
+def trainer_program(config: Config, hardware: Hardware) -> Program:
+    """The project's trainer, as a program to trace.
+
+    Args:
+        config: validated; what does not belong to a step is left out.
+        hardware: for the device's name and memory.
+    """
+
+    def run(recorder: Recorder) -> None:
+        device = PlannedDevice(hardware.device_type, hardware.title, int(hardware.memory_bytes.value))
+        recorder.mark(0, "construction")
+        trainer = Trainer(_steps_only(config), device, fill=lambda param, name: None)
+        recorder.objects = functools.partial(_known, trainer)
+        trainer.on_phase = recorder.mark
+        if isinstance(trainer.strategy.model, DistributedDataParallel) and not trainer.strategy.model._comm_hooks:
+            trainer.strategy.model.register_comm_hook(None, _all_reduce)
+        for module in trainer.strategy.model.modules():
+            if isinstance(module, LMHead):
+                _watch_head(module, recorder)
+        trainer.train(on_step=lambda step: recorder.mark(step.step, "end"))
+        tokens = config.train.batch_size * config.train.seq_len * config.train.grad_accum
+        recorder.trace.n_layers = config.model.n_layers
+        recorder.trace.steps = STEPS
+        recorder.trace.tokens_per_step = tokens * trainer.strategy.local_data_ranks
+        recorder.trace.model_flops_per_step = trainer.flops_per_token * recorder.trace.tokens_per_step
+
+    return run
+
+
+def stream_purposes() -> dict[int, str]:
+    """What the streams that live are for, by the attributes that hold them."""
+    purposes = {COMPUTE_STREAM: "compute"}
+    streams = [stream for stream in MODULE.streams() if stream.number != COMPUTE_STREAM]
+    for holder in gc.get_referrers(*streams) if streams else []:
+        attributes = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
+        for name, value in list(attributes.items()):
+            if isinstance(value, Stream) and name in PURPOSES:
+                purposes.setdefault(value.number, PURPOSES[name])
+    return purposes
+
+
+def _steps_only(config: Config) -> Config:
+    train = dataclasses.replace(config.train, steps=STEPS, eval_every=0, max_seconds=None, compile=False)
+    train.float8, train.float8_all_gather = Float8.none, False
+    memory = copy.copy(config.memory)
+    # One thread, so that workers that wait for each other are one; what more of them gain is the replay's affair.
+    memory.checkpointing_budget, memory.cpu_threads = None, 1
+    return dataclasses.replace(
+        config,
+        train=train,
+        memory=memory,
+        data=SyntheticConfig(eval_samples=0, mask_documents=config.data.mask_documents),
+        checkpoint=CheckpointConfig(),
+        profile=ProfileConfig(),
+        debug=DebugConfig(),
+        model=dataclasses.replace(config.model, init_from=None),
+    )
+
+
+def _known(trainer: Trainer) -> Iterator[tuple[Category, Tensor]]:
+    """Tensors whose purpose the trainer's parts tell."""
+    for _, param in trainer.strategy.named_parameters():
+        yield Category.parameters, param
+        if param.grad is not None:
+            yield Category.gradients, param.grad
+        for state in trainer.optimizer.state.get(param, {}).values():
+            if isinstance(state, Tensor):
+                yield Category.optimizer_states, state
+    for buffer in trainer.strategy.model.buffers():
+        yield Category.buffers, buffer
+    if npu_kernels.causal_mask.cache_info().currsize:
+        yield Category.buffers, npu_kernels.causal_mask(trainer.device.torch_device)
+    for module in trainer.strategy.model.modules():
+        if isinstance(module, CastParameters):
+            for whole in module._copies.values():
+                yield Category.gathered_parameters, whole
+
+
+def _all_reduce(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """What DDP does without a hook; it does it in C++, where a future of Python's cannot be read."""
+    dist.all_reduce(bucket.buffer(), async_op=True)
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def _watch_head(head: LMHead, recorder: Recorder) -> None:
+    """Tell the recorder what is allocated for logits and loss: in the head's forward, and in its backward."""
+
+    def end(*_: Any) -> None:
+        recorder.enter_region(None)
+
+    def begin(_: nn.Module, args: tuple[Any, ...]) -> None:
+        recorder.enter_region(Category.logits)
+        if isinstance(args[0], Tensor) and args[0].requires_grad:
+            args[0].register_hook(end)
+
+    def leave(*_: Any) -> None:
+        recorder.enter_region(None)
+
+    head.register_forward_pre_hook(begin)
+    head.register_forward_hook(leave, always_call=True)

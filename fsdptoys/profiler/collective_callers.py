@@ -1,0 +1,146 @@
+"""Who called a collective, and whose parameters it moves.
+
+The call stack tells the first, and often the second: where a unit, a bucket or a share is gathered or reduced, it is
+among the variables of one of the functions on the way. Where it is not, the addresses of the tensors may tell, if
+parameters lie in them. What is not found so stays unnamed.
+
+PyTorch's own FSDP has no public way from a collective to its unit; ``_native_names`` is the one place that looks.
+"""
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdptoys.utils.dtensor import (
+    is_dtensor,
+)
+
+WRAPPERS = ("module", "_fsdp_wrapped_module", "_orig_mod")
+"""Parts of a parameter's name that only say what is wrapped around the model."""
+PASSED_BY = (
+    "torch.distributed.distributed_c10d",
+    "torch.distributed.c10d_logger",
+    "torch.distributed._functional_collectives",
+    "torch._compile",
+    "torch._dynamo",
+    "torch.autograd",
+    "torch.utils",
+    "torch._ops",
+    "torch._tensor",
+    "torch.nn.modules.module",
+    "contextlib",
+    "fsdptoys.profiler.collectives",
+    "fsdptoys.toys.fsdp.collectives",
+)
+"""Modules, and those within them, that are on the way to a collective but do not decide it."""
+CARRIERS = ("share", "bucket", "handle", "fsdp_params", "unit", "self")
+"""Variables that may hold what is gathered or reduced, the most exact first."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a collective was called."""
+
+    site: str
+    """``module.function``, of the module's name the last part."""
+    phase: str
+    parameters: list[str]
+
+
+class Origins:
+    """Knows a model's parameters by name.
+
+    Args:
+        model: as the strategy has wrapped it.
+        within: function → the phase of what is called within it.
+    """
+
+    def __init__(self, model: nn.Module, within: dict[CodeType, str]) -> None:
+        self._within = within
+        self.named = [(_own_name(name), param) for name, param in model.named_parameters()]
+        self._names: dict[Tensor, str] = {param: name for name, param in self.named}
+        self._modules = {module: _own_name(name) for name, module in model.named_modules()}
+
+    def find(self, phase: str) -> Origin:
+        """Read the stack of whoever called the caller.
+
+        Args:
+            phase: the trainer's; outside of forward and backward the functions on the stack decide.
+        """
+        site, found, parameters, in_autograd = "", None, None, False
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            module, name = str(frame.f_globals.get("__name__")), frame.f_code.co_name
+            if not site:
+                in_autograd |= module == "torch.autograd.graph"
+                if not module.startswith(PASSED_BY) and not name.startswith(("<", "__")):
+                    site = f"{module.rpartition('.')[2]}.{name}" if not in_autograd else "C++, in the backward"
+            found = found or self._within.get(frame.f_code)
+            parameters = parameters or self._carried(frame)
+            frame = frame.f_back
+        return Origin(site, phase if phase in ("forward", "backward") else found or "other", parameters or [])
+
+    @torch.no_grad()
+    def stored_in(self, sets: Iterable[list[Tensor]]) -> list[str]:
+        """Parameters that lie within tensors."""
+        spans = [
+            (tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size())
+            for tensors in sets
+            for tensor in tensors
+            if tensor.numel()
+        ]
+        found = []
+        for name, param in self.named:
+            local = param.to_local() if is_dtensor(param) else param
+            if local.numel() and any(low <= local.data_ptr() < high for low, high in spans):
+                found.append(name)
+        return found
+
+    def _carried(self, frame: FrameType) -> list[str]:
+        """Parameters of what a function works on."""
+        if not set(CARRIERS).intersection(frame.f_code.co_varnames):
+            return []
+        values = frame.f_locals
+        for value in (values[carrier] for carrier in CARRIERS if carrier in values):
+            if isinstance(value, dist.GradBucket):
+                return self._names_of(value.parameters())
+            unit = getattr(value, "unit", value)
+            names = self._names_of(getattr(unit, "params", None), values.get("indices") if unit is not value else None)
+            if names or (names := self._native_names(value)):
+                return names
+        return []
+
+    def _names_of(self, params: Any, indices: list[int] | None = None) -> list[str]:
+        """Names of parameters, or of what says in which modules a parameter has its homes."""
+        if not isinstance(params, list):
+            return []
+        names = []
+        for param in params if indices is None else [params[index] for index in indices]:
+            if isinstance(param, Tensor):
+                names.append(self._names.get(param, ""))
+            elif hasattr(param, "homes"):
+                module, name = param.homes[0]
+                names.append(f"{self._modules[module]}.{name}".lstrip("."))
+        return [name for name in names if name]
+
+    def _native_names(self, value: Any) -> list[str]:
+        """Names that PyTorch's FSDP keeps of a unit's parameters, in private attributes of torch 2.7 to 2.13."""
+        try:
+            flat = getattr(value, "flat_param", None)
+            if isinstance(flat, nn.Parameter):  # FSDP1's handle of a unit
+                module = self._modules.get(value._fully_sharded_module, "")
+                return [f"{module}.{_own_name(name)}".lstrip(".") for name in flat._fqns]  # type: ignore[attr-defined]
+            group = value if isinstance(value, list) else getattr(value, "fsdp_params", None) or []
+            return [_own_name(param._param_fqn) for param in group if getattr(param, "_param_fqn", None)]
+        except (AttributeError, TypeError):
+            return []
+
+
+def _own_name(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)

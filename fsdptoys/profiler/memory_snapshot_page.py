@@ -1,0 +1,270 @@
+"""A memory snapshot as one HTML page that needs no network and no script.
+
+PyTorch's interactive timeline (``torch.cuda._memory_viz.trace_plot``) loads MemoryViz.js and d3 from two content
+networks, and no wheel ships them. So this page holds what PyTorch's visualiser makes without them: its summary of
+segments, and the lines that it feeds to a flame graph, shown as a tree that unfolds. A drawn timeline and the stacks
+that held the memory at its peak are computed here from the same history.
+
+Sizes are what tensors asked for, before the allocator rounds them.
+
+Source of the format: https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
+"""
+
+import html
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .live_bytes import in_words as _size
+
+POINTS = 2000
+"""Points of the drawn timeline; of the events between two of them the highest counts."""
+HOLDERS = 30
+"""Stacks in the table of who held the memory at its peak."""
+LEAST_SHARE = 0.002
+"""Branches of the tree that hold less of the whole are left out."""
+
+Frames = list[dict[str, Any]]
+UNKNOWN = "allocated before the history began"
+
+
+@dataclass
+class Holder:
+    """Tensors that one call stack had live."""
+
+    frames: Frames
+    live_bytes: int = 0
+    tensors: int = 0
+
+
+@dataclass
+class Timeline:
+    """Live bytes after each event of a device's history."""
+
+    live_bytes: list[int]
+    """The first is before the first event."""
+    out_of_memory: list[int]
+    """Indices into ``live_bytes`` of the events that failed."""
+    peak_index: int
+    holders: list[Holder]
+    """Who held the memory at the peak, the largest first."""
+
+
+@dataclass
+class Branch:
+    """One frame of the tree, and what was called from it."""
+
+    total_bytes: int = 0
+    calls: dict[str, "Branch"] = field(default_factory=dict)
+
+
+def read_timeline(snapshot: dict[str, Any], device_index: int) -> Timeline:
+    """Walk a device's history, from what it left live at its end back to its start, then forward.
+
+    Args:
+        snapshot: of ``torch.cuda.memory._snapshot()``.
+        device_index: which of its devices.
+    """
+    traces = snapshot.get("device_traces", [])
+    events = traces[device_index] if device_index < len(traces) else []
+    events = [event for event in events if event["action"] in ("alloc", "free_completed", "oom")]
+    live = dict(_live_blocks(snapshot, device_index))
+
+    totals = [sum(size for size, _ in live.values())]
+    for event in reversed(events):
+        totals.append(totals[-1] - _change(event))
+    totals.reverse()
+    peak = max(range(len(totals)), key=lambda index: totals[index])
+
+    # A free knows its own stack alone; that of its allocation comes from the history where it reaches back so far.
+    allocated_by: dict[int, Frames] = {}
+    owners: list[Frames] = []
+    for event in events:
+        if event["action"] == "alloc":
+            allocated_by[event["addr"]] = event.get("frames", [])
+        owners.append(allocated_by.pop(event["addr"], []) if event["action"] == "free_completed" else [])
+    for index in range(len(events) - 1, peak - 1, -1):
+        event = events[index]
+        if event["action"] == "alloc":
+            live.pop(event["addr"], None)
+        elif event["action"] == "free_completed":
+            live[event["addr"]] = (event["size"], owners[index])
+
+    holders: dict[tuple[str, ...], Holder] = {}
+    for size, frames in live.values():
+        holder = holders.setdefault(tuple(map(_frame, frames)), Holder(frames))
+        holder.live_bytes += size
+        holder.tensors += 1
+    return Timeline(
+        live_bytes=totals,
+        out_of_memory=[index + 1 for index, event in enumerate(events) if event["action"] == "oom"],
+        peak_index=peak,
+        holders=sorted(holders.values(), key=lambda holder: -holder.live_bytes),
+    )
+
+
+def render_snapshot(
+    snapshot: dict[str, Any], device_index: int, title: str, pickle_name: str, interactive_name: str
+) -> str:
+    """The page.
+
+    Args:
+        snapshot: of ``torch.cuda.memory._snapshot()``.
+        device_index: which of its devices.
+        title: what it is of.
+        pickle_name: file beside the page that holds the snapshot.
+        interactive_name: file beside the page that holds PyTorch's interactive timeline.
+    """
+    own = {**snapshot, "segments": [seg for seg in snapshot["segments"] if seg.get("device", 0) == device_index]}
+    timeline = read_timeline(snapshot, device_index)
+    reserved = sum(segment["total_size"] for segment in own["segments"])
+    peak = timeline.live_bytes[timeline.peak_index]
+    now = timeline.live_bytes[-1]
+    return "\n".join(
+        [
+            "<!DOCTYPE html>",
+            f'<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>',
+            f"<style>{_STYLE}</style></head>",
+            f"<body><h1>Device memory: {html.escape(title)}</h1>",
+            f"<p>Live tensors: {_size(now)} at the end, {_size(peak)} at the peak of the history. "
+            f"Reserved by the allocator at the end: {_size(reserved)}. Sizes are what tensors asked for.</p>",
+            f"<h2>Live bytes after each of {len(timeline.live_bytes) - 1:,} events</h2>",
+            _draw(timeline),
+            f"<h2>Who held the memory at the peak</h2>{_holders_table(timeline, peak)}",
+            "<h2>Who holds the memory at the end, from the outermost call inwards</h2>",
+            _tree(own),
+            f"<h2>Segments of the allocator at the end</h2><pre>{html.escape(_segments(own))}</pre>",
+            f'<p>The same history, to zoom and point into: <a href="{html.escape(interactive_name)}">'
+            f"{html.escape(interactive_name)}</a> loads PyTorch's scripts over the network; or drop "
+            f"<code>{html.escape(pickle_name)}</code> on pytorch.org/memory_viz.</p>",
+            "</body></html>",
+            "",
+        ]
+    )
+
+
+def _live_blocks(snapshot: dict[str, Any], device_index: int) -> Iterable[tuple[int, tuple[int, Frames]]]:
+    for segment in snapshot["segments"]:
+        if segment.get("device", 0) != device_index:
+            continue
+        address = segment["address"]
+        for block in segment["blocks"]:
+            if block["state"] != "inactive":  # a block that waits for a stream to be done with it is not free yet
+                size = block.get("requested_size", block["size"])
+                yield block.get("address", address), (size, block.get("frames", []))
+            address += block["size"]
+
+
+def _change(event: dict[str, Any]) -> int:
+    return {"alloc": 1, "free_completed": -1, "oom": 0}[event["action"]] * int(event["size"])
+
+
+def _frame(frame: dict[str, Any]) -> str:
+    return f"{frame['filename']}:{frame['line']}:{frame['name']}"
+
+
+def _place(frames: Frames) -> str:
+    """The innermost frame outside PyTorch, which says more than the operator's own."""
+    if not frames:
+        return UNKNOWN
+    outside = [frame for frame in frames if "/torch/" not in frame["filename"] and frame["filename"] != "??"]
+    frame = (outside or frames)[0]
+    return f"{frame['filename'].rsplit('/', 1)[-1]}:{frame['line']} {frame['name']}"
+
+
+def _draw(timeline: Timeline) -> str:
+    """The timeline as an SVG; each point is the highest of its events, so that no peak is lost."""
+    values = timeline.live_bytes
+    stride = -(-len(values) // POINTS)
+    heights = [max(values[start : start + stride]) for start in range(0, len(values), stride)]
+    top = max(max(heights), 1)
+    width, height, left = 1000, 260, 90
+    across = (width - left) / max(len(heights) - 1, 1)
+    line = " ".join(f"{left + i * across:.1f},{height - value / top * height:.1f}" for i, value in enumerate(heights))
+    right = left + (len(heights) - 1) * across
+    marks = "".join(
+        f'<line x1="{left + index // stride * across:.1f}" x2="{left + index // stride * across:.1f}" y1="0" '
+        f'y2="{height}" stroke="#c00"><title>out of memory</title></line>'
+        for index in timeline.out_of_memory
+    )
+    ticks = "".join(
+        f'<text x="{left - 6}" y="{height - share * height + 4:.0f}" text-anchor="end">'
+        f"{_size(round(top * share))}</text>"
+        f'<line x1="{left}" x2="{width}" y1="{height - share * height:.0f}" y2="{height - share * height:.0f}" '
+        'stroke="#ddd"/>'
+        for share in (0, 0.25, 0.5, 0.75, 1)
+    )
+    return (
+        f'<svg viewBox="0 -10 {width} {height + 20}" role="img" aria-label="live bytes after each event">{ticks}'
+        f'<polygon points="{left},{height} {line} {right:.1f},{height}" fill="#4e79a7" fill-opacity="0.35" '
+        f'stroke="#4e79a7"/>{marks}</svg>' + ("<p>Red: memory ran out.</p>" if marks else "")
+    )
+
+
+def _holders_table(timeline: Timeline, peak: int) -> str:
+    rows = []
+    for holder in timeline.holders[:HOLDERS]:
+        stack = html.escape("\n".join(map(_frame, holder.frames)) or UNKNOWN)
+        rows.append(
+            f"<tr><td>{_size(holder.live_bytes)}</td><td>{holder.live_bytes / max(peak, 1):.1%}</td>"
+            f"<td>{holder.tensors:,}</td><td><details><summary>{html.escape(_place(holder.frames))}</summary>"
+            f"<pre>{stack}</pre></details></td></tr>"
+        )
+    left_out = timeline.holders[HOLDERS:]
+    if left_out:
+        rest = sum(holder.live_bytes for holder in left_out)
+        rows.append(
+            f"<tr><td>{_size(rest)}</td><td>{rest / max(peak, 1):.1%}</td>"
+            f"<td>{sum(holder.tensors for holder in left_out):,}</td><td>{len(left_out):,} other stacks</td></tr>"
+        )
+    return f"<table><tr><th>bytes</th><th>share</th><th>tensors</th><th>allocated in</th></tr>{''.join(rows)}</table>"
+
+
+def _tree(snapshot: dict[str, Any]) -> str:
+    """What PyTorch's visualiser feeds to its flame graph, as a tree of stacks."""
+    lines = torch.cuda._memory_viz.memory(snapshot, format_flamegraph=str)
+    root = Branch()
+    for line in lines.splitlines():
+        stack, size = line.rsplit(" ", 1)
+        frames = stack.split(";")
+        if frames[1] == "inactive" or frames[-1] == "<gaps>":
+            continue
+        branch = root
+        for name in (*frames[:1], *frames[2:]):
+            branch.total_bytes += int(size)
+            branch = branch.calls.setdefault(name, Branch())
+        branch.total_bytes += int(size)
+    return _unfold(root, max(1, round(root.total_bytes * LEAST_SHARE))) or "<p>Nothing is live.</p>"
+
+
+def _unfold(branch: Branch, least_bytes: int) -> str:
+    parts = []
+    for name, inner in sorted(branch.calls.items(), key=lambda item: -item[1].total_bytes):
+        if inner.total_bytes < least_bytes:
+            continue
+        names = [name]
+        while len(inner.calls) == 1:
+            called, only = next(iter(inner.calls.items()))
+            if only.total_bytes < inner.total_bytes:  # the caller holds something itself
+                break
+            names.append(called)
+            inner = only
+        label = f"{_size(inner.total_bytes)} {html.escape(' › '.join(names))}"
+        below = _unfold(inner, least_bytes)
+        parts.append(f"<details open><summary>{label}</summary>{below}</details>" if below else f"<div>{label}</div>")
+    return "".join(parts)
+
+
+def _segments(snapshot: dict[str, Any]) -> str:
+    """PyTorch's summary of the allocator's segments."""
+    return str(torch.cuda._memory_viz.segsum(snapshot))
+
+
+_STYLE = (
+    "body{font:15px/1.45 system-ui,sans-serif;max-width:1100px;margin:2em auto;padding:0 1em}"
+    "table{border-collapse:collapse}td,th{padding:2px 12px 2px 0;text-align:left;vertical-align:top}"
+    "pre{overflow:auto;font-size:12px}svg{width:100%;font-size:11px}details,div{margin-left:1.2em}"
+    "td details{margin-left:0}summary{cursor:pointer}"
+)

@@ -1,0 +1,173 @@
+"""Which switches would make room, and how much, from a run's own numbers.
+
+Estimates are upper bounds: "the rest" of the device memory, which is neither parameters nor gradients nor optimizer
+states, is activations for the most part, but parameters that are gathered just then and temporaries too. Savings of two
+switches overlap, so they must not be added up.
+"""
+
+from dataclasses import dataclass
+
+from .live_bytes import LiveBytes
+
+LOGITS_BYTES = 12
+"""Bytes of a logit in the loss that is not chunked, at its peak: measured with bf16 and with float32 parameters."""
+
+SHARDING = ("fsdp1", "fsdp2")
+
+
+@dataclass(frozen=True)
+class Switches:
+    """The settings that decide about memory, and the sizes that they act on."""
+
+    parallel: str
+    """Strategy: ``single``, ``ddp``, ``fsdp1`` or ``fsdp2``."""
+    world_size: int
+    fsdp_size: int
+    """Ranks that share one copy of the parameters; 1 where nothing is sharded."""
+    batch_size: int
+    """Sequences a micro-batch on each rank."""
+    seq_len: int
+    grad_accum: int
+    dim: int
+    """Width of the hidden states."""
+    n_layers: int
+    vocab_size: int
+    param_dtype: str
+    """Number format of forward and backward: ``float32`` or ``bfloat16``."""
+    chunk_loss: bool = False
+    gradient_checkpointing: str = "none"
+    """``none``, ``full`` or ``selective``."""
+    activation_offload: bool = False
+    optimizer_offload: bool = False
+    cpu_offload: bool = False
+    states_bytes: int = 0
+    """What the optimizer's states take on this rank's device once all are there; its first step makes them."""
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What one switch would save on the device of this rank."""
+
+    switch: str
+    """As it is typed."""
+    saved_bytes: int
+    why: str
+    """How the number was made."""
+
+
+def device_savings(live: LiveBytes, rest_bytes: int, phase: str, now: Switches, to_host: bool = True) -> list[Saving]:
+    """Switches that are not yet on and would save device memory, the one that saves most first.
+
+    Args:
+        live: parameters, gradients and optimizer states.
+        rest_bytes: what else was allocated on the device.
+        phase: ``forward``, ``backward`` or another; only in these two are there activations.
+        now: the settings of the run.
+        to_host: whether host memory is another memory than the device's.
+    """
+    savings = _activation_savings(rest_bytes, now, to_host) if phase in ("forward", "backward") else []
+    states = live.states.device_bytes
+    if phase == "optimizer":  # it may have failed over making them
+        states = max(states, now.states_bytes)
+    savings += (_offload_savings(live, states, now) if to_host else []) + _sharding_savings(live, states, now)
+    return _largest_first(savings)
+
+
+def host_savings(live: LiveBytes, now: Switches) -> list[Saving]:
+    """Switches that are on and fill the host memory of a run on an accelerator."""
+    savings = []
+    if now.cpu_offload:
+        kept = live.parameters.host_bytes + live.gradients.host_bytes + live.states.host_bytes
+        savings.append(Saving("memory.cpu_offload=false", kept, "parameters, gradients and states go to the device"))
+    if now.optimizer_offload:
+        savings.append(
+            Saving("memory.optimizer_offload=false", live.states.host_bytes, "optimizer states go to the device")
+        )
+    if now.activation_offload:
+        savings.append(
+            Saving("memory.activation_offload=false", _block_inputs(now), "inputs of the blocks go to the device")
+        )
+    return _largest_first(savings)
+
+
+def _largest_first(savings: list[Saving]) -> list[Saving]:
+    return sorted((saving for saving in savings if saving.saved_bytes > 0), key=lambda saving: -saving.saved_bytes)
+
+
+def _activation_savings(rest_bytes: int, now: Switches, to_host: bool) -> list[Saving]:
+    savings = []
+    inputs_bytes = _block_inputs(now)
+    if not now.chunk_loss:
+        savings.append(
+            Saving(
+                "memory.chunk_loss=true",
+                now.batch_size * now.seq_len * now.vocab_size * LOGITS_BYTES,
+                f"{now.batch_size}x{now.seq_len} tokens x {now.vocab_size} logits x {LOGITS_BYTES} bytes, less a chunk",
+            )
+        )
+    if now.gradient_checkpointing == "none":
+        savings.append(
+            Saving(
+                "memory.gradient_checkpointing=full",
+                rest_bytes - inputs_bytes,
+                "the rest, less the inputs of the blocks, which it keeps",
+            )
+        )
+    elif to_host and not now.activation_offload:
+        savings.append(
+            Saving(
+                "memory.activation_offload=true",
+                inputs_bytes,
+                f"{now.batch_size}x{now.seq_len} tokens x {now.dim} wide x {now.n_layers} blocks x "
+                f"{_bytes(now.param_dtype)} bytes",
+            )
+        )
+    if now.batch_size > 1:
+        # The largest divisor but itself keeps the global batch exactly.
+        fewer = next(size for size in range(now.batch_size // 2, 0, -1) if now.batch_size % size == 0)
+        savings.append(
+            Saving(
+                f"train.batch_size={fewer} train.grad_accum={now.grad_accum * now.batch_size // fewer}",
+                round(rest_bytes * (1 - fewer / now.batch_size)),
+                "that share of the rest",
+            )
+        )
+    if now.param_dtype == "float32":
+        savings.append(Saving("parallel.param_dtype=bfloat16", rest_bytes // 2, "half of the rest, but for the logits"))
+    return savings
+
+
+def _offload_savings(live: LiveBytes, states: int, now: Switches) -> list[Saving]:
+    if now.cpu_offload:
+        return []
+    savings = []
+    if not now.optimizer_offload:
+        savings.append(Saving("memory.optimizer_offload=true", states, "the optimizer states"))
+    if now.parallel in SHARDING:
+        switch = "memory.cpu_offload=true" + " memory.optimizer_offload=false" * now.optimizer_offload
+        saved = live.parameters.device_bytes + live.gradients.device_bytes + states
+        savings.append(Saving(switch, saved, "parameters, gradients and optimizer states"))
+    return savings
+
+
+def _sharding_savings(live: LiveBytes, states: int, now: Switches) -> list[Saving]:
+    if now.fsdp_size >= now.world_size:
+        return []
+    share = 1 - now.fsdp_size / now.world_size
+    kept = live.parameters.device_bytes + live.gradients.device_bytes + states
+    return [
+        Saving(
+            "mesh.fsdp_size=-1" if now.parallel in SHARDING else "parallel=fsdp2 mesh.fsdp_size=-1",
+            round(kept * share),
+            f"{share:.0%} of parameters, gradients and states, when {now.world_size} ranks share them",
+        )
+    ]
+
+
+def _block_inputs(now: Switches) -> int:
+    """Bytes of the inputs of all blocks, which checkpointing keeps."""
+    return now.batch_size * now.seq_len * now.dim * now.n_layers * _bytes(now.param_dtype)
+
+
+def _bytes(dtype: str) -> int:
+    return 2 if dtype == "bfloat16" else 4

@@ -1,0 +1,198 @@
+"""What to say when memory runs out: what was live, by category, and which switch would save how much.
+
+The allocator's own message has the numbers of the moment in which it failed; while the error travels up, tensors are
+freed already. So they are read from there, and from the device where a message of another form does not have them.
+(Forms read from torch 2.7.1 and 2.13, CUDA and CPU, and from torch_npu 2.13.)
+"""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fsdptoys.device import Device, highest_resident_set_bytes
+
+from .live_bytes import LiveBytes, in_words
+from .oom_advice import Switches, device_savings, host_savings
+
+HOST_WORDS = ("DefaultCPUAllocator", "not enough memory: you tried to allocate", "Malloc pin memory failed")
+DEVICE_WORDS = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "NPU out of memory")
+REST = "the rest: activations, temporaries, gathered parameters"
+UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50, "EiB": 2**60}
+
+
+class ExplainedOutOfMemoryError(RuntimeError):
+    """Memory ran out; the message says what was live and what would make room."""
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What the run was doing, and what it held."""
+
+    step: int
+    """Number of the step, from 1; none in the construction."""
+    phase: str
+    """``construction``, where ``live`` is what is planned, or ``forward``, ``backward``, ``optimizer``, …"""
+    rank: int
+    live: LiveBytes
+    switches: Switches
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An allocation that failed; None where nobody tells."""
+
+    on_host: bool
+    """Whether it was host memory, which on a CPU is all there is."""
+    asked_bytes: int | None
+    total_bytes: int | None
+    """Of the device, or of the machine."""
+    allocated_bytes: int | None
+    """In tensors, when it failed; for host memory the largest resident set of this process."""
+    reserved_bytes: int | None
+    """Held by the device's allocator, when it failed."""
+
+
+@contextlib.contextmanager
+def explain_out_of_memory(device: Device, situation: Callable[[], Situation]) -> Iterator[None]:
+    """Turn an allocation that failed within into an ``ExplainedOutOfMemoryError``; other errors pass untouched.
+
+    Args:
+        device: of this rank.
+        situation: called after the failure alone.
+
+    Raises:
+        ExplainedOutOfMemoryError: from the allocator's own error.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is the first, NumPy's the second
+        if not is_out_of_memory(error) or isinstance(error, ExplainedOutOfMemoryError):
+            raise
+        report = out_of_memory_report(read_failure(error, device), situation(), device.type)
+        raise ExplainedOutOfMemoryError(report) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, on the device or on the host."""
+    if isinstance(error, (torch.OutOfMemoryError, ExplainedOutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in HOST_WORDS + DEVICE_WORDS)
+
+
+def read_failure(error: BaseException, device: Device) -> Failure:
+    """Read the numbers from an allocator's message, and those that it lacks from the device."""
+    text = str(error)
+    asked = _size_after(text, "(?:ried to|Unable to) allocate")
+    on_host = isinstance(error, MemoryError) or any(words in text for words in HOST_WORDS)
+    if on_host or not device.is_accelerator:
+        return Failure(True, asked, Device("cpu").total_memory_bytes, highest_resident_set_bytes(), None)
+    now = device.memory()
+    # CUDA: "77.21 GiB is allocated by PyTorch[, with … in private pools], and 120.45 MiB is reserved by PyTorch but
+    # unallocated". NPU: "60.97 GiB total capacity; 30.00 GiB already allocated; …; 31.00 GiB reserved in total".
+    allocated = _size_before(text, r"(?:is allocated by PyTorch|already allocated)")
+    reserved = _size_before(text, "reserved in total")
+    unallocated = _size_before(text, "is reserved by PyTorch but unallocated")
+    if reserved is None and allocated is not None and unallocated is not None:
+        reserved = allocated + unallocated
+    return Failure(
+        on_host=False,
+        asked_bytes=asked,
+        total_bytes=device.total_memory_bytes,
+        allocated_bytes=now.allocated_bytes if allocated is None else allocated,
+        reserved_bytes=now.reserved_bytes if reserved is None else reserved,
+    )
+
+
+def out_of_memory_report(failure: Failure, situation: Situation, device_type: str) -> str:
+    """What was live and what would make room, in a few lines.
+
+    Args:
+        failure: the allocation that failed.
+        situation: what the run was doing, and what it held.
+        device_type: ``cuda``, ``npu`` or ``cpu``.
+    """
+    live, switches = situation.live, situation.switches
+    on_cpu = device_type == "cpu"
+    held = live.on_host() if failure.on_host else live
+    rest_bytes = max(0, (failure.allocated_bytes or 0) - held.device_bytes)
+    rows = [
+        (held.parameters.device_bytes, "parameters"),
+        (held.gradients.device_bytes, "gradients"),
+        (held.states.device_bytes, "optimizer states"),
+        (rest_bytes, REST + (", Python and its libraries" if failure.on_host else "")),
+    ]
+    constructing = situation.phase == "construction"
+    if constructing:
+        rows = [(held.parameters.device_bytes, "parameters, once all are made")]
+    memory = "host memory" if failure.on_host else "the device memory"
+    lines = [
+        *_headline(failure, situation, device_type),
+        f"{'planned' if constructing else 'live'} in {memory} of this rank:",
+        *(f"  {row}" for row in _columns([(in_words(count), what) for count, what in rows])),
+    ]
+    if not failure.on_host and live.on_host().device_bytes:
+        lines.append(f"  and in host memory {in_words(live.on_host().device_bytes)} of the first three")
+    if situation.phase != "optimizer" and switches.states_bytes > (
+        live.states.device_bytes or held.states.device_bytes
+    ):
+        lines.append(f"  still to come in the first step of the optimizer: {in_words(switches.states_bytes)} of states")
+    if failure.on_host and not on_cpu:
+        savings = host_savings(live, switches)
+    else:
+        savings = device_savings(held, rest_bytes, situation.phase, switches, to_host=not on_cpu)
+    if savings:
+        lines.append("what would make room, each by itself and at most:")
+        cells = [(in_words(saving.saved_bytes), saving.switch, saving.why) for saving in savings]
+        lines += [f"  {row}" for row in _columns(cells)]
+    else:
+        lines.append("no switch is left that would make room; use a smaller model, shorter sequences or more ranks")
+    return "\n".join(lines)
+
+
+def _headline(failure: Failure, situation: Situation, device_type: str) -> list[str]:
+    where = "host memory" if failure.on_host else f"the memory of the {device_type} device"
+    numbers = {
+        "asked for": failure.asked_bytes,
+        "in all": failure.total_bytes,
+        "resident in this process at most" if failure.on_host else "allocated": failure.allocated_bytes,
+        "reserved": failure.reserved_bytes,
+    }
+    known = [f"{in_words(count)} {what}" for what, count in numbers.items() if count is not None]
+    when = "construction" if situation.phase == "construction" else f"{situation.phase} of step {situation.step}"
+    return [
+        f"{where} ran out on rank {situation.rank} in the {when}",
+        *([", ".join(known)] if known else []),
+    ]
+
+
+def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Rows with the first column to the right, the last as it is, and the others to the left."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            [
+                row[0].rjust(widths[0]),
+                *(cell.ljust(width) for cell, width in zip(row[1:-1], widths[1:-1], strict=True)),
+                row[-1],
+            ]
+        )
+        for row in rows
+    ]
+
+
+_SIZE = r"(\d+(?:\.\d+)?)\s*(bytes|[KMGTPE]iB)"
+
+
+def _size_after(text: str, words: str) -> int | None:
+    return _in_bytes(re.search(rf"{words}:?\s*{_SIZE}", text))
+
+
+def _size_before(text: str, words: str) -> int | None:
+    return _in_bytes(re.search(rf"{_SIZE} {words}", text))
+
+
+def _in_bytes(match: re.Match[str] | None) -> int | None:
+    return round(float(match[1]) * UNITS[match[2]]) if match else None

@@ -1,0 +1,176 @@
+"""What ``fsdptoys compare`` prints."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table as Grid
+from rich.text import Text
+
+from fsdptoys.utils.text import encodable, printable
+
+from .compare import Comparison, Course, Difference
+from .setting_diff import plain
+from .setting_effects import Effect
+
+REASONS = {
+    Effect.training: "Settings that make it another training",
+    Effect.format: "Settings of number formats, which bring losses apart by what these round",
+    Effect.rounding: "Settings that change the order of adding, or a kernel: the last bits",
+    Effect.none: "Settings that change no bit",
+}
+
+
+COURSE_HEAD = ("", "first", "A", "B", "apart", "relative", "steps", "most", "at step")
+
+DISPENSABLE = ("apart", "steps", "relative", "at step", "most")
+"""Of these columns the first go where a line has no room: numbers are never broken."""
+
+GAP = 2
+"""Spaces between columns."""
+
+
+def print_comparison(found: Comparison, names: tuple[str, str], console: Console) -> None:
+    """Print the verdict, the numbers behind it, and what could explain it.
+
+    Args:
+        found: what was compared.
+        names: of the two runs.
+        console: where to.
+    """
+    _line(verdict(found), console, "bold")
+    for sentence in [*_ends(found, names), *_not_finite(found), *map(plain, found.notes)]:
+        _line(sentence, console)
+    console.print()
+    for letter, name in zip("AB", names, strict=True):
+        _line(f"{letter}: {plain(name)}", console)
+    console.print()
+    _print_courses([COURSE_HEAD, *map(_course_row, found.courses)], console)
+    changes = [(effect, [each for each in found.changes if each.effect is effect]) for effect in Effect]
+    for effect, group in changes:
+        if group:
+            console.print()
+            _line(REASONS[effect], console, "bold")
+            _grid(
+                [
+                    ("", "A", "B"),
+                    *(
+                        (plain(each.key.removesuffix(".name")), _shown(each.first), _shown(each.second))
+                        for each in group
+                    ),
+                ],
+                console,
+            )
+    if found.environment:
+        console.print()
+        _line("Where they ran", console, "bold")
+        _grid(
+            [("", "A", "B"), *((plain(key), _shown(old), _shown(new)) for key, old, new in found.environment)], console
+        )
+    if not found.changes and not found.environment:
+        console.print()
+        _line("All settings, versions and machines are the same.", console)
+
+
+def verdict(found: Comparison) -> str:
+    """One sentence."""
+    steps = f"{found.courses[0].steps:,} step{'s' * (found.courses[0].steps != 1)}"
+    how = f"within {found.tolerance:g} relative" if found.tolerance else "equal in every bit"
+    first = found.first_difference
+    if first is None:
+        told = f"The {steps} that both have are {how}"
+        if found.only_first or found.only_second:
+            return f"{told}, but one has more."
+        return f"{told}, but not all lines can be read." if found.unread else f"Same: {steps}, {how}."
+    course, difference = first
+    return (
+        f"They differ from step {difference.step} on, first in the {course.quantity}: {_number(difference.first)} and "
+        f"{_number(difference.second)}, {_apart(difference)}; {steps} were compared."
+    )
+
+
+def _ends(found: Comparison, names: tuple[str, str]) -> list[str]:
+    told = []
+    for steps, letter, name in ((found.only_first, "A", names[0]), (found.only_second, "B", names[1])):
+        if steps:
+            span = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps):,} steps, {steps[0]} to {steps[-1]},"
+            told.append(f"{letter} ({plain(name)}) has {span} that the other has not.")
+    return told
+
+
+def _not_finite(found: Comparison) -> list[str]:
+    return [
+        f"The {course.quantity} is NaN or infinite in {course.not_finite[0]:,} of A's and {course.not_finite[1]:,} of "
+        f"B's {course.steps:,} steps; NaN counts as equal to NaN."
+        for course in found.courses
+        if any(course.not_finite)
+    ]
+
+
+def _course_row(course: Course) -> tuple[str, ...]:
+    first, largest = course.first, course.largest
+    shown = first or largest
+    if shown is None:
+        return (course.quantity, "-", "equal", "equal", "0", "0", "0", "0", "-")
+    assert largest is not None
+    return (
+        course.quantity,
+        str(first.step) if first else "-",
+        _number(shown.first),
+        _number(shown.second),
+        _short(shown.absolute),
+        _short(shown.relative),
+        f"{course.differing:,}",
+        _short(largest.relative),
+        str(largest.step),
+    )
+
+
+def _apart(difference: Difference) -> str:
+    if not math.isfinite(difference.relative):
+        return "which are not both finite"
+    return f"{_short(difference.absolute)} apart ({_short(difference.relative)} relative)"
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.9g}"
+
+
+def _short(value: float) -> str:
+    return f"{value:.2g}"
+
+
+def _shown(value: Any) -> str:
+    return plain(value) if value is not None else "-"
+
+
+def _print_courses(rows: Sequence[Sequence[str]], console: Console) -> None:
+    """Lines of numbers, with as many columns as there is room for."""
+    columns = list(zip(*rows, strict=True))
+    widths = {column[0]: max(map(len, column)) for column in columns}
+    for name in DISPENSABLE:
+        if sum(widths.values()) + GAP * (len(widths) - 1) > console.width:
+            del widths[name]
+    kept = [column for column in columns if column[0] in widths]
+    for index, row in enumerate(zip(*kept, strict=True)):
+        cells = [
+            text.rjust(width) if place else text.ljust(width)
+            for place, (text, width) in enumerate(zip(row, widths.values(), strict=True))
+        ]
+        _line((" " * GAP).join(cells), console, "" if index else "dim")
+
+
+def _grid(rows: Sequence[Sequence[str]], console: Console) -> None:
+    table = Grid.grid(padding=(0, GAP, 0, 0), pad_edge=False)
+    for _ in rows[0]:
+        table.add_column(overflow="fold")
+    for index, row in enumerate(rows):
+        table.add_row(
+            *(Text(encodable(printable(text), console.file)) for text in row), style="dim" if index == 0 else ""
+        )
+    console.print(table, highlight=False)
+
+
+def _line(text: str, console: Console, style: str = "") -> None:
+    console.print(encodable(printable(text), console.file), style=style, highlight=False, markup=False, emoji=False)

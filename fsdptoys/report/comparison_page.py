@@ -1,0 +1,216 @@
+"""The parts of the page of several runs."""
+
+import math
+from collections.abc import Sequence
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.plan.search.ranking import (
+    layout,
+    traits,
+)
+from fsdptoys.sweep import JobStatus
+from fsdptoys.train.recorded_run import RecordedRun
+
+from . import columns
+from .comparison_figures import draw_comparison
+from .figures import Picture
+from .html import Cell, escape, table
+from .page_parts import (
+    NOT_PREDICTED,
+    Section,
+    cards,
+    definitions_section,
+    environment_section,
+    figures_html,
+    notes_html,
+    prediction_table,
+)
+from .plot_inputs import Shown, measure_of
+from .runs_table import Collection, Record
+from .setting_diff import as_word, differing, own_key, plain
+from .table import (
+    make_table,
+)
+from .table_data import (
+    MARK,
+    Table,
+)
+
+
+def comparison_page(collection: Collection, folder: str) -> tuple[list[Section], list[Picture]]:
+    """The parts and the pictures.
+
+    Args:
+        collection: of several rows, or of one that has done nothing.
+        folder: of the PNGs, as a link.
+    """
+    rows = make_table(collection)
+    settings = rows.settings
+    varied = [own_key(key) for record in collection.records for key in record.varied or {}]
+    keys = differing(settings, varied)
+    names = short_names(collection.records)
+    shown = [
+        Shown(
+            names[index],
+            record.run,
+            tuple(as_word(key, settings[index][key]) for key in keys if key in settings[index]),
+            record.status is JobStatus.done,
+        )
+        for index, (record, own) in enumerate(zip(collection.records, settings, strict=True))
+        if record.run is not None and record.run.steps
+    ]
+    runs = [(one.name, one.run) for one in shown]
+    pictures = draw_comparison(shown)
+    named = {picture.name: picture for picture in pictures}
+
+    def figures(*wanted: str) -> str:
+        return figures_html([named[name] for name in wanted if name in named], folder)
+
+    nothing = "<p>No run has done a step that could be drawn.</p>"
+    sections = [
+        Section("glance", "At a glance", _glance(collection, shown) + notes_html([run for _, run in runs])),
+        Section("table", "All configurations", _rows(rows)),
+        Section("tradeoff", "Memory and time", figures("memory_against_time") or nothing),
+        Section("splits", "What they consist of", figures("time_split", "memory_split") or nothing),
+        Section("curves", "Curves", figures("losses", "step_time") or nothing),
+        Section(
+            "prediction",
+            "Predicted and measured",
+            f'<div class="pair">{figures("predicted_time", "predicted_memory")}</div>{prediction_table(runs)}'
+            if any(run.comparisons() for _, run in runs)
+            else NOT_PREDICTED,
+        ),
+        Section("differences", "What differs between the configurations", _differences(names, settings, keys)),
+    ]
+    failed = _failed(collection, names)
+    if failed:
+        sections.append(Section("failed", "Failed, stopped and skipped", failed))
+    if runs:
+        sections += [environment_section(runs), definitions_section([run for _, run in runs])]
+    return sections, pictures
+
+
+def short_names(records: Sequence[Record]) -> list[str]:
+    """A name for each row that says what is special about it, in words that a chart can show.
+
+    A job's number with what is switched on; where that does not tell the rows of a sweep apart, with what it varies.
+    """
+    traits_of = [_traits(record.run) if record.varied is not None else "" for record in records]
+    alike: dict[str, list[dict[str, str]]] = {}
+    for words, record in zip(traits_of, records, strict=True):
+        if words and record.varied is not None:
+            alike.setdefault(words, []).append(record.varied)
+    telling = {key for group in alike.values() for key in group[0] if len({each.get(key) for each in group}) > 1}
+    names: list[str] = []
+    for words, record in zip(traits_of, records, strict=True):
+        varied = record.varied or {}
+        more = " ".join(as_word(key, value) for key, value in varied.items() if not words or key in telling)
+        own = plain(f"{record.name} {words if len(alike) > 1 or not more else ''} {more}")
+        count = names.count(own)
+        names.append(f"{own} ({count + 1})" if count else own)
+    return names
+
+
+def _traits(run: RecordedRun | None) -> str:
+    if run is None:
+        return ""
+    try:
+        config = run.config()
+    except ConfigError:
+        return ""
+    return " ".join([layout(config), *traits(config)])
+
+
+def _glance(collection: Collection, shown: Sequence[Shown]) -> str:
+    records = collection.records
+    done = sum(record.status is JobStatus.done for record in records)
+    shown = [one for one in shown if one.done] or shown
+    entries = [("configurations done", f"{done} of {len(records)}", _others(collection))]
+    timed = [one for one in shown if one.run.results.tokens_per_second is not None]
+    if timed:
+        fastest = max(timed, key=lambda one: one.run.results.tokens_per_second.median)  # type: ignore[union-attr]
+        speed = fastest.run.results.tokens_per_second
+        entries.append(("fastest", f"{speed.median:,.0f} tokens/s", fastest.name))  # type: ignore[union-attr]
+    measure = measure_of([one.run for one in shown])
+    if measure is not None:
+        read = [(measure.of(one.run.results), one.name) for one in shown]
+        least, name = min((memory, name) for memory, name in read if memory is not None)
+        entries.append((f"least memory: {measure.title}", f"{least:.3f} GiB", name))
+    losses = [(one.run.results.mean_last_loss, one) for one in shown if one.run.results.mean_last_loss is not None]
+    finite = [pair for pair in losses if pair[0] == pair[0]]
+    if finite:
+        loss, one = min(finite, key=lambda pair: pair[0])
+        entries.append(
+            ("lowest loss", f"{loss:.4f}", f"{one.name}, mean of its last {one.run.results.mean_last_steps} steps")
+        )
+    commands = "".join(f"<pre>{escape(command)}</pre>" for command in collection.commands)
+    return cards(entries) + commands
+
+
+def _others(collection: Collection) -> str:
+    counts: dict[str, int] = {}
+    for record in collection.records:
+        if record.status is not JobStatus.done:
+            counts[record.status.value] = counts.get(record.status.value, 0) + 1
+    if collection.skipped:
+        counts["skipped"] = len(collection.skipped)
+    return ", ".join(f"{count} {what}" for what, count in counts.items())
+
+
+def _rows(rows: Table) -> str:
+    headings = [column.heading for column in rows.columns]
+    cells = [
+        [_shown(column.cells[index], record, rows) for column in rows.columns]
+        for index, record in enumerate(rows.records)
+    ]
+    everywhere = "".join(f"<li>{escape(text)}</li>" for text in rows.everywhere)
+    same = f"<details><summary>The same in all rows</summary><ul>{everywhere}</ul></details>" if everywhere else ""
+    notes = "".join(f"<li>{escape(note)}</li>" for note in rows.notes)
+    caption = "Press a heading to sort; a third press brings the first order back."
+    made = table("rows", caption, headings, cells, sortable=True, filterable=True)
+    return f"{made}{same}<ul class=soft>{notes}</ul>"
+
+
+def _shown(cell: columns.Cell, record: Record, rows: Table) -> Cell:
+    value = cell.value
+    if isinstance(value, bool) or not isinstance(value, (int, float, str, type(None))):
+        value = cell.text
+    elif isinstance(value, float) and not math.isfinite(value):
+        value = None
+    off = record.status is not JobStatus.done and cell.text == record.status.value
+    return Cell(cell.text, value, "warn" * (off or cell.text.endswith(MARK)))
+
+
+def _key(value: object) -> float | str:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else plain(value)
+
+
+def _differences(names: Sequence[str], settings: Sequence[dict], keys: Sequence[str]) -> str:
+    if not keys:
+        return "<p>All settings are the same.</p>"
+    rows: list[list[Cell | str]] = []
+    for name, own in zip(names, settings, strict=True):
+        rows.append(
+            [name, *(Cell(plain(own[key]), _key(own[key])) if key in own else Cell("—", mark="quiet") for key in keys)]
+        )
+    count = len({key for own in settings for key in own})
+    caption = (
+        f"The {len(keys)} settings that are not the same everywhere, out of {count:,}; "
+        "a dash where a row has no such setting, or its switch is off."
+    )
+    return table("differences-table", caption, ["configuration", *(f"`{key}`" for key in keys)], rows, sortable=True)
+
+
+def _failed(collection: Collection, names: Sequence[str]) -> str:
+    rows: list[list[Cell | str]] = [
+        [name, Cell(record.status.value, record.status.value, "warn"), record.reason or "no reason was written down"]
+        for record, name in zip(collection.records, names, strict=True)
+        if record.status is not JobStatus.done
+    ]
+    rows += [
+        [" ".join(f"{key}={value}" for key, value in one.varied.items()), Cell("skipped", "skipped"), one.reason]
+        for one in collection.skipped
+    ]
+    if not rows:
+        return ""
+    return table("failed-table", "What gave no result, and why.", ("configuration", "status", "reason"), rows)

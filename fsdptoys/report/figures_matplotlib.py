@@ -1,0 +1,233 @@
+"""Pictures as PNG files through matplotlib, for papers, mails and chats; in light colors, with a legend."""
+
+import dataclasses
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fsdptoys.metrics.plots import shorten
+from fsdptoys.utils.atomic_write import write_atomically
+
+from .figures import Axis, Picture, Series, Shape
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+INK, GRID, SHADE = "#20262c", "#d9dde1", "#eef1f4"
+SYMBOLS = {
+    "circle": "o",
+    "square": "s",
+    "diamond": "D",
+    "triangle-up": "^",
+    "cross": "P",
+    "triangle-down": "v",
+    "x": "X",
+}
+STYLES: dict[str, Any] = {"solid": "-", "dash": (0, (6, 3)), "dot": (0, (1.5, 2)), "dashdot": (0, (6, 2, 1.5, 2))}
+OFFSETS = {
+    "right": ((8, 0), "left", "center"),
+    "left": ((-8, 0), "right", "center"),
+    "above": ((0, 8), "center", "bottom"),
+    "below": ((0, -8), "center", "top"),
+}
+LONGEST_NAME = 48
+MOST_BARS = 250
+"""Rows of one PNG: more are unreadable, and from 1,214 on higher than matplotlib can draw."""
+
+
+def draw_png(picture: Picture, path: Path) -> None:
+    """Draw a picture, without a display and without pyplot's global state."""
+    from matplotlib.figure import Figure  # 0.7 s to import
+
+    picture = _first_bars(picture)
+    names = len(picture.series) + bool(picture.bands)
+    height = 5.2 + 0.2 * max(0, (names + 2) // 3 - 1)
+    if picture.y.categories:
+        height = 1.9 + 0.36 * len(picture.y.categories) + 0.2 * ((names + 2) // 3)
+    figure = Figure(figsize=(9, height), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    axes.set_title(picture.title, loc="left", fontsize=12, fontweight="bold", parse_math=False, color=INK)
+    for index, band in enumerate(picture.bands):
+        axes.axvspan(band.start, band.end, color=SHADE, zorder=0, label=None if index else picture.bands_text)
+    lefts: dict[str, float] = dict.fromkeys(picture.y.categories, 0.0)
+    below: np.ndarray | None = None
+    for series in picture.series:
+        if series.shape is Shape.bars:
+            _draw_bars(axes, series, picture.y.categories, lefts)
+        elif series.shape is Shape.area:
+            below = _draw_area(axes, series, below)
+        else:
+            _draw_line(axes, series, picture.y.categories)
+    for rule in picture.rules:
+        draw = axes.axvline if rule.upright else axes.axhline
+        draw(rule.at, color=INK, linestyle=(0, (5, 3)), linewidth=1.1, label=rule.text)
+    _set_axes(axes, picture)
+    for label in picture.labels:
+        offset, across, up = OFFSETS[label.side]
+        axes.annotate(
+            label.text,
+            (label.x, label.y),
+            xytext=offset,
+            textcoords="offset points",
+            ha=across,
+            va=up,
+            fontsize=8,
+            color=INK,
+            parse_math=False,
+        )
+    if names + len(picture.rules) > 1:
+        columns = 2 if max(len(series.name) for series in picture.series) > 34 else 3
+        legend = figure.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize=8.5)
+        for text in legend.get_texts():
+            text.set_parse_math(False)
+            text.set_text(shorten(text.get_text(), LONGEST_NAME))
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    write_atomically(path, buffer.getvalue())
+
+
+def _first_bars(picture: Picture) -> Picture:
+    """The picture, or of one with too many rows the first; its title tells so."""
+    rows = picture.y.categories
+    if len(rows) <= MOST_BARS:
+        return picture
+    kept = rows[:MOST_BARS]
+    return dataclasses.replace(
+        picture,
+        title=f"{picture.title} (the first {MOST_BARS:,} of {len(rows):,} rows)",
+        y=dataclasses.replace(picture.y, categories=kept),
+        series=tuple(one for one in (_of_rows(series, frozenset(kept)) for series in picture.series) if len(one.x)),
+    )
+
+
+def _of_rows(series: Series, rows: frozenset[str]) -> Series:
+    """What a series says of these rows."""
+    at = [index for index, name in enumerate(series.y) if name in rows]
+    return dataclasses.replace(
+        series,
+        x=[series.x[i] for i in at],
+        y=[str(series.y[i]) for i in at],
+        hover=tuple(series.hover[i] for i in at) if series.hover else (),
+        low=tuple(series.low[i] for i in at) if series.low else (),
+        high=tuple(series.high[i] for i in at) if series.high else (),
+    )
+
+
+def _draw_bars(axes: "Axes", series: Series, categories: tuple[str, ...], lefts: dict[str, float]) -> None:
+    names = [str(name) for name in series.y]
+    axes.barh(
+        [categories.index(name) for name in names],
+        np.asarray(series.x, dtype=float),
+        left=[lefts[name] for name in names],
+        height=0.62,
+        color=series.color,
+        hatch=series.hatch * 2,
+        edgecolor="white",
+        linewidth=0.5,
+        label=series.name,
+    )
+    for name, size in zip(names, series.x, strict=True):
+        lefts[name] += size
+
+
+def _draw_area(axes: "Axes", series: Series, below: np.ndarray | None) -> np.ndarray:
+    heights = np.asarray(series.y, dtype=float)
+    floor = np.zeros_like(heights) if below is None else below
+    axes.fill_between(
+        series.x,
+        floor,
+        floor + heights,
+        facecolor=series.color,
+        edgecolor="white",
+        hatch=series.hatch,
+        linewidth=0.0,
+        label=series.name,
+        step="post",
+    )
+    return np.asarray(floor + heights)
+
+
+def _draw_line(axes: "Axes", series: Series, categories: tuple[str, ...]) -> None:
+    x = np.asarray(series.x, dtype=float)
+    y = np.array([categories.index(v) if isinstance(v, str) else v for v in series.y], dtype=float)
+    color = INK if series.ink else series.color
+    symbol = SYMBOLS[series.marker]
+    if series.shape is Shape.points:
+        if series.low:
+            spread = np.array([x - np.asarray(series.low), np.asarray(series.high) - x])
+            axes.errorbar(x, y, xerr=spread, fmt="none", ecolor=color, elinewidth=1.1, capsize=2.5, zorder=3)
+        axes.plot(
+            x,
+            y,
+            symbol,
+            color=color,
+            markersize=8,
+            label=series.name,
+            markeredgecolor="white",
+            markeredgewidth=0.5,
+            zorder=4,
+        )
+        return
+    steps = series.shape is Shape.steps
+    marked: dict[str, Any] = {"marker": symbol, "markersize": 3.5} if series.marked and not steps else {}
+    axes.plot(
+        x,
+        y,
+        color=color,
+        alpha=0.4 if series.faint else 1.0,
+        linewidth=0.9 if series.faint else 1.6,
+        linestyle=STYLES["solid" if series.faint else series.dash],
+        drawstyle="steps-post" if steps else "default",
+        label=series.name,
+        **marked,
+    )
+
+
+def _set_axes(axes: "Axes", picture: Picture) -> None:
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+
+    for axis, given, set_scale in (
+        (axes.xaxis, picture.x, axes.set_xscale),
+        (axes.yaxis, picture.y, axes.set_yscale),
+    ):
+        axis.set_label_text(given.text, color=INK, parse_math=False)
+        if given.log:
+            set_scale("log")
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
+            axis.set_major_formatter("{x:,g}")
+            axis.set_minor_formatter(NullFormatter())
+        elif given.whole:
+            axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        elif not given.categories and _large(axis):
+            axis.set_major_formatter("{x:,.0f}")
+    categories = picture.y.categories
+    if categories:
+        axes.set_yticks(range(len(categories)), [shorten(name, LONGEST_NAME) for name in categories])
+        for text in axes.get_yticklabels():
+            text.set_parse_math(False)
+        axes.set_ylim(len(categories) - 0.4, -0.6)
+    elif any(series.shape in (Shape.points, Shape.steps) for series in picture.series) and picture.ranges:
+        axes.set_xlim(*picture.ranges[0])
+        axes.set_ylim(*picture.ranges[1])
+    else:
+        axes.margins(x=0.015)
+    _from_zero(axes, picture.x, picture.y)
+    if picture.diagonal and picture.ranges:
+        axes.plot(*picture.ranges, color=INK, linestyle=(0, (5, 3)), linewidth=1.1, label="predicted = measured")
+    axes.grid(color=GRID, linewidth=0.6, axis="x" if categories else "both")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _from_zero(axes: "Axes", x: Axis, y: Axis) -> None:
+    if x.from_zero:
+        axes.set_xlim(left=0)
+    if y.from_zero:
+        axes.set_ylim(bottom=0)
+
+
+def _large(axis: Any) -> bool:
+    low, high = axis.get_view_interval()
+    return max(abs(low), abs(high)) >= 10_000

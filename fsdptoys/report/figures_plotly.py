@@ -1,0 +1,236 @@
+"""Pictures to point into and zoom, through plotly: a figure as JSON, which the page's script gives to plotly.js.
+
+Colors of axes, grid and text are the page's, set by its script when it switches between light and dark; so are the
+legends, which are buttons that a keyboard reaches, as plotly's own are not.
+"""
+
+import html
+import json
+import math
+from typing import Any
+
+from fsdptoys.errors import ConfigError
+
+from .figures import Axis, Picture, Series, Shape
+
+HEIGHT, BAR_HEIGHT = 420, 30
+"""Pixels of a picture, and of each bar."""
+INK = "black"
+"""Stands for the color of the text, which the page's script puts in its place."""
+SIDES = {
+    "right": {"xanchor": "left", "xshift": 9},
+    "left": {"xanchor": "right", "xshift": -9},
+    "above": {"yanchor": "bottom", "yshift": 8},
+    "below": {"yanchor": "top", "yshift": -8},
+}
+"""Where a label's words are, from its point."""
+
+
+def check_plotly() -> None:
+    """Refuse to go on without plotly.
+
+    Raises:
+        ConfigError: naming what installs it.
+    """
+    try:
+        import plotly  # noqa: F401
+    except ImportError as missing:
+        raise ConfigError(
+            "a page needs plotly, which is not installed; run pip install 'fsdptoys[report]', or ask for --table"
+        ) from missing
+
+
+def plotly_script() -> str:
+    """Plotly's own JavaScript, as its Python package ships it."""
+    from plotly.offline import get_plotlyjs
+
+    return str(get_plotlyjs())
+
+
+def figure(picture: Picture) -> dict[str, Any]:
+    """Data and layout of a picture, checked by plotly."""
+    import plotly.graph_objects as go  # most of a second
+
+    traces = [trace for series in picture.series for trace in _traces(go, picture, series)]
+    made = go.Figure(traces, _layout(picture))
+    read: dict[str, Any] = json.loads(made.to_json())
+    read["layout"].pop("template", None)
+    return read
+
+
+def _traces(go: Any, picture: Picture, series: Series) -> list[Any]:
+    name = html.escape(series.name)
+    color = INK if series.ink else series.color
+    common = {"name": name, "meta": series.name, "showlegend": False}
+    hover: dict[str, Any] = {"hovertemplate": _hover(picture, series)}
+    if series.hover:
+        hover = {"hovertext": [_lines(text) for text in series.hover], "hovertemplate": "%{hovertext}<extra></extra>"}
+    if series.shape is Shape.bars:
+        return [
+            go.Bar(
+                x=list(series.x),
+                y=[html.escape(str(y)) for y in series.y],
+                orientation="h",
+                marker={
+                    "color": color,
+                    "line": {"width": 0},
+                    "pattern": {"shape": series.hatch, "solidity": 0.2, "fillmode": "overlay"},
+                },
+                **common,
+                **hover,
+            )
+        ]
+    y = [html.escape(value) if isinstance(value, str) else value for value in series.y]
+    spread = None
+    if series.low:
+        spread = {
+            "type": "data",
+            "symmetric": False,
+            "array": [high - x for x, high in zip(series.x, series.high, strict=True)],
+            "arrayminus": [x - low for x, low in zip(series.x, series.low, strict=True)],
+            "thickness": 1.4,
+            "width": 4,
+        }
+    if series.shape is Shape.points:
+        marker = {"symbol": series.marker, "size": 11, "color": color, "line": {"width": 1}}
+        return [go.Scatter(x=series.x, y=y, mode="markers", marker=marker, error_x=spread, **common, **hover)]
+    if series.shape is Shape.area:
+        return [
+            go.Scatter(
+                x=series.x,
+                y=series.y,
+                stackgroup="one",
+                line={"width": 0.6, "color": color, "shape": "hv"},
+                fillpattern={"shape": series.hatch, "solidity": 0.14, "fillmode": "overlay"},
+                **common,
+                **hover,
+            )
+        ]
+    steps = series.shape is Shape.steps
+    return [
+        go.Scatter(
+            x=series.x,
+            y=series.y,
+            mode="lines+markers" if series.marked and not steps else "lines",
+            line={
+                "color": color,
+                "dash": "solid" if series.faint else series.dash,
+                "width": 1 if series.faint else 2,
+                "shape": "hv" if steps else "linear",
+            },
+            marker={"symbol": series.marker, "size": 6},
+            opacity=0.4 if series.faint else 1.0,
+            connectgaps=False,
+            **common,
+            **hover,
+        )
+    ]
+
+
+def _hover(picture: Picture, series: Series) -> str:
+    name = html.escape(series.name)
+    if series.shape is Shape.bars or picture.y.categories:
+        return f"%{{y}}<br>{name}: %{{x:,.4~g}} {html.escape(picture.x.unit)}<extra></extra>"
+    x, y = (
+        "%{x:,}" if axis.whole else "%{" + letter + ":,.5~g}" for axis, letter in ((picture.x, "x"), (picture.y, "y"))
+    )
+    return f"{name}<br>{html.escape(picture.x.text)}: {x}<br>{html.escape(picture.y.text)}: {y}<extra></extra>"
+
+
+def _layout(picture: Picture) -> dict[str, Any]:
+    ranges = picture.ranges
+    height = HEIGHT
+    if picture.y.categories:
+        height = max(220, 110 + BAR_HEIGHT * len(picture.y.categories))
+    points = any(series.shape in (Shape.points, Shape.steps) for series in picture.series) and ranges is not None
+    layout: dict[str, Any] = {
+        "height": height,
+        "margin": {"l": 64, "r": 14, "t": 14, "b": 52},
+        "xaxis": _axis(picture.x, ranges[0] if ranges else None, points),
+        "yaxis": _axis(picture.y, ranges[1] if ranges else None, points),
+        "barmode": "stack",
+        "showlegend": False,
+        "hovermode": "closest",
+        "dragmode": "zoom",
+        "shapes": [],
+        "annotations": [],
+    }
+    for label in picture.labels:
+        place = {"x": label.x, "y": label.y, "text": html.escape(label.text), "name": "label"}
+        layout["annotations"].append({"showarrow": False, **place, **SIDES[label.side]})
+    for rule in picture.rules:
+        line = {"type": "line", "line": {"dash": "dash", "width": 1.3}, "layer": "below"}
+        place = (
+            {"x0": rule.at, "x1": rule.at, "y0": 0, "y1": 1, "yref": "paper"}
+            if rule.upright
+            else {"y0": rule.at, "y1": rule.at, "x0": 0, "x1": 1, "xref": "paper"}
+        )
+        layout["shapes"].append({**line, **place})
+        corner = {"x": rule.at, "y": 1, "yref": "paper"} if rule.upright else {"x": 1, "xref": "paper", "y": rule.at}
+        layout["annotations"].append(
+            {
+                **corner,
+                "text": html.escape(rule.text),
+                "showarrow": False,
+                "xanchor": "left" if rule.upright else "right",
+                "yanchor": "top" if rule.upright else "bottom",
+            }
+        )
+    for band in picture.bands:
+        layout["shapes"].append(
+            {
+                "type": "rect",
+                "x0": band.start,
+                "x1": band.end,
+                "y0": 0,
+                "y1": 1,
+                "yref": "paper",
+                "line": {"width": 0},
+                "layer": "below",
+                "name": "band",
+            }
+        )
+    if picture.diagonal and ranges is not None:
+        (low, high), _ = ranges
+        layout["shapes"].append(
+            {"type": "line", "x0": low, "x1": high, "y0": low, "y1": high, "line": {"dash": "dash", "width": 1.3}}
+        )
+    return layout
+
+
+def _log_ticks(low: float, high: float) -> dict[str, Any]:
+    """Whole numbers at the ticks, where plotly would write the last digit alone."""
+    decades = math.log10(high / low)
+    digits = (1,) if decades > 4 else (1, 2, 5) if decades > 0.8 else (1, 1.5, 2, 3, 4, 5, 6, 8)
+    powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
+    values = [digit * 10.0**power for power in powers for digit in digits]
+    return {"tickvals": values, "ticktext": [f"{value:,.6g}" for value in values]}
+
+
+def _axis(axis: Axis, ends: tuple[float, float] | None, fixed: bool) -> dict[str, Any]:
+    """Settings of an axis, with its ends where they are not plotly's to choose."""
+    made: dict[str, Any] = {"title": {"text": html.escape(axis.text), "standoff": 8}, "automargin": True}
+    if axis.categories:
+        names = [html.escape(name) for name in axis.categories]
+        return {
+            **made,
+            "type": "category",
+            "categoryorder": "array",
+            "categoryarray": names,
+            "range": [len(names) - 0.4, -0.6],
+            "fixedrange": True,
+        }
+    made |= {"type": "log" if axis.log else "linear", "exponentformat": "none", "separatethousands": True}
+    if axis.log and ends is not None:
+        made |= _log_ticks(*ends)
+    if axis.whole:
+        made |= {"tickformat": ",d", "minallowed": 0}
+    if axis.from_zero:
+        made["rangemode"] = "tozero"
+    if ends is not None and fixed:
+        made["range"] = [math.log10(end) for end in ends] if axis.log else list(ends)
+    return made
+
+
+def _lines(text: str) -> str:
+    return "<br>".join(html.escape(line) for line in text.split("\n"))

@@ -1,0 +1,145 @@
+"""``report.html``: one page of a run, or of many side by side, that needs neither server nor network.
+
+Everything is in the file: plotly's script, the page's own, its style, the numbers of the pictures. A content security
+policy forbids the browser to load anything else. Each picture also lies beside the page as a PNG, drawn from the same
+description. The price is plotly.js, 4.8 MB of every page; pictures of long runs are thinned out and say so.
+"""
+
+import json
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+
+import fsdptoys
+from fsdptoys.errors import ConfigError
+from fsdptoys.utils.atomic_write import write_atomically
+
+from .comparison_page import comparison_page
+from .figures import Picture
+from .figures_matplotlib import draw_png
+from .figures_plotly import check_plotly, figure, plotly_script
+from .html import escape
+from .page_parts import Section
+from .run_page import run_page
+from .runs_table import Collection
+
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
+    "base-uri 'none'; form-action 'none'"
+)
+
+
+def check_page(path: Path, named: str = "--out") -> None:
+    """Refuse a place where no page can be written, or a page that cannot be made, before anything is read.
+
+    Args:
+        path: of the page.
+        named: what the sentence calls it: the option, where that was typed.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise ConfigError(
+            f"{named} {path} must end in .html; write --out {path.name.partition('.')[0] or 'report'}.html"
+        )
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        problem = "is a folder" if path.is_dir() else f"lies in {path.parent}, which is no folder"
+        raise ConfigError(f"{named} {path} {problem}; write --out report.html")
+    check_plotly()
+
+
+def pictures_folder(path: Path) -> Path:
+    """Where the PNGs of a page go: beside it."""
+    return path.with_name(f"{path.stem}_pictures")
+
+
+def write_page(collection: Collection, path: Path, title: str | None = None) -> list[Path]:
+    """Write the page and its pictures.
+
+    Args:
+        collection: what is reported; of a single run with steps, and no more, it becomes the page of that run.
+        path: of the page, which ends in ``.html``; one that is there already is replaced.
+        title: heading of the page; the collection's, if none is given.
+
+    Returns:
+        What was written: the page first.
+
+    Raises:
+        ConfigError: if plotly is missing, or nothing can be written there.
+    """
+    check_page(path, "the page")
+    folder = pictures_folder(path)
+    first = collection.records[0] if len(collection.records) == 1 and not collection.skipped else None
+    if first is not None and first.run is not None and first.run.steps:
+        sections, pictures = run_page(first, first.run, folder.name)
+    else:
+        sections, pictures = comparison_page(collection, folder.name)
+    page = render_page(title or collection.title, _subtitle(collection), sections, pictures)
+    written = [path]
+    try:
+        for picture in pictures:
+            folder.mkdir(exist_ok=True)
+            written.append(folder / f"{picture.name}.png")
+            draw_png(picture, written[-1])
+        write_atomically(path, page)
+    except OSError as mistake:
+        raise ConfigError(
+            f"the page {path} cannot be written ({mistake.strerror or mistake}); write --out report.html"
+        ) from mistake
+    return written
+
+
+def render_page(title: str, subtitle: str, sections: Sequence[Section], pictures: Sequence[Picture]) -> str:
+    """The page's text."""
+    own = files("fsdptoys.report")
+    style, script = (own.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    figures = [{"name": picture.name, **figure(picture)} for picture in pictures]
+    links = "".join(f'<li><a href="#{part.name}">{escape(part.heading)}</a></li>' for part in sections)
+    body = "".join(
+        f'<section id="{part.name}" aria-labelledby="{part.name}-heading"><h2 id="{part.name}-heading">'
+        f"{escape(part.heading)}</h2>{part.body}</section>"
+        for part in sections
+    )
+    return "\n".join(
+        [
+            "<!DOCTYPE html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{escape(title)}</title><style>{style}</style></head><body>",
+            f'<header><div class="top"><div><h1>{escape(title)}</h1><p class="soft">{escape(subtitle)}</p></div>'
+            '<button type="button" id="theme" hidden></button></div>'
+            f'<nav aria-label="Parts of this page"><ul>{links}</ul></nav></header>',
+            f"<main><noscript><p class=note>Pictures, sorting and filtering need JavaScript, which is off; the PNG "
+            f"beside each picture's title shows the same.</p></noscript>{body}</main>",
+            f"<footer>Written by fsdptoys {escape(fsdptoys.__version__)}. This file is complete: it loads nothing."
+            "</footer>",
+            f'<script type="application/json" id="figures">{embed_json(figures)}</script>',
+            f"<script>{plotly_script()}</script>",
+            f"<script>{script}</script></body></html>",
+            "",
+        ]
+    )
+
+
+def embed_json(value: object) -> str:
+    """JSON that can stand in a script: nothing in it ends one."""
+    return (
+        json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c").replace("\u2028", "\\u2028")
+    )
+
+
+def _subtitle(collection: Collection) -> str:
+    runs = [record.run for record in collection.records if record.run is not None]
+    devices = sorted({f"{run.device_name} ({run.device_type})" for run in runs})
+    models = sorted({str(model.get("name")) for run in runs if isinstance(model := run.tree.get("model"), dict)})
+    started = sorted(str(run.environment.get("started_at", ""))[:10] for run in runs)
+    dates = (
+        ""
+        if not started or not started[0]
+        else started[0]
+        if started[0] == started[-1]
+        else f"{started[0]} to {started[-1]}"
+    )
+    return " · ".join(filter(None, [", ".join(models), ", ".join(devices), dates]))

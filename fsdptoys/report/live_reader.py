@@ -1,0 +1,221 @@
+"""A run as it is being written: its lines read as they come, and whether somebody still writes them.
+
+Nothing is written and no lock is held for longer than it takes to look. A line that is not whole yet is waited for.
+Where a run goes on from a checkpoint its file gets shorter and grows again, maybe past where we were: the last line
+that was read is looked at each time, and if it is another one, all of them are read anew.
+"""
+
+import contextlib
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from fsdptoys.config.saved import read_tree
+from fsdptoys.errors import ConfigError
+from fsdptoys.metrics import StepMetrics
+from fsdptoys.metrics.config import (
+    CONFIG_FILE,
+    ENVIRONMENT_FILE,
+    METRICS_FILE,
+    PREDICTION_FILE,
+    RESUMES_FILE,
+    SUMMARY_FILE,
+    MetricsConfig,
+)
+from fsdptoys.metrics.prediction import Prediction
+from fsdptoys.metrics.results import (
+    RunResults,
+    summarize,
+)
+from fsdptoys.metrics.resume_log import Resume, read_resumes, starts
+from fsdptoys.train.heartbeat import Sign, ranks_in_words
+from fsdptoys.train.recorded_run import MOST_RANKS, is_written, newest_signs, read_warmup
+from fsdptoys.utils.file_lock import is_locked
+from fsdptoys.utils.regular_file import open_regular
+
+LARGEST_READ_BYTES = 2**26
+"""Of lines at a time; a line that is longer than that is none of a run's."""
+
+MOST_STEPS = 2**53
+
+LATE_SECONDS = 5.0
+"""A rank behind the others for so long, and for three steps' time, is late."""
+
+
+class State(Enum):
+    """How a run stands."""
+
+    starting = "starting"
+    running = "running"
+    ended = "ended"
+    gone = "ended without a summary"
+    """Killed, or failed."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What of the files that are written once at each start is shown."""
+
+    title: str
+    planned_steps: int | None
+    warmup_steps: int
+    log_every: int
+    world_size: int | None
+    device: str | None
+    prediction: Prediction | None
+
+
+class FollowedRun:
+    """What there is of a run; ``poll`` brings it up to date."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.steps: list[StepMetrics] = []
+        self.resumes: list[Resume] = []
+        self.settings = _read_settings(path)
+        self._seen: dict[str, tuple[int, int] | None] = {}
+        self._offset = 0
+        self._last_line = b""
+
+    def poll(self) -> int:
+        """Read what has come; returns how many steps of before still stand, which is all unless the run went back."""
+        names = (CONFIG_FILE, ENVIRONMENT_FILE, PREDICTION_FILE, RESUMES_FILE)
+        seen = {name: _version(self.path / name) for name in names}
+        if seen != self._seen:
+            self._seen = seen
+            self.settings, self.resumes = _read_settings(self.path), read_resumes(self.path / RESUMES_FILE)
+        before = self.steps
+        try:
+            with open_regular(self.path / METRICS_FILE) as file:
+                file.seek(self._offset - len(self._last_line))
+                if file.read(len(self._last_line)) != self._last_line:
+                    self.steps, self._offset, self._last_line = [], 0, b""
+                    file.seek(0)
+                added: list[StepMetrics] = []
+                while whole := _whole_lines(file.read(LARGEST_READ_BYTES)):
+                    lines = whole.splitlines(keepends=True)
+                    added += [step for line in lines if (step := _step_of(line)) is not None]
+                    self._offset += len(whole)
+                    self._last_line = lines[-1]
+                    file.seek(self._offset)
+        except OSError:  # not there yet, or moved aside
+            self.steps, self._offset, self._last_line = [], 0, b""
+            return 0
+        self.steps = self.steps + added if added else self.steps
+        if self.steps[: len(before)] == before:
+            return len(before)
+        pairs = zip(before, self.steps, strict=False)
+        return next((index for index, (old, new) in enumerate(pairs) if old != new), min(len(before), len(self.steps)))
+
+    def state(self) -> State:
+        """How the run stands now."""
+        if is_written(self.path):
+            return State.running if self.steps else State.starting
+        return State.ended if (self.path / SUMMARY_FILE).exists() else State.gone
+
+    def signs(self) -> dict[int, Sign]:
+        """The last sign of each rank of the newest start."""
+        return newest_signs(self.path)
+
+    def results(self) -> RunResults:
+        """What the steps add up to so far."""
+        return summarize(self.steps, self.settings.warmup_steps, starts(self.resumes))
+
+    def seconds_left(self) -> float | None:
+        """Of the steps that are planned still, at the median time of the last fifty; nothing but steps counts."""
+        planned = self.settings.planned_steps
+        if planned is None or not self.steps:
+            return None
+        times = sorted(metrics.step_time_seconds for metrics in self.steps[-50:])
+        return max(0, planned - self.steps[-1].step) * times[len(times) // 2]
+
+    def late_ranks(self, signs: dict[int, Sign], now: float) -> dict[object, str]:
+        """A sentence for each rank that has ended, is stopped, or stays behind; none where all go on.
+
+        Args:
+            signs: the last of each rank.
+            now: seconds since 1970.
+
+        Returns:
+            What tells a sight from the next, though the sentence's age changes → the sentence.
+        """
+        if not signs:
+            return {}
+        patience = LATE_SECONDS
+        if self.steps:
+            patience = max(patience, 3 * self.steps[-1].step_time_seconds)
+        foremost = max(sign.place for sign in signs.values())
+        told: dict[object, str] = {}
+        for rank, sign in signs.items():
+            state = sign.state()
+            if state is not None:
+                told[rank, state] = f"rank {rank} {state}; its last sign is of {sign.described(now)}"
+            elif sign.place < foremost and now - sign.time > patience:
+                told[rank, sign.place] = f"rank {rank} is late; its last sign is of {sign.described(now)}"
+        silent = [rank for rank in range(self.settings.world_size or 0) if rank not in signs]
+        ending = any(sign.phase == "end" for sign in signs.values())  # ranks take their files away when they end
+        if silent and not ending and now - max(sign.time for sign in signs.values()) > patience:
+            told["silent", len(silent)] = f"{ranks_in_words(silent)} gave no sign yet"
+        return told
+
+
+def is_startable(path: Path) -> bool:
+    """Whether there is a run, or something that writes one."""
+    return (path / CONFIG_FILE).is_file() or (path / METRICS_FILE).is_file() or is_locked(path)
+
+
+def _read_settings(path: Path) -> Settings:
+    """What can be read of it; a file that is being written is read a moment later."""
+    config, environment = _read_tree(path / CONFIG_FILE), _read_tree(path / ENVIRONMENT_FILE)
+    train, metrics = _below(config, "train"), _below(config, "metrics")
+    names = [_below(config, "model").get("name"), _below(config, "parallel").get("name")]
+    prediction, device = None, _below(environment, "device").get("name")
+    with contextlib.suppress(ValueError):  # of another version, or not there
+        prediction = Prediction.from_dict(read_tree(path / PREDICTION_FILE))
+    return Settings(
+        title="-".join(str(name) for name in names if name) or path.name,
+        planned_steps=_number(train.get("steps")),
+        warmup_steps=read_warmup(config),
+        log_every=_number(metrics.get("log_every")) or MetricsConfig().log_every,
+        world_size=_number(environment.get("world_size"), MOST_RANKS),
+        device=device if isinstance(device, str) else None,
+        prediction=prediction,
+    )
+
+
+def _read_tree(path: Path) -> dict[str, Any]:
+    try:
+        return read_tree(path)
+    except ConfigError:
+        return {}
+
+
+def _below(tree: dict[str, Any], name: str) -> dict[str, Any]:
+    below = tree.get(name)
+    return below if isinstance(below, dict) else {}
+
+
+def _number(value: Any, most: int = MOST_STEPS) -> int | None:
+    """A number above 0; None where it is none."""
+    return value if type(value) is int and 0 < value <= most else None
+
+
+def _whole_lines(content: bytes) -> bytes:
+    return content[: content.rfind(b"\n") + 1]
+
+
+def _step_of(line: bytes) -> StepMetrics | None:
+    try:
+        return StepMetrics.from_json(line.decode())
+    except ValueError:
+        return None
+
+
+def _version(path: Path) -> tuple[int, int] | None:
+    """When a file was written last, and its length; None where it is not there."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_mtime_ns, stat.st_size

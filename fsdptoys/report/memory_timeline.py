@@ -1,0 +1,331 @@
+"""Memory over the steps that were profiled, told apart by what it was for, from what the profiler has left behind.
+
+Neither a trace nor a memory snapshot says what a block of memory is for. But both say when it came and went, and a step
+has phases: what a forward allocates and the backward frees are activations; what a backward allocates and that outlives
+it are gradients; what comes and goes within a phase is temporary. So blocks are told apart by the phases in which they
+were allocated and freed, which is measured and needs no guess; the names of :class:`Lifetime` say just that.
+
+What was live before the first step of a trace is in a CUDA trace as one sum, and not at all in one of a CPU, whose
+profiler counts from its own start.
+
+Pickles of snapshots are read by an unpickler that makes plain lists and dicts and refuses everything else, since a
+pickle from somebody else could otherwise run code.
+"""
+
+import bisect
+import gzip
+import pickle
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.utils.foreign import parse_json
+from fsdptoys.utils.from_tree import shown
+from fsdptoys.utils.regular_file import open_regular
+from fsdptoys.utils.text import one_line
+
+LARGEST_TRACE_BYTES = 2**26
+"""Of the packed file; larger ones take minutes to read."""
+
+LARGEST_UNPACKED_BYTES = 2**30
+
+LARGEST_SNAPSHOT_BYTES = 2**29
+
+LARGEST_NUMBER = 2**62
+"""Of bytes and of microseconds since 1970."""
+
+MISTAKES = (
+    OSError,
+    EOFError,
+    ValueError,
+    KeyError,
+    IndexError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    MemoryError,
+    RecursionError,
+    zlib.error,
+    pickle.UnpicklingError,
+)
+"""What a file raises that is no trace or snapshot: its values are used as they come, and there may be millions."""
+
+
+class Lifetime(Enum):
+    """From which phase to which a block lived."""
+
+    before = "live before the first event"
+    kept = "allocated in an update and kept (optimizer states)"
+    gradients = "from a backward until after it (gradients)"
+    activations = "from a forward to a backward (activations)"
+    temporary = "within one phase (temporary)"
+    other = "any other"
+
+
+@dataclass(frozen=True)
+class Block:
+    """One allocation."""
+
+    bytes: int
+    begin: float
+    end: float
+    """Infinite where it outlives the history; -infinite for a begin before it."""
+
+
+@dataclass(frozen=True)
+class Phases:
+    """When which phase begins: ``forward``, ``backward``, ``update``."""
+
+    moments: list[float]
+    names: list[str]
+
+    def at(self, moment: float) -> tuple[int, str]:
+        """Number and name of the phase in which a moment lies."""
+        index = max(bisect.bisect_right(self.moments, moment) - 1, 0)
+        return (index, self.names[index]) if self.names else (0, "forward")
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Bytes by lifetime after each event."""
+
+    file: str
+    moments: np.ndarray
+    unit: str
+    """Of the moments: ``ms``, or none for numbers of events."""
+    layers: dict[Lifetime, np.ndarray]
+    backwards: list[tuple[float, float]]
+    """From when to when."""
+    device: str
+    """What memory it is."""
+    knows_before: bool
+    """Whether what was live before is part of it."""
+
+    @property
+    def total(self) -> np.ndarray:
+        """Bytes of all lifetimes."""
+        return np.sum(list(self.layers.values()), axis=0)
+
+
+def read_timeline(folder: Path, device_type: str) -> Timeline | None:
+    """The memory history of one rank, the lowest that has one; None where the run left none.
+
+    Args:
+        folder: ``profile`` of a run directory.
+        device_type: ``cuda``, ``npu`` or ``cpu``.
+
+    Raises:
+        ConfigError: for a file that cannot be read, in a sentence.
+    """
+    for path in sorted(folder.glob("memory-rank*.pickle")):
+        return read_snapshot(path)
+    for path in sorted(folder.glob("rank*.json.gz")):
+        return read_trace(path, device_type)
+    return None
+
+
+def read_trace(path: Path, device_type: str) -> Timeline | None:
+    """From a trace by ``torch.profiler``; None where it was made without ``profile.memory=true``."""
+    try:
+        return _trace_timeline(path, device_type)
+    except MISTAKES as mistake:
+        raise ConfigError(
+            f"{path} cannot be read ({_reason(mistake)}); take the trace again with profile.memory=true"
+        ) from None
+
+
+def _trace_timeline(path: Path, device_type: str) -> Timeline | None:
+    with open_regular(path) as packed:
+        if path.stat().st_size > LARGEST_TRACE_BYTES:
+            raise ValueError(f"it is larger than {LARGEST_TRACE_BYTES // 2**20} MiB")
+        with gzip.open(packed) as file:
+            text = file.read(LARGEST_UNPACKED_BYTES + 1)
+    if len(text) > LARGEST_UNPACKED_BYTES:
+        raise ValueError(f"it holds more than {LARGEST_UNPACKED_BYTES // 2**20} MiB")
+    events = parse_json(text, non_finite=True)["traceEvents"]
+    wanted = 0 if device_type == "cpu" else 1  # c10's numbers of device types; an NPU writes no such trace
+    memory = sorted(
+        (e for e in events if e.get("name") == "[memory]" and e["args"]["Device Type"] == wanted),
+        key=lambda e: (_checked(e["ts"]), _checked(e["args"].get("Ev Idx", 0))),
+    )
+    if not memory:
+        return None
+    phases = _phases_of_trace(events)
+    start = float(memory[0]["ts"])
+    changes = [((e["ts"] - start) / 1e3, e["args"]["Addr"], int(_checked(e["args"]["Bytes"]))) for e in memory]
+    first = memory[0]["args"]
+    before = int(_checked(first["Total Allocated"])) - int(first["Bytes"])
+    stop = changes[-1][0]
+    phases = Phases([(moment - start) / 1e3 for moment in phases.moments], phases.names)
+    blocks = _blocks(changes)
+    lost = sum(block.bytes for block in blocks if block.begin == -np.inf)
+    if before > lost:
+        blocks.append(Block(before - lost, -np.inf, np.inf))
+    device = "host memory in tensors" if device_type == "cpu" else "device memory in tensors"
+    return _timeline(path.name, [moment for moment, _, _ in changes], "ms", blocks, phases, stop, device, before > 0)
+
+
+def read_snapshot(path: Path) -> Timeline | None:
+    """From a memory snapshot of a device; its moments are numbers of events, since not all have a time."""
+    try:
+        return _snapshot_timeline(path)
+    except MISTAKES as mistake:
+        raise ConfigError(f"{path} cannot be read ({_reason(mistake)}); take the snapshot again") from None
+
+
+def _snapshot_timeline(path: Path) -> Timeline | None:
+    with open_regular(path) as file:
+        if path.stat().st_size > LARGEST_SNAPSHOT_BYTES:
+            raise ValueError(f"it is larger than {LARGEST_SNAPSHOT_BYTES // 2**20} MiB")
+        snapshot = _Plain(file).load()
+    traces = snapshot["device_traces"]
+    device = max(range(len(traces)), key=lambda index: len(traces[index]), default=0)
+    events = [e for e in traces[device] if e["action"] in ("alloc", "free_completed")]
+    live = sum(
+        int(_checked(block.get("requested_size", block["size"])))
+        for segment in snapshot["segments"]
+        if segment.get("device", 0) == device
+        for block in segment["blocks"]
+        if block["state"] != "inactive"
+    )
+    signs = {"alloc": 1, "free_completed": -1}
+    changes = [(float(i), e["addr"], signs[e["action"]] * int(_checked(e["size"]))) for i, e in enumerate(events, 1)]
+    names = [phase_of_stack(e.get("frames", [])) for e in events]
+    if not changes:
+        return None
+    # A free in the middle of a phase may come from anywhere; only allocations tell which phase has begun.
+    moments: list[float] = []
+    phases: list[str] = []
+    for (moment, _, bytes), name in zip(changes, names, strict=True):
+        if bytes > 0 and (not phases or phases[-1] != name):
+            moments.append(moment if phases else 0.0)
+            phases.append(name)
+    blocks = _blocks(changes)
+    lost = sum(block.bytes for block in blocks if block.begin == -np.inf)
+    before = live - sum(change for _, _, change in changes) - lost
+    if before > 0:
+        blocks.append(Block(before, -np.inf, np.inf))
+    stop = changes[-1][0]
+    order = [moment for moment, _, _ in changes]
+    return _timeline(
+        path.name, order, "", blocks, Phases(moments, phases), stop, "device memory in tensors", bool(before + lost > 0)
+    )
+
+
+def _checked(value: float) -> float:
+    """A number that sums and pictures can hold.
+
+    Raises:
+        ValueError: if it is too large, or none.
+    """
+    if type(value) not in (int, float) or not abs(value) <= LARGEST_NUMBER:
+        raise ValueError(f"{shown(value)} is no number of bytes or microseconds")
+    return value
+
+
+def _reason(mistake: BaseException) -> str:
+    return one_line(mistake if str(mistake) else type(mistake).__name__)
+
+
+def phase_of_stack(frames: Sequence[dict[str, Any]]) -> str:
+    """The phase in which an allocation was made, by Python's stack of it.
+
+    Autograd's own thread has no Python below its hooks, so that a stack without the trainer is a backward's.
+    """
+    names = [frame["name"] for frame in frames if frame["filename"].endswith("fsdptoys/train/trainer.py")]
+    if any(name in ("_update", "_finish_updates") for name in names):
+        return "update"
+    in_backward = any(frame["filename"].endswith("torch/autograd/graph.py") for frame in frames)
+    return "backward" if in_backward or not names else "forward"
+
+
+def _phases_of_trace(events: Iterable[dict[str, Any]]) -> Phases:
+    """A forward begins with the look-up of tokens, a backward with autograd's first function after one."""
+    marks: list[tuple[float, str]] = []
+    for event in events:
+        name = event.get("name", "")
+        if event.get("ph") != "X":
+            continue
+        if name.startswith("Optimizer.step#"):
+            start = _checked(event["ts"])
+            marks += [(start, "update"), (start + _checked(event["dur"]), "updated")]
+        elif name.startswith("autograd::engine::evaluate_function"):
+            marks.append((_checked(event["ts"]), "backward"))
+        elif name == "aten::embedding" or name.startswith("ProfilerStep#"):
+            marks.append((_checked(event["ts"]), "forward"))
+    moments: list[float] = []
+    names: list[str] = []
+    for moment, name in sorted(marks):
+        plain = "forward" if name == "updated" else name
+        if not names or names[-1] != plain:
+            moments.append(float(moment))
+            names.append(plain)
+    return Phases(moments, names)
+
+
+def _blocks(changes: Sequence[tuple[float, Any, int]]) -> list[Block]:
+    """Pair each allocation with its free, by address."""
+    live: dict[Any, tuple[float, int]] = {}
+    blocks = []
+    for moment, address, bytes in changes:
+        if bytes > 0:
+            live[address] = moment, bytes
+        elif bytes < 0:
+            begin, size = live.pop(address, (-np.inf, -bytes))
+            blocks.append(Block(size, begin, moment))
+    return blocks + [Block(size, begin, np.inf) for begin, size in live.values()]
+
+
+def lifetime(block: Block, phases: Phases) -> Lifetime:
+    """What a block was for, as far as the phases of its begin and its end tell."""
+    if block.begin == -np.inf:
+        return Lifetime.before
+    begun, first = phases.at(block.begin)
+    if block.end == np.inf:
+        # What the end of the history cuts off counts as what it is in the steps before.
+        return {"update": Lifetime.kept, "backward": Lifetime.gradients}.get(first, Lifetime.other)
+    ended, last = phases.at(block.end)
+    if begun == ended:
+        return Lifetime.temporary
+    if first == "forward" and last == "backward":
+        return Lifetime.activations
+    if first == "backward":
+        return Lifetime.gradients
+    return Lifetime.kept if first == "update" else Lifetime.other
+
+
+def _timeline(
+    file: str,
+    moments: Sequence[float],
+    unit: str,
+    blocks: Sequence[Block],
+    phases: Phases,
+    stop: float,
+    device: str,
+    knows_before: bool,
+) -> Timeline:
+    """Add up the blocks of each lifetime, moment by moment."""
+    order = np.unique(np.asarray(moments, dtype=float))
+    sums = {kind: np.zeros(len(order) + 1) for kind in Lifetime}
+    for block in blocks:
+        kind = sums[lifetime(block, phases)]
+        kind[0 if block.begin == -np.inf else np.searchsorted(order, block.begin)] += block.bytes
+        kind[len(order) if block.end == np.inf else np.searchsorted(order, block.end)] -= block.bytes
+    layers = {kind: np.cumsum(change)[:-1] for kind, change in sums.items() if np.any(change[:-1])}
+    ends = [*phases.moments[1:], stop]
+    spans = zip(phases.moments, ends, phases.names, strict=True) if phases.names else ()
+    backwards = [(start, end) for start, end, name in spans if name == "backward"]
+    return Timeline(file, order, unit, layers, backwards, device, knows_before)
+
+
+class _Plain(pickle.Unpickler):
+    """Makes what a snapshot is made of: dicts, lists, texts and numbers."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, and a snapshot holds plain values alone")

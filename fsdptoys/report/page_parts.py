@@ -1,0 +1,144 @@
+"""What the pages of one run and of several have in common: cards, figures, environments, predictions, definitions."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fsdptoys.metrics.prediction import FLAGGED
+from fsdptoys.metrics.resume_log import flatten
+from fsdptoys.metrics.summary_notes import definitions
+from fsdptoys.train.recorded_run import RecordedRun
+
+from .figures import Picture
+from .html import Cell, bullets, escape, table
+
+NOT_PREDICTED = (
+    "<p>Nothing was predicted: a run foretells its time and memory with plan.predict=true and a hardware profile, that "
+    "of its device or one that plan.hardware names.</p>"
+)
+
+OF_EACH_RUN = ("started_at", "command")
+"""Of an environment: never the same, and no difference."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a page, with a heading that can be linked to."""
+
+    name: str
+    heading: str
+    body: str
+    """HTML."""
+
+
+def cards(entries: Sequence[tuple[str, str, str]]) -> str:
+    """Numbers to see first: what, value, and a line below it."""
+    return (
+        '<dl class="cards">'
+        + "".join(
+            f"<div><dt>{escape(what)}</dt><dd>{escape(value)}<small>{escape(more)}</small></dd></div>"
+            for what, value, more in entries
+        )
+        + "</dl>"
+    )
+
+
+def figure_html(picture: Picture, folder: str) -> str:
+    """The place of a picture, with what there is to read about it.
+
+    Args:
+        picture: to be drawn by the page's script.
+        folder: where its PNG is, as a link from the page.
+    """
+    return (
+        f'<figure id="{picture.name}"><h3>{escape(picture.title)} '
+        f'<a href="{escape(folder)}/{picture.name}.png" aria-label="PNG: {escape(picture.title)}">PNG</a></h3>'
+        f'<div class="plot" id="plot-{picture.name}" role="img" aria-label="{escape(picture.alt)}"></div><div></div>'
+        f"<figcaption>{escape(picture.caption)}</figcaption></figure>"
+    )
+
+
+def figures_html(pictures: Sequence[Picture], folder: str) -> str:
+    """Pictures below one another, those of curves two in a row where there is room."""
+    return "".join(figure_html(picture, folder) for picture in pictures)
+
+
+def environment_section(runs: Sequence[tuple[str, RecordedRun]]) -> Section:
+    """What the runs ran on; what is not the same everywhere is marked and told run by run."""
+    flats = [(name, dict(flatten(run.environment))) for name, run in runs]
+    keys = list(dict.fromkeys(key for _, flat in flats for key in flat if key not in OF_EACH_RUN or len(flats) == 1))
+    single = len(flats) == 1
+    rows: list[list[Cell | str]] = []
+    same: list[list[Cell | str]] = []
+    for key in keys:
+        values = group_by_value(flats, key)
+        if len(values) == 1:
+            same.append([key, next(iter(values)), *([] if single else [Cell("the same", mark="quiet nowrap")])])
+        else:
+            told = "; ".join(f"{value}: {', '.join(names)}" for value, names in values.items())
+            rows.append([key, Cell(told, mark="warn"), Cell("differs", mark="warn nowrap")])
+    caption = "Versions, machine and what decides speed in the environment, as the runs wrote them down."
+    headings = ("what", "value") if single else ("what", "value", "among the runs")
+    return Section("environment", "Environment", table("environments", caption, headings, rows + same, keys=True))
+
+
+def group_by_value(flats: Sequence[tuple[str, Mapping[str, Any]]], key: str) -> dict[str, list[str]]:
+    """Value, as text → names of those that have it."""
+    values: dict[str, list[str]] = {}
+    for name, flat in flats:
+        value = flat.get(key)
+        values.setdefault("not told" if value is None else str(value), []).append(name)
+    return values
+
+
+def prediction_table(runs: Sequence[tuple[str, RecordedRun]]) -> str:
+    """What was predicted beside what was measured; nothing where nothing was predicted."""
+    rows: list[list[Cell | str]] = []
+    several = len(runs) > 1
+    for name, run in runs:
+        for each in run.comparisons():
+            difference = Cell(
+                f"{each.difference:+.1%}" + f", over {FLAGGED:.0%}" * each.flagged,
+                each.difference,
+                "warn" * each.flagged,
+            )
+            numbers = [number(each.predicted, unit=each.unit), number(each.measured, unit=each.unit), difference]
+            rows.append([*([name] if several else []), each.what, *numbers])
+    if not rows:
+        return ""
+    methods = sorted(
+        {f"{run.prediction.method}, plan.hardware={run.prediction.hardware}" for _, run in runs if run.prediction}
+    )
+    caption = f"Predictions: {'; '.join(methods)}. The difference is a share of what was measured."
+    headings = [*(["run"] if several else []), "what", "predicted", "measured", "difference"]
+    return table("predictions", caption, headings, rows, sortable=several)
+
+
+def number(value: float | None, digits: int = 4, unit: str = "") -> Cell:
+    """A number with so many significant digits, sorted by its exact value."""
+    if value is None:
+        return Cell("")
+    if value != value:
+        return Cell("not a number", mark="warn")
+    text = f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
+    return Cell(f"{text} {unit}".strip(), value)
+
+
+def definitions_section(runs: Sequence[RecordedRun]) -> Section:
+    """How each number was made."""
+    warmups = sorted({run.results.warmup_steps for run in runs})
+    text = definitions(
+        warmups[0] if warmups else 0,
+        with_experts=any(run.results.routing is not None for run in runs),
+        with_skipped=any(run.results.skipped_steps for run in runs),
+        with_spikes=any(run.results.spikes for run in runs),
+        with_forecast=any(run.prediction is not None for run in runs),
+    )
+    if len(warmups) > 1:
+        text = text.replace(f"the first {warmups[0]} steps", f"the first {' or '.join(map(str, warmups))} steps")
+    return Section("definitions", "How the numbers were made", bullets(text))
+
+
+def notes_html(runs: Sequence[RecordedRun]) -> str:
+    """What could not be read."""
+    return "".join(f'<p class="note">{escape(note)}.</p>' for run in runs for note in run.notes)

@@ -1,0 +1,182 @@
+"""The parts of the page of one run."""
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.metrics.config import PROFILE_FOLDER, RESUMES_FILE
+from fsdptoys.metrics.resume_log import Resume, flatten, read_resumes
+from fsdptoys.metrics.run_environment import hardware_line
+from fsdptoys.train.recorded_run import RecordedRun
+
+from .figures import Picture
+from .html import Cell, escape, table
+from .page_parts import (
+    NOT_PREDICTED,
+    Section,
+    cards,
+    definitions_section,
+    environment_section,
+    figures_html,
+    notes_html,
+    prediction_table,
+)
+from .result_file import read_operators
+from .run_figures import draw_run, is_profiled, run_timeline
+from .runs_table import Record
+from .setting_diff import plain
+
+
+def run_page(record: Record, run: RecordedRun, folder: str) -> tuple[list[Section], list[Picture]]:
+    """The parts and the pictures.
+
+    Args:
+        record: of the run.
+        run: with steps.
+        folder: of the PNGs, as a link.
+    """
+    problem = ""
+    try:
+        timeline = run_timeline(run)
+    except ConfigError as mistake:
+        timeline, problem = None, f'<p class="note">{escape(mistake)}.</p>'
+    pictures = draw_run(run, timeline)
+    curves = [picture for picture in pictures if picture.name not in ("loss", "memory_timeline")]
+    loss = [picture for picture in pictures if picture.name == "loss"]
+    memory = [picture for picture in pictures if picture.name == "memory_timeline"]
+    sections = [
+        Section("glance", "At a glance", _glance(record, run) + notes_html([run])),
+        Section(
+            "curves",
+            "Curves",
+            figures_html(loss, folder) + f'<div class="pair">{figures_html(curves, folder)}</div>',
+        ),
+        Section("memory-by-category", "What the memory is for", problem + _memory(run, memory, folder)),
+        Section("prediction", "Predicted and measured", prediction_table([(record.name, run)]) or NOT_PREDICTED),
+        Section("operators", "Where the time goes", _operators(run)),
+        Section("starts", "Starts and checkpoints", _starts(run)),
+        Section("settings", "Settings", _settings(run)),
+        environment_section([(record.name, run)]),
+        definitions_section([run]),
+    ]
+    return sections, pictures
+
+
+def _glance(record: Record, run: RecordedRun) -> str:
+    results = run.results
+    entries = [("status", record.status.value, record.reason or f"{results.steps:,} steps")]
+    if results.last_loss is not None:
+        held_out = f", held out {results.eval_loss:.4f}" if results.eval_loss is not None else ""
+        entries.append(
+            ("last loss", f"{results.last_loss:.4f}", f"nats a token; first {results.first_loss:.4f}{held_out}")
+        )
+    if results.step_time_seconds is not None and results.tokens_per_second is not None:
+        spread = results.step_time_seconds
+        between = f"10% to 90%: {spread.p10 * 1e3:,.4g} to {spread.p90 * 1e3:,.4g} ms"
+        traced = "; with traced steps, which are slower" * is_profiled(run)
+        entries.append(("median step", f"{spread.median * 1e3:,.4g} ms", between + traced))
+        entries.append(("tokens/s, all ranks", f"{results.tokens_per_second.median:,.0f}", "median"))
+    if results.mfu is not None:
+        entries.append(("MFU", f"{results.mfu.median:.1%}", "median"))
+    if results.data_stall is not None:
+        entries.append(("waiting for data", f"{results.data_stall:.2%}", "of the step time, on rank 0"))
+    if results.memory_reserved_gib is not None:
+        peak = f"{results.memory_peak_gib:.2f} GiB at the peak in tensors" if results.memory_peak_gib else ""
+        entries.append(("device memory reserved", f"{results.memory_reserved_gib:.2f} GiB", peak))
+    elif results.resident_set_gib is not None:
+        highest = results.resident_set_peak_gib or results.resident_set_gib
+        entries.append(("resident set, highest", f"{highest:.3f} GiB", "of rank 0, Python included"))
+    for what, count in (("steps without update", results.skipped_steps), ("loss spikes", results.spikes)):
+        if count:
+            entries.append((what, f"{count:,}", ""))
+    return f"<p>{escape(hardware_line(run.environment))}</p>{cards(entries)}"
+
+
+def _memory(run: RecordedRun, pictures: list[Picture], folder: str) -> str:
+    parts = [figures_html(pictures, folder)]
+    if not pictures:
+        how = "profile.enabled=true profile.memory=true" if run.device_type == "cpu" else "profile.snapshot=true"
+        parts.append(f"<p>There is no history of the memory: {how} lets a run record one around a few steps.</p>")
+    if run.prediction is not None:
+        memory = run.prediction.memory
+        total = sum(memory.categories.values()) or 1
+        rows = [
+            [kind.value, Cell(f"{size / 2**20:,.2f}", size), Cell(f"{size / total:.1%}", size / total)]
+            for kind, size in sorted(memory.categories.items(), key=lambda item: -item[1])
+        ]
+        caption = (
+            "Predicted before the run: bytes on a rank at the peak of a step, which falls into its "
+            f"{memory.peak_phase}; {memory.peak_bytes / 2**20:,.2f} MiB in all."
+        )
+        parts.append(table("categories", caption, ("what for", "MiB", "share"), rows, sortable=True))
+    return "".join(parts)
+
+
+def _operators(run: RecordedRun) -> str:
+    rows = read_operators(run.path)
+    if not rows:
+        why = (
+            "it has no summary with a table of operators"
+            if (run.path / PROFILE_FOLDER).is_dir()
+            else "profile.enabled=true traces a few steps and lists the operators that take most time"
+        )
+        return f"<p>The run has no profile to tell: {why}.</p>"
+    cells: list[list[Cell | str]] = [[row[0], *(Cell(text, _size(text)) for text in row[1:])] for row in rows[1:]]
+    caption = (
+        "Operators with the largest self time over the traced steps, as the run's profiler found them; steps that are "
+        "traced are slower than others."
+    )
+    return table("operators-table", caption, rows[0], cells, sortable=True)
+
+
+UNITS = {"ms": 1.0, "bytes": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
+
+
+def _size(text: str) -> float | str | None:
+    """What a time or a size with its unit is sorted by."""
+    value, _, unit = text.replace(",", "").partition(" ")
+    try:
+        return float(value) * UNITS.get(unit, 1.0)
+    except ValueError:
+        return text or None
+
+
+def _starts(run: RecordedRun) -> str:
+    resumes = read_resumes(run.path / RESUMES_FILE)
+    parts = []
+    if resumes:
+        headings = ("time", "gone on", "from", "ranks", "settings changed", "earlier files moved to")
+        rows = [_resume_row(resume) for resume in resumes]
+        parts.append(
+            table("resumes", "Each time that the run went on, or began anew over earlier files.", headings, rows)
+        )
+    else:
+        parts.append("<p>The run had one start.</p>")
+    checkpoint = run.tree.get("checkpoint")
+    if isinstance(checkpoint, dict):
+        every = checkpoint.get("every")
+        parts.append(
+            f"<p>Checkpoints: every {every:,} steps, {escape(plain(checkpoint.get('form')))}.</p>"
+            if isinstance(every, int) and every
+            else "<p>No checkpoints were asked for (checkpoint.every=0), but for those on a signal.</p>"
+        )
+    return "".join(parts)
+
+
+def _resume_row(resume: Resume) -> list[Cell | str]:
+    changed = "; ".join(f"{key}: {plain(old)} → {plain(new)}" for key, (old, new) in (resume.changed or {}).items())
+    ranks = str(resume.world_size)
+    if resume.world_size_before not in (None, resume.world_size):
+        ranks = f"{resume.world_size_before} → {ranks}"
+    return [
+        resume.time,
+        f"after step {resume.step:,}" if resume.step else "anew",
+        resume.checkpoint or "",
+        ranks,
+        changed if resume.changed is not None else "not known",
+        resume.moved_to or "",
+    ]
+
+
+def _settings(run: RecordedRun) -> str:
+    rows = [[key, plain(value)] for key, value in flatten(run.tree)]
+    caption = "Every setting of the run, from config.yaml."
+    told = table("settings-table", caption, ("setting", "value"), rows, filterable=True, keys=True)
+    return f"<details><summary>All settings</summary>{told}</details>"

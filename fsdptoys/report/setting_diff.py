@@ -1,0 +1,165 @@
+"""Settings of rows side by side: which of them differ, and what they are called in a table.
+
+A setting whose switch is off, as the buckets of an offload that is not there, counts as one that a row does not have.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.metrics.resume_log import flatten
+from fsdptoys.sweep.folder import JOB_FILE, read_job
+from fsdptoys.utils.text import one_line
+
+from .runs_table import Record
+
+RANKS = "ranks"
+"""Stands beside the keys: ranks over all machines, which the launch decides."""
+
+HEADINGS = {
+    "model.name": "Model",
+    "parallel.name": "Strategy",
+    RANKS: "Ranks",
+    "mesh.fsdp_size": "FSDP size",
+    "train.batch_size": "Batch",
+    "train.grad_accum": "Micro-batches",
+    "train.seq_len": "Sequence",
+    "parallel.param_dtype": "Format",
+    "parallel.wrap": "Wrapped Module",
+    "memory.gradient_checkpointing": "Gradient Checkpointing",
+    "memory.chunk_loss": "Chunked Loss",
+    "memory.optimizer_offload": "Optimizer Offloading",
+    "memory.cpu_offload": "CPU Offloading",
+}
+"""Settings that every table tells, in its columns or above them; the last five are those of the classic tables."""
+
+UNTOLD = (
+    *("metrics.run_dir", "launch.device", "launch.nproc_per_node", "launch.nnodes", "launch.rdzv_endpoint"),
+    "launch.rdzv_token_file",
+)
+"""Another one for each row, or told by what the row ran on."""
+
+FOLLOWS = {
+    "parallel.reduce_dtype": "train.deterministic",
+    "optim.implementation": "memory.cpu_offload",
+    "train.init_seed": "train.seed",
+    "train.data_seed": "train.seed",
+    "train.sample_seed": "train.seed",
+}
+"""Setting → another one that decides it where nothing is said."""
+
+_SWITCHES = (
+    (r"memory\.chunk_(tokens|grad_dtype)", "memory.chunk_loss"),
+    (r"memory\.checkpointing_(start_index|every)", "memory.gradient_checkpointing"),
+    (r"memory\.offload_\w+", "memory.optimizer_offload"),
+    (r"memory\.cpu_(offload_executor|threads)", "memory.cpu_offload"),
+    (r"profile\.(?!enabled|snapshot)\w+", "profile.enabled"),
+)
+
+Settings = dict[str, Any]
+"""Dotted key → value."""
+
+
+def settings_of(record: Record) -> Settings:
+    """Every setting of a row that means something; where nothing was written, what its words say."""
+    if record.run is not None:
+        return {RANKS: record.run.world_size} | effective(record.run.tree)
+    settings = dict(_typed(word) for word in words_of(record) if "=" in word)
+    ranks = settings.get("launch.nproc_per_node")
+    if isinstance(ranks, int) and ranks > 0:
+        settings[RANKS] = ranks * settings.get("launch.nnodes", 1)
+    return settings
+
+
+def words_of(record: Record) -> list[str]:
+    """The words that started a job of a sweep; of a run that stands alone its environment tells the command."""
+    if record.varied is None:
+        return []
+    try:
+        return list(read_job(record.path.parent).words) if (record.path.parent / JOB_FILE).exists() else []
+    except ConfigError:
+        return []
+
+
+def effective(tree: Mapping[str, Any]) -> Settings:
+    """Dotted keys and values of a configuration, without those whose switch is off."""
+    flat = dict(flatten(dict(tree)))
+    kept = {key: value for key, value in flat.items() if not any(_is_off(flat, key, *switch) for switch in _SWITCHES)}
+    if kept.get("memory.gradient_checkpointing") != "selective":
+        kept.pop("memory.checkpointing_save", None)
+    return kept
+
+
+def differing(rows: Sequence[Settings], varied: Sequence[str] = ()) -> list[str]:
+    """Keys that do not have one value wherever they are there, in the order of the settings.
+
+    Of models with another name only what differs under one name counts, since a name stands for dozens of sizes.
+
+    Args:
+        rows: settings of each row.
+        varied: keys that count though a setting that they follow differs too.
+    """
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    found = [key for key in keys if key not in UNTOLD and _differs(rows, key)]
+    return [key for key in found if key in varied or not _follows(rows, key, found)]
+
+
+def own_key(key: str) -> str:
+    """The setting that a word of the command line sets: a group's choice is its name."""
+    return f"{key}.name" if "." not in key and f"{key}.name" in (*HEADINGS, "data.name", "optim.name") else key
+
+
+def heading(key: str) -> str:
+    """What a setting is called above its column."""
+    return HEADINGS.get(key, plain(key.removesuffix(".name")))
+
+
+def as_word(key: str, value: Any) -> str:
+    """A setting as it is typed."""
+    return f"{plain(key.removesuffix('.name'))}={plain(value)}"
+
+
+def plain(value: Any) -> str:
+    """A value as it is typed, on one line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(plain, value))}]"
+    return one_line(value, longest=None)
+
+
+def _is_off(flat: Settings, key: str, pattern: str, switch: str) -> bool:
+    return re.fullmatch(pattern, key) is not None and flat.get(switch) in (False, "none")
+
+
+def _differs(rows: Sequence[Settings], key: str) -> bool:
+    if key.startswith("model.") and key != "model.name":
+        names = {plain(row.get("model.name")) for row in rows}
+        same_name = ([row for row in rows if key in row and plain(row.get("model.name")) == name] for name in names)
+        return any(_several(row[key] for row in alike) for alike in same_name)
+    return _several(row[key] for row in rows if key in row)
+
+
+def _several(values: Any) -> bool:
+    return len({plain(value) for value in values}) > 1
+
+
+def _follows(rows: Sequence[Settings], key: str, found: Sequence[str]) -> bool:
+    """Whether a key has one value for each value of the one that decides it."""
+    leader = FOLLOWS.get(key)
+    if leader is None or leader not in found:
+        return False
+    having = [row for row in rows if key in row and leader in row]
+    values = {plain(row[leader]) for row in having}
+    return not any(_several(row[key] for row in having if plain(row[leader]) == value) for value in values)
+
+
+def _typed(word: str) -> tuple[str, Any]:
+    key, _, text = word.partition("=")
+    for kind in (int, float):
+        try:
+            return own_key(key), kind(text)
+        except ValueError:
+            continue
+    return own_key(key), {"true": True, "false": False, "null": None}.get(text, text)

@@ -1,0 +1,162 @@
+"""A table as Markdown for people, and as CSV and JSON for programs, which keep every column and every number raw."""
+
+import csv
+import io
+import json
+import math
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from fsdptoys.train.recorded_run import RecordedRun
+from fsdptoys.utils.text import printable
+
+from .columns import FORECASTS, MEASURES, Column, forecast_difference, measured_steps, spread_of
+from .comparability import source_fingerprint, source_of
+from .setting_diff import as_word, plain, words_of
+
+if TYPE_CHECKING:
+    from .table_data import (
+        Table,
+    )
+
+WITH_SPREAD = ("step_time_seconds", "tokens_per_second", "mfu")
+"""Measures of which there are percentiles."""
+
+
+def to_markdown(table: "Table") -> str:
+    """Title, what is the same everywhere, the rows, and the sentences about them."""
+    parts = [f"# {escape(table.title)}"]
+    if table.commands:
+        parts.append("\n".join(f"    {plain(command)}" for command in table.commands))
+    if table.everywhere:
+        parts.append(f"Everywhere: {'; '.join(map(escape, table.everywhere))}")
+    if table.records:
+        parts.append(_rows(table.columns))
+    if table.notes:
+        parts.append("\n".join(f"- {escape(note)}" for note in table.notes))
+    if table.skipped:
+        lines = [
+            f"- {escape(' '.join(as_word(key, value) for key, value in each.varied.items()))}: {escape(each.reason)}"
+            for each in table.skipped
+        ]
+        parts.append("\n".join(["Skipped:", "", *lines]))
+    return "\n\n".join(parts) + "\n"
+
+
+def to_csv(table: "Table") -> str:
+    """A line each row; empty where there is no value.
+
+    Words are on one line, and those that a spreadsheet would take for a formula begin with an apostrophe.
+    """
+    file = io.StringIO()
+    flat = [_flat_row(table, index) for index in range(len(table.records))]
+    rows = [{_defused(name): _defused(value) for name, value in row.items()} for row in flat]
+    writer = csv.DictWriter(file, list(rows[0]) if rows else ["run"], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()
+
+
+def to_json(table: "Table") -> str:
+    """All that is known of each row, in ASCII, which every terminal can hold; what is not a finite number is null."""
+    tree = {
+        "title": table.title,
+        "commands": table.commands,
+        "everywhere": table.everywhere,
+        "loss_step": table.loss_step,
+        "notes": table.notes,
+        "rows": [_deep_row(table, index) for index in range(len(table.records))],
+        "skipped": [{"varied": each.varied, "reason": each.reason} for each in table.skipped],
+    }
+    return json.dumps(_finite(tree), indent=2, allow_nan=False, default=str) + "\n"
+
+
+def escape(text: str) -> str:
+    """Text on one line that Markdown shows as it is."""
+    marked = re.sub(r"([\\|*`\[\]<>~$])", r"\\\1", plain(text))
+    return re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", marked).replace("&", "&amp;")
+
+
+def _rows(columns: Sequence[Column]) -> str:
+    head = " | ".join(escape(column.heading) for column in columns)
+    rule = " | ".join("---:" if column.numeric else "---" for column in columns)
+    count = len(columns[0].cells)
+    lines = [" | ".join(escape(column.cells[row].text) for column in columns) for row in range(count)]
+    return "\n".join(f"| {line} |" for line in [head, rule, *lines])
+
+
+def _flat_row(table: "Table", index: int) -> dict[str, Any]:
+    record = table.records[index]
+    row: dict[str, Any] = {"run": record.name, "path": str(record.path), "status": record.status.value}
+    row["reason"] = record.reason
+    row |= {column.name: _plain_cell(column.cells[index].value) for column in table.everything if column.setting}
+    row |= _measured(record.run)
+    row["loss_step"] = table.loss_step
+    for name in ("loss", "eval_loss"):
+        column = next((column for column in table.everything if column.name == name), None)
+        row[name] = column.cells[index].value if column is not None else None
+    found = table.disagreements.get(record.name)
+    row["disagrees_with"] = found.reference if found else None
+    row["disagrees_from_step"] = found.step if found else None
+    row["source"] = source_fingerprint(record.run.environment) if record.run else None
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()
+    }
+
+
+def _measured(run: RecordedRun | None) -> dict[str, Any]:
+    """Numbers of a run, each with its unit in its name."""
+    numbers: dict[str, Any] = {
+        "steps": run.results.steps if run else None,
+        "measured_steps": measured_steps(run) if run else None,
+        "warmup_steps": run.results.warmup_steps if run else None,
+    }
+    for measure in MEASURES:
+        if measure.name in WITH_SPREAD:
+            spread = spread_of(run, measure.name) if run else None
+            for part in ("median", "p10", "p90"):
+                numbers[f"{measure.name}_{part}"] = getattr(spread, part) if spread else None
+        else:
+            numbers[measure.name] = measure.read(run) if run else None
+    for forecast in FORECASTS:
+        numbers[forecast.name] = forecast.predicted(run) if run else None
+        numbers[f"{forecast.name}_difference"] = forecast_difference(run, forecast.name) if run else None
+    return numbers
+
+
+def _deep_row(table: "Table", index: int) -> dict[str, Any]:
+    record, run = table.records[index], table.records[index].run
+    flat = _flat_row(table, index)
+    chosen = {column.name for column in table.everything if column.setting}
+    found = table.disagreements.get(record.name)
+    return {
+        **{name: value for name, value in flat.items() if name not in chosen and not name.startswith("disagrees_")},
+        "varied": record.varied,
+        "words": words_of(record),
+        "settings": table.settings[index],
+        "disagreement": found.to_dict() if found else None,
+        "prediction": run.prediction.to_dict() if run and run.prediction else None,
+        "source_parts": source_of(run.environment) if run else None,
+        "environment": run.environment if run else None,
+    }
+
+
+def _plain_cell(value: Any) -> Any:
+    return plain(value) if isinstance(value, (bool, list)) else value
+
+
+def _defused(value: Any) -> Any:
+    """A cell without characters that steer a terminal or a spreadsheet."""
+    if not isinstance(value, str):
+        return value
+    text = printable(re.sub(r"\s", " ", value))
+    return f"'{text}" if text.lstrip().startswith(("=", "+", "-", "@")) else text
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,136 @@
+"""A table in a terminal: the columns that it has room for, and words for those that it has not."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table as Grid
+from rich.text import Text
+
+from fsdptoys.utils.text import encodable, printable
+
+from .columns import STAYS, Cell, Column
+from .setting_diff import as_word, plain
+
+if TYPE_CHECKING:
+    from .table_data import (
+        Table,
+    )
+
+GAP = 2
+"""Spaces between columns."""
+
+LEAST_WORDS = 32
+"""Characters that a column of words gets, where it has so many."""
+
+WANTED = 70
+"""Columns of this weight are worth more than a column for each setting."""
+
+SETTINGS = "settings"
+
+
+def print_table(table: "Table", console: Console) -> None:
+    """Print title, what is the same everywhere, the rows, and the sentences about them."""
+    _line(table.title, console, "bold")
+    if table.everywhere:
+        _line(f"Everywhere: {'; '.join(table.everywhere)}", console)
+    columns, left_out = fit(table.columns, console.width)
+    brief = width_of(table.columns) > console.width
+    if any(column.name == SETTINGS for column in columns):
+        usual = _usual_words([column for column in table.columns if column.setting])
+        _line(f"Where a row says nothing else: {' '.join(usual)}", console)
+    if table.records:
+        console.print()
+        _print_rows(columns, console)
+    console.print()
+    if brief:
+        names = ", ".join(["what stands in brackets", *(column.heading for column in left_out)])
+        _line(f"No room for {names}; --csv has all columns.", console)
+    for sentence in table.notes:
+        _line(sentence, console)
+    for skipped in table.skipped:
+        words = " ".join(as_word(key, value) for key, value in skipped.varied.items())
+        _line(f"skipped {words}: {plain(skipped.reason)}", console)
+
+
+def fit(columns: Sequence[Column], width: int) -> tuple[list[Column], list[Column]]:
+    """The columns that fit, and those that do not.
+
+    First percentiles go, then the lightest columns. Before one goes that everybody looks at, the settings share a
+    column of words, which wraps and says only what is not as in most rows.
+    """
+    kept = list(columns)
+    if width_of(kept) <= width:
+        return kept, []
+    brief = [_briefly(column) for column in kept]
+    for candidates, least in ((brief, WANTED), (_with_settings_in_one(brief), STAYS)):
+        kept = list(candidates)
+        while width_of(kept) > width and any(column.weight < least for column in kept):
+            kept.remove(min(kept, key=lambda column: column.weight))
+        if width_of(kept) <= width:
+            break
+    names = {column.name for column in kept}
+    return kept, [column for column in columns if column.name not in names and not column.setting]
+
+
+def width_of(columns: Sequence[Column]) -> int:
+    """Characters that columns need beside one another."""
+    return sum(_column_width(column) for column in columns) + GAP * (len(columns) - 1)
+
+
+def _column_width(column: Column) -> int:
+    """Of the widest cell, or the longest word of the heading, which may wrap; of a column of words, the least."""
+    texts = [cell.text for cell in column.cells]
+    if column.name == SETTINGS:
+        return max(len(column.heading), min(LEAST_WORDS, max(map(len, texts))))
+    return max(len(text) for text in [*column.heading.split(), *texts])
+
+
+def _briefly(column: Column) -> Column:
+    return replace(column, cells=[Cell(cell.value, cell.brief or cell.text) for cell in column.cells])
+
+
+def _with_settings_in_one(columns: Sequence[Column]) -> list[Column]:
+    """The same with one column for what is set otherwise than in most rows."""
+    settings = [column for column in columns if column.setting]
+    if not settings:
+        return list(columns)
+    usual = _usual_words(settings)
+    rows = [
+        [as_word(column.name, cell.value) for column in settings if (cell := column.cells[row]).value is not None]
+        for row in range(len(settings[0].cells))
+    ]
+    texts = [" ".join(word for word in words if word not in usual) or "-" for words in rows]
+    told = Column(SETTINGS, "Settings", [Cell(text, text) for text in texts], False, STAYS, setting=True)
+    first = columns.index(settings[0])
+    others = [column for column in columns if not column.setting]
+    return [*others[:first], told, *others[first:]]
+
+
+def _usual_words(settings: Sequence[Column]) -> list[str]:
+    """What each setting is in most rows."""
+    words = ([as_word(column.name, value) for value in column.values if value is not None] for column in settings)
+    return [Counter(each).most_common(1)[0][0] for each in words if each]
+
+
+def _print_rows(columns: Sequence[Column], console: Console) -> None:
+    grid = Grid(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="bold", show_edge=False)
+    too_wide = max(0, width_of(columns) - console.width)
+    for column in columns:
+        wraps, width = column.name == SETTINGS, _column_width(column)
+        grid.add_column(
+            Text(encodable(printable(column.heading), console.file)),
+            justify="right" if column.numeric else "left",
+            overflow="fold",
+            min_width=max(len(column.heading), width - too_wide) if wraps else width,
+            max_width=None if wraps else width,
+        )
+    for row in range(len(columns[0].cells)):
+        grid.add_row(*(Text(encodable(printable(column.cells[row].text), console.file)) for column in columns))
+    console.print(grid, highlight=False)
+
+
+def _line(text: str, console: Console, style: str = "") -> None:
+    console.print(encodable(printable(text), console.file), style=style, highlight=False, markup=False, emoji=False)

@@ -1,0 +1,298 @@
+"""``fsdptoys sweep``: one configuration after another, each in fresh processes, and a table of what came out.
+
+fsdptoys sweep parallel=fsdp1,fsdp2 memory.gradient_checkpointing=none,full
+fsdptoys sweep debug train.steps=5
+fsdptoys sweep --resume
+"""
+
+import contextlib
+import re
+import shlex
+import signal
+from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+
+from rich.console import Console
+
+from fsdptoys.cli.sweep import Asked, read_words, with_words
+from fsdptoys.config.overrides import list_choices
+from fsdptoys.errors import ConfigError
+from fsdptoys.utils.atomic_write import write_atomically
+from fsdptoys.utils.file_lock import (
+    LOCK_FILE,
+    FolderLock,
+)
+from fsdptoys.utils.regular_file import NotRegularFileError, read_regular
+
+from .axes import read_axes, read_base
+from .definition import read_definition
+from .folder import SWEEP_FILE, Skipped, Sweep, is_sweep_dir, read_sweep
+from .grid import Combination, combine
+from .job_list import Arrangement, arrange, newest_with_words, refuse_running, write_arrangement
+from .local import duration, run_jobs, tell
+from .runner import TRAIN
+from .slurm_queue import jobs_in_queue
+from .validate import Here, InQueue, Planned, Refused, plan_combinations
+
+SWEEPS_FOLDER = Path("sweeps")
+"""Where sweeps without a folder of their own go, below the current directory."""
+
+TABLES = {"table.md": "markdown", "table.csv": "csv", "table.json": "json"}
+"""File of a sweep's folder → the method of the table that makes it."""
+
+
+def run_sweep(words: Sequence[str], environment: Mapping[str, str], train: Sequence[str] = TRAIN) -> int:
+    """Run ``fsdptoys sweep``.
+
+    Args:
+        words: as typed after the command.
+        environment: of this process.
+        train: the command of a job on this machine, before its words.
+
+    Returns:
+        Exit status: 0 where all jobs are done, 1 where one is not, 128 plus its number after a signal.
+
+    Raises:
+        ConfigError: for the first mistake, before anything starts; later where the folder cannot be written any more.
+    """
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        raise ConfigError(
+            "fsdptoys sweep starts the ranks of each job itself, and here torchrun has started it as one of several; "
+            f"write {shlex.join(['fsdptoys', 'sweep', *words])} launch.nproc_per_node={environment['WORLD_SIZE']}, "
+            "without torchrun"
+        )
+    asked = read_words(words)
+    before = _before(asked)
+    if before is not None and asked.name is None and not asked.settings:
+        asked = with_words(asked, before)
+    title, combinations, time_limit_seconds = _combinations(asked)
+    if asked.time_limit_seconds is None and before is not None:
+        time_limit_seconds = before.time_limit_seconds
+    where = InQueue(asked.launcher_words, time_limit_seconds) if asked.launcher_words else Here()
+    planned = plan_combinations(combinations, where)
+    command = shlex.join(["fsdptoys", "sweep", *words]) if before is None else before.command
+    if asked.dry_run:
+        if before is None and asked.out is not None:
+            _refuse_used(asked.out)
+        path = before.path if before is not None else asked.out or SWEEPS_FOLDER
+        arrangement = _arranged(planned, before, asked.retry)
+        _print_plan(_sweep(path, title, command, arrangement, time_limit_seconds, asked.words), arrangement)
+        return 0
+    path = before.path if before is not None else _new_folder(asked.out, title)
+    lock = _lock(path)
+    try:
+        queued: Collection[str] = ()
+        if before is not None:
+            before = read_sweep(path)  # another process may have held it until now
+            queued = jobs_in_queue(before)
+            refuse_running(before, queued if asked.launcher_words else ())
+        arrangement = _arranged(planned, before, asked.retry, queued)
+        if not asked.launcher_words:
+            _refuse_queued(arrangement, queued, path)
+        sweep = _sweep(path, title, command, arrangement, time_limit_seconds, asked.words)
+        write_arrangement(sweep, arrangement, queued)
+        _print_plan(sweep, arrangement, briefly=True)
+        return _run(sweep, arrangement, asked.launcher_words, train)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written ({error.strerror or error}); make room, and go on with fsdptoys sweep --resume "
+            f"{shlex.quote(str(path))}"
+        ) from error
+    finally:
+        lock.release()
+
+
+def _before(asked: Asked) -> Sweep | None:
+    """The sweep to go on with."""
+    if not asked.resume:
+        return None
+    if asked.resumed is not None:
+        if not is_sweep_dir(asked.resumed):
+            raise ConfigError(
+                f"--resume {asked.resumed} is no folder of a sweep, which has a {SWEEP_FILE}; name one, or leave the "
+                "folder out to go on with the newest that has the same words"
+            )
+        return read_sweep(asked.resumed)
+    if not asked.words:
+        raise ConfigError(
+            "--resume names neither a folder nor the words of the sweep; write fsdptoys sweep --resume sweeps/NAME"
+        )
+    found = newest_with_words(SWEEPS_FOLDER, asked.words)
+    if found is None:
+        raise ConfigError(
+            f"--resume finds no sweep below {SWEEPS_FOLDER} that was started with {shlex.join(asked.words)}; leave "
+            f"--resume out to start it, or write --resume {SWEEPS_FOLDER}/NAME"
+        )
+    return read_sweep(found)
+
+
+def _combinations(asked: Asked) -> tuple[str, list[Combination], float | None]:
+    """Title, combinations and time limit of what was typed."""
+    if asked.name is None and not asked.settings:
+        raise ConfigError("fsdptoys sweep has neither a name nor keys to vary; write fsdptoys sweep debug")
+    choices = list_choices()
+    typed = read_axes(asked.settings, choices)
+    time_limit_seconds = asked.time_limit_seconds
+    if asked.name is None:
+        keys = [axis.key.rpartition(".")[2] for axis in typed if len(axis.values) > 1]
+        return "-".join(keys) or "one-job", combine([], [], typed), time_limit_seconds
+    definition = read_definition(asked.name)
+    base, rows = read_base(definition, asked.name, choices)
+    if time_limit_seconds is None:
+        time_limit_seconds = definition.time_limit_seconds
+    return definition.title, combine(base, rows, typed), time_limit_seconds
+
+
+def _arranged(
+    planned: Sequence[Planned | Refused], before: Sweep | None, retry: bool, queued: Collection[str] = ()
+) -> Arrangement:
+    asked = [(one.combination, one.fingerprint) for one in planned if isinstance(one, Planned)]
+    refused = [Skipped(one.combination.varied, one.reason) for one in planned if isinstance(one, Refused)]
+    return arrange(asked, refused, before, retry=retry, queued=queued)
+
+
+def _sweep(
+    path: Path,
+    title: str,
+    command: str,
+    arrangement: Arrangement,
+    time_limit_seconds: float | None,
+    words: Sequence[str],
+) -> Sweep:
+    return Sweep(path, title, command, arrangement.jobs, arrangement.skipped, time_limit_seconds, tuple(words))
+
+
+def _refuse_used(out: Path) -> None:
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ConfigError(f"--out {out} is there already; name a new folder, or go on in it with --resume {out}")
+
+
+def _new_folder(out: Path | None, title: str) -> Path:
+    """Make the folder of a new sweep."""
+    slug = re.sub(r"[^A-Za-z0-9._]+", "-", title).strip("-.")[:60] or "sweep"
+    name = f"{datetime.now():%Y%m%d-%H%M%S}-{slug}"
+    path, number = out or SWEEPS_FOLDER / name, 1
+    try:
+        if out is not None:
+            _refuse_used(out)
+            out.mkdir(parents=True, exist_ok=True)
+            return out
+        while True:
+            try:
+                path.mkdir(parents=True)
+                return path
+            except FileExistsError:
+                number += 1
+                path = SWEEPS_FOLDER / f"{name}-{number}"
+    except OSError as error:
+        raise ConfigError(
+            f"--out {path} cannot be made ({error.strerror or error}); name a folder that can be written"
+        ) from error
+
+
+def _lock(path: Path) -> FolderLock:
+    try:
+        return FolderLock(path)
+    except ConfigError:
+        holder = ""
+        with contextlib.suppress(OSError, ValueError):
+            holder = read_regular(path / LOCK_FILE, 100).decode().strip()
+        who = f" (pid {holder})" if holder else ""
+        raise ConfigError(
+            f"{path} is being worked on by another fsdptoys sweep{who}; wait for its end, or name "
+            "another with --out DIR"
+        ) from None
+    except NotRegularFileError as error:
+        raise ConfigError(f"{error.sentence}; remove it, or name another folder with --out DIR") from error
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written ({error.strerror or error}); name another with --out DIR"
+        ) from error
+
+
+def _print_plan(sweep: Sweep, arrangement: Arrangement, briefly: bool = False) -> None:
+    """Tell what will be run and what will not."""
+    jobs, to_run = len(arrangement.jobs), len(arrangement.to_run)
+    count = f"{jobs} job{'s' * (jobs != 1)}"
+    if arrangement.kept:
+        count += f", {len(arrangement.kept)} of which have ended already"
+    limit = f", each for {duration(sweep.time_limit_seconds)} at most" if sweep.time_limit_seconds is not None else ""
+    where = f" in {sweep.path}" if briefly else ""
+    tell(f"fsdptoys: {sweep.title}: {count}, {to_run} to run{where}{limit}")
+    if not briefly:
+        waiting = {job.name for job in arrangement.to_run}
+        for job in arrangement.jobs:
+            tell(f"  {job.name} {job.label}" + ("" if job.name in waiting else f" ({job.status.value})"))
+    for job in arrangement.changed:
+        tell(
+            f"  {job.name} {job.label} is run anew, since FSDPToys, PyTorch, a preset or the machine is not what it "
+            "was; what it left is kept as an attempt"
+        )
+    for one in arrangement.skipped:
+        label = " ".join(f"{key}={value}" for key, value in one.varied.items()) or "as it is"
+        tell(f"  skipped {label}: {one.reason}")
+
+
+def _refuse_queued(arrangement: Arrangement, queued: Collection[str], path: Path) -> None:
+    for job in (*arrangement.to_run, *arrangement.changed):
+        if job.name in queued:
+            raise ConfigError(
+                f"job {job.name} of {path} is still a batch queue's; wait for its end, cancel it there, or go on with "
+                "the same hydra/launcher="
+            )
+
+
+def _run(sweep: Sweep, arrangement: Arrangement, launcher_words: Sequence[str], train: Sequence[str]) -> int:
+    """Run jobs, keep the tables up to date, and print the last one."""
+
+    def after_job() -> None:
+        make_tables(sweep.path)
+
+    number: int | None = None
+    if launcher_words:
+        from .slurm_submit import submit
+
+        try:
+            submit(sweep, arrangement.to_run, launcher_words, after_job)
+        except KeyboardInterrupt as request:
+            number = getattr(request, "number", signal.SIGINT)
+    else:
+        number = run_jobs(sweep, arrangement.to_run, after_job, train=train)
+    make_tables(sweep.path, Console())
+    now = read_sweep(sweep.path)
+    if number is not None:
+        name = signal.Signals(number).name
+        command = f"fsdptoys sweep --resume {shlex.quote(str(sweep.path))}"
+        tell(f"fsdptoys: stopped by {name}; {command} goes on")
+        return 128 + number
+    bad = [job for job in now.jobs if job.status.value != "done"]
+    if bad:
+        tell(
+            f"fsdptoys: {len(bad)} of {len(now.jobs)} jobs are not done; fsdptoys sweep --resume "
+            f"{shlex.quote(str(sweep.path))} --retry runs them again"
+        )
+    return 1 if bad else 0
+
+
+def make_tables(path: Path, console: Console | None = None) -> None:
+    """Write ``table.md``, ``table.csv`` and ``table.json`` of a sweep's folder as it stands now.
+
+    What cannot be written is told, since the jobs that are left must not pay for it.
+
+    Args:
+        path: of the sweep.
+        console: where the table is printed too.
+    """
+    from fsdptoys.report.runs_table import gather
+    from fsdptoys.report.table import make_table
+
+    table = make_table(gather([path]))
+    try:
+        for name, method in TABLES.items():
+            write_atomically(path / name, getattr(table, method)())
+    except OSError as problem:
+        tell(f"fsdptoys: the tables in {path} could not be written ({problem.strerror or problem})")
+    if console is not None:
+        with contextlib.suppress(OSError):  # a terminal that was closed
+            table.print(console)

@@ -1,0 +1,310 @@
+"""What a batch queue has of a sweep: which jobs it was given, under which ids, and what it says of them.
+
+    queue/1/jobs.json            of one submission: who took it, and names of jobs in their order
+    queue/1/123_0/…              what submitit keeps of the first of them, under the id that the queue gave it
+    queue/1/123_0/123_0_0_log.err
+
+Ids are read from the names of submitit's folders, which are there as soon as the queue has taken the jobs, so that a
+submitting command may be killed at any moment. SLURM is asked through ``squeue``, which needs no accounting database;
+it forgets a job some minutes after its end (``MinJobAge``), and what it has forgotten has ended.
+
+Other schedulers are left out: for submitit's local processes the lock on a job's folder says enough.
+"""
+
+import dataclasses
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.utils.atomic_write import write_atomically
+from fsdptoys.utils.file_lock import is_locked
+from fsdptoys.utils.foreign import parse_json
+from fsdptoys.utils.from_tree import build
+from fsdptoys.utils.regular_file import read_regular
+from fsdptoys.utils.text import one_line, printable
+
+from .folder import Job, JobStatus, Sweep, read_job, write_job
+from .local import describe_end
+
+SLURM = "submitit_slurm"
+"""``hydra/launcher=`` of jobs that SLURM has."""
+
+QUEUE_FOLDER = "queue"
+SUBMISSION_FILE = "jobs.json"
+LARGEST_FILE_BYTES = 2**20
+ANSWER_SECONDS = 60
+"""So long may ``squeue`` take to answer."""
+
+ASK_EVERY_SECONDS, HURRY_SECONDS = 30.0, 5.0
+"""Between questions to the queue; the second where the plugin has stopped to wait."""
+
+POLL_SECONDS = 1.0
+"""Between looks into the jobs' folders."""
+
+ENDED_STATES = {
+    "CANCELLED": JobStatus.stopped,
+    "PREEMPTED": JobStatus.stopped,
+    "TIMEOUT": JobStatus.timed_out,
+    "DEADLINE": JobStatus.timed_out,
+    "OUT_OF_MEMORY": JobStatus.out_of_memory,
+    "NODE_FAIL": JobStatus.stopped,
+    "BOOT_FAIL": JobStatus.stopped,
+    "FAILED": JobStatus.failed,
+    "COMPLETED": JobStatus.failed,
+}
+"""SLURM's state of a job that it will not run any more → how a job ended that wrote nothing about it."""
+
+
+@dataclass(frozen=True)
+class _Handed:
+    """What the file of a submission holds."""
+
+    launcher: str
+    jobs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Submission:
+    """Jobs that were handed over together."""
+
+    folder: Path
+    launcher: str
+    """As in ``hydra/launcher=``."""
+    jobs: tuple[str, ...]
+    """Names, in the order in which the queue numbers them."""
+
+    def ids(self) -> dict[str, str]:
+        """Job → id in the queue, of those that it has taken."""
+        found: dict[str, str] = {}
+        for path in self.folder.glob("*/*_submitted.pkl"):
+            identity, _, index = path.parent.name.partition("_")
+            position = int(index) if index else 0
+            if path.name == f"{path.parent.name}_submitted.pkl" and identity.isdecimal() and position < len(self.jobs):
+                found[self.jobs[position]] = path.parent.name
+        return dict(sorted(found.items(), key=lambda pair: self.jobs.index(pair[0])))
+
+    def log(self, job: str) -> Path:
+        """What a job's first task wrote outside of its run, for errors; the folder of all where there is none yet."""
+        identity = self.ids().get(job)
+        return self.folder / identity / f"{identity}_0_log.err" if identity else self.folder
+
+
+def begin_submission(sweep: Sweep, launcher: str, jobs: Sequence[Job]) -> Submission:
+    """Make the folder of jobs that are about to be handed over."""
+    place = sweep.path.absolute() / QUEUE_FOLDER
+    numbers = [int(path.name) for path in place.glob("*") if path.name.isdecimal()]
+    folder = place / str(max(numbers, default=0) + 1)
+    folder.mkdir(parents=True)
+    names = tuple(job.name for job in jobs)
+    write_atomically(folder / SUBMISSION_FILE, json.dumps({"launcher": launcher, "jobs": names}) + "\n")
+    return Submission(folder, launcher, names)
+
+
+def read_submissions(sweep: Sweep) -> list[Submission]:
+    """What was handed over so far, oldest first.
+
+    Raises:
+        ConfigError: for a file that cannot be read.
+    """
+    files = [path for path in (sweep.path / QUEUE_FOLDER).glob(f"*/{SUBMISSION_FILE}") if path.parent.name.isdecimal()]
+    submissions = []
+    for path in sorted(files, key=lambda path: int(path.parent.name)):
+        try:
+            handed = build(_Handed, parse_json(read_regular(path, LARGEST_FILE_BYTES)))
+        except (OSError, ValueError) as mistake:
+            raise ConfigError(
+                f"{path} cannot be read ({one_line(mistake)}), and would say which jobs a queue may still run; remove "
+                f"{path.parent} when none of them runs"
+            ) from mistake
+        submissions.append(Submission(path.parent, handed.launcher, handed.jobs))
+    return submissions
+
+
+def jobs_in_queue(sweep: Sweep) -> dict[str, str]:
+    """Job → id, of jobs that a queue still has or runs; these must not be run by anybody else.
+
+    The id is empty where the lock on a job's folder is all that is known.
+
+    Raises:
+        ConfigError: if it was given jobs that have not ended and cannot be asked.
+    """
+    ids: dict[str, str] = {}
+    for submission in read_submissions(sweep):
+        if submission.launcher == SLURM:
+            ids.update(submission.ids())
+    held = {job.name: "" for job in sweep.jobs if is_locked(sweep.job_folder(job))}
+    pending = {job.name: ids[job.name] for job in sweep.jobs if job.name in ids and not job.status.ended}
+    if not pending:
+        return held
+    states = ask_queue(pending.values())
+    if states is None:
+        names = ", ".join(pending)
+        raise ConfigError(
+            f"{sweep.path} has jobs that SLURM was given and may still run ({names}), and squeue, which would tell, "
+            "does not answer here; go on where it does, on a login node of that cluster"
+        )
+    return held | {name: identity for name, identity in pending.items() if in_queue(states, identity)}
+
+
+def in_queue(states: dict[str, str], identity: str) -> bool:
+    """Whether the queue will still run a job, or runs it."""
+    return identity in states and states[identity] not in ENDED_STATES
+
+
+def ask_queue(ids: Iterable[str]) -> dict[str, str] | None:
+    """Id → state, of those jobs that SLURM remembers; None where it does not answer."""
+    arrays = sorted({identity.partition("_")[0] for identity in ids})
+    if shutil.which("squeue") is None:
+        return None
+    # An id that is forgotten is an error if it is the only one, so the whole queue of this user is read where it is.
+    base = ["squeue", "--noheader", "--states=all", "--array", "--format=%i %T"]
+    told = _ask([*base, f"--jobs={','.join(arrays)}"])
+    if told is None and (told := _ask([*base, "--me"])) is None:
+        return None
+    pairs = (line.split() for line in told.splitlines())
+    return {pair[0]: pair[1] for pair in pairs if len(pair) == 2 and re.match(r"\d", pair[0])}
+
+
+def _ask(command: Sequence[str]) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=ANSWER_SECONDS)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout
+
+
+@dataclass
+class Handed:
+    """A submission that is being watched."""
+
+    submission: Submission
+    jobs: tuple[str, ...]
+    """Of it, those that are watched."""
+    thread: threading.Thread | None = None
+    """That waits for its end as the plugin does; None for one of another command."""
+    returns: list[Any] | None = None
+    """What the plugin gave back, an object with ``return_value`` for each job."""
+    error: BaseException | None = None
+    """What the plugin raised."""
+
+    @property
+    def ids(self) -> dict[str, str]:
+        """Job → id, of the jobs that are watched."""
+        return {name: identity for name, identity in self.submission.ids().items() if name in self.jobs}
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the plugin waits no longer."""
+        return self.thread is not None and not self.thread.is_alive()
+
+    def told(self, name: str) -> str | None:
+        """What went wrong outside of a job's run, where the plugin knows it."""
+        error = self.error
+        if error is None and self.returns is not None:
+            try:
+                _ = self.returns[self.submission.jobs.index(name)].return_value
+            except Exception as raised:
+                error = raised
+        return None if error is None else first_line(error)
+
+
+def still_queued(sweep: Sweep, queued: Mapping[str, str]) -> list[Handed]:
+    """Jobs that earlier commands have handed over and SLURM still has, to be watched.
+
+    Args:
+        sweep: that they are of.
+        queued: what :func:`jobs_in_queue` found.
+    """
+    handed = []
+    for one in read_submissions(sweep):
+        names = tuple(name for name, identity in one.ids().items() if queued.get(name) == identity)
+        if names:
+            handed.append(Handed(one, names))
+    return handed
+
+
+def tell_what_goes_on(sweep: Sweep, handed: Sequence[Handed]) -> None:
+    """One line on what jobs in SLURM's queue do when nobody waits for them any more."""
+    numbers = {
+        identity.partition("_")[0]
+        for one in handed
+        if one.submission.launcher == SLURM
+        for identity in one.ids.values()
+    }
+    if numbers:
+        print(
+            f"fsdptoys: the jobs in the queue go on; scancel {' '.join(sorted(numbers))} ends them, and "
+            f"fsdptoys sweep --resume {shlex.quote(str(sweep.path))} takes in what they have finished",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def watch_jobs(sweep: Sweep, handed: Sequence[Handed], after_job: Callable[[], None]) -> None:
+    """Follow jobs in their folders until all have ended, and write down the end of those that could not.
+
+    Args:
+        sweep: that they are of.
+        handed: what is watched.
+        after_job: called after the end of each.
+    """
+    watched = {job.name: job for job in sweep.jobs}
+    open_jobs = {name: one for one in handed for name in one.jobs}
+    shown = dict.fromkeys(open_jobs, JobStatus.waiting)
+    missed = dict.fromkeys(open_jobs, 0)
+    states: dict[str, str] = {}
+    asked_at = time.monotonic()
+    while open_jobs:
+        hurry = any(one.is_over for one in open_jobs.values())
+        ask = time.monotonic() - asked_at > (HURRY_SECONDS if hurry else ASK_EVERY_SECONDS)
+        if ask and any(one.submission.launcher == SLURM for one in open_jobs.values()):
+            asked_at = time.monotonic()
+            answer = ask_queue(identity for one in open_jobs.values() for identity in one.ids.values())
+            if answer is not None:
+                states = answer
+                for name, one in open_jobs.items():
+                    missed[name] = 0 if in_queue(states, one.ids.get(name, "")) else missed[name] + 1
+        for name, one in list(open_jobs.items()):
+            # What a node has written may be seen here a moment later, so the queue is asked twice.
+            gone = missed[name] >= 2 if one.submission.launcher == SLURM else one.is_over
+            folder = sweep.job_folder(watched[name])
+            job = read_job(folder)
+            if gone and job.status in (JobStatus.waiting, JobStatus.running):
+                job = _close(sweep, job, states.get(one.ids.get(name, "")), one)
+            # While its node holds the lock, it may learn from other nodes why it failed.
+            settled = job.status.ended and not is_locked(folder)
+            if job.status is not shown[name] and (settled or not job.status.ended):
+                shown[name] = job.status
+                what = f"runs {job.label}" if job.status is JobStatus.running else describe_end(sweep, job)
+                print(printable(f"{name} {what}"), flush=True)
+            if settled or gone:
+                del open_jobs[name]
+                after_job()
+        if open_jobs:
+            time.sleep(POLL_SECONDS)
+
+
+def _close(sweep: Sweep, job: Job, state: str | None, one: Handed) -> Job:
+    """Write down the end of a job that has left the queue without a last word of its own."""
+    how = f"SLURM says {state}" if state else one.told(job.name) or "it has left the queue"
+    status = ENDED_STATES.get(state or "", JobStatus.stopped if one.submission.launcher == SLURM else JobStatus.failed)
+    reason = f"it ended without a word of its own ({how}); {one.submission.log(job.name)} may tell more"
+    closed = dataclasses.replace(job, status=status, exit_status=None, reason=reason)
+    write_job(sweep.job_folder(job), closed)
+    return closed
+
+
+def first_line(error: BaseException) -> str:
+    """Of an exception's text, or its name."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines or [type(error).__name__])[0].rstrip(".")

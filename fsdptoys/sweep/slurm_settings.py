@@ -1,0 +1,342 @@
+"""Where the jobs of a sweep run that a batch queue takes: what was said of the queue, and what a run asks of it.
+
+    hydra/launcher=submitit_slurm hydra.launcher.partition=gpu hydra.launcher.timeout_min=60
+
+What a job asks of the queue follows from its run: nodes from ``launch.nnodes``, GPUs from ``launch.nproc_per_node``,
+cores from the ranks where they are on CPUs, the time from the sweep's limit. What is said under ``hydra.launcher``
+wins, and what cannot be true together is refused before anything is submitted.
+
+Price: jobs are validated for hardware that is not here, so the device and the number of ranks must be named. For other
+accelerators than CUDA's the queue must be told by hand (``hydra.launcher.gres=…``): clusters name them as they like.
+"""
+
+import functools
+import importlib.util
+import math
+import re
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from fsdptoys.config.compose import CONFIG_MODULE, compose
+from fsdptoys.config.schema import DeviceChoice
+from fsdptoys.device import available_cores
+from fsdptoys.errors import ConfigError
+from fsdptoys.launch.hardware import FoundHardware, find_hardware
+from fsdptoys.launch.launch import Plan, check_plan_settings, choose_experiment, plan_run
+from fsdptoys.parallel import SingleConfig
+from fsdptoys.utils.text import (
+    near_miss,
+    one_line,
+)
+
+from .slurm_queue import SLURM, first_line
+
+LAUNCHER_GROUP = "hydra/launcher"
+LAUNCHER_SECTION = "hydra.launcher."
+
+LOCAL = "submitit_local"
+
+HARMLESS_OPTIONS = (
+    "account",
+    "array_parallelism",
+    "comment",
+    "constraint",
+    "cpus_per_gpu",
+    "cpus_per_task",
+    "exclude",
+    "gpus_per_node",
+    "gpus_per_task",
+    "gres",
+    "max_num_timeout",
+    "mem_gb",
+    "mem_per_cpu",
+    "mem_per_gpu",
+    "name",
+    "nodes",
+    "partition",
+    "qos",
+    "signal_delay_s",
+    "stderr_to_stdout",
+    "tasks_per_node",
+    "timeout_min",
+)
+"""Of the plugin: those that say what is asked of the queue, and cannot name a command."""
+
+HARMLESS_VALUE = re.compile(r"[\w.:,@%+/=&|*()\[\]'\" -]*")
+"""Without line breaks, which would add a line to the batch script, and without interpolations."""
+
+SLURM_COMMANDS = ("sbatch", "srun", "squeue", "scancel")
+
+START_SECONDS = 60
+"""A job's time in the queue counts from before its run's launcher starts; what comes before has so long."""
+
+SLURM_SETUP = [
+    # srun no longer inherits it since SLURM 22.05, and would bind the task to one core.
+    # Hydra would read braces as its own.
+    '[ -z "$SLURM_CPUS_PER_TASK" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"',
+    # A node whose task is gone ends the others.
+    "export SLURM_KILL_BAD_EXIT=1",
+]
+
+
+@dataclass(frozen=True)
+class QueueLauncher:
+    """The launcher that was asked for, checked."""
+
+    name: str
+    words: tuple[str, ...]
+    said: Mapping[str, Any]
+    """Option of the plugin → value, of what was typed."""
+    options: Mapping[str, Any]
+    """All of the plugin's options, as composed."""
+
+    @property
+    def is_slurm(self) -> bool:
+        """Whether jobs run on other machines than this one."""
+        return self.name == SLURM
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a run needs under it."""
+
+    nodes: int
+    ranks: int
+    """On each node."""
+    device_type: str
+
+
+def take_launcher_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Tell the words of a run from those that say where it runs."""
+    of_launcher = [word for word in words if re.match(r"\+{0,2}hydra[/.]launcher\b", word)]
+    return [word for word in words if word not in of_launcher], of_launcher
+
+
+@functools.cache
+def read_launcher(words: tuple[str, ...]) -> QueueLauncher:
+    """Check what was said about the launcher, and that it can be used from here.
+
+    Raises:
+        ConfigError: for the first mistake.
+    """
+    parsed = []
+    for word in words:
+        try:
+            parsed.append(OverridesParser.create().parse_override(word))
+        except HydraException as error:
+            raise ConfigError(f"{word} cannot be read ({first_line(error)}); put quotes around the value") from error
+    for override in parsed:
+        if override.is_sweep_override():
+            typed = str(override.input_line)
+            raise ConfigError(f"{typed} gives several values, but all jobs go to one launcher; keep one of them")
+    chosen = [override for override in parsed if override.key_or_group == LAUNCHER_GROUP]
+    if not chosen:
+        raise ConfigError(f"{words[0]} is of no use without a launcher; add {LAUNCHER_GROUP}={SLURM}")
+    if len(chosen) > 1:
+        typed = " ".join(str(override.input_line) for override in chosen)
+        raise ConfigError(f"{typed} names {len(chosen)} launchers, but all jobs go to one; keep one of them")
+    name = str(chosen[0].value())
+    if name not in (SLURM, LOCAL):
+        near = near_miss(name, (SLURM, LOCAL))
+        fix = f"did you mean {near}?" if near else "leave it out to run the jobs here, one after another"
+        raise ConfigError(f"{LAUNCHER_GROUP}={name} must be {SLURM} or {LOCAL}; {fix}")
+    if not _plugin_is_installed():
+        raise ConfigError(f"{LAUNCHER_GROUP}={name} needs Hydra's submitit launcher; pip install 'fsdptoys[slurm]'")
+    missing = [command for command in SLURM_COMMANDS if shutil.which(command) is None]
+    if name == SLURM and missing:
+        raise ConfigError(
+            f"{LAUNCHER_GROUP}={SLURM} needs {missing[0]}, which is not on this machine; submit from a login node of "
+            f"the cluster, or leave {LAUNCHER_GROUP} out to run the jobs here"
+        )
+    known = set(_compose_launcher((f"{LAUNCHER_GROUP}={name}",)))
+    said = {}
+    for override in parsed:
+        key = override.key_or_group.removeprefix(LAUNCHER_SECTION)
+        if override in chosen:
+            continue
+        if key.partition(".")[0] not in known:
+            near = near_miss(key, sorted(known))
+            fix = f"did you mean {LAUNCHER_SECTION}{near}?" if near else "hydra-submitit-launcher lists its options"
+            raise ConfigError(f"{override.input_line} is no option of {LAUNCHER_GROUP}={name}; {fix}")
+        said[key] = override.value()
+    options = _compose_launcher(words)
+    _refuse_options(said)
+    return QueueLauncher(name, tuple(words), said, options)
+
+
+def _refuse_options(said: Mapping[str, Any]) -> None:
+    for key, allowed, why in (
+        ("tasks_per_node", (1,), "one task on a node starts its launch.nproc_per_node ranks"),
+        ("max_num_timeout", (0,), "a job of a sweep begins anew and would run out of time again"),
+        ("submitit_folder", (), "the sweep's own folder is where ids and logs are looked for"),
+    ):
+        if key in said and said[key] not in allowed:
+            raise ConfigError(f"{LAUNCHER_SECTION}{key}={said[key]} cannot be set, since {why}; leave it out")
+
+
+def refuse_commands(words: Sequence[str], folder: Path) -> None:
+    """Refuse launcher words out of a sweep's folder that may run commands on the nodes: the folder may be foreign.
+
+    Args:
+        words: of the folder's file.
+        folder: of the sweep.
+
+    Raises:
+        ConfigError: showing the words, so that they can be typed if they are wanted.
+    """
+    for word in words:
+        key, _, value = word.partition("=")
+        key = key.lstrip("+")
+        if key == LAUNCHER_GROUP and re.fullmatch(r"\w+", value):
+            continue
+        if key.removeprefix(LAUNCHER_SECTION) not in HARMLESS_OPTIONS or not HARMLESS_VALUE.fullmatch(value):
+            command = shlex.join(["fsdptoys", "sweep", "--resume", str(folder), *words])
+            raise ConfigError(
+                f"the folder {folder} says {one_line(word, longest=None)}, which may run commands on the nodes and is "
+                f"not taken from a folder; if it is meant, write {one_line(command, longest=None)}"
+            )
+
+
+def plan_job(words: Sequence[str], launcher_words: Sequence[str], time_limit_seconds: float | None = None) -> Plan:
+    """Compose and validate a run for where its launcher will start it, as ``plan_run`` does for this machine.
+
+    Args:
+        words: of the run.
+        launcher_words: where it runs.
+        time_limit_seconds: of one job.
+
+    Raises:
+        ConfigError: for the first mistake, of the run or of what is asked of the queue.
+    """
+    launcher = read_launcher(tuple(launcher_words))
+    place = find_place(words, launcher)
+    ask_for(place, launcher, time_limit_seconds)
+    if not launcher.is_slurm:
+        return plan_run(words, {})
+    world_size = place.nodes * place.ranks
+    words = list(words)
+    if not any(word.startswith("experiment=") for word in words):
+        words = [f"experiment={choose_experiment(place.device_type, world_size)}", *words]
+    composition = compose([*words, *_meeting(place)])
+    check_plan_settings(composition.config.plan, place.device_type)
+    composition.config.validate(world_size, place.device_type, place.ranks)
+    where = [f"{key}={launcher.said[key]}" for key in ("partition", "constraint", "gres") if launcher.said.get(key)]
+    devices = 0 if place.device_type == "cpu" else place.ranks
+    hardware = FoundHardware(place.device_type, devices, " ".join(["SLURM", *where]), available_cores())
+    return Plan(composition, hardware, place.ranks, world_size, words)
+
+
+def find_place(words: Sequence[str], launcher: QueueLauncher) -> Place:
+    """What a run needs under it, by its words.
+
+    Raises:
+        ConfigError: if they do not say it.
+    """
+    return _find_place(
+        tuple(word for word in words if re.match(r"(launch\.|(parallel|experiment)=)", word)), launcher.name
+    )
+
+
+@functools.cache
+def _find_place(words: tuple[str, ...], launcher_name: str) -> Place:
+    for word in words:
+        if word.startswith("launch.rdzv_endpoint="):
+            raise ConfigError(f"{word} is for machines that are known before; leave it out, the queue chooses them")
+    settings = compose([*words, "launch.rdzv_endpoint=chosen-by-the-queue"]).config
+    launch = settings.launch
+    ranks = 1 if launch.nproc_per_node == -1 and isinstance(settings.parallel, SingleConfig) else launch.nproc_per_node
+    if launcher_name == LOCAL:
+        if launch.nnodes > 1:
+            raise ConfigError(
+                f"launch.nnodes={launch.nnodes} needs other machines, and {LAUNCHER_GROUP}={LOCAL} has this one alone; "
+                f"set {LAUNCHER_GROUP}={SLURM}"
+            )
+        found = find_hardware(launch.device)
+        return Place(1, ranks if ranks > 0 else max(1, found.devices), found.device_type)
+    if launch.device is DeviceChoice.auto:
+        raise ConfigError(
+            f"{LAUNCHER_GROUP}={SLURM} runs jobs on machines that are not looked at before, so their devices must be "
+            "named; add launch.device=cuda (or npu, or cpu)"
+        )
+    if ranks == -1:
+        raise ConfigError(
+            f"{LAUNCHER_GROUP}={SLURM} runs jobs on machines that are not looked at before, so the ranks on each must "
+            "be named; add launch.nproc_per_node=8"
+        )
+    return Place(launch.nnodes, ranks, launch.device.value)
+
+
+def _meeting(place: Place) -> list[str]:
+    return ["launch.rdzv_endpoint=chosen-by-the-queue"] if place.nodes > 1 else []
+
+
+def ask_for(place: Place, launcher: QueueLauncher, time_limit_seconds: float | None) -> dict[str, Any]:
+    """Options of the plugin that a run's own settings decide, unless they were said.
+
+    Raises:
+        ConfigError: where both were said and cannot be true together.
+    """
+    said = launcher.said
+    if said.get("nodes", place.nodes) != place.nodes:
+        raise ConfigError(
+            f"{LAUNCHER_SECTION}nodes={said['nodes']} and launch.nnodes={place.nodes} contradict each other; "
+            f"leave out {LAUNCHER_SECTION}nodes"
+        )
+    accelerated = place.device_type != "cpu"
+    if accelerated and (said.get("gpus_per_node") or place.ranks) < place.ranks:
+        raise ConfigError(
+            f"{LAUNCHER_SECTION}gpus_per_node={said['gpus_per_node']} is under launch.nproc_per_node={place.ranks}; "
+            f"leave out {LAUNCHER_SECTION}gpus_per_node"
+        )
+    asked: dict[str, Any] = {"nodes": place.nodes, "tasks_per_node": 1}
+    if place.device_type == "cuda" and not any(said.get(key) for key in ("gpus_per_task", "gres")):
+        asked["gpus_per_node"] = place.ranks
+    if not accelerated:
+        asked["cpus_per_task"] = place.ranks
+    # A signal comes before the limit, in which a run can end well.
+    signal_seconds = int(launcher.options.get("signal_delay_s", 30))
+    if time_limit_seconds is not None:
+        needed = math.ceil((time_limit_seconds + START_SECONDS + signal_seconds) / 60)
+        if said.get("timeout_min", needed) * 60 < time_limit_seconds:
+            raise ConfigError(
+                f"{LAUNCHER_SECTION}timeout_min={said['timeout_min']} ends jobs before their own limit of "
+                f"{time_limit_seconds:g} s; set {LAUNCHER_SECTION}timeout_min={needed}"
+            )
+        asked["timeout_min"] = needed
+    if launcher.is_slurm:
+        asked["setup"] = [*SLURM_SETUP, *(launcher.options.get("setup") or [])]
+        # submitit's own choice, SIGUSR2, kills a run; this one asks it to finish its step.
+        signals = {"signal": f"USR1@{signal_seconds}"}
+        asked["additional_parameters"] = {**signals, **(launcher.options.get("additional_parameters") or {})}
+    kept = ("setup", "additional_parameters")
+    return {key: value for key, value in asked.items() if key in kept or said.get(key) is None}
+
+
+def _plugin_is_installed() -> bool:
+    try:
+        return importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _compose_launcher(words: tuple[str, ...]) -> dict[str, Any]:
+    try:
+        with hydra.initialize_config_module(CONFIG_MODULE, version_base="1.3"):
+            tree = hydra.compose(None, list(words), return_hydra_config=True).hydra.launcher
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(
+            f"{' '.join(words)} cannot be composed ({first_line(error)}); hydra-submitit-launcher lists its options"
+        ) from error
+    options = OmegaConf.to_container(tree, resolve=True)
+    assert isinstance(options, dict)
+    return {str(key): value for key, value in options.items()}

@@ -1,0 +1,291 @@
+"""Jobs of a sweep handed to a batch queue, through Hydra's launcher plugin for submitit: one job a configuration.
+
+The plugin makes the batch scripts, so all that it can be told (``hydra.launcher.partition=gpu`` and the like) works as
+its documentation says. In each job one task a node starts the same run that a sweep on this machine would start
+(``sweep.node``), and how the run ended goes to the sweep's folder, which the submitting command only watches: it may be
+interrupted, and SLURM's jobs go on, while a local one is ended. Jobs that ask for different machines (``batch``) are
+submitted apart.
+
+Left out: going on from a checkpoint after the queue's time limit; a job of a sweep begins anew.
+"""
+
+import contextlib
+import dataclasses
+import io
+import logging
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import hydra
+from hydra._internal.callbacks import Callbacks
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.plugins import Plugins
+from hydra.types import HydraContext
+from omegaconf import DictConfig, open_dict
+
+from fsdptoys.config.compose import CONFIG_MODULE
+from fsdptoys.errors import ConfigError
+from fsdptoys.utils.file_lock import (
+    LOCK_FILE,
+    is_locked,
+)
+from fsdptoys.utils.regular_file import read_regular
+
+from .folder import JOBS_FOLDER, RUN_FOLDER, Job, JobStatus, Sweep, read_job, write_job
+from .runner import END_SIGNALS, quote, set_aside
+from .slurm_node import run_on_node
+from .slurm_queue import (
+    SLURM,
+    Handed,
+    begin_submission,
+    first_line,
+    jobs_in_queue,
+    still_queued,
+    tell_what_goes_on,
+    watch_jobs,
+)
+from .slurm_settings import (
+    LAUNCHER_GROUP,
+    LAUNCHER_SECTION,
+    LOCAL,
+    Place,
+    QueueLauncher,
+    ask_for,
+    find_place,
+    read_launcher,
+)
+
+GRACE_SECONDS = 15.0
+"""A local job that has not ended so long after SIGTERM is interrupted, and left alone so long after that."""
+
+POLL_SECONDS = 0.1
+
+
+class EndRequest(KeyboardInterrupt):
+    """SIGTERM or SIGHUP, which end the command as Ctrl-C does."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+def submit(
+    sweep: Sweep,
+    jobs: Sequence[Job],
+    launcher_words: Sequence[str],
+    after_job: Callable[[], None] = lambda: None,
+) -> None:
+    """Hand jobs to the queue, and watch until all have ended, with a line as each begins and ends.
+
+    Jobs that SLURM still has of an earlier submission are watched, and not handed over again.
+
+    Args:
+        sweep: whose folder is on a disk that all nodes share.
+        jobs: of it, to run.
+        launcher_words: ``hydra/launcher=…`` and ``hydra.launcher.…=…``.
+        after_job: called after the end of each.
+
+    Raises:
+        ConfigError: for a mistake, or where the queue refuses the jobs.
+        KeyboardInterrupt: for Ctrl-C and (as EndRequest) what else asks to end, after a line on what SLURM's jobs do
+            now, and the end of a local one.
+    """
+    launcher = read_launcher(tuple(launcher_words))
+    queued = jobs_in_queue(sweep)
+    groups: dict[Place, list[Job]] = {}
+    for job in jobs:
+        if queued.get(job.name) == "":
+            raise ConfigError(
+                f"job {job.name} of {sweep.path} is still running; wait for its end, or end it, and go on then"
+            )
+        if job.name not in queued:
+            groups.setdefault(find_place(job.words, launcher), []).append(job)
+    batches = [
+        (part, ask_for(place, launcher, sweep.time_limit_seconds))
+        for place, members in groups.items()
+        # Local processes would all start at once, and measure one another.
+        for part in ([members] if launcher.is_slurm else [[job] for job in members])
+    ]
+    _quieten_submitit()
+    handed = still_queued(sweep, queued)
+    try:
+        with _ended_by_signals():
+            for one in handed:
+                _tell_ids(one)
+            for members, asked in batches:
+                _hand_over(sweep, members, launcher, asked, handed)
+                if launcher.is_slurm:
+                    _tell_ids(handed[-1])
+                else:
+                    watch_jobs(sweep, handed[-1:], after_job)
+            watch_jobs(sweep, [one for one in handed if one.submission.launcher == SLURM], after_job)
+    except KeyboardInterrupt:
+        tell_what_goes_on(sweep, handed)
+        for one in handed:
+            if one.submission.launcher == LOCAL:
+                _end_local(sweep, one)
+        raise
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Raise for a batch system's or a closed terminal's signal, as Python does for Ctrl-C."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise EndRequest(number)
+
+    before = {
+        number: signal.signal(number, leave)
+        for number in END_SIGNALS
+        if number != signal.SIGINT and signal.getsignal(number) is not signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end_local(sweep: Sweep, handed: Handed) -> None:
+    """End the job that a local launcher runs, and write down that it was ended where its process could not."""
+    (name,) = handed.jobs
+    folder = sweep.path / JOBS_FOLDER / name
+    began, sent = time.monotonic(), None
+    while True:
+        held = is_locked(folder)
+        controller = 0 if handed.is_over else int(handed.ids.get(name, 0))
+        if not held and not is_locked(folder / RUN_FOLDER) and (handed.is_over or _has_ended(controller)):
+            break
+        waited = time.monotonic() - began
+        # SIGTERM reaches the training, which finishes its step; SIGINT ends it at once, or what is about to start it.
+        process = _holder(folder) if held else controller
+        asked = process, signal.SIGTERM if held and waited < GRACE_SECONDS else signal.SIGINT
+        if process and asked != sent:
+            sent = asked
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(*asked)
+        if waited > 3 * GRACE_SECONDS:
+            told = f"; kill -9 {process} ends it" if process else ""
+            print(f"fsdptoys: job {name} has not ended{told}", file=sys.stderr, flush=True)
+            return
+        time.sleep(POLL_SECONDS)
+    job = read_job(folder)
+    if job.status is JobStatus.running:
+        write_job(folder, dataclasses.replace(job, status=JobStatus.stopped, reason="the sweep was ended"))
+
+
+def _holder(folder: Path) -> int:
+    """Id of the process that holds a folder's lock; 0 where it has just let go."""
+    try:
+        return int(read_regular(folder / LOCK_FILE, 100))
+    except (OSError, ValueError):
+        return 0
+
+
+def _has_ended(process: int) -> bool:
+    """Whether there is no such process any more; one whose id is not known yet (0) is still to come."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def _quieten_submitit() -> None:
+    """Keep submitit from asking and complaining: ``squeue`` is asked here, which needs no accounts that SLURM keeps."""
+    import submitit
+
+    logging.getLogger("submitit").setLevel(logging.CRITICAL)
+    watcher: Any = submitit.SlurmJob.watcher
+    watcher.update = lambda: None
+
+
+def _tell_ids(handed: Handed) -> None:
+    ids = ", ".join(f"{name} as {identity}" for name, identity in handed.ids.items())
+    print(f"fsdptoys: SLURM has the jobs {ids}; what it keeps of them is in {handed.submission.folder}", flush=True)
+
+
+def _hand_over(
+    sweep: Sweep, jobs: Sequence[Job], launcher: QueueLauncher, asked: Mapping[str, Any], every: list[Handed]
+) -> None:
+    """Have the plugin submit jobs, and add them to all that are handed over, at once, for whoever is interrupted.
+
+    Raises:
+        ConfigError: if the queue takes none of them.
+    """
+    for job in jobs:
+        if job.status is not JobStatus.waiting:
+            folder = sweep.job_folder(job)
+            set_aside(folder)
+            write_job(folder, Job(job.name, job.words, job.varied, job.fingerprint))
+    submission = begin_submission(sweep, launcher.name, jobs)
+    plugin = _make_launcher(sweep, launcher, {**asked, "submitit_folder": str(submission.folder / "%j")})
+    overrides = [[f"hydra.sweep.subdir={JOBS_FOLDER}/{job.name}"] for job in jobs]
+    handed = Handed(submission, submission.jobs)
+
+    def launch() -> None:
+        try:
+            handed.returns = list(plugin.launch(overrides, 0))
+        except BaseException as error:
+            handed.error = error
+
+    # The plugin waits for its jobs, and gives up all of them where one ends without a result. So it waits by itself,
+    # and the jobs are watched in their folders.
+    handed.thread = threading.Thread(target=launch, daemon=True)
+    every.append(handed)
+    with contextlib.redirect_stderr(io.StringIO()):  # what sbatch says is told below
+        handed.thread.start()
+        while handed.thread.is_alive() and len(handed.ids) < len(jobs):
+            time.sleep(0.05)
+    if not handed.ids:
+        told = first_line(handed.error) if handed.error is not None else "it took none of them"
+        raise ConfigError(f"{LAUNCHER_GROUP}={launcher.name} refuses the jobs ({told}); change {LAUNCHER_SECTION}KEY")
+
+
+def _make_launcher(sweep: Sweep, launcher: QueueLauncher, asked: Mapping[str, Any]) -> Any:
+    """The plugin's launcher, through Hydra's own machinery, with what a run's settings decide."""
+    root = str(Path(__file__).resolve().parents[1])
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if root not in paths:  # a checkout may be used without being installed
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, *paths]))
+    words = [
+        *launcher.words,
+        f"hydra.sweep.dir={quote(str(sweep.path.absolute()))}",
+        "hydra.output_subdir=null",
+        "hydra.job.chdir=false",
+        "hydra/job_logging=none",
+        "hydra/hydra_logging=none",
+    ]
+    with hydra.initialize_config_module(CONFIG_MODULE, version_base="1.3"):
+        tree = hydra.compose(None, words, return_hydra_config=True)
+        loader = GlobalHydra.instance().config_loader()
+    title = re.sub(r"[^\w.-]+", "-", sweep.title) or "sweep"
+    with open_dict(tree):
+        for key, value in {"name": f"fsdptoys-{title}", **asked}.items():
+            if key != "name" or "name" not in launcher.said:
+                tree.hydra.launcher[key] = value
+    return Plugins.instance().instantiate_launcher(
+        hydra_context=HydraContext(config_loader=loader, callbacks=Callbacks()), task_function=run_in_job, config=tree
+    )
+
+
+def run_in_job(_: DictConfig) -> None:
+    """Be one node's task of a job: what the plugin calls there."""
+    import submitit
+
+    environment = submitit.JobEnvironment()
+    run_on_node(
+        Path(HydraConfig.get().runtime.output_dir),
+        node=environment.node,
+        hosts=list(environment.hostnames),
+        job_number=int(environment.raw_job_id),
+    )

@@ -1,0 +1,220 @@
+"""The combinations of a sweep, each composed and validated as its job would be, before anything starts.
+
+A word that is wrong whatever stands beside it is the user's mistake and stops the sweep. What contradicts other words,
+this machine or the number of ranks is left out, with the reason.
+"""
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fsdptoys.config.compose import compose
+from fsdptoys.config.overrides import list_choices
+from fsdptoys.config.schema import Config
+from fsdptoys.errors import ConfigError
+from fsdptoys.launch.hardware import find_hardware
+from fsdptoys.launch.launch import CPU_RANKS, MOST_RANKS_PER_CORE, choose_experiment, plan_run
+from fsdptoys.metrics.preflight import check_writers
+from fsdptoys.parallel import SingleConfig
+
+from .fingerprint import fingerprint
+from .grid import Combination
+from .slurm_settings import ask_for, find_place, plan_job, read_launcher
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a job runs on."""
+
+    device_type: str
+    device_name: str
+    world_size: int
+    node_ranks: int
+    """Ranks of one machine."""
+    unusual: bool = False
+    """Whether the launcher itself has to be asked if it takes so many ranks."""
+
+
+class Here:
+    """This machine."""
+
+    extra_words: tuple[str, ...] = ()
+    """What jobs get besides their own words."""
+
+    def find(self, words: Sequence[str], settings: Config) -> Place:
+        """What a job runs on.
+
+        Args:
+            words: of it, those that decide the place.
+            settings: composed of these words.
+
+        Raises:
+            ConfigError: if there is no such place.
+        """
+        launch = settings.launch
+        hardware = find_hardware(launch.device)
+        unusual = launch.nproc_per_node > (hardware.devices or MOST_RANKS_PER_CORE * hardware.cores)
+        ranks = launch.nproc_per_node
+        if ranks == -1:
+            ranks = 1 if isinstance(settings.parallel, SingleConfig) else hardware.devices or CPU_RANKS
+        return Place(hardware.device_type, hardware.name, ranks * launch.nnodes, ranks, unusual)
+
+    def check(self, words: Sequence[str]) -> None:
+        """Have all of a job checked as its start would.
+
+        Raises:
+            ConfigError: for the first mistake.
+        """
+        plan_run(words, {})
+
+
+class InQueue(Here):
+    """Machines that a batch queue will choose.
+
+    Args:
+        launcher_words: that say which queue.
+        time_limit_seconds: of a job.
+
+    Raises:
+        ConfigError: for a mistake in the launcher's words.
+    """
+
+    def __init__(self, launcher_words: Sequence[str], time_limit_seconds: float | None) -> None:
+        self._words, self._limit = list(launcher_words), time_limit_seconds
+        self._launcher = read_launcher(tuple(launcher_words))
+        if self._launcher.is_slurm:
+            self.extra_words = ("launch.rdzv_endpoint=chosen-by-the-queue",)
+
+    def find(self, words: Sequence[str], settings: Config) -> Place:
+        """What a job asks the queue for."""
+        place = find_place(words, self._launcher)
+        ask_for(place, self._launcher, self._limit)
+        if not self._launcher.is_slurm:
+            return super().find(words, settings)
+        said = self._launcher.said
+        where = [f"{key}={said[key]}" for key in ("partition", "constraint", "gres") if said.get(key)]
+        return Place(place.device_type, " ".join([self._launcher.name, *where]), place.nodes * place.ranks, place.ranks)
+
+    def check(self, words: Sequence[str]) -> None:
+        """Have all of a job checked as its submission would."""
+        plan_job(words, self._words, self._limit)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A combination that can be run."""
+
+    combination: Combination
+    config: Config
+    world_size: int
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class Refused:
+    """One that cannot."""
+
+    combination: Combination
+    reason: str
+    words: tuple[str, ...]
+    """That were composed, the chosen experiment among them."""
+    by_composition: bool = False
+    """Whether it is no configuration at all; else one that cannot run here, or not so."""
+
+
+def plan_combinations(combinations: Sequence[Combination], where: Here | None = None) -> list[Planned | Refused]:
+    """Compose and validate combinations.
+
+    Args:
+        combinations: in their order.
+        where: they are to run; None for this machine.
+
+    Raises:
+        ConfigError: for a word that is a mistake by itself, and where none of the combinations can be run.
+    """
+    planner = _Planner(where or Here())
+    planned = [planner.plan(combination) for combination in combinations]
+    _refuse_mistakes(planned)
+    refused = [one for one in planned if isinstance(one, Refused)]
+    if len(refused) == len(planned):
+        first = refused[0].reason
+        reasons = len({one.reason for one in refused})
+        of = f", of which the first is refused for this, and others for {reasons - 1} more reasons" * (reasons > 1)
+        count = f"none of the {len(refused)} combinations can be run{of}: " if len(refused) > 1 else ""
+        raise ConfigError(count + first)
+    return planned
+
+
+class _Planner:
+    def __init__(self, where: Here) -> None:
+        self._where = where
+        self._found: dict[tuple[str, ...], Place] = {}
+        self._checked: set[tuple[str, ...]] = set()
+
+    def plan(self, combination: Combination) -> Planned | Refused:
+        words = [*combination.words, *self._where.extra_words]
+        launching = tuple(word for word in combination.words if re.match(r"(launch\.|(parallel|experiment)=)", word))
+        by_composition = True
+        try:
+            if launching not in self._found:
+                settings = compose([*launching, *self._where.extra_words]).config
+                by_composition = False
+                self._found[launching] = self._where.find(launching, settings)
+                by_composition = True
+            place = self._found[launching]
+            if not any(word.startswith("experiment=") for word in words):
+                words.insert(0, f"experiment={choose_experiment(place.device_type, place.world_size)}")
+            config = compose(words).config
+            by_composition = False
+            self._check(combination.words, place.unusual)
+            config.validate(place.world_size, place.device_type, place.node_ranks)
+            check_writers(config.metrics, os.environ)
+            number = fingerprint(config, place.world_size, place.device_name)
+            return Planned(combination, config, place.world_size, number)
+        except ConfigError as reason:
+            return Refused(combination, str(reason), tuple(words), by_composition)
+
+    def _check(self, words: Sequence[str], unusual: bool) -> None:
+        """Let the launcher itself refuse what only it looks at."""
+        key = tuple(word for word in words if word.startswith("plan."))
+        if unusual or (key and key not in self._checked):
+            self._where.check(words)
+            self._checked.add(key)
+
+
+def _refuse_mistakes(planned: Sequence[Planned | Refused]) -> None:
+    """Stop for a word that no combination can have, nor any of these groups without the other words.
+
+    Raises:
+        ConfigError: with the sentence for that word alone.
+    """
+    fine = {word for one in planned if not _is_no_configuration(one) for word in one.combination.words}
+    choices = list_choices()
+    asked: dict[tuple[str, ...], str | None] = {}
+    for one in planned:
+        if not (isinstance(one, Refused) and one.by_composition):
+            continue
+        groups = [word for word in one.words if word.partition("=")[0] in choices]
+        for word in one.combination.words:
+            key = word.partition("=")[0]
+            if word in fine or key.lstrip("+") not in one.reason:
+                continue
+            alone = (word,) if key in choices else (*groups, word)
+            if alone not in asked:
+                asked[alone] = _mistake(alone)
+            reason = asked[alone]
+            if reason is not None:
+                raise ConfigError(reason)
+
+
+def _is_no_configuration(one: Planned | Refused) -> bool:
+    return isinstance(one, Refused) and one.by_composition
+
+
+def _mistake(words: Sequence[str]) -> str | None:
+    try:
+        compose(words)
+    except ConfigError as reason:
+        return str(reason)
+    return None

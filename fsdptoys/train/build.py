@@ -1,0 +1,83 @@
+"""What is done to a model before it is sharded, and to an optimizer after it is built, where the config asks for it."""
+
+import torch
+from torch import Tensor
+
+from fsdptoys.config.schema import Config
+from fsdptoys.device import Device
+from fsdptoys.memory import (
+    ActivationOffload,
+    CPUOffloadExecutor,
+    OptimizerInBackward,
+    checkpoint_blocks,
+    offload_optimizer,
+    overlap_cpu_offload,
+)
+from fsdptoys.models import DecoderModel
+from fsdptoys.parallel import Strategy
+from fsdptoys.parallel.strategy import grad_parts
+from fsdptoys.utils.dtensor import (
+    local_tensor,
+)
+
+from .compile import compile_blocks
+
+
+def prepare_blocks(model: DecoderModel, config: Config, device: Device) -> None:
+    """Checkpoint and compile the blocks, in this order, before anything wraps them."""
+    memory = config.memory
+    checkpoint_blocks(
+        model.layers,
+        memory.gradient_checkpointing,
+        start_index=memory.checkpointing_start_index,
+        every=memory.checkpointing_every,
+        save=memory.checkpointing_save,
+        offload=ActivationOffload(device.torch_device) if memory.activation_offload else None,
+    )
+    if config.train.compile:
+        compile_blocks(model.layers, memory.checkpointing_budget, inner_hooks=config.parallel.hooks_parts_of_blocks)
+
+
+def offload(
+    optimizer: torch.optim.Optimizer, strategy: Strategy, config: Config, cpu_threads: int
+) -> torch.optim.Optimizer:
+    """Let the optimizer's states, or all its work, take place elsewhere, if that is asked for."""
+    memory, context = config.memory, strategy.context
+    if memory.optimizer_offload:
+        assert config.train.init_seed is not None
+        return offload_optimizer(
+            optimizer,
+            strategy.units(),
+            memory,
+            device=context.device,
+            model=strategy.model,
+            schedule=memory.offload_schedule,
+            seed=config.train.init_seed,
+            rank=strategy.shard_rank,  # replicas must round alike, or they drift apart
+            units_ahead=strategy.units_ahead,
+            gather_after=strategy.gather_after,
+        )
+    if memory.cpu_offload_executor is CPUOffloadExecutor.overlapped:
+        return overlap_cpu_offload(
+            optimizer,
+            strategy.units(),
+            model=strategy.model,
+            threads=cpu_threads,
+            units_ahead=strategy.units_ahead,
+            on_updated=strategy.mirror_parameters(),
+            device=context.device,
+        )
+    return optimizer
+
+
+def update_in_backward(
+    optimizer: torch.optim.Optimizer, strategy: Strategy, config: Config
+) -> OptimizerInBackward | None:
+    """Let the backward take the optimizer's steps, if that is asked for."""
+    if not config.memory.optimizer_in_backward:
+        return None
+
+    def measure(grad: Tensor) -> list[Tensor]:
+        return [strategy.part_norm(part) for part in grad_parts(local_tensor(grad))]
+
+    return OptimizerInBackward(optimizer, (param for _, param in strategy.named_parameters()), measure)

@@ -1,0 +1,109 @@
+"""This process as one rank: its group, its device, and the kernels that PyTorch chooses in it."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from fsdptoys.config.schema import Config
+from fsdptoys.device import DETERMINISTIC, Device, available_device_type
+from fsdptoys.errors import ConfigError, LostRanksError
+from fsdptoys.parallel.precision import DType
+
+from .heartbeat import is_lost
+from .object_collectives import use_json
+from .rank_store import check_interface, open_rank_store
+
+
+@contextmanager
+def process_group(config: Config) -> Iterator[None]:
+    """Join the ranks that the environment names (as torchrun sets it), unless a process group is up already.
+
+    Raises:
+        LostRanksError: if not all of them come, or the machine of the first does not answer.
+        ConfigError: if MASTER_PORT is another program's, or gloo is to use a network interface that is not there.
+    """
+    if dist.is_initialized():
+        yield
+        return
+    device = device_of(config)
+    check_interface()
+    use_json()
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    timeout = timedelta(seconds=config.launch.timeout_seconds)
+    try:
+        store = open_rank_store(world_size)
+        if store is not None:
+            store.set_timeout(timeout)
+        dist.init_process_group(
+            device.backend,
+            store=store,
+            rank=int(os.environ.get("RANK", 0)),
+            world_size=world_size,
+            timeout=timeout,
+            device_id=device.bound_device,
+        )
+    except RuntimeError as error:
+        if "EADDRINUSE" in str(error):
+            raise ConfigError(
+                f"MASTER_PORT={os.environ['MASTER_PORT']} is taken on this machine by another program; set another"
+            ) from error
+        # A host that is unknown or does not answer is another error than ranks that do not come.
+        unanswered = isinstance(error, dist.DistNetworkError) and "timed out" in str(error)
+        if not (unanswered or is_lost(str(error))):
+            raise
+        raise LostRanksError(
+            f"not all {world_size} ranks joined the process group within "
+            f"launch.timeout_seconds={config.launch.timeout_seconds:g} [{str(error).splitlines()[0]}]"
+        ) from error
+    try:
+        yield
+    finally:
+        # After an exception the other ranks may hang in a collective; destroying would wait for them.
+        if sys.exc_info()[0] is None:
+            # gloo's threads need the interpreter to free the tensors of the last collective. A group that is destroyed
+            # before they did (or an interpreter that ends) waits for them while they wait for it: seen with torch
+            # 2.13 as a hang or "terminate called". Waiting for the others lets them; a barrier has no tensors.
+            dist.barrier(device_ids=device.barrier_devices)
+            dist.destroy_process_group()
+
+
+@contextmanager
+def deterministic_kernels(wanted: bool, device_type: str) -> Iterator[None]:
+    """Let PyTorch choose deterministic kernels only, and leave its settings as they were."""
+    if not wanted:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    # For a process that no launcher of ours made: cuBLAS reads its variable with its first handle, HCCL with its first
+    # group; without cuBLAS's, PyTorch refuses deterministic matrix products.
+    for name, value in DETERMINISTIC.get(device_type, {}).items():
+        os.environ.setdefault(name, value)
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]
+
+
+def device_of(config: Config) -> Device:
+    """The device of this rank.
+
+    Raises:
+        ConfigError: if it is not there, or has not the number format of the model.
+    """
+    chosen = config.launch.device.value
+    device_type = available_device_type() if chosen == "auto" else chosen
+    device = Device(device_type, int(os.environ.get("LOCAL_RANK", 0)))
+    if config.parallel.param_dtype is DType.bfloat16 and not device.supports_bfloat16():
+        raise ConfigError(
+            f"parallel.param_dtype=bfloat16 cannot run on {device.name}, which has no bfloat16; "
+            "set parallel.param_dtype=float32"
+        )
+    return device

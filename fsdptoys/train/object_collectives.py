@@ -1,0 +1,305 @@
+"""Objects between ranks as JSON: torch's object collectives send pickles, which run code where they are read.
+
+``broadcast_object_list``, ``gather_object`` and their kin, called here or by torch.distributed.checkpoint, make a
+tensor of bytes from an object. The bytes come over connections whose addresses stand in a store without authentication,
+so a stranger could take the place of a rank. ``use_json`` has torch encode them here instead: plain values, and
+instances of a few classes, by the names of their fields. Reading makes instances of these classes alone, without
+calling any of their methods. It takes several times as long as a pickle: 60 ms for the plan of a thousand tensors.
+
+An exception of another class arrives as its nearest base among Python's own, with its class in the message.
+"""
+
+import base64
+import builtins
+import dataclasses
+import enum
+import functools
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch.distributed import distributed_c10d
+
+from fsdptoys.utils.foreign import ForeignError, parse_json
+
+MAX_DEPTH = 200
+"""Lists within each other, several for each object."""
+
+_TORCH_MODULES = (
+    *(f"torch.distributed.checkpoint.{name}" for name in ("filesystem", "metadata", "planner", "storage")),
+    "torch.distributed.fsdp._optim_utils",  # FSDP1's, of optimizer states
+)
+_MORE_THAN_TEXT = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError)
+_NAMED = (torch.dtype, torch.layout, torch.memory_format)
+
+
+class WireError(RuntimeError):
+    """Bytes from another rank that none of ours has written, or an object that has no form there."""
+
+
+class JsonWriter:
+    """Stands where torch has ``pickle.Pickler``.
+
+    Args:
+        file: takes the bytes.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def dump(self, value: Any) -> None:
+        """Write a value.
+
+        Raises:
+            WireError: for an object of any other class.
+        """
+        self._file.write(json.dumps(_plain(value), separators=(",", ":")).encode())
+
+
+class JsonReader:
+    """Stands where torch has ``pickle.Unpickler``.
+
+    Args:
+        file: has the bytes of one value.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def load(self) -> Any:
+        """Read a value.
+
+        Raises:
+            WireError: for anything that ``JsonWriter`` does not write.
+        """
+        try:
+            return _value(parse_json(self._file.read(), max_depth=MAX_DEPTH, non_finite=True))
+        except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+            raise WireError(f"a rank was sent an object that no rank of this run has written ({error})") from None
+
+
+def use_json() -> None:
+    """Have torch's object collectives of this process write and read JSON.
+
+    Private to torch: ``_pickler`` and ``_unpickler`` of distributed_c10d. Tried with 2.13; 2.7 has both. That
+    torch's functions look these names up is checked here: no version can go back to pickles unnoticed.
+
+    Raises:
+        WireError: if this version of torch does otherwise.
+    """
+    module: Any = distributed_c10d
+    module._pickler, module._unpickler = JsonWriter, JsonReader
+    # Not by calling them: on CUDA they want a process group where TORCH_DISTRIBUTED_DEBUG=DETAIL.
+    writes, reads = module._object_to_tensor.__code__.co_names, module._tensor_to_object.__code__.co_names
+    if "_pickler" not in writes or "_unpickler" not in reads:
+        raise WireError(f"torch {torch.__version__} sends pickles between ranks; use torch 2.7 to 2.15")
+
+
+def _plain(value: Any) -> Any:
+    """A tree of lists, texts and numbers: plain values as they are, all others as ``[kind, …]``."""
+    kind = type(value)
+    if kind is int or kind is bool or value is None or kind is float or (kind is str and value.isascii()):
+        return value
+    encoder = _ENCODERS.get(kind)
+    if encoder is None:
+        encoder = _ENCODERS[kind] = _find_encoder(kind)
+    return encoder(value)
+
+
+def _find_encoder(kind: Any) -> Callable[[Any], list[Any]]:
+    if issubclass(kind, BaseException):
+        return _plain_error
+    if not _is_known(kind):
+        raise WireError(f"an object of {kind.__module__}.{kind.__qualname__} cannot be sent between ranks")
+    if issubclass(kind, enum.Enum):
+        return lambda value: ["enum", kind.__module__, kind.__qualname__, value.name]
+    head, names = ["object", kind.__module__, kind.__qualname__], _fields(kind)
+    return lambda value: [*head, *[[name, _plain(getattr(value, name))] for name in names if hasattr(value, name)]]
+
+
+def _plain_stack(stack: traceback.StackSummary) -> list[Any]:
+    frames = [[frame.filename, frame.lineno or 0, frame.name, frame.line or ""] for frame in stack]
+    return ["stack", *map(_plain, frames)]
+
+
+def _plain_tensor(tensor: torch.Tensor) -> list[Any]:
+    """A tensor of a few numbers, which arrives on the CPU; many are for torch's other collectives."""
+    numbers = tensor.detach().cpu().contiguous()
+    content = numbers.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return ["tensor", _plain(tensor.dtype), list(tensor.shape), _encode_bytes(content)]
+
+
+def _encode_bytes(value: bytes) -> str:
+    return base64.b64encode(value).decode()
+
+
+_ENCODERS: dict[Any, Callable[[Any], list[Any]]] = {
+    list: lambda value: ["list", *map(_plain, value)],
+    tuple: lambda value: ["tuple", *map(_plain, value)],
+    set: lambda value: ["set", *map(_plain, value)],
+    frozenset: lambda value: ["frozenset", *map(_plain, value)],
+    torch.Size: lambda value: ["Size", *value],
+    dict: lambda value: ["dict", *[[_plain(key), _plain(held)] for key, held in value.items()]],
+    bytes: lambda value: ["bytes", _encode_bytes(value)],
+    type(Path()): lambda value: ["path", _plain(str(value))],
+    torch.Tensor: _plain_tensor,
+    # Names of files are not all UTF-8, and have no form in JSON then.
+    str: lambda value: ["text", _encode_bytes(value.encode("utf-8", "surrogatepass"))],
+    traceback.StackSummary: _plain_stack,
+    **{named: lambda value: ["torch", str(value).removeprefix("torch.")] for named in _NAMED},
+}
+
+
+def _plain_error(error: Any) -> list[Any]:
+    kind: type[BaseException] = type(error)
+    if kind.__name__ == "CheckpointException" and kind.__module__ == "torch.distributed.checkpoint.api":
+        return ["failures", _plain(str(error.args[0])), _plain(error.failures)]
+    if isinstance(error, OSError) and error.errno is not None:
+        return ["os error", error.errno, _plain(error.strerror or str(error)), _plain(_path(error))]
+    if _is_own_error(kind):
+        return ["error", kind.__module__, kind.__name__, _plain(str(error))]
+    base = next(
+        base for base in kind.__mro__ if base.__module__ == "builtins" and not issubclass(base, _MORE_THAN_TEXT)
+    )
+    name = "" if base is kind else f"{kind.__module__}.{kind.__qualname__}: "
+    return ["error", "builtins", base.__name__, _plain(f"{name}{error}")]
+
+
+def _path(error: OSError) -> str | None:
+    return error.filename if isinstance(error.filename, str) else None
+
+
+def _value(plain: Any) -> Any:
+    if type(plain) is not list:
+        if type(plain) is dict:
+            raise ForeignError("it holds an object")
+        return plain
+    return _DECODERS[plain[0]](*plain[1:])
+
+
+def _tensor(dtype: Any, shape: Any, content: str) -> torch.Tensor:
+    numbers = bytearray(_bytes(content))
+    if not numbers:
+        return torch.empty(0, dtype=_value(dtype)).reshape(shape)
+    return torch.frombuffer(numbers, dtype=_value(dtype)).reshape(shape)
+
+
+def _named_of_torch(name: str) -> Any:
+    found = getattr(torch, name)
+    if not isinstance(found, _NAMED):
+        raise ForeignError("it names something else of torch")
+    return found
+
+
+def _stack(*frames: Any) -> traceback.StackSummary:
+    entries = [(str(file), int(line), str(name), str(text)) for file, line, name, text in map(_value, frames)]
+    return traceback.StackSummary.from_list(entries)
+
+
+def _member(module: str, name: str, member: str) -> Any:
+    kind, _ = _known(module, name)
+    if not issubclass(kind, enum.Enum):
+        raise ForeignError("it names no enumeration")
+    return kind[member]
+
+
+def _bytes(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
+def _instance(module: str, name: str, *fields: Any) -> Any:
+    kind, names = _known(module, name)
+    values = {key: _value(held) for key, held in fields}
+    if issubclass(kind, enum.Enum) or not values.keys() <= names:
+        raise ForeignError("it has other fields")
+    if issubclass(kind, tuple):
+        return tuple.__new__(kind, [values[key] for key in _fields(kind)])
+    made = object.__new__(kind)
+    for key, held in values.items():
+        object.__setattr__(made, key, held)
+    return made
+
+
+def _failures(message: Any, failures: Any) -> BaseException:
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    return CheckpointException(str(_value(message)), _value(failures))
+
+
+def _os_error(number: Any, text: Any, path: Any) -> OSError:
+    return OSError(int(number), str(_value(text)), *([str(_value(path))] if path is not None else []))
+
+
+def _error(module: str, name: str, message: Any) -> BaseException:
+    found = getattr(builtins if module == "builtins" else _loaded(module), name)
+    if not (isinstance(found, type) and issubclass(found, BaseException)):
+        raise ForeignError("it names no exception")
+    if module != "builtins" and not _is_own_error(found):
+        raise ForeignError("it names another exception")
+    made: BaseException = found.__new__(found, str(_value(message)))
+    made.args = (str(_value(message)),)
+    return made
+
+
+def _is_own_error(kind: type) -> bool:
+    """Whether an exception class of ours says all in its message."""
+    is_ours = kind.__module__.startswith("fsdptoys.")
+    return is_ours and not issubclass(kind, OSError) and "__init__" not in vars(kind)
+
+
+def _is_known(kind: Any) -> bool:
+    """Whether a class holds plain facts alone, and may be made from a stranger's words."""
+    if not (kind.__module__ in _TORCH_MODULES or kind.__module__.startswith("fsdptoys.")):
+        return False
+    return dataclasses.is_dataclass(kind) or issubclass(kind, enum.Enum) or _is_named_tuple(kind)
+
+
+def _is_named_tuple(kind: Any) -> bool:
+    return issubclass(kind, tuple) and hasattr(kind, "_fields")
+
+
+def _fields(kind: Any) -> tuple[str, ...]:
+    if _is_named_tuple(kind):
+        return tuple(kind._fields)
+    return tuple(field.name for field in dataclasses.fields(kind))
+
+
+def _loaded(module: Any) -> Any:
+    """A module of ours, or of torch's plans, that is imported already; none is imported for a stranger."""
+    if not (isinstance(module, str) and (module in _TORCH_MODULES or module.startswith("fsdptoys."))):
+        raise ForeignError("it names another module")
+    return sys.modules[module]
+
+
+@functools.cache
+def _known(module: Any, name: Any) -> tuple[Any, frozenset[str]]:
+    """A class by its name, and its fields."""
+    found = vars(_loaded(module))[name]
+    if not (isinstance(found, type) and found.__module__ == module and _is_known(found)):
+        raise ForeignError("it names another class")
+    return found, frozenset() if issubclass(found, enum.Enum) else frozenset(_fields(found))
+
+
+_DECODERS: dict[str, Callable[..., Any]] = {
+    "list": lambda *held: [_value(each) for each in held],
+    "tuple": lambda *held: tuple([_value(each) for each in held]),
+    "set": lambda *held: {_value(each) for each in held},
+    "frozenset": lambda *held: frozenset([_value(each) for each in held]),
+    "Size": lambda *lengths: torch.Size(lengths),
+    "dict": lambda *pairs: {_value(key): _value(held) for key, held in pairs},
+    "bytes": _bytes,
+    "text": lambda text: _bytes(text).decode("utf-8", "surrogatepass"),
+    "path": lambda text: Path(str(_value(text))),
+    "tensor": _tensor,
+    "torch": _named_of_torch,
+    "stack": _stack,
+    "failures": _failures,
+    "os error": _os_error,
+    "error": _error,
+    "enum": _member,
+    "object": _instance,
+}

@@ -1,0 +1,82 @@
+"""What a run was doing and what it held, in the plain numbers from which an out-of-memory error is explained."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from fsdptoys.config.schema import Config
+from fsdptoys.memory import BucketedOptimizer
+from fsdptoys.optim.matrix_optimizer import MATRICES
+from fsdptoys.profiler import LiveBytes, Placed, Situation, Switches, live_bytes
+from fsdptoys.utils.dtensor import (
+    is_dtensor,
+)
+
+
+def situation(
+    config: Config,
+    world_size: int,
+    rank: int,
+    step: int,
+    phase: str,
+    parameters: Iterable[Tensor] = (),
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    on_cpu: bool = False,
+    parameter_count: int = 0,
+) -> Situation:
+    """Count what is live.
+
+    Of the construction, in which nothing can be counted yet, the parameters that this rank is to hold are told.
+
+    Args:
+        config: validated, of the run.
+        world_size: ranks over all machines.
+        rank: of this process.
+        step: number of the step, from 1; 0 before the first.
+        phase: ``construction``, ``forward``, ``backward``, ``optimizer`` or ``evaluation``.
+        parameters: as the strategy left them; none before it has any.
+        optimizer: None where there is none yet.
+        on_cpu: whether the device is the CPU.
+        parameter_count: of the whole model, for the construction.
+    """
+    parameters = list(parameters)
+    model, memory, train = config.model, config.memory, config.train
+    shards = config.parallel.name in ("fsdp1", "fsdp2", "toy_fsdp")
+    groups = optimizer.param_groups if optimizer is not None else []
+    in_blocks = {param for group in groups if group.get(MATRICES) for param in group["params"]}
+    states_bytes = sum(
+        sum(config.optim.state_bytes(param.shape, _local_elements(param), param in in_blocks)) for param in parameters
+    )
+    offloads = memory.optimizer_offload or memory.cpu_offload
+    switches = Switches(
+        parallel=config.parallel.name,
+        world_size=world_size,
+        fsdp_size=config.mesh.shard_ranks(world_size) if shards else 1,
+        batch_size=train.batch_size,
+        seq_len=train.seq_len,
+        grad_accum=train.grad_accum,
+        dim=model.dim,
+        n_layers=model.n_layers,
+        vocab_size=model.vocab_size,
+        param_dtype=config.parallel.param_dtype.value,
+        chunk_loss=memory.chunk_loss,
+        gradient_checkpointing=memory.gradient_checkpointing.value,
+        activation_offload=memory.activation_offload,
+        optimizer_offload=memory.optimizer_offload,
+        cpu_offload=memory.cpu_offload,
+        states_bytes=0 if offloads else states_bytes,
+    )
+    if phase == "construction":
+        planned = 4 * -(-parameter_count // switches.fsdp_size)
+        on_host = on_cpu or memory.cpu_offload
+        live = LiveBytes(parameters=Placed(device_bytes=0 if on_host else planned, host_bytes=planned * on_host))
+    else:
+        held = optimizer.held_gradients if isinstance(optimizer, BucketedOptimizer) else ()
+        live = live_bytes(parameters, optimizer, held)
+    return Situation(step, phase, rank, live, switches)
+
+
+def _local_elements(param: Tensor) -> int:
+    return (param.to_local() if is_dtensor(param) else param).numel()

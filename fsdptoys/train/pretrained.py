@@ -1,0 +1,201 @@
+"""A trained model to use, out of what a run left behind or of a folder in Hugging Face format, in this one process.
+
+``TrainedModel`` reads settings and headers, from which all of a user's mistakes can be told; ``load`` allocates. Not
+covered: models that are larger than one device's memory.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdptoys.checkpoint import (
+    MANIFEST_FILE,
+    RUN_FOLDER,
+    WEIGHTS_FOLDER,
+    CheckpointWeights,
+    HuggingFaceFolder,
+    RunWeights,
+    step_of,
+)
+from fsdptoys.checkpoint.hf_load import CONFIG_FILE
+from fsdptoys.checkpoint.safetensors_io import read_json
+from fsdptoys.config.kernel_choice import KernelConfig, put_kernels
+from fsdptoys.config.saved import read_data_config
+from fsdptoys.data import DataConfig
+from fsdptoys.data.dataset_index import TOKENIZER_FILE
+from fsdptoys.data.tokenizer import CHOICE, Tokenizer, open_tokenizer
+from fsdptoys.device import DEVICE_TYPES, Device, available_device_type
+from fsdptoys.errors import ConfigError
+from fsdptoys.models import DecoderModel, ModelConfig, whole
+from fsdptoys.parallel.init_weights import init_buffers, materialise
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+OPTIONS = {"--context": "1024", "--device": "cpu", "--dtype": "bfloat16", "--tokenizer": "bytes"}
+"""Of commands that use a trained model → an example."""
+
+
+def open_weights(source: str, say: Any = print) -> RunWeights | CheckpointWeights:
+    """What a run left behind at its end, or else its newest checkpoint; read once against its checksums.
+
+    Args:
+        source: the run, the folder ``weights`` in it, or a checkpoint's folder or URL.
+        say: told where a checkpoint is taken in place of the end.
+    """
+    run = Path(source).expanduser()
+    if "://" in source or run.name == RUN_FOLDER or step_of(run.name) is not None or (run / MANIFEST_FILE).exists():
+        return CheckpointWeights(source)
+    if not (run / WEIGHTS_FOLDER).exists() and (run / RUN_FOLDER).is_dir():
+        weights = CheckpointWeights(source)
+        say(f"{source} holds no final weights; taking those of its newest checkpoint, {weights.name}")
+        return weights
+    final = RunWeights(source)
+    final.verify_checksums()
+    return final
+
+
+class TrainedModel:
+    """A model of which all is known but its values.
+
+    Args:
+        source: of a run as for ``open_weights``, or a folder in Hugging Face format.
+        say: told what a user should know of it.
+
+    Raises:
+        ConfigError: if there is none, or it is not whole.
+    """
+
+    config: ModelConfig
+    context: int
+    """Tokens that it was trained to see: ``train.seq_len`` of a run, the model's own of a folder."""
+
+    def __init__(self, source: str, say: Any = print) -> None:
+        self.source = source
+        path = Path(source).expanduser()
+        if "://" not in source and not path.is_dir():
+            raise ConfigError(
+                f"{source} is not a folder; name the directory of a run, a checkpoint, or a folder in Hugging Face "
+                "format"
+            )
+        self._weights: RunWeights | CheckpointWeights | HuggingFaceFolder
+        self._settings: Mapping[str, Any] = {}
+        if (path / CONFIG_FILE).exists():
+            self._weights = HuggingFaceFolder(path)
+            self.config = self._weights.model_config()
+            self._weights.check(self._build())
+            self._weights.verify_checksums()
+        else:
+            self._weights = open_weights(source, say)
+            self._settings = self._weights.settings
+            self.config = dataclasses.replace(self._weights.config, init_from=None)
+        seq_len = self._setting("train", "seq_len")
+        self.context = min(seq_len, self.config.max_seq_len) if type(seq_len) is int else self.config.max_seq_len
+
+    def choose_context(self, typed: int | None) -> int:
+        """Tokens that the model is to see at most.
+
+        Raises:
+            ConfigError: if it has no positions for so many.
+        """
+        if typed is not None and typed > self.config.max_seq_len:
+            longest = self.config.max_seq_len
+            raise ConfigError(f"--context {typed} is more than model.max_seq_len={longest}; write --context {longest}")
+        return typed or self.context
+
+    def tokenizer(self, choice: str | None) -> Tokenizer:
+        """What its ids mean: as chosen, or else as the folder or the run's data says.
+
+        Raises:
+            ConfigError: if nothing says it.
+        """
+        data, reason = self.data(), ""
+        if choice is None and isinstance(self._weights, HuggingFaceFolder):
+            if (self._weights.path / TOKENIZER_FILE).is_file():
+                choice = str(self._weights.path)
+        elif choice is None and data is not None:
+            try:
+                choice = data.find_tokenizer()
+            except ConfigError as error:  # how to train is what it says, and that is not asked here
+                reason = f" any more ({str(error).partition('; ')[0]})"
+        if choice is None:
+            raise ConfigError(f"{self.source} has no tokenizer{reason}; write {CHOICE}")
+        return open_tokenizer(choice, self.config.vocab_size, plain=data is not None and data.plain_texts)
+
+    def data(self) -> DataConfig | None:
+        """What a run was trained on, as it was configured; None where nothing says it, as for a folder.
+
+        Raises:
+            ConfigError: if the run's settings cannot be.
+        """
+        return read_data_config(self._settings, self.source) if "data" in self._settings else None
+
+    def data_seed(self) -> int:
+        """That decided a run's synthetic data.
+
+        Raises:
+            ConfigError: if the run's settings do not say it.
+        """
+        seed = self._setting("train", "data_seed")
+        if type(seed) is not int:
+            raise ConfigError(f"{self.source} says train.data_seed={seed}; use the file that the run wrote")
+        return seed
+
+    def ends(self) -> frozenset[int]:
+        """Ids that end a text, as a folder in Hugging Face format may say."""
+        if not isinstance(self._weights, HuggingFaceFolder):
+            return frozenset()
+        for name in ("generation_config.json", CONFIG_FILE):
+            path = self._weights.path / name
+            found = read_json(path).get("eos_token_id") if path.exists() else None
+            if found is not None:
+                return frozenset(found if isinstance(found, list) else [found])
+        return frozenset()
+
+    @torch.no_grad()
+    def load(self, device: Device, dtype: torch.dtype) -> DecoderModel:
+        """The model with its values, on a device."""
+        model = self._build()
+        kernels = KernelConfig()
+        kernels.resolve(device.type, compiles=False, deterministic=False)
+        put_kernels(model, kernels)
+        model.to(dtype).requires_grad_(False)
+        materialise(model, device.torch_device, self._fill)
+        init_buffers(model, device.torch_device, torch.float32)
+        return model.eval()
+
+    def _build(self) -> DecoderModel:
+        with torch.device("meta"):
+            return self.config.build()
+
+    def _fill(self, param: Tensor, name: str) -> None:
+        if isinstance(self._weights, HuggingFaceFolder):
+            self._weights.fill(param, name)
+        else:
+            param.copy_(self._weights.read(name, whole(tuple(param.shape))))
+
+    def _setting(self, section: str, key: str) -> Any:
+        values = self._settings.get(section)
+        return values.get(key) if isinstance(values, Mapping) else None
+
+
+def read_device(options: Mapping[str, str]) -> tuple[Device, torch.dtype]:
+    """The device and number format that options name.
+
+    Raises:
+        ConfigError: if there is no such device or format.
+    """
+    dtype = options.get("--dtype", "float32")
+    if dtype not in DTYPES:
+        raise ConfigError(f"--dtype {dtype} must be one of {', '.join(DTYPES)}; write --dtype float32")
+    device_type = options.get("--device") or available_device_type()
+    if device_type not in DEVICE_TYPES:
+        raise ConfigError(f"--device {device_type} must be one of {', '.join(DEVICE_TYPES)}; write --device cpu")
+    try:
+        return Device(device_type), DTYPES[dtype]
+    except ConfigError as error:
+        told = str(error).replace("set launch.device=", "write --device ").replace("launch.device=", "--device ")
+        raise ConfigError(told) from error

@@ -1,0 +1,153 @@
+"""States of this process's random number generators: kept in a checkpoint as JSON, and put back from one.
+
+Nothing that trains draws from them except models and strategies of one's own. So a state that this process cannot
+take, since it is of another Python, torch or device, does not stop a run: the generators start from the seed.
+
+numpy and torch keep a position in an array of 624 numbers and take any position that they are given; the next draw then
+reads beyond the array. So positions are checked here, before either gets one.
+"""
+
+import base64
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from fsdptoys.device import Device
+from fsdptoys.utils.schema import SchemaError, array, integer, nullable, number, record, word
+
+STATE_NUMBERS = 624
+"""Of a Mersenne Twister, in numpy, torch and Python alike."""
+
+LONGEST_STATE = 2**20
+"""Characters of a state in base 64; torch's take about 7,000."""
+
+TORCH_STATE_BYTES = (5048, 5056)
+"""Of torch's generator on the CPU, in whose layout ``_check_torch_state`` knows its way; tried on torch 2.13."""
+
+
+def _encoded(value: Any, key: str) -> None:
+    word(LONGEST_STATE)(value, key)
+    _decode(value, key)
+
+
+def _numpy_keys(value: Any, key: str) -> None:
+    _encoded(value, key)
+    if len(_decode(value, key)) != 4 * STATE_NUMBERS:
+        raise SchemaError(f"{key} holds {len(_decode(value, key))} bytes, not {4 * STATE_NUMBERS}")
+
+
+RANDOM_STATES = record(
+    {
+        "torch": _encoded,
+        "device": nullable(_encoded),
+        "numpy": record(
+            {
+                "keys": _numpy_keys,
+                "position": integer(0, STATE_NUMBERS),
+                "has_gauss": integer(0, 1),
+                "cached": number(),
+            }
+        ),
+        "python": record(
+            {
+                "version": integer(),
+                "internal": array(integer(0, 2**32 - 1), 0, 10 * STATE_NUMBERS),
+                "gauss": nullable(number()),
+            }
+        ),
+    }
+)
+"""Of what ``random_states`` returns."""
+
+
+def random_states(device: Device) -> dict[str, Any]:
+    """States of this process's random number generators, as JSON can hold them."""
+    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    version, internal, gauss = random.getstate()
+    own = device.rng_state()
+    return {
+        "torch": _encode(torch.get_rng_state()),
+        "device": None if own is None else _encode(own),
+        "numpy": {
+            "keys": base64.b64encode(np.asarray(keys, dtype="<u4").tobytes()).decode(),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "cached": float(cached),
+        },
+        "python": {"version": version, "internal": list(internal), "gauss": gauss},
+    }
+
+
+def restore_random_states(states: dict[str, Any] | None, device: Device, seed: int, step: int, rank: int) -> str | None:
+    """Put the generators back to what :func:`random_states` returned, or else to what the seed says.
+
+    Args:
+        states: checked by ``RANDOM_STATES``; None for those of the seed.
+        device: of this process.
+        seed: of the run's initial values.
+        step: after which the states were saved.
+        rank: of this process.
+
+    Returns:
+        Why this process cannot take the states and the generators start from the seed instead; None if it can.
+    """
+    if states is not None:
+        try:
+            _restore(states, device)
+            return None
+        # RuntimeError, TypeError, ValueError: as torch, Python and numpy refuse a state
+        except (RuntimeError, TypeError, ValueError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    mixed = int(np.random.SeedSequence(seed, spawn_key=(step, rank)).generate_state(1)[0])
+    torch.manual_seed(mixed)  # of all devices
+    np.random.seed(mixed)
+    random.seed(mixed)
+    return reason if states is not None else None
+
+
+def _restore(states: dict[str, Any], device: Device) -> None:
+    own = torch.get_rng_state()
+    state = _tensor(states["torch"], "torch")
+    if len(state) != len(own):
+        raise ValueError(f"torch's state holds {len(state)} bytes, and this version's {len(own)}")
+    _check_torch_state(state)
+    on_device, python, numpy = states["device"], states["python"], states["numpy"]
+    version = random.getstate()[0]
+    if python["version"] != version:
+        raise ValueError(f"Python's state is of version {python['version']}, and this one's of {version}")
+    random.setstate((python["version"], tuple(python["internal"]), python["gauss"]))
+    torch.set_rng_state(state)
+    device.restore_rng_state(None if on_device is None else _tensor(on_device, "device"))
+    keys = np.frombuffer(_decode(numpy["keys"], "numpy.keys"), dtype="<u4")
+    np.random.set_state(("MT19937", keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))
+
+
+def _check_torch_state(state: torch.Tensor) -> None:
+    """Refuse a place in torch's numbers from which it would read beyond them; torch checks each bound by itself alone.
+
+    The layout is ATen's ``CPUGeneratorImplStateLegacy``: seed (8 bytes), numbers left until the next turn (4), whether
+    it was seeded (4), place of the next one (8), 624 numbers of 8 bytes, and what is left of a normal distribution.
+    """
+    if len(state) in TORCH_STATE_BYTES:
+        content = state.numpy().tobytes()
+        left = int.from_bytes(content[8:12], "little", signed=True)
+        following = int.from_bytes(content[16:24], "little")
+        if not 0 < left <= STATE_NUMBERS or following + left > STATE_NUMBERS + 1:
+            raise ValueError(f"torch's state has {left} numbers left from {following} on, of {STATE_NUMBERS}")
+
+
+def _encode(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _decode(text: str, key: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise SchemaError(f"{key} is not text in base 64 ({error})") from None
+
+
+def _tensor(text: str, key: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(_decode(text, key)) or bytearray(1), dtype=torch.uint8)

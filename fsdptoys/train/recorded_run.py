@@ -1,0 +1,179 @@
+"""One run directory, read back: what was run, on what, each step, and what was predicted.
+
+A run that is still going, or that was killed, reads like one that has ended: what is there counts.
+
+Whether somebody writes a run directory now: by its lock, and, where locks do not reach, by its ranks' signs.
+"""
+
+import stat
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdptoys.config.saved import read_config, read_tree
+from fsdptoys.config.schema import Config
+from fsdptoys.errors import ConfigError
+from fsdptoys.metrics import StepMetrics
+from fsdptoys.metrics.config import (
+    CONFIG_FILE,
+    ENVIRONMENT_FILE,
+    METRICS_FILE,
+    PREDICTION_FILE,
+    RESUMES_FILE,
+    SUMMARY_FILE,
+    MetricsConfig,
+)
+from fsdptoys.metrics.prediction import Comparison, Prediction, compare
+from fsdptoys.metrics.results import (
+    RunResults,
+    summarize,
+)
+from fsdptoys.metrics.resume_log import read_resumes, read_steps, starts
+from fsdptoys.utils.file_lock import is_locked
+from fsdptoys.utils.foreign import ForeignError
+from fsdptoys.utils.from_tree import typed
+from fsdptoys.utils.text import one_line
+
+from .heartbeat import HEARTBEATS_FOLDER, Sign, read_heartbeats
+
+FRESH_SECONDS = 120.0
+"""Where locks do not reach, a run whose ranks gave a sign within this time still goes on."""
+
+
+def is_written(path: Path) -> bool:
+    """Whether a run goes on there, as far as this machine can tell."""
+    now = time.time()
+    return is_locked(path) or any(
+        abs(now - sign.time) < FRESH_SECONDS and sign.state() != "has ended" for sign in newest_signs(path).values()
+    )
+
+
+def newest_signs(path: Path) -> dict[int, Sign]:
+    """The last sign of each rank of the newest start in a run directory."""
+    signs = read_heartbeats(path / HEARTBEATS_FOLDER)
+    newest = max(signs.values(), key=lambda sign: sign.time, default=None)
+    return {rank: sign for rank, sign in signs.items() if newest is not None and sign.start == newest.start}
+
+
+LARGEST_LINES_BYTES = 2**29
+"""Of ``metrics.jsonl``: a million steps."""
+
+MOST_RANKS = 2**20
+MOST_STEPS = 2**53
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """What a run directory says."""
+
+    path: Path
+    tree: dict[str, Any]
+    """Every setting, as ``config.yaml`` has it."""
+    environment: dict[str, Any]
+    """Versions, machine and command, as ``environment.json`` has them."""
+    world_size: int
+    device_type: str
+    device_name: str
+    steps: list[StepMetrics]
+    results: RunResults
+    """What the steps add up to, without those of the warm-up."""
+    prediction: Prediction | None
+    """What was foretold of it, where it was."""
+    notes: tuple[str, ...] = ()
+    """Sentences on what could not be read."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has ended by itself and summed itself up, which may be before its last step."""
+        return (self.path / SUMMARY_FILE).exists()
+
+    @property
+    def running(self) -> bool:
+        """Whether a process writes it now, as far as this machine can tell."""
+        return is_written(self.path)
+
+    def config(self) -> Config:
+        """The configuration, not validated, as far as it decides how long a step takes; see :func:`read_config`.
+
+        Raises:
+            ConfigError: where this version cannot read it.
+        """
+        return read_config(self.tree, str(self.path / CONFIG_FILE))
+
+    def comparisons(self) -> list[Comparison]:
+        """What was predicted beside what was measured."""
+        return compare(self.prediction, self.results) if self.prediction is not None else []
+
+
+def is_run_dir(path: Path) -> bool:
+    """Whether a run has begun to write there."""
+    return (path / CONFIG_FILE).is_file() and (path / METRICS_FILE).is_file()
+
+
+def read_recorded_run(path: Path) -> RecordedRun:
+    """Read a run directory.
+
+    Raises:
+        ConfigError: if it is none.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"{path} is no run directory; give one that fsdptoys train has written, as runs/NAME")
+    environment = read_tree(path / ENVIRONMENT_FILE)
+    try:
+        world_size, device_type, device_name = _read_place(environment)
+    except ForeignError as mistake:
+        raise ConfigError(
+            f"{path / ENVIRONMENT_FILE} does not say what the run ran on ({mistake}); leave {path} out"
+        ) from mistake
+    tree = read_tree(path / CONFIG_FILE)
+    for name in (METRICS_FILE, RESUMES_FILE):
+        _check_file(path / name)
+    steps, notes = read_steps(path / METRICS_FILE)
+    results = summarize(steps, read_warmup(tree), starts(read_resumes(path / RESUMES_FILE)))
+    prediction = None
+    if (path / PREDICTION_FILE).exists():
+        try:
+            prediction = Prediction.from_dict(read_tree(path / PREDICTION_FILE))
+        except ConfigError as mistake:
+            notes = [*notes, str(mistake)]
+        except ForeignError:
+            notes = [*notes, f"{path / PREDICTION_FILE} was written by another version and is left out"]
+    return RecordedRun(
+        path, tree, environment, world_size, device_type, device_name, steps, results, prediction, tuple(notes)
+    )
+
+
+def _read_place(environment: Mapping[str, Any]) -> tuple[int, str, str]:
+    """World size, device type and device name out of ``environment.json``.
+
+    Raises:
+        ForeignError: if one of them is missing or cannot be.
+    """
+    world_size: int = typed(int, environment.get("world_size"), "world_size")
+    device: dict[str, Any] = typed(dict[str, Any], environment.get("device"), "device")
+    if not 1 <= world_size <= MOST_RANKS:
+        raise ForeignError(f"world_size is {world_size}")
+    return world_size, typed(str, device.get("type"), "device.type"), typed(str, device.get("name"), "device.name")
+
+
+def read_warmup(tree: Mapping[str, Any]) -> int:
+    """``metrics.warmup_steps`` of a run's settings; its default where they do not say it."""
+    metrics = tree.get("metrics")
+    warmup = metrics.get("warmup_steps") if isinstance(metrics, dict) else None
+    return warmup if type(warmup) is int and 0 <= warmup <= MOST_STEPS else MetricsConfig().warmup_steps
+
+
+def _check_file(path: Path) -> None:
+    """Refuse a pipe or device, which a read would wait for, and more than any run writes."""
+    try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise ForeignError("it is not a regular file")
+        if found.st_size > LARGEST_LINES_BYTES:
+            raise ForeignError(f"it is longer than {LARGEST_LINES_BYTES} bytes")
+    except FileNotFoundError:
+        return
+    except (OSError, ForeignError) as mistake:
+        raise ConfigError(f"{path} cannot be read ({one_line(mistake)}); use the file that the run wrote") from mistake

@@ -1,0 +1,348 @@
+"""One run in its directory: what a trainer's steps are recorded in, what they go on from, and what is left at the end.
+
+Every rank has one. Rank 0 alone has a recorder, which prints and writes; checkpoints are written by all.
+"""
+
+import dataclasses
+import functools
+import itertools
+import sys
+import time
+from contextlib import ExitStack, suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from fsdptoys.checkpoint import WEIGHTS_FOLDER, Checkpoint, Checkpoints, save_weights
+from fsdptoys.config.schema import Config
+from fsdptoys.errors import GivenUpError
+from fsdptoys.metrics import (
+    COLLECTIVES_FILE,
+    PROFILE_FOLDER,
+    Recorder,
+    Resumed,
+    StepMetrics,
+    environment,
+    lock_run_dir,
+    new_run_dir,
+    run_dir_path,
+)
+from fsdptoys.metrics.prediction import Prediction
+from fsdptoys.parallel import host_copy, whole_tensors
+from fsdptoys.profiler import Profiler
+from fsdptoys.utils.atomic_write import write_atomically
+from fsdptoys.utils.file_lock import FolderLock
+
+from .distributed import process_group
+from .heartbeat import HEARTBEATS_FOLDER, Heartbeat, explain_lost_ranks
+from .launch_env import (
+    remember_run_dir,
+    remembered_run_dir,
+    restart_count,
+)
+from .random_states import random_states, restore_random_states
+from .resume import FACTS, check_restart, check_same_run, checkpoint_folder, run_facts
+from .stop import Stop, StopRequest
+from .trainer import Trainer
+
+LAST_WAIT_SECONDS = 5.0
+"""A rank that fails gives a save in the background so long to come to its end, before it tells of its failure."""
+
+
+def train(config: Config, prediction: Prediction | None = None) -> Trainer:
+    """Train as ``config`` says, in this process as one of the ranks that the environment names.
+
+    Args:
+        config: validated for the world size in the environment.
+        prediction: what it is foretold to take, which rank 0 records beside what it takes.
+
+    Returns:
+        The trainer after its last step, with the history of all steps that it took.
+
+    Raises:
+        GivenUpError: if going on made no sense, or what was to be saved at the end could not be.
+    """
+    with process_group(config):
+        trainer = Trainer(config)
+        try:
+            Run(trainer, prediction).run()
+        finally:
+            trainer.patches.undo()
+        return trainer
+
+
+class Run:
+    """A trainer's way through its steps and what is written of it."""
+
+    def __init__(self, trainer: Trainer, prediction: Prediction | None = None) -> None:
+        self.trainer = trainer
+        self._prediction = prediction
+        self.config = trainer.config
+        self.rank, self.world_size = trainer.rank, trainer.world_size
+        self._lock: FolderLock | None = None
+        self.run_dir = self._claim_run_dir()
+        self._recorder: Recorder | None = None
+        self._resumed: Resumed | None = None
+        self._saved = True
+        self._problem: str | None = None
+
+    def run(self) -> None:
+        """Go on from a checkpoint where there is one, take the steps, keep the weights, sample, and sum up."""
+        trainer, config = self.trainer, self.config
+        heartbeats = self.run_dir / HEARTBEATS_FOLDER
+        with ExitStack() as stack:
+            if self._lock is not None:
+                stack.callback(self._lock.release)
+            heartbeat = Heartbeat(heartbeats, self.rank)
+            stack.callback(heartbeat.close)
+            trainer.on_phase = heartbeat.beat
+            stack.enter_context(
+                explain_lost_ranks(heartbeats, self.rank, self.world_size, config.launch.timeout_seconds)
+            )
+            heartbeat.beat(0, "start")
+            self.checkpoints = self._open_checkpoints()
+            self._go_on()
+            if self.rank == 0:
+                self._recorder = stack.enter_context(self._open_recorder())
+            dist.barrier(
+                device_ids=self.trainer.device.barrier_devices
+            )  # whoever writes into the run directory from here on finds it claimed
+            profiler = self._profiler()
+            if self._recorder and config.debug.trace_collectives:
+                self._trace_collectives()
+            # A signal that comes twice must not end the process before the last checkpoint is written.
+            request = stack.enter_context(StopRequest())
+            try:
+                stop = trainer.train(self._on_step, profiler, self._save, request)
+            except Exception:
+                self.checkpoints.wait(LAST_WAIT_SECONDS)
+                raise
+            heartbeat.beat(trainer.steps_done, "end")
+            try:
+                self._finish(stop, profiler)
+            except GivenUpError:
+                _take_away(heartbeat)
+                raise
+            _take_away(heartbeat)
+
+    def _finish(self, stop: Stop, profiler: Profiler) -> None:
+        """Leave behind what a run leaves behind; where the process is to end soon, no more than it must."""
+        if not self.checkpoints.finish():
+            self._saved = False
+        self._report()
+        reason, sample = stop.reason, None
+        if stop.signal or stop.gave_up:
+            newest = self.checkpoints.last_step
+            reason += (
+                f"; the newest checkpoint is that of step {newest}" if newest is not None else "; nothing is saved"
+            )
+        try:
+            if not (stop.signal or stop.gave_up):
+                if self.config.checkpoint.final_weights:
+                    self._save_weights()
+                sample = self.trainer.sample()
+        finally:
+            # A disk that is too full for weights must not cost the results too.
+            if self._recorder:
+                watch = self.trainer.compilation
+                compilation = watch.result() if watch else None
+                self._recorder.finish(reason, sample, profiler.summary_markdown(), compilation)
+        if stop.gave_up:
+            raise GivenUpError(
+                f"stopped after step {self.trainer.steps_done}: {reason}; lower optim.lr or look at the data of these "
+                "steps, and to go back to an older checkpoint, move the newer ones away"
+            )
+        if not self._saved:
+            told = [self._problem]
+            dist.broadcast_object_list(told, device=self.trainer.device.torch_device)
+            raise GivenUpError(told[0] or "the last checkpoint was not saved")
+
+    def _claim_run_dir(self) -> Path:
+        """Settle on a directory, which rank 0 makes where it has no name yet, and tell it to all ranks."""
+        told: list[str | None] = [None]
+        if self.rank == 0:
+            named = self.config.metrics.run_dir
+            path = remembered_run_dir() or (run_dir_path(named) if named is not None else None)
+            if path is None:
+                check_restart(self.config)
+                path = new_run_dir(self.title)
+            self._lock = lock_run_dir(path)  # before anything there is touched
+            told = [str(path)]
+        dist.broadcast_object_list(told, device=self.trainer.device.torch_device)
+        assert told[0] is not None
+        path = Path(told[0])
+        remember_run_dir(path)
+        return path
+
+    @property
+    def title(self) -> str:
+        """What the run is, for people."""
+        return f"{self.config.model.name}-{self.config.parallel.name}"
+
+    def _open_checkpoints(self) -> Checkpoints:
+        folder = checkpoint_folder(self.config, self.run_dir)
+        assert folder is not None
+        # Nothing else talks over this group, so that a background thread may.
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.config.checkpoint.timeout_seconds))
+        return Checkpoints(
+            self.config.checkpoint,
+            folder,
+            group,
+            message=self._tell_problem,
+            copy=host_copy,
+            whole=whole_tensors,
+            schema=FACTS,
+        )
+
+    def _go_on(self) -> None:
+        """Load the checkpoint that the settings, or a restart, ask for."""
+        trainer, config = self.trainer, self.config
+        restarted = restart_count() > 0
+        found = self.checkpoints.resume(restarted=restarted)
+        if found is None:
+            if restarted or config.checkpoint.resumes:
+                self._resumed = Resumed(0, {}, None)
+                if self.rank == 0:
+                    self._set_weights_aside()
+            return
+        for sentence in check_same_run(config, found.facts):
+            self._say(sentence)
+        before, now = found.facts["global_batch"], trainer.batches.global_batch
+        if before != now:
+            self._say(
+                f"the global batch was {before} sequences and is {now}, so the steps are not those that they would "
+                "have been; train.batch_size and train.grad_accum set it"
+            )
+        if self.rank == 0 and found.step < config.train.steps:
+            self._set_weights_aside()
+        trainer.go_on_from(found.facts, found.load)
+        self._restore_random_states(found)
+        self._resumed = Resumed(found.step, found.facts["metrics"], found.name)
+
+    def _restore_random_states(self, found: Checkpoint) -> None:
+        """Put each rank's generators back; rank 0 names the ranks where they start from the seed after all."""
+        seed = self.config.train.init_seed
+        assert seed is not None
+        reason = restore_random_states(found.own_facts, self.trainer.device, seed, found.step, self.rank)
+        reasons = self.checkpoints.gather(reason)
+        ranks = [rank for rank, of_rank in enumerate(reasons) if of_rank is not None]
+        if ranks:
+            whose = f"rank {ranks[0]}" + (f" and {len(ranks) - 1} others" if ranks[1:] else "")
+            self._say(
+                f"the random number states of {whose} in {found.name} cannot be used here ({reasons[ranks[0]]}), so "
+                "generators start from the seed"
+            )
+
+    def _open_recorder(self) -> Recorder:
+        dataset = self.trainer.dataset
+        references = {
+            "unigram entropy of the data": dataset.unigram_entropy_nats,
+            "conditional entropy of the data": dataset.conditional_entropy_nats,
+        }
+        return Recorder(
+            dataclasses.replace(self.config.metrics, run_dir=str(self.run_dir)),
+            title=self.title,
+            config_tree=self.config.to_dict(),
+            environment=environment(self.trainer.device, self.world_size, sys.argv)
+            | {"patches_of_pytorch": dict(self.trainer.patches.report) or "none"},
+            steps=self.config.train.steps,
+            references={label: nats for label, nats in references.items() if nats is not None},
+            resumed=self._resumed,
+            lock=self._lock,
+            make_room=self.checkpoints.wait,
+            prediction=self._prediction,
+        )
+
+    def _profiler(self) -> Profiler:
+        say = self._recorder.message if self._recorder else functools.partial(print, f"rank {self.rank}:", flush=True)
+        return Profiler(
+            self.config.profile,
+            self.trainer.device,
+            self.rank,
+            self.run_dir / PROFILE_FOLDER,
+            first_step=self.trainer.steps_done + 1,
+            message=say,
+        )
+
+    def _trace_collectives(self) -> None:
+        """Have one step's collectives written down as this rank issues them."""
+        from fsdptoys.profiler.collective_table import render, to_lines
+        from fsdptoys.profiler.collectives import Call, CollectiveTrace, traced_step
+
+        trainer, parallel = self.trainer, self.config.parallel.name
+        step = traced_step(trainer.steps_done + 1, self.config.train.steps)
+        within = {Trainer._clip.__code__: "clip", Trainer._update.__code__: "optimizer"}
+
+        def done(calls: list[Call]) -> None:
+            write_atomically(self.run_dir / COLLECTIVES_FILE, to_lines(calls, step))
+            whose = f"step {step} on rank {self.rank} of {self.world_size}, parallel={parallel}"
+            self._say(render(calls, f"collectives of {whose}"))
+
+        trace = CollectiveTrace(step, trainer.strategy.model, within, done)
+        beat = trainer.on_phase
+
+        def on_phase(step: int, phase: str) -> None:
+            beat(step, phase)
+            trace.enter(step, phase)
+
+        trainer.on_phase, trainer.around_step = on_phase, trace.around
+
+    def _on_step(self, metrics: StepMetrics) -> None:
+        if self._recorder:
+            self._recorder.step(metrics)
+            for sentence in self.trainer.compilation.take_sentences() if self.trainer.compilation else ():
+                self._recorder.message(sentence)
+        self._report()
+
+    def _save(self, stop: Stop | None) -> None:
+        """Save a checkpoint, or begin to; all ranks call this after the same step."""
+        started = time.perf_counter()
+        trainer = self.trainer
+        facts = run_facts(self.config, self.world_size) | trainer.facts()
+        facts["metrics"] = self._recorder.offsets() if self._recorder else {}
+        tensors = trainer.strategy.state_tensors(trainer.optimizer)
+        prunes = stop is None or not stop.gave_up  # what went wrong may have begun before the oldest that is kept
+        self._saved = self.checkpoints.save(trainer.steps_done, tensors, facts, random_states(trainer.device), prunes)
+        if self._saved:
+            seconds = time.perf_counter() - started
+            how = "being written, the steps stood still for" if self.config.checkpoint.async_save else "saved in"
+            self._say(f"checkpoint of step {trainer.steps_done} {how} {seconds:.2f} s")
+
+    def _report(self) -> None:
+        for sentence in self.checkpoints.report():
+            self._say(sentence)
+
+    def _save_weights(self) -> None:
+        """Write the trained weights from rank 0, which all ranks give their parts of."""
+        parameters = self.trainer.strategy.full_parameters()
+        folder = self.run_dir / WEIGHTS_FOLDER
+        if self.rank == 0 and not folder.exists():  # else no step was taken since they were written
+            save_weights(folder, parameters)
+        else:
+            for _ in parameters:
+                self.checkpoints.wait(LAST_WAIT_SECONDS)
+
+    def _set_weights_aside(self) -> None:
+        """Rename the weights that an earlier end has left, so that nobody takes them for those of the steps to come."""
+        folder = self.run_dir / WEIGHTS_FOLDER
+        names = (folder.with_name(f"{WEIGHTS_FOLDER}-{number}") for number in itertools.count(1))
+        if folder.exists():
+            folder.rename(next(name for name in names if not name.exists()))
+
+    def _tell_problem(self, sentence: str) -> None:
+        self._problem = sentence
+        self._say(sentence)
+
+    def _say(self, text: str) -> None:
+        if self._recorder:
+            self._recorder.message(text)
+        elif self.rank == 0:
+            print(f"fsdptoys: {text}", file=sys.stderr, flush=True)
+
+
+def _take_away(heartbeat: Heartbeat) -> None:
+    """Remove the file of a rank that has come to its end, and with the last one the folder."""
+    with suppress(OSError):
+        heartbeat.path.unlink()
+        heartbeat.path.parent.rmdir()

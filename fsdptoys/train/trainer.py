@@ -1,0 +1,391 @@
+"""The training loop, to be read from top to bottom like a recipe.
+
+``Trainer(config)`` prepares everything in the order in which it happens; ``train`` takes the steps. The same code runs
+under every strategy: what differs is behind ``Strategy``, and nothing here asks which one it has.
+
+Every rank runs the same page. What is written on the way (``run``) is told of each step, and asked for checkpoints.
+"""
+
+import dataclasses
+import functools
+import math
+import os
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, closing, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdptoys.checkpoint import open_init_from
+from fsdptoys.config.kernel_choice import put_kernels
+from fsdptoys.config.schema import Config
+from fsdptoys.data import BatchStream, TextConfig, TextDataset, eval_batches
+from fsdptoys.device import Device
+from fsdptoys.loss import build_loss
+from fsdptoys.loss.objective import IGNORE_INDEX, Objective
+from fsdptoys.memory import BucketedOptimizer, CPUOffloadExecutor, Workers, cpu_threads, threads_per_rank
+from fsdptoys.metrics import SpikeDetector, StepMetrics, step_metrics
+from fsdptoys.metrics.compilation import CompilationWatch
+from fsdptoys.optim.config import build_optimizer
+from fsdptoys.optim.schedule import build_schedule, set_schedule
+from fsdptoys.parallel import Fill, ParallelContext, seeded
+from fsdptoys.parallel.float8 import convert_to_float8, prepare_all_gathers
+from fsdptoys.parallel.precision import DType
+from fsdptoys.patches import apply_patches
+from fsdptoys.profiler import Profiler, Situation, explain_out_of_memory
+
+from .build import offload, prepare_blocks, update_in_backward
+from .distributed import deterministic_kernels, device_of
+from .document_flops import DocumentCounter
+from .evaluation import held_out_loss, sample_text
+from .moe_balance import build_routing_balance
+from .oom_context import situation
+from .stop import STOP_SIGNALS, Stop, StopRequest, agreed_stop
+
+
+class Trainer:
+    """One run: a model under a strategy, its data, its optimizer, and the loop over them."""
+
+    def __init__(self, config: Config, device: Device | None = None, fill: Fill | None = None) -> None:
+        """Prepare a run.
+
+        Args:
+            config: validated.
+            device: where it runs; None for what the config and this process's rank say.
+            fill: gives parameters their values; None for what the config says.
+        """
+        self.config = config
+        train, memory = config.train, config.memory
+        assert train.init_seed is not None and train.data_seed is not None, "the config must have been validated"
+
+        # 1. Where we run.
+        self.device = device or device_of(config)
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        self._cpu_threads = memory.cpu_threads or threads_per_rank(local_ranks)
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        context = ParallelContext(
+            device=self.device,
+            rank=self.rank,
+            world_size=self.world_size,
+            mesh=config.mesh,
+            deterministic=train.deterministic,
+            cpu_offload=config.memory.cpu_offload,
+            sum_dtype=train.sum_dtype.torch,
+            timeout=timedelta(seconds=config.launch.timeout_seconds),
+        )
+
+        # 2. The model: a plan without memory, then checkpointing, then sharding, memory and initial values.
+        self.patches = apply_patches(config.patches, config.parallel.name)
+        with torch.device("meta"):
+            model = config.model.build()
+        self.flops_per_token = model.flops_per_token(train.seq_len)
+        self.parameter_count = model.parameter_counts().total
+        put_kernels(model, config.kernels)
+        matrix_names = {name for name, param in model.named_parameters() if param.ndim >= 2}
+        block_names = {f"layers.{name}" for name, _ in model.layers.named_parameters()}
+        convert_to_float8(model, train.float8, train.float8_all_gather, self.device.type)
+        prepare_blocks(model, config, self.device)
+        self.strategy = config.parallel.build(context)
+        local = self.strategy.local_data_ranks
+        self.routing = build_routing_balance(model, self.device.torch_device, local, train.sum_dtype.torch)
+        if fill is None:
+            drawn = seeded(model.init_rows, train.init_seed)
+            fill = open_init_from(model).fill if config.model.init_from else drawn
+        constructing = functools.partial(
+            situation,
+            config,
+            self.world_size,
+            self.rank,
+            0,
+            "construction",
+            on_cpu=not self.device.is_accelerator,
+            parameter_count=self.parameter_count,
+        )
+        with explain_out_of_memory(self.device, constructing):
+            self.strategy.parallelize(model, fill)
+
+        # 3. What is minimised, and what updates it.
+        chunk_tokens = None if memory.chunk_tokens == "auto" else int(memory.chunk_tokens)
+        chunks = (memory.chunk_loss, chunk_tokens, memory.chunk_grad_dtype)
+        self.loss_fn = build_loss(*chunks, Objective(train.label_smoothing, train.z_loss_coef))
+        self.eval_loss_fn = build_loss(*chunks)
+        optimizer = build_optimizer(config.optim, self.strategy.named_parameters(), matrix_names, block_names)
+        self.strategy.attach(optimizer)
+        with explain_out_of_memory(self.device, constructing):
+            self.optimizer = offload(optimizer, self.strategy, config, self._cpu_threads)
+        self.in_backward = update_in_backward(self.optimizer, self.strategy, config)
+        self.schedule = build_schedule(config.optim, self.optimizer, train.steps)
+
+        # 4. What it learns from: this process's share of every global batch.
+        self.dataset = config.data.build(train.seq_len, config.model.vocab_size, train.data_seed)
+        self.documents = None
+        if config.data.mask_documents:
+            self.documents = DocumentCounter(model, self.dataset.end_labels_with_documents(), train.seq_len)
+        self.batches = BatchStream(
+            self.dataset.train,
+            train.batch_size,
+            train.grad_accum,
+            ranks=range(self.rank * local, (self.rank + 1) * local),
+            data_ranks=self.strategy.data_ranks,
+            seed=train.data_seed,
+            fingerprint=self.dataset.fingerprint,
+            workers=config.data.workers,
+            files=self.dataset.sample_files(),
+        )
+        self.steps_done = 0
+        self.skipped_steps = self._skipped_in_a_row = 0
+        self.spikes = SpikeDetector(config.metrics.spike_threshold)
+        self.history: list[StepMetrics] = []
+        """Of the steps that this object took."""
+        self.compilation = CompilationWatch() if train.compile or config.kernels.compiles else None
+        """What the compiler has done since; None where nothing is compiled."""
+        self.on_phase: Callable[[int, str], None] = lambda step, phase: None
+        """Told the step and what it is at: forward, backward, optimizer, evaluation."""
+        self.around_step: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext()
+        """What surrounds a step of that number, without the evaluation after it."""
+        self._phase = "forward"
+
+    def facts(self) -> dict[str, Any]:
+        """Where this run is, as JSON can hold it; with the tensors of the strategy it is all that going on needs."""
+        optimizer = self.optimizer
+        return {
+            "step": self.steps_done,
+            "data": self.batches.state_dict(),
+            "global_batch": self.batches.global_batch,
+            "optimizer_steps": optimizer.steps_taken if isinstance(optimizer, BucketedOptimizer) else None,
+            "skipped_steps": self.skipped_steps,
+            "skipped_in_a_row": self._skipped_in_a_row,
+            "spikes": self.spikes.state_dict(),
+        }
+
+    def go_on_from(self, facts: dict[str, Any], load: Callable[[dict[str, Tensor]], None]) -> None:
+        """Be where another run was.
+
+        Args:
+            facts: what it told of itself.
+            load: fills tensors, given by name, with what they were there.
+
+        Raises:
+            ConfigError: if the data or the tensors are others.
+        """
+        self.batches.load_state_dict(facts["data"])
+        self.strategy.load_state_tensors(self.optimizer, load)
+        self._prepare_all_gathers()
+        self.steps_done = facts["step"]
+        set_schedule(self.schedule, self.steps_done)
+        if isinstance(self.optimizer, BucketedOptimizer):
+            # Whoever has run without offload so far has counted none, and has lost none by rounding.
+            self.optimizer.steps_taken = facts["optimizer_steps"] or self.optimizer.steps_taken
+        self.skipped_steps, self._skipped_in_a_row = facts["skipped_steps"], facts["skipped_in_a_row"]
+        self.spikes.load_state_dict(facts["spikes"])
+
+    def train(
+        self,
+        on_step: Callable[[StepMetrics], None] | None = None,
+        profiler: Profiler | None = None,
+        save: Callable[[Stop | None], None] | None = None,
+        request: StopRequest | None = None,
+    ) -> Stop:
+        """Take the steps that are left, with evaluations in between, and say why they ended.
+
+        Args:
+            on_step: called after each step, on this rank.
+            profiler: a ``Profiler`` that is told of each step.
+            save: called, on all ranks, where a checkpoint is due, with why it is the last, if it is.
+            request: may ask this rank to stop, which makes all ranks stop.
+        """
+        train = self.config.train
+        started = time.perf_counter()
+        self.device.reset_peak_memory()
+        stop = Stop("all steps done") if self.steps_done >= train.steps else None
+        with (
+            closing(self.batches),
+            deterministic_kernels(train.deterministic, self.device.type),
+            profiler or nullcontext() as watching,
+        ):
+            while stop is None:
+                step = self.steps_done + 1
+                with explain_out_of_memory(self.device, functools.partial(self._situation, step)):
+                    with self.around_step(step):
+                        metrics, stop = self._train_step(step, started, request)
+                    if self.compilation:
+                        self.compilation.passed("training", step)
+                    if stop is None and step == train.steps:
+                        stop = Stop("all steps done")
+                    hurries = stop is not None and stop.signal
+                    if not hurries and (self._evaluates_after(step) or (train.eval_every and stop)):
+                        metrics = dataclasses.replace(metrics, eval_loss=self._evaluate(step))
+                self.steps_done = step
+                self.history.append(metrics.without_counts())
+                if on_step:
+                    on_step(metrics)
+                if watching:
+                    watching.step(step)
+                if save and self._saves_after(step, stop):
+                    self._enter(step, "checkpoint")
+                    save(stop)
+            self._finish_updates()
+        return stop
+
+    def _train_step(
+        self, step: int, run_started: float, request: StopRequest | None = None
+    ) -> tuple[StepMetrics, Stop | None]:
+        """One optimizer step over a global batch, and whether any rank has a reason to make it the last."""
+        started = time.perf_counter()
+        self._enter(step, "data")
+        train, strategy, device = self.config.train, self.strategy, self.device.torch_device
+        microbatches = self.batches.next_step()
+        data_wait_seconds = time.perf_counter() - started
+
+        # 1. The loss is the mean over the valid tokens of all ranks and micro-batches, so count them first.
+        counts = [sum(int((labels_BT != IGNORE_INDEX).sum()) for _, labels_BT in microbatches)]
+        counts += self.documents.count(microbatches) if self.documents else []
+        counted = torch.tensor(counts).to(device)
+        dist.all_reduce(counted)
+        valid, *in_documents = counted.tolist()
+
+        # 2. Forward and backward of each micro-batch; gradients add up.
+        loss_sum = self._zero()
+        if self.routing:
+            local_tokens = sum(tokens_BT.numel() for tokens_BT, _ in microbatches)
+            self.routing.begin_step(local_tokens * self.world_size, strategy.loss_scale)
+        for index, (tokens_BT, labels_BT) in enumerate(microbatches):
+            if self.routing:
+                self.routing.before_forward(strategy.model, index, microbatches)
+            with strategy.microbatch(index, len(microbatches)):
+                self._enter(step, "forward")
+                loss = strategy.model(tokens_BT.to(device), labels_BT.to(device), self.loss_fn)
+                if self.routing:
+                    self.routing.before_backward()
+                self._enter(step, "backward")
+                (loss * (strategy.loss_scale / max(1, valid))).backward()
+            loss_sum += loss.detach()
+
+        # 3. Clip, and have all ranks agree: on the loss, on whether to update, and on whether to go on.
+        self._enter(step, "optimizer")
+        learning_rate = float(self.schedule.get_last_lr()[0])
+        grad_norm = self._clip(train.max_grad_norm or math.inf)
+        received = request.received if request else None
+        out_of_time = train.max_seconds is not None and time.perf_counter() - run_started > train.max_seconds
+        mine = [float(received == number.name) for number in STOP_SIGNALS] + [float(out_of_time)]
+        totals = torch.cat(
+            [loss_sum.view(1), (~grad_norm.isfinite()).to(loss_sum).view(1), torch.tensor(mine).to(loss_sum)]
+        )
+        dist.all_reduce(totals)
+        if not train.skip_nonfinite:
+            self._update()  # without waiting for what the device has to tell
+        total_loss, ranks_not_finite, *votes = totals.tolist()
+        loss = total_loss / max(1, valid)
+        skipped = train.skip_nonfinite and not (math.isfinite(loss) and ranks_not_finite == 0)
+        if train.skip_nonfinite and not skipped:
+            self._update()
+        if self._evaluates_after(step):
+            self._finish_updates()  # in the evaluation they would be counted nowhere
+        set_schedule(self.schedule, step)
+        self.optimizer.zero_grad(set_to_none=strategy.frees_gradients)
+        self.skipped_steps += skipped
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        routing = self.routing.end_step() if self.routing else None
+        self.device.synchronize()
+        seconds = time.perf_counter() - started
+        metrics = step_metrics(
+            step=step,
+            loss=loss,
+            grad_norm=grad_norm.item(),
+            learning_rate=learning_rate,
+            step_time_seconds=seconds,
+            valid_tokens=valid,
+            flops_per_token=self.documents.flops_per_token(in_documents) if self.documents else self.flops_per_token,
+            world_size=self.world_size,
+            device=self.device,
+            # The published peaks are those of bfloat16.
+            peak_flops=self.device.peak_flops if self.config.parallel.param_dtype is DType.bfloat16 else None,
+            routing=routing,
+            skipped=skipped,
+            skipped_steps=self.skipped_steps,
+            loss_spike=self.spikes.spike(loss),
+            data_wait_seconds=data_wait_seconds,
+        )
+        in_a_row = self._skipped_in_a_row
+        return metrics, agreed_stop(train, votes, skipped=skipped, in_a_row=in_a_row, in_all=self.skipped_steps)
+
+    def _saves_after(self, step: int, stop: Stop | None) -> bool:
+        """Whether a checkpoint is due."""
+        checkpoint = self.config.checkpoint
+        if stop is not None and (stop.gave_up or stop.signal):
+            return stop.gave_up or checkpoint.on_signal
+        return checkpoint.every > 0 and (stop is not None or step % checkpoint.every == 0)
+
+    def _evaluates_after(self, step: int) -> bool:
+        return self.config.train.eval_every > 0 and step % self.config.train.eval_every == 0
+
+    def _clip(self, max_norm: float) -> Tensor:
+        """Scale the gradients down to ``max_norm``, or have them scaled by the update; return their norm before."""
+        strategy, optimizer = self.strategy, self.optimizer
+        if self.in_backward:
+            return strategy.total_norm(self.in_backward.take_norms())
+        with self._threads_for_cpu_offload():
+            if isinstance(optimizer, BucketedOptimizer):
+                map_parts = optimizer.executor.map if isinstance(optimizer.executor, Workers) else map
+                return strategy.clip_grad_norm(max_norm, optimizer.scale_gradients, map_parts)
+            return strategy.clip_grad_norm(max_norm)
+
+    def _update(self) -> None:
+        """Take the optimizer's step, or begin it, unless the backward did."""
+        if not self.in_backward:
+            with self._threads_for_cpu_offload():
+                self.optimizer.step()
+        self._prepare_all_gathers()
+
+    def _prepare_all_gathers(self) -> None:
+        # Where updates are deferred, each unit's all-gather finds its scales by itself.
+        if self.config.train.float8_all_gather and not isinstance(self.optimizer, BucketedOptimizer):
+            prepare_all_gathers(self.strategy.model)
+
+    def _threads_for_cpu_offload(self) -> AbstractContextManager[None]:
+        memory = self.config.memory
+        on_cpu = memory.cpu_offload and memory.cpu_offload_executor is CPUOffloadExecutor.native
+        return cpu_threads(self._cpu_threads) if on_cpu else nullcontext()
+
+    def _finish_updates(self) -> None:
+        """Have the parameters as the last step left them, before anything but a forward reads them."""
+        if isinstance(self.optimizer, BucketedOptimizer):
+            self.optimizer.finish_updates()
+
+    def _evaluate(self, step: int) -> float:
+        """Mean loss over the first batches of the held-out part, in nats a token."""
+        train = self.config.train
+        assert self.dataset.eval is not None
+        self._enter(step, "evaluation")
+        self._finish_updates()
+        ranks = (self.rank, self.world_size)
+        batches = eval_batches(self.dataset.eval, train.batch_size, train.eval_batches, *ranks)
+        loss = held_out_loss(self.strategy.model, self.eval_loss_fn, batches, self._zero())
+        if self.compilation:
+            self.compilation.passed("evaluation", step)
+        return loss
+
+    def sample(self) -> str | None:
+        """The prompt and what the model goes on with, where the data is text and a sample is asked for."""
+        train, data = self.config.train, self.config.data
+        if not isinstance(data, TextConfig) or data.sample_tokens == 0:
+            return None
+        assert isinstance(self.dataset, TextDataset) and train.sample_seed is not None
+        model, device, compiled = self.strategy.model, self.device.torch_device, self.compilation is not None
+        return sample_text(model, data, self.dataset, train.seq_len, train.sample_seed, device, compiled=compiled)
+
+    def _enter(self, step: int, phase: str) -> None:
+        self._phase = phase
+        self.on_phase(step, phase)
+
+    def _zero(self) -> Tensor:
+        """A sum that is exact enough not to depend on the order of its terms, where it is in float64."""
+        return torch.zeros((), dtype=self.config.train.sum_dtype.torch, device=self.device.torch_device)
+
+    def _situation(self, step: int) -> Situation:
+        params = (param for _, param in self.strategy.named_parameters())
+        return situation(self.config, self.world_size, self.rank, step, self._phase, params, self.optimizer)

@@ -1,0 +1,65 @@
+"""TODO."""
+
+import sys
+from typing import TYPE_CHECKING, TypeGuard
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_dtensor(tensor: Tensor) -> TypeGuard["DTensor"]:
+    """Whether a tensor is spread over a mesh."""
+    module = sys.modules.get("torch.distributed.tensor")  # takes a second to import, and is there where one was made
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, sharing its memory."""
+    with torch.no_grad():  # or the local part would come as a view that autograd knows
+        held = tensor.to_local() if is_dtensor(tensor) else tensor.detach()
+        inner: Tensor = held._tensor.detach() if is_wrapped(held) else held  # type: ignore[attr-defined]
+        return inner
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """Whether a tensor is one of torchao's, around another with its values, for FSDP2 to gather as float8."""
+    return type(tensor).__name__ == "WeightWithDynamicFloat8CastTensor"
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """A tensor that nothing is wrapped around, sharing its memory; plain where it is plain, else a DTensor."""
+    tensor = tensor.detach()
+    if not is_dtensor(tensor) or not is_wrapped(tensor.to_local()):
+        return tensor
+    return type(tensor).from_local(
+        local_tensor(tensor),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+def local_bounds(param: Tensor) -> tuple[tuple[int, int], ...]:
+    """First and past-the-last index, in each dim of the full tensor, of what this rank holds.
+
+    Args:
+        param: a plain tensor, or a DTensor whose placements shard evenly-chunked dims (``torch.chunk``) or replicate.
+    """
+    bounds = [(0, size) for size in param.shape]
+    if is_dtensor(param):
+        from torch.distributed.tensor import Shard
+
+        coordinate = param.device_mesh.get_coordinate()
+        assert coordinate is not None
+        for axis, placement in enumerate(param.placements):
+            if isinstance(placement, Shard):
+                start, stop = bounds[placement.dim]
+                chunk = -(-(stop - start) // param.device_mesh.size(axis))
+                low = min(start + chunk * coordinate[axis], stop)
+                bounds[placement.dim] = (low, min(low + chunk, stop))
+    return tuple(bounds)

@@ -1,0 +1,210 @@
+"""The command line, held against the dataclasses and the YAML folder."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import fsdptoys
+from fsdptoys.cli.main import COMMANDS, main
+from fsdptoys.config.compose import SCHEMAS, compose_config, compose_presets
+from fsdptoys.config.kernel_choice import KernelConfig
+from fsdptoys.config.overrides import list_choices, list_options, plain_text
+from fsdptoys.config.schema import LaunchConfig, TrainConfig
+from fsdptoys.models import FAMILIES
+from fsdptoys.profiler import DebugConfig, ProfileConfig
+
+ROOT = Path(__file__).parents[2]
+
+
+HELP = ["", "--version", "--help", "models --help", "plan --help", "plan search -h", "convert", "convert to-hf -h"]
+HELP += ["generate", "evaluate -h", "data prepare --help"]
+HELP += ["train --help"]
+PLAN = "train --cfg job launch.device=cpu"
+"""What the launcher does before it starts its workers."""
+SLOW = ["torch", "sympy", *(f"torch.distributed.{name}" for name in ("tensor", "fsdp", "checkpoint"))]
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Which slow modules a new interpreter has after each command line in turn."""
+    code = f"""
+import sys
+from fsdptoys.__main__ import main
+for line in {[*HELP, PLAN]}:
+    main(line.split())
+    print("loaded", line, *(name for name in {SLOW} if name in sys.modules), sep="|")
+"""
+    unset = ("RANK", "WORLD_SIZE", "COVERAGE_PROCESS_")  # other tests run the same lines
+    present = {name: value for name, value in os.environ.items() if not name.startswith(unset)}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path_factory.mktemp("interpreter"),
+        env=present | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.count("fsdptoys") > len(HELP)
+    told = [line.split("|")[1:] for line in done.stdout.splitlines() if line.startswith("loaded|")]
+    return {line: names for line, *names in told}
+
+
+def test_help_needs_no_torch(loaded: dict[str, list[str]]) -> None:
+    """Oracle: the modules of the interpreter that printed the help."""
+    assert {line: loaded[line] for line in HELP} == {line: [] for line in HELP}
+
+
+def test_launcher_needs_none_of_the_slow_parts_of_torch(loaded: dict[str, list[str]]) -> None:
+    """Oracle: the modules of the interpreter that planned a run."""
+    assert loaded[PLAN] == ["torch"]
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the list that the command line dispatches by."""
+    main(["--help"])
+    shown = capsys.readouterr().out
+    for command in COMMANDS:
+        assert f" fsdptoys {command} " in shown and f"\n  {command}  " in shown
+    assert main(["models", "--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: fsdptoys models [NAME ...] [--json]\n")
+    for words in (["convert"], ["convert", "--help"], ["convert", "from-hf", "-h"]):
+        assert main(words) == 0
+        assert capsys.readouterr().out.startswith("usage: fsdptoys convert to-hf RUN OUT_DIR")
+
+
+def test_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the package's own."""
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"fsdptoys {fsdptoys.__version__}\n"
+
+
+def test_help_lists_every_key_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the dataclasses themselves, where the help reads their source."""
+    assert main(["train", "--help"]) == 0
+    shown = capsys.readouterr().out
+    schemas = [(group, schema) for group, named in SCHEMAS.items() for schema in named.values()]
+    sections = [("train", TrainConfig), ("profile", ProfileConfig), ("debug", DebugConfig), ("launch", LaunchConfig)]
+    sections.append(("kernels", KernelConfig))
+    for section, schema in [*schemas, *sections]:
+        for key, option in list_options(schema, section).items():
+            value = "[...]" if key == "data.files" and option.default else plain_text(option.default)
+            lines = [line for line in shown.splitlines() if line.startswith(f"  {key}={value} ")]
+            assert lines and all(len(line.split(maxsplit=1)) == 2 for line in lines), f"{key}={value}"
+
+
+def test_help_tells_each_family_with_its_presets_and_each_key_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the dataclasses of the families, and the configurations that the presets compose to."""
+    main(["train", "--help"])
+    section = capsys.readouterr().out.partition("\nmodel: ")[2].partition("\n\n")[0]
+    base, *parts = section.split("\n with a ")
+    presets = {config.name: config.family for config in compose_presets(list_choices()["model"])}
+    assert sorted(part.split()[0] for part in parts) == sorted(FAMILIES)
+    for part in parts:
+        heading, *lines = part.splitlines()
+        family = heading.split()[0]
+        names = ", ".join(name for name, of in presets.items() if of == family)
+        assert heading == f"{family} model ({names}): {FAMILIES[family].__doc__}"
+        shown = dict(line.split()[0].split("=") for line in lines)
+        assert len(shown) == len(lines)
+        options = {key: plain_text(option.default) for key, option in list_options(FAMILIES[family], "model").items()}
+        assert dict(line.split()[0].split("=") for line in base.splitlines()[1:]) | shown == options
+
+
+def test_help_lists_every_choice(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the names of the YAML files."""
+    main(["train", "--help"])
+    shown = capsys.readouterr().out.replace("*", "").replace(",", "").splitlines()
+    for group, names in list_choices().items():
+        (line,) = [line for line in shown if line.startswith(f"  {group}= ")]
+        assert set(names) <= set(line.split())
+
+
+def test_every_group_but_experiment_has_its_schemas() -> None:
+    """Oracle: the YAML folder."""
+    assert set(list_choices()) == {*SCHEMAS, "experiment"}
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize("parallel", ["single", "ddp", "fsdp1", "fsdp2"])
+@pytest.mark.parametrize("experiment", list_choices()["experiment"])
+def test_every_experiment_is_accepted_by_every_strategy(experiment: str, parallel: str) -> None:
+    """Oracle: ``Config.validate``, for the hardware that the experiment is for."""
+    config = compose_config([f"experiment={experiment}", f"parallel={parallel}"])
+    ranks = 1 if parallel == "single" else 8 if experiment == "llama2_7b" else 2
+    config.validate(ranks, "cpu" if experiment.startswith("cpu_") else "cuda")
+    assert config.parallel.name == parallel
+
+
+@pytest.mark.parametrize("spelling", [["--cfg", "job"], ["--cfg=job"]])
+def test_cfg_prints_the_resolved_configuration(spelling: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the same words composed and validated in this process."""
+    words = ["experiment=null", "train.steps=7", "train.seed=3", "optim.warmup_steps=${train.grad_accum}"]
+    assert main(["train", *words, *spelling, "launch.device=cpu"]) == 0
+    config = compose_config([*words, "launch.device=cpu"])
+    config.validate(2, "cpu")
+    shown = capsys.readouterr().out
+    assert yaml.safe_load(shown) == config.to_dict()
+    assert config.train.init_seed == 3 and config.optim.warmup_steps == 1
+    assert "model=llama_debug" in shown.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        (["trane"], "trane is not a command; did you mean fsdptoys train?"),
+        (["walk"], "walk is not a command; write fsdptoys train"),
+        (["train.steps=3"], "train.steps=3 stands where a command is expected; write fsdptoys train train.steps=3"),
+        (["train", "--cfg", "hydra"], "--cfg=hydra must be job; write --cfg job"),
+        (["train", "--cfg"], "--cfg= must be job; write --cfg job"),
+        (["train", "train.steps=0"], "train.steps=0 must be at least 1; set train.steps=1"),
+    ],
+)
+def test_mistake_is_one_line_and_status_2(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the sentence, word for word."""
+    assert main(words) == 2
+    assert capsys.readouterr().err == f"fsdptoys: {sentence}\n"
+
+
+SMALL = ["experiment=null", "train.steps=2", "train.seq_len=16", "launch.device=cpu", "metrics.console=plain"]
+
+
+def run_forked(words: list[str], cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """The command in a fork of this process, which has imported what takes a new one seconds."""
+
+    def command() -> None:
+        for stream, name in ((1, "stdout"), (2, "stderr")):
+            os.dup2(os.open(cwd / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # not pytest's
+        os.chdir(cwd)
+        os.environ.update(env)
+        sys.exit(main(words))
+
+    process = multiprocessing.get_context("fork").Process(target=command)
+    process.start()
+    process.join()
+    assert process.exitcode is not None
+    written = ((cwd / name).read_text() for name in ("stdout", "stderr"))
+    return subprocess.CompletedProcess(words, process.exitcode, *written)
+
+
+RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+
+
+def test_one_rank_of_an_environment_trains(tmp_path: Path) -> None:
+    """Oracle: torchrun's contract: variables in, status out."""
+    good = run_forked(["train", *SMALL], tmp_path, **RANK)
+    assert (good.returncode, good.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["alone", "under a launcher"])
+def test_one_rank_of_an_environment_tells_its_mistake(asked: bool, tmp_path: Path) -> None:
+    """Oracle: torchrun's contract: status out, and errors in the file that it names."""
+    env = RANK | ({"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")} if asked else {})
+    bad = run_forked(["train", "train.steps=0"], tmp_path, **env)
+    assert bad.returncode == 2
+    written = (tmp_path / "error.json").read_text() if asked else bad.stderr
+    assert "train.steps=0 must be at least 1; set train.steps=1" in written and "Traceback" not in written

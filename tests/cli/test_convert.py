@@ -1,0 +1,250 @@
+"""``fsdptoys convert``: what it writes, what it tells, and how it refuses."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fsdptoys.checkpoint import HuggingFaceFolder, RunWeights, check_same, differences
+from fsdptoys.cli.convert import convert
+from fsdptoys.config.compose import compose_config
+from fsdptoys.config.overrides import list_choices
+from fsdptoys.errors import ConfigError
+from fsdptoys.models import ModelConfig, whole
+from tests.checkpoint.folders import build, load, write
+from tests.checkpoint.test_weights import save_run
+from tests.models.families import SMALL
+
+DEBUG_PRESETS = [name for name in list_choices()["model"] if name.endswith("_debug")]
+
+
+def told(*words: str) -> str:
+    """What the command prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert convert(list(words)) == 0
+    return printed.getvalue()
+
+
+def command(output: str) -> list[str]:
+    """The words that ``from-hf`` tells to train with."""
+    first, second, *words = shlex.split(output.splitlines()[-1])
+    assert (first, second) == ("fsdptoys", "train")
+    return words
+
+
+def preset(name: str) -> ModelConfig:
+    return compose_config([f"model={name}"]).model
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize("case", SMALL)
+def test_a_run_becomes_a_folder(case: str, tmp_path: Path) -> None:
+    """Oracle: the run's parameters and configuration."""
+    parameters = save_run(tmp_path / "run", SMALL[case])
+    told("to-hf", str(tmp_path / "run"), str(tmp_path / "folder"))
+    model = load(tmp_path / "folder")
+    assert dataclasses.replace(model.config, name=SMALL[case].name) == SMALL[case]
+    for name, param in model.named_parameters():
+        assert torch.equal(param, parameters[name]), name
+
+
+def test_what_was_written_is_told(tmp_path: Path) -> None:
+    """Oracle: the text; the folder weights may be named too, and the number format is that of the files."""
+    save_run(tmp_path / "run", SMALL["llama2"])
+    out = tmp_path / "out" / "folder"
+    assert told("to-hf", str(tmp_path / "run" / "weights"), str(out), "dtype=bfloat16") == (
+        f"wrote {out}: model.safetensors with 88,384 parameters in bfloat16, 176,768 bytes\n"
+        f"load it with transformers.AutoModelForCausalLM.from_pretrained('{out}'); a tokenizer is not in it\n"
+    )
+    assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
+    assert sorted(file.name for file in out.iterdir()) == [
+        "checksums.json",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]
+
+
+@pytest.mark.oracle
+def test_transformers_generates_from_what_was_written(tmp_path: Path) -> None:
+    """Oracle: transformers' greedy generation against the largest logits of ours."""
+    transformers = pytest.importorskip("transformers")
+    save_run(tmp_path / "run", SMALL["gpt2"])
+    told("to-hf", str(tmp_path / "run"), str(tmp_path / "folder"))
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
+    tokens_BT = torch.tensor([[3, 1, 4, 1, 5]])
+    generated_BT = oracle.generate(tokens_BT, max_new_tokens=6, do_sample=False)
+    model = build(SMALL["gpt2"])
+    for _ in range(6):
+        tokens_BT = torch.cat([tokens_BT, model(tokens_BT)[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(generated_BT, tokens_BT)
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize("name", DEBUG_PRESETS)
+def test_a_preset_is_recognised(name: str, tmp_path: Path) -> None:
+    """Oracle: the command for a folder that a preset's model was written to names the preset and nothing else."""
+    folder = tmp_path / "folder"
+    write(folder, build(preset(name)))
+    output = told("from-hf", str(folder))
+    assert command(output) == [f"model={name}", f"model.init_from={folder}"]
+    assert f"family      {preset(name).family}\n" in output and "3 files match checksums.json" in output
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize("case", SMALL)
+def test_the_command_composes_to_the_folders_model(case: str, tmp_path: Path) -> None:
+    """Oracle: the composed configuration, held against the folder's; and one key less leaves a difference."""
+    folder = tmp_path / "a folder's, name"
+    config = SMALL[case]
+    write(folder, build(config))
+    words = command(told("from-hf", str(folder)))
+    assert words[-2:] == ["train.seq_len=128", f"model.init_from={words[-1].partition('=')[2]}"]
+    composed = compose_config(words)
+    assert composed.model.init_from == str(folder)
+    assert differences(composed.model, config) == {}
+    without = compose_config(words[:1] + words[2:])
+    assert words[1].partition("=")[0].removeprefix("model.") in differences(without.model, config)
+
+
+def test_the_nearest_preset_is_taken(tmp_path: Path) -> None:
+    """Oracle: the text, for a model that differs from llama_debug in one key."""
+    folder = tmp_path / "folder"
+    write(folder, build(dataclasses.replace(preset("llama_debug"), ffn_dim=100)), torch.bfloat16, max_file_bytes=50_000)
+    (folder / "checksums.json").unlink()
+    files = len(list(folder.glob("*.safetensors")))
+    assert told("from-hf", str(folder)) == (
+        "family      llama\n"
+        "parameters  96,064\n"
+        "dtype       bfloat16\n"
+        f"files       {files}, whole; no checksums.json\n"
+        "values      all finite\n"
+        "\n"
+        "train from it with:\n"
+        f"  fsdptoys train model=llama_debug model.ffn_dim=100 model.init_from={folder}\n"
+    )
+
+
+def test_damaged_weights_are_refused_in_both_directions(tmp_path: Path) -> None:
+    """Oracle: the sentences, for a flipped bit, and for a value that is no number; nothing is written."""
+    save_run(tmp_path / "run", SMALL["llama2"], 2**31)
+    file = tmp_path / "run" / "weights" / "weights.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 64
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"weights.safetensors is damaged: its SHA-256 is"):
+        convert(["to-hf", str(tmp_path / "run"), str(tmp_path / "folder")])
+    assert not (tmp_path / "folder").exists()
+
+    model = build(SMALL["llama2"])
+    with torch.no_grad():
+        model.get_parameter("norm.weight")[3] = torch.nan
+    write(tmp_path / "folder", model)
+    with pytest.raises(ConfigError, match=r"holds model.norm.weight with values that are not finite"):
+        convert(["from-hf", str(tmp_path / "folder")])
+
+
+def test_values_that_a_number_format_lacks_are_refused(tmp_path: Path) -> None:
+    """Oracle: the sentence, for a value above the largest of float16; bfloat16 has it."""
+    save_run(tmp_path / "run", SMALL["llama2"], 2**31)
+    folder = tmp_path / "run" / "weights"
+    tensors = load_file(folder / "weights.safetensors")
+    tensors["norm.weight"][0] = -1e5
+    save_file(tensors, folder / "weights.safetensors")
+    (folder / "checksums.json").unlink()
+    with pytest.raises(ConfigError) as refused:
+        convert(["to-hf", str(tmp_path / "run"), str(tmp_path / "folder"), "dtype=float16"])
+    assert str(refused.value) == (
+        "norm.weight holds 100000, too large for float16; set dtype=bfloat16 or dtype=float32"
+    )
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["run"]
+    told("to-hf", str(tmp_path / "run"), str(tmp_path / "folder"), "dtype=bfloat16")
+    assert load(tmp_path / "folder").get_parameter("norm.weight")[0] == torch.tensor(-1e5).bfloat16()
+
+
+def test_a_folder_becomes_a_run_becomes_the_same_folder(tmp_path: Path) -> None:
+    """Oracle: the bytes of the first folder, after its values went through a run's weights."""
+    model = build(SMALL["qwen3_moe"])
+    write(tmp_path / "first", model)
+    again = load(tmp_path / "first")
+    parameters = save_run(tmp_path / "run", SMALL["qwen3_moe"])
+    for name, param in again.named_parameters():
+        assert torch.equal(parameters[name], param)
+        assert torch.equal(RunWeights(tmp_path / "run").read(name, whole(tuple(param.shape))), param)
+    told("to-hf", str(tmp_path / "run"), str(tmp_path / "second"))
+    for name in ("config.json", "model.safetensors", "checksums.json"):
+        assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes()
+    assert json.loads((tmp_path / "first" / "config.json").read_text())["model_type"] == "qwen3_moe"
+
+
+TO_HF = "write fsdptoys convert to-hf RUN OUT_DIR [dtype=float32|bfloat16|float16]"
+FROM_HF = "write fsdptoys convert from-hf DIR"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("to-fh a b", "to-fh is no direction to convert in; did you mean fsdptoys convert to-hf?"),
+        ("x", f"x is no direction to convert in; {TO_HF} or {FROM_HF.removeprefix('write ')}"),
+        ("to-hf", f"fsdptoys convert to-hf takes a run and a new folder, not nothing; {TO_HF}"),
+        ("to-hf a", f"fsdptoys convert to-hf takes a run and a new folder, not a; {TO_HF}"),
+        ("to-hf a b c", f"fsdptoys convert to-hf takes a run and a new folder, not a b c; {TO_HF}"),
+        ("to-hf a --dtype", f"fsdptoys convert to-hf takes a run and a new folder, not a --dtype; {TO_HF}"),
+        ("to-hf a b type=x", f"type=x is no setting of fsdptoys convert to-hf; {TO_HF}"),
+        ("to-hf a b dtype=int8", "dtype=int8 must be one of float32, bfloat16, float16; set dtype=float32"),
+        ("to-hf a b dtype=float32 dtype=float16",
+         "dtype=float32 and dtype=float16 exclude each other; keep one of them"),
+        ("to-hf . .", ". is not empty, and nothing is written over; name a folder that does not exist"),
+        ("to-hf nowhere out", "nowhere is not a folder, and the directory of a run is expected; name one"),
+        ("to-hf here out", "here holds no weights; train with checkpoint.final_weights=true"),
+        ("from-hf", f"fsdptoys convert from-hf takes one folder, not nothing; {FROM_HF}"),
+        ("from-hf a b", f"fsdptoys convert from-hf takes one folder, not a b; {FROM_HF}"),
+        ("from-hf nowhere", "nowhere does not exist, where a folder in Hugging Face format is expected; name one that "
+         "holds config.json and safetensors files"),
+        ("from-hf here", "here/config.json is not there, and says what model the weights are of; download or write the "
+         "folder again"),
+    ],
+)  # fmt: skip
+def test_mistakes_get_one_sentence(words: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the sentence; nothing is written."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        convert(words.split())
+    assert str(refused.value) == sentence
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+
+
+@pytest.mark.parametrize("chunk_len", [None, 16, 64, 512])
+def test_a_chunk_of_any_length_comes_back_as_the_same_model(chunk_len: int | None, tmp_path: Path) -> None:
+    """Oracle: no difference in what the weights mean, also where a chunk holds the whole context of 128 tokens."""
+    config = dataclasses.replace(SMALL["llama4"], attention_chunk_len=chunk_len)
+    write(tmp_path / "folder", build(config))
+    wanted = HuggingFaceFolder(tmp_path / "folder").model_config()
+    assert differences(config, wanted) == {}
+    longer = dataclasses.replace(config, max_seq_len=4096)
+    with contextlib.nullcontext() if chunk_len else pytest.raises(ConfigError, match=r"set model\.max_seq_len=128"):
+        check_same(longer, wanted, "the folder", "nobody")
+
+
+@pytest.mark.parametrize("case", SMALL)
+@pytest.mark.parametrize("key", ["n_layers", "dim", "vocab_size"])
+def test_sizes_of_no_model_are_refused_before_modules_are_made(case: str, key: str, tmp_path: Path) -> None:
+    """Oracle: one sentence with the key and the value; 10**12 layers would be made for days, one by one."""
+    write(tmp_path / "folder", build(SMALL[case]))
+    path = tmp_path / "folder" / "config.json"
+    tree = json.loads(path.read_text())
+    name = SMALL[case].hugging_face.keys[key]
+    holder = tree.get("text_config", tree)
+    assert name in holder
+    path.write_text(
+        json.dumps(tree | {name: 10**12} if holder is tree else {**tree, "text_config": {**holder, name: 10**12}})
+    )
+    with pytest.raises(ConfigError, match=r"^[^\n]*=1000000000000 must be at most [^\n]*$"):
+        convert(["from-hf", str(tmp_path / "folder")])

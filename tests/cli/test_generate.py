@@ -1,0 +1,261 @@
+"""``fsdptoys generate``: what it prints, and how it refuses."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from fsdptoys.cli.generate import run_generate
+from fsdptoys.cli.main import main
+from fsdptoys.data import DataConfig, HFConfig, PreparedConfig, TextConfig
+from fsdptoys.data.tokenizer import CHOICE
+from fsdptoys.errors import ConfigError
+from fsdptoys.models import LlamaConfig
+from fsdptoys.models.generate import Draw, generate
+from fsdptoys.parallel import SingleConfig
+from tests.checkpoint.folders import build, write
+from tests.checkpoint.test_weights import save_run
+from tests.data import test_prepare as prepared
+from tests.models.families import SMALL
+from tests.parallel.runs import make_config
+
+BYTES = LlamaConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48, vocab_size=256, max_seq_len=64)
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a run, whose ``train.seq_len`` is 16, and the same weights in Hugging Face format."""
+    save_run(tmp_path / "run", BYTES)
+    settings = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    settings["train"]["seq_len"] = 16
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(settings))
+    write(tmp_path / "folder", build(BYTES))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def made(capsys: pytest.CaptureFixture[str], *words: str) -> list[list[int]]:
+    """Ids that were added to each prompt."""
+    assert run_generate([*words, "--device", "cpu", "--json"]) == 0
+    return [entry["ids"] for entry in json.loads(capsys.readouterr().out)]
+
+
+def expected(prompt: list[int], count: int, context: int, draw: Draw) -> list[int]:
+    return generate(build(BYTES), torch.tensor(prompt), count, context, draw)[len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("source", ["run", "run/weights", "folder"])
+def test_every_source_gives_the_text_of_its_weights(
+    source: str, places: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the loop of ``sampling`` with the model that was saved, byte by byte, each prompt by itself."""
+    words = ["--prompt", "ab", "--prompt=--c", "--tokens", "8", "--context", "16", "--temperature", "0"]
+    found = made(capsys, source, *words, "--tokenizer", "bytes")
+    assert found == [expected(list(text), 8, 16, Draw(0.0)) for text in (b"ab", b"--c")]
+
+
+def test_each_option_has_its_effect(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the loop of ``sampling`` with the same settings, which differ from each other in what they give."""
+    seen = set()
+    for words, context, draw in [
+        ([], 16, Draw()),  # the run's train.seq_len
+        (["--context", "3"], 3, Draw()),
+        (["--temperature", "0.5"], 16, Draw(0.5)),
+        (["--top-k", "3"], 16, Draw(top_k=3)),
+        (["--top-p", "0.4"], 16, Draw(top_p=0.4)),
+        (["--seed", "7"], 16, Draw(seed=7)),
+    ]:
+        (found,) = made(capsys, "run", "--prompt", "97 98", "--tokenizer", "ids", "--tokens", "20", *words)
+        assert found == expected([97, 98], 20, context, draw), words
+        seen.add(tuple(found))
+    assert len(seen) == 6
+
+
+def test_other_number_formats_are_computed_in(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the loop with the model cast to bfloat16, but for its rotary frequencies."""
+    words = ["folder", "--prompt", "97 98", "--tokenizer", "ids", "--tokens", "12", "--dtype", "bfloat16"]
+    model = build(BYTES).to(torch.bfloat16)
+    model.init_buffers(torch.device("cpu"))
+    tokens_T = generate(model, torch.tensor([97, 98]), 12, 64, Draw())
+    assert made(capsys, *words) == [tokens_T[2:].tolist()]
+
+
+def test_texts_are_printed_with_their_prompts(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the ids, as the tokenizer of ids writes them; how fast it went is not among them."""
+    words = ["generate", "run", "--prompt", "1 2", "--prompt", "3", "--tokens", "4", "--tokenizer", "ids"]
+    assert main([*words, "--device", "cpu"]) == 0
+    told = capsys.readouterr()
+    lines = [" ".join(map(str, [*ids, *expected(ids, 4, 16, Draw())])) for ids in ([1, 2], [3])]
+    assert told.out == "\n\n".join(lines) + "\n"
+    assert told.err.startswith("fsdptoys: 8 tokens in ") and told.err.endswith(" a second, on cpu in float32\n")
+
+
+def test_a_text_ends_with_the_folders_end(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the same text, cut after its third token, which the folder is made to name."""
+    words = ["folder", "--prompt", "ab", "--tokenizer", "bytes", "--tokens", "8", "--temperature", "0"]
+    (whole,) = made(capsys, *words)
+    (places / "folder" / "checksums.json").unlink()
+    (places / "folder" / "generation_config.json").write_text(json.dumps({"eos_token_id": [whole[2]]}))
+    assert made(capsys, *words) == [whole[: whole.index(whole[2]) + 1]]
+
+
+def test_a_model_that_diverged_is_told(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the status and the sentence."""
+    model = build(BYTES)
+    with torch.no_grad():
+        model.get_parameter("norm.weight").fill_(torch.inf)
+    write(places / "broken", model)
+    assert run_generate(["broken", "--prompt", "1", "--tokenizer", "ids", "--device", "cpu"]) == 1
+    told = capsys.readouterr()
+    assert told.out == "1\n" and "the model's logits were not finite" in told.err
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("case", ["llama3 scaled tied", "qwen3", "qwen3_moe", "gpt2"])
+def test_greedy_text_is_that_of_transformers(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: transformers' own generation, with its own cache, from the same folder."""
+    transformers = pytest.importorskip("transformers")
+    write(tmp_path / "folder", build(SMALL[case]))
+    ids = [5, 17, 80, 3, 44]
+    found = made(
+        capsys, str(tmp_path / "folder"), "--prompt", "5 17 80 3 44", "--tokenizer", "ids", "--tokens", "40",
+        "--temperature", "0",
+    )  # fmt: skip
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
+    assert found == [oracle.generate(torch.tensor([ids]), max_new_tokens=40, do_sample=False)[0, 5:].tolist()]
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of three words."""
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"one": 0, "two": 1, "?": 2}, unk_token="?"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(folder / "tokenizer.json"))
+
+
+def test_a_folders_own_tokenizer_is_used_where_no_other_is_named(
+    places: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the ids of the words, by hand; a run may be given the same one."""
+    save_tokenizer(places / "folder")
+    (places / "folder" / "checksums.json").unlink()
+    words = ["--prompt", "two one", "--tokens", "5", "--context", "16"]
+    plain = ["--prompt", "1 0", "--tokens", "5", "--context", "16", "--tokenizer", "ids"]
+    assert made(capsys, "folder", *words) == made(capsys, "folder", *plain)
+    assert made(capsys, "run", *words, "--tokenizer", "folder") == made(capsys, "run", *plain)
+
+
+def train_on(run: Path, data: DataConfig) -> None:
+    """Have a run's settings name other data."""
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    settings["data"] = dataclasses.replace(make_config(SingleConfig(), 1), data=data).to_dict()["data"]
+    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+
+
+@pytest.mark.parametrize("kind", ["folder", "second folder", "files", "cache"])
+def test_a_runs_own_tokenizer_is_used_where_no_other_is_named(
+    kind: str, places: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the ids of the words, by hand: all four, though the file would cut after three, and none special."""
+    pytest.importorskip("tokenizers")
+    tokenizer = Path(prepared.save_tokenizer(places / "tokenizer", None))
+    prepared.write_lines(places / "a.jsonl", ["one two"])
+    data: DataConfig = HFConfig(files=["a.jsonl"], tokenizer=str(tokenizer), cache="cache", processes=1)
+    if "folder" in kind:
+        for name in ("out", "other"):
+            prepared.prepare(prepared.request(places / name, "a.jsonl", tokenizer=str(tokenizer)))
+        data = PreparedConfig(folder="out") if kind == "folder" else PreparedConfig(sources=["other", "out"])
+        tree = json.loads((places / "other" / "index.json").read_text())
+        (places / "other" / "index.json").write_text(json.dumps(tree | {"tokenizer_file_sha256": None}))
+    elif kind == "cache":
+        data.prepare(1, 256)
+    if kind != "files":
+        (tokenizer / "tokenizer.json").unlink()
+    train_on(places / "run", data)
+    words = ["run", "--tokens", "5", "--prompt"]
+    plain = [*words, "2 3 2 5 7 6", "--tokenizer", "ids"]
+    assert made(capsys, *words, "one two one <|endoftext|>") == made(capsys, *plain)
+
+
+def test_runs_on_bytes_take_bytes(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the same with the tokenizer named, for every kind of data that may be bytes."""
+    prepared.write_lines(places / "a.jsonl", ["one two"])
+    prepared.prepare(prepared.request(places / "out", "a.jsonl"))
+    words = ["run", "--tokens", "5", "--prompt", "abc"]
+    wanted = made(capsys, *words, "--tokenizer", "bytes")
+    for data in (TextConfig(), PreparedConfig(folder="out"), HFConfig(files=["gone"])):
+        train_on(places / "run", data)
+        assert made(capsys, *words) == wanted
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (PreparedConfig(folder="gone"), "data.folder=gone is no folder with an index.json"),
+        (HFConfig(files=["a.jsonl"], tokenizer="gone.json", cache="gone"), "data.tokenizer=gone.json is not there, and "
+         "nor is a copy in the cache"),
+    ],
+)  # fmt: skip
+def test_a_tokenizer_that_is_gone_is_told(data: DataConfig, reason: str, places: Path) -> None:
+    """Oracle: the sentence."""
+    train_on(places / "run", data)
+    with pytest.raises(ConfigError) as refused:
+        run_generate(["run", "--prompt", "a"])
+    assert str(refused.value) == f"run has no tokenizer any more ({reason}); write {CHOICE}"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--prompt a", "fsdptoys generate needs one run or folder, and none was given; write fsdptoys generate "
+         "runs/NAME --prompt TEXT"),
+        ("run folder --prompt a", "fsdptoys generate needs one run or folder, and 2 were given; write fsdptoys "
+         "generate runs/NAME --prompt TEXT"),
+        ("run", "there is no prompt to go on from; write fsdptoys generate run --prompt TEXT"),
+        ("run --prompt", "--prompt has no value; write --prompt TEXT, or --prompt=--x for one with dashes"),
+        ("run --promt a", "--promt is not an option of fsdptoys generate; did you mean --prompt?"),
+        ("run tokens=3 --prompt a", "tokens=3 lacks its dashes; write --tokens 3"),
+        ("run --prompt a --tokens 0", "--tokens 0 must be a whole number of at least 1; write --tokens 200"),
+        ("run --prompt a --top-k 0", "--top-k 0 must be a whole number of at least 1; write --top-k 1"),
+        ("run --prompt a --temperature x", "--temperature x must be a number of at least 0; write --temperature 1"),
+        ("run --prompt a --top-p 0", "--top-p 0 must be a number above 0 and at most 1; write --top-p 1"),
+        ("run --prompt a --top-k 2 --temperature 0", "--top-k 2 is about draws, and --temperature 0 takes the "
+         "likeliest token; leave one of them out"),
+        ("run --prompt a --dtype int8", "--dtype int8 must be one of float32, bfloat16, float16; write --dtype "
+         "float32"),
+        ("run --prompt a --device gpu", "--device gpu must be one of cuda, npu, cpu; write --device cpu"),
+        ("nowhere --prompt a", "nowhere is not a folder; name the directory of a run, a checkpoint, or a folder in "
+         "Hugging Face format"),
+        ("empty --prompt a", "empty holds no weights; train with checkpoint.final_weights=true"),
+        ("run --prompt a", "run has no tokenizer; write --tokenizer bytes, --tokenizer ids, or --tokenizer with a "
+         "folder that holds a tokenizer.json"),
+        ("run --prompt a --tokenizer empty", "empty/tokenizer.json is not there, and should say what text the ids "
+         "stand for; write --tokenizer bytes, --tokenizer ids, or --tokenizer with a folder that holds a "
+         "tokenizer.json"),
+        ("run --prompt a --tokenizer ids", "'a' is no token id; write ids as in '17 4 1003', or another --tokenizer"),
+        ("run --prompt 256 --tokenizer ids", "--prompt '256' has token 256 at position 0, and the model's ids end at "
+         "255; give the --tokenizer that it was trained with"),
+        ("run --prompt= --tokenizer ids", "--prompt '' is no token, and the model needs one to go on from; write a "
+         "longer one"),
+        ("run --prompt abcdefghijklmnopq --tokenizer bytes", "--prompt 'abcdefghijklmnopq' has 17 tokens, and the "
+         "model sees 16; shorten it, or write --context 17"),
+        ("run --prompt a --tokenizer bytes --context 65", "--context 65 is more than model.max_seq_len=64; write "
+         "--context 64"),
+    ],
+)  # fmt: skip
+def test_mistakes_get_one_sentence(words: str, sentence: str, places: Path) -> None:
+    """Oracle: the sentence."""
+    (places / "empty").mkdir()
+    with pytest.raises(ConfigError) as refused:
+        run_generate(words.split())
+    assert str(refused.value) == sentence
+
+
+def test_small_vocabularies_have_no_bytes(tmp_path: Path) -> None:
+    """Oracle: the sentence."""
+    write(tmp_path / "folder", build(SMALL["qwen3"]))
+    with pytest.raises(ConfigError, match=r"--tokenizer bytes needs 256 ids, and this model has 96"):
+        run_generate([str(tmp_path / "folder"), "--prompt", "a", "--tokenizer", "bytes"])

@@ -1,0 +1,165 @@
+"""The list of model presets."""
+
+import io
+import json
+import re
+
+import pytest
+import rich.console
+import torch
+from rich.cells import cell_len
+
+from fsdptoys.cli.main import main
+from fsdptoys.cli.models import ModelFacts, human_count, human_flops, measure, print_table
+from fsdptoys.config.compose import compose_config, compose_presets
+from fsdptoys.config.overrides import list_choices
+
+PRESETS = list_choices()["model"]
+LLAMA2_7B = ModelFacts(
+    "llama2_7b", "llama", 6738415616, 6738415616, 131072000, 0, 6607343616, 32, 4096, 4096, 42863689728.0
+)
+LARGE = ModelFacts(
+    "a_model_with_a_long_name",
+    "qwen3_moe",
+    999 * 10**9,
+    99_949_999_999,
+    10**9,
+    900 * 10**9,
+    98 * 10**9,
+    128,
+    16384,
+    10485760,
+    9.996e14,
+)
+
+
+def lines_at(width: int, facts: list[ModelFacts]) -> list[str]:
+    console = rich.console.Console(file=io.StringIO(), width=width, force_terminal=False, legacy_windows=False)
+    print_table(facts, console)
+    assert isinstance(console.file, io.StringIO)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+def test_presets_are_composed_side_by_side_as_one_by_one() -> None:
+    """Oracle: the whole configuration composed with that model."""
+    configs = dict(zip(PRESETS, compose_presets(PRESETS), strict=True))
+    for name in ("gpt2", "llama3_8b", "llama4_scout", "qwen3_0.6b", "qwen3_moe_30b_a3b"):
+        assert configs[name] == compose_config([f"model={name}"]).model
+    assert all(config.name == name for name, config in configs.items())
+
+
+def test_numbers_of_llama2_7b_are_the_published_and_those_of_the_formula() -> None:
+    """Oracle: 6,738,415,616 parameters are published; 6 FLOPs a weight but the embedding's and the norms', and
+    12·heads·width of a head·T/2 in each of the 32 layers."""
+    (config,) = compose_presets(["llama2_7b"])
+    facts = measure(config)
+    assert facts == LLAMA2_7B
+    weights = 6738415616 - 32000 * 4096 - 65 * 4096
+    assert facts.flops_per_token == 6 * weights + 32 * 12 * 4096 * 4096 / 2
+
+
+def test_of_experts_only_those_of_a_token_are_active() -> None:
+    """Oracle: Scout's 24·2 layers of 16 experts with three matrices of 5120·8192, one of which is used."""
+    (config,) = compose_presets(["llama4_scout"])
+    facts = measure(config)
+    expert = 3 * 5120 * 8192
+    assert facts.expert_parameters == 48 * 16 * expert
+    assert facts.active_parameters == facts.parameters - 48 * 15 * expert
+
+
+def test_measuring_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the devices of the parameters of the models that are built."""
+    (config,) = compose_presets(["gpt2"])
+    built = []
+    build = type(config).build
+    monkeypatch.setattr(type(config), "build", lambda self: built.append(build(self)) or built[-1])
+    measure(config)
+    assert {param.device for param in built[0].parameters()} == {torch.device("meta")}
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "-"),
+        (1, "1"),
+        (999, "999"),
+        (999.5, "1.00K"),
+        (125_248, "125K"),
+        (999_499, "999K"),
+        (999_500, "1.00M"),
+        (13_015_864_320, "13.0B"),
+        (8_030_261_248, "8.03B"),
+        (5e14, "500T"),
+    ],
+)
+def test_counts_have_three_figures_and_a_unit(count: float, text: str) -> None:
+    """Oracle: rounded by hand; FLOPs have the same figures and units of their own."""
+    assert human_count(count) == text
+    if count:
+        number, unit = re.fullmatch(r"([\d.,]+)(\w?)", text).groups()  # type: ignore[union-attr]
+        assert human_flops(count) == f"{number} {unit.replace('B', 'G')}FLOP"
+
+
+@pytest.mark.parametrize("width", [24, 40, 60, 80, 100, 120, 200])
+def test_the_table_leaves_columns_out_rather_than_break_numbers(width: int) -> None:
+    """Oracle: the lines: none wider than the terminal, one a model, with every cell whole; who is left out is named."""
+    lines = lines_at(width, [LLAMA2_7B, LARGE])
+    table, notes = lines[: lines.index("")], " ".join(lines[lines.index("") :])
+    assert all(cell_len(line) <= width for line in lines)
+    *_, heading, first, second = table
+    headings = heading.split()
+    assert first.split()[0] == "llama2_7b" and "\u2026" not in "".join(table)
+    assert len(re.split(r" {2,}", second.strip())) == len(headings) - ("token" in headings)
+    every = ["family", "parameters", "active", "embedding", "experts", "layers", "width", "context", "token"]
+    missing = [name for name in every if name not in headings]
+    assert ("Left out" in notes) == bool(missing)
+    left_out = notes.partition("want of width: ")[2].partition(";")[0]
+    assert all(name in left_out for name in missing)
+    assert (not missing) == (width >= 120)
+
+
+def test_the_table_at_80_columns() -> None:
+    """Oracle: the lines themselves."""
+    assert lines_at(80, [LLAMA2_7B, LARGE])[:4] == [
+        "                                               routed                   FLOPs",
+        "model                     parameters  active  experts     context     a token",
+        "llama2_7b                      6.74B   6.74B        -       4,096  42.9 GFLOP",
+        "a_model_with_a_long_name        999B   99.9B     900B  10,485,760  1.00 PFLOP",
+    ]
+
+
+def test_json_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the model's own counts, of all presets and of those that are named, each once."""
+    assert main(["models", "--json"]) == 0
+    everything = json.loads(capsys.readouterr().out)
+    assert sorted(entry["name"] for entry in everything) == PRESETS
+    order = [(entry["family"], entry["parameters"]) for entry in everything]
+    assert order == sorted(order)
+    assert main(["models", "llama3_8b", "--json", "llama2_7b", "llama3_8b"]) == 0
+    some = json.loads(capsys.readouterr().out)
+    assert [entry["name"] for entry in some] == ["llama3_8b", "llama2_7b"]
+    assert all(entry in everything for entry in some)
+    assert ModelFacts(**some[1]) == LLAMA2_7B
+
+
+def test_named_presets_have_a_row_each_and_the_numbers_an_explanation(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the words."""
+    assert main(["models", "gpt2", "qwen3_moe_debug"]) == 0
+    shown = capsys.readouterr().out
+    assert [line.split()[0] for line in shown.splitlines()[2:4]] == ["gpt2", "qwen3_moe_debug"]
+    assert "124M" in shown and "6 for each weight of a matrix" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["lama3_8b"], "lama3_8b is not a model preset; did you mean fsdptoys models llama3_8b?"),
+        (["gpt2", "zzz"], "zzz is not a model preset; write fsdptoys models for all of them"),
+        (["model=gpt2_xl"], "model=gpt2_xl is not a model preset; did you mean fsdptoys models gpt2_xl?"),
+        (["--jsn"], "--jsn is not an option of fsdptoys models; write --json, or leave it out"),
+    ],
+)
+def test_mistake_is_one_line_and_status_2(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the sentence, word for word."""
+    assert main(["models", *words]) == 2
+    assert capsys.readouterr().err == f"fsdptoys: {sentence}\n"

@@ -1,0 +1,230 @@
+"""Paths, folders and environments that a run cannot use get one sentence before a worker starts."""
+
+import contextlib
+import errno
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fsdptoys.cli.main import main
+from fsdptoys.config.compose import compose_config
+from fsdptoys.errors import ConfigError
+from fsdptoys.launch.worker import Handed, make_launch_folder
+from fsdptoys.metrics import check_run_dir
+
+ROOT = Path(__file__).parents[2]
+
+UNKNOWN_HOME = "'~nobody.at.all/x'"
+
+NOT_UTF_8 = os.fsdecode(b"bad\xff")
+
+TEXTS = {
+    "metrics.run_dir": [],
+    "checkpoint.folder": [],
+    "checkpoint.resume": [],
+    "model.init_from": [],
+    "model.name": [],
+    "plan.hardware": [],
+    "data.files": ["data=text"],
+    "data.eval_files": ["data=bin"],
+    "data.folder": ["data=prepared"],
+    "data.cache": ["data=hf"],
+    "data.tokenizer": ["data=hf"],
+    "data.sample_prompt": ["data=text"],
+    "launch.rdzv_endpoint": [],
+}
+"""Key → the choice that has it."""
+
+
+def as_item(key: str, text: str) -> str:
+    return f"[{text}]" if key.endswith("files") else text
+
+
+@pytest.mark.parametrize("key", TEXTS)
+def test_text_that_is_not_utf_8_is_refused(key: str) -> None:
+    """Oracle: the sentence, without the byte itself."""
+    with pytest.raises(ConfigError) as caught:
+        compose_config([*TEXTS[key], f"{key}={as_item(key, NOT_UTF_8)}"])
+    assert str(caught.value) == (
+        f"{key}={as_item(key, 'bad')[:-1] if key.endswith('files') else 'bad'}\\udcff{']' * key.endswith('files')} "
+        "is not valid UTF-8, as a run's config.yaml is; use another name"
+    )
+
+
+@pytest.mark.parametrize("key", TEXTS)
+@pytest.mark.parametrize("text", ["${oc.env:ODD}", "a\0b"])
+def test_text_with_nul_or_from_an_odd_variable_is_refused(key: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: one sentence that names the key."""
+    monkeypatch.setenv("ODD", NOT_UTF_8)
+    with pytest.raises(ConfigError, match=rf"^{key}=[^\n\0]*(is not valid UTF-8|holds a NUL character)[^\n]*$"):
+        compose_config([*TEXTS[key], f"{key}={as_item(key, text)}"])
+
+
+@pytest.mark.parametrize("key", ["metrics.run_dir", "checkpoint.folder", "model.init_from", "data.files"])
+def test_the_home_folder_of_an_unknown_user_is_refused(key: str) -> None:
+    """Oracle: the sentence."""
+    with pytest.raises(ConfigError) as caught:
+        compose_config([*TEXTS.get(key, []), f"{key}={as_item(key, UNKNOWN_HOME)}"])
+    assert str(caught.value) == (
+        f"{key}=~nobody.at.all/x starts with ~nobody.at.all, whose home folder is not known; write the folder's path"
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("a" * 256, "has a name of 256 bytes, and the file system takes 255 at most; use a shorter one"),
+        ("new/" + "é" * 128, "has a name of 256 bytes, and the file system takes 255 at most; use a shorter one"),
+        ("/x" * 2500, "is a path of 5000 bytes, and a run directory may have 3895 at most; use a shorter one"),
+        ("loop/x", "cannot be used (Too many levels of symbolic links); set metrics.run_dir to another folder"),
+    ],
+)
+def test_a_run_directory_of_an_impossible_path_is_refused(
+    path: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the sentence; 255 and 4096 are Linux's own limits."""
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    with pytest.raises(ConfigError) as caught:
+        check_run_dir(compose_config([f"metrics.run_dir='{path}'"]).metrics)
+    assert str(caught.value) == f"metrics.run_dir={path} {sentence}"
+
+
+def test_a_run_directory_with_a_name_of_255_bytes_is_no_mistake(tmp_path: Path) -> None:
+    """Oracle: the file system, which makes such a folder."""
+    path = tmp_path / ("a" * 255)
+    path.mkdir()
+    check_run_dir(compose_config([f"metrics.run_dir={path}"]).metrics)
+
+
+@contextlib.contextmanager
+def as_other_user() -> Iterator[None]:
+    """Lose root's right to pass every folder."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize("below", ["run", "run/new"])
+def test_a_run_directory_behind_a_closed_folder_is_refused(below: str, tmp_path: Path) -> None:
+    """Oracle: the sentence, with the system's reason."""
+    closed = tmp_path / "closed"
+    (closed / "run").mkdir(parents=True)
+    config = compose_config([f"metrics.run_dir={closed / below}"]).metrics
+    closed.chmod(0)
+    with as_other_user(), pytest.raises(ConfigError) as caught:
+        check_run_dir(config)
+    closed.chmod(0o700)
+    assert str(caught.value) == (
+        f"metrics.run_dir={closed / below} cannot be used (Permission denied); set metrics.run_dir to another folder"
+    )
+
+
+def run_command(words: list[str], *wrapped: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """The real command, in a shell that prepares what it meets."""
+    unset = ("RANK", "WORLD_SIZE", "TMPDIR")
+    return subprocess.run(
+        [*wrapped, sys.executable, "-m", "fsdptoys", *words],
+        env={name: value for name, value in os.environ.items() if name not in unset}
+        | {"PYTHONPATH": str(ROOT), **variables},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.mark.launcher
+@pytest.mark.parametrize("words", [["train", "train.steps=1"], ["report", "runs"]])
+def test_a_current_folder_that_was_deleted_is_one_sentence(words: list[str], tmp_path: Path) -> None:
+    """Oracle: stderr of the real command, whole; help needs no folder."""
+    gone = ["sh", "-c", f'mkdir "{tmp_path}/gone" && cd "{tmp_path}/gone" && rmdir "{tmp_path}/gone" && exec "$0" "$@"']
+    done = run_command(words, *gone)
+    assert (done.returncode, done.stdout, done.stderr) == (
+        2,
+        "",
+        "fsdptoys: the current folder cannot be used (No such file or directory), as after it was deleted; change to "
+        "another one\n",
+    )
+    assert run_command(["train", "--help"], *gone).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (OSError(errno.EMFILE, "Too many open files", "a\x1bb"), "the system refuses for a\\x1bb: Too many open files; "
+         "raise the limit with ulimit -n"),
+        (ConfigError("x=a\nb\x1b is wrong"), "x=a\\nb\\x1b is wrong"),
+        (OSError(errno.ENAMETOOLONG, "File name too long", 400 * "a"), f"the system refuses for {299 * 'a'}…: File "
+         "name too long; use a shorter path"),
+        (OSError(errno.ENOSPC, "No space left on device"), "the system refuses: No space left on device; make room on "
+         "that disk"),
+        (MemoryError("Unable to allocate 1.00 PiB"), "host memory ran out (Unable to allocate 1.00 PiB); end other "
+         "programs, or use a machine with more"),
+        (FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"),
+         "No usable temporary directory found in ['/tmp']; set TMPDIR to a folder that can be written"),
+        (ValueError("The value of TORCH_DISTRIBUTED_DEBUG must be OFF, INFO, or DETAIL."),
+         "TORCH_DISTRIBUTED_DEBUG=odd in the environment must be OFF, INFO or DETAIL; unset it"),
+        (ValueError("\nInvalid log settings: odd, must be a comma"), "TORCH_LOGS=odd in the environment names no log "
+         "of PyTorch; unset it"),
+        (RuntimeError("Could not determine home directory."), "the home folder that ~ stands for is not known; set "
+         "HOME, or write the path without ~"),
+    ],
+)  # fmt: skip
+def test_what_the_machine_lacks_is_one_sentence(
+    error: Exception, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the sentence, wherever in a command the error comes from; status 1 for a state that may pass, else 2."""
+
+    def fail(words: list[str]) -> int:
+        raise error
+
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "odd")
+    monkeypatch.setenv("TORCH_LOGS", "odd")
+    monkeypatch.setattr("fsdptoys.cli.models.list_models", fail)
+    passes = isinstance(error, (OSError, MemoryError)) and not isinstance(error, FileNotFoundError)
+    assert main(["models"]) == (1 if passes else 2)
+    assert capsys.readouterr() == ("", f"fsdptoys: {sentence}\n")
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(errno.ENOENT, "gone", "x"), RuntimeError("x"), ValueError("x")])
+def test_errors_of_our_own_keep_their_traceback(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the very object."""
+
+    def fail(words: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr("fsdptoys.cli.models.list_models", fail)
+    with pytest.raises(type(error)) as caught:
+        main(["models"])
+    assert caught.value is error
+
+
+def test_a_temporary_folder_that_cannot_be_written_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the sentences, for no folder at all and for one on a full disk, of which nothing is left behind."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    with pytest.raises(ConfigError) as caught:
+        make_launch_folder(None)
+    fix = "set TMPDIR to a folder that can be written, on a disk with room"
+    assert str(caught.value) == (f"the launcher cannot write its temporary folder (No such file or directory); {fix}")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def full(path: Path, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(ConfigError) as caught:
+        make_launch_folder(Handed(None, None, 1, 1))
+    assert str(caught.value) == f"the launcher cannot write its temporary folder (No space left on device); {fix}"
+    assert list(tmp_path.iterdir()) == []

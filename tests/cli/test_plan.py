@@ -1,0 +1,106 @@
+"""``fsdptoys plan`` as it is typed."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdptoys.cli.main import main
+from fsdptoys.config.compose import compose_config
+from fsdptoys.device.profile import load_hardware
+from fsdptoys.launch.launch import choose_largest, plan_run
+from fsdptoys.plan.predict import Predictor, predict
+
+TINY = ["model=llama_debug", "experiment=null", "train.seq_len=128", "plan.hardware=h100"]
+
+MISTAKES = {
+    "serach": "serach is not a command of fsdptoys plan; did you mean fsdptoys plan search?",
+    "llama": "llama is not a command of fsdptoys plan; write fsdptoys plan --help for what there is",
+    "search --png": "--png has no value; write --png FILE",
+    "--jsn plan.hardware=h100": "--jsn is not an option, since settings have no dashes before them; "
+    "see fsdptoys train --help for all keys",
+    "plan.hardware=h300": "plan.hardware=h300 is no profile; did you mean plan.hardware=h200?",
+    "plan.hardware=h100 plan.world_size=64 mesh.fsdp_size=48": "mesh.fsdp_size=48 must divide the world size 64; set "
+    "mesh.fsdp_size=32 or plan.world_size=48",
+    "plan.hardware=h100 plan.rows=3": "plan.rows=3 is read by fsdptoys plan search alone; leave it out",
+    "search plan.hardware=h100 plan.predict=false": "plan.predict=false is read by fsdptoys train alone; leave it out",
+    "plan.hardware=h100 launch.device=npu": "launch.device=npu is not what plan.hardware=h100 is, which has the type "
+    "cuda; leave it out",
+    "search plan.hardware=h100 plan.world_size=16 launch.nproc_per_node=4": "plan.world_size=16 is not the 4 ranks of "
+    "launch.nnodes=1 and launch.nproc_per_node=4; leave out plan.world_size, or both of these",
+    "--png=f.png plan.hardware=h100": "--png draws what a search found; write fsdptoys plan search --png FILE",
+    "calibrate . out=nodir/x.yaml": "out=nodir/x.yaml lies in nodir, which is no folder; set out=x.yaml or make the "
+    "folder",
+    "plan.hardware=h100 model=llama3_8b plan.world_size=98304": "mesh.fsdp_size=-1 cuts parameters of 4096 rows "
+    "(model.dim) into 98304 shards, so that ranks would hold nothing of them; set mesh.fsdp_size=4096",
+}
+
+
+@pytest.mark.parametrize("typed", MISTAKES)
+def test_mistake_gets_its_sentence(typed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the sentence, word for word, and the status."""
+    assert main(["plan", *typed.split(" ")]) == 2
+    assert capsys.readouterr().err == f"fsdptoys: {MISTAKES[typed]}\n"
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_end_of_step_is_twelve_bytes_a_parameter_of_the_shard(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: float32 parameter and two states of AdamW over 8 ranks, and a workspace of cuBLAS for each of 2 threads,
+    32 MiB on Hopper (torch.backends.cuda, CUBLAS_WORKSPACE_CONFIG); not a tenth more for all that is small."""
+    assert main(["plan", *TINY, "model.dim=512", "model.ffn_dim=1408", "plan.world_size=8", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    config = compose_config([*TINY, "model.dim=512", "model.ffn_dim=1408"])
+    with torch.device("meta"):
+        parameters = config.model.build().parameter_counts().total
+    kept = 12 * parameters / 8
+    assert kept <= told["memory"]["end_bytes"] - 2 * 2**25 < 1.1 * kept
+    assert told["world_size"] == 8 and told["method"] == "traced, all layers"
+    parts = ("compute", "exposed_communication", "exposed_transfer", "host")
+    assert sum(told["time"][f"{part}_seconds"] for part in parts) == pytest.approx(told["time"]["step_seconds"])
+    assert told["memory_limit_bytes"] == round(load_hardware("h100").usable_bytes)
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_a_peak_that_only_deep_models_have_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the trace of all layers is what is told, where gradients outgrow the logits behind the 12th layer; their
+    peak is over what the line through 8 and 12 layers gives."""
+    made = []
+    call = Predictor.__call__
+    monkeypatch.setattr(Predictor, "__call__", lambda self, on: made.append(call(self, on)) or made[-1])
+    words = ["model=llama_debug", "model.n_layers=30", "model.dim=256", "model.vocab_size=5120", "experiment=null"]
+    words += ["parallel=single", "train.seq_len=512", "memory.gradient_checkpointing=full"]
+    config, hardware = compose_config([*words, "optim.implementation=fused"]), load_hardware("h100")
+    config.validate(1, "cuda")
+    told = predict(config, hardware, 1)
+    line, _ = made
+    assert (line.method, told.method) == ("traced, 8 and 12 layers", "traced, all layers")
+    assert told.memory.peak_bytes > 1.02 * line.memory.peak_bytes
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_search_prints_words_that_train_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the configuration that the printed words compose to, and a picture that was written."""
+    picture = tmp_path / "frontier.png"
+    words = ["plan", "search", *TINY, "parallel=fsdp2", "train.batch_size=4", "plan.world_size=8", "mesh.fsdp_size=8"]
+    words += ["memory.cpu_offload=false", "memory.optimizer_offload=false", "memory.gradient_checkpointing=full"]
+    words += ["parallel.wrap=block", "parallel.reshard_after_forward=default"]
+    assert main([*words, "--json", "--png", str(picture)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    best = compose_config(told["best"]["words"])
+    best.validate(8, "cuda")
+    assert (best.parallel.name, best.train.batch_size, best.model.name) == ("fsdp2", 4, "llama_debug")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_command_without_words_trains_the_largest_model_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: AdamW's step takes 20 bytes a parameter (itself, gradient, two states, a temporary), which 8 H100 of 77
+    GiB have for the 30.5 billion of one preset, and beside activations not for the 32.8 of the next; a CPU has its own.
+    """
+    assert plan_run(["launch.device=cpu"], {}).composition.choices["experiment"] == "cpu_text"
+    monkeypatch.setattr("fsdptoys.launch.launch.profile_of_this_machine", lambda: "h100")
+    words = choose_largest("experiment=llama2_7b", "cuda", 8)
+    config = compose_config(words)
+    config.validate(8, "cuda")
+    assert words[0] == "experiment=llama2_7b" and config.model.name == "qwen3_moe_30b_a3b"

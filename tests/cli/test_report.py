@@ -1,0 +1,162 @@
+"""``fsdptoys report`` and ``fsdptoys compare`` as they are typed."""
+
+import csv
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fsdptoys.cli.main import main
+from fsdptoys.report.runs_table import gather
+from fsdptoys.report.table import make_table
+from tests.report.recorded_runs import run_of, write_run
+
+FOLDER = "give a folder that fsdptoys train has written, as runs/NAME"
+
+MISTAKES = {
+    "report missing": "missing holds neither a run nor a sweep; give a folder that fsdptoys train or fsdptoys sweep "
+    "has written, as runs/NAME",
+    "report empty --csv": "empty holds neither a run nor a sweep; give a folder that fsdptoys train or fsdptoys sweep "
+    "has written, as runs/NAME",
+    "report --csv": "fsdptoys report needs a run or a sweep; write fsdptoys report runs/NAME",
+    "report a --csv --json": "--csv and --json exclude each other; keep one of them",
+    "report a --jsn": "--jsn is not an option of fsdptoys report; did you mean --json?",
+    "report a --frobnicate=3": "--frobnicate=3 is not an option of fsdptoys report; see fsdptoys report --help",
+    "report a --csv=yes": "--csv=yes gives a value to --csv, which takes none; write --csv",
+    "report a --out": "--out has no value; write --out FILE.html",
+    "report a --out page.txt": "--out page.txt must end in .html; write --out page.html",
+    "report a --out nowhere/page.html": "--out nowhere/page.html lies in nowhere, which is no folder; write --out "
+    "report.html",
+    "report a out=page.html": "out=page.html lacks its dashes; write --out page.html",
+    "report a --csv --out page.html": "--out names the page, and --csv prints to the terminal; leave one of them out, "
+    "or write fsdptoys report a --csv > FILE",
+    "report --live a b": "--live follows one run at a time, and 2 were given; write fsdptoys report --live runs/NAME",
+    "report --live": "--live follows one run; write fsdptoys report --live runs/NAME",
+    "report --live a --csv": "--live shows a run as it goes, without --csv; leave one of them out",
+    "compare a": "fsdptoys compare needs two runs, and one was given; write fsdptoys compare RUN_A RUN_B",
+    "compare --tolerance 1": "fsdptoys compare needs two runs, and none was given; write fsdptoys compare RUN_A RUN_B",
+    "compare a b c": "fsdptoys compare needs two runs, and 3 were given; write fsdptoys compare RUN_A RUN_B",
+    "compare a missing": f"missing does not exist; {FOLDER}",
+    "compare a empty": f"empty holds no run; {FOLDER}",
+    "compare a b --tolerance -1": "--tolerance -1 must be a finite number of at least 0, relative to the larger of two "
+    "values; write --tolerance 1e-6, or leave it out for every bit",
+    "compare a b --tolerance=nan": "--tolerance nan must be a finite number of at least 0, relative to the larger of "
+    "two values; write --tolerance 1e-6, or leave it out for every bit",
+    "compare a b --tolerance": "--tolerance has no value; write --tolerance 1e-6",
+    "compare a b --tolerence 1": "--tolerence is not an option of fsdptoys compare; did you mean --tolerance?",
+    "compare a b tolerance=1": "tolerance=1 lacks its dashes; write --tolerance 1",
+    "reprot a": "reprot is not a command; did you mean fsdptoys report?",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current one: runs a and b, of which b's third loss is another and its last step slow, and an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    write_run(Path("a"), run_of(4))
+    steps = run_of(4)
+    slow = replace(steps[3], step_time_seconds=0.2)
+    write_run(Path("b"), [*steps[:2], replace(steps[2], loss=steps[2].loss + 1e-5), slow], {"optim.lr": 0.02})
+    Path("empty").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize("typed", MISTAKES)
+def test_mistake_gets_its_sentence(typed: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the sentence, word for word, and the status; nothing is written."""
+    before = sorted(folder.rglob("*"))
+    assert main(typed.split(" ")) == 2
+    told = capsys.readouterr()
+    assert (told.out, told.err) == ("", f"fsdptoys: {MISTAKES[typed]}\n")
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_tables_go_to_the_terminal_in_each_form(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the table itself; both runs are found by their folders and by the one above."""
+    table = make_table(gather([Path("a"), Path("b")]))
+    for form, wanted in {"--markdown": table.markdown(), "--csv": table.csv(), "--json": table.json()}.items():
+        assert main(["report", "a", "b", form]) == 0
+        assert capsys.readouterr().out == wanted
+    assert main(["report", form := "--csv", "."]) == 0 and form
+    assert [row["run"] for row in csv.DictReader(io.StringIO(capsys.readouterr().out))] == ["a", "b"]
+    assert main(["report", "a", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"][0]["path"] == "a"
+
+
+@pytest.mark.parametrize("columns, brief", [("25", True), (None, False)])
+def test_the_table_is_as_wide_as_the_terminal_and_whole_in_a_pipe(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    columns: str | None,
+    brief: bool,
+) -> None:
+    """Oracle: COLUMNS; without it and without a terminal nothing is left out."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    assert main(["report", "a", "b", "--table"]) == 0
+    text = capsys.readouterr().out
+    assert ("No room for what stands in brackets" in " ".join(text.split())) == brief
+    assert ("135 (131–139)" in text) != brief
+    assert not brief or max(map(len, text.splitlines())) <= 25
+
+
+def test_compare_tells_by_its_status(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the one loss that differs by 1e-5 of 4.7, and by no more than a tolerance of 1e-5."""
+    assert main(["compare", "a", "a"]) == 0
+    assert capsys.readouterr().out.startswith("Same: 4 steps, equal in every bit.")
+    assert main(["compare", "a", "b"]) == 1
+    text = capsys.readouterr().out
+    assert text.startswith("They differ from step 3 on, first in the loss: 4.7 and 4.70001, 1e-05 apart")
+    assert "optim.lr  0.01  0.02" in text
+    assert main(["compare", "a", "b", "--tolerance", "1e-5"]) == 0
+    assert main(["compare", "a", "b", "--tolerance=1e-6"]) == 1
+
+
+def test_a_run_that_no_code_expects_is_a_mistake_and_not_a_difference(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: status 2 and a sentence, since 1 says that the runs differ."""
+
+    def stumble(*_: object) -> None:
+        raise TypeError("'<' not supported")
+
+    monkeypatch.setattr("fsdptoys.report.compare.compare_runs", stumble)
+    assert main(["compare", "a", "b"]) == 2
+    assert capsys.readouterr() == (
+        "",
+        "fsdptoys: a and b cannot be compared (TypeError: '<' not supported); check the files of both\n",
+    )
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+@pytest.mark.parametrize("typed", ["report é a b --table", "report é a b --markdown", "report é a b --csv",
+                                   "report é a b --json", "compare a é"])  # fmt: skip
+def test_what_is_printed_fits_the_encoding_of_where_it_goes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, typed: str, encoding: str
+) -> None:
+    """Oracle: the encoding itself, which refuses what it cannot hold; JSON loses nothing."""
+    write_run(Path("é"), [replace(step, loss=step.loss * 1.1) for step in run_of(4)], {"data.files": "≠…"})
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr("sys.stdout", stream)
+    assert main(typed.split(" ")) in (0, 1)
+    stream.flush()
+    text = stream.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
+    if typed.endswith("--json"):
+        assert json.loads(text)["rows"][0]["run"] == "é"
+    else:
+        assert ("é" in text) == (encoding != "ascii")
+    if typed.endswith("--table"):
+        assert ("(131–139)" in text) == (encoding == "utf-8") != ("(131-139)" in text)
+
+
+@pytest.mark.parametrize("command", ["report", "compare"])
+def test_help_is_printed_without_a_word_and_on_demand(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the same page, which names the command, within 120 columns."""
+    assert main([command]) == main([command, "--help"]) == 0
+    page = capsys.readouterr().out
+    assert page[: len(page) // 2] == page[len(page) // 2 :]
+    assert page.startswith(f"usage: fsdptoys {command} ") and max(map(len, page.splitlines())) <= 120

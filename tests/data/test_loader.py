@@ -1,0 +1,256 @@
+"""Batches made in background processes, held against those made in place; and how these processes end."""
+
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdptoys.data import BatchStream, TextConfig, check_shared_memory
+from fsdptoys.data.loader import SHARED_MEMORY
+from fsdptoys.errors import ConfigError
+from scripts.ranks import run_ranks
+
+ROOT = Path(__file__).parents[2]
+LAYOUT = {"batch_size": 3, "microbatches": 2, "ranks": range(1, 3), "data_ranks": 4, "seed": 7}
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+
+
+def open_stream(path: Path, workers: int) -> BatchStream:
+    """Ranks 1 and 2 of 4, with 24 of 100 samples a step, so that epochs end within steps."""
+    dataset = TextConfig([str(path)], eval_fraction=0.0).build(10, 256, 0)
+    return BatchStream(dataset.train, **LAYOUT, fingerprint=dataset.fingerprint, workers=workers)
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    path = tmp_path / "corpus.txt"
+    path.write_bytes(bytes(torch.randint(1, 256, (1001,), generator=torch.Generator().manual_seed(0)).tolist()))
+    return path
+
+
+def assert_equal_steps(stream: BatchStream, reference: BatchStream, steps: int) -> None:
+    for _ in range(steps):
+        for batch, expected in zip(stream.next_step(), reference.next_step(), strict=True):
+            for tensor, other in zip(batch, expected, strict=True):
+                assert tensor.dtype == other.dtype == torch.int64 and torch.equal(tensor, other)
+        assert stream.state_dict() == reference.state_dict()
+
+
+def compare(path: Path) -> list[tuple[int, ...]]:
+    """In a process of its own, since the workers' server must not be inherited by what other tests fork."""
+    reference, stream = open_stream(path, 0), open_stream(path, 2)
+    random_state = torch.get_rng_state()
+    assert_equal_steps(stream, reference, 10)
+    assert torch.equal(torch.get_rng_state(), random_state), "the run's random numbers must not depend on workers"
+    taken = stream.state_dict()
+    assert_equal_steps(stream, reference, 3)
+    for either in (stream, reference):  # back, over what was made ahead
+        either.load_state_dict(taken)
+    assert_equal_steps(stream, reference, 3)
+    resumed = open_stream(path, 1)
+    resumed.load_state_dict(stream.state_dict())
+    assert_equal_steps(resumed, reference, 2)
+    for either in (stream, resumed):
+        either.close()
+        either.close()
+    assert_equal_steps(resumed, reference, 1)
+    resumed.close()
+    return [tuple(tensor.shape) for tensor in reference.next_step()[0]]
+
+
+def test_batches_and_state_do_not_depend_on_workers(corpus):
+    """Oracle: a stream without workers, over two epochs, after going back, after a resume and after ``close``."""
+    assert run_ranks(1, compare, corpus) == [[(3, 10), (3, 10)]]
+
+
+def lose_a_worker(path: Path) -> str:
+    stream = open_stream(path, 2)
+    stream.next_step()
+    os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError) as caught:
+        for _ in range(20):
+            stream.next_step()
+    stream.close()
+    assert not multiprocessing.active_children()
+    return str(caught.value)
+
+
+def test_a_killed_worker_is_an_error_and_no_hang(corpus):
+    """Oracle: the sentence, within the test's time; the other worker ends with ``close``."""
+    (sentence,) = run_ranks(1, lose_a_worker, corpus, timeout_seconds=60)
+    assert sentence.startswith("a data worker has ended (pid ") and sentence.endswith(
+        "): it was killed, or there was too little host memory or shared memory (/dev/shm); data.workers=0 reads "
+        "without workers"
+    )
+
+
+def shorten_the_file(path: Path) -> list[str]:
+    streams = [open_stream(path, workers) for workers in (0, 1)]
+    path.write_bytes(b"short")
+    sentences = []
+    for stream in streams:
+        with pytest.raises(ConfigError) as caught:
+            stream.next_step()
+        sentences.append(str(caught.value))
+        stream.close()
+    return sentences
+
+
+def test_a_worker_s_mistake_is_told_as_without_workers(corpus):
+    """Oracle: the sentence of a stream without workers."""
+    ((without, with_workers),) = run_ranks(1, shorten_the_file, corpus)
+    assert with_workers == without and "fewer than the 1001 bytes" in without
+
+
+SCRIPT = """
+import signal, sys, time
+from fsdptoys.data import BatchStream, SyntheticConfig
+
+def main():
+    global stream  # still there when the interpreter ends
+    received = []
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, frame: received.append(number))
+    stream = BatchStream(SyntheticConfig().build(8, 32, 0).train, 2, 1, range(1), 1, 0, workers=2)
+    stream.next_step()
+    print("begun", flush=True)
+    deadline = time.monotonic() + 30
+    while len(set(received)) < 3 and time.monotonic() < deadline:
+        stream.next_step()
+    for _ in range(50):
+        stream.next_step()
+    print("still here after", sorted(set(received)), flush=True)
+    if sys.argv[1] == "killed":
+        time.sleep(60)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def living_in_group(group: int) -> list[str]:
+    """Processes of a group that are no zombies, as the kernel lists them."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, rest = path.read_text().rsplit(")", 1)
+        except OSError:  # it has ended
+            continue
+        state, _, process_group = rest.split()[:3]
+        if int(process_group) == group and state not in "ZX":
+            found.append(f"{name})")
+    return found
+
+
+@needs_proc
+@pytest.mark.parametrize("end", ["exit", "killed"])
+def test_workers_outlive_signals_and_not_their_rank(end, tmp_path):
+    """Oracle: every process of the rank's group is sent the signals and the steps go on; none is left at the end."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    rank = subprocess.Popen(
+        [sys.executable, str(script), end], stdout=subprocess.PIPE, text=True, start_new_session=True, env=environment
+    )
+    try:
+        assert rank.stdout is not None and rank.stdout.readline() == "begun\n"
+        assert len(living_in_group(rank.pid)) >= 4, "the rank, the server and two workers"
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            os.killpg(rank.pid, number)
+        assert rank.stdout.readline() == "still here after [2, 10, 15]\n"
+        if end == "killed":
+            rank.kill()
+        assert rank.wait(timeout=30) == (-signal.SIGKILL if end == "killed" else 0)
+        deadline = time.monotonic() + 30
+        while (left := living_in_group(rank.pid)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert left == []
+    finally:
+        rank.kill()
+        if living_in_group(rank.pid):
+            os.killpg(rank.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("workers", "fix"), [(-1, 0), (65, 64)])
+def test_a_number_of_workers_out_of_bounds_is_told(workers, fix):
+    """Oracle: the sentence."""
+    with pytest.raises(ConfigError) as caught:
+        TextConfig(workers=workers)
+    assert str(caught.value) == f"data.workers={workers} must be at least 0 and at most 64; set data.workers={fix}"
+
+
+SMALL_SHARED_MEMORY = """
+import sys
+from fsdptoys.data import BatchStream, SyntheticConfig
+from fsdptoys.errors import ConfigError
+
+if __name__ == "__main__":
+    stream = BatchStream(SyntheticConfig().build(8192, 32, 0).train, 16, 1, range(1), 1, 0, workers=1)
+    try:
+        stream.next_step()
+    except ConfigError as mistake:
+        print(mistake)
+    stream.close()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="mounts a small /dev/shm of its own")
+@pytest.mark.parametrize(
+    ("size", "reason"), [("4k", "No space left on device"), ("1m", "[^\n]*No space left on device[^\n]*")]
+)
+def test_shared_memory_that_is_full_is_one_sentence(size, reason, tmp_path):
+    """Oracle: the sentence and nothing else, for no room for a semaphore, and for no room for a step of 2 MiB."""
+    script = tmp_path / "script.py"
+    script.write_text(SMALL_SHARED_MEMORY)
+    mounted = ["unshare", "-m", "sh", "-c", f"mount -t tmpfs -o size={size} tmpfs /dev/shm && exec $0 $1"]
+    if subprocess.run([*mounted, "true", "x"], capture_output=True).returncode:
+        pytest.skip("no mounts here")
+    done = subprocess.run(
+        [*mounted, sys.executable, str(script)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert re.fullmatch(
+        rf"data\.workers=1 passes batches through /dev/shm, which takes no more \({reason}\); set data\.workers=0, or "
+        r"give /dev/shm more memory \(docker run --shm-size\)\n",
+        done.stdout,
+    ), done.stdout + done.stderr
+    assert done.stderr == ""
+
+
+@pytest.mark.skipif(not Path(SHARED_MEMORY).is_dir(), reason="needs /dev/shm")
+def test_shared_memory_is_checked_before_workers_start():
+    """Oracle: the sentence, for steps of 1 PiB; 1 byte a step, no workers, or no such place are no mistake."""
+    with pytest.raises(
+        ConfigError,
+        match=r"^data\.workers=2 passes batches through /dev/shm, which has [\d.e+]+ MiB free, and 4 ranks need "
+        r"2\.147e\+10 MiB; set data\.workers=0, or give /dev/shm more memory \(docker run --shm-size\)$",
+    ):
+        check_shared_memory(2, 2**50, 4)
+    check_shared_memory(2, 1, 1)
+
+
+def test_a_temporary_folder_too_long_for_sockets_is_a_mistake(monkeypatch):
+    """Oracle: the sentence; 107 bytes are Linux's limit, of which multiprocessing's names take 32."""
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + 71 * "a")
+    with pytest.raises(ConfigError, match=r"a, whose path may have 75 bytes for that; set TMPDIR to a shorter one or "):
+        check_shared_memory(1, 1, 1)
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp/" + 70 * "a")
+    check_shared_memory(1, 1, 1)
+
+
+def test_no_workers_need_no_shared_memory():
+    """Oracle: no error."""
+    check_shared_memory(0, 2**50, 4)
+    check_shared_memory(2, 2**50, 4, place="/nowhere")

@@ -1,0 +1,68 @@
+"""A PyTorch that cannot be imported, since a backend that it loads by itself cannot."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fsdptoys.device.autoload import explain_autoload
+
+ROOT = Path(__file__).parents[2]
+
+MESSAGE = "libhccl.so: cannot open shared object file: No such file or directory"
+"""Of torch_npu 2.13.0 on a machine without CANN."""
+
+
+@pytest.fixture
+def broken_backend(tmp_path: Path) -> Path:
+    """A folder with a distribution like torch_npu's, whose entry point fails as it does without CANN."""
+    (tmp_path / "torch_npu.py").write_text(f"raise ImportError({MESSAGE!r})\n")
+    described = tmp_path / "torch_npu-2.13.0.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_npu\nVersion: 2.13.0\n")
+    (described / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload\n")
+    return tmp_path
+
+
+def run(line: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command line in an interpreter that finds the distributions of a folder."""
+    unset = ("RANK", "WORLD_SIZE", "TORCH_DEVICE_BACKEND_AUTOLOAD")
+    present = {name: value for name, value in os.environ.items() if name not in unset}
+    return subprocess.run(
+        [sys.executable, "-m", "fsdptoys", *line.split()],
+        cwd=folder,
+        env=present | {"PYTHONPATH": f"{folder}:{ROOT}"} | environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_a_backend_that_cannot_be_loaded_is_told_in_one_sentence(broken_backend: Path) -> None:
+    """Oracle: what PyTorch raises then, with the reason that torch_npu gives; the variable that it names helps."""
+    for line in ("train launch.device=cpu --cfg job", "models", "plan model=llama_debug"):
+        done = run(line, broken_backend)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == (
+            f"fsdptoys: PyTorch cannot be imported, since the installed torch_npu cannot be loaded [{MESSAGE}]; to use "
+            "NPUs install the CANN that it is made for and source its set_env.sh, and to do without them set "
+            "TORCH_DEVICE_BACKEND_AUTOLOAD=0 in the environment\n"
+        )
+    assert run("train --help", broken_backend).returncode == 0
+    done = run("train launch.device=cpu --cfg job", broken_backend, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert done.returncode == 0, done.stderr
+
+
+def test_torch_npu_beside_a_pytorch_for_cuda_is_told_to_need_the_one_for_cpus() -> None:
+    """Oracle: the error of torch_npu 2.13.0's ``_check_device_conflict``."""
+    error = RuntimeError("Failed to load the backend extension: torch_npu. You can disable extension auto-loading")
+    error.__cause__ = RuntimeError("Two accelerators cannot be used at the same time in PyTorch: npu and cuda. You can")
+    told = explain_autoload(error)
+    assert told is not None and "; to use NPUs install PyTorch's build for CPUs, and to do without them set" in told
+
+
+def test_other_errors_are_left_alone() -> None:
+    """Oracle: only what PyTorch's loader of backends raises is explained."""
+    assert explain_autoload(RuntimeError("Failed to load the model")) is None
+    assert explain_autoload(ValueError("Failed to load the backend extension: torch_npu. You can")) is None

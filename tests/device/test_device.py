@@ -1,0 +1,193 @@
+"""The device of a plain CPU, and what is known of others by name."""
+
+import importlib.util
+import math
+import os
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdptoys.config.compose import compose_config
+from fsdptoys.device import (
+    Device,
+    available_device_type,
+    device_count,
+    float64_collectives,
+    peak_flops,
+    resident_set_bytes,
+)
+from fsdptoys.errors import ConfigError
+from fsdptoys.train.distributed import device_of
+from fsdptoys.train.random_states import random_states, restore_random_states
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H20", 148e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA H800 PCIe", 756e12),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA GB200", None),
+        ("NVIDIA H200 MIG 1g.18gb", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("some other device", None),
+        ("Ascend910B3", 313e12),
+        ("Ascend910B2", None),
+        ("Ascend910_9362", None),
+    ],
+)
+def test_peak_flops_are_found_by_name(name: str, expected: float | None) -> None:
+    """Oracle: NVIDIA's data sheets and Huawei's figure, dense bf16."""
+    assert peak_flops(name) == expected
+
+
+def test_cpu_device_has_no_known_peak() -> None:
+    """Oracle: the operating system's own numbers."""
+    device = Device("cpu")
+    assert (device.backend, device.torch_device, device.is_accelerator) == ("gloo", torch.device("cpu"), False)
+    assert device.name and device.peak_flops is None
+    device.synchronize()
+    device.reset_peak_memory()
+    assert device.total_memory_bytes == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_resident_set_grows_by_what_is_touched() -> None:
+    """Oracle: 64 MiB of ones."""
+    before = resident_set_bytes()
+    held = torch.ones(2**24)
+    assert math.isclose(resident_set_bytes() - before, held.nbytes, rel_tol=0.2)
+
+
+WITHOUT = pytest.mark.skipif(available_device_type() != "cpu", reason="has an accelerator")
+
+
+@WITHOUT
+def test_a_device_that_is_not_there_is_a_config_error() -> None:
+    """Oracle: the sentence."""
+    assert device_count("cuda") == 0 and device_count("cpu") == 1
+    with pytest.raises(ConfigError, match=r"^launch.device=cuda finds no such device.*; set launch.device=cpu$"):
+        Device("cuda", 0)
+
+
+@WITHOUT
+@pytest.mark.skipif(importlib.util.find_spec("torch_npu") is not None, reason="has torch_npu")
+def test_an_npu_without_torch_npu_is_told_what_to_install() -> None:
+    """Oracle: torch_npu's wheels, each of which requires the PyTorch of its own version."""
+    release = torch.__version__.partition("+")[0]
+    sentence = rf"^launch.device=npu needs torch_npu, which is not installed; pip install 'torch_npu=={release}\.\*'"
+    with pytest.raises(ConfigError, match=sentence):
+        Device("npu")
+
+
+@WITHOUT
+@pytest.mark.parametrize(
+    "source, sentence",
+    [
+        (
+            "raise ImportError('libhccl.so: cannot open shared object file: No such file or directory')",
+            r"installed but cannot be imported \[libhccl.so: cannot open.*\]; install CANN and source its set_env.sh",
+        ),
+        (
+            "import torch, types; torch.npu = types.SimpleNamespace()",
+            r"finds no device, although torch_npu is loaded: does npu-smi info list one, was CANN's set_env.sh "
+            r"sourced, does ASCEND_RT_VISIBLE_DEVICES=5 name one that is there\? Or set launch.device=cpu$",
+        ),
+    ],
+)
+def test_torch_npu_is_imported_where_npus_are_asked_for(
+    source: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: a package of that name, which PyTorch has not loaded by itself, fails or finds nothing."""
+    (tmp_path / "torch_npu.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "5")
+    monkeypatch.delitem(sys.modules, "torch_npu", raising=False)
+    monkeypatch.setattr(torch, "npu", None, raising=False)
+    monkeypatch.delattr(torch, "npu")
+    try:
+        with pytest.raises(ConfigError, match=sentence):
+            Device("npu")
+    finally:
+        sys.modules.pop("torch_npu", None)
+
+
+class FakeModule:
+    """A device's module, as far as a Device asks it without computing."""
+
+    def __init__(self, bf16: bool) -> None:
+        self.bf16 = bf16
+        self.state = torch.arange(8, dtype=torch.uint8)
+
+    def is_bf16_supported(self) -> bool:  # noqa: D102
+        return self.bf16
+
+    def get_device_name(self, index: object) -> str:  # noqa: D102
+        return f"Ascend910A number {index}"
+
+    def get_rng_state(self) -> torch.Tensor:  # noqa: D102
+        return self.state.clone()
+
+    def set_rng_state(self, state: torch.Tensor) -> None:  # noqa: D102
+        self.state = state
+
+
+@pytest.fixture
+def fake_npus(monkeypatch: pytest.MonkeyPatch) -> FakeModule:
+    """Two NPUs that compute nothing."""
+    module = FakeModule(bf16=False)
+    accelerator = types.SimpleNamespace(
+        current_accelerator=lambda check_available: torch.device("npu"),
+        device_count=lambda: 2,
+        set_device_index=lambda index: None,
+    )
+    monkeypatch.setattr(torch, "npu", module, raising=False)
+    monkeypatch.setattr(torch, "accelerator", accelerator)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(torch, "device", lambda kind, index=None: types.SimpleNamespace(type=kind, index=index))
+    return module
+
+
+def test_an_npu_has_a_backend_of_its_own_whose_groups_are_not_bound_to_it(fake_npus: FakeModule) -> None:
+    """Oracle: torch_npu 2.13.0, whose process group has no way to split one."""
+    device = Device("npu", 1)
+    assert (device.backend, device.bound_device, device.barrier_devices) == ("hccl", None, [1])
+    assert device.is_accelerator and device.pins_memory and not float64_collectives("npu")
+    with pytest.raises(ConfigError, match=r"local rank 2 needs its own npu device, this machine has 2; set launch"):
+        Device("npu", 2)
+
+
+def test_a_cpu_has_gloo_alone_and_no_generator_of_its_own() -> None:
+    """Oracle: PyTorch's own generator is the CPU's."""
+    device = Device("cpu")
+    assert (device.backend, device.bound_device, device.barrier_devices) == ("gloo", None, None)
+    assert not device.pins_memory
+    assert device.rng_state() is None and device.supports_bfloat16()
+    device.restore_rng_state(torch.zeros(16, dtype=torch.uint8))
+
+
+def test_bfloat16_is_refused_where_the_device_says_that_it_has_none(fake_npus: FakeModule) -> None:
+    """Oracle: the device's own answer."""
+    config = compose_config(["launch.device=npu", "parallel=fsdp2", "parallel.param_dtype=bfloat16"])
+    with pytest.raises(ConfigError, match=r"=bfloat16 cannot run on Ascend910A number 0, which has no bfloat16; set"):
+        device_of(config)
+    fake_npus.bf16 = True
+    assert device_of(config).type == "npu"
+
+
+def test_a_device_s_generator_goes_on_where_it_was(fake_npus: FakeModule) -> None:
+    """Oracle: the state itself."""
+    device = Device("npu")
+    facts = random_states(device)
+    fake_npus.state = torch.zeros(8, dtype=torch.uint8)
+    assert restore_random_states(facts, device, seed=0, step=1, rank=0) is None
+    assert torch.equal(fake_npus.state, torch.arange(8, dtype=torch.uint8))

@@ -1,0 +1,173 @@
+"""Profiles: those of the repository are whole and say where their numbers are from; mistakes get one sentence."""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fsdptoys.device import DEVICE_TYPES as DEVICE_TYPES_OF_DEVICE
+from fsdptoys.device.profile import (
+    DEVICE_TYPES,
+    PROFILES,
+    Hardware,
+    Quantity,
+    dump_hardware,
+    hardware_for,
+    list_hardware,
+    load_hardware,
+)
+from fsdptoys.errors import ConfigError
+
+
+def quantities(hardware: Hardware) -> dict[str, Quantity]:
+    found = {field.name: getattr(hardware, field.name) for field in dataclasses.fields(hardware)}
+    found |= {f"peak_flops.{dtype}": peak for dtype, peak in hardware.peak_flops.items()}
+    return {name: value for name, value in found.items() if isinstance(value, Quantity)}
+
+
+def test_profiles_are_those_of_the_folder() -> None:
+    """Oracle: the list that the documentation promises."""
+    assert list_hardware() == ["4090", "a100", "a2", "b200", "cpu", "h100", "h200"]
+
+
+@pytest.mark.parametrize("name", list_hardware())
+def test_every_number_says_where_it_is_from(name: str) -> None:
+    """Oracle: a source is a measurement, a derivation, an assumption that calls itself one, or names a document."""
+    hardware = load_hardware(name)
+    assert hardware.name == name and "bfloat16" in hardware.peak_flops
+    for key, quantity in quantities(hardware).items():
+        assert len(quantity.source) > 8, key
+        if key.endswith("_efficiency"):
+            assert re.search(r"assumed|measured|github|arXiv|reached", quantity.source), key
+
+
+@pytest.mark.parametrize("name", list_hardware())
+def test_a_profile_that_is_written_reads_the_same(name: str, tmp_path: Path) -> None:
+    """Oracle: the profile itself."""
+    hardware = load_hardware(name)
+    path = tmp_path / f"{name}.yaml"
+    path.write_text(dump_hardware(hardware), encoding="utf-8")
+    assert load_hardware(str(path)) == load_hardware(path) == hardware
+
+
+@pytest.mark.parametrize(
+    ("device_name", "device_type", "profile"),
+    [
+        ("NVIDIA H100 80GB HBM3", "cuda", "h100"),
+        ("NVIDIA H100 PCIe", "cuda", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "cuda", None),
+        ("NVIDIA H200", "cuda", "h200"),
+        ("NVIDIA H200 NVL", "cuda", None),
+        ("NVIDIA GH200 480GB", "cuda", None),
+        ("NVIDIA A100-SXM4-80GB", "cuda", "a100"),
+        ("NVIDIA A100-SXM4-40GB", "cuda", None),
+        ("NVIDIA B200", "cuda", "b200"),
+        ("NVIDIA GeForce RTX 4090", "cuda", "4090"),
+        ("NVIDIA GeForce RTX 4090 D", "cuda", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "cuda", None),
+        ("Ascend910B3", "npu", "a2"),
+        ("Ascend910B4", "npu", None),
+        ("Ascend910B3", "cuda", None),
+        ("AMD EPYC 9654 96-Core Processor", "cpu", None),
+    ],
+)
+def test_a_device_finds_its_profile_by_its_name(device_name: str, device_type: str, profile: str | None) -> None:
+    """Oracle: names as the drivers give them; forms that differ in speed or memory have no profile."""
+    assert hardware_for(device_name, device_type) == profile
+
+
+def test_device_types_are_those_of_the_device_room() -> None:
+    """Oracle: ``fsdptoys.device``, which this room must not import."""
+    assert DEVICE_TYPES == DEVICE_TYPES_OF_DEVICE
+
+
+def broken(tmp_path: Path, changes: dict[str, Any]) -> str:
+    """A copy of a profile with some keys changed, or deleted where the change is None."""
+    tree = yaml.safe_load((PROFILES / "h100.yaml").read_text(encoding="utf-8")) | changes
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump({key: value for key, value in tree.items() if value is not None}))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"kernel_seconds": None}, "lacks kernel_seconds; add it as the profiles of configs/hardware have it"),
+        (
+            {"kernel_seconds": None, "kernel_second": {"value": 1, "source": "me"}},
+            "has the key kernel_second, which none has; did you mean kernel_seconds?",
+        ),
+        ({"zzz": 1}, "has the key zzz, which none has; delete it"),
+        ({"kernel_seconds": 2e-6}, "has kernel_seconds=2e-06; write {value: NUMBER, source: WHERE IT IS FROM}"),
+        (
+            {"kernel_seconds": {"value": 2e-6}},
+            "has kernel_seconds={'value': 2e-06}; write {value: NUMBER, source: WHERE IT IS FROM}",
+        ),
+        (
+            {"kernel_seconds": {"value": 2e-6, "source": " "}},
+            "gives no source of kernel_seconds; write where its value 2e-06 is from, or 'assumed: WHY'",
+        ),
+        (
+            {"memory_bandwidth": {"value": "3.35e12", "source": "me"}},
+            "has memory_bandwidth.value=3.35e12, a text to YAML; write 3.350000e+12",
+        ),
+        (
+            {"memory_bandwidth": {"value": -1, "source": "me"}},
+            "has memory_bandwidth.value=-1; give a finite number above 0",
+        ),
+        (
+            {"memory_bandwidth": {"value": float("inf"), "source": "me"}},
+            "has memory_bandwidth.value=inf; give a finite number above 0",
+        ),
+        (
+            {"memory_efficiency": {"value": 85, "source": "me"}},
+            "has memory_efficiency.value=85, a share of what is possible; give a number up to 1",
+        ),
+        ({"devices_per_node": {"value": 7.5, "source": "me"}}, "has devices_per_node.value=7.5; give a whole number"),
+        ({"attention": "flesh"}, "has attention=flesh; did you mean attention: flash?"),
+        ({"device_type": "tpu"}, "has device_type=tpu; did you mean device_type: npu?"),
+        ({"device_type": "xyz"}, "has device_type=xyz; set device_type: cuda | npu | cpu"),
+        ({"matches": "H100"}, "has matches=H100; give a list of words, which may be empty: []"),
+        ({"title": 5}, "has title=5; give a text"),
+        (
+            {"outside_allocator_bytes": {"value": 9e10, "source": "me"}},
+            "has outside_allocator_bytes=9e+10, which leaves nothing of memory_bytes=8.49437e+10; correct one of them",
+        ),
+        ({"peak_flops": {}}, "has peak_flops={}; give a number for each dtype, bfloat16 at least"),
+        (
+            {"peak_flops": {"bfloat16": {"value": 0, "source": "me"}}},
+            "has peak_flops.bfloat16.value=0; give a finite number above 0",
+        ),
+    ],
+)
+def test_a_mistake_in_a_profile_is_one_sentence(tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
+    """Oracle: the sentence, word for word: it names file, key, value and fix."""
+    path = broken(tmp_path, changes)
+    beginning = f"the hardware profile {path} "
+    with pytest.raises(ConfigError, match=f"^{re.escape(beginning + sentence)}$"):
+        load_hardware(path)
+
+
+def test_what_is_no_profile_is_refused(tmp_path: Path) -> None:
+    """Oracle: the sentences, word for word."""
+    with pytest.raises(ConfigError, match=r"^plan.hardware=h1000 is no profile; did you mean plan.hardware=h100\?$"):
+        load_hardware("h1000")
+    with pytest.raises(ConfigError, match=r"^plan.hardware=xyz is no profile; set plan.hardware=4090 \| a100 \| "):
+        load_hardware("xyz")
+    path = tmp_path / "mine.yaml"
+    with pytest.raises(
+        ConfigError, match=r"mine.yaml cannot be read \(No such file or directory\); set plan.hardware to"
+    ):
+        load_hardware(str(path))
+    for text, reason in [
+        ("a: [", "cannot be read as YAML"),
+        ("- 1", "is no profile; start from a copy"),
+        ("[" * 5000, "cannot be read as YAML"),
+        ("# " + "x" * 2**16, r"cannot be read as YAML \(it is longer than 65536 bytes\)"),
+    ]:
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=reason):
+            load_hardware(path)

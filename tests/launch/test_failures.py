@@ -1,0 +1,161 @@
+"""Which failure came first, and what a worker records of its own."""
+
+import json
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from fsdptoys.errors import ConfigError, GivenUpError, LostRanksError, LostWorkerError
+from fsdptoys.launch.failures import FirstFailure, first_failure
+from fsdptoys.launch.worker import run_as_worker
+from fsdptoys.profiler import ExplainedOutOfMemoryError
+
+
+@pytest.mark.parametrize(
+    "records, exitcodes, by_us, shown",
+    [
+        ({0: ("RuntimeError: Connection closed by peer", 1), 1: ("ValueError: x", 2)}, {}, (), "rank 1 failed"),
+        ({0: ("ValueError: x", 1), 1: ("ValueError: y", 2)}, {}, (), "rank 0 failed"),
+        ({0: ("ValueError: x", 2), 1: ("ValueError: y", 1)}, {}, (), "rank 1 failed"),
+        ({0: ("RuntimeError: Broken pipe", 1)}, {}, (), "rank 0 failed"),
+        ({0: ("RuntimeError: Broken pipe", 1)}, {1: -9}, (), "rank 1 was ended by SIGKILL"),
+        ({0: ("RuntimeError: Broken pipe", 1)}, {1: -9}, (1,), "rank 0 failed"),
+        ({0: ("RuntimeError: Broken pipe", 1)}, {1: -9, 2: 143}, (), "rank 1 was ended by SIGKILL"),
+        ({0: ("ValueError: x", 1)}, {1: -9, 2: 143}, (), "rank 0 failed"),
+        ({0: ("LostRanksError: Timed out waiting 9ms for recv", 1), 1: ("ValueError: y", 2)}, {}, (), "rank 1 failed"),
+        ({0: ("RuntimeError: Broken pipe", 1), 1: ("RuntimeError: Wait timeout", 2)}, {}, (), "rank 1 failed"),
+        ({0: ("RuntimeError: Wait timeout", 1)}, {1: -6}, (), "rank 1 was ended by SIGABRT"),
+        ({0: ("RuntimeError: Wait timeout", 1)}, {1: -15}, (1,), "rank 0 failed"),
+        ({}, {0: -15, 1: -11}, (0,), "rank 1 was ended by SIGSEGV"),
+        ({}, {0: -15, 1: -11}, (), "rank 1 was ended by SIGSEGV"),
+        ({}, {0: -9, 1: -11}, (0,), "rank 1 was ended by SIGSEGV"),
+        ({}, {0: -15}, (0,), "rank 0 was ended by SIGTERM"),
+    ],
+)
+def test_cause_is_told_from_its_consequences(
+    records: dict[int, tuple[str, int]], exitcodes: dict[int, int], by_us: tuple[int, ...], shown: str, tmp_path: Path
+) -> None:
+    """Oracle: the rank that failed of itself, whichever the launcher saw first."""
+    failures = {}
+    for rank, (message, time_ns) in records.items():
+        path = tmp_path / str(rank) / "error.json"
+        path.parent.mkdir()
+        extra = {"rank": rank, "time_ns": time_ns, "timestamp": "0", "py_callstack": message}
+        extra |= {"config_error": None, "given_up": None, "final": False}
+        path.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+        failures[rank] = ProcessFailure(rank, 100 + rank, 1, str(path))
+    failures |= {rank: ProcessFailure(rank, 100 + rank, code, "nowhere") for rank, code in exitcodes.items()}
+    terminated = [rank for rank in by_us if exitcodes[rank] == -signal.SIGTERM]
+    first = first_failure(failures, tmp_path, set(by_us) - set(terminated), terminated)
+    assert first.status == 1 and first.told.startswith(shown) and "\n" not in first.in_short
+    assert not first.stopped
+
+
+NO_MEMORY = (
+    "host memory ran out in work (Unable to allocate 8.00 TiB for an array); set fewer ranks on this machine, a "
+    "smaller model, train.batch_size or train.seq_len, or data that takes less memory"
+)
+
+
+@pytest.mark.parametrize(
+    "error, status, final, told, in_short",
+    [
+        (
+            ConfigError("train.steps=0 is wrong"),
+            2,
+            True,
+            "train.steps=0 is wrong",
+            "ConfigError: train.steps=0 is wrong",
+        ),
+        (
+            ExplainedOutOfMemoryError("out\nof it"),
+            1,
+            True,
+            "rank 3 failed:\nout\nof it",
+            "ExplainedOutOfMemoryError: out",
+        ),
+        (
+            MemoryError("Unable to allocate 8.00 TiB for an array"),
+            1,
+            True,
+            f"rank 3 failed:\n{NO_MEMORY}",
+            f"ExplainedOutOfMemoryError: {NO_MEMORY}",
+        ),
+        (LostWorkerError("it died"), 1, False, "rank 3 failed:\nit died", "LostWorkerError: it died"),
+        (LostRanksError("rank 1 is late"), 1, False, "rank 3 failed:\nrank 1 is late", "rank 1 is late"),
+        (ZeroDivisionError("by 0"), 1, False, "rank 3 failed:\nTraceback (most recent ", "ZeroDivisionError: by 0"),
+    ],
+)
+def test_worker_records_how_it_failed(
+    error: Exception,
+    status: int,
+    final: bool,
+    told: str,
+    in_short: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Oracle: what is read back from the file; an error that would come again is final, and needs no traceback."""
+    first = recorded(error, status, tmp_path, monkeypatch)
+    assert (first.status, first.final, first.silent) == (status, final, False)
+    assert first.told.startswith(told)
+    assert first.in_short == f"rank 3 failed: {in_short}"
+
+
+def recorded(error: Exception, status: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> FirstFailure:
+    """The failure of a worker of rank 3 that raises ``error`` and is expected to end with ``status``."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.delenv("FSDPTOYS_LAUNCHED", raising=False)
+
+    def work() -> None:
+        raise error
+
+    process = multiprocessing.get_context("fork").Process(target=lambda: os._exit(run_as_worker(work)))
+    process.start()
+    process.join(60)
+    assert process.exitcode == status
+    failure = ProcessFailure(3, process.pid or 0, status, str(folder / "error.json"))
+    return first_failure({3: failure}, folder)
+
+
+@pytest.mark.parametrize(
+    "exitcodes, told",
+    [
+        ({0: 143}, "stopped by SIGTERM (rank 0 got it); all workers have ended"),
+        ({1: 128 + signal.SIGUSR1, 0: -15}, "stopped by SIGUSR1 (rank 1 got it); all workers have ended"),
+        ({1: -2, 2: -6}, "stopped by SIGINT (rank 1 got it); all workers have ended"),
+    ],
+)
+def test_rank_that_was_asked_to_stop_has_not_failed(exitcodes: dict[int, int], told: str, tmp_path: Path) -> None:
+    """Oracle: the sentence; our side ended rank 0 where it died of SIGTERM, and another rank lost its connection."""
+    extra = {"rank": 3, "time_ns": 1, "timestamp": "0", "py_callstack": "", "config_error": None, "given_up": None}
+    record = {"message": "RuntimeError: Connection closed by peer", "extraInfo": extra | {"final": False}}
+    (tmp_path / "error.json").write_text(json.dumps({"message": record}))
+    failures = {rank: ProcessFailure(rank, 100 + rank, code, "nowhere") for rank, code in exitcodes.items()}
+    first = first_failure(failures, tmp_path, terminated=[rank for rank, code in exitcodes.items() if code == -15])
+    assert first.told == told and first.stopped and first.final
+    assert first.status == 128 + signal.Signals[told.split()[2]]
+
+
+def test_verdict_of_all_ranks_is_told_without_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the sentence alone, as the launcher tells it."""
+    first = recorded(GivenUpError("stopped after step 6: 5 skipped"), 1, tmp_path, monkeypatch)
+    assert (first.told, first.status, first.final) == ("stopped after step 6: 5 skipped", 1, True)
+
+
+def test_headline_has_the_words_that_are_added() -> None:
+    """Oracle: where they stand."""
+    assert FirstFailure(1, "rank 0 failed", "x", "a\nb").told_after(", late") == "rank 0 failed, late:\na\nb"
+    assert FirstFailure(1, "rank 0 was lost", "x").told_after(", late") == "rank 0 was lost, late"
+
+
+def test_killed_worker_is_told_with_the_likely_reason() -> None:
+    """Oracle: the sentence."""
+    first = first_failure({2: ProcessFailure(2, 9, -signal.SIGKILL, "nowhere")}, Path("nowhere"))
+    assert first.told == "rank 2 was ended by SIGKILL, as the system does where host memory runs out"
+    assert first.silent and not first.final

@@ -1,0 +1,53 @@
+"""Recordings of NCCL's and HCCL's collectives: where they land, and that they are kept."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from fsdptoys.launch.flight_recorder import FILE_NAMES, HCCL_FILE_NAME, keep_recordings, name_recordings
+
+NCCL = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+HCCL = {"TORCH_HCCL_DUMP_ON_TIMEOUT": "1"}
+
+
+@pytest.mark.parametrize(
+    "present, name",
+    [(NCCL, FILE_NAMES[1]), (NCCL | {"TORCH_FR_BUFFER_SIZE": "2000"}, FILE_NAMES[0]), (HCCL, HCCL_FILE_NAME)],
+)
+def test_recordings_are_kept_with_the_run(
+    present: dict[str, str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: files that are written under the name which the environment gives are found in the run directory."""
+    for variable in (*FILE_NAMES, HCCL_FILE_NAME, "TORCH_FR_BUFFER_SIZE", *NCCL, *HCCL):
+        monkeypatch.delenv(variable, raising=False)
+    with monkeypatch.context() as environment:
+        for variable, value in {**present, name: ""}.items():
+            environment.setenv(variable, value)
+        environment.delenv(name)
+        launch, run = tmp_path / "launch", tmp_path / "run"
+        launch.mkdir()
+        run.mkdir()
+        name_recordings(launch)
+        assert keep_recordings(launch, run) is None
+        prefix = os.environ[name]
+        Path(f"{prefix}3").write_text("recorded")
+        (tmp_path / "precious").write_text("precious")
+        (run / "flight_recorder").mkdir()
+        (run / "flight_recorder" / "rank_3").symlink_to(tmp_path / "precious")
+        told = keep_recordings(launch, run)
+    assert (run / "flight_recorder" / "rank_3").read_text() == "recorded"
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert told is not None and str(run / "flight_recorder") in told and ("torchfrtrace" in told) == (present != HCCL)
+
+
+def test_place_that_the_user_names_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the environment."""
+    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    monkeypatch.delenv(FILE_NAMES[0], raising=False)
+    monkeypatch.setenv(FILE_NAMES[1], "/elsewhere/rank_")
+    name_recordings(tmp_path)
+    assert {name: os.environ.get(name) for name in FILE_NAMES} == {
+        FILE_NAMES[0]: None,
+        FILE_NAMES[1]: "/elsewhere/rank_",
+    }

@@ -1,0 +1,38 @@
+"""Forks in the place of new interpreters."""
+
+import gc
+import os
+from pathlib import Path
+
+from fsdptoys.launch.forked_process import ForkedProcess
+
+MODULE = """
+import gc, os, sys
+
+number = int(sys.argv[1])
+os.dup2(os.open(sys.argv[2], os.O_WRONLY | os.O_CREAT), number)
+gc.collect()
+os.write(number, b"still open")
+"""
+
+
+class Endless:
+    """Refers to itself, so that only a collection ends it, and to a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.itself, self.file = self, path.open("w")
+
+
+def test_what_the_parent_has_thrown_away_closes_no_file_of_the_fork(tmp_path: Path) -> None:
+    """Oracle: what the fork writes, after a collection, to its own file of the number that its parent's had."""
+    (tmp_path / "writes.py").write_text(MODULE)
+    gc.disable()
+    try:
+        number = Endless(tmp_path / "parents").file.fileno()
+        forked = ForkedProcess(
+            "writes", [str(number), str(tmp_path / "own")], {**os.environ, "PYTHONPATH": str(tmp_path)}
+        )
+        assert forked.wait(60) == 0
+    finally:
+        gc.enable()
+    assert (tmp_path / "own").read_text() == "still open"

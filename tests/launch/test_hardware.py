@@ -1,0 +1,114 @@
+"""What a machine has, and the environment that it wants."""
+
+import os
+
+import pytest
+import torch
+
+from fsdptoys.config.schema import DeviceChoice
+from fsdptoys.device import available_cores
+from fsdptoys.errors import ConfigError
+from fsdptoys.launch.hardware import find_hardware, hardware_environment
+from fsdptoys.train.distributed import deterministic_kernels
+
+RECORDER = {
+    "TORCH_FR_BUFFER_SIZE" if torch.__version__ >= "2.10" else "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+}
+HCCL = {
+    "HCCL_CONNECT_TIMEOUT": "600",
+    "HCCL_EXEC_TIMEOUT": "660",
+    "TORCH_HCCL_TRACE_BUFFER_SIZE": "2000",
+    "TORCH_HCCL_DUMP_ON_TIMEOUT": "1",
+    "TORCH_HCCL_ENABLE_MONITORING": "1",
+}
+
+
+@pytest.mark.parametrize(
+    "device_type, present, expected",
+    [
+        ("cpu", {}, {"OMP_NUM_THREADS": "4"}),
+        ("cpu", {"OMP_NUM_THREADS": "1"}, {}),
+        ("cuda", {"OMP_NUM_THREADS": "1"}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} | RECORDER),
+        ("npu", {"OMP_NUM_THREADS": "1"}, {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"} | HCCL),
+        ("cuda", {"PYTORCH_CUDA_ALLOC_CONF": "x"}, {"OMP_NUM_THREADS": "4"} | RECORDER),
+        ("cuda", {"PYTORCH_CUDA_ALLOC_CONF": "x"} | RECORDER, {"OMP_NUM_THREADS": "4"}),
+        ("npu", {"PYTORCH_NPU_ALLOC_CONF": "x"}, {"OMP_NUM_THREADS": "4"} | HCCL),
+        ("npu", {"PYTORCH_NPU_ALLOC_CONF": "x"} | HCCL, {"OMP_NUM_THREADS": "4"}),
+        ("cuda", {"PYTORCH_ALLOC_CONF": "x"}, {"OMP_NUM_THREADS": "4"} | RECORDER),
+        ("npu", {"PYTORCH_ALLOC_CONF": "x"}, {"OMP_NUM_THREADS": "4"} | HCCL),
+    ],
+)
+def test_environment_of_the_user_wins(device_type: str, present: dict[str, str], expected: dict[str, str]) -> None:
+    """Oracle: the table; 8 cores and 2 ranks, and a collective may take 600 s."""
+    assert hardware_environment(device_type, 2, 8, False, present) == expected
+
+
+def test_more_ranks_than_cores_get_one_thread_each() -> None:
+    """Oracle: at least 1."""
+    assert hardware_environment("cpu", 16, 2, False, {})["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    "device_type, name, value", [("cuda", "CUBLAS_WORKSPACE_CONFIG", ":4096:8"), ("npu", "HCCL_DETERMINISTIC", "true")]
+)
+def test_libraries_are_told_of_deterministic_runs_alone(
+    device_type: str, name: str, value: str, deterministic: bool
+) -> None:
+    """Oracle: cuBLAS's documentation on reproducibility, CANN's of HCCL_DETERMINISTIC; a process of no launcher too."""
+    environment = hardware_environment(device_type, 1, 1, deterministic, {})
+    assert environment.get(name) == (value if deterministic else None)
+    with pytest.MonkeyPatch.context() as present:
+        present.setattr(os, "environ", {})
+        with deterministic_kernels(deterministic, device_type):
+            assert os.environ.get(name) == (value if deterministic else None)
+
+
+@pytest.mark.parametrize(
+    "timeout_seconds, connect, execute", [(30, 120, 180), (600, 600, 660), (3600.5, 3600, 3660), (90000, 7200, 90060)]
+)
+def test_hccl_gives_up_after_our_own_limit(timeout_seconds: float, connect: int, execute: int) -> None:
+    """Oracle: by hand, from CANN's range of 120 to 7200 s for meeting, and its advice to set that below the other."""
+    environment = hardware_environment("npu", 8, 8, False, {}, timeout_seconds)
+    assert (environment["HCCL_CONNECT_TIMEOUT"], environment["HCCL_EXEC_TIMEOUT"]) == (str(connect), str(execute))
+    assert float(environment["HCCL_EXEC_TIMEOUT"]) > timeout_seconds
+
+
+@pytest.mark.parametrize(
+    "visible, meant",
+    [
+        ("1,0", "0,1"),
+        ("0, 1", "0,1"),
+        ("0,1,", "0,1"),
+        ("2,2", "2"),
+        ("npu:0", "0"),
+        ("0,1", None),
+        ("7", None),
+        ("", None),
+    ],
+)
+def test_visible_npus_that_cann_would_misread_are_a_mistake(visible: str, meant: str | None) -> None:
+    """Oracle: the table, from CANN's description of the variable; what it reads as it is meant is left alone."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("ASCEND_RT_VISIBLE_DEVICES", visible)
+        if meant is None:
+            assert find_hardware(DeviceChoice.auto).devices >= 0
+            return
+        with pytest.raises(ConfigError, match=rf"set ASCEND_RT_VISIBLE_DEVICES={meant}$"):
+            find_hardware(DeviceChoice.auto)
+        assert find_hardware(DeviceChoice.cpu).device_type == "cpu"
+
+
+def test_two_settings_of_one_allocator_are_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: torch_npu 2.13.0 ends with "Both PYTORCH_NPU_ALLOC_CONF and PYTORCH_ALLOC_CONF have been set"."""
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setenv("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True")
+    with pytest.raises(ConfigError, match=r"torch_npu takes one alone; unset PYTORCH_ALLOC_CONF$"):
+        find_hardware(DeviceChoice.npu)
+    assert find_hardware(DeviceChoice.cpu).device_type == "cpu"
+
+
+def test_cores_are_at_most_those_of_the_affinity() -> None:
+    """Oracle: the system's own count."""
+    assert 1 <= available_cores() <= (os.cpu_count() or 1)

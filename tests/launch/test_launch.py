@@ -1,0 +1,204 @@
+"""The launcher: which run a command line asks for, on the hardware that is there."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from fsdptoys.cli.main import _work
+from fsdptoys.errors import ConfigError
+from fsdptoys.launch.hardware import FoundHardware
+from fsdptoys.launch.launch import check_master, check_threads, choose_experiment, describe, note, plan_run, tell
+from fsdptoys.launch.worker import Handed
+
+
+@pytest.mark.parametrize(
+    "device_type, world_size, experiment",
+    [("cpu", 64, "cpu_text"), ("cuda", 8, "llama2_7b"), ("npu", 16, "llama2_7b"), ("cuda", 7, "llama3_1b")],
+)
+def test_hardware_decides_the_experiment(device_type: str, world_size: int, experiment: str) -> None:
+    """Oracle: the table."""
+    assert choose_experiment(device_type, world_size) == experiment
+
+
+TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    "words, present, world_size, local_ranks",
+    [
+        ([], {}, 2, 2),
+        (["parallel=single"], {}, 1, 1),
+        (["launch.nproc_per_node=3"], {}, 3, 3),
+        (["launch.nproc_per_node=3", "launch.nnodes=2", "launch.rdzv_endpoint=x:1"], {}, 6, 3),
+        (["launch.nproc_per_node=3"], TORCHRUN, 4, 2),
+    ],
+)
+def test_ranks_of_a_plan(words: list[str], present: dict[str, str], world_size: int, local_ranks: int) -> None:
+    """Oracle: two ranks on a CPU, one for ``single``, what is asked for, and above all torchrun's numbers."""
+    plan = plan_run([*words, "launch.device=cpu"], present)
+    assert (plan.world_size, plan.local_ranks) == (world_size, local_ranks)
+
+
+@pytest.mark.parametrize(
+    "words, present, size",
+    [
+        (["launch.nproc_per_node=3", "launch.nnodes=2", "launch.rdzv_endpoint=x:1"], {}, 3),
+        (["launch.nproc_per_node=3"], {}, 3),
+        ([], TORCHRUN, 2),
+        ([], TORCHRUN | {"GROUP_WORLD_SIZE": "2"}, 2),
+    ],
+)
+def test_shards_stay_within_a_machine(words: list[str], present: dict[str, str], size: int) -> None:
+    """Oracle: the ranks of a machine, as the settings or torchrun have them."""
+    plan = plan_run(["mesh.fsdp_size=node", "launch.device=cpu", *words], present)
+    assert plan.composition.config.mesh.fsdp_size == size and note(plan) is None
+
+
+@pytest.mark.parametrize(
+    "present, told",
+    [
+        ({"LOCAL_WORLD_SIZE": ""}, "mesh.fsdp_size=node needs to know the ranks of each machine, and LOCAL_WORLD_SIZE"),
+        ({"GROUP_WORLD_SIZE": "3"}, "3 machines, this one with 2 ranks, have 4 together; give torchrun the same"),
+    ],
+)
+def test_machines_that_do_not_say_their_ranks_or_differ_are_a_mistake(present: dict[str, str], told: str) -> None:
+    """Oracle: the sentence; ranks that cut the mesh differently would wait for each other."""
+    environment = {name: value for name, value in (TORCHRUN | present).items() if value}
+    with pytest.raises(ConfigError, match=told):
+        plan_run(["mesh.fsdp_size=node", "launch.device=cpu"], environment)
+
+
+@pytest.mark.parametrize("parallel, told", [("fsdp2", True), ("ddp", False)])
+def test_groups_across_machines_are_told_and_run(parallel: str, told: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the sentence, beneath the line on what was found."""
+    size = 2 if parallel == "fsdp2" else -1
+    where = ["launch.nproc_per_node=3", "launch.nnodes=2", "launch.rdzv_endpoint=x:1", "launch.device=cpu"]
+    tell(plan_run([f"parallel={parallel}", f"mesh.fsdp_size={size}", *where], {}), {})
+    assert ("mesh.fsdp_size=2 on machines of 3 ranks has groups that lie" in capsys.readouterr().out) == told
+
+
+@pytest.mark.parametrize(
+    "present, told",
+    [
+        (TORCHRUN | {"WORLD_SIZE": "y"}, "WORLD_SIZE=y in the environment must be a number"),
+        ({"RANK": "0", "WORLD_SIZE": "4"}, "LOCAL_RANK=nothing in the environment must be a number"),
+        (TORCHRUN | {"WORLD_SIZE": "٤"}, "WORLD_SIZE=٤ in the environment must be a number"),
+        (TORCHRUN | {"WORLD_SIZE": "0"}, "WORLD_SIZE=0 in the environment must be from 1 to 16777216; start the ranks"),
+        (TORCHRUN | {"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE=9{299}… in the environment must be from 1 to 16777216; "),
+        (TORCHRUN | {"RANK": "5"}, "RANK=5 in the environment must be from 0 to 3 with WORLD_SIZE=4; start the ranks "),
+        (TORCHRUN | {"RANK": "-1"}, "RANK=-1 in the environment must be a number"),
+        (TORCHRUN | {"LOCAL_RANK": "2"}, "LOCAL_RANK=2 in the environment must be from 0 to 1 with 2 ranks on this "),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE=5 in the environment must be from 1 to 4 with WORLD_"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "x"}, "LOCAL_RANK=x in the environment must be a number"),
+        (
+            {"OMP_NUM_THREADS": "0"},
+            "OMP_NUM_THREADS=0 in the environment must be a number of threads, 1 to 1024; ",
+        ),
+        ({"OMP_NUM_THREADS": "-1"}, "OMP_NUM_THREADS=-1 in the environment must be a number of threads, 1 to "),
+        ({"OMP_NUM_THREADS": "abc"}, "OMP_NUM_THREADS=abc in the environment must be a number of threads, 1 to "),
+        ({"OMP_NUM_THREADS": "4,0"}, "OMP_NUM_THREADS=4,0 in the environment must be a number of threads, 1 to "),
+        ({"OMP_NUM_THREADS": "99999"}, "OMP_NUM_THREADS=99999 in the environment must be a number of threads, 1 "),
+    ],
+)
+def test_ranks_that_nobody_numbered_are_a_mistake(present: dict[str, str], told: str) -> None:
+    """Oracle: the sentence; without LOCAL_RANK every rank would take the first device."""
+    with pytest.raises(ConfigError, match=f"^{told}"):
+        plan_run(["launch.device=cpu"], present)
+
+
+@pytest.mark.parametrize("threads", ["1", " 8 ", "4,2", "", "016"])
+def test_threads_as_openmp_takes_them_are_no_mistake(threads: str) -> None:
+    """Oracle: the specification of OMP_NUM_THREADS, a list of positive numbers; empty counts as unset."""
+    check_threads({"OMP_NUM_THREADS": threads})
+
+
+@pytest.mark.parametrize(
+    ("present", "told"),
+    [
+        ({}, "MASTER_ADDR=nothing in the environment must name the machine of rank 0; start the ranks with torchrun"),
+        ({"MASTER_ADDR": "here"}, "MASTER_PORT=nothing in the environment must be a number, as torchrun sets it"),
+        ({"MASTER_ADDR": "here", "MASTER_PORT": "0"}, "MASTER_PORT=0 in the environment must be from 1 to 65535; "),
+        ({"MASTER_ADDR": "here", "MASTER_PORT": "65536"}, "MASTER_PORT=65536 in the environment must be from 1 to "),
+    ],
+)
+def test_ranks_that_cannot_meet_are_a_mistake(present: dict[str, str], told: str) -> None:
+    """Oracle: the sentence; one rank needs no place to meet."""
+    with pytest.raises(ConfigError, match=f"^{told}"):
+        check_master(TORCHRUN | present)
+    check_master({"WORLD_SIZE": "1"} | present)
+
+
+@pytest.mark.parametrize("typed", ["plan.world_size=64", "plan.memory_gib=80.0", "plan.exact=true", "plan.rows=3"])
+def test_what_only_the_planner_reads_is_refused_in_a_run(typed: str) -> None:
+    """Oracle: the sentence."""
+    with pytest.raises(ConfigError) as caught:
+        plan_run([typed, "launch.device=cpu"], {})
+    assert str(caught.value) == f"{typed} is for fsdptoys plan and does nothing in a run; leave it out"
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (
+            ["plan.hardware=h100"],
+            "plan.hardware=h100 is of type cuda, and this run is on cpu; leave it out, or ask fsdptoys plan",
+        ),
+        (
+            ["plan.hardware=cpu", "plan.predict=false"],
+            "plan.hardware=cpu does nothing with plan.predict=false; leave out one of them",
+        ),
+    ],
+)
+def test_hardware_that_a_run_cannot_be_foretold_on_is_a_mistake(words: list[str], told: str) -> None:
+    """Oracle: the sentence."""
+    with pytest.raises(ConfigError) as caught:
+        plan_run([*words, "launch.device=cpu"], {})
+    assert str(caught.value) == told
+
+
+def test_more_ranks_than_a_cpu_can_bear_are_a_mistake() -> None:
+    """Oracle: the sentence."""
+    with pytest.raises(ConfigError, match=r"launch.nproc_per_node=100000 is over 32 for each of \d+ cores; set"):
+        plan_run(["launch.device=cpu", "launch.nproc_per_node=100000"], {})
+
+
+@pytest.mark.parametrize(
+    "words, experiment, model",
+    [
+        ([], "cpu_text", "llama_bytes"),
+        (["model=llama_debug"], "cpu_text", "llama_debug"),
+        (["experiment=null"], None, "llama_debug"),
+        (["experiment=llama3_1b"], "llama3_1b", "llama3_1b"),
+    ],
+)
+def test_words_of_the_user_win_over_the_experiment(words: list[str], experiment: str | None, model: str) -> None:
+    """Oracle: the table."""
+    choices = plan_run([*words, "launch.device=cpu"], {}).composition.choices
+    assert (choices["experiment"], choices["model"]) == (experiment, model)
+
+
+def test_line_names_what_was_found_and_chosen() -> None:
+    """Oracle: the line, word for word, for a plan on made-up hardware."""
+    plan = plan_run(["parallel=fsdp1", "launch.device=cpu"], {})
+    made_up = SimpleNamespace(
+        composition=plan.composition, hardware=FoundHardware("cuda", 2, "NVIDIA H200", 16), world_size=2
+    )
+    assert describe(made_up, {"OMP_NUM_THREADS": "8"}) == (  # type: ignore[arg-type]
+        "found 2 × NVIDIA H200, 16 cores; running experiment=cpu_text model=llama_bytes data=text with fsdp1 on "
+        "2 ranks, OMP_NUM_THREADS=8"
+    )
+
+
+def test_machines_with_other_ranks_than_this_one_reckoned_with_are_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the sentence; a launcher takes it that the other machines start as many ranks as it does."""
+    words = ["launch.nproc_per_node=2", "launch.nnodes=2", "launch.rdzv_endpoint=x:1", "launch.device=cpu"]
+    plan = plan_run(words, {})
+    handed = Handed(plan.composition.config, plan.hardware, plan.local_ranks, plan.world_size)
+    monkeypatch.setattr("fsdptoys.launch.worker.take_handed", lambda: handed)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ConfigError) as caught:
+        _work(words)
+    assert str(caught.value) == (
+        "launch.nnodes=2 machines of 2 ranks were expected, and 3 ranks have come; set launch.nproc_per_node to the "
+        "same on each"
+    )

@@ -1,0 +1,454 @@
+"""Workers as processes: how they end, are stopped, are started again, and what is told of it."""
+
+import contextlib
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdptoys.launch.supervisor import run_workers
+
+WORKER = """
+import os, signal, sys, time
+from pathlib import Path
+
+rank, start = int(os.environ["RANK"]), int(os.environ["FSDPTOYS_RESTARTS"])
+
+def leave(name, text=""):
+    Path(f"{name}.part").write_text(text)
+    os.rename(f"{name}.part", name)
+
+def sleep():
+    leave(f"ready{rank}", str(os.getpid()))
+    time.sleep(600)
+
+def deaf():
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    sleep()
+
+def environment():
+    print(os.environ["OMP_NUM_THREADS"], rank, os.getsid(0) == os.getpid(), sys.argv[1:], flush=True)
+    print([signal.getsignal(number).name for number in (signal.SIGTERM, signal.SIGUSR1)], flush=True)
+    print([Path(name).name for name in os.listdir("/proc/self/fd") if int(name) > 3], flush=True)
+    print("" in sys.path, os.getcwd() in sys.path, __name__, flush=True)
+
+def exit():
+    if rank == 1:
+        sys.exit(7)
+    time.sleep(600)
+
+def worse():
+    if rank == 1 and start == 0:
+        sys.exit(7)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+
+def group(seconds=600):
+    import torch.distributed as dist
+    from datetime import timedelta
+    from fsdptoys.rank_store import open_rank_store
+    world_size, timeout = int(os.environ["WORLD_SIZE"]), timedelta(seconds=seconds)
+    store = open_rank_store(world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    return dist
+
+def fail():
+    from fsdptoys.signals import StopRequest
+    leave(f"ready{rank}", str(os.getpid()))
+    with StopRequest():
+        dist = group()
+        dist.barrier()
+        if rank == 1:
+            leave("failed", str(time.time()))
+            raise ZeroDivisionError("nothing to divide by")
+        if rank == 2:
+            time.sleep(3600)
+        dist.barrier()
+
+def mistake():
+    from fsdptoys.errors import ConfigError
+    raise ConfigError("train.steps=0 must be at least 1; set train.steps=1")
+
+def stop():
+    import torch
+    from fsdptoys.signals import StopRequest
+    dist = group()
+    with StopRequest() as request:
+        dist.barrier()
+        leave(f"ready{rank}", str(os.getpid()))
+        asked = torch.zeros(())
+        while not asked:
+            time.sleep(0.05)
+            asked = torch.tensor(float(request.received is not None))
+            dist.all_reduce(asked)
+        leave(f"saved{rank}", str(request.received))
+    dist.barrier()
+    dist.destroy_process_group()
+
+def hang():
+    import torch
+    from fsdptoys.signals import StopRequest
+    dist = group()
+    with StopRequest():
+        dist.barrier()
+        leave(f"ready{rank}", str(os.getpid()))
+        if rank == 0:
+            dist.all_reduce(torch.ones(()))
+        time.sleep(600)
+
+def lose():
+    from fsdptoys.heartbeat import Heartbeat, explain_lost_ranks
+    from fsdptoys.worker import remember_run_dir
+    remember_run_dir(Path("run"))
+    beats = Path("run/heartbeats")
+    heartbeat = Heartbeat(beats, rank)
+    dist = group()
+    dist.barrier()
+    heartbeat.beat(3, "forward")
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    heartbeat.beat(3, "backward")
+    with explain_lost_ranks(beats, rank, 2, 600):
+        dist.barrier()
+
+def wait():
+    from fsdptoys.heartbeat import Heartbeat, explain_lost_ranks
+    from fsdptoys.signals import StopRequest
+    from fsdptoys.worker import remember_run_dir
+    remember_run_dir(Path("run"))
+    beats = Path("run/heartbeats")
+    heartbeat = Heartbeat(beats, rank)
+    dist = group(seconds=3)
+    with StopRequest():
+        dist.barrier()
+        heartbeat.beat(3, "backward")
+        dist.barrier()
+        if rank == 1:
+            time.sleep(600)
+        with explain_lost_ranks(beats, rank, 2, 3):
+            dist.barrier()
+
+def asked():
+    from fsdptoys.signals import StopRequest
+    dist = group()
+    with StopRequest() as request:
+        dist.barrier()
+        leave(f"ready{rank}", str(os.getpid()))
+        if rank == 1:
+            while request.received is None:
+                time.sleep(0.05)
+            time.sleep(1.2)
+            os.kill(os.getpid(), signal.SIGTERM)
+        dist.barrier()
+
+def early():
+    group().barrier()
+    leave(f"ready{rank}", str(os.getpid()))
+    time.sleep(600)
+
+def semaphores():
+    import multiprocessing
+    made = multiprocessing.get_context("spawn").Semaphore()
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    leave(f"children{rank}", " ".join(children) + " " + made._semlock.name)
+    leave(f"ready{rank}", str(os.getpid()))
+    time.sleep(600)
+
+def again():
+    from fsdptoys.worker import remember_run_dir, remembered_run_dir, restart_count
+    assert restart_count() == start
+    dist = group()
+    if start == 0:
+        assert remembered_run_dir() is None
+    dist.barrier()
+    if start == 0:
+        remember_run_dir(Path("run"))
+        dist.barrier()
+        if rank == 0:
+            raise ZeroDivisionError("nothing to divide by")
+    if start == 1 and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    leave(f"done{rank}", f"{start} {remembered_run_dir()}")
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+INTERPRETERS = ("sleep", "deaf", "environment", "exit", "worse", "semaphores")
+"""Workers that do without torch, for which new interpreters are started; the others are forks of their launcher."""
+
+WORKER += f"""
+if sys.argv[1] in {INTERPRETERS}:
+    sys.exit(globals()[sys.argv[1]]())
+from fsdptoys.worker import run_as_worker
+sys.exit(run_as_worker(globals()[sys.argv[1]]))
+"""
+
+
+@dataclass
+class Launched:
+    """A launcher, forked from this process."""
+
+    process: Any
+    folder: Path
+    ranks: int
+
+    @property
+    def pid(self) -> int:
+        """Of the launcher."""
+        return int(self.process.pid)
+
+    def workers(self) -> list[int]:
+        """Process ids of all workers, once all are ready."""
+        paths = [self.folder / f"ready{rank}" for rank in range(self.ranks)]
+        while not all(path.exists() for path in paths):
+            assert self.process.is_alive(), (self.folder / "stderr").read_text()
+            time.sleep(0.05)
+        return [int(path.read_text()) for path in paths]
+
+    def result(self) -> tuple[int, str]:
+        """Exit status and stderr."""
+        self.process.join(90)
+        assert self.process.exitcode is not None, "the launcher hangs"
+        return self.process.exitcode, (self.folder / "stderr").read_text()
+
+
+@pytest.fixture
+def launched(tmp_path: Path) -> Iterator[Any]:
+    """Starts ``run_workers`` in a process of its own; whatever is left of it is killed."""
+    (tmp_path / "toy_worker.py").write_text(WORKER)
+    processes = []
+
+    def start(how: str, ranks: int = 2, **options: Any) -> Launched:
+        process = multiprocessing.get_context("fork").Process(target=launch, args=(tmp_path, how, ranks, options))
+        process.start()
+        processes.append(process)
+        return Launched(process, tmp_path, ranks)
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+def launch(folder: Path, how: str, ranks: int, options: dict[str, Any]) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    for stream, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), stream)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # not pytest's
+    os.chdir(folder)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    os.environ["PYTHONPATH"] = str(folder)
+    for name in [name for name in os.environ if how in INTERPRETERS and name.startswith("COVERAGE_PROCESS_")]:
+        del os.environ[name]  # they run no line of what is measured
+    options = {"forks": how not in INTERPRETERS, **options}
+    os._exit(run_workers("toy_worker", [how], ranks, environment={"OMP_NUM_THREADS": "1"}, **options))
+
+
+def runs(pid: int) -> bool:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+@pytest.mark.launcher
+def test_exception_of_a_worker_is_shown_once_and_ends_all(launched: Any) -> None:
+    """Oracle: rank 1 raises; rank 0 waits in gloo, whose own error is the consequence; rank 2 sleeps an hour, and has
+    been told to remember SIGTERM instead of dying of it. torch's agent alone would wait half a minute for it, and that
+    is what the bound tells apart; ten seconds are usual."""
+    run = launched("fail", ranks=3)
+    pids = run.workers()
+    status, stderr = run.result()
+    seconds = time.time() - float((run.folder / "failed").read_text())
+    assert status == 1
+    assert "fsdptoys: rank 1 failed:\nTraceback (most recent call last):\n" in stderr
+    assert stderr.count("ZeroDivisionError: nothing to divide by") == 1
+    assert stderr.count("Traceback") == 1
+    assert seconds < 25, "the agent's half a minute was waited for"
+    assert not any(runs(pid) for pid in pids)
+
+
+@pytest.mark.launcher
+def test_mistake_is_told_in_one_sentence_without_starting_again(launched: Any) -> None:
+    """Oracle: stderr, whole; both ranks find it, and three restarts are allowed."""
+    told = "fsdptoys: train.steps=0 must be at least 1; set train.steps=1\n"
+    assert launched("mistake", max_restarts=3).result() == (2, told)
+
+
+@pytest.mark.launcher
+@pytest.mark.parametrize("forks", [False, True])
+def test_worker_finds_what_a_new_interpreter_has_and_success_is_0(launched: Any, forks: bool) -> None:
+    """Oracle: what each of the two workers prints: threads, rank, a session of its own, its words; signals as ever, no
+    open files but the listing's, and of the paths the working directory once, which is in PYTHONPATH here."""
+    run = launched("environment", forks=forks)
+    assert run.result() == (0, "")
+    told = sorted((run.folder / "stdout").read_text().splitlines())
+    own = [f"1 {rank} True ['environment']" for rank in (0, 1)]
+    assert told == sorted([*own, *["['SIG_DFL', 'SIG_DFL']", "[]", "False True __main__"] * 2])
+
+
+@pytest.mark.launcher
+def test_status_of_a_worker_that_left_no_word_is_told(launched: Any) -> None:
+    """Oracle: stderr, whole."""
+    assert launched("exit").result() == (1, "fsdptoys: rank 1 ended with status 7 and left no traceback\n")
+
+
+@pytest.mark.launcher
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_signal_before_the_loop_ends_all_workers(launched: Any, number: signal.Signals) -> None:
+    """Oracle: the workers' process ids, which must be free afterwards."""
+    run = launched("sleep", max_restarts=2)
+    pids = run.workers()
+    os.kill(run.pid, number)
+    assert run.result() == (128 + number, f"fsdptoys: stopped by {number.name}; all workers have ended\n")
+    assert not any(runs(pid) for pid in pids)
+
+
+@pytest.mark.launcher
+def test_signal_in_the_loop_lets_workers_end_well(launched: Any) -> None:
+    """Oracle: what each rank saw; the signal is sent three times at once, as a batch system may do."""
+    run = launched("stop", max_restarts=2)
+    pids = run.workers()
+    for pid in (run.pid, pids[0], run.pid):
+        os.kill(pid, signal.SIGUSR1)
+    assert run.result() == (0, "")
+    assert [(run.folder / f"saved{rank}").read_text() for rank in range(2)] == ["SIGUSR1"] * 2
+
+
+@pytest.mark.launcher
+def test_second_signal_kills_all_workers(launched: Any) -> None:
+    """Oracle: workers that heed neither; the first signal, and one that follows at once, must change nothing."""
+    run = launched("deaf", max_restarts=2)
+    pids = run.workers()
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):
+        os.kill(run.pid, number)
+    time.sleep(1.2)
+    assert all(runs(pid) for pid in pids)
+    os.kill(run.pid, signal.SIGTERM)
+    assert run.result() == (143, "fsdptoys: stopped by SIGTERM; all workers have ended\n")
+    assert not any(runs(pid) for pid in pids)
+
+
+@pytest.mark.launcher
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="Linux alone ends the children of a killed process")
+def test_workers_end_with_a_launcher_that_is_killed(launched: Any) -> None:
+    """Oracle: the process ids; both remember SIGTERM, and one waits in a collective."""
+    run = launched("hang")
+    pids = run.workers()
+    os.kill(run.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while any(runs(pid) for pid in pids):
+        assert time.monotonic() < deadline, "workers outlived their launcher"
+        time.sleep(0.05)
+
+
+@pytest.mark.launcher
+def test_workers_start_again_and_go_on_in_the_same_directory(launched: Any) -> None:
+    """Oracle: the first start raises, the second is killed, the third joins a new group and does the work."""
+    run = launched("again", max_restarts=3)
+    status, stderr = run.result()
+    assert (status, stderr.splitlines()) == (
+        0,
+        [
+            "fsdptoys: rank 0 failed: ZeroDivisionError: nothing to divide by; starting again (1 of 3)",
+            "fsdptoys: rank 1 was ended by SIGKILL, as the system does where host memory runs out; "
+            "starting again (2 of 3)",
+        ],
+    )
+    assert [(run.folder / f"done{rank}").read_text() for rank in range(2)] == [f"2 {run.folder / 'run'}"] * 2
+
+
+@pytest.mark.launcher
+def test_last_failure_is_told_with_the_restarts_that_are_used_up(launched: Any) -> None:
+    """Oracle: both lines; the first start ends with a status, and the one restart that is allowed is killed."""
+    status, stderr = launched("worse", max_restarts=1).result()
+    assert status == 1
+    first, last = stderr.splitlines()
+    assert first == "fsdptoys: rank 1 ended with status 7 and left no traceback; starting again (1 of 1)"
+    assert last.startswith(
+        "fsdptoys: rank 1 was ended by SIGKILL, as the system does where host memory runs out, after 1 of 1 restarts"
+    )
+
+
+@pytest.mark.launcher
+def test_rank_that_hangs_within_a_phase_is_told(launched: Any) -> None:
+    """Oracle: rank 1 sleeps where rank 0's last sign is of the same place; gloo's timeout is real."""
+    status, stderr = launched("wait").result()
+    assert status == 1
+    assert (
+        "fsdptoys: rank 0 failed:\na collective timed out (launch.timeout_seconds=3); the last sign of all 2" in stderr
+    )
+    assert re.search(
+        r"^rank 1 raised nothing and had to be ended: it hung, last sign step 3 \(backward\), \d+ s ago, pid \d+ on ",
+        stderr,
+        re.M,
+    ), stderr
+
+
+@pytest.mark.launcher
+@pytest.mark.parametrize("how, sent", [("asked", signal.SIGTERM), ("early", signal.SIGUSR1), ("early", signal.SIGTERM)])
+def test_signal_that_one_rank_ends_of_is_a_request_to_stop(launched: Any, how: str, sent: signal.Signals) -> None:
+    """Oracle: status and sentence, with restarts that must not be used; in the loop, the rank sends itself a second
+    one, and rank 0 loses its connection; before it, rank 0 is ended by our side."""
+    run = launched(how, max_restarts=2)
+    os.kill(run.workers()[1], sent)
+    number = signal.SIGTERM if how == "asked" else sent
+    assert run.result() == (
+        128 + number,
+        f"fsdptoys: stopped by {number.name} (rank 1 got it); all workers have ended\n",
+    )
+
+
+@pytest.mark.launcher
+@pytest.mark.skipif(not Path("/dev/shm").exists(), reason="semaphores are files on Linux alone")
+@pytest.mark.parametrize("whom", ["launcher", "rank"])
+def test_ranks_that_are_killed_leave_no_semaphores(launched: Any, whom: str) -> None:
+    """Oracle: the semaphores' names in /dev/shm, while the ranks run and afterwards; the tracker tells nothing."""
+    run = launched("semaphores")
+    pids = run.workers()
+    told = [(run.folder / f"children{rank}").read_text().split() for rank in range(2)]
+    paths = [Path(f"/dev/shm/sem.{words[-1].lstrip('/')}") for words in told]
+    assert all(path.exists() for path in paths)
+    os.kill(*((run.pid, signal.SIGINT) if whom == "launcher" else (pids[1], signal.SIGKILL)))
+    status, stderr = run.result()
+    assert status == (130 if whom == "launcher" else 1) and len(stderr.splitlines()) == 1, stderr
+    children = [int(child) for words in told for child in words[:-1]]
+    deadline = time.monotonic() + 10
+    while any(path.exists() for path in paths) or any(runs(child) for child in children):
+        assert time.monotonic() < deadline, "semaphores or trackers are left"
+        time.sleep(0.05)
+
+
+@pytest.mark.launcher
+def test_rank_that_was_killed_is_told_with_the_place_of_all(launched: Any) -> None:
+    """Oracle: where each rank's last sign was given."""
+    status, stderr = launched("lose").result()
+    assert status == 1
+    assert stderr.startswith("fsdptoys: rank 1 was ended by SIGKILL, as the system does where host memory runs out; ")
+    assert "; last signs: rank 1 in step 3 (forward) " in stderr and ", rank 0 in step 3 (backward) " in stderr
+
+
+@pytest.mark.launcher
+def test_port_that_something_else_has_is_told_in_one_sentence(launched: Any) -> None:
+    """Oracle: a service that takes connections and says nothing, for which torch's rendezvous would wait for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert launched("environment", nnodes=2, rdzv_endpoint=endpoint).result() == (
+            2,
+            f"fsdptoys: launch.rdzv_endpoint={endpoint} is no place to meet (something else has that port); set it to "
+            "the first machine's name and a free port, as host:port\n",
+        )

@@ -1,0 +1,368 @@
+"""The head's loss: the chunked way gives the plain way's numbers, and does no more work than it says."""
+
+import math
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdptoys.loss import LossFn, build_loss, cross_entropy_sum, head_products, softmax
+from fsdptoys.loss import chunked as chunked_loss
+from fsdptoys.loss.chunked import GradientDType, auto_chunk_tokens
+from fsdptoys.loss.objective import IGNORE_INDEX, Objective
+from fsdptoys.models.layers import LMHead
+from scripts.ranks import run_ranks
+
+PLAIN = Objective()
+SMOOTHED, Z_LOSS = Objective(label_smoothing=0.1), Objective(z_loss_coef=1e-2)
+BOTH = Objective(label_smoothing=0.1, z_loss_coef=1e-2)
+N, D, V = 50, 24, 131
+UPSTREAM = 0.3
+
+
+def make_inputs(
+    n: int = N, d: int = D, v: int = V, dtype: torch.dtype = torch.float32, ignored: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden_ND = torch.randn(n, d, generator=generator).to(dtype).requires_grad_()
+    weight_VD = (torch.randn(v, d, generator=generator) * 0.3).to(dtype).requires_grad_()
+    labels_N = torch.randint(v, (n,), generator=generator)
+    labels_N[torch.rand(n, generator=generator) < ignored] = IGNORE_INDEX
+    return hidden_ND, weight_VD, labels_N
+
+
+def outcome(loss_fn: Callable[..., Tensor], hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> list[Tensor]:
+    """Loss and both gradients, the loss multiplied by something before the backward as in training."""
+    hidden_ND, weight_VD = (x.detach().clone().requires_grad_() for x in (hidden_ND, weight_VD))
+    loss = loss_fn(hidden_ND, weight_VD, labels_N)
+    (loss * UPSTREAM).backward()
+    assert hidden_ND.grad is not None and weight_VD.grad is not None
+    return [loss.detach(), hidden_ND.grad, weight_VD.grad]
+
+
+def exact(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, objective: Objective = PLAIN) -> list[Tensor]:
+    """The same in float64, from the definition."""
+
+    def loss_fn(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
+        valid = labels_N != IGNORE_INDEX
+        logits, labels = hidden_ND[valid] @ weight_VD.T, labels_N[valid]
+        shares = torch.full_like(logits, objective.label_smoothing / logits.shape[1])
+        shares[torch.arange(len(labels)), labels] += 1 - objective.label_smoothing
+        logsumexp = logits.exp().sum(1).log()
+        return (shares * (logsumexp[:, None] - logits)).sum() + objective.z_loss_coef * (logsumexp**2).sum()
+
+    return outcome(loss_fn, hidden_ND.double(), weight_VD.double(), labels_N)
+
+
+def relative_errors(got: list[Tensor], expected: list[Tensor]) -> list[float]:
+    return [((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(got, expected, strict=True)]
+
+
+def on_device_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take on the CPU the path of an accelerator without Triton."""
+    monkeypatch.setattr(chunked_loss, "choose_products", lambda *_: head_products.DeviceProducts())
+    monkeypatch.setattr(chunked_loss, "_leaves_out_rows", lambda _: False)
+    monkeypatch.setattr(softmax, "softmax_cpu_", softmax.softmax_device_)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_cross_entropy_sum_leaves_out_ignored_labels(dtype: torch.dtype) -> None:
+    """Oracle: F.cross_entropy over the rows that count, in float32."""
+    hidden_ND, weight_VD, labels_N = make_inputs(dtype=dtype, ignored=0.3)
+    kept = labels_N >= 0
+    loss = cross_entropy_sum(hidden_ND, weight_VD, labels_N)
+    assert loss.dtype == torch.float32
+    expected = F.cross_entropy((hidden_ND[kept] @ weight_VD.T).float(), labels_N[kept], reduction="sum")
+    torch.testing.assert_close(loss, expected)
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize("device_path", [False, True], ids=["cpu", "device"])
+@pytest.mark.parametrize("ignored", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize(
+    "objective", [PLAIN, Objective(label_smoothing=0.1), Objective(z_loss_coef=1e-2), BOTH], ids=str
+)
+@pytest.mark.parametrize("chunk_tokens", [None, 1, 16, N])
+def test_float32_loss_agrees_to_1e_6_and_gradients_to_1e_5(
+    chunk_tokens: int | None, objective: Objective, ignored: float, device_path: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: F.cross_entropy(F.linear(h, w).float(), y) and autograd, and the definition in float64."""
+    if device_path:
+        on_device_path(monkeypatch)
+    monkeypatch.setattr(head_products, "BLOCK_CLASSES", 50)
+    for name in ("CPU_BLOCK_BYTES", "DEVICE_BLOCK_BYTES"):
+        monkeypatch.setattr(softmax, name, 6 * V * 4)
+    inputs = make_inputs(ignored=ignored)
+    got = outcome(build_loss(True, chunk_tokens, objective=objective), *inputs)
+    for expected in (outcome(build_loss(False, objective=objective), *inputs), exact(*inputs, objective)):
+        torch.testing.assert_close(got[0], expected[0].float(), rtol=1e-6, atol=0)
+        for gradient, expected_gradient in zip(got[1:], expected[1:], strict=True):
+            torch.testing.assert_close(gradient, expected_gradient.float(), rtol=1e-5, atol=1e-5 * UPSTREAM)
+
+
+@pytest.mark.parametrize("device_path", [False, True], ids=["cpu", "device"])
+@pytest.mark.parametrize("objective", [PLAIN, BOTH], ids=["plain", "both"])
+def test_bf16_is_no_worse_than_one_and_a_half_times_the_plain_way(
+    objective: Objective, device_path: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: float64; eight chunks, float32 sum."""
+    if device_path:
+        on_device_path(monkeypatch)
+    inputs = make_inputs(1024, 64, 2500, torch.bfloat16)
+    expected = exact(*inputs, objective)
+    plain = relative_errors(outcome(build_loss(False, objective=objective), *inputs), expected)
+    got = relative_errors(outcome(build_loss(True, 128, objective=objective), *inputs), expected)
+    assert got[0] <= max(1.5 * plain[0], 1e-6)
+    assert got[1] <= 1.5 * plain[1]
+    assert got[2] <= 1.5 * plain[2]
+
+
+@pytest.mark.parametrize("chunks, stated", [(1, 0.9), (8, 1.25), (32, 1.9)])
+def test_a_bf16_sum_loses_with_the_number_of_chunks_what_is_stated(chunks: int, stated: float) -> None:
+    """Oracle: float64; the error of the weight's gradient in units of the plain way's."""
+    inputs = make_inputs(1024, 64, 2500, torch.bfloat16)
+    expected = exact(*inputs)
+    plain = relative_errors(outcome(cross_entropy_sum, *inputs), expected)
+    got = relative_errors(outcome(build_loss(True, 1024 // chunks, GradientDType.bfloat16), *inputs), expected)
+    assert got[2] == pytest.approx(stated * plain[2], rel=0.15)
+    assert got[:2] == relative_errors(outcome(build_loss(True, 1024 // chunks), *inputs), expected)[:2]
+
+
+def test_a_bf16_sum_serves_a_float32_weight() -> None:
+    """Oracle: the plain loss, to the precision of bf16."""
+    inputs = make_inputs()
+    got, expected = (outcome(f, *inputs) for f in (build_loss(True, 16, GradientDType.bfloat16), cross_entropy_sum))
+    assert got[2].dtype == torch.float32
+    errors = relative_errors(got, expected)
+    assert errors[0] < 1e-6 and errors[1] < 1e-5 and 1e-5 < errors[2] < 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("private_function", [True, False])
+def test_a_kept_graph_gives_the_same_gradients_again(
+    dtype: torch.dtype, private_function: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: one backward of a fresh graph, bit for bit; with and without PyTorch telling that the graph is kept."""
+    if not private_function:
+        monkeypatch.delattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
+    inputs = make_inputs(dtype=dtype)
+    loss_fn = build_loss(True, 16)
+    expected = outcome(loss_fn, *inputs)[1:]
+    loss = loss_fn(*inputs) * UPSTREAM
+    for keeps in (True, True, False):
+        gradients = torch.autograd.grad(loss, inputs[:2], retain_graph=keeps)
+        assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
+
+
+def test_a_second_derivative_is_refused() -> None:
+    """Oracle: the message, which names the way out."""
+    hidden_ND, weight_VD, labels_N = make_inputs()
+    loss = build_loss(True, 16)(hidden_ND, weight_VD, labels_N)
+    with pytest.raises(RuntimeError, match=r"second derivative; use the plain loss, memory\.chunk_loss=false"):
+        torch.autograd.grad(loss, hidden_ND, create_graph=True)
+
+
+class Work(TorchDispatchMode):
+    """Multiply-adds of matrix products, and the largest tensor that an operator returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.multiply_adds, self.largest = 0, 0
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in ("mm", "addmm", "addmm_", "_linear_pointwise"):
+            a = args[1] if name.startswith("addmm") else args[0]
+            self.multiply_adds += a.shape[0] * a.shape[1] * result.shape[1]
+        if isinstance(result, Tensor):
+            self.largest = max(self.largest, result.numel())
+        self.calls[name] += 1
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("needs, products", [((1, 1), 3), ((1, 0), 2), ((0, 1), 2), ((0, 0), 1), ("no_grad", 1)])
+def test_what_needs_no_gradient_and_what_is_ignored_costs_no_product(
+    needs: Any, products: int, dtype: torch.dtype
+) -> None:
+    """Oracle: the multiply-adds of the rows that count; and no tensor comes near the size of the logits."""
+    hidden_ND, weight_VD, labels_N = make_inputs(n=200, dtype=dtype, ignored=0.5)
+    for tensor, wanted in zip((hidden_ND, weight_VD), (1, 1) if needs == "no_grad" else needs, strict=True):
+        tensor.requires_grad_(bool(wanted))
+    with Work() as work, torch.set_grad_enabled(needs != "no_grad"):
+        loss = build_loss(True, 16)(hidden_ND, weight_VD, labels_N)
+        if loss.requires_grad:
+            loss.backward()
+    assert loss.requires_grad == (products > 1)
+    valid = int((labels_N != IGNORE_INDEX).sum())
+    assert work.multiply_adds == products * valid * D * V
+    assert work.largest <= max(200 * D, V * D, 16 * V)
+    for tensor, wanted in zip((hidden_ND, weight_VD), (0, 0) if needs == "no_grad" else needs, strict=True):
+        assert (tensor.grad is not None) == bool(wanted)
+
+
+def test_ignored_rows_are_not_even_read() -> None:
+    """Oracle: the batch without them; NaN in their hidden states would reach everything it is multiplied with."""
+    hidden_ND, weight_VD, labels_N = make_inputs(ignored=0.4)
+    valid = labels_N != IGNORE_INDEX
+    loss, hidden_gradient_ND, weight_gradient_VD = outcome(
+        build_loss(True, 7), hidden_ND.detach().masked_fill(~valid[:, None], math.nan), weight_VD, labels_N
+    )
+    expected = outcome(build_loss(True, 7), hidden_ND[valid], weight_VD, labels_N[valid])
+    assert torch.equal(loss, expected[0])
+    assert torch.equal(hidden_gradient_ND[valid], expected[1])
+    assert not hidden_gradient_ND[~valid].any()
+    assert torch.equal(weight_gradient_VD, expected[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("grad_dtype", GradientDType)
+@pytest.mark.parametrize("chunk_tokens", [None, 16])
+def test_nothing_waits_for_the_device(chunk_tokens: int | None, grad_dtype: GradientDType, dtype: torch.dtype) -> None:
+    """Oracle: the meta device, whose values cannot be read; reading one is what makes a host wait."""
+    inputs = [x.detach().to("meta") for x in make_inputs(dtype=dtype, ignored=0.4)]
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        inputs[2].sum().item()
+    loss, hidden_gradient_ND, weight_gradient_VD = outcome(build_loss(True, chunk_tokens, grad_dtype, BOTH), *inputs)
+    assert (loss.dtype, hidden_gradient_ND.dtype, weight_gradient_VD.dtype) == (torch.float32, dtype, dtype)
+    assert (hidden_gradient_ND.shape, weight_gradient_VD.shape) == ((N, D), (V, D))
+
+
+def test_large_logits_keep_the_digits_of_the_loss() -> None:
+    """Oracle: float64; logits near 1e4, whose logsumexp has no digit of the loss left in float32."""
+    logits_CV = torch.linspace(0, 3, 40).repeat(3, 1) + 1e4
+    labels_C = torch.tensor([5, IGNORE_INDEX, 39])
+    expected = F.cross_entropy(logits_CV.double(), labels_C, reduction="none")
+    losses_C = torch.empty(3)
+    softmax.softmax_gradient_(logits_CV, labels_C, losses_C, PLAIN, gradient=True)
+    torch.testing.assert_close(losses_C, expected.float(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    "n_tokens, weight, device, sum_bytes, expected",
+    [
+        (4096, (32000, 1024, torch.bfloat16), "cpu", 32000 * 1024 * 4, 512),
+        (4096, (32000, 1024, torch.float32), "cpu", 0, 512),
+        (4096, (256, 64, torch.float32), "cpu", 0, 4096),
+        (2048, (32000, 1024, torch.bfloat16), "cpu", 32000 * 1024 * 4, 2048),
+        (4096, (128256, 4096, torch.bfloat16), "meta", 128256 * 4096 * 4, 4096),
+        (20000, (128256, 4096, torch.bfloat16), "meta", 128256 * 4096 * 4, 2016),
+        (20000, (32000, 4096, torch.bfloat16), "meta", 0, 4000),
+        (0, (32000, 1024, torch.bfloat16), "cpu", 32000 * 1024 * 4, 1),
+    ],
+)
+def test_auto_chunks_follow_the_stated_rule(
+    n_tokens: int, weight: tuple[int, int, torch.dtype], device: str, sum_bytes: int, expected: int
+) -> None:
+    """Oracle: the rule, worked out by hand; accelerators are stood for by the meta device."""
+    vocab_size, dim, dtype = weight
+    weight_VD = torch.empty(1, device=device, dtype=dtype).expand(vocab_size, dim)
+    assert auto_chunk_tokens(n_tokens, weight_VD, sum_bytes) == expected
+
+
+def head_gradients(wrapping: str, dtype: torch.dtype, chunk_loss: bool) -> list[Any]:
+    """One of two ranks: loss and hidden states' gradient of its half of the batch, and the weight's whole gradient."""
+    rank = torch.distributed.get_rank()
+    hidden_ND, weight_VD, labels_N = make_inputs(n=48, ignored=0.2)
+    hidden_BTD = hidden_ND.detach()[rank * 24 :][:24].view(2, 12, D).to(dtype).requires_grad_()
+    labels_BT = labels_N[rank * 24 :][:24].view(2, 12)
+    head = LMHead(D, V)
+    head.weight.data.copy_(weight_VD.detach())
+    if wrapping == "fsdp2":
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        model = fully_shard(head, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
+    else:
+        model = FullyShardedDataParallel(
+            head.to(dtype), device_id=torch.device("cpu"), use_orig_params=wrapping == "fsdp1_original"
+        )
+    loss_fn: LossFn = build_loss(chunk_loss, 8 if chunk_loss else None)
+    loss = model(hidden_BTD, labels_BT, loss_fn)
+    (loss * UPSTREAM).backward()
+    if wrapping == "fsdp2":
+        assert isinstance(head.weight.grad, DTensor)
+        gradient_VD = head.weight.grad.full_tensor()
+    else:
+        shard = next(model.parameters()).grad
+        assert shard is not None
+        shards = [torch.empty_like(shard) for _ in range(2)]
+        torch.distributed.all_gather(shards, shard)
+        gradient_VD = torch.cat([shard.flatten() for shard in shards])[: V * D].view(V, D)
+    assert hidden_BTD.grad is not None
+    return [x.float().numpy() for x in (loss.detach(), hidden_BTD.grad, gradient_VD)]
+
+
+@pytest.mark.parametrize("wrapping", ["fsdp2", "fsdp1_flat", "fsdp1_original"])
+def test_a_sharded_head_gets_the_plain_ways_gradients(wrapping: str) -> None:
+    """Oracle: the plain loss in the same head on two gloo ranks, whose weight FSDP gathers for the forward."""
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        got, expected = (run_ranks(2, head_gradients, wrapping, dtype, chunk_loss) for chunk_loss in (True, False))
+        for rank in range(2):
+            pairs = zip(got[rank], expected[rank], strict=True)
+            assert max(numpy.linalg.norm(a - b) / numpy.linalg.norm(b) for a, b in pairs) < tolerance
+
+
+INTERPRETED = """
+import sys, torch
+from fsdptoys.memory.objective import Objective
+from fsdptoys.memory.softmax_triton import softmax_gradient_
+results = []
+for logits, labels, objective, gradient in torch.load(sys.argv[1], weights_only=False):
+    losses = torch.empty(len(labels))
+    softmax_gradient_(logits, labels, losses, Objective(*objective), gradient)
+    results.append((losses, logits))
+torch.save(results, sys.argv[2])
+"""
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_triton_kernel_gives_losses_and_gradients(tmp_path: Path) -> None:
+    """Oracle: autograd in float64. Triton's interpreter runs the kernel on the CPU, over rows of one block and more."""
+    cases = []
+    for v in (17, 5000):
+        for dtype in (torch.float32, torch.bfloat16):
+            logits_CV = torch.randn(5, v, generator=torch.Generator().manual_seed(v)) * 3
+            logits_CV[0] += 300
+            labels_C = torch.tensor([0, 4, IGNORE_INDEX, v - 1, v])
+            for objective in ((0.0, 0.0), (0.1, 1e-2)):
+                cases += [(logits_CV.to(dtype, copy=True), labels_C, objective, gradient) for gradient in (True, False)]
+    torch.save(cases, tmp_path / "cases.pt")
+    run = subprocess.run(
+        [sys.executable, "-c", INTERPRETED, tmp_path / "cases.pt", tmp_path / "results.pt"],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+    )
+    if "only 0-dimensional arrays can be converted" in run.stderr:
+        pytest.skip("this Triton's interpreter does not work with this NumPy")
+    assert run.returncode == 0, run.stderr
+    results = torch.load(tmp_path / "results.pt")
+    for (logits_CV, labels_C, (smoothing, z_loss_coef), gradient), (losses_C, changed_CV) in zip(
+        cases, results, strict=True
+    ):
+        leaf_CV = logits_CV[:4].double().requires_grad_()
+        expected_C = F.cross_entropy(leaf_CV, labels_C[:4], label_smoothing=smoothing, reduction="none")
+        expected_C = expected_C + z_loss_coef * leaf_CV.logsumexp(1).square() * (labels_C[:4] != IGNORE_INDEX)
+        expected_C.sum().backward()
+        torch.testing.assert_close(losses_C[:4], expected_C.detach().float(), rtol=1e-6, atol=1e-6)
+        assert losses_C[4].isnan()  # the label after the last class
+        assert leaf_CV.grad is not None
+        if gradient:
+            torch.testing.assert_close(changed_CV[:4], leaf_CV.grad.to(logits_CV.dtype), rtol=8e-3, atol=1e-6)
+        else:
+            assert torch.equal(changed_CV, logits_CV)

@@ -1,0 +1,421 @@
+"""Streaming buckets: what is issued when, what asynchronous copies must wait for, and what a step leaves behind."""
+
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdptoys.device import Device
+from fsdptoys.memory import MemoryConfig, optimizer_offload
+from fsdptoys.memory.bucketed_optimizer import BucketedOptimizer
+from fsdptoys.memory.config import OffloadSchedule, StateDType
+from fsdptoys.memory.optimizer_offload import offload_optimizer
+from fsdptoys.memory.stochastic_rounding import round_stochastically
+from fsdptoys.memory.transfers import StreamTransfers, Transfers
+
+SERIAL, PIPELINED, LAZY = "serial", "pipelined", "lazy"
+
+
+def test_stochastic_rounding_is_right_on_average_and_keeps_what_bfloat16_can_say() -> None:
+    """Oracle: the mean of 4,000 roundings within five standard errors, each at most half a step over sqrt(4000)."""
+    values = torch.cat([torch.linspace(1, 1.98, 33) + 1e-3, -torch.linspace(1, 1.98, 33) - 1e-3])
+    exact = torch.tensor([0.0, -0.0, 1.5, -3.0, float("inf"), -float("inf"), 2.0**-130])
+    source = torch.cat([values, exact])
+    generator = torch.Generator().manual_seed(1)
+    total = torch.zeros(len(values), dtype=torch.float64)
+    target = torch.empty(len(source), dtype=torch.bfloat16)
+    draws = 4000
+    for _ in range(draws):
+        round_stochastically(target, source, generator)
+        total += target[: len(values)]
+        step = 2.0**-7
+        assert ((target[: len(values)].float() - values).abs() < step).all()
+        assert torch.equal(target[len(values) :].float(), exact)
+    assert ((total / draws - values).abs() < 5 * 0.5 * 2.0**-7 / draws**0.5).all()
+    round_stochastically(target[:1], torch.tensor([float("nan")]), generator)
+    assert target[0].isnan()
+
+
+class Stack(nn.Module):
+    """Layers that a forward calls in order."""
+
+    def __init__(self, layers: int = 6) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(layers))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """A chain of residual layers."""
+        for layer in self.layers:
+            hidden = layer(hidden).relu() + hidden
+        return hidden
+
+
+def offload_stack(model: Stack, how: str, transfers: Transfers | None = None, **memory: Any) -> BucketedOptimizer:
+    """AdamW over a stack, with a bucket a layer."""
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return offload_optimizer(
+        plain,
+        [(layer, list(layer.parameters())) for layer in model.layers],
+        MemoryConfig(optimizer_offload=True, **memory),
+        device=Device("cpu"),
+        model=model,
+        schedule=OffloadSchedule(how),
+        seed=0,
+        rank=0,
+        transfers=transfers,
+    )
+
+
+def train_stack(model: Stack, optimizer: torch.optim.Optimizer, steps: int) -> list[Tensor]:
+    """Train on random numbers; return all parameters."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        model(torch.randn(4, 8, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if isinstance(optimizer, BucketedOptimizer):
+        optimizer.flush()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+@dataclass(eq=False)
+class Copy:
+    """A copy that a stream has been given and has not made yet."""
+
+    stream: str
+    target: Tensor
+    source: Tensor
+    after: list[Any]
+
+
+class Perverse(Transfers):
+    """Makes copies at the worst time that events allow: as soon as they are issued, or once somebody waits for them."""
+
+    def __init__(self, eager: set[str]) -> None:
+        super().__init__(Device("cpu"))
+        self.eager = eager
+        self.queues: dict[str, deque[Copy]] = {"load": deque(), "store": deque()}
+
+    def load(self, target: Tensor, source: Tensor, after: Any) -> Copy:
+        """Give the loading stream a copy."""
+        return self._issue(Copy("load", target, source, list(after)))
+
+    def store(self, target: Tensor, source: Tensor, after: Any) -> Copy:
+        """Give the storing stream a copy."""
+        return self._issue(Copy("store", target, source, list(after)))
+
+    def wait(self, event: Copy | None) -> None:
+        """Make a copy, after those before it in its stream and those that it must come after."""
+        while event is not None and event in self.queues[event.stream]:
+            copy = self.queues[event.stream].popleft()
+            for earlier in copy.after:
+                self.wait(earlier)
+            copy.target.copy_(copy.source)
+
+    def wait_on_host(self, event: Copy | None) -> None:
+        """Make a copy."""
+        self.wait(event)
+
+    def _issue(self, copy: Copy) -> Copy:
+        self.queues[copy.stream].append(copy)
+        if copy.stream in self.eager:
+            self.wait(copy)
+        return copy
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize("layers", [2, 3, 6])
+@pytest.mark.parametrize("dtype", list(StateDType), ids=lambda dtype: dtype.value)
+@pytest.mark.parametrize("eager", [set(), {"load"}, {"store"}], ids=["late", "early loads", "early stores"])
+@pytest.mark.parametrize("how", [SERIAL, PIPELINED, LAZY])
+def test_events_alone_keep_asynchronous_copies_right(how: str, eager: set[str], dtype: StateDType, layers: int) -> None:
+    """Oracle: copies that are done at once; these run as early or as late as the events leave open, over 3 buffers."""
+    memory = {"offload_state_dtype": dtype}
+    plain, perverse = Stack(layers), Stack(layers)
+    expected = train_stack(plain, optimizer := offload_stack(plain, how, **memory), 5)
+    got = train_stack(perverse, other := offload_stack(perverse, how, Perverse(eager), **memory), 5)
+    assert all(map(torch.equal, got, expected))
+    for state, same in zip(other.state.values(), optimizer.state.values(), strict=True):
+        assert all(torch.equal(state[name], same[name]) for name in same)
+
+
+@dataclass
+class Logged(Transfers):
+    """Copies at once and writes down what it was asked for; buckets are told apart by their slabs."""
+
+    log: list[str] = field(default_factory=list)
+    slabs: dict[int, int] = field(default_factory=dict)
+    marks: int = 0
+    updates: int = 0
+
+    def __post_init__(self) -> None:
+        super().__init__(Device("cpu"))
+
+    def watch(self, optimizer: BucketedOptimizer) -> None:
+        """Write down the updates too."""
+        for number, bucket in enumerate(optimizer.buckets):
+            self.slabs[bucket.slab.data_ptr()] = number
+
+            def update(flat: Tensor, original: Any = bucket.update, number: int = number) -> None:
+                self.log.append(f"update {number}")
+                self.updates += 1
+                original(flat)
+
+            bucket.update = update  # type: ignore[method-assign]
+
+    def mark(self) -> Any:
+        """How many updates there were."""
+        return ("mark", self.updates)
+
+    def load(self, target: Tensor, source: Tensor, after: Any) -> None:
+        """Write down and copy."""
+        self.log.append(f"load {self.slabs[source.data_ptr()]}")
+        super().load(target, source, after)
+
+    def store(self, target: Tensor, source: Tensor, after: Any) -> None:
+        """Write down and copy."""
+        assert ("mark", self.updates) in after, "a store must wait for the update before it"
+        self.log.append(f"store {self.slabs[target.data_ptr()]}")
+        super().store(target, source, after)
+
+
+def words(text: str) -> list[str]:
+    names = {"L": "load", "U": "update", "S": "store", "F": "forward"}
+    return [f"{names[word[0]]} {word[1:]}" for word in text.split()]
+
+
+@pytest.mark.parametrize(
+    ("how", "in_step", "in_forward"),
+    [
+        (SERIAL, "L0 U0 S0 L1 U1 S1 L2 U2 S2 L3 U3 S3 L4 U4 S4 L5 U5 S5", "F0 F1 F2 F3 F4 F5"),
+        (PIPELINED, "L0 L1 L2 U0 S0 L3 U1 S1 L4 U2 S2 L5 U3 S3 U4 S4 U5 S5", "F0 F1 F2 F3 F4 F5"),
+        # A unit's update is issued before the forward of the unit before it.
+        (LAZY, "L0 L1 L2", "U0 S0 L3 U1 S1 L4 F0 U2 S2 L5 F1 U3 S3 F2 U4 S4 F3 U5 S5 F4 F5"),
+    ],
+)
+def test_a_schedule_issues_loads_updates_and_stores_in_its_order(how: str, in_step: str, in_forward: str) -> None:
+    """Oracle: the order written out, for six units of one bucket each."""
+    transfers, model = Logged(), Stack()
+    optimizer = offload_stack(model, how, transfers)
+    transfers.watch(optimizer)
+    for number, layer in enumerate(model.layers):
+        layer.register_forward_pre_hook(lambda *_, number=number: transfers.log.append(f"forward {number}"))
+    model(torch.ones(1, 8)).sum().backward()
+    transfers.log.clear()
+    optimizer.step()
+    assert transfers.log == words(in_step)
+    transfers.log.clear()
+    model(torch.ones(1, 8))
+    assert transfers.log == words(in_forward)
+    model(torch.ones(1, 8))
+    assert transfers.log == words(in_forward) + words("F0 F1 F2 F3 F4 F5")
+
+
+def test_lazy_updates_do_not_depend_on_what_happens_before_the_next_forward() -> None:
+    """Oracle: the plain optimizer, with the same changes made after its step."""
+    outcomes = []
+    for lazy in (False, True):
+        model = Stack()
+        optimizer = offload_stack(model, LAZY) if lazy else torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for round_ in range(3):
+            model(torch.ones(1, 8)).sum().backward()
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] = 1e-2 / (round_ + 2)
+            optimizer.zero_grad(set_to_none=False)
+            for param in model.parameters():
+                param.grad = torch.full_like(param, 0.1)
+            optimizer.step()  # a second step without a forward
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model.eval()(torch.ones(1, 8))
+            model.train()
+        # The last forward had everything done; parameters may be read.
+        outcomes.append({str(index): param.detach().clone() for index, param in enumerate(model.parameters())})
+        model(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+        outcomes.append({name: value.clone() for name, value in model.state_dict().items()})  # this one must flush
+        for param in model.parameters():
+            param.grad = torch.full_like(param, 0.2)
+        optimizer.step()
+        outcomes.append({name: value.clone() for name, value in model.layers[3].state_dict().items()})
+        ones = {name: torch.ones_like(value) for name, value in model.state_dict().items()}
+        for param in model.parameters():
+            param.grad = torch.full_like(param, 0.3)
+        optimizer.step()
+        model.load_state_dict(ones)
+        outcomes.append({name: value.clone() for name, value in model.state_dict().items()})
+    half = len(outcomes) // 2
+    for plain, lazy_one in zip(outcomes[:half], outcomes[half:], strict=True):
+        assert all(torch.equal(plain[name], lazy_one[name]) for name in plain)
+
+
+def test_parameters_without_a_gradient_are_left_alone() -> None:
+    """Oracle: the plain optimizer, whose state for them stays empty; ours stays zero."""
+    for how in (PIPELINED, LAZY):
+        models = Stack(), Stack()
+        optimizers = torch.optim.AdamW(models[0].parameters(), lr=1e-2), offload_stack(models[1], how)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            for _ in range(2):
+                model.layers[1](model.layers[0](torch.ones(1, 8))).sum().backward()
+                model.layers[0].bias.grad = None
+                optimizer.step()
+                optimizer.zero_grad()
+        optimizers[1].state_dict()  # flushes
+        for param in [models[1].layers[0].bias, *models[1].layers[2:].parameters()]:
+            assert not any(value.any() for value in optimizers[1].state[param].values())
+        assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+
+
+def test_the_first_step_of_sgd_keeps_the_sign_of_zero() -> None:
+    """Oracle: the plain optimizer, which copies the first gradient rather than adding it to nothing."""
+    signs = []
+    for offloads in (False, True):
+        layer = nn.Linear(1, 1, bias=False)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+        if offloads:
+            optimizer = offload_optimizer(
+                optimizer,
+                [(layer, [layer.weight])],
+                MemoryConfig(optimizer_offload=True),
+                device=Device("cpu"),
+                model=layer,
+                schedule=OffloadSchedule.pipelined,
+                seed=0,
+                rank=0,
+            )
+        signs.append([])
+        for _ in range(2):
+            layer.weight.grad = torch.full((1, 1), -0.0)
+            optimizer.step()
+            signs[-1].append(optimizer.state[layer.weight]["momentum_buffer"].signbit().item())
+    assert signs == [[True, True]] * 2
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.3, 0.5, 1.0])
+def test_at_least_the_fraction_of_the_states_lies_on_the_host_and_the_first_ones_stay(fraction: float) -> None:
+    """Oracle: six equal buckets, of which ceil(6 · fraction) are moved, the last ones."""
+    optimizer = offload_stack(Stack(), PIPELINED, offload_fraction=fraction)
+    moved = -(-6 * fraction // 1)
+    assert [bucket.on_host for bucket in optimizer.buckets] == [number >= 6 - moved for number in range(6)]
+
+
+def test_a_bucket_is_never_larger_than_asked_unless_one_parameter_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: a layer's weight has 512 bytes of states, its bias 512 with padding counted, 64 without."""
+    for mib, expected in ((600, 6), (512, 12), (100, 12)):
+        monkeypatch.setattr(optimizer_offload, "MIB", mib)
+        optimizer = offload_stack(Stack(), PIPELINED, offload_bucket_mib=1)
+        assert [param for bucket in optimizer.buckets for param in bucket.params] == [
+            param for group in optimizer.param_groups for param in group["params"]
+        ]
+        assert len(optimizer.buckets) == expected
+
+
+def test_a_state_dict_of_other_groups_is_refused() -> None:
+    """Oracle: torch raises ValueError as well."""
+    optimizer = offload_stack(Stack(), PIPELINED)
+    other = torch.optim.AdamW([nn.Parameter(torch.ones(1))])
+    with pytest.raises(ValueError, match="other parameter groups"):
+        optimizer.load_state_dict(other.state_dict())
+
+
+class PretendedStreams:
+    """What a device's module offers, on a CPU: streams that write down what they wait for, and run at once."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.made = 0
+        self.now = self.Stream()
+
+    def Stream(self, device: torch.device | None = None) -> Any:  # noqa: N802 (the module's word)
+        """Make a stream, named by its number: 0 computes."""
+        name = str(self.made)
+        self.made += 1
+        return SimpleNamespace(name=name, wait_event=lambda event: self.log.append(f"{name} waits for {event.by}"))
+
+    def Event(self) -> Any:  # noqa: N802
+        """Make an event that knows the stream that recorded it."""
+        event = SimpleNamespace(by=None, synchronize=lambda: self.log.append(f"host waits for {event.by}"))
+        event.record = lambda stream: setattr(event, "by", stream.name)
+        return event
+
+    def current_stream(self, device: torch.device) -> Any:
+        """The stream that work goes to."""
+        return self.now
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        """Let work go to a stream."""
+        before, self.now = self.now, stream
+        self.log.append(f"on {stream.name}")
+        yield
+        self.now = before
+
+
+def test_streams_are_made_once_and_wait_for_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the waits written out, for one bucket (stream 0 computes, 1 loads, 2 stores); and plain copies' bits."""
+    streams = PretendedStreams()
+    monkeypatch.setattr(torch, "get_device_module", lambda _: streams)
+    monkeypatch.setattr(Tensor, "record_stream", lambda *_: None)
+
+    class Unpinned(StreamTransfers):
+        def host_tensor(self, elements: int, dtype: torch.dtype) -> Tensor:
+            """Without an accelerator nothing can be pinned."""
+            return torch.zeros(elements, dtype=dtype)
+
+    model, plain = Stack(1), Stack(1)
+    optimizer = offload_stack(model, SERIAL, Unpinned(Device("cpu")))
+    got = train_stack(model, optimizer, 2)
+    assert streams.made == 3
+    load_update_store = ["on 1", "0 waits for 1", "2 waits for 0", "on 2"]
+    first = ["1 waits for 0", *load_update_store]
+    later = ["1 waits for 2", "1 waits for 0", *load_update_store]
+    assert streams.log == [*first, *later, "host waits for 2"]
+    assert all(map(torch.equal, got, train_stack(plain, offload_stack(plain, SERIAL), 2)))
+
+
+@pytest.mark.parametrize("how", [SERIAL, PIPELINED, LAZY])
+def test_after_a_failed_update_nothing_goes_on_as_if_it_had_happened(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the update's own error first, and then one that says what the parameters are."""
+    model = Stack()
+    optimizer = offload_stack(model, how)
+    model(torch.ones(4, 8)).sum().backward()
+
+    def fail(_: Tensor) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(optimizer.buckets[2], "update", fail)
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        optimizer.step()
+        model(torch.ones(4, 8))
+    for again in (optimizer.step, optimizer.flush, *([model.state_dict] if how == LAZY else [])):
+        with pytest.raises(RuntimeError, match="some parameters are old and some new"):
+            again()
+
+
+@pytest.mark.parametrize("how", [SERIAL, PIPELINED, LAZY])
+def test_buffers_leave_the_device_with_the_step_unless_updates_are_deferred(how: str) -> None:
+    """Oracle: whether the tensors that were made for the device are still alive."""
+    made: list[weakref.ref[Tensor]] = []
+
+    class Watched(Transfers):
+        def device_tensor(self, elements: int, dtype: torch.dtype) -> Tensor:
+            tensor = super().device_tensor(elements, dtype)
+            made.append(weakref.ref(tensor))
+            return tensor
+
+    model = Stack()
+    optimizer = offload_stack(model, how, Watched(Device("cpu")))
+    for _ in range(2):
+        model(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(made) == {SERIAL: 2, PIPELINED: 6, LAZY: 3}[how]
+    assert {reference() is not None for reference in made} == {how == LAZY}

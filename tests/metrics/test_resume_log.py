@@ -1,0 +1,373 @@
+"""A run that goes on in its folder, held against the same run without a stop."""
+
+import json
+import math
+import multiprocessing
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.metrics import Console, MetricsConfig, Recorder, Resumed, StepMetrics, check_run_dir
+from fsdptoys.metrics.results import (
+    summarize,
+)
+from fsdptoys.metrics.resume_log import Resume, changed_settings, read_resumes, starts
+from fsdptoys.metrics.step import (
+    RoutingMetrics,
+)
+from fsdptoys.utils.file_lock import FolderLock
+
+STEP = StepMetrics(1, 5.5, 1.0, 1e-3, 0.1, 512, 5120.0, 0.1, None, None, None, None, 0.5)
+ROUTING = RoutingMetrics(2.1, 3.5, 0.9, max_load=1.8, min_load=0.25, counts=[[7, 1, 4, 4]])
+ENVIRONMENT = {"world_size": 2, "device": {"name": "paper", "type": "cpu"}, "versions": {"torch": "2"}}
+TREE = {"optim": {"lr": 0.1}, "train": {"steps": 40}}
+
+
+@pytest.fixture(autouse=True)
+def current_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def steps_between(first: int, last: int, experts: bool = False) -> list[StepMetrics]:
+    """Steps whose loss and time are functions of their number."""
+    return [
+        replace(
+            STEP,
+            step=number,
+            loss=6 - 0.01 * number,
+            step_time_seconds=0.1 * number,
+            routing=replace(ROUTING, counts=[[number, 1, 4, 4]]) if experts else None,
+        )
+        for number in range(first, last + 1)
+    ]
+
+
+def start(resumed: Resumed | None, run_dir: str | None = "run", console: Console = Console.none, **changes) -> Recorder:
+    config = MetricsConfig(run_dir=run_dir, console=console, log_every=10)
+    environment = ENVIRONMENT | {"world_size": changes.pop("world_size", 2)}
+    return Recorder(config, "tiny", TREE | changes, environment, 40, {}, resumed)
+
+
+def record(recorder: Recorder, first: int, last: int, experts: bool = False, save_after: int | None = None) -> dict:
+    """Take steps; the offsets are those after one of them."""
+    offsets: dict[str, int] = {}
+    for metrics in steps_between(first, last, experts):
+        recorder.step(metrics)
+        if metrics.step == save_after:
+            offsets = recorder.offsets()
+    return offsets
+
+
+def steps_in(name: str, folder: str = "run") -> list[int]:
+    return [json.loads(line)["step"] for line in Path(folder, name).read_text().splitlines()]
+
+
+@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize("lost", ["", '{"step": 28, "lo', '{"step": 28}\n{"st'], ids=["whole", "torn", "alien"])
+def test_files_of_a_run_that_went_on_are_those_of_one_that_never_stopped(experts, lost):
+    """Oracle: another folder's bytes, after a start that got 7 steps further than its checkpoint and was killed."""
+    with start(None, "whole") as recorder:
+        record(recorder, 1, 40, experts)
+        recorder.finish("done")
+    with start(None) as recorder:
+        offsets = record(recorder, 1, 27, experts, save_after=20)
+    with open("run/metrics.jsonl", "a") as file:
+        file.write(lost)
+    with start(Resumed(20, offsets, "step-00000020")) as recorder:
+        record(recorder, 21, 40, experts)
+        recorder.finish("done")
+    for name in ("metrics.jsonl", "config.yaml") + ("routing.jsonl",) * experts:
+        assert Path("run", name).read_bytes() == Path("whole", name).read_bytes()
+    assert steps_in("metrics.jsonl") == list(range(1, 41))
+    assert sorted(os.listdir("run")) == sorted([*os.listdir("whole"), "resumes.jsonl"])
+    page = Path("run/summary.md").read_text()
+    assert "\n| steps | 40 of 40; done |\n" in page and "\n| first loss | 5.9900 nats |\n" in page
+    assert ("# How it went on" in page) and "`resumes.jsonl`" in page and "\n| wall time of the last start | " in page
+    assert "resumes" not in Path("whole/summary.md").read_text()
+
+
+def test_offsets_are_bytes_on_the_disk():
+    """Oracle: the sizes that the system tells, while the run is open; 0 for a file that is not there."""
+    with start(None) as recorder:
+        assert record(recorder, 1, 3, save_after=3) == {
+            "metrics.jsonl": os.path.getsize("run/metrics.jsonl"),
+            "routing.jsonl": 0,
+        }
+        assert record(recorder, 4, 10, experts=True, save_after=10) == {
+            name: os.path.getsize(f"run/{name}") for name in ("metrics.jsonl", "routing.jsonl")
+        }
+
+
+def test_medians_leave_out_the_warmup_of_every_start():
+    """Oracle: steps 1 to 12, gone on with after 8, those but 1, 2, 9 and 10: of 0.1 s a number the median is 0.65."""
+    results = summarize(steps_between(1, 12), 2, starts=[0, 8])
+    assert results.step_time_seconds is not None and results.step_time_seconds.median == pytest.approx(0.65)
+
+
+@pytest.mark.parametrize(
+    ("resumed_after", "expected"),
+    [([], [0]), ([20], [0, 20]), ([20, 20, 30], [0, 20, 30]), ([30, 20], [0, 20]), ([20, 0], [0])],
+)
+def test_a_start_counts_until_its_steps_are_done_again(resumed_after, expected):
+    """Oracle: by hand."""
+    assert starts([Resume("", step, None, 1, 1, {}, None) for step in resumed_after]) == expected
+
+
+def test_each_start_that_goes_on_says_from_where_and_what_is_new(capsys):
+    """Oracle: the lines of ``resumes.jsonl`` but for the time, the rows of the page, and what the console said."""
+    with start(None) as recorder:
+        first = record(recorder, 1, 10, save_after=10)
+    with start(Resumed(10, first, "step-00000010"), world_size=4, optim={"lr": 0.2, "new": None}) as recorder:
+        second = record(recorder, 11, 20, save_after=20)
+    with open("run/resumes.jsonl", "a") as file:
+        file.write('{"torn')
+    with start(Resumed(20, second, "step-00000020"), "run", Console.plain, world_size=4, optim={"lr": 0.2}) as recorder:
+        recorder.finish("stopped")
+    lines = [line for line in Path("run/resumes.jsonl").read_text().splitlines() if line != '{"torn']
+    lines = [json.loads(line) for line in lines]
+    assert [line.pop("time")[-6:] for line in lines] == ["+00:00"] * 2
+    assert lines == [
+        {
+            "step": 10, "checkpoint": "step-00000010", "world_size_before": 2, "world_size": 4,
+            "changed": {"optim.lr": [0.1, 0.2], "optim.new": [None, None]}, "moved_to": None,
+        },
+        {
+            "step": 20, "checkpoint": "step-00000020", "world_size_before": 4, "world_size": 4,
+            "changed": {"optim.new": [None, None]}, "moved_to": None,
+        },
+    ]  # fmt: skip
+    page = Path("run/summary.md").read_text()
+    assert "| after step 10 | `step-00000010` | `2` → `4` | `optim.lr: 0.1 → 0.2` " in page.replace(
+        "2 → 4", "`2` → `4`"
+    )
+    assert "| after step 20 | `step-00000020` | 4 | " in page
+    said = capsys.readouterr().out.splitlines()
+    assert said[2] == "going on after step 20 from step-00000020"
+    assert "20 of 40 steps; stopped" in said
+    assert json.loads(Path("run/environment.json").read_text())["world_size"] == 4
+
+
+def test_settings_are_compared_by_their_dotted_keys():
+    """Oracle: by hand; a setting that is not there is None."""
+    before = {"a": {"b": 1, "c": [1]}, "gone": True, "same": None}
+    assert changed_settings(before, {"a": {"b": 2, "c": [1]}, "same": None, "new": {"x": 0}}) == {
+        "a.b": [1, 2],
+        "gone": [True, None],
+        "new.x": [None, 0],
+    }
+
+
+def test_files_of_an_attempt_without_a_checkpoint_are_moved_and_never_written_over():
+    """Oracle: the files' bytes in ``attempt-1`` and ``attempt-2``; a start with nothing before is as without resume."""
+    nothing = Resumed(0, {}, None)
+    contents = []
+    for last in (5, 7, 3):
+        with start(nothing) as recorder:
+            record(recorder, 1, last, experts=True)
+            recorder.finish("stopped")
+        contents.append({path.name: path.read_bytes() for path in Path("run").iterdir() if path.is_file()})
+        contents[-1].pop("resumes.jsonl", None)
+    assert [len(steps_in("metrics.jsonl", f"run{at}")) for at in ("/attempt-1", "/attempt-2", "")] == [5, 7, 3]
+    for number, content in enumerate(contents[:2], 1):
+        assert {path.name: path.read_bytes() for path in Path(f"run/attempt-{number}").iterdir()} == content
+    moved = [json.loads(line)["moved_to"] for line in Path("run/resumes.jsonl").read_text().splitlines()]
+    assert moved == ["attempt-1", "attempt-2"]
+    page = Path("run/summary.md").read_text()
+    assert "\n| steps | 3 of 40; stopped |\n" in page and "| anew |  | 2 |  | `attempt-2/` |" in page
+
+
+@pytest.mark.parametrize("run_dir", ["fork", None])
+def test_a_run_from_another_folder_s_checkpoint_starts_its_own_files(run_dir, capsys):
+    """Oracle: steps 21 to 23 alone; the other folder stays as it was; the end counts the steps before."""
+    with start(None) as recorder:
+        offsets = record(recorder, 1, 20, save_after=20)
+    before = Path("run/metrics.jsonl").read_bytes()
+    with start(Resumed(20, offsets, "step-00000020"), run_dir, Console.plain) as recorder:
+        record(recorder, 21, 23)
+        recorder.finish("stopped")
+    assert steps_in("metrics.jsonl", recorder.run_dir) == [21, 22, 23]
+    assert Path("run/metrics.jsonl").read_bytes() == before
+    out = capsys.readouterr().out
+    assert "23 of 40 steps; stopped" in out and "median step 2,300.0 ms" in out and "bytes" not in out
+    assert json.loads((recorder.run_dir / "resumes.jsonl").read_text())["changed"] is None
+
+
+def test_a_file_shorter_than_the_checkpoint_saw_keeps_its_whole_lines(capsys):
+    """Oracle: lines 1 to 14 of 20, the fifteenth being torn; the sentence."""
+    with start(None) as recorder:
+        offsets = record(recorder, 1, 20, save_after=20)
+    content = Path("run/metrics.jsonl").read_bytes()
+    cut = sum(len(line) for line in content.splitlines(keepends=True)[:14]) + 9
+    Path("run/metrics.jsonl").write_bytes(content[:cut])
+    with start(Resumed(20, offsets, "step-00000020"), console=Console.plain) as recorder:
+        record(recorder, 21, 22)
+    assert steps_in("metrics.jsonl") == [*range(1, 15), 21, 22]
+    assert (
+        f"run/metrics.jsonl has {cut} of the {len(content)} bytes that the checkpoint step-00000020 saw; its whole "
+        "lines up to step 20 are kept\n"
+    ) in capsys.readouterr().out
+
+
+def test_another_run_s_files_are_moved_and_not_cut(capsys):
+    """Oracle: all of the other's bytes, in ``attempt-1``: its lines have other lengths than the checkpoint saw."""
+    with start(None, "other") as recorder:
+        offsets = record(recorder, 1, 20, save_after=20)
+    with start(None) as recorder:
+        for metrics in steps_between(1, 40):
+            recorder.step(replace(metrics, loss=1 / metrics.step))
+    before = Path("run/metrics.jsonl").read_bytes()
+    with start(Resumed(20, offsets, "step-00000020"), console=Console.plain) as recorder:
+        record(recorder, 21, 22)
+    assert Path("run/attempt-1/metrics.jsonl").read_bytes() == before
+    assert steps_in("metrics.jsonl") == [21, 22]
+    assert (
+        "run/metrics.jsonl is not what the checkpoint step-00000020 saw at step 20; it was moved to run/attempt-1 with "
+        "the other files of that run\n"
+    ) in capsys.readouterr().out
+
+
+def test_a_line_that_cannot_be_read_stays_and_is_told(capsys):
+    """Oracle: the file's bytes, the sentence, and the results without it."""
+    with start(None) as recorder:
+        offsets = record(recorder, 1, 10, save_after=10)
+    content = Path("run/metrics.jsonl").read_bytes().replace(b'"step": 4,', b'"step": x,')
+    Path("run/metrics.jsonl").write_bytes(content)
+    with start(Resumed(10, offsets, "step-00000010"), console=Console.plain) as recorder:
+        recorder.finish("stopped")
+    assert Path("run/metrics.jsonl").read_bytes() == content
+    out = capsys.readouterr().out
+    assert "run/metrics.jsonl cannot be read in line 4, which the results and pictures leave out\n" in out
+    assert "10 of 40 steps; stopped" in out
+
+
+def test_a_run_that_goes_on_has_no_summary_until_it_ends_anew():
+    """Oracle: the files of the folder, after a start that ended, in the next one, and after that one was killed."""
+    with start(None) as recorder:
+        saved = record(recorder, 1, 3)
+        recorder.finish("train.max_seconds=1 reached")
+    assert Path("run/summary.md").exists()
+    with start(Resumed(3, saved, "step-3")) as recorder:
+        assert not Path("run/summary.md").exists()
+        record(recorder, 4, 4)
+    assert not Path("run/summary.md").exists()
+    assert steps_in("metrics.jsonl") == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("step", ['"x"', "null", "1.5", "[]"])
+def test_a_resume_after_what_is_no_step_is_left_out(step):
+    """Oracle: of two lines that differ in the step alone, the one whose step is a number."""
+    rest = '"time": "t", "checkpoint": null, "world_size_before": 1, "world_size": 1, "changed": {}, "moved_to": null'
+    Path("resumes.jsonl").write_text("".join(f'{{"step": {each}, {rest}}}\n' for each in (step, "7")))
+    assert [resume.step for resume in read_resumes(Path("resumes.jsonl"))] == [7]
+
+
+def hold_the_lock(tells) -> None:
+    lock = FolderLock(Path("run"))
+    tells.send("held")
+    time.sleep(60)
+    lock.release()
+
+
+@pytest.mark.parametrize("resumed", [None, Resumed(0, {}, None)])
+def test_a_run_that_another_process_writes_is_refused(resumed):
+    """Oracle: the sentence with the other's number; once it is killed, whatever it left, the run can go on."""
+    Path("run").mkdir()
+    context = multiprocessing.get_context("fork")
+    told, tells = context.Pipe(duplex=False)
+    other = context.Process(target=hold_the_lock, args=(tells,))
+    other.start()
+    try:
+        assert told.recv() == "held"
+        with pytest.raises(ConfigError) as caught:
+            start(resumed)
+        assert str(caught.value) == (
+            f"metrics.run_dir=run is being written by another run (pid {other.pid}); wait for its end, or set "
+            "metrics.run_dir to another folder"
+        )
+    finally:
+        other.kill()
+        other.join()
+    assert Path("run/.lock").exists()
+    with start(resumed) as recorder:
+        record(recorder, 1, 1)
+        assert Path("run/.lock").read_text() == f"{os.getpid()}\n"
+    assert not Path("run/.lock").exists()
+
+
+def test_a_start_that_fails_leaves_the_folder_to_others(monkeypatch):
+    """Oracle: a second start in the same process, after a full disk in the first."""
+
+    def refuse(old, new):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fsdptoys.metrics.run_directory.os.replace", refuse)
+        with pytest.raises(ConfigError, match=r"^metrics\.run_dir=run cannot be written \(No space left on device\)"):
+            start(None)
+    assert sorted(os.listdir("run")) == ["metrics.jsonl"]
+    start(Resumed(0, {}, None)).__exit__(None, None, None)
+
+
+def test_a_file_system_without_locks_has_none(monkeypatch):
+    """Oracle: two recorders of one folder at a time; the system's refusal is set by hand."""
+
+    def refuse(descriptor, operation):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with start(None), start(Resumed(0, {}, None)):
+        pass
+
+
+def test_files_of_an_earlier_start_pass_the_check_only_where_the_run_goes_on():
+    """Oracle: the sentence without ``resumes``, and for what is no folder with it too."""
+    with start(None) as recorder:
+        record(recorder, 1, 1)
+    check_run_dir(MetricsConfig(run_dir="run"), resumes=True)
+    with pytest.raises(ConfigError, match=r"already holds metrics\.jsonl"):
+        check_run_dir(MetricsConfig(run_dir="run"))
+    with pytest.raises(ConfigError, match="which is something else"):
+        check_run_dir(MetricsConfig(run_dir="run/config.yaml"), resumes=True)
+
+
+def test_steps_without_update_and_spikes_are_told(capsys):
+    """Oracle: the lines, the rows and the definitions; the means and medians leave out the skipped step."""
+    steps = steps_between(1, 12)
+    steps[6] = replace(steps[6], loss=math.nan, grad_norm=math.inf, skipped=True, skipped_steps=1)
+    steps[8] = replace(steps[8], loss=9.0, loss_spike=12.34)
+    with start(None, console=Console.plain) as recorder:
+        for metrics in steps:
+            recorder.step(metrics)
+        recorder.finish("stopped")
+    said = capsys.readouterr().out.splitlines()
+    assert [line for line in said if line.startswith(("step 7", "step 9"))] == [
+        "step 7: no update, since the loss (nan) or the gradient norm (inf) is not finite; "
+        "steps without update so far: 1",
+        "step 9: the loss 9.0000 is a spike, 12.3 robust standard deviations over the median of those before",
+    ]
+    page = Path("run/summary.md").read_text()
+    mean = (sum(6 - 0.01 * n for n in (2, 3, 4, 5, 6, 8, 10, 11, 12)) + 9) / 10
+    for row in (
+        "| steps without update | 1 |",
+        "| loss spikes | 1 |",
+        f"| mean loss of the last 10 steps that made an update | {mean:.4f} nats |",
+    ):
+        assert f"\n{row}\n" in page
+    assert "- Steps without update: " in page and "- Loss spike: " in page
+    assert summarize(steps, 2).step_time_seconds.median == pytest.approx(0.8)
+    with start(None, "quiet") as recorder:
+        record(recorder, 1, 3)
+        recorder.finish("done")
+    assert not [word for word in ("pike", "without update") if word in Path("quiet/summary.md").read_text()]
+
+
+def test_a_skipped_step_is_marked_in_its_line(capsys):
+    """Oracle: the start of the line."""
+    with start(None, console=Console.plain) as recorder:
+        recorder.step(replace(STEP, step=10, loss=math.nan, skipped=True, skipped_steps=1))
+    assert any(line.startswith("step 10/40  no update  loss nan") for line in capsys.readouterr().out.splitlines())

@@ -1,0 +1,102 @@
+"""Generation against a model whose continuation is known, and against the models' own forward of the whole text."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdptoys.models import KeyValueCache
+from fsdptoys.models import generate as sampling
+from fsdptoys.models.generate import Draw, generate
+from tests.checkpoint.folders import build
+from tests.models.families import SMALL
+
+GREEDY = Draw(temperature=0.0)
+
+
+class Counting(nn.Module):
+    """Predicts the sum of what it sees, modulo 10, with all other ids equally unlikely."""
+
+    def __init__(self, certainty: float) -> None:
+        super().__init__()
+        self.certainty = certainty
+        self.sums: dict[KeyValueCache, int] = {}
+        self.read = 0
+
+    def forward(self, tokens_BT: Tensor, cache: KeyValueCache) -> Tensor:
+        """One-hot logits, scaled."""
+        sums_BT = tokens_BT.cumsum(1) + self.sums.get(cache, 0)
+        self.sums[cache] = int(sums_BT[0, -1])
+        self.read += tokens_BT.shape[1]
+        return self.certainty * nn.functional.one_hot(sums_BT % 10, 10).float()
+
+
+def test_temperature_zero_takes_the_likeliest_token_within_the_context() -> None:
+    """Oracle: sums by hand, over the last two tokens."""
+    tokens = generate(Counting(1.0), torch.tensor([1, 2]), 4, context=2, draw=GREEDY)
+    assert tokens.tolist() == [1, 2, 3, 5, 8, 3]
+
+
+def test_each_token_is_read_once_as_long_as_all_are_within_the_context() -> None:
+    """Oracle: sums by hand, and a count of what the model was given; then two tokens for each."""
+    model = Counting(1.0)
+    assert generate(model, torch.tensor([1, 2]), 4, 5, GREEDY).tolist() == [1, 2, 3, 6, 2, 4]
+    assert model.read == 5
+    model = Counting(1.0)
+    generate(model, torch.tensor([1, 2, 3]), 4, 2, GREEDY)
+    assert model.read == 8
+
+
+def test_draws_depend_on_the_seed_alone_and_follow_the_temperature() -> None:
+    """Oracle: the same call again; a low temperature is as good as none, a high one is not."""
+    prompt = torch.tensor([1, 2])
+    first, again, other = (generate(Counting(1.0), prompt, 50, 2, Draw(1.0, seed=seed)).tolist() for seed in (0, 0, 1))
+    assert first == again != other
+    for temperature in (0.01, 1e-300):
+        assert generate(Counting(1.0), prompt, 4, 2, Draw(temperature)).tolist() == [1, 2, 3, 5, 8, 3]
+
+
+@pytest.mark.parametrize(
+    ("draw", "drawn"),
+    [
+        (Draw(), {0, 1, 2, 3}),
+        (Draw(top_k=2), {2, 3}),
+        (Draw(top_k=9), {0, 1, 2, 3}),
+        (Draw(top_p=0.49), {3}),
+        (Draw(top_p=0.51), {2, 3}),
+        (Draw(top_p=0.8), {1, 2, 3}),
+        (Draw(top_k=2, top_p=0.6), {3}),
+        (Draw(top_k=2, top_p=0.7), {2, 3}),
+    ],
+    ids=str,
+)
+def test_top_k_and_top_p_leave_the_likeliest(draw: Draw, drawn: set[int]) -> None:
+    """Oracle: sums by hand of the probabilities 0.12, 0.13, 0.25 and 0.5; of the last two alone, 1/3 and 2/3."""
+    logits_V = torch.tensor([0.12, 0.13, 0.25, 0.5]).double().log()
+    generator = torch.Generator().manual_seed(0)
+    assert {int(draw.choose(logits_V, generator)) for _ in range(300)} == drawn
+
+
+def test_a_text_ends_with_an_end() -> None:
+    """Oracle: sums by hand."""
+    assert generate(Counting(1.0), torch.tensor([1, 2]), 4, 2, GREEDY, end={8, 9}).tolist() == [1, 2, 3, 5, 8]
+
+
+def test_a_model_that_diverged_writes_no_more() -> None:
+    """Oracle: the prompt."""
+    assert generate(Counting(float("nan")), torch.tensor([1, 2]), 4, 2, Draw()).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("context", [128, 30])
+@pytest.mark.parametrize("case", SMALL)
+def test_greedy_text_is_that_of_forwards_without_a_cache(
+    case: str, context: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: a loop that reads all tokens within the context for each; prompts are read in several pieces."""
+    monkeypatch.setattr(sampling, "PROMPT_TOKENS", 7)
+    model = build(SMALL[case])
+    prompt_T = torch.randint(0, 96, (20,))
+    expected_T = prompt_T
+    with torch.no_grad():
+        for _ in range(30):
+            expected_T = torch.cat([expected_T, model(expected_T[-context:].unsqueeze(0))[0, -1:].argmax(-1)])
+    assert torch.equal(generate(model, prompt_T, 30, context, GREEDY), expected_T)

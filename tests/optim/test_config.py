@@ -1,0 +1,101 @@
+"""Schedules against their formulas, and parameter groups."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from fsdptoys.optim.config import (
+    AdamWConfig,
+    Implementation,
+    OptimConfig,
+    Schedule,
+    SGDConfig,
+    WeightDecayOn,
+    build_optimizer,
+)
+from fsdptoys.optim.schedule import build_schedule, learning_rate_ratio
+
+
+def ratios(config: OptimConfig, steps: int) -> list[float]:
+    return [learning_rate_ratio(config, step, steps) for step in range(steps)]
+
+
+def test_constant_stays_after_a_linear_warm_up() -> None:
+    """Oracle: the formula (step + 1) / warm-up."""
+    config = AdamWConfig(schedule=Schedule.constant, warmup_steps=4)
+    assert ratios(config, 7) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0]
+
+
+def test_cosine_falls_from_one_to_the_minimum_at_the_last_step() -> None:
+    """Oracle: half a cosine; its middle is the mean of both ends."""
+    config = AdamWConfig(schedule=Schedule.cosine, warmup_steps=2, min_lr_ratio=0.2)
+    got = ratios(config, 13)
+    assert got[1] == got[2] == 1.0 and got[12] == pytest.approx(0.2)
+    assert got[7] == pytest.approx(0.6)
+    assert got[4] == pytest.approx(0.2 + 0.8 * 0.5 * (1 + math.cos(math.pi * 0.2)))
+
+
+def test_wsd_is_stable_and_then_decays_linearly() -> None:
+    """Oracle: the straight line over the last share of the steps."""
+    config = AdamWConfig(schedule=Schedule.wsd, warmup_steps=0, min_lr_ratio=0.0, decay_share=0.5)
+    assert ratios(config, 9) == pytest.approx([1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0])
+    assert set(ratios(AdamWConfig(schedule=Schedule.wsd, decay_share=0.0), 5)) == {1.0}
+
+
+def test_warm_up_longer_than_the_run_only_rises() -> None:
+    """Oracle: the first steps of the longer schedule."""
+    config = AdamWConfig(warmup_steps=10)
+    assert ratios(config, 3) == pytest.approx([0.1, 0.2, 0.3])
+
+
+@pytest.mark.parametrize(
+    ("decay_on", "expected"),
+    [
+        (WeightDecayOn.matrices, {0.1: ["0.weight"], 0.0: ["0.bias"]}),
+        (WeightDecayOn.all, {0.1: ["0.weight", "0.bias"]}),
+    ],
+)
+def test_weight_decay_goes_to_what_was_asked_for(decay_on: WeightDecayOn, expected: dict[float, list[str]]) -> None:
+    """Oracle: names by hand."""
+    model = nn.Sequential(nn.Linear(2, 3))
+    names = {param: name for name, param in model.named_parameters()}
+    config = AdamWConfig(weight_decay_on=decay_on)
+    optimizer = build_optimizer(config, model.named_parameters(), {"0.weight"})
+    assert {group["weight_decay"]: [names[p] for p in group["params"]] for group in optimizer.param_groups} == expected
+
+
+@pytest.mark.parametrize("implementation", list(Implementation))
+def test_implementation_reaches_pytorch(implementation: Implementation) -> None:
+    """Oracle: the flags of torch.optim's groups."""
+    params = [("weight", nn.Parameter(torch.ones(2, 2)))]
+    for config in (AdamWConfig(implementation=implementation), SGDConfig(implementation=implementation)):
+        group = build_optimizer(config, params, {"weight"}).param_groups[0]
+        assert bool(group["fused"]) == (implementation is Implementation.fused)
+        assert bool(group["foreach"]) == (implementation is Implementation.foreach)
+        if implementation is Implementation.for_loop:
+            assert group["fused"] is False and group["foreach"] is False
+
+
+def test_settings_reach_pytorch() -> None:
+    """Oracle: torch.optim's own groups."""
+    params = [("weight", nn.Parameter(torch.ones(2, 2)))]
+    adamw = build_optimizer(AdamWConfig(lr=0.1, beta1=0.8, beta2=0.7, eps=1e-3, weight_decay=0.3), params, {"weight"})
+    group = adamw.param_groups[0]
+    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (0.1, (0.8, 0.7), 1e-3, 0.3)
+    sgd = build_optimizer(SGDConfig(lr=0.1, momentum=0.5, nesterov=True), params, {"weight"}).param_groups[0]
+    assert (sgd["lr"], sgd["momentum"], sgd["nesterov"]) == (0.1, 0.5, True)
+
+
+def test_schedule_drives_the_optimizer() -> None:
+    """Oracle: learning_rate_ratio times the highest learning rate."""
+    config = SGDConfig(lr=0.5, warmup_steps=2)
+    optimizer = build_optimizer(config, [("weight", nn.Parameter(torch.ones(2, 2)))], {"weight"})
+    schedule = build_schedule(config, optimizer, 5)
+    seen = []
+    for _ in range(5):
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert seen == pytest.approx([0.5 * ratio for ratio in ratios(config, 5)])

@@ -1,0 +1,143 @@
+"""States of 8 and 4 bits against torchao's own optimizers, and layouts against one process."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdptoys.memory import MemoryConfig
+from fsdptoys.optim.config import AdamWConfig, Implementation, StateDType, WeightDecayOn, build_optimizer
+from fsdptoys.parallel import DDPConfig, FSDP2Config, ParallelConfig, SingleConfig, ToyDDPConfig, ToyFSDPConfig
+from fsdptoys.parallel.fsdp import TORCH
+from scripts.parity import train_all
+from scripts.ranks import run_ranks
+from tests.parallel.runs import WITH_BLOCKS, make_config
+
+LOW_BITS = [StateDType.int8, StateDType.float8, StateDType.int4]
+SHAPES = {"layers.0": (20, 256), "layers.1": (512, 32), "layers.2": (16, 8), "layers.3": (4100,)}
+"""Rows of whole blocks, of smaller ones, of none, and a vector: matrices of few bits are the first two."""
+
+
+def make_params(names: Iterable[str] = SHAPES) -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: nn.Parameter(torch.randn(SHAPES[name], generator=generator)) for name in names}
+
+
+def take_steps(optimizers: list[torch.optim.Optimizer], params: dict[str, nn.Parameter]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(4):
+        for param in params.values():
+            param.grad = torch.randn(param.shape, generator=generator)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def ours(
+    kept: StateDType, implementation: Implementation, names: Iterable[str] = SHAPES
+) -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer]:
+    """After a few steps."""
+    params = make_params(names)
+    config = AdamWConfig(lr=1e-2, state_dtype=kept, implementation=implementation)
+    optimizer = build_optimizer(config, params.items(), {name for name in params if name != "layers.3"})
+    take_steps([optimizer], params)
+    return params, optimizer
+
+
+@pytest.mark.parametrize("kept", LOW_BITS, ids=lambda each: each.value)
+def test_matrices_are_updated_as_torchao_does_and_the_rest_as_pytorch_does(kept: StateDType) -> None:
+    """Oracle: torchao's optimizers, uncompiled, with the same blocks, and torch.optim.AdamW: in every bit."""
+    from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
+
+    mine, optimizer = ours(kept, Implementation.for_loop)
+    kind = {StateDType.int8: AdamW8bit, StateDType.float8: AdamWFp8, StateDType.int4: AdamW4bit}[kept]
+    largest = 128 if kept is StateDType.int4 else 256
+    theirs = make_params()
+    options: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
+    optimizers = {
+        "layers.0": kind([theirs["layers.0"]], weight_decay=0.1, block_size=largest, **options),
+        "layers.1": kind([theirs["layers.1"]], weight_decay=0.1, block_size=32, **options),
+        "layers.2": torch.optim.AdamW([theirs["layers.2"]], weight_decay=0.1, foreach=False, **options),
+        "layers.3": torch.optim.AdamW([theirs["layers.3"]], weight_decay=0.0, foreach=False, **options),
+    }
+    with torch.compiler.set_stance("force_eager"):
+        take_steps(list(optimizers.values()), theirs)
+    for name, param in mine.items():
+        assert torch.equal(param, theirs[name]), name
+        state, expected = optimizer.state[param], optimizers[name].state[theirs[name]]
+        assert state["step"] == expected["step"] == 4
+        for mean in ("exp_avg", "exp_avg_sq"):
+            if name in ("layers.0", "layers.1"):
+                codes, scales = state[f"{mean}_codes"], state[f"{mean}_scales"]
+                assert torch.equal(codes.view(-1), expected[mean].codes.view(torch.uint8).view(-1))
+                assert torch.equal(scales.view(-1), expected[mean].scale)
+            else:
+                assert torch.equal(state[mean], expected[mean])
+
+
+def test_the_compiled_update_differs_from_the_uncompiled_one_by_rounding_alone() -> None:
+    """Oracle: the uncompiled one; a step is about the learning rate, 1e-2."""
+    names = ("layers.0", "layers.3")
+    implementations = (Implementation.fused, Implementation.for_loop)
+    (compiled, _), (plain, _) = (ours(StateDType.float8, each, names) for each in implementations)
+    start = make_params(names)
+    for name, param in compiled.items():
+        assert (param - start[name]).abs().max() > 1e-2
+        # A mean near the middle between two codes may become either: a few of the numbers.
+        far = (param - plain[name]).abs() > 1e-5
+        assert far.float().mean() < 1e-3
+
+
+@pytest.mark.parametrize("kept", LOW_BITS, ids=lambda each: each.value)
+def test_what_states_take_is_what_the_formula_says_and_stays_over_loading(kept: StateDType) -> None:
+    """Oracle: bytes of the tensors; the states before."""
+    params, optimizer = ours(kept, Implementation.for_loop)
+    config = AdamWConfig(state_dtype=kept)
+    before = {param: dict(optimizer.state[param]) for param in params.values()}
+    optimizer.load_state_dict(optimizer.state_dict())
+    for name, param in params.items():
+        states = {key: state for key, state in optimizer.state[param].items() if key != "step"}
+        assert tuple(state.nbytes for state in states.values()) == config.state_bytes(param.shape, param.numel(), False)
+        few_bits = name in ("layers.0", "layers.1")
+        assert (sum(state.nbytes for state in states.values()) < 8 * param.numel() / 3) == few_bits
+        for key, state in states.items():
+            assert state.dtype == before[param][key].dtype and torch.equal(state, before[param][key])
+
+
+def rows(ranks: int) -> dict[str, tuple[ParallelConfig, int, dict[str, Any]]]:
+    def adamw(kept: StateDType) -> dict[str, Any]:
+        return {"optim": AdamWConfig(lr=1e-2, state_dtype=kept, weight_decay_on=WeightDecayOn.all)}
+
+    int8, int4 = adamw(StateDType.int8), adamw(StateDType.int4)
+    if ranks == 4:
+        hybrid = {"hsdp2": (FSDP2Config(), 2, int8)} if TORCH >= (2, 8) else {}
+        return {"fsdp2": (FSDP2Config(), -1, int8), **hybrid}
+    return {
+        "ddp": (DDPConfig(), -1, int8),
+        "fsdp2": (FSDP2Config(), -1, int8),
+        "fsdp2 cpu offload": (FSDP2Config(), -1, {**int8, "memory": MemoryConfig(cpu_offload=True)}),
+        "fsdp2 int4": (FSDP2Config(), -1, int4),
+        "fsdp2 float8": (FSDP2Config(), -1, adamw(StateDType.float8)),
+        "fsdp2 experts": (FSDP2Config(), -1, {**int4, "model": WITH_BLOCKS["qwen3_moe"]}),
+        "toy_fsdp": (ToyFSDPConfig(), -1, int4),
+        "toy_ddp": (ToyDDPConfig(), -1, int8),
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_states_of_few_bits_match_a_single_process_bitwise_under_every_layout(ranks: int) -> None:
+    """Oracle: one process that runs the same micro-batches in turn; deterministic mode, on real gloo ranks."""
+    common: dict[str, Any] = {"model": WITH_BLOCKS["llama"], "steps": 3}
+    layouts = rows(ranks)
+    many = [make_config(way, ranks, fsdp_size=size, **{**common, **more}) for way, size, more in layouts.values()]
+    outcomes = dict(zip(layouts, run_ranks(ranks, train_all, many)[0], strict=True))
+    kinds = {repr(more): {**more, "memory": None} for _, _, more in layouts.values()}
+    plain = {"optim": AdamWConfig(lr=1e-2, weight_decay_on=WeightDecayOn.all)}
+    alone = [
+        make_config(SingleConfig(simulated_ranks=ranks), 1, **{**common, **more}) for more in [*kinds.values(), plain]
+    ]
+    *references, unrounded = run_ranks(1, train_all, alone)[0]
+    expected = dict(zip(kinds, references, strict=True))
+    assert [name for name, row in layouts.items() if outcomes[name] != expected[repr(row[2])]] == []
+    assert all(reference.losses != unrounded.losses for reference in references)

@@ -1,0 +1,162 @@
+"""Muon against PyTorch's, its products against a singular value decomposition, and the layouts against each other."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdptoys.optim.config import Implementation, MuonConfig, ProductDType, UpdateScale, build_optimizer
+from fsdptoys.optim.newton_schulz import orthogonalise
+from fsdptoys.parallel import DDPConfig, FSDP2Config, ParallelConfig, SingleConfig
+from fsdptoys.parallel.fsdp import TORCH, ToyFSDPConfig
+from fsdptoys.parallel.toy_ddp import ToyDDPConfig
+from scripts.parity import Outcome, train_all
+from scripts.ranks import run_ranks
+from tests.parallel.runs import TINY, make_config, tiny_model
+
+SHAPES = [(24, 24), (40, 12), (12, 40), (33, 7)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_newton_schulz_brings_singular_values_near_one_and_keeps_the_directions(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Oracle: the polar factor of torch.linalg.svd; five rounds leave singular values between about 0.7 and 1.2."""
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(shape, generator=generator)
+    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    got = orthogonalise(matrix.to(dtype), 5).float()
+    within = left.T @ got @ right.T
+    slack = 0.05 if dtype is torch.bfloat16 else 1e-5
+    diagonal = within.diagonal()
+    # Those that are below a hundredth of the norm are still on their way.
+    risen = values > 0.05 * values.norm()
+    assert risen.sum() > len(values) // 2
+    assert diagonal[risen].min() > 0.65 - slack and diagonal.max() < 1.21 + slack
+    assert (within - diagonal.diag()).abs().max() < slack
+    assert got.is_contiguous()
+
+
+def test_a_matrix_of_zeros_stays_so() -> None:
+    """Oracle: zeros."""
+    assert not orthogonalise(torch.zeros(3, 4), 5).any()
+
+
+def matrices(seed: int = 0) -> list[tuple[str, nn.Parameter]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [(f"layers.{i}", nn.Parameter(torch.randn(shape, generator=generator))) for i, shape in enumerate(SHAPES)]
+
+
+def take_steps(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: int = 4) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        for param in params:
+            param.grad = torch.randn(param.shape, generator=generator)
+        optimizer.step()
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has it from 2.9 on")
+@pytest.mark.parametrize("nesterov", [True, False], ids=lambda on: f"nesterov={on}")
+@pytest.mark.parametrize("scale", list(UpdateScale), ids=lambda scale: scale.value)
+def test_muon_matches_torch_optim_muon_bitwise(scale: UpdateScale, nesterov: bool) -> None:
+    """Oracle: torch.optim.Muon, in bfloat16 as it is."""
+    settings: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "nesterov": nesterov, "ns_steps": 4}
+    named = matrices()
+    config = MuonConfig(**settings, ns_dtype=ProductDType.bfloat16, update_scale=scale)
+    names = {name for name, _ in named}
+    mine = [param for _, param in named]
+    take_steps(build_optimizer(config, named, names, names), mine)
+    theirs = [param for _, param in matrices()]
+    adjust = "match_rms_adamw" if scale is UpdateScale.match_adamw else "original"
+    take_steps(torch.optim.Muon(theirs, **settings, adjust_lr_fn=adjust), theirs)
+    for param, expected in zip(mine, theirs, strict=True):
+        assert torch.equal(param, expected)
+
+
+@pytest.mark.parametrize("implementation", [Implementation.fused, Implementation.foreach], ids=lambda each: each.value)
+def test_everything_but_the_blocks_matrices_is_updated_by_adamw_at_its_own_rate(implementation: Implementation) -> None:
+    """Oracle: torch.optim.AdamW over the same parameters, and the momentum that a matrix alone has as its state."""
+
+    def model() -> dict[str, nn.Parameter]:
+        generator = torch.Generator().manual_seed(0)
+        shapes = {"embed.weight": (9, 4), "layers.0.weight": (5, 4), "layers.0.bias": (5,), "norm.weight": (4,)}
+        return {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in shapes.items()}
+
+    mine, theirs = model(), model()
+    config = MuonConfig(
+        lr=0.1, adamw_lr=1e-2, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.1,
+        ns_dtype=ProductDType.float32, implementation=implementation,
+    )  # fmt: skip
+    blocks = {"layers.0.weight", "layers.0.bias"}
+    optimizer = build_optimizer(config, mine.items(), {"embed.weight", "layers.0.weight"}, blocks)
+    take_steps(optimizer, list(mine.values()))
+    adamw = torch.optim.AdamW(
+        [{"params": [theirs["embed.weight"]], "weight_decay": 0.1},
+         {"params": [theirs["layers.0.bias"], theirs["norm.weight"]], "weight_decay": 0.0}],
+        lr=1e-2, betas=(0.8, 0.9), eps=1e-6,
+    )  # fmt: skip
+    take_steps(adamw, list(theirs.values()))
+    for name in ("embed.weight", "layers.0.bias", "norm.weight"):
+        torch.testing.assert_close(mine[name], theirs[name], rtol=1e-6, atol=1e-7)
+    kept = {name: set(optimizer.state[param]) for name, param in mine.items()}
+    assert kept["layers.0.weight"] == {"momentum_buffer"}
+    assert kept["embed.weight"] == kept["norm.weight"] == {"step", "exp_avg", "exp_avg_sq"}
+    assert not torch.equal(mine["layers.0.weight"], model()["layers.0.weight"])
+
+
+def test_each_matrix_of_a_stack_is_orthogonalised_by_itself() -> None:
+    """Oracle: the same matrices as parameters of their own."""
+    generator = torch.Generator().manual_seed(0)
+    stack = torch.randn(3, 8, 5, generator=generator)
+    grads = torch.randn(3, 8, 5, generator=generator)
+    together, apart = nn.Parameter(stack.clone()), [nn.Parameter(each.clone()) for each in stack]
+    for named in ([("layers.w", together)], [(f"layers.{i}", each) for i, each in enumerate(apart)]):
+        names = {name for name, _ in named}
+        optimizer = build_optimizer(MuonConfig(lr=0.1, ns_dtype=ProductDType.float32), named, names, names)
+        together.grad = grads
+        for param, grad in zip(apart, grads, strict=True):
+            param.grad = grad
+        optimizer.step()
+    assert torch.equal(together, torch.stack(list(apart)))
+
+
+LAYOUTS: dict[str, tuple[ParallelConfig, int, int]] = {
+    "ddp on 2": (DDPConfig(), 2, -1),
+    "fsdp2 on 2": (FSDP2Config(), 2, -1),
+    "toy_fsdp on 2": (ToyFSDPConfig(), 2, -1),
+    "toy_ddp on 2": (ToyDDPConfig(), 2, -1),
+    "ddp on 4": (DDPConfig(), 4, -1),
+    "fsdp2 on 4": (FSDP2Config(), 4, -1),
+    "hsdp2 on 4": (FSDP2Config(), 4, 2),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("llama", ProductDType.auto), ("qwen3_moe", ProductDType.auto), ("llama", ProductDType.bfloat16)],
+    ids=["llama", "qwen3_moe", "llama bfloat16"],
+)
+def test_muon_matches_a_single_process_bitwise_under_every_layout(family: str, dtype: ProductDType) -> None:
+    """Oracle: one process that runs the same micro-batches in turn; deterministic mode, on real gloo ranks.
+
+    Odd sizes, so that shards are uneven; the three experts of qwen3_moe are cut along another dim than the first on two
+    ranks, and matrix by matrix elsewhere.
+    """
+    options: dict[str, Any] = {
+        "model": tiny_model() if family == "llama" else TINY[family],
+        "optim": MuonConfig(lr=1e-2, adamw_lr=3e-3, ns_dtype=dtype),
+        "steps": 3,
+    }
+    for world_size in (2, 4):
+        rows = {
+            name: (parallel, size)
+            for name, (parallel, ranks, size) in LAYOUTS.items()
+            if ranks == world_size and not (name.startswith("hsdp2") and TORCH < (2, 8))
+        }
+        configs = [make_config(parallel, world_size, fsdp_size=size, **options) for parallel, size in rows.values()]
+        outcomes = dict(zip(rows, run_ranks(world_size, train_all, configs)[0], strict=True))
+        alone = make_config(SingleConfig(simulated_ranks=world_size), 1, **options)
+        reference: Outcome = run_ranks(1, train_all, [alone])[0][0]
+        assert {name: outcome for name, outcome in outcomes.items() if outcome != reference} == {}

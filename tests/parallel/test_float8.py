@@ -1,0 +1,257 @@
+"""Float8 products, emulated: strategies against one process, what travels, what is kept, and what is refused."""
+
+import copy
+import functools
+import importlib.util
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from fsdptoys.config.schema import Config
+from fsdptoys.errors import ConfigError
+from fsdptoys.launch.launch import plan_run
+from fsdptoys.memory import GradientCheckpointing, MemoryConfig
+from fsdptoys.models import LlamaConfig, Qwen3MoEConfig
+from fsdptoys.parallel import DDPConfig, FSDP2Config, ParallelConfig, SingleConfig, ToyZero3Config, host_copy
+from fsdptoys.parallel.float8 import Float8, check_float8, check_float8_here, convert_to_float8
+from fsdptoys.parallel.precision import DType
+from fsdptoys.train import build as prepare
+from fsdptoys.train.compile import compile_blocks
+from fsdptoys.train.trainer import Trainer
+from scripts.ranks import run_ranks
+from tests.parallel.runs import TINY, make_config
+
+pytest.importorskip("torchao")
+pytestmark = pytest.mark.usefixtures("unmeasured")
+
+MODEL = LlamaConfig(name="tiny", dim=32, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=48, vocab_size=67, max_seq_len=64)
+
+
+def config_of(parallel: ParallelConfig, world_size: int, kind: Float8 = Float8.tensorwise, **settings: Any) -> Config:
+    return make_config(parallel, world_size, **{"model": copy.copy(MODEL), "float8": kind, "steps": 3, **settings})
+
+
+def train(configs: list[Config]) -> list[tuple[list[tuple[float, float]], dict[str, bytes]]]:
+    """Losses, norms, and the bits of the trained parameters."""
+    results = []
+    for config in configs:
+        trainer = Trainer(config)
+        trainer.train()
+        history = [(step.loss, step.grad_norm) for step in trainer.history]
+        parameters = {name: param.numpy().tobytes() for name, param in trainer.strategy.full_parameters()}
+        results.append((history, parameters))
+    return results
+
+
+@pytest.mark.parametrize("kind", [Float8.tensorwise, Float8.rowwise], ids=lambda kind: kind.value)
+def test_ranks_train_as_one_process_does_in_every_bit(kind: Float8) -> None:
+    """Oracle: one process over the same micro-batches in the deterministic mode; scales are of the whole weight.
+
+    Losses differ from those without float8, which shows that the factors are rounded.
+    """
+    [expected, plain] = run_ranks(
+        1, train, [config_of(SingleConfig(simulated_ranks=2), 1, each) for each in (kind, Float8.none)]
+    )[0]
+    full = MemoryConfig(gradient_checkpointing=GradientCheckpointing.full)
+    ways = [config_of(DDPConfig(), 2, kind), config_of(FSDP2Config(), 2, kind, memory=full)]
+    ways += [config_of(ToyZero3Config(), 2, kind)]
+    if kind is Float8.tensorwise:
+        offload = MemoryConfig(optimizer_offload=True)
+        ways += [config_of(FSDP2Config(), 2, float8_all_gather=True, memory=memory) for memory in (full, offload)]
+    for found in run_ranks(2, train, ways)[0]:
+        assert found == expected
+    losses, without = ([loss for loss, _ in history] for history, _ in (expected, plain))
+    assert losses != without
+    assert losses == pytest.approx(without, rel=0.05)
+
+
+def gathered(configs: list[Config]) -> list[int]:
+    """Bytes that all-gathers of a step have given this rank, for each configuration."""
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    inner, found = getattr(dist, name), []
+    for config in configs:
+        sizes = []
+
+        def call(output: Tensor, *args: Any, sizes: list[int] = sizes, **options: Any) -> Any:
+            sizes.append(output.numel() * output.itemsize)
+            return inner(output, *args, **options)
+
+        with mock.patch.object(dist, name, call):
+            Trainer(config).train()
+        found.append(sum(sizes))
+    return found
+
+
+def test_float8_is_what_travels() -> None:
+    """Oracle: elements of the blocks' matrices, which two micro-batches gather for forward and backward."""
+    options = {"deterministic": False, "steps": 1}
+    configs = [
+        config_of(FSDP2Config(param_dtype=dtype), 2, float8_all_gather=all_gather, **options)
+        for dtype in (DType.float32, DType.bfloat16)
+        for all_gather in (False, True)
+    ]
+    wide, wide_float8, half, half_float8 = run_ranks(2, gathered, configs)[0]
+    with torch.device("meta"):
+        blocks = MODEL.build().layers
+    elements = 2 * 2 * sum(param.numel() for param in blocks.parameters() if param.ndim == 2)
+    assert (wide - wide_float8, half - half_float8) == (elements * (4 - 1), elements * (2 - 1))
+
+
+def go_on(configs: list[Config]) -> list[list[float]]:
+    """Losses of runs of which each goes on from where the one before has stopped."""
+    losses: list[list[float]] = []
+    facts: dict[str, Any] = {}
+    saved: dict[str, Tensor] = {}
+
+    def load(tensors: dict[str, Tensor]) -> None:
+        assert tensors.keys() == saved.keys()
+        for name, tensor in tensors.items():
+            tensor.copy_(saved[name])
+
+    for config in configs:
+        trainer = Trainer(config)
+        if facts:
+            trainer.go_on_from(facts, load)
+        trainer.train()
+        tensors = trainer.strategy.state_tensors(trainer.optimizer)
+        assert {type(getattr(tensor, "_local_tensor", tensor)) for tensor in tensors.values()} == {Tensor}
+        saved, facts = host_copy(tensors), trainer.facts()
+        losses.append([step.loss for step in trainer.history])
+    return losses
+
+
+def test_a_run_goes_on_with_and_without_float8_from_plain_checkpoints() -> None:
+    """Oracle: one process that does the same; what is saved is plain tensors, whatever is gathered."""
+    tensorwise, none = Float8.tensorwise, Float8.none
+    chain = [(tensorwise, True), (none, False), (tensorwise, True), (tensorwise, False)]
+    one, two = (
+        [
+            config_of(parallel, ranks, kind, float8_all_gather=all_gather and ranks == 2, steps=2 * number)
+            for number, (kind, all_gather) in enumerate(chain, start=1)
+        ]
+        for ranks, parallel in ((1, SingleConfig(simulated_ranks=2)), (2, FSDP2Config()))
+    )
+    assert run_ranks(2, go_on, two)[0] == run_ranks(1, go_on, one)[0]
+
+
+def test_weights_updated_in_the_backward_are_gathered_with_scales_of_their_own() -> None:
+    """Oracle: the ordinary update, through a checkpoint too, after which scales are known before the first gather."""
+    options: dict[str, Any] = {
+        "float8_all_gather": True,
+        "grad_accum": 1,
+        "max_grad_norm": None,
+        "skip_nonfinite": False,
+    }
+    ordinary, in_backward = (
+        [
+            config_of(FSDP2Config(), 2, memory=MemoryConfig(optimizer_in_backward=early), steps=steps, **options)
+            for steps in (2, 5)
+        ]
+        for early in (False, True)
+    )
+    assert run_ranks(2, go_on, in_backward)[0] == run_ranks(2, go_on, ordinary)[0]
+
+
+def train_on_graphs(configs: list[Config]) -> Any:
+    """``train`` without generating machine code, and graphs."""
+    compiling = functools.partial(compile_blocks, backend="aot_eager_decomp_partition")
+    with mock.patch.object(prepare, "compile_blocks", compiling):
+        before = counters["stats"]["unique_graphs"]  # of the process that this one is a fork of
+        return train(configs), counters["stats"]["unique_graphs"] - before
+
+
+def test_compiled_blocks_take_float8_too() -> None:
+    """Oracle: the same blocks in eager mode, losses to 1e-5; one graph, for all blocks alike, with what is gathered."""
+    options = {"deterministic": False, "steps": 2, "float8_all_gather": True}
+    configs = [config_of(FSDP2Config(), 2, compile=compiles, **options) for compiles in (False, True)]
+    ((expected, _), (found, _)), graphs = run_ranks(2, train_on_graphs, configs)[0]
+    assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in expected], rel=1e-5)
+    assert graphs == 1
+
+
+def test_only_the_blocks_linear_layers_that_16_divides_are_converted() -> None:
+    """Oracle: their names: no router, expert, head or embedding."""
+    with torch.device("meta"):
+        model = Qwen3MoEConfig(
+            dim=32,
+            n_layers=1,
+            n_heads=2,
+            n_kv_heads=1,
+            head_dim=16,
+            vocab_size=64,
+            n_experts=4,
+            top_k=2,
+            expert_ffn_dim=16,
+        ).build()
+        odd = TINY["qwen3"].build()
+    assert convert_to_float8(model, Float8.tensorwise, False, "cpu") == 4
+    converted = {name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"}
+    assert converted == {f"layers.0.attn.{name}_proj" for name in "qkvo"}
+    with pytest.raises(ConfigError, match=r"train\.float8=rowwise finds no linear layer .*; set train\.float8=none"):
+        convert_to_float8(odd, Float8.rowwise, False, "cpu")
+
+
+GOOD: dict[str, Any] = {
+    "float8": Float8.tensorwise,
+    "all_gather": False,
+    "strategy": "fsdp2",
+    "device_type": "cuda",
+    "computes_in": "bfloat16",
+    "tokens": 64,
+    "offloads": False,
+    "in_parts": False,
+}
+GATHERS = r"train\.float8_all_gather=true .*; set "
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "fsdp1": ({"strategy": "fsdp1"}, r"train\.float8=tensorwise is not .* parallel=fsdp1.*; set parallel=fsdp2"),
+    "npu": ({"device_type": "npu"}, r"train\.float8=tensorwise needs CUDA's .*; set train\.float8=none"),
+    "float32": ({"computes_in": "float32"}, r"train\.float8=tensorwise .*; set parallel\.param_dtype=bfloat16"),
+    "tokens": ({"tokens": 24}, r"train\.float8=tensorwise .* is 24, .*; set train\.seq_len to a multiple of 16"),
+    "gather none": ({"float8": Float8.none, "all_gather": True}, GATHERS + r"train\.float8=tensorwise"),
+    "gather rows": ({"float8": Float8.rowwise, "all_gather": True}, GATHERS + "parallel=fsdp2, train"),
+    "gather ddp": ({"strategy": "ddp", "all_gather": True}, GATHERS + "parallel=fsdp2, train"),
+    "gather offload": ({"offloads": True, "all_gather": True}, GATHERS + r".* memory\.cpu_offload=false"),
+    "gather parts": (
+        {"in_parts": True, "all_gather": True, "device_type": "cpu"},
+        GATHERS + r"parallel\.wrap=block$",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_done_is_refused_in_one_sentence(name: str) -> None:
+    """Oracle: key, value and fix; nothing is said where that one thing is otherwise."""
+    check_float8(**GOOD)
+    changes, sentence = REFUSED[name]
+    with pytest.raises(ConfigError, match=f"^{sentence}"):
+        check_float8(**{**GOOD, **changes})
+
+
+def test_shards_of_different_sizes_are_refused_where_they_are_cast() -> None:
+    """Oracle: 32 rows over 3 ranks; without float8 in the gather FSDP2 pads them."""
+    config_of(FSDP2Config(), 3)
+    with pytest.raises(ConfigError, match=r"3 ranks do not divide the 32 rows of layers\.0\.attn\.q_proj; set mesh"):
+        config_of(FSDP2Config(), 3, float8_all_gather=True)
+
+
+def test_devices_and_environments_without_float8_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the sentence, with what was found; a plan is not asked, whose devices are others."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    with pytest.raises(ConfigError, match=r"8\.9 or more, and this one has 8\.0; set train\.float8=none"):
+        check_float8_here(Float8.tensorwise, "cuda")
+    check_float8(**GOOD)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    check_float8_here(Float8.tensorwise, "cuda")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for device_type in ("cuda", "cpu"):
+        with pytest.raises(ConfigError, match="needs torchao, which is not installed; pip install"):
+            check_float8_here(Float8.tensorwise, device_type)
+        check_float8_here(Float8.none, device_type)
+    with pytest.raises(ConfigError, match="needs torchao, which is not installed; pip install"):
+        plan_run(["train.float8=tensorwise", "launch.device=cpu"], {})
+    check_float8(**GOOD)

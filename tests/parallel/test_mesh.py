@@ -1,0 +1,90 @@
+"""The layout of the ranks."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdptoys.device import Device
+from fsdptoys.errors import ConfigError
+from fsdptoys.parallel.mesh import MeshConfig, build_mesh, straddling
+from scripts.ranks import run_ranks
+
+
+def layout(sizes: list[int]) -> list[tuple[tuple[str, ...] | None, tuple[int, ...], list[int]]]:
+    meshes = [build_mesh(MeshConfig(size), 4, Device("cpu")) for size in sizes]
+    dist.barrier()  # a rank that ended would break connections that others are still making
+    return [(mesh.mesh_dim_names, tuple(mesh.shape), mesh.mesh.flatten().tolist()) for mesh in meshes]
+
+
+def test_a_mesh_has_a_second_axis_only_where_something_is_replicated() -> None:
+    """Oracle: shapes by hand; neighbours share a copy of the parameters."""
+    for got in run_ranks(4, layout, [-1, 4, 2, 1]):
+        assert got == [
+            (("shard",), (4,), [0, 1, 2, 3]),
+            (("shard",), (4,), [0, 1, 2, 3]),
+            (("replicate", "shard"), (2, 2), [0, 1, 2, 3]),
+            (("replicate", "shard"), (4, 1), [0, 1, 2, 3]),
+        ]
+
+
+@pytest.mark.parametrize(("size", "world_size", "fix"), [(6, 8, 4), (3, 4, 2), (16, 8, 8), (2, 1, 1)])
+def test_a_shard_axis_that_does_not_divide_the_world_names_one_that_does(size: int, world_size: int, fix: int) -> None:
+    """Oracle: the largest divisor that is not larger."""
+    with pytest.raises(ConfigError, match=f"mesh.fsdp_size={size} must divide .* set mesh.fsdp_size={fix} or"):
+        MeshConfig(size).shard_ranks(world_size)
+
+
+@pytest.mark.parametrize(("world_size", "node_ranks", "size"), [(16, 8, 8), (8, 8, 8), (4, 8, 4), (6, 1, 1)])
+def test_node_is_the_ranks_of_a_machine(world_size: int, node_ranks: int, size: int) -> None:
+    """Oracle: the table; a machine that is not full has all of them."""
+    config = MeshConfig("node")
+    config.resolve(world_size, node_ranks)
+    assert config.shard_ranks(world_size) == size
+
+
+def test_machines_with_unequal_ranks_have_no_node_size() -> None:
+    """Oracle: the sentence."""
+    with pytest.raises(
+        ConfigError, match=r"mesh.fsdp_size=node needs equally many .* 12 ranks are no multiple of the 8"
+    ):
+        MeshConfig("node").resolve(12, 8)
+
+
+@pytest.mark.parametrize(
+    ("shard_ranks", "world_size", "node_ranks", "told"),
+    [(4, 12, 6, True), (12, 24, 8, True), (3, 12, 6, False), (12, 24, 6, False), (12, 12, 8, False), (2, 6, 6, False),
+     (1, 12, 6, False)],
+)  # fmt: skip
+def test_a_shard_group_across_a_border_is_told(shard_ranks: int, world_size: int, node_ranks: int, told: bool) -> None:
+    """Oracle: groups laid out one by one; with as many machines as they could have met without the border."""
+    groups = [range(start, start + shard_ranks) for start in range(0, world_size, shard_ranks)]
+    machines = [len({rank // node_ranks for rank in group}) for group in groups]
+    assert told == (shard_ranks < world_size and max(machines) * min(node_ranks, shard_ranks) > shard_ranks)
+    assert (straddling(shard_ranks, world_size, node_ranks) is not None) == told
+
+
+def wait_along(axes: list[str]) -> list[str]:
+    """What ranks are told that wait along an axis of a mesh for one that does not come; the last rank comes nowhere."""
+    mesh = build_mesh(MeshConfig(2), 4, Device("cpu"), timedelta(seconds=1))
+    assert [mesh.get_group(axis).group_desc for axis in axes] == [f"mesh_{axis}" for axis in axes]
+    dist.barrier()
+    told = []
+    for axis in axes:
+        group = mesh.get_group(axis)
+        if dist.get_rank() != 3 and 3 in dist.get_process_group_ranks(group):
+            try:
+                dist.all_reduce(torch.ones(()), group=group)
+            except RuntimeError as error:
+                told.append(str(error))
+    dist.barrier()
+    return told
+
+
+def test_every_axis_has_the_timeout_of_the_run() -> None:
+    """Oracle: ranks that share an axis with the missing one are told after a second, where PyTorch's own groups would
+    have them wait for half an hour."""
+    got = run_ranks(4, wait_along, ["shard", "replicate"])
+    assert [len(told) for told in got] == [0, 1, 1, 0]
+    assert all("imed out" in sentence for told in got for sentence in told)

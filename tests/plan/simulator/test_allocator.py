@@ -1,0 +1,308 @@
+"""The allocator's rules one by one, its invariants over random requests, and a second, slow implementation."""
+
+import itertools
+import random
+
+import pytest
+
+from fsdptoys.config.plan_config import AllocatorKind
+from fsdptoys.plan.simulator.allocator import (
+    LARGE_SEGMENT_BYTES,
+    MIB,
+    SMALL_SEGMENT_BYTES,
+    Allocator,
+    Block,
+    ExpandableAllocator,
+    NativeAllocator,
+    OutOfMemory,
+    build_allocator,
+)
+
+KINDS = [NativeAllocator, ExpandableAllocator]
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("requested", "native", "expandable"),
+    [
+        (1, 2 * MIB, 2 * MIB),
+        (MIB, 2 * MIB, 2 * MIB),
+        (MIB + 1, 20 * MIB, 20 * MIB),
+        (10 * MIB - 512, 20 * MIB, 20 * MIB),
+        (10 * MIB, 10 * MIB, 20 * MIB),
+        (31 * MIB, 32 * MIB, 40 * MIB),
+    ],
+)
+def test_first_request_takes_the_documented_segment(requested: int, native: int, expandable: int) -> None:
+    """Oracle: the table of the guide to the allocator (zdevito.github.io), and pages of 2 and 20 MiB."""
+    assert _reserved(NativeAllocator(), [requested]) == native
+    assert _reserved(ExpandableAllocator(), [requested]) == expandable
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_requests_are_rounded_to_512_bytes(kind: type[Allocator]) -> None:
+    """Oracle: the rule, by hand: 1, 512 and 513 bytes are 512, 512 and 1024."""
+    allocator = kind()
+    for requested in (1, 512, 513):
+        allocator.allocate(requested, stream=0)
+    assert allocator.allocated_bytes == 512 + 512 + 1024
+
+
+def test_large_native_block_keeps_a_rest_of_up_to_1_mib() -> None:
+    """Oracle: the rule, by hand: of 20 MiB, 19 leave 1 MiB that is given along; 512 bytes fewer leave a block."""
+    whole, split = NativeAllocator(), NativeAllocator()
+    for allocator, requested in ((whole, 19 * MIB), (split, 19 * MIB - 512)):
+        allocator.free(allocator.allocate(20 * MIB, stream=0))
+        allocator.allocate(requested, stream=0)
+        assert allocator.reserved_bytes == 20 * MIB
+    assert whole.allocated_bytes == 20 * MIB
+    assert split.allocated_bytes == 19 * MIB - 512
+
+
+def test_best_fit_prefers_the_smallest_then_the_lowest() -> None:
+    """Oracle: by hand, over free segments of 32, 24 and 24 MiB."""
+    allocator = NativeAllocator()
+    blocks = [allocator.allocate(size * MIB, stream=0) for size in (32, 24, 24)]
+    for block in blocks:
+        allocator.free(block)
+    assert allocator.allocate(24 * MIB, stream=0).address == blocks[1].address
+    assert allocator.allocate(24 * MIB, stream=0).address == blocks[2].address
+    assert allocator.allocate(24 * MIB, stream=0).address == blocks[0].address
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_streams_and_sizes_share_nothing(kind: type[Allocator]) -> None:
+    """Oracle: the rule: free memory of one pool serves no request of another."""
+    allocator = kind()
+    for stream in (0, 1):
+        for requested in (MIB, 20 * MIB):
+            allocator.free(allocator.allocate(requested, stream))
+    assert allocator.reserved_by_stream == {0: 22 * MIB, 1: 22 * MIB}
+    assert allocator.reserved_bytes == 44 * MIB
+
+
+def test_native_segments_are_never_merged() -> None:
+    """Oracle: by hand: two free segments of 100 MiB serve no request for 200, which an expandable one does."""
+    requests = [100 * MIB, 100 * MIB]
+    native, expandable = NativeAllocator(), ExpandableAllocator()
+    for allocator in (native, expandable):
+        for block in [allocator.allocate(size, stream=0) for size in requests]:
+            allocator.free(block)
+        allocator.allocate(200 * MIB, stream=0)
+    assert native.reserved_bytes == 400 * MIB
+    assert expandable.reserved_bytes == 200 * MIB
+
+
+def test_expandable_end_grows_by_what_it_lacks() -> None:
+    """Oracle: by hand: 90 MiB stay, 30 are free at the end of 120, so 100 more need 70: four pages."""
+    allocator = ExpandableAllocator()
+    allocator.allocate(90 * MIB, stream=0)
+    allocator.free(allocator.allocate(30 * MIB, stream=0))
+    assert allocator.reserved_bytes == 120 * MIB
+    block = allocator.allocate(100 * MIB, stream=0)
+    assert allocator.reserved_bytes == 200 * MIB
+    assert block.previous is not None and block.previous.size == 90 * MIB
+
+
+def test_expandable_end_is_the_last_resort() -> None:
+    """Oracle: the rule: 10 MiB fit the 15 at the end tightest, but that could grow, so the hole of 40 is taken."""
+    allocator = ExpandableAllocator()
+    hole = allocator.allocate(40 * MIB, stream=0)
+    allocator.allocate(5 * MIB, stream=0)
+    assert allocator.reserved_bytes == 60 * MIB
+    allocator.free(hole)
+    assert allocator.allocate(10 * MIB, stream=0).address == hole.address
+
+
+def test_native_gives_back_whole_segments_before_it_fails() -> None:
+    """Oracle: by hand, under 100 MiB: a free segment of 60 makes room, half of one does not."""
+    allocator = NativeAllocator(memory_limit_bytes=100 * MIB)
+    allocator.free(allocator.allocate(60 * MIB, stream=0))
+    allocator.allocate(80 * MIB, stream=1)
+    assert (allocator.reserved_bytes, allocator.peak_reserved_bytes, allocator.releases) == (80 * MIB, 80 * MIB, 1)
+    with pytest.raises(OutOfMemory, match="83886080 are allocated and 83886080 reserved of 104857600") as caught:
+        allocator.allocate(40 * MIB, stream=0)
+    assert caught.value.requested_bytes == 40 * MIB
+
+
+def test_expandable_gives_back_pages_and_fills_the_hole() -> None:
+    """Oracle: by hand: 50 free MiB between 10 and 20 that stay hold two whole pages; 70 more fit nowhere but after."""
+    allocator = ExpandableAllocator(memory_limit_bytes=120 * MIB)
+    first, hole, last = (allocator.allocate(size * MIB, stream=0) for size in (10, 50, 20))
+    assert allocator.reserved_bytes == 80 * MIB
+    allocator.free(hole)
+    other = allocator.allocate(70 * MIB, stream=1)
+    assert allocator.reserved_by_stream == {0: 40 * MIB, 1: 80 * MIB}
+    allocator.free(other)
+    again = allocator.allocate(50 * MIB, stream=0)
+    assert again.address == hole.address  # the addresses of the hole, with the pages that it lost
+    assert allocator.reserved_by_stream == {0: 80 * MIB, 1: 0}
+    assert first.address < again.address < last.address
+
+
+def test_device_is_waited_for_before_memory_is_given_back() -> None:
+    """Oracle: PyTorch's order: deferred frees happen, then segments go back; without them nothing would fit."""
+    deferred: list[Block] = []
+
+    def wait() -> None:
+        while deferred:
+            allocator.free(deferred.pop())
+
+    allocator = NativeAllocator(memory_limit_bytes=100 * MIB, wait_for_device=wait)
+    deferred.append(allocator.allocate(60 * MIB, stream=0))
+    allocator.allocate(60 * MIB, stream=1)
+    assert allocator.reserved_by_stream == {0: 0, 1: 60 * MIB}
+
+
+@pytest.mark.parametrize("limit", [None, 3 * GIB])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(3))
+def test_invariants_hold_over_random_requests(kind: type[Allocator], seed: int, limit: int | None) -> None:
+    """Oracle: what must be so whatever the rules: no overlap, sums that fit, and nothing lost when all is freed."""
+    generator = random.Random(seed)
+    allocator = kind(limit)
+    live: list[Block] = []
+    for number in range(2000):
+        if live and generator.random() < (0.45 if len(live) < 150 else 0.8):
+            allocator.free(live.pop(generator.randrange(len(live))))
+        else:
+            try:
+                live.append(allocator.allocate(_some_size(generator), stream=generator.randrange(3)))
+            except OutOfMemory:
+                assert limit is not None
+        if number % 50 == 0:
+            _check(allocator, live)
+    for block in live:
+        allocator.free(block)
+    assert allocator.allocated_bytes == 0
+    _check(allocator, [])
+    for pool in allocator.pools():
+        assert all(block.previous is None or not block.previous.mapped for _, _, block in pool.free)
+        assert all(block.next is None or not block.next.mapped for _, _, block in pool.free)
+    peak = allocator.peak_reserved_bytes
+    allocator.release_cached()
+    assert allocator.reserved_bytes == 0
+    assert allocator.peak_reserved_bytes == peak
+    assert limit is None or peak <= limit
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_native_agrees_with_a_slow_model_of_the_rules(seed: int) -> None:
+    """Oracle: ``_SlowNative``, which keeps whole lists and searches them; addresses and totals must be the same."""
+    generator = random.Random(seed)
+    ours, slow = NativeAllocator(), _SlowNative()
+    live: list[tuple[Block, tuple[int, int]]] = []
+    numbers: dict[int, int] = {}
+    for _ in range(1500):
+        if live and generator.random() < 0.48:
+            block, place = live.pop(generator.randrange(len(live)))
+            ours.free(block)
+            slow.free(place)
+        else:
+            size, stream = _some_size(generator), generator.randrange(2)
+            block, place = ours.allocate(size, stream), slow.allocate(size, stream)
+            base = _first(block).address
+            assert numbers.setdefault(base, place[0]) == place[0]
+            assert block.address - base == place[1]
+            live.append((block, place))
+        assert ours.reserved_bytes == sum(slow.sizes)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_one_expandable_stream_needs_at_most_a_page_more_than_native(seed: int) -> None:
+    """Oracle: for a stream that only grows, one range of addresses has no gaps: at most a page a pool is unused."""
+    generator = random.Random(seed)
+    native, expandable = NativeAllocator(), ExpandableAllocator()
+    for _ in range(300):
+        size = _some_size(generator)
+        for allocator in (native, expandable):
+            allocator.allocate(size, stream=0)
+    pages = SMALL_SEGMENT_BYTES + LARGE_SEGMENT_BYTES
+    assert expandable.reserved_bytes < expandable.allocated_bytes + pages
+    assert expandable.reserved_bytes < native.reserved_bytes + pages
+
+
+@pytest.mark.parametrize("kind", AllocatorKind)
+def test_build_allocator_passes_the_limit_on(kind: AllocatorKind) -> None:
+    """Oracle: a request of the limit fits, one above it does not."""
+    build_allocator(kind, 40 * MIB).allocate(40 * MIB, stream=0)
+    with pytest.raises(OutOfMemory):
+        build_allocator(kind, 40 * MIB).allocate(40 * MIB + 1, stream=0)
+
+
+def _reserved(allocator: Allocator, requests: list[int]) -> int:
+    for requested in requests:
+        allocator.allocate(requested, stream=0)
+    return allocator.reserved_bytes
+
+
+def _some_size(generator: random.Random) -> int:
+    return int(2 ** generator.uniform(5, 28))
+
+
+def _first(block: Block) -> Block:
+    while block.previous is not None:
+        block = block.previous
+    return block
+
+
+def _check(allocator: Allocator, live: list[Block]) -> None:
+    assert sum(block.size for block in live) == allocator.allocated_bytes <= allocator.reserved_bytes
+    assert sum(allocator.reserved_by_stream.values()) == allocator.reserved_bytes
+    free = [block for pool in allocator.pools() for _, _, block in pool.free]
+    holes = [block for pool in allocator.pools() for _, block in pool.unmapped]
+    assert sum(block.size for block in live + free) == allocator.reserved_bytes
+    for pool in allocator.pools():
+        assert pool.free == sorted((block.size, block.address, block) for _, _, block in pool.free)
+    spans = sorted((block.address, block.address + block.size) for block in live + free + holes)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+    for block in live + free + holes:
+        if block.next is not None:
+            assert block.next.previous is block and block.next.address == block.address + block.size
+            assert block.in_use or block.next.in_use or block.mapped != block.next.mapped  # else they had been merged
+
+
+class _SlowNative:
+    """The same rules over plain lists: each segment is a list of [offset, size, in use] in order of address."""
+
+    def __init__(self) -> None:
+        self.segments: list[list[list[int]]] = []
+        self.keys: list[tuple[int, bool]] = []
+        self.sizes: list[int] = []
+
+    def allocate(self, requested: int, stream: int) -> tuple[int, int]:
+        size = max(512, (requested + 511) // 512 * 512)
+        small = size <= MIB
+        fits = [
+            (piece[1], number, place)
+            for number, segment in enumerate(self.segments)
+            if self.keys[number] == (stream, small)
+            for place, piece in enumerate(segment)
+            if not piece[2] and piece[1] >= size
+        ]
+        if fits:
+            _, number, place = min(fits)
+        else:
+            taken = 2 * MIB if small else 20 * MIB if size < 10 * MIB else (size + 2 * MIB - 1) // (2 * MIB) * 2 * MIB
+            self.segments.append([[0, taken, 0]])
+            self.keys.append((stream, small))
+            self.sizes.append(taken)
+            number, place = len(self.segments) - 1, 0
+        piece = self.segments[number][place]
+        rest = piece[1] - size
+        if rest >= 512 if small else rest > MIB:
+            self.segments[number].insert(place + 1, [piece[0] + size, rest, 0])
+            piece[1] = size
+        piece[2] = 1
+        return number, piece[0]
+
+    def free(self, where: tuple[int, int]) -> None:
+        number, offset = where
+        next(piece for piece in self.segments[number] if piece[0] == offset)[2] = 0
+        joined: list[list[int]] = []
+        for piece in self.segments[number]:
+            if joined and not joined[-1][2] and not piece[2]:
+                joined[-1][1] += piece[1]
+            else:
+                joined.append(piece)
+        self.segments[number] = joined

@@ -1,0 +1,321 @@
+"""The pages that show predictions, read word for word."""
+
+import dataclasses
+import io
+import json
+
+import pytest
+import rich.console
+
+from fsdptoys.config.compose import compose_config
+from fsdptoys.config.schema import Config
+from fsdptoys.device import GIB
+from fsdptoys.device.profile import AttentionKind, Hardware, Quantity
+from fsdptoys.metrics.prediction import (
+    Category,
+    MemoryPrediction,
+    Prediction,
+    TimePrediction,
+    Volume,
+)
+from fsdptoys.plan.search.advice import Advice
+from fsdptoys.plan.search.ranking import Candidate
+from fsdptoys.plan.search.search import Checked, SearchResult
+from fsdptoys.plan.text_report import advice_to_dict, print_command, print_prediction, print_search, search_to_dict
+
+WORDS = ("model=llama2_7b", "train.seq_len=2048", "parallel.param_dtype=bfloat16")
+
+HARDWARE = Hardware(
+    name="imagined",
+    title="Imagined 80 GB",
+    device_type="cuda",
+    attention=AttentionKind.flash,
+    matches=(),
+    peak_flops={},
+    **{
+        field.name: Quantity(8.0 if field.name == "devices_per_node" else 1.0, "imagined")
+        for field in dataclasses.fields(Hardware)
+        if field.type is Quantity
+    },
+)
+
+PREDICTION = Prediction(
+    method="traced, 4 and 6 layers",
+    hardware="imagined",
+    world_size=16,
+    tokens_per_step=16 * 2 * 2048,
+    model_flops_per_step=2e14,
+    peak_flops=1e15,
+    memory=MemoryPrediction(
+        end_bytes=10 * GIB,
+        peak_bytes=50 * GIB,
+        reserved_bytes=60 * GIB,
+        peak_phase="backward",
+        categories={Category.parameters: 10 * GIB, Category.activations: 40 * GIB, Category.buffers: 2**20},
+        streams={"compute": 58 * GIB, "all-gather": 2 * GIB},
+        host_bytes=3 * GIB,
+    ),
+    time=TimePrediction(
+        step_seconds=0.5,
+        compute_seconds=0.4,
+        exposed_communication_seconds=0.08,
+        exposed_transfer_seconds=0.0,
+        host_seconds=0.02,
+        kinds={"element-wise": 0.1, "matrix products": 0.3},
+        volumes=(
+            Volume("all_reduce", "replicate", 2, 33, GIB // 2, 0.011),
+            Volume("all_gather", "shard", 8, 65, 23 * GIB, 0.25),
+        ),
+    ),
+    doubts=("a doubt that has [brackets] and so many words that one line of eighty characters does not hold them all",),
+)
+
+ADVICE = (
+    Advice(("memory.gradient_checkpointing=none",), 75 * GIB, 150000.0, 15 * GIB, 0.144, True),
+    Advice(("train.batch_size=4",), 61.5 * GIB, 140000.0, 3 * GIB // 2, 0.068, True),
+)
+
+PAGE = """\
+llama2_7b, 6.74B parameters
+16 ranks on Imagined 80 GB; traced, 4 and 6 layers
+fsdp2: shards over 8 ranks, 2 replicas, bfloat16; full, chunk
+2 x 2,048 tokens a rank, 65,536 a step
+
+Memory of a rank
+end of step  10.00 GiB  allocated
+peak         50.00 GiB  allocated, in the backward phase
+reserved     60.00 GiB  fits in 80.00 GiB, 20.00 GiB left
+host          3.00 GiB  24.00 GiB of a machine
+
+At the peak
+activations  40.00 GiB  80.0%  ########################
+parameters   10.00 GiB  20.0%  ######
+buffers          1 MiB   0.0%
+
+Reserved by stream
+compute     58.00 GiB  96.7%  ########################
+all-gather   2.00 GiB   3.3%  #
+
+Communication in a step
+            axis       ranks  calls       sent     takes
+all_gather  shard          8     65  23.00 GiB  250.0 ms
+all_reduce  replicate      2     33   0.50 GiB   11.0 ms
+
+Time of a step
+step                       500.0 ms  100.0%
+computing                  400.0 ms   80.0%
+  matrix products          300.0 ms   60.0%
+  element-wise             100.0 ms   20.0%
+waiting for communication   80.0 ms   16.0%
+waiting for transfers           0 s    0.0%
+waiting for the host        20.0 ms    4.0%
+
+131,072 tokens/s, 8,192 a device; MFU 40.0%
+
+What to doubt
+- a doubt that has [brackets] and so many words that one line of eighty
+  characters does not hold them all
+
+What would be faster, by the closed form
+ reserved  tokens/s  change  type
+75.00 GiB   150,000  +14.4%  memory.gradient_checkpointing=none
+61.50 GiB   140,000   +6.8%  train.batch_size=4
+"""
+
+SEARCH_PAGE = """\
+llama2_7b, 6.74B parameters
+16 ranks on Imagined 80 GB, 80.00 GiB of memory each
+3 combinations fit, 1 does not, 2 cannot be; predicted by the closed form
+
+Fastest
+tokens/s    MFU   reserved      host  batch  strategy  switches
+ 131,072  40.0%  60.00 GiB  3.00 GiB      2  fsdp2/8   full, chunk
+  32,768  10.0%   6.00 GiB         -      2  fsdp1     full+offload, chunk,
+                                                       opt-offload, attn-mlp
+
+Least memory for the speed: nothing beats these
+tokens/s    MFU   reserved      host  batch  strategy  switches
+ 131,072  40.0%  60.00 GiB  3.00 GiB      2  fsdp2/8   full, chunk
+  65,536  20.0%  12.00 GiB         -      1  fsdp2/8   full, chunk
+  32,768  10.0%   6.00 GiB         -      2  fsdp1     full+offload, chunk,
+                                                       opt-offload, attn-mlp
+
+The best, predicted a second time
+- fsdp2/8, batch 2, full, chunk: 81.00 GiB reserved (does not fit), 131,072
+  tokens/s (traced, 4 and 6 layers)
+- fsdp1, batch 2, full+offload, chunk, opt-offload, attn-mlp: 6.00 GiB reserved
+  (still fits), 32,768 tokens/s (closed form)
+
+What to doubt
+- a doubt that has [brackets] and so many words that one line of eighty
+  characters does not hold them all
+
+To run the best
+on each machine, with the first one's name for HOST:
+bash run_fsdp.sh model=llama2_7b train.seq_len=2048 parallel.param_dtype=bfloat16 parallel=fsdp1 \
+parallel.wrap=block_attn_mlp train.batch_size=2 memory.gradient_checkpointing=full memory.chunk_loss=true \
+memory.activation_offload=true memory.optimizer_offload=true launch.nnodes=2 launch.rdzv_endpoint=HOST:29400
+"""
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    return compose_config([*WORDS, *HYBRID])
+
+
+HYBRID = (
+    "mesh.fsdp_size=8",
+    "train.batch_size=2",
+    "memory.gradient_checkpointing=full",
+    "memory.chunk_loss=true",
+)
+
+
+def printed(show: object, width: int = 80, encoding: str = "ascii", **options: bool) -> str:
+    """What a page looks like where it is piped, without the spaces at the ends of lines."""
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True)
+    assert callable(show)
+    show(rich.console.Console(file=file, width=width, legacy_windows=False, **options))  # type: ignore[arg-type]
+    file.seek(0)
+    return "\n".join(line.rstrip() for line in file.read().splitlines()) + "\n"
+
+
+def prediction_page(config: Config, prediction: Prediction = PREDICTION, gib: float = 80, **how: object) -> str:
+    advice = how.pop("advice", ADVICE)
+    return printed(
+        lambda console: print_prediction(config, prediction, HARDWARE, gib * GIB, advice, console),  # type: ignore[arg-type]
+        **how,  # type: ignore[arg-type]
+    )
+
+
+def test_page_of_a_prediction(config: Config) -> None:
+    """Oracle: the page, word for word, in ASCII; in UTF-8 only the bars differ."""
+    assert prediction_page(config) == PAGE
+    assert prediction_page(config, encoding="utf-8") == PAGE.replace("#", "█")
+    assert all(len(line) <= 80 for line in PAGE.splitlines())
+
+
+def test_what_does_not_fit_is_said_with_how_much_is_missing(config: Config) -> None:
+    """Oracle: the lines, word for word, for the three kinds of advice."""
+    assert "reserved     60.00 GiB  does not fit in 50.00 GiB, 10.00 GiB too much\n" in prediction_page(config, gib=50)
+    saves = dataclasses.replace(
+        ADVICE[1], reserved_bytes=40.0 * GIB, reserved_change_bytes=-20 * GIB, speed_change=-0.1
+    )
+    page = prediction_page(config, gib=50, advice=[saves])
+    assert (
+        "\nWhat would make it fit, by the closed form\n" in page
+        and "40.00 GiB   140,000  -10.0%  train.batch_size=4" in page
+    )
+    page = prediction_page(config, gib=30, advice=[dataclasses.replace(saves, fits=False)])
+    assert "\nWhat saves most; no two changes make it fit, so try fsdptoys plan search\n" in page
+    assert "What would" not in prediction_page(config, advice=[])
+
+
+def test_a_narrow_terminal_wraps_words_and_keeps_numbers(config: Config) -> None:
+    """Oracle: every number of the wide page is in the narrow one, whole; nothing is wider than the terminal."""
+    narrow = prediction_page(config, width=60)
+    assert all(len(line) <= 60 for line in narrow.splitlines())
+    assert set(PAGE.replace("#", "").split()) - set(narrow.split()) <= {"memory.gradient_checkpointing=none"}
+
+
+def test_a_single_rank_and_an_unknown_peak_are_told_as_such(config: Config) -> None:
+    """Oracle: the lines, word for word; no communication, no host memory, no bars where there is nothing."""
+    alone = dataclasses.replace(
+        PREDICTION,
+        world_size=1,
+        tokens_per_step=4096,
+        peak_flops=None,
+        memory=MemoryPrediction(5 * 2**20, GIB, GIB, "forward"),
+        time=TimePrediction(2.0, 2.0, 0.0, 0.0, 0.0),
+        doubts=(),
+    )
+    page = prediction_page(compose_config([*WORDS, "parallel=single"]), alone, advice=[])
+    assert "1 rank on Imagined 80 GB; traced, 4 and 6 layers\nsingle: whole parameters on each rank, bfloat16\n" in page
+    assert "end of step     5 MiB  allocated\n" in page
+    assert "\n2,048 tokens/s; MFU unknown: no peak for this dtype\n" in page
+    for absent in ("Communication", "\nhost ", "At the peak", "by stream", "doubt", "What would"):
+        assert absent not in page
+
+
+def search_result(config: Config) -> SearchResult:
+    closed = dataclasses.replace(PREDICTION, method="closed form")
+
+    def candidate(config: Config, more: tuple[str, ...], gib: float, tokens: int, place: int) -> Candidate:
+        host = closed.memory.host_bytes if place == 1 else 0
+        memory = dataclasses.replace(closed.memory, reserved_bytes=int(gib * GIB), host_bytes=host)
+        prediction = dataclasses.replace(
+            closed, memory=memory, tokens_per_step=tokens, model_flops_per_step=2e14 * tokens / 65536
+        )
+        return Candidate((*WORDS, *more), config, prediction, len(more), {"place": place}, place)
+
+    small = (
+        "parallel=fsdp1",
+        "parallel.wrap=block_attn_mlp",
+        "train.batch_size=2",
+        "memory.gradient_checkpointing=full",
+        "memory.chunk_loss=true",
+        "memory.activation_offload=true",
+        "memory.optimizer_offload=true",
+    )
+    first = candidate(config, HYBRID, 60, 65536, 1)
+    one = dataclasses.replace(config, train=dataclasses.replace(config.train, batch_size=1))
+    second = candidate(one, tuple(word for word in HYBRID if "batch" not in word), 12, 32768, 2)
+    third = candidate(compose_config([*WORDS, *small]), small, 6, 16384, 3)
+    over = candidate(config, HYBRID, 90, 70000, 0)
+    too_large = dataclasses.replace(
+        PREDICTION, memory=dataclasses.replace(PREDICTION.memory, reserved_bytes=81 * GIB), method=PREDICTION.method
+    )
+    checked = [Checked(first, too_large, False), Checked(third, third.prediction, True)]
+    refused = {"a sentence": 2}
+    return SearchResult(HARDWARE, 16, 80 * GIB, [first, second, third], [over], refused, checked)
+
+
+def test_page_of_a_search(config: Config) -> None:
+    """Oracle: the page, word for word; the line to run is one line, however long, and each combination stands in its
+    best batch alone."""
+    result = search_result(config)
+    assert printed(lambda console: print_search(result, 10, console)) == SEARCH_PAGE
+    one_row = printed(lambda console: print_search(result, 1, console))
+    assert one_row.split("Least memory")[0].count("GiB  ") == 2
+    nothing_fits = dataclasses.replace(result, checked=[dataclasses.replace(result.checked[0])])
+    page = printed(lambda console: print_search(nothing_fits, 1, console))
+    assert "- None of them fits by that: give less with plan.memory_gib and search again.\n" in page
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words", "more"),
+    [
+        (16, (), "launch.nnodes=2 launch.rdzv_endpoint=HOST:29400"),
+        (16, ("launch.nnodes=2", "launch.rdzv_endpoint=a:1"), ""),
+        (8, (), ""),
+        (4, (), "launch.nproc_per_node=4"),
+        (12, (), "launch.nnodes=2 launch.rdzv_endpoint=HOST:29400 launch.nproc_per_node=6"),
+        (1, (), "launch.nproc_per_node=1"),
+    ],
+)
+def test_the_line_to_run_starts_as_many_ranks_as_were_imagined(
+    config: Config, ranks: int, words: tuple[str, ...], more: str
+) -> None:
+    """Oracle: by hand, for machines of eight devices; what was typed is not typed twice."""
+    prediction = dataclasses.replace(PREDICTION, world_size=ranks)
+    candidate = Candidate((*WORDS, *words), config, prediction, 0)
+    line = printed(lambda console: print_command(candidate, HARDWARE, console)).splitlines()[-1]
+    assert line == " ".join(["bash run_fsdp.sh", *WORDS, *words, *more.split()])
+
+
+def test_pages_have_no_colours_where_they_are_piped_and_the_same_words_where_not(config: Config) -> None:
+    """Oracle: escape sequences are there or not; without them the words are the same."""
+    assert "\x1b" not in prediction_page(config)
+    coloured = prediction_page(config, force_terminal=True)
+    assert "\x1b[1mMemory of a rank\x1b[0m" in coloured
+
+
+def test_everything_is_there_as_json(config: Config) -> None:
+    """Oracle: what JSON reads back."""
+    read = json.loads(json.dumps(search_to_dict(search_result(config))))
+    assert (
+        read["best"]["words"][3] == "parallel=fsdp1" and read["fitting"] == 3 and read["refused"] == {"a sentence": 2}
+    )
+    assert [row["prediction"]["memory"]["reserved_bytes"] / GIB for row in read["frontier"]] == [6, 12, 60]
+    assert [check["fits"] for check in read["checked"]] == [False, True]
+    assert json.loads(json.dumps(advice_to_dict(ADVICE)))[1]["words"] == ["train.batch_size=4"]

@@ -1,0 +1,287 @@
+"""Traces of small models on a device that does not exist, held against formulas, and through the worker process."""
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.metrics.prediction import (
+    Category,
+)
+from fsdptoys.optim.vector_adamw import VECTOR_ELEMENTS
+from fsdptoys.plan.simulator.events import (
+    Alloc,
+    Collective,
+    Free,
+    HostWaitWorkers,
+    HostWork,
+    Kernel,
+    KernelKind,
+    Mark,
+    RecordEvent,
+    RecordStream,
+    Trace,
+    Transfer,
+    WaitEvent,
+)
+from fsdptoys.plan.trace.op_costs import fuses_rms_norm
+from fsdptoys.plan.trace.tracer import trace
+from tests.plan.traced import configured, hardware, live_bytes, traced
+
+BF16 = "parallel.param_dtype=bfloat16"
+DIM, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, TOKENS = 256, 3, 4, 2, 64, 512, 1024, 512
+SHAPE = {
+    "dim": DIM,
+    "n_layers": LAYERS,
+    "n_heads": HEADS,
+    "n_kv_heads": KV_HEADS,
+    "ffn_dim": FFN,
+    "vocab_size": VOCAB,
+}
+LLAMA = ("model=llama_debug", *(f"model.{key}={value}" for key, value in SHAPE.items()), f"train.seq_len={TOKENS}")
+BLOCK = 2 * DIM * DIM + 2 * DIM * KV_HEADS * HEAD_DIM + 3 * DIM * FFN + 2 * DIM
+PARAMETERS = LAYERS * BLOCK + 2 * VOCAB * DIM + DIM
+
+
+def of_step(trace: Trace, kind: type, step: int = 2) -> list[Any]:
+    """The events of a kind in a step."""
+    chosen, now = [], 0
+    for event in trace.events:
+        now = event.step if isinstance(event, Mark) else now
+        if isinstance(event, kind) and now == step:
+            chosen.append(event)
+    return chosen
+
+
+@pytest.mark.parametrize(
+    ("words", "shards", "bytes_each"),
+    [
+        (("parallel=fsdp2",), 8, {Category.parameters: 4, Category.optimizer_states: 8}),
+        (("parallel=fsdp2", "mesh.fsdp_size=2"), 2, {Category.parameters: 4, Category.optimizer_states: 8}),
+        (("parallel=fsdp1", "parallel.use_orig_params=false", "optim.weight_decay_on=all"), 8,
+         {Category.parameters: 4, Category.optimizer_states: 8}),
+        (("parallel=ddp", "optim=sgd"), 1,
+         {Category.parameters: 4, Category.gradients: 4, Category.optimizer_states: 4,
+          Category.gathered_parameters: 2}),
+        (("parallel=fsdp2", "memory.optimizer_offload=true", "memory.offload_schedule=serial"), 8,
+         {Category.parameters: 4}),
+        (("parallel=fsdp2", "memory.cpu_offload=true"), 8, {}),
+        (("parallel=fsdp1", "memory.cpu_offload=true"), 8, {}),
+    ],
+)  # fmt: skip
+def test_a_step_ends_with_the_bytes_that_sharding_leaves(
+    words: tuple[str, ...], shards: int, bytes_each: dict[Category, int]
+) -> None:
+    """Oracle: parameters divided by the ranks that share them, times the bytes of each thing that stays (ZeRO)."""
+    made = traced([*LLAMA, BF16, *words])
+    live = live_bytes(made, 2, "end")
+    for category in (Category.parameters, Category.gradients, Category.optimizer_states):
+        expected = PARAMETERS // shards * bytes_each.get(category, 0)
+        assert live[category] == pytest.approx(expected, abs=1024), category
+    assert live[Category.activations] == live[Category.logits] == 0
+    # The rest: the table of rotations, and the step's own few numbers.
+    assert sum(live.values()) - sum(PARAMETERS // shards * each for each in bytes_each.values()) < 16384
+    offloaded = 12 - sum(bytes_each.values()) if "offload" in " ".join(words) else 0
+    assert made.host_bytes == pytest.approx(PARAMETERS // shards * offloaded, rel=0.6, abs=20_000)
+
+
+@pytest.mark.parametrize(("strategy", "param_bytes"), [("fsdp1", 2), ("fsdp2", 2), ("fsdp2", 4)])
+def test_collectives_move_what_zero_3_moves(strategy: str, param_bytes: int) -> None:
+    """Oracle: blocks and embedding are gathered twice but for FSDP2's embedding, the head once; all reduced once."""
+    words = [BF16] if param_bytes == 2 else []
+    moved: Counter[tuple[str, str]] = Counter()
+    for event in of_step(traced([*LLAMA, f"parallel={strategy}", *words]), Collective):
+        moved[event.name, event.axis] += event.bytes
+        assert event.group_size == 8 and event.group_stride == 1
+    embedding = VOCAB * DIM
+    gathered = 2 * LAYERS * BLOCK + embedding + embedding + DIM
+    if strategy == "fsdp1":
+        gathered += DIM + embedding - DIM  # the norm, alone in the root, stays; the embedding is gathered again
+    assert moved["all_gather", "shard"] == pytest.approx(gathered * param_bytes, rel=0.001)
+    assert moved["reduce_scatter", "shard"] == pytest.approx(PARAMETERS * 4, rel=0.001)
+
+
+def test_replicas_all_reduce_each_shard() -> None:
+    """Oracle: with two shards on eight ranks, four replicas two ranks apart reduce half of the gradients."""
+    reduced = [e for e in of_step(traced([*LLAMA, "parallel=fsdp2", "mesh.fsdp_size=2"]), Collective)
+               if e.axis == "replicate"]  # fmt: skip
+    assert {(event.name, event.group_size, event.group_stride) for event in reduced} == {("all_reduce", 4, 2)}
+    assert sum(event.bytes for event in reduced) == pytest.approx(PARAMETERS / 2 * 4, rel=0.001)
+
+
+def test_products_of_the_chunked_loss_are_as_fast_as_their_factors() -> None:
+    """Oracle: bf16 factors, also where the gradient of the weight is added up in float32."""
+    made = traced([*LLAMA, "parallel=fsdp2", BF16, "memory.chunk_loss=true", "memory.chunk_tokens=32"])
+    products = [event for event in of_step(made, Kernel) if event.kind is KernelKind.matmul]
+    assert len(products) > 20 and {event.dtype for event in products} == {"bfloat16"}
+
+
+def test_ddp_reduces_beside_the_backward() -> None:
+    """Oracle: every gradient is all-reduced once, off the computing stream, which waits for it before the update."""
+    made = traced([*LLAMA, "parallel=ddp"])
+    reduced = [event for event in of_step(made, Collective) if event.stream != 0]
+    assert sum(event.bytes for event in reduced) == PARAMETERS * 4
+    assert {made.streams[event.stream] for event in reduced} == {"communication"}
+    # The model is one bucket of 25 MiB, and several of one MiB, of which the first leaves while the backward goes on.
+    small = traced([*LLAMA, "parallel=ddp", "parallel.bucket_cap_mb=1"])
+    buckets = [index for index, event in enumerate(small.events) if isinstance(event, Collective) and event.stream != 0]
+    in_step = [index for index in buckets if index > small.events.index(Mark(2, "backward"))]
+    rest = small.events[in_step[0] : small.events.index(Mark(2, "optimizer"))]
+    assert len(in_step) > 2 and any(isinstance(e, Kernel) and e.kind is KernelKind.matmul for e in rest)
+    last = max(index for index, event in enumerate(made.events) if event in reduced)
+    before_update = made.events[last : made.events.index(Mark(2, "optimizer"))]
+    done = {event.event for event in before_update if isinstance(event, RecordEvent) and event.stream != 0}
+    assert any(isinstance(event, WaitEvent) and event.stream == 0 and event.event in done for event in before_update)
+
+
+@pytest.mark.parametrize(
+    ("device_type", "words", "operator", "row_bytes"),
+    [
+        ("cuda", (BF16,), "aten::_scaled_dot_product_flash_attention", HEAD_DIM * 2 + 4),
+        ("npu", (BF16,), "planned::npu_fusion_attention", HEAD_DIM * 2 + 2 * 8 * 4),
+        ("cuda", ("model.n_kv_heads=4",), "aten::_scaled_dot_product_efficient_attention", HEAD_DIM * 4 + 4),
+    ],
+)
+def test_attention_keeps_its_result_and_its_statistics(
+    device_type: str, words: tuple[str, ...], operator: str, row_bytes: int
+) -> None:
+    """Oracle: a head's row of the result, and the float32 statistics that each library documents; 2·B·H·T²·K FLOPs."""
+    made = traced([*LLAMA, "parallel=fsdp2", *words], device_type=device_type)
+    at = next(i for i, e in enumerate(made.events) if isinstance(e, Kernel) and e.name == operator)
+    kernel = made.events[at]
+    assert isinstance(kernel, Kernel) and kernel.kind is KernelKind.attention
+    assert kernel.flops == 2 * HEADS * TOKENS**2 * HEAD_DIM
+    results: list[Alloc] = []
+    for event in reversed(made.events[:at]):
+        if not isinstance(event, Alloc):
+            break
+        results.append(event)
+    kept = [event for event in results if made.categories.get(event.block, event.category) is Category.activations]
+    assert sum(event.bytes for event in kept) == pytest.approx(HEADS * TOKENS * row_bytes, abs=64)
+
+
+@pytest.mark.parametrize(
+    ("device_type", "kernels", "calls"),
+    [
+        ("npu", (), {"npu_fusion_attention": 1, "rms_norm": 2, "rotary": 4, "npu_swiglu": 1}),
+        ("npu", ("torch",), {"npu_fusion_attention": 1}),
+        ("npu", ("torch", "attention=npu", "swiglu=compiled"), {"npu_fusion_attention": 1, "swiglu": 1}),
+        ("cuda", ("torch", "rotary=compiled", "swiglu=compiled"), {"rms_norm": 2, "rotary": 4, "swiglu": 1}),
+    ],
+)
+def test_the_kernels_that_are_chosen_are_traced(
+    device_type: str, kernels: tuple[str, ...], calls: dict[str, int]
+) -> None:
+    """Oracle: calls a layer by hand, forward and backward of queries and keys' rotations; PyTorch's are many others."""
+    if device_type == "cuda" and not fuses_rms_norm():
+        calls = {name: count for name, count in calls.items() if name != "rms_norm"}
+    plain = ("attention", "rms_norm", "rotary", "swiglu") if "torch" in kernels else ()
+    words = [f"kernels.{operation}=torch" for operation in plain]
+    chosen = {word.split("=")[0]: word for word in [*words, *(f"kernels.{each}" for each in kernels if "=" in each)]}
+    made = traced([*LLAMA, "parallel=fsdp2", BF16, *chosen.values()], device_type=device_type)
+    counts = Counter(event.name for event in of_step(made, Kernel))
+    found = {
+        name.removeprefix("planned::"): count
+        for name, count in counts.items()
+        if name.startswith("planned::") and not name.endswith("_backward")
+    }
+    expected = {name: count * LAYERS + (name == "rms_norm") for name, count in calls.items()}
+    assert found == expected
+
+
+def test_one_mask_serves_all_attention_of_an_npu() -> None:
+    """Oracle: 2048 x 2048 booleans once, beside the rotary frequencies; PyTorch's function makes one a layer."""
+    for words, masks in (((), 1), (("kernels.attention=torch",), 0)):
+        made = traced([*LLAMA, "parallel=fsdp2", BF16, *words], device_type="npu")
+        assert live_bytes(made, 2, "end")[Category.buffers] // 2048**2 == masks
+        kept = live_bytes(made, 2, "backward")[Category.activations]
+        assert (kept > LAYERS * 2048**2) == (masks == 0)
+
+
+def test_products_of_a_step_are_those_of_the_model() -> None:
+    """Oracle: 6 FLOPs a weight and token, attention over half the square with its forward's product once more."""
+    made = traced([*LLAMA, "parallel=fsdp2", BF16])
+    kernels = of_step(made, Kernel)
+    weights = PARAMETERS - VOCAB * DIM - (2 * LAYERS + 1) * DIM
+    assert sum(e.flops for e in kernels if e.kind is KernelKind.matmul) == 6 * weights * TOKENS
+    attention = 12 * HEADS * HEAD_DIM * TOKENS / 2 * TOKENS * LAYERS
+    assert sum(e.flops for e in kernels if e.kind is KernelKind.attention) == attention * 3.5 / 3
+    assert made.model_flops_per_step == 6 * weights * TOKENS + attention
+    assert made.tokens_per_step == TOKENS
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("model=qwen3_moe_debug", BF16),
+        ("model=qwen3_moe_debug", "parallel=fsdp1", "model.router_aux_loss_coef=0.1"),
+        ("model=llama4_debug", BF16, "memory.gradient_checkpointing=selective"),
+        ("model=gpt2_debug", BF16, "memory.chunk_loss=true"),
+        ("model=qwen3_debug", "parallel=fsdp1", "memory.cpu_offload=true", BF16, "train.grad_accum=2"),
+        ("model=llama_debug", "memory.cpu_offload=true", "memory.cpu_offload_executor=overlapped", BF16),
+        ("model=llama_debug", "memory.optimizer_offload=true", "memory.offload_state_dtype=bfloat16"),
+        ("model=llama_debug", "train.deterministic=true", "optim=sgd", "train.max_grad_norm=null"),
+        ("model=llama_debug", "parallel=ddp", BF16, "parallel.reduce_dtype=bfloat16"),
+    ],
+)
+def test_every_family_and_switch_reaches_its_end_and_repeats_its_steps(words: tuple[str, ...]) -> None:
+    """Oracle: the trace itself: blocks are freed once, and as much is left after the second step as after the first."""
+    strategy = () if any(word.startswith("parallel=") for word in words) else ("parallel=fsdp2",)
+    made = traced([*words, *strategy])
+    assert made.events[-1] == Mark(2, "end") and made.steps == 2
+    begun = {event.block for event in made.events if isinstance(event, Alloc)}
+    ended = [event.block for event in made.events if isinstance(event, Free)]
+    assert len(begun) == sum(isinstance(event, Alloc) for event in made.events)
+    assert len(ended) == len(set(ended)) and set(ended) <= begun
+    after = [sum(live_bytes(made, step, "end").values()) for step in (1, 2)]
+    assert after[0] == after[1]
+    assert 0 in made.streams and {e.stream for e in made.events if isinstance(e, Alloc)} <= set(made.streams)
+
+
+def test_experts_multiply_the_rows_that_tokens_are_sent_to() -> None:
+    """Oracle: three matrices an expert, K experts a token: 6 FLOPs a weight met, one product of which is made again."""
+    made = traced(["model=qwen3_moe_debug", "parallel=fsdp2", BF16])
+    config = configured(["model=qwen3_moe_debug"], 8, "cuda")
+    model: Any = config.model
+    rows = config.train.seq_len * config.train.batch_size * model.top_k
+    flops = 6 * rows * 3 * model.dim * model.expert_ffn_dim * model.n_layers
+    assert sum(e.flops for e in of_step(made, Kernel) if e.name == "aten::_grouped_mm") == flops
+
+
+def test_streamed_states_travel_both_ways_without_the_host_waiting() -> None:
+    """Oracle: AdamW's two float32 states of this rank's shard go up and down once a step, over pinned memory."""
+    made = traced([*LLAMA, "parallel=fsdp2", "memory.optimizer_offload=true", "memory.offload_schedule=pipelined"])
+    streams = {purpose: number for number, purpose in made.streams.items()}
+    for purpose, to_device in (("load", True), ("store", False)):
+        copies = [event for event in of_step(made, Transfer) if event.stream == streams[purpose]]
+        assert sum(event.bytes for event in copies) == pytest.approx(PARAMETERS // 8 * 8, rel=0.01)
+        assert all(event.to_device is to_device and not event.blocking for event in copies)
+    held = {event.block for event in made.events if isinstance(event, RecordStream)}
+    assert {made.categories[block] for block in held} == {Category.optimizer_states}
+
+
+def test_worker_threads_update_every_offloaded_parameter_and_are_waited_for() -> None:
+    """Oracle: fused AdamW updates this rank's parameters in a step, and pads the shards of norms to whole vectors."""
+    made = traced([*LLAMA, "parallel=fsdp2", "memory.cpu_offload=true", "memory.cpu_offload_executor=overlapped", BF16])
+    updates = [event for event in of_step(made, HostWork) if event.elements]
+    padding = (2 * LAYERS + 1) * (VECTOR_ELEMENTS - DIM // 8)
+    assert sum(event.elements for event in updates) == PARAMETERS // 8 + padding
+    assert all(event.worker for event in updates)
+    works = sum(event.worker for event in made.events if isinstance(event, HostWork))
+    waits = [event.works for event in made.events if isinstance(event, HostWaitWorkers)]
+    assert waits == sorted(waits) and 0 < waits[-1] <= works
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_a_worker_process_traces_each_depth_and_tells_mistakes() -> None:
+    """Oracle: the number of parameters at each depth; a model that FSDP cannot be asked for fails with its sentence."""
+    config = configured([*LLAMA, "parallel=fsdp2", "mesh.fsdp_size=8"], 98304, "cuda")
+    shallow, deep = trace(config, hardware("cuda"), 98304, [1, 2])
+    assert (shallow.n_layers, deep.n_layers) == (1, 2)
+    parameters = [live_bytes(made, 2, "end")[Category.parameters] for made in (shallow, deep)]
+    assert parameters[1] - parameters[0] == BLOCK // 8 * 4
+    bad = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, fsdp_size=7))
+    with pytest.raises(ConfigError, match=r"mesh\.fsdp_size=7 must divide the world size 98304"):
+        trace(bad, hardware("cuda"), 98304, [1])

@@ -1,0 +1,191 @@
+"""The benchmark against others: what it measures, the same work, and targets that can be missed."""
+
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fsdptoys.config.compose import compose_config
+from fsdptoys.models import LlamaConfig
+from fsdptoys.train.trainer import Trainer
+from scripts.bench_peers import (
+    ACCELERATE,
+    FABRIC,
+    PEERS,
+    PLAIN,
+    Bench,
+    contestants,
+    judge,
+    pairs,
+    render,
+    write_batches,
+    write_inputs,
+)
+from scripts.peers.measure import Measured, Run, take_turns
+from scripts.peers.work import Work
+from scripts.ranks import run_ranks
+
+OURS_DDP, OURS_FSDP2 = "FSDPToys ddp, chunked loss", "FSDPToys fsdp2, chunked loss"
+MIB = 2**20
+
+
+def run_of(startup: float, step: float, peak_mib: float, loss: float = 2.0) -> Measured:
+    """A run of three steps as it would have been measured."""
+    seconds = [startup, step, step]
+    return Measured(seconds, [loss] * 3, [2 * each for each in seconds], int(peak_mib * MIB))
+
+
+def results_of(**changes: Measured) -> dict[str, list[Measured]]:
+    """Two rounds that meet every target, but for what is changed."""
+    runs = {
+        ACCELERATE: run_of(10.0, 2.3, 900),
+        FABRIC: run_of(11.0, 2.4, 900),
+        PLAIN: run_of(9.0, 2.0, 800),
+        OURS_DDP: run_of(9.0, 2.0, 900),
+        OURS_FSDP2: run_of(8.0, 2.0, 800),
+    }
+    names = {"accelerate": ACCELERATE, "plain": PLAIN, "ddp": OURS_DDP, "fsdp2": OURS_FSDP2}
+    runs |= {names[name]: run for name, run in changes.items()}
+    return {name: [run, run] for name, run in runs.items()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "missed"),
+    [
+        ({}, []),
+        ({"ddp": run_of(9.0, 2.1, 900)}, ["has 1.10 of the tokens/s of (a)", "has 1.14 of the tokens/s of (b)"]),
+        ({"fsdp2": run_of(8.0, 2.1, 800)}, ["has 0.95 of the tokens/s of (c)"]),
+        ({"fsdp2": run_of(8.0, 2.0, 840)}, ["takes 1.05 of the memory of (c)"]),
+        ({"ddp": run_of(9.5, 2.0, 900)}, ["is through its first step after 9.5 s, the fastest peer 9.0 s"]),
+        ({"accelerate": run_of(10.0, 2.3, 900, loss=2.01)}, ["not the same work"] * 4),
+        ({"plain": Measured(failure="status 1 after 0 of 3 steps")}, ["failed: status 1"] * 2),
+    ],
+)
+def test_targets_are_met_or_missed_by_speed_memory_start_and_the_first_loss(
+    changes: dict[str, Measured], missed: list[str]
+) -> None:
+    """Oracle: verdicts by hand."""
+    told = judge(results_of(**changes), pairs(gpu=False), warmup=1, peers=[ACCELERATE, FABRIC, PLAIN])
+    found = [line for line in told if line.startswith("missed")]
+    assert len(found) == len(missed)
+    assert all(words in line for words, line in zip(missed, found, strict=True))
+
+
+def test_tables_hold_speeds_and_ratios_within_a_round(tmp_path: Path) -> None:
+    """Oracle: 2 ranks × 2 × 8 tokens in 2 seconds are 16 a second; CPU seconds are twice the wall's in ``run_of``."""
+    work = Work(str(tmp_path), "", 2, 2, 8, 3, "float32", "cpu")
+    page = render(results_of(), work, warmup=1, gpu=False)
+    rows = [line for line in page.splitlines() if line.startswith(f"| {OURS_DDP}")]
+    assert rows[0] == f"| {OURS_DDP} | 16 | 1.15 | 1.20 |  | 4.00 | 900 | 9.0 |"
+    assert rows[1] == f"| {OURS_DDP} | 2.00000 | 2.00000 | 2.00000 |"
+
+
+def test_a_run_is_measured_from_outside(tmp_path: Path) -> None:
+    """Oracle: what the process below the launcher did: 64 MiB held for a moment, two lines, a word to keep."""
+    child = "import time\nx = bytearray(64 * 2**20); time.sleep(.4)\nprint('note a word', flush=True)\ndel x\n"
+    # Sleeps while it is stopped, too, so that on a busy machine a part of this second is before the next step.
+    child += "print('step 1/2  loss 2.5', flush=True); time.sleep(1); print('step 2/2  loss 2.25', flush=True)"
+    launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], check=True)"
+    run = Run([sys.executable, "-c", launcher], os.environ, tmp_path, steps=2, limit_seconds=60)
+    take_turns([run])
+    found = run.result
+    assert found.failure is None
+    assert (found.losses, found.note) == ([2.5, 2.25], "a word")
+    assert found.startup_seconds >= 0.4
+    assert found.step_seconds(warmup=1) >= 0.25
+    assert 64 * MIB <= found.peak_bytes < 160 * MIB
+
+
+def test_runs_take_turns_step_by_step(tmp_path: Path) -> None:
+    """Oracle: what each wrote when it began a step; without the turns, those who only wait would write it together."""
+
+    def run_of(name: str) -> Run:
+        code = f"""if True:
+            import time
+            for step in range(1, 4):
+                open("order", "a").write("{name}")
+                print(f"step {{step}}/3  loss 1.0", flush=True)
+                time.sleep(0.3)
+        """
+        return Run([sys.executable, "-c", code], os.environ, tmp_path, steps=3, limit_seconds=60)
+
+    runs = [run_of("a"), run_of("b")]
+    take_turns(runs)
+    assert [run.result.failure for run in runs] == [None, None]
+    assert (tmp_path / "order").read_text() == "ababab"
+
+
+def test_a_run_that_fails_says_what_it_printed_and_one_that_hangs_is_killed(tmp_path: Path) -> None:
+    """Oracle: the process's own words and status."""
+    run = Run([sys.executable, "-c", "print('no such folder'); raise SystemExit(3)"], os.environ, tmp_path, 2, 60)
+    take_turns([run])
+    assert run.result.failure == "status 3 after 0 of 2 steps\nno such folder\n"
+    run = Run([sys.executable, "-c", "import time; time.sleep(600)"], os.environ, tmp_path, 2, 0.2)
+    take_turns([run])
+    assert run.result.failure == "status -9 after 0 of 2 steps\nkilled after 0.2 s"
+
+
+MODEL = LlamaConfig(
+    name="peers", dim=32, n_layers=2, n_heads=2, n_kv_heads=2, ffn_dim=88, vocab_size=64, max_seq_len=64
+)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """A benchmark of a tiny model, with its files."""
+    folder = tmp_path_factory.mktemp("peers")
+    write_inputs(folder, MODEL)
+    work = Work(str(folder / "weights"), str(folder / "batches.bin"), 2, 2, 16, 3, "float32", "cpu")
+    write_batches(folder, work, MODEL.vocab_size)
+    return Bench(work, MODEL, folder, Path("bin"), warmup=1)
+
+
+def test_peers_are_given_the_batches_that_our_ranks_take(bench: Bench) -> None:
+    """Oracle: labels follow their tokens, and no two ranks or steps have the same."""
+    batches = [tensors for rank in range(2) for tensors in bench.work.batches_of(rank)]
+    assert len(batches) == 6
+    assert all(torch.equal(tokens[:, 1:], labels[:, :-1]) for tokens, labels in batches)
+    assert len({tokens.numpy().tobytes() for tokens, _ in batches}) == 6
+
+
+def train_ours(words: list[str]) -> list[float]:
+    """Losses of the run that a command line asks for."""
+    config = compose_config(words)
+    config.validate(2, "cpu")
+    trainer = Trainer(config)
+    trainer.train()
+    return [step.loss for step in trainer.history]
+
+
+def train_plain(work: Work) -> list[float]:
+    """Losses of the plain script."""
+    sys.path.insert(0, str(PEERS))
+    import plain_fully_shard
+
+    return plain_fully_shard.train(work)
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.oracle
+def test_ours_and_the_plain_script_do_the_same_work(bench: Bench) -> None:
+    """Oracle: transformers' Llama under ``fully_shard``, three steps with clipping and AdamW, on two ranks."""
+    (ours,) = (each for each in contestants(gpu=False) if each.name == OURS_FSDP2)
+    words = [*bench.words(), *ours.words, "metrics.console=none"]
+    losses = run_ranks(2, train_ours, words)[0]
+    expected = run_ranks(2, train_plain, bench.work)[0]
+    assert losses[0] != losses[2]
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+def test_on_a_gpu_all_are_fully_sharded_on_one_rank(bench: Bench) -> None:
+    """Oracle: the words of the commands."""
+    gpu = Bench(Work(**vars(bench.work) | {"device": "cuda", "ranks": 1}), MODEL, bench.folder, Path("bin"), 1)
+    commands = {each.name: " ".join(gpu.command(each, Path("run"))) for each in contestants(gpu=True)}
+    assert list(commands) == [ACCELERATE, FABRIC, PLAIN, "FSDPToys fsdp2", OURS_FSDP2]
+    assert "--use_fsdp --fsdp_version=2" in commands[ACCELERATE]
+    assert "--accelerator=cuda" in commands[FABRIC]
+    assert "--nproc-per-node=1" in commands[PLAIN]
+    assert "launch.device=cuda" in commands[OURS_FSDP2]

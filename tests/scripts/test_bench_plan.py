@@ -1,0 +1,35 @@
+"""The benchmark that holds the planner against a device: its bars can be missed."""
+
+import dataclasses
+
+from fsdptoys.device import GIB
+from fsdptoys.device.profile import load_hardware
+from fsdptoys.metrics.prediction import MemoryPrediction, Prediction, TimePrediction
+from fsdptoys.plan.simulator.costs import collective_seconds
+from scripts.bench_memory import Result
+from scripts.bench_plan import Compared, judge, without_communication
+
+MEASURED = Result(seconds=2.0, end_gib=9.72, peak_gib=15.0, reserved_gib=18.0)
+
+
+def prediction(seconds: float, end: float, peak: float, reserved: float) -> Prediction:
+    """Of one row."""
+    memory = MemoryPrediction(round(end * GIB), round(peak * GIB), round(reserved * GIB), "backward")
+    time = TimePrediction(seconds, seconds, 0.0, 0.0, 0.0)
+    return Prediction("traced", "h100", 8, 1, 1.0, None, memory, time)
+
+
+def test_rows_meet_or_miss_each_bar() -> None:
+    """Oracle: the bars of the page, worked by hand: 0.01 GiB, 2%, 5%, 20% and 8%."""
+    near = Compared(MEASURED, prediction(2.39, 9.725, 15.29, 18.8), prediction(2.15, 9.725, 15.29, 18.8), True)
+    assert [verdict.split(":")[0] for verdict in judge({("fsdp2", "gc"): near})] == ["met"] * 5
+    far = Compared(MEASURED, prediction(2.41, 9.74, 15.31, 19.0), prediction(2.17, 9.74, 15.31, 19.0), True)
+    assert [verdict.split(":")[0] for verdict in judge({("fsdp2", "gc"): far})] == ["missed"] * 5
+    offload = dataclasses.replace(far, on_device=False)
+    assert len(judge({("fsdp2", "gc chunk oo"): offload})) == 3
+
+
+def test_collectives_that_do_nothing_take_no_time() -> None:
+    """Oracle: a gigabyte over 8 and 64 ranks, against a nanosecond."""
+    hardware = without_communication(load_hardware("h100"))
+    assert all(collective_seconds(hardware, "all_reduce", 2**30, size, 1) < 1e-9 for size in (8, 64))

@@ -1,0 +1,76 @@
+"""Real runs that are killed and stopped: what the chaos script does, and the signals that it does not send."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from fsdptoys.config.compose import compose_config
+from fsdptoys.config.schema import Config
+from fsdptoys.train.run import Run
+from fsdptoys.train.trainer import Trainer
+from scripts.chaos import Attempt, Campaign, count_wrong, read_resumes, words_of
+from scripts.ranks import run_ranks
+
+STEPS = 32
+CAMPAIGN = Campaign(2, ("parallel=fsdp2", "checkpoint.async_save=true"), restarts=True)
+
+
+def wait_for_step(attempt: Attempt, step: int) -> None:
+    deadline = time.monotonic() + 120
+    while attempt.last_step() < step and not attempt.ended:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert not attempt.ended
+
+
+def run_here(config: Config) -> None:
+    Run(Trainer(config)).run()
+
+
+@pytest.mark.launcher
+@pytest.mark.usefixtures("unmeasured", "warm")
+def test_signals_end_a_run_with_a_checkpoint_from_which_it_goes_on_to_the_same_end(tmp_path: Path) -> None:
+    """Oracle: the undisturbed run, in every bit of steps and final weights; status 0 at each stop."""
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    config = compose_config(words_of(CAMPAIGN, whole, STEPS))
+    config.validate(CAMPAIGN.ranks, "cpu")
+    run_ranks(CAMPAIGN.ranks, run_here, config)
+    for number, of_launcher, step in ((signal.SIGTERM, False, 4), (signal.SIGUSR1, True, 8)):
+        attempt = Attempt(CAMPAIGN, stopped, STEPS, tmp_path / "log", resume=True)
+        wait_for_step(attempt, step)
+        os.kill(attempt.process.pid if of_launcher else attempt.rank_pids()[1], number)
+        assert attempt.wait() == 0, (tmp_path / "log").read_text()
+        assert attempt.whole() == attempt.last_step() < STEPS
+        assert f"{number.name} received" in (stopped / "summary.md").read_text()
+    assert Attempt(CAMPAIGN, stopped, STEPS, tmp_path / "log", resume=True).wait() == 0
+    assert len(read_resumes(stopped)) == 2
+    assert count_wrong(whole, stopped, STEPS) == 0
+
+
+def test_the_comparison_notices_a_bit_a_step_and_a_weight(tmp_path: Path) -> None:
+    """Oracle: runs that differ in one of them."""
+    lines = [
+        f'{{"step": {step}, "loss": {5 - step / 7}, "grad_norm": 1.0, "learning_rate": 0.1, "valid_tokens": 4, '
+        '"skipped": false}\n'
+        for step in range(1, 7)
+    ]
+
+    def run(name: str, lines: list[str], resumes: str = "", weights: bytes = b"same") -> Path:
+        folder = tmp_path / name
+        (folder / "weights").mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text("".join(lines))
+        (folder / "resumes.jsonl").write_text(resumes)
+        (folder / "weights" / "weights.safetensors").write_bytes(weights)
+        return folder
+
+    whole = run("whole", lines)
+    resumed = '{"step": 2}\n{"step": 4}\n'
+    assert count_wrong(whole, run("same", lines, resumed), 6) == 0
+    bit = [*lines[:3], lines[3].replace("4.42", "4.43"), *lines[4:]]
+    assert bit != lines and count_wrong(whole, run("bit", bit, resumed), 6) == 1
+    assert count_wrong(whole, run("missing", lines[:5], resumed), 6) == 1
+    assert count_wrong(whole, run("twice", [lines[0], *lines], resumed), 6) == 1
+    assert count_wrong(whole, run("weights", lines, resumed, b"other"), 6) == 1

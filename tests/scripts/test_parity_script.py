@@ -1,0 +1,130 @@
+"""The parity script keeps its word, and can fail."""
+
+import argparse
+import io
+import math
+
+import pytest
+from rich.console import Console
+
+from fsdptoys.config.compose import SCHEMAS, compose_config
+from fsdptoys.errors import ConfigError
+from fsdptoys.models import FAMILIES
+from scripts import parity
+
+
+def arguments(*words: str) -> argparse.Namespace:
+    return parity.parse_arguments(["--world-sizes", "2", "--steps", "2", "--seq-len", "16", *words])
+
+
+MODES = EXACT, USUAL, ROUNDED = tuple(parity.MODES)
+NATIVES = ["ddp", "fsdp1", "fsdp2"]
+TOYS = [name for name in parity.STRATEGIES if name.startswith("toy-")]
+
+
+@pytest.mark.parametrize(
+    ("model", "strategies"), [("llama_debug", NATIVES), ("qwen3_moe_debug", NATIVES), ("gpt2_debug", ["ddp", *TOYS])]
+)
+@pytest.mark.parametrize("mode", parity.MODES)
+def test_script_prints_a_row_for_each_strategy_and_finds_no_breach(
+    mode: str, model: str, strategies: list[str]
+) -> None:
+    """Oracle: the promise, in two steps on two ranks."""
+    console = Console(file=io.StringIO(), width=140)
+    args = arguments("--strategies", *strategies)
+    assert parity.compare(args, model, mode, "float32", console) == []
+    table = console.file.getvalue()  # type: ignore[attr-defined]
+    assert [line.split("│")[2].strip() for line in table.splitlines() if line.startswith("│")] == [
+        *("single", *strategies),
+    ]
+
+
+def test_every_toy_has_a_row_and_a_native_to_be_held_against() -> None:
+    """Oracle: the strategies that the command line knows."""
+    toys = {name.replace("_", "-") for name in SCHEMAS["parallel"] if name.startswith("toy_")}
+    assert toys == set(TOYS) == {*parity.NATIVE, *parity.REDUCES_OFTENER}
+
+
+def test_a_small_model_of_every_family_is_compared() -> None:
+    """Oracle: the families, and the presets there are."""
+    models = parity.parse_arguments([]).models
+    assert [compose_config([f"model={model}"]).model.family for model in models] == list(FAMILIES)
+
+
+def outcome(loss: float, parameters: str = "same") -> parity.Outcome:
+    return parity.Outcome([1.0, loss], [1.0, 1.0], {"weight": parameters})
+
+
+@pytest.mark.parametrize(
+    ("mode", "outcomes", "breaches"),
+    [
+        (EXACT, {"fsdp1": outcome(1.0), "fsdp2": outcome(1.0)}, 0),
+        (EXACT, {"fsdp1": outcome(1.0, "other"), "fsdp2": outcome(1.0)}, 1),
+        (EXACT, {"fsdp1": outcome(1.0), "fsdp2": outcome(1.0 + 1e-9)}, 1),
+        (ROUNDED, {"fsdp1": outcome(1.0 + 1e-7), "fsdp2": outcome(1.0)}, 0),
+        (ROUNDED, {"fsdp1": outcome(1.0 + 1e-5), "fsdp2": outcome(1.0)}, 1),
+        (ROUNDED, {"toy-zero1": outcome(1.0 + 1e-7), "ddp": outcome(1.0)}, 0),
+        (ROUNDED, {"toy-ddp": outcome(1.0 + 1e-7), "ddp": outcome(1.0)}, 1),
+        (USUAL, {"fsdp1": outcome(1.0 + 1e-7), "fsdp2": outcome(1.0 + 1e-7)}, 0),
+        (USUAL, {"fsdp1": outcome(1.0 + 1e-5), "fsdp2": outcome(1.0 + 1e-5)}, 2),
+        (USUAL, {"fsdp1": outcome(1.0 + 1e-7), "fsdp2": outcome(1.0)}, 1),
+        (USUAL, {"ddp": outcome(math.nan)}, 1),
+        (USUAL, {"toy-fsdp": outcome(1.0 + 1e-7), "fsdp2": outcome(1.0 + 1e-7)}, 0),
+        (USUAL, {"toy-fsdp": outcome(1.0 + 1e-7), "fsdp2": outcome(1.0 + 1e-7, "other")}, 1),
+        (USUAL, {"toy-ddp": outcome(1.0), "ddp": outcome(1.0 + 1e-7)}, 1),
+        (USUAL, {"toy-zero3": outcome(1.0 + 1e-7), "ddp": outcome(1.0 + 1e-7)}, 0),
+        (USUAL, {"toy-zero3": outcome(1.0 + 1e-7), "ddp": outcome(1.0)}, 1),
+    ],
+)
+def test_verdicts_find_every_breach(mode: str, outcomes: dict[str, parity.Outcome], breaches: int) -> None:
+    """Oracle: breaches made by hand, on two ranks in float32, with one micro-batch."""
+    found = [parity.judge(name, outcomes, outcome(1.0), 2, "float32", mode, 1).breach for name in outcomes]
+    assert len([breach for breach in found if breach]) == breaches
+
+
+def test_the_order_of_sums_is_only_promised_where_both_reduce_as_often() -> None:
+    """Oracle: a difference made by hand, which is a breach with one micro-batch."""
+    outcomes = {"toy-zero2": outcome(1.0 + 1e-7), "ddp": outcome(1.0)}
+    told = [parity.judge("toy-zero2", outcomes, outcome(1.0), 2, "float32", USUAL, count) for count in (1, 2)]
+    assert [verdict.breach is None for verdict in told] == [False, True]
+
+
+def test_what_has_no_lower_precision_has_no_row_in_bf16() -> None:
+    """Oracle: the sentence that refuses it."""
+    for name in parity.FLOAT32_ONLY:
+        words = ["model=gpt2_debug", *parity.STRATEGIES[name], "parallel.param_dtype=bfloat16"]
+        with pytest.raises(ConfigError, match=r"parallel\.param_dtype=bfloat16 is not an option"):
+            parity.compose_row(words, 2, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("world_sizes", "device", "sentence"),
+    [
+        ([2, 3], "cpu", "--world-sizes 3 must be a power of two"),
+        ([1], "npu", "--world-sizes 1 needs as many npu devices"),
+    ],
+)
+def test_ranks_without_a_promise_or_a_device_are_refused(world_sizes: list[int], device: str, sentence: str) -> None:
+    """Oracle: the sentence."""
+    with pytest.raises(ConfigError, match=sentence):
+        parity.check_world_sizes(world_sizes, device)
+
+
+def test_a_device_runs_the_modes_that_its_collectives_have() -> None:
+    """Oracle: the sentence that refuses the deterministic mode without float64."""
+    assert parity.parse_arguments(["--device", "npu"]).modes == [ROUNDED]
+    assert parity.parse_arguments(["--device", "cuda"]).modes == [EXACT, USUAL]
+    words = {mode: [*parity.overrides(arguments(), "gpt2_debug", mode, "float32"), "parallel=fsdp2"] for mode in MODES}
+    with pytest.raises(ConfigError, match=r"reduce_dtype=float64 .* cannot run on npu"):
+        parity.compose_row(words[EXACT], 2, "npu")
+    sums = {mode: parity.compose_row(words[mode], 2, "npu").train.sum_dtype.value for mode in (USUAL, ROUNDED)}
+    assert sums == {USUAL: "float32", ROUNDED: "float32"}
+    assert parity.compose_row(words[ROUNDED], 2, "cpu").train.sum_dtype.value == "float32"
+
+
+def test_a_device_that_is_not_there_and_a_comparison_with_itself_are_refused() -> None:
+    """Oracle: the sentences."""
+    with pytest.raises(ConfigError, match=r"--against-cpu has nothing to compare with --device cpu; leave it out"):
+        parity.check_device("cpu", True)
+    with pytest.raises(ConfigError, match=r"launch.device=npu (needs torch_npu|finds no device)"):
+        parity.check_device("npu", False)

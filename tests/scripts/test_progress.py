@@ -1,0 +1,121 @@
+"""Scripts that take long say how far they are."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts import progress
+from scripts.progress import Printer
+
+ROOT = Path(__file__).parents[2]
+FINISHED = re.compile(r"\[(\d+)/(\d+)\] .+ … [\d:]+, elapsed [\d:]+, about [\d:]+ left")
+WAITS_LONG = ["parity", "validate_plan", "chaos", "toys_memory", "draw_toys", "init_from_memory"]
+SCRIPTS = sorted({path.stem for path in (ROOT / "scripts").glob("bench_*.py")} | set(WAITS_LONG))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_script_that_takes_long_announces_its_units(name: str) -> None:
+    """Oracle: its syntax tree, in which both functions of the helper are called."""
+    tree = ast.parse((ROOT / "scripts" / f"{name}.py").read_text())
+    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    used = {node.name for each in ast.walk(tree) if isinstance(each, ast.ImportFrom) for node in each.names}
+    turns = {"take_turns"} if name == "bench_peers" else {"unit"}  # it takes the turns of peers/measure.py
+    assert {"progress"} | turns <= called & used
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize(
+    ("command", "units"),
+    [
+        ("bench_loss.py --shapes 96x16x300 --repeats 1 --threads 1 --chunk-tokens 32 --dtypes float32", None),
+        (
+            "parity.py --world-sizes 1 2 --steps 1 --seq-len 16 --models gpt2_debug --strategies ddp --dtypes float32 "
+            "--modes default",
+            4,
+        ),
+    ],
+)
+def test_every_finished_unit_is_announced_with_the_time_left(command: str, units: int | None) -> None:
+    """Oracle: the numbers of the lines, from the first to the last of as many as they say."""
+    script, *words = command.split()
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / script), *words],
+        capture_output=True, text=True, timeout=300, env=environment,
+    )  # fmt: skip
+    found = [re.fullmatch(FINISHED, line) for line in done.stderr.splitlines() if line.startswith("[")]
+    numbers = [(int(line[1]), int(line[2])) for line in found if line is not None]
+    assert len(numbers) >= 4 and units in (None, len(numbers)), done.stderr
+    assert numbers == [(number, len(numbers)) for number in range(1, len(numbers) + 1)]
+    assert "about 0:00 left" in done.stderr.splitlines()[-1] and "│" in done.stdout and " left" not in done.stdout
+
+
+def test_the_time_left_is_that_of_the_finished_units() -> None:
+    """Oracle: by hand: units of ten seconds, of which one takes longer, and the text between units."""
+    printer = Printer(4, 100.0)
+    assert printer.beat(105.0) == "[1/4] starting … running for 0:05, elapsed 0:05, time left not known yet"
+    printer.begin("a", 100.0)
+    assert printer.end("a", "12 MiB", 110.0) == "[1/4] a: 12 MiB … 0:10, elapsed 0:10, about 0:30 left"
+    printer.doing("writing", 110.0)
+    assert printer.beat(112.0) == "[2/4] writing … running for 0:02, elapsed 0:12, about 0:28 left"
+    printer.begin("b", 112.0)
+    assert printer.beat(130.0) == "[2/4] b … running for 0:18, elapsed 0:30, about 0:50 left"
+    assert printer.end("b", "", 150.0) == "[2/4] b … 0:38, elapsed 0:50, about 0:50 left"
+    assert printer.end("c", "", 153.0).endswith("about 0:18 left")
+    assert printer.end("d", "", 3853.0) == "[4/4] d … 0:00, elapsed 1:02:33, about 0:00 left"
+
+
+SLOW = """
+import sys, time
+from scripts import progress
+with progress.progress(2):
+    with progress.unit("slow \\x1b[31m" + "x" * 5000) as done:
+        time.sleep(1.5)
+        done.note = "é" * 5000
+    with progress.unit("quick"):
+        pass
+print("the end")
+"""
+
+
+def run_slow(tmp_path: Path, redirection: str) -> "subprocess.CompletedProcess[str]":
+    """Run a script with beats of a fifth of a second."""
+    (tmp_path / "scripts").mkdir()
+    text = (ROOT / "scripts" / "progress.py").read_text()
+    assert "BEAT_SECONDS = 9.0" in text
+    (tmp_path / "scripts" / "progress.py").write_text(text.replace("BEAT_SECONDS = 9.0", "BEAT_SECONDS = 0.2"))
+    (tmp_path / "slow.py").write_text(SLOW)
+    command = f"{sys.executable} slow.py {redirection}"
+    return subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+
+
+def test_a_slow_unit_is_not_silent(tmp_path: Path) -> None:
+    """Oracle: lines while it runs, between those of finished units; no escape sequence comes through."""
+    done = run_slow(tmp_path, "")
+    beats = [line for line in done.stderr.splitlines() if "running for" in line]
+    assert len(beats) >= 2 and "slow" in beats[-1], done.stderr
+    assert [line[:5] for line in done.stderr.splitlines() if " … " in line and line not in beats] == ["[1/2]", "[2/2]"]
+    assert done.stdout == "the end\n" and "\x1b" not in done.stderr and done.returncode == 0
+
+
+@pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full", "2> >(true)", "<&- 2>&-"])
+def test_a_script_goes_on_without_a_stderr(redirection: str, tmp_path: Path) -> None:
+    """Oracle: its output and its status."""
+    done = run_slow(tmp_path, redirection)
+    assert (done.stdout, done.returncode) == ("the end\n", 0)
+
+
+def test_units_are_announced_by_nobody_where_there_is_no_progress(capfd: pytest.CaptureFixture[str]) -> None:
+    """Oracle: no output; functions of scripts are called by tests, too."""
+    with progress.unit("alone") as done:
+        done.note = "a note"
+    progress.doing("nothing")
+    assert capfd.readouterr() == ("", "")

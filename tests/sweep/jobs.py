@@ -1,0 +1,71 @@
+"""Small sweeps, and commands in the place of training, for the tests of this folder."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from fsdptoys.sweep.folder import Job, Sweep
+from fsdptoys.sweep.slurm_queue import SLURM, begin_submission
+
+TINY = (
+    "experiment=cpu_text",
+    "model=llama_debug",
+    "model.n_layers=1",
+    "data=synthetic",
+    "train.eval_every=0",
+    "train.steps=2",
+    "train.seq_len=16",
+    "launch.device=cpu",
+)
+
+
+def make_sweep(path: Path, rows: list[tuple[str, ...]], time_limit_seconds: float | None = None) -> Sweep:
+    jobs = [Job(f"{number:02d}", (*TINY, *row), {}, f"run {number}") for number, row in enumerate(rows, 1)]
+    sweep = Sweep(path, "a title", "fsdptoys sweep", jobs, [], time_limit_seconds)
+    sweep.write()
+    return sweep
+
+
+CUDA = ("launch.device=cuda", "launch.nproc_per_node=8")
+ON_SLURM = f"hydra/launcher={SLURM}"
+
+
+def hand_over(sweep: Sweep, ids: dict[str, str]) -> None:
+    """Leave what a submission leaves: a folder for each id."""
+    submission = begin_submission(sweep, SLURM, [job for job in sweep.jobs if job.name in ids])
+    for identity in ids.values():
+        (submission.folder / identity).mkdir()
+        (submission.folder / identity / f"{identity}_submitted.pkl").touch()
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
+    """Wait for what a process does, for as long as it may take one on a busy machine."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it has not come"
+        time.sleep(0.02)
+
+
+def has_ended(process: int) -> bool:
+    """Whether a process is gone, or waits for nobody but who started it."""
+    asked = subprocess.run(["ps", "-o", "stat=", "-p", str(process)], capture_output=True, text=True)
+    return asked.stdout.strip()[:1] in ("", "Z")
+
+
+def stand_in(body: str) -> tuple[str, ...]:
+    """A command in the place of ``fsdptoys train``, which finds its words in ``sys.argv``."""
+    start = "import json, os, pathlib, signal, sys, time\nleave = pathlib.Path(os.environ['FSDPTOYS_OUTCOME_FILE'])\n"
+    return (sys.executable, "-c", start + body)
+
+
+ENDS_WELL_WHEN_ASKED = """
+def end(number, frame):
+    leave.write_text(json.dumps({"status": 0, "stopped_by": signal.Signals(number).name}))
+    sys.exit(0)
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, end)
+leave.with_name("ready").touch()
+time.sleep(60)
+"""

@@ -1,0 +1,338 @@
+"""``fsdptoys sweep`` as it is typed, with processes that stand for training (``standin``)."""
+
+import os
+import pty
+import resource
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from fsdptoys.cli.main import main
+from fsdptoys.cli.sweep import read_words, with_words
+from fsdptoys.config.overrides import list_choices
+from fsdptoys.errors import ConfigError
+from fsdptoys.sweep import JobStatus, Sweep, fingerprint, read_sweep
+from fsdptoys.sweep.folder import write_job
+from fsdptoys.sweep.run_sweep import run_sweep
+from fsdptoys.utils.file_lock import FolderLock
+
+STANDIN = (sys.executable, "-I", "-S", str(Path(__file__).parents[1] / "sweep" / "standin.py"))
+SMALL = ("model=llama_debug", "experiment=null", "parallel=ddp", "launch.nproc_per_node=2")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def sweep(*words: str, train: Sequence[str] = STANDIN) -> int:
+    return run_sweep(words, {}, train)
+
+
+def the_sweep() -> Sweep:
+    (path,) = Path("sweeps").iterdir()
+    return read_sweep(path)
+
+
+def statuses(found: Sweep) -> list[str]:
+    return [job.status.value for job in found.jobs]
+
+
+def interrupted(numbers: Sequence[int], *words: str, behind: bool = False, closes_terminal: bool = False) -> int:
+    """Exit status of a sweep in a process of its own that gets signals once its job waits for its end.
+
+    Args:
+        numbers: of the signals.
+        words: of the sweep.
+        behind: whether it ignores SIGINT from its start, as shells have it for what they start in the background.
+        closes_terminal: whether it prints to a terminal that is closed before the signals come.
+    """
+    terminal = pty.openpty() if closes_terminal else ()
+    child = os.fork()
+    if not child:
+        try:
+            if behind:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+            if terminal:
+                os.close(terminal[0])
+                sys.stdout = os.fdopen(terminal[1], "w")
+            os._exit(sweep(*words))
+        finally:
+            os._exit(99)
+    deadline = time.monotonic() + 60
+    while not list(Path("sweeps").glob("*/jobs/*/ready")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for end in terminal:
+        os.close(end)
+    for number in numbers:
+        os.kill(child, number)
+        time.sleep(0.3)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_jobs_run_in_order_and_a_bad_one_is_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    """Status 1 for one that failed; the others are done, and the tables are there."""
+    assert sweep(*SMALL, "train.seed=0,2,0", "train.steps=5,6") == 1
+    found = the_sweep()
+    assert statuses(found) == ["done", "done", "out of memory", "out of memory"]
+    assert [one.reason for one in found.skipped] == ["it is the same run as 01", "it is the same run as 02"]
+    assert found.title == "seed-steps" and found.words[-1] == "train.steps=5,6"
+    told = capsys.readouterr().out
+    assert "fsdptoys: seed-steps: 4 jobs, 4 to run in sweeps/" in told
+    assert "[3/4] 03 train.seed=2 train.steps=5\n" in told
+    assert "host memory ran out on rank 0 (sweeps/" in told and " left\n" in told
+    assert {path.name for path in found.path.glob("table.*")} == {"table.md", "table.csv", "table.json"}
+    assert "fsdptoys: 2 of 4 jobs are not done; fsdptoys sweep --resume sweeps/" in told
+
+
+def test_finished_jobs_are_not_run_again(capsys: pytest.CaptureFixture[str]) -> None:
+    """Attempts count: none with --resume, one with --retry of what failed, and the newest folder with these words."""
+    words = (*SMALL, "train.seed=0,1")
+    assert sweep(*words) == 1
+    assert sweep("--resume", *words) == 1
+    path = the_sweep().path
+    assert not list(path.glob("jobs/*/attempt-*"))
+    assert sweep("--resume", str(path), "--retry") == 1
+    assert [str(each.relative_to(path)) for each in path.glob("jobs/*/attempt-*")] == ["jobs/02/attempt-1"]
+    assert "2 jobs, 2 of which have ended already, 0 to run" in capsys.readouterr().out
+
+
+def test_a_grid_can_be_extended() -> None:
+    """New words for an old folder: what is the same run keeps its number; what is not asked for stays as it is."""
+    assert sweep(*SMALL, "train.seed=0,1") == 1
+    path = the_sweep().path
+    assert sweep(*SMALL, "train.seed=2,0", "train.steps=10,6", "--resume", str(path)) == 1
+    found = read_sweep(path)
+    assert [(job.name, job.varied) for job in found.jobs] == [
+        ("01", {"train.seed": "0", "train.steps": "10"}),
+        ("02", {"train.seed": "1"}),
+        ("03", {"train.seed": "2", "train.steps": "10"}),
+        ("04", {"train.seed": "2", "train.steps": "6"}),
+        ("05", {"train.seed": "0", "train.steps": "6"}),
+    ]
+    assert not list(path.glob("jobs/*/attempt-*"))
+    assert sweep("--resume", *SMALL, "train.seed=2,0", "train.steps=10,6") == 1
+
+
+def test_other_code_runs_anew(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same words with another fingerprint: the old job is kept as an attempt, and a sentence says so."""
+    assert sweep(*SMALL, "train.seed=0,7") == 1
+    monkeypatch.setattr(fingerprint, "code_version", lambda: "another")
+    assert sweep("--resume", *SMALL, "train.seed=0,7") == 1
+    path = the_sweep().path
+    assert sorted(each.parent.name for each in path.glob("jobs/*/attempt-1")) == ["01", "02"]
+    assert "01 train.seed=0 is run anew, since FSDPToys, PyTorch, a preset or the machine" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("numbers", "status"), [([signal.SIGINT], 130), ([signal.SIGTERM], 143), ([signal.SIGINT, signal.SIGINT], 130)]
+)
+def test_a_signal_keeps_what_is_done_and_the_sweep_can_be_gone_on_with(
+    numbers: list[int], status: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Real signals to a real process: the running job is stopped, the next waits, and --resume runs both."""
+    seeds = "0,6,0" if len(numbers) > 1 else "0,5,0"
+    assert interrupted(numbers, *SMALL, f"train.seed={seeds}", "train.steps=5,6") == status
+    found = the_sweep()
+    assert statuses(found) == ["done", "done", "stopped", "waiting"]
+    told = capfd.readouterr().out
+    assert (
+        f"fsdptoys: stopped by {signal.Signals(numbers[0]).name}; fsdptoys sweep --resume {found.path} goes on" in told
+    )
+    done = (sys.executable, "-I", "-S", "-c", "")
+    assert sweep("--resume", str(found.path), train=done) == 0
+    assert statuses(read_sweep(found.path)) == ["done"] * 4
+    assert [each.parent.name for each in found.path.glob("jobs/*/attempt-1")] == ["03"]
+
+
+def test_a_closed_terminal_costs_no_table() -> None:
+    """What cannot be printed any more is not: the job is stopped, the tables say so, and the status is SIGHUP's."""
+    assert interrupted([signal.SIGHUP], *SMALL, "train.seed=5", closes_terminal=True) == 128 + signal.SIGHUP
+    found = the_sweep()
+    assert statuses(found) == ["stopped"]
+    assert "stopped" in (found.path / "table.md").read_text()
+
+
+def test_a_disk_that_is_full_is_told_and_the_sweep_can_be_gone_on_with(capsys: pytest.CaptureFixture[str]) -> None:
+    """The job has the system refuse files of over 100 bytes to the sweep, as a full disk would: one sentence."""
+    fill = "import os, resource as r; r.prlimit(os.getppid(), r.RLIMIT_FSIZE, (100, r.getrlimit(r.RLIMIT_FSIZE)[1]))"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with pytest.raises(ConfigError) as told:
+            sweep(*SMALL, "train.seed=0", train=(sys.executable, "-I", "-S", "-c", fill))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    path = the_sweep().path
+    assert str(told.value) == (
+        f"{path} cannot be written (File too large); make room, and go on with fsdptoys sweep --resume {path}"
+    )
+    assert not list(path.rglob("*.part"))
+    assert sweep("--resume", str(path)) == 0
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_job_ends_with_a_sweep_that_is_killed(behind: bool) -> None:
+    """SIGKILL leaves the job's file at running; its process ends, and --resume runs it again."""
+    assert interrupted([signal.SIGKILL], *SMALL, "train.seed=8", behind=behind) == -signal.SIGKILL
+    found = the_sweep()
+    assert statuses(found) == ["running"]
+    process = int((found.job_folder(found.jobs[0]) / "ready").read_text())
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{process}").exists() and time.monotonic() < deadline:
+        if Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            break
+        time.sleep(0.02)
+    assert time.monotonic() < deadline
+    assert sweep("--resume", str(found.path), train=(sys.executable, "-I", "-S", "-c", "")) == 0
+
+
+def test_the_multirun_of_train_is_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    """``-m`` and ``sweep`` print the same jobs; several values without it are refused."""
+    words = [*SMALL, "train.seed=1,2", "mesh.fsdp_size=-1,3", "--dry-run"]
+    assert main(["train", "-m", *words]) == 0
+    of_train = capsys.readouterr().out
+    for same in (["sweep"], ["sweep", "-m"]):
+        assert main([*same, *words]) == 0
+        assert capsys.readouterr().out == of_train
+    assert of_train.splitlines()[:3] == [
+        "fsdptoys: seed-fsdp_size: 2 jobs, 2 to run",
+        "  01 train.seed=1 mesh.fsdp_size=-1",
+        "  02 train.seed=2 mesh.fsdp_size=-1",
+    ]
+    assert "  skipped train.seed=1 mesh.fsdp_size=3: mesh.fsdp_size=3 shards parameters" in of_train
+    assert not Path("sweeps").exists()
+
+
+def test_a_launcher_can_be_typed_for_an_old_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    """The folder's words are kept, and the launcher that was typed is the one that is looked for."""
+    assert sweep(*SMALL, "train.seed=0") == 0
+    path = str(the_sweep().path)
+    assert main(["sweep", "--resume", path, "hydra/launcher=no_such_launcher"]) == 2
+    assert "no_such_launcher" in capsys.readouterr().err
+
+
+def test_a_file_of_the_users_is_found_again_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder's words name it by its absolute path; from another folder --resume reads it anew."""
+    Path("mine.yaml").write_text(f"base: [{', '.join(SMALL)}]\ngrid: {{train.seed: [0]}}")
+    assert sweep("mine.yaml") == 0
+    path = the_sweep().path.absolute()
+    assert read_sweep(path).words == (str(tmp_path / "mine.yaml"),)
+    assert sweep("mine.yaml", "--resume") == 0
+    Path("mine.yaml").write_text(f"base: [{', '.join(SMALL)}]\ngrid: {{train.seed: [0, 4]}}")
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
+    assert sweep("--resume", str(path)) == 1
+    assert statuses(read_sweep(path)) == ["done", "failed"]
+    assert not list(path.glob("jobs/*/attempt-*"))
+
+
+MISTAKES = {
+    "debug --out --dry-run": "--out has no value; write --out DIR",
+    "debug --out=": "--out has no value; write --out DIR",
+    "--resume=": "--resume= has no value; write --resume=DIR, or --resume for the newest with the same words",
+    "parallel = fsdp1,fsdp2": "parallel has no value; write parallel=fsdp1,fsdp2 without spaces",
+    "parallel =fsdp1": "parallel has no value; write parallel=fsdp1 without spaces",
+    "parallel=ddp debug": "debug names a sweep; put it first, and only one",
+    "debug mesh": "mesh names a sweep; put it first, and only one",
+    "debug mine.yaml": "mine.yaml names a sweep; put it first, and only one",
+    "debug train.steps=5 --out . --dry-run": "--out . is there already; name a new folder, or go on in it with "
+    "--resume .",
+    "parallel=ddp,fsdp2 --out": "--out has no value; write --out DIR",
+    "parallel=ddp,fsdp2 --time-limit soon": "--time-limit soon must be a number of seconds above 0; write --time-limit "
+    "600",
+    "parallel=ddp,fsdp2 --resum": "--resum is not an option of fsdptoys sweep; did you mean --resume?",
+    "parallel=ddp,fsdp2 --retry": "--retry runs jobs again that ended badly, which a new sweep does not have; add "
+    "--resume",
+    "parallel=ddp,fsdp2 --resume --out x": "--out x names a new folder, and --resume goes on in an old one; leave out "
+    "one of them",
+    "--resume": "--resume names neither a folder nor the words of the sweep; write fsdptoys sweep --resume sweeps/NAME",
+    "--resume debug": "--resume finds no sweep below sweeps that was started with debug; leave --resume out to start "
+    "it, or write --resume sweeps/NAME",
+    "--resume no/folder": "--resume no/folder is no folder of a sweep, which has a sweep.json; name one, or leave the "
+    "folder out to go on with the newest that has the same words",
+    "--dry-run": "fsdptoys sweep has neither a name nor keys to vary; write fsdptoys sweep debug",
+    "sweep=debug": "sweep=debug names a sweep as if it were a setting; write fsdptoys sweep debug",
+    "debug fsdp1": "fsdp1 has no value; write parallel=fsdp1",
+    "debug train.steps=5 --out .": "--out . is there already; name a new folder, or go on in it with --resume .",
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_a_mistake_is_told_in_one_sentence(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The sentences above on stderr, status 2, and nothing on the disk."""
+    Path("something").write_text("in the way")
+    assert main(["sweep", *words.split()]) == 2
+    assert capsys.readouterr().err == f"fsdptoys: {MISTAKES[words]}\n"
+    assert not Path("sweeps").exists()
+
+
+def test_under_torchrun_the_right_command_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank would start a sweep of its own."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert main(["sweep", "debug"]) == 2
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert "write fsdptoys sweep debug launch.nproc_per_node=4, without torchrun" in capsys.readouterr().err
+
+
+def test_a_folder_is_held_against_a_second_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    """A process holds the lock, another (the file is opened anew) asks for it."""
+    assert sweep(*SMALL, "train.seed=0") == 0
+    path = the_sweep().path
+    lock = FolderLock(path)
+    assert main(["sweep", "--resume", str(path)]) == 2
+    lock.release()
+    assert f"{path} is being worked on by another fsdptoys sweep (pid {os.getpid()})" in capsys.readouterr().err
+
+
+def test_a_job_that_still_runs_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its file says running and its run directory is locked: somebody else has started it."""
+    assert sweep(*SMALL, "train.seed=0") == 0
+    found = the_sweep()
+    job = found.jobs[0]
+    write_job(found.job_folder(job), type(job)(**{**vars(job), "status": JobStatus.running}))
+    lock = FolderLock(found.run_dir(job))
+    assert main(["sweep", "--resume", str(found.path)]) == 2
+    lock.release()
+    assert f"job 01 of {found.path} is still running" in capsys.readouterr().err
+
+
+def test_groups_have_no_sweep_of_their_own() -> None:
+    """``configs/sweep`` is no group of Hydra's: ``sweep=debug`` is refused with a sentence, not composed."""
+    assert "sweep" not in list_choices()
+
+
+@pytest.mark.parametrize(
+    ("option", "taken"),
+    [
+        ("hydra.launcher.partition=gpu", True),
+        ("hydra.launcher.timeout_min=60", True),
+        ("hydra.launcher.setup=['touch x']", False),
+        ("hydra.launcher.additional_parameters={wrap: true}", False),
+        ("+hydra.launcher.srun_args=[--task-prolog=x]", False),
+        ("hydra.launcher._target_=os.system", False),
+        ("hydra.launcher.partition='gpu\ntouch x'", False),
+        ("hydra.launcher.partition=${oc.env:HOME}", False),
+        ("hydra.launcher.name='\x1b[2J'", False),
+    ],
+)
+def test_a_folders_launcher_runs_no_command_unless_it_is_typed(tmp_path: Path, option: str, taken: bool) -> None:
+    """Oracle: the words that are used, or a sentence that shows them; what is typed is used in either case."""
+    launcher = ["hydra/launcher=submitit_slurm", option]
+    before = Sweep(tmp_path, "t", "c", [], [], None, ("train.seed=1,2", *launcher))
+    if taken:
+        assert with_words(read_words(["--resume", str(tmp_path)]), before).launcher_words == launcher
+    else:
+        with pytest.raises(ConfigError, match="may run commands on the nodes") as caught:
+            with_words(read_words(["--resume", str(tmp_path)]), before)
+        assert str(caught.value).isprintable() and option.split("=")[0] in str(caught.value)
+    assert with_words(read_words(["--resume", str(tmp_path), *launcher]), before).launcher_words == launcher

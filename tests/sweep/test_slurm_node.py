@@ -1,0 +1,191 @@
+"""One node's part of a job."""
+
+import errno
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.sweep import slurm_node as nodes
+from fsdptoys.sweep.folder import Job, JobStatus, read_job, write_job
+from fsdptoys.sweep.slurm_node import run_on_node
+from fsdptoys.utils.file_lock import FolderLock
+from fsdptoys.utils.regular_file import read_regular
+from tests.sweep.jobs import ENDS_WELL_WHEN_ASKED, TINY, has_ended, make_sweep, stand_in, wait_for
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "reason"),
+    [
+        (
+            signal.SIGUSR1,
+            JobStatus.timed_out,
+            "the queue asked it to end (SIGUSR1), as it does before its own time limit",
+        ),
+        (
+            signal.SIGUSR2,
+            JobStatus.timed_out,
+            "the queue asked it to end (SIGUSR2), as it does before its own time limit",
+        ),
+        (signal.SIGTERM, JobStatus.stopped, "the queue ended it (SIGTERM)"),
+    ],
+)
+def test_a_queues_signal_asks_the_launcher_to_end_well(
+    tmp_path: Path, number: signal.Signals, status: JobStatus, reason: str
+) -> None:
+    """Held against the launcher's status 0, with which the job would else count as done."""
+    folder = make_sweep(tmp_path, [()]).path / "jobs/01"
+
+    def ask() -> None:
+        wait_for((folder / "ready").exists)
+        os.kill(os.getpid(), number)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    run_on_node(folder, 0, ["here"], 7, stand_in(ENDS_WELL_WHEN_ASKED))
+    asking.join()
+    job = read_job(folder)
+    assert (job.status, job.reason, job.exit_status) == (status, reason, 0)
+
+
+def test_all_nodes_meet_at_the_first_one_and_the_first_alone_writes(tmp_path: Path) -> None:
+    """Held against the words that two nodes' launchers were given, and the one job file."""
+    folder = make_sweep(tmp_path, [("launch.nnodes=2",)]).path / "jobs/01"
+    command = stand_in("leave.with_name(leave.stem + '-words.json').write_text(json.dumps(sys.argv[1:]))")
+    context = multiprocessing.get_context("fork")
+    other = context.Process(target=run_on_node, args=(folder, 1, ["n1", "n2"], 12345, command))
+    other.start()
+    other.join()
+    assert read_job(folder).status is JobStatus.waiting
+    run_on_node(folder, 0, ["n1", "n2"], 12345, command)
+    first, second = (
+        json.loads((folder / f"{name}-words.json").read_text()) for name in ("outcome", "outcome-node1-12345")
+    )
+    assert first == second == ["launch.rdzv_endpoint=n1:22345", *TINY, "launch.nnodes=2", first[-1]]
+    assert first[-1] == f"metrics.run_dir='{folder}/run'"
+    assert read_job(folder).status is JobStatus.done and other.exitcode == 0
+
+
+@pytest.mark.parametrize(
+    "second_hand",
+    [
+        "another machine ended the run; its output says why",
+        "rank 0 failed: the connection to another rank broke [Connection closed by peer [127.0.0.1]:60571]",
+    ],
+)
+def test_the_node_that_failed_says_why(tmp_path: Path, second_hand: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Held against the reason that only the second node's launcher knew, beside those of earlier starts of the job."""
+    folder = make_sweep(tmp_path, [("launch.nnodes=2",)]).path / "jobs/01"
+    known = {"status": 1, "reason": "rank 1 was ended by SIGKILL", "out_of_memory": True}
+    (folder / "outcome-node1-6.json").write_text(json.dumps({"status": 1, "reason": "an earlier start's"}))
+    (folder / "outcome-node1-7.json").write_text(json.dumps({"status": 1, "reason": "an earlier start's"}))
+    (folder / "outcome-node1-7.2.json").write_text(json.dumps(known))
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    unknown = json.dumps({"status": 1, "reason": second_hand})
+    run_on_node(folder, 0, ["n1", "n2"], 7, stand_in(f"leave.write_text({unknown!r}); sys.exit(1)"))
+    job = read_job(folder)
+    assert (job.status, job.reason) == (JobStatus.out_of_memory, "node 1: rank 1 was ended by SIGKILL")
+
+
+def test_a_node_that_failed_alone_fails_its_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Held against the exception of which the queue ends all nodes: the first one goes on as if nothing were."""
+    monkeypatch.setattr(nodes, "FIRST_NODE_SECONDS", 0.5)
+    sweep = make_sweep(tmp_path, [("launch.nnodes=2",)])
+    folder = sweep.job_folder(sweep.jobs[0])
+    write_job(folder, Job("01", TINY, {}, "run 1", JobStatus.running))
+    with pytest.raises(RuntimeError, match="node 1: its launcher ended with status 3, the first goes on"):
+        run_on_node(folder, 1, ["n1", "n2"], 7, stand_in("sys.exit(3)"))
+
+
+def test_a_node_ends_its_launcher_when_the_first_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Held against a launcher that would sleep for a minute, of a job that ends meanwhile."""
+    monkeypatch.setattr(nodes, "LAUNCHERS_SECONDS", 0.5)
+    sweep = make_sweep(tmp_path, [("launch.nnodes=2",)])
+    folder = sweep.job_folder(sweep.jobs[0])
+    write_job(folder, Job("01", TINY, {}, "run 1", JobStatus.running))
+
+    def end() -> None:
+        wait_for((folder / "ready").exists)
+        time.sleep(2 * nodes.POLL_SECONDS)
+        write_job(folder, Job("01", TINY, {}, "run 1", JobStatus.timed_out))
+
+    ending = threading.Thread(target=end)
+    ending.start()
+    run_on_node(folder, 1, ["n1", "n2"], 7, stand_in("leave.with_name('ready').touch(); time.sleep(60)"))
+    ending.join()
+    assert not list(folder.glob("outcome-node1*"))
+
+
+def test_a_launcher_ends_with_its_nodes_task(tmp_path: Path) -> None:
+    """Held against a launcher that would sleep for a minute, after SIGKILL to the task that started it."""
+    folder = make_sweep(tmp_path, [("launch.nnodes=2",)]).path / "jobs/01"
+    sleeps = "leave.with_name('pid').write_text(str(os.getpid())); leave.with_name('ready').touch(); time.sleep(60)"
+    arguments = (folder, 1, ["n1", "n2"], 7, stand_in(sleeps))
+    task = multiprocessing.get_context("fork").Process(target=run_on_node, args=arguments)
+    task.start()
+    wait_for((folder / "ready").exists)
+    task.kill()
+    task.join()
+    launcher = int((folder / "pid").read_text())
+    wait_for(lambda: has_ended(launcher), 30)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_job_that_was_run_in_the_meantime_is_left_alone(
+    tmp_path: Path, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Held against its file, by a command that would leave another; late is just before this process has the lock."""
+    sweep = make_sweep(tmp_path, [()])
+    folder = sweep.job_folder(sweep.jobs[0])
+    done = Job("01", TINY, {}, "run 1", JobStatus.done)
+
+    class LateLock(FolderLock):
+        def __init__(self, folder: Path) -> None:
+            write_job(folder, done)
+            super().__init__(folder)
+
+    if late:
+        monkeypatch.setattr(nodes, "FolderLock", LateLock)
+    else:
+        write_job(folder, done)
+    run_on_node(folder, 0, ["here"], 7, stand_in("sys.exit(1)"))
+    assert read_job(folder) == done and not (folder / "log.txt").exists()
+
+
+@pytest.mark.parametrize("failures", [2, 3])
+def test_a_file_that_is_stale_for_a_moment_is_read_again(
+    tmp_path: Path, failures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Held against the job that was written; three failures are a mistake, told in a sentence."""
+    sweep = make_sweep(tmp_path, [()])
+    left = [OSError(errno.ESTALE, os.strerror(errno.ESTALE))] * failures
+
+    def read_stale(path: Path, largest_bytes: int) -> bytes:
+        if left:
+            raise left.pop()
+        return read_regular(path, largest_bytes)
+
+    monkeypatch.setattr("fsdptoys.sweep.folder.read_regular", read_stale)
+    if failures == 2:
+        assert read_job(sweep.job_folder(sweep.jobs[0])) == sweep.jobs[0]
+    else:
+        with pytest.raises(ConfigError, match=os.strerror(errno.ESTALE)):
+            read_job(sweep.job_folder(sweep.jobs[0]))
+
+
+def test_a_job_that_the_queue_starts_again_begins_anew(tmp_path: Path) -> None:
+    """Held against the file that the first start has left, which is kept, and is not there for the second."""
+    sweep = make_sweep(tmp_path, [()])
+    folder = sweep.job_folder(sweep.jobs[0])
+    (folder / "run").mkdir()
+    (folder / "run" / "left").touch()
+    write_job(folder, Job("01", TINY, {}, "run 1", JobStatus.stopped, reason="the queue ended it (SIGTERM)"))
+    run_on_node(folder, 0, ["here"], 7, stand_in("sys.exit(leave.parent.joinpath('run', 'left').exists())"))
+    assert read_job(folder).status is JobStatus.done
+    assert (folder / "attempt-1" / "run" / "left").exists()

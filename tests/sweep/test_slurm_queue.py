@@ -1,0 +1,129 @@
+"""Jobs that a batch queue has: their ids, their states, and the command that waits for them.
+
+``squeue``'s answers are those that SLURM 22.05 gave.
+"""
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+from submitit.core.utils import JobPaths
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.sweep import slurm_queue as queue
+from fsdptoys.sweep.folder import Job, JobStatus, read_sweep, write_job
+from fsdptoys.sweep.grid import Combination
+from fsdptoys.sweep.job_list import arrange
+from fsdptoys.sweep.slurm_queue import (
+    SLURM,
+    Handed,
+    ask_queue,
+    begin_submission,
+    in_queue,
+    jobs_in_queue,
+    read_submissions,
+    watch_jobs,
+)
+from fsdptoys.sweep.slurm_submit import submit
+from tests.sweep.jobs import ON_SLURM, TINY, hand_over, make_sweep, wait_for
+
+
+def test_ids_are_read_from_the_folders_that_submitit_makes(tmp_path: Path) -> None:
+    """Held against submitit's own paths, of an array of two and of a job by itself."""
+    sweep = make_sweep(tmp_path, [(), (), ()])
+    array, single = begin_submission(sweep, SLURM, sweep.jobs[:2]), begin_submission(sweep, SLURM, sweep.jobs[2:])
+    for submission, ids in ((array, ["12_0", "12_1"]), (single, ["13"])):
+        (submission.folder / "12").mkdir()  # an array's script stands in a folder of its own
+        for identity in ids:
+            path = JobPaths(submission.folder / "%j", identity).submitted_pickle
+            path.parent.mkdir(exist_ok=True)
+            path.touch()
+    assert [one.ids() for one in read_submissions(sweep)] == [{"01": "12_0", "02": "12_1"}, {"03": "13"}]
+
+
+SQUEUE = """#!/bin/sh
+case "$*" in *--jobs*) echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1;; esac
+echo '12_1 PENDING'
+echo '12_0 RUNNING'
+echo '13 CANCELLED'
+"""
+
+
+def test_jobs_that_the_queue_still_has_are_known_by_what_squeue_says(
+    tmp_path: Path, slurm_commands: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Held against the states; SLURM refuses a question about a job that it has forgotten, and lists all others."""
+    (slurm_commands / "squeue").write_text(SQUEUE)
+    sweep = make_sweep(tmp_path / "sweep", [(), (), ()])
+    hand_over(sweep, {"01": "12_0", "02": "12_1"})
+    hand_over(sweep, {"03": "13"})
+    states = ask_queue(["12_0", "13", "99"])
+    assert states is not None
+    assert [in_queue(states, identity) for identity in ("12_0", "12_1", "13", "99")] == [True, True, False, False]
+    assert jobs_in_queue(sweep) == {"01": "12_0", "02": "12_1"}
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"SLURM was given and may still run \(01, 02, 03\), and squeue"):
+        jobs_in_queue(sweep)
+
+
+def test_jobs_that_left_the_queue_without_a_word_are_closed(
+    tmp_path: Path, slurm_commands: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Held against SLURM's states and what the jobs' own files say, which count where they tell an end."""
+    monkeypatch.setattr(queue, "ASK_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(queue, "POLL_SECONDS", 0.01)
+    (slurm_commands / "squeue").write_text("#!/bin/sh\necho '12_0 CANCELLED'\necho '12_2 OUT_OF_MEMORY'\n")
+    sweep = make_sweep(tmp_path / "sweep", [(), (), (), ()])
+    hand_over(sweep, {"01": "12_0", "02": "12_1", "03": "12_2", "04": "12_3"})
+    for name, status in (("03", JobStatus.running), ("04", JobStatus.done)):
+        write_job(sweep.path / "jobs" / name, Job(name, TINY, {}, "", status, seconds=1.0))
+    (submission,) = read_submissions(sweep)
+    watch_jobs(sweep, [Handed(submission, submission.jobs)], lambda: None)
+    jobs = read_sweep(sweep.path).jobs
+    assert [job.status for job in jobs] == [
+        JobStatus.stopped,
+        JobStatus.stopped,
+        JobStatus.out_of_memory,
+        JobStatus.done,
+    ]
+    log = submission.folder / "12_0" / "12_0_0_log.err"
+    assert jobs[0].reason == f"it ended without a word of its own (SLURM says CANCELLED); {log} may tell more"
+    assert jobs[1].reason is not None and "(it has left the queue)" in jobs[1].reason
+    assert "04 done" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_ctrl_c_leaves_the_jobs_in_the_queue_and_says_how_to_end_them(
+    tmp_path: Path, slurm_commands: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals
+) -> None:
+    """Held against the ids that squeue tells, by a real signal to a command that waits for jobs of an earlier one."""
+    (slurm_commands / "squeue").write_text(SQUEUE)
+    sweep = make_sweep(tmp_path / "a sweep", [(), ()])
+    hand_over(sweep, {"01": "12_0", "02": "12_1"})
+
+    def interrupt() -> None:
+        wait_for(lambda: told.append(capsys.readouterr().out) or "12_1" in told[-1])
+        os.kill(os.getpid(), number)
+
+    told: list[str] = []
+    interrupting = threading.Thread(target=interrupt)
+    interrupting.start()
+    with pytest.raises(KeyboardInterrupt) as request:
+        submit(sweep, sweep.jobs, [ON_SLURM])
+    interrupting.join()
+    assert "SLURM has the jobs 01 as 12_0, 02 as 12_1" in told[-1]
+    assert getattr(request.value, "number", signal.SIGINT) == number
+    assert f"scancel 12 ends them, and fsdptoys sweep --resume '{sweep.path}' takes" in capsys.readouterr().err
+    assert len(read_submissions(sweep)) == 1
+
+
+def test_jobs_that_the_queue_has_stay_and_no_number_is_given_twice(tmp_path: Path) -> None:
+    """Held against the names: 02 waits in the queue, 03 waits for nobody, 04 is a folder that an earlier start left."""
+    sweep = make_sweep(tmp_path, [(), (), ()])
+    (tmp_path / "jobs/04").mkdir()
+    asked = [(Combination((*TINY, "train.seed=9"), {"train.seed": "9"}), "another")]
+    arrangement = arrange(asked, [], sweep, queued=["02"])
+    assert [job.name for job in arrangement.jobs] == ["02", "05"]
+    assert [job.name for job in arrangement.to_run] == ["05"]

@@ -1,0 +1,189 @@
+"""What is asked of a batch queue: refusals in one sentence, and the options of its script."""
+
+from pathlib import Path
+
+import pytest
+from submitit.slurm.slurm import _make_sbatch_string
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.sweep.slurm_settings import LOCAL, Place, ask_for, plan_job, read_launcher, take_launcher_words
+from tests.sweep.jobs import CUDA, ON_SLURM
+
+
+@pytest.mark.parametrize(
+    ("words", "launcher_words", "told"),
+    [
+        (
+            CUDA,
+            ("hydra.launcher.partition=gpu",),
+            "hydra.launcher.partition=gpu is of no use without a launcher; add hydra/launcher=submitit_slurm",
+        ),
+        (
+            CUDA,
+            ("hydra/launcher=submitit_slrum",),
+            "hydra/launcher=submitit_slrum must be submitit_slurm or submitit_local; did you mean submitit_slurm?",
+        ),
+        (
+            CUDA,
+            ("hydra/launcher=joblib",),
+            "hydra/launcher=joblib must be submitit_slurm or submitit_local; leave it out to run the jobs here, one "
+            "after another",
+        ),
+        (
+            CUDA,
+            (ON_SLURM, f"hydra/launcher={LOCAL}"),
+            "hydra/launcher=submitit_slurm hydra/launcher=submitit_local names 2 launchers, but all jobs go to one; "
+            "keep one of them",
+        ),
+        (
+            CUDA,
+            (ON_SLURM, "hydra.launcher.partitoin=gpu"),
+            "hydra.launcher.partitoin=gpu is no option of hydra/launcher=submitit_slurm; did you mean "
+            "hydra.launcher.partition?",
+        ),
+        (
+            CUDA,
+            (ON_SLURM, "hydra.launcher.partition=gpu,cpu"),
+            "hydra.launcher.partition=gpu,cpu gives several values, but all jobs go to one launcher; keep one of them",
+        ),
+        (
+            CUDA,
+            (ON_SLURM, "hydra.launcher.tasks_per_node=8"),
+            "hydra.launcher.tasks_per_node=8 cannot be set, since one task on a node starts its launch.nproc_per_node "
+            "ranks; leave it out",
+        ),
+        (
+            CUDA,
+            (ON_SLURM, "hydra.launcher.max_num_timeout=2"),
+            "hydra.launcher.max_num_timeout=2 cannot be set, since a job of a sweep begins anew and would run out of "
+            "time again; leave it out",
+        ),
+        (
+            CUDA,
+            (ON_SLURM, "hydra.launcher.nodes=2"),
+            "hydra.launcher.nodes=2 and launch.nnodes=1 contradict each other; leave out hydra.launcher.nodes",
+        ),
+        (
+            CUDA,
+            (ON_SLURM, "hydra.launcher.gpus_per_node=4"),
+            "hydra.launcher.gpus_per_node=4 is under launch.nproc_per_node=8; leave out hydra.launcher.gpus_per_node",
+        ),
+        (
+            CUDA,
+            (ON_SLURM, "hydra.launcher.timeout_min=5"),
+            "hydra.launcher.timeout_min=5 ends jobs before their own limit of 600 s; set hydra.launcher.timeout_min=13",
+        ),
+        (
+            ("launch.nproc_per_node=8",),
+            (ON_SLURM,),
+            "hydra/launcher=submitit_slurm runs jobs on machines that are not looked at before, so their devices must "
+            "be named; add launch.device=cuda (or npu, or cpu)",
+        ),
+        (
+            ("launch.device=cuda",),
+            (ON_SLURM,),
+            "hydra/launcher=submitit_slurm runs jobs on machines that are not looked at before, so the ranks on each "
+            "must be named; add launch.nproc_per_node=8",
+        ),
+        (
+            (*CUDA, "launch.nnodes=2", "launch.rdzv_endpoint=here:29400"),
+            (ON_SLURM,),
+            "launch.rdzv_endpoint=here:29400 is for machines that are known before; leave it out, the queue chooses "
+            "them",
+        ),
+        (
+            ("launch.nnodes=2",),
+            (f"hydra/launcher={LOCAL}",),
+            "launch.nnodes=2 needs other machines, and hydra/launcher=submitit_local has this one alone; set "
+            "hydra/launcher=submitit_slurm",
+        ),
+        (
+            (*CUDA, "train.seq_len=64", "mesh.fsdp_size=3"),
+            (ON_SLURM,),
+            None,  # the run's own mistake, told as it always is
+        ),
+    ],
+)
+def test_what_cannot_be_submitted_is_told_in_one_sentence(
+    words: tuple[str, ...], launcher_words: tuple[str, ...], told: str | None, slurm_commands: Path
+) -> None:
+    """Held against the sentences as a user should read them."""
+    with pytest.raises(ConfigError) as refusal:
+        plan_job(("model=llama_debug", *words), launcher_words, 600)
+    if told is None:
+        assert str(refusal.value).startswith("mesh.fsdp_size=3 ")
+    else:
+        assert str(refusal.value) == told
+
+
+def test_a_machine_without_slurm_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Held against the sentence; PATH has no command at all."""
+    read_launcher.cache_clear()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"^hydra/launcher=submitit_slurm needs sbatch, which is not on this machine"):
+        read_launcher((ON_SLURM,))
+
+
+@pytest.mark.parametrize(
+    ("place", "said", "limit", "expected"),
+    [
+        (Place(2, 8, "cuda"), (), None, {"nodes": "2", "ntasks-per-node": "1", "gpus-per-node": "8", "time": "60"}),
+        (Place(1, 4, "cpu"), (), None, {"nodes": "1", "cpus-per-task": "4", "gpus-per-node": None}),
+        # 600 s of the job, 120 s between the signal and the limit, 60 s before the launcher starts
+        (Place(1, 4, "cpu"), (), 600.0, {"time": "13"}),
+        (Place(1, 4, "cpu"), ("hydra.launcher.timeout_min=30",), 600.0, {"time": "30"}),
+        (
+            Place(1, 8, "cuda"),
+            ("hydra.launcher.gres='gpu:h100:8'",),
+            None,
+            {"gres": "gpu:h100:8", "gpus-per-node": None},
+        ),
+        (Place(1, 4, "cpu"), ("hydra.launcher.cpus_per_task=16",), None, {"cpus-per-task": "16", "signal": "USR1@120"}),
+        (Place(1, 4, "cpu"), ("hydra.launcher.signal_delay_s=30",), None, {"signal": "USR1@30"}),
+        (
+            Place(1, 4, "cpu"),
+            ("+hydra.launcher.additional_parameters.reservation=maintenance",),
+            None,
+            {"reservation": "maintenance", "signal": "USR1@120"},
+        ),
+    ],
+)
+def test_a_run_says_what_its_batch_script_asks_for(
+    place: Place, said: tuple[str, ...], limit: float | None, expected: dict[str, str | None], slurm_commands: Path
+) -> None:
+    """Held against the ``#SBATCH`` lines that submitit writes of the same options."""
+    launcher = read_launcher((ON_SLURM, *said))
+    options = {**launcher.options, **ask_for(place, launcher, limit)}
+    renamed = {"timeout_min": "time", "tasks_per_node": "ntasks_per_node", "name": "job_name"}
+    left_out = {"_target_", "submitit_folder", "max_num_timeout", "mem_gb"}
+    script = _make_sbatch_string(
+        "true",
+        "folder",
+        **{renamed.get(key, key): value for key, value in options.items() if key not in left_out and value is not None},
+    )
+    lines = [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH --")]
+    written = dict(line.partition("=")[::2] for line in lines)
+    assert {key: written.get(key) for key in expected} == expected
+
+
+def test_what_the_user_has_set_up_comes_after_what_the_task_needs(slurm_commands: Path) -> None:
+    """Held against the list that was typed."""
+    launcher = read_launcher((ON_SLURM, "hydra.launcher.setup=['module load cuda']"))
+    setup = ask_for(Place(1, 1, "cpu"), launcher, None)["setup"]
+    assert setup[-1] == "module load cuda" and any("SRUN_CPUS_PER_TASK" in line for line in setup[:-1])
+
+
+def test_a_login_node_need_not_have_the_devices_of_the_jobs(slurm_commands: Path) -> None:
+    """Held against a run of 2 × 8 GPUs, on a machine that may have none; the queue chooses where they meet."""
+    plan = plan_job((*CUDA, "launch.nnodes=2", "parallel=fsdp2"), (ON_SLURM, "hydra.launcher.partition=gpu"))
+    assert (plan.world_size, plan.local_ranks, plan.hardware.device_type) == (16, 8, "cuda")
+    assert plan.composition.choices["experiment"] == "llama2_7b"
+    assert plan.hardware.name == "SLURM partition=gpu"
+    assert not any("rdzv_endpoint" in word for word in plan.words)
+
+
+def test_words_of_the_launcher_are_taken_out_of_those_of_the_run() -> None:
+    """Held against what was typed, in its order."""
+    words = ["parallel=fsdp1,fsdp2", "hydra/launcher=submitit_slurm", "+hydra.launcher.additional_parameters.x=1"]
+    assert take_launcher_words(words) == (words[:1], words[1:])
+    assert take_launcher_words(["hydra.run.dir=x"]) == (["hydra.run.dir=x"], [])

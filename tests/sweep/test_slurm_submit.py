@@ -1,0 +1,152 @@
+"""Jobs that really went through a batch queue.
+
+SLURM itself is used where there is one (``sinfo`` answers); everywhere, submitit's local launcher starts real processes
+through the same plugin.
+"""
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.sweep import slurm_submit as submitting
+from fsdptoys.sweep.folder import Job, JobStatus, Sweep, read_job, read_sweep, write_job
+from fsdptoys.sweep.run_sweep import run_sweep
+from fsdptoys.sweep.slurm_node import run_on_node
+from fsdptoys.sweep.slurm_queue import Handed, begin_submission, jobs_in_queue
+from fsdptoys.sweep.slurm_settings import LOCAL, read_launcher
+from fsdptoys.sweep.slurm_submit import submit
+from fsdptoys.utils.file_lock import is_locked
+from tests.sweep.jobs import ENDS_WELL_WHEN_ASKED, ON_SLURM, TINY, make_sweep, stand_in, wait_for
+
+
+class ForkingPlugin:
+    """Starts a job's task as the plugin's local launcher does, but with a stand-in for the training, and waits."""
+
+    def __init__(self, sweep: Sweep, command: tuple[str, ...], folder: Path) -> None:
+        self._sweep, self._command, self._folder = sweep, command, folder
+
+    def launch(self, overrides: Sequence[Sequence[str]], first: int) -> list[object]:
+        """Run the one job that is handed over."""
+        ((word,),) = overrides
+        folder = self._sweep.path.absolute() / word.partition("=")[2]
+        arguments = (folder, 0, ["here"], 7, self._command)
+        task = multiprocessing.get_context("fork").Process(target=run_on_node, args=arguments)
+        task.start()
+        place = self._folder / str(task.pid)
+        place.mkdir(parents=True)
+        (place / f"{task.pid}_submitted.pkl").touch()
+        task.join()
+        return [None]
+
+
+ENDS_OF_SIGINT = """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+leave.with_name("ready").touch()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "command"),
+    [
+        (signal.SIGINT, ENDS_WELL_WHEN_ASKED),
+        (signal.SIGTERM, ENDS_WELL_WHEN_ASKED),
+        (signal.SIGHUP, ENDS_OF_SIGINT),
+    ],
+    ids=["SIGINT", "SIGTERM", "SIGHUP"],
+)
+def test_a_local_job_ends_with_the_command_that_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, command: str
+) -> None:
+    """Held against status, file and locks of the job's folder, after a real signal; a second job is left as it was."""
+    read_launcher.cache_clear()
+    monkeypatch.setattr(submitting, "GRACE_SECONDS", 3.0)
+    monkeypatch.setattr(
+        submitting,
+        "_make_launcher",
+        lambda sweep, launcher, asked: ForkingPlugin(sweep, stand_in(command), Path(asked["submitit_folder"]).parent),
+    )
+    path = tmp_path / "sweep"
+    folder = path / "jobs/01"
+
+    def ask() -> None:
+        wait_for((folder / "ready").exists)
+        os.kill(os.getpid(), number)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    words = (*TINY, "train.seed=1,2", "launch.nproc_per_node=1", f"hydra/launcher={LOCAL}", "--out", str(path))
+    assert run_sweep(words, {}) == 128 + number
+    asking.join()
+    assert [job.status for job in read_sweep(path).jobs] == [JobStatus.stopped, JobStatus.waiting]
+    assert not is_locked(folder)
+
+
+def test_a_local_job_whose_task_was_killed_is_stopped(tmp_path: Path) -> None:
+    """Held against the file, which says that it runs: a terminal's signals may end the task before it writes."""
+    sweep = make_sweep(tmp_path, [()])
+    write_job(sweep.job_folder(sweep.jobs[0]), Job("01", TINY, {}, "run 1", JobStatus.running))
+    over = threading.Thread(target=lambda: None)
+    over.start()
+    over.join()
+    submitting._end_local(sweep, Handed(begin_submission(sweep, LOCAL, sweep.jobs), ("01",), over))
+    job = read_job(sweep.job_folder(sweep.jobs[0]))
+    assert (job.status, job.reason) == (JobStatus.stopped, "the sweep was ended")
+
+
+@pytest.mark.launcher
+def test_local_jobs_go_through_the_plugin_and_a_failed_one_stops_no_other(
+    tmp_path: Path, unmeasured: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Held against real runs in submitit's processes: one that its launcher refuses, and one that is good."""
+    read_launcher.cache_clear()
+    sweep = make_sweep(tmp_path / "a sweep", [("train.seq_len=0",), ("parallel=single",)])
+    after: list[str] = []
+    submit(sweep, sweep.jobs, [f"hydra/launcher={LOCAL}", "hydra.launcher.timeout_min=9"], lambda: after.append("job"))
+    first, second = read_sweep(sweep.path).jobs
+    assert (first.status, first.exit_status) == (JobStatus.failed, 2)
+    assert first.reason is not None and first.reason.startswith("train.seq_len=0 must be at least 1")
+    assert second.status is JobStatus.done, (sweep.job_folder(second) / "log.txt").read_text()
+    assert (sweep.run_dir(second) / "metrics.jsonl").read_text().count("\n") == 2
+    assert after == ["job", "job"]
+    assert "02 done in" in capsys.readouterr().out
+
+
+def _idle_nodes() -> int:
+    if shutil.which("sinfo") is None:
+        return 0
+    asked = subprocess.run(["sinfo", "-h", "-t", "idle", "-o", "%D"], capture_output=True, text=True)
+    return sum(int(line) for line in asked.stdout.split()) if asked.returncode == 0 else 0
+
+
+@pytest.mark.launcher
+def test_slurm_runs_a_job_on_all_its_nodes(tmp_path: Path, unmeasured: None) -> None:
+    """Held against a real SLURM: two nodes where two are free, and a partition that it does not have.
+
+    FSDPTOYS_SHARED_FOLDER names a folder that all nodes see, where they do not share that of temporary files.
+    """
+    free = _idle_nodes()
+    if not free:
+        pytest.skip("no SLURM with an idle node answers here")
+    read_launcher.cache_clear()
+    count = min(free, 2)
+    shared = Path(os.environ.get("FSDPTOYS_SHARED_FOLDER", tmp_path)) / f"sweep-{os.getpid()}"
+    sweep = make_sweep(shared, [(f"launch.nnodes={count}", "launch.nproc_per_node=1", "parallel=ddp")])
+    words = [ON_SLURM, "hydra.launcher.timeout_min=10", "hydra.launcher.signal_delay_s=60"]
+    with pytest.raises(ConfigError, match=r"refuses the jobs \(.*partition"):
+        submit(sweep, sweep.jobs, [*words, "hydra.launcher.partition=no-such-partition"])
+    submit(sweep, sweep.jobs, words)
+    (job,) = read_sweep(sweep.path).jobs
+    assert job.status is JobStatus.done, (job, (sweep.job_folder(job) / "log.txt").read_text())
+    environment = json.loads((sweep.run_dir(job) / "environment.json").read_text())
+    assert environment["world_size"] == count
+    assert jobs_in_queue(read_sweep(sweep.path)) == {}

@@ -1,0 +1,156 @@
+"""Combinations are validated as their jobs would be, and what is wrong with them is told apart."""
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from fsdptoys.config.overrides import list_choices
+from fsdptoys.config.schema import Config
+from fsdptoys.errors import ConfigError
+from fsdptoys.launch.launch import plan_run
+from fsdptoys.sweep.axes import read_axes, read_base
+from fsdptoys.sweep.definition import list_sweeps, read_definition
+from fsdptoys.sweep.grid import Combination, combine
+from fsdptoys.sweep.validate import Here, Place, Planned, Refused, plan_combinations
+
+CHOICES = list_choices()
+SMALL = ["model=llama_debug", "train.seq_len=64"]
+
+
+class Imagined(Here):
+    """Eight CUDA devices that are not there."""
+
+    def find(self, words: Sequence[str], settings: Config) -> Place:
+        """Eight of them, unless the run is one process."""
+        ranks = 1 if settings.parallel.name == "single" else 8
+        return Place("cuda", "imagined", ranks, ranks)
+
+
+def of_words(*words: str) -> list[Combination]:
+    return combine([], [], read_axes(words, CHOICES))
+
+
+def of_sweep(name: str, *words: str) -> list[Combination]:
+    base, rows = read_base(read_definition(name), name, CHOICES)
+    return combine(base, rows, read_axes(words, CHOICES))
+
+
+@pytest.mark.parametrize("name", list_sweeps())
+@pytest.mark.parametrize("place", [Here(), Imagined()], ids=["two CPU ranks", "eight CUDA devices"])
+def test_every_combination_of_a_shipped_sweep_is_valid_or_left_out_with_a_reason(name: str, place: Here) -> None:
+    """None may be no configuration at all; on eight devices as the file has it, on a CPU with a small model."""
+    on_cpu = type(place) is Here
+    planned = plan_combinations(of_sweep(name, *(SMALL if on_cpu and name != "debug" else [])), place)
+    refused = [one for one in planned if isinstance(one, Refused)]
+    assert not [one for one in refused if one.by_composition]
+    assert len(planned) - len(refused) >= 3
+    if name.startswith("classic") or name == "debug":
+        assert len(planned) == 8
+        reasons = {one.reason for one in refused}
+        assert len(refused) == 2 * (on_cpu and name == "classic_fsdp1")
+        assert all("needs an accelerator to offload from under parallel=fsdp1" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+def test_the_classic_rows_are_those_of_the_table(strategy: str) -> None:
+    """The first table's columns: wrap, gradient checkpointing, chunked loss, optimizer offload, CPU offload."""
+    planned = plan_combinations(of_sweep(f"classic_{strategy}"), Imagined())
+    rows = []
+    for one in planned:
+        assert isinstance(one, Planned)
+        memory, config = one.config.memory, one.config
+        checkpointed = memory.gradient_checkpointing.value == "full"
+        rows.append((config.parallel.wrap.value, checkpointed, memory.chunk_loss, memory.optimizer_offload,
+                     memory.cpu_offload))  # fmt: skip
+        assert (config.train.batch_size, config.train.seq_len, config.model.name) == (1, 4096, "llama2_7b")
+        assert config.parallel.name == strategy
+        assert (config.parallel.param_dtype.value, config.parallel.reduce_dtype.value) == ("bfloat16", "float32")
+    assert rows == [
+        ("block", False, False, False, False),
+        ("block", True, False, False, False),
+        ("block", True, True, False, False),
+        ("block", True, True, True, False),
+        ("block", True, True, False, True),
+        ("block_attn_mlp", True, True, False, True),
+        ("block_attn_mlp", False, False, False, False),
+        ("block_attn_mlp", True, False, False, False),
+    ]
+
+
+def test_a_combination_is_what_its_job_will_be() -> None:
+    """``plan_run``, which the job's launcher calls, composes the same words to the same tree and ranks."""
+    words = [
+        "parallel=fsdp1,single", "optim.lr=1e-3", "data=text", "data.files=[stdlib]", "train.max_grad_norm=null",
+        "train.max_seconds=${train.steps}", "memory.checkpointing_save=[mm]", "memory.gradient_checkpointing=selective",
+        "plan.predict=false", "data.sample_prompt='a, b'", "model.rope_theta=5000",
+    ]  # fmt: skip
+    for one in plan_combinations(of_words(*words)):
+        assert isinstance(one, Planned)
+        plan = plan_run(one.combination.words, {})
+        expected = plan.composition.config.to_dict()
+        expected["launch"]["device"] = "auto"
+        assert one.config.to_dict() == expected
+        assert one.world_size == plan.world_size
+
+
+MISTAKES = {
+    "memory.chunk_los=true,false": "memory.chunk_los=true names a key that does not exist; did you mean "
+    "memory.chunk_loss=true?",
+    "train.steps=5,many": "train.steps=many must be an integer; set train.steps=10",
+    "parallel=zero,fsdp2": "parallel=zero must be one of ddp, fsdp1, fsdp2, single, toy_ddp, "
+    "toy_fsdp, toy_zero1, toy_zero2, toy_zero3; did you mean parallel=toy_zero3?",
+    "optim.lr=1,-1": "optim.lr=-1.0 must be a finite number of at least 0; set optim.lr=0.0003",
+    "parallel=ddp parallel.wrap=block,block_attn_mlp": "parallel.wrap=block is not an option of parallel=ddp, it "
+    "belongs to fsdp1, fsdp2, toy_fsdp; set parallel=fsdp1 or leave it out",
+    "+train.steps=5,6": "+train.steps=5 would add a key that exists already; write train.steps=5",
+    "hydra.run.dir=a,b": "hydra.run.dir=a is Hydra's own setting, which every rank needs as it is; leave it out",
+    "launch.devic=cpu train.seed=1,2": "launch.devic=cpu names a key that does not exist; did you mean "
+    "launch.device=cpu?",
+    "mesh.fsdp_size=3": "mesh.fsdp_size=3 must divide the world size 2; set mesh.fsdp_size=2 or "
+    "launch.nproc_per_node=3",
+    "mesh.fsdp_size=3 train.seed=1,2": "none of the 2 combinations can be run: mesh.fsdp_size=3 must divide the world "
+    "size 2; set mesh.fsdp_size=2 or launch.nproc_per_node=3",
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_what_is_wrong_everywhere_stops_the_sweep(words: str) -> None:
+    """A word that no combination can have, or a sweep without any combination that can be run."""
+    with pytest.raises(ConfigError) as told:
+        plan_combinations(of_words("launch.nproc_per_node=2", *words.split()))
+    assert str(told.value) == MISTAKES[words]
+
+
+def test_what_a_writer_needs_is_asked_for_before_the_first_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without credentials for Weights & Biases only the combination that stays offline is left."""
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "NETRC", "WANDB_CONFIG_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    online, offline = plan_combinations(
+        of_words("model=llama_debug", "metrics=wandb", "metrics.wandb_mode=online,offline")
+    )
+    assert isinstance(online, Refused) and "needs an API key for Weights & Biases" in online.reason
+    assert isinstance(offline, Planned)
+
+
+REFUSED = {
+    "parallel=ddp,fsdp2 parallel.wrap=block": (True, False),
+    "memory.cpu_offload=true,false memory.optimizer_offload=true": (True, False),
+    "memory.optimizer_offload=true memory.cpu_offload=false,true": (False, True),
+    "mesh.fsdp_size=2,3,-1": (False, True, False),
+    "mesh.fsdp_size=node parallel=fsdp2,ddp": (False, True),
+    "launch.nproc_per_node=2,100000": (False, True),
+    "plan.world_size=null,4": (False, True),
+    "train.seq_len=64,100000": (False, True),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_contradicts_other_words_or_the_machine_is_left_out(words: str) -> None:
+    """Each of these words stands in another combination, or would elsewhere, without harm."""
+    planned = plan_combinations(of_words("model=llama_debug", *words.split()))
+    assert tuple(isinstance(one, Refused) for one in planned) == REFUSED[words]
+    assert all(len(one.reason) > 30 for one in planned if isinstance(one, Refused))

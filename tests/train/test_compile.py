@@ -1,0 +1,113 @@
+"""Blocks that are compiled one by one: their gradients, and what a budget makes them save."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.memory.activation_checkpointing import GradientCheckpointing, checkpoint_blocks
+from fsdptoys.memory.activation_offload import ActivationOffload
+from fsdptoys.models import DecoderModel
+from fsdptoys.train.compile import compile_blocks
+from tests.memory.blocks import build, forward, gradients
+from tests.models.families import SMALL
+
+NONE, FULL, SELECTIVE = GradientCheckpointing
+BACKEND = "aot_eager_decomp_partition"
+"""Partitions as inductor does, and generates no code."""
+
+
+def run(model: DecoderModel) -> tuple[dict[str, Tensor], int]:
+    """Gradients of two micro-batches, and bytes of activations that one saves for its backward."""
+    weights = {param.data_ptr() for param in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in weights:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    forward(model, 1).backward()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = forward(model, 2)
+    loss.backward()
+    return gradients(model), sum(saved.values())
+
+
+def compiled(family: str, mode: GradientCheckpointing = NONE, offload: bool = False, **options: Any) -> DecoderModel:
+    torch._dynamo.reset()
+    counters.clear()
+    model = build(SMALL[family])
+    host = ActivationOffload(torch.device("cpu"), min_bytes=0) if offload else None
+    checkpoint_blocks(model.layers, mode, offload=host)
+    compile_blocks(model.layers, backend=BACKEND, **options)
+    return model
+
+
+def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """To 1e-5 of each gradient's largest element."""
+    assert got.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (got[name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), name
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize(
+    ("family", "mode", "options"),
+    [
+        ("llama2", NONE, {}),
+        ("llama2", FULL, {}),
+        ("llama2", FULL, {"offload": True}),
+        ("llama2", FULL, {"inner_hooks": True}),
+        ("llama2", SELECTIVE, {}),
+        ("qwen3_moe", NONE, {}),
+        ("qwen3_moe", FULL, {}),
+        ("qwen3_moe", FULL, {"offload": True}),
+    ],
+    ids=str,
+)
+def test_gradients_are_those_of_blocks_that_are_not_compiled(
+    family: str, mode: GradientCheckpointing, options: dict[str, bool]
+) -> None:
+    """Oracle: the same model without checkpointing, in eager mode; graphs counted by Dynamo; bytes saved."""
+    expected, plain_bytes = run(build(SMALL[family]))
+    got, saved_bytes = run(compiled(family, mode, **options))
+    assert_close(got, expected)
+    assert counters["stats"]["unique_graphs"] >= 1
+    assert saved_bytes < plain_bytes
+
+
+def test_all_blocks_alike_are_compiled_once() -> None:
+    """Oracle: graphs counted by Dynamo."""
+    run(compiled("llama3 scaled tied"))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize("family", ["llama2", "qwen3_moe"])
+def test_a_lower_budget_saves_less_and_gives_the_same_gradients(family: str) -> None:
+    """Oracle: eager mode, with losses of routers that are told their gradients after the forward; bytes counted."""
+    expected, _ = run(build(SMALL[family]))
+    before = torch._functorch.config.activation_memory_budget
+    saved = []
+    for budget in (0.0, 0.5, 1.0):
+        got, saved_bytes = run(compiled(family, budget=budget))
+        assert_close(got, expected)
+        saved.append(saved_bytes)
+    assert saved[0] < saved[1] < saved[2]
+    assert torch._functorch.config.activation_memory_budget == before
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("qwen3_moe", {}), ("llama2", {"offload": True}), ("llama2", {"inner_hooks": True})],
+    ids=["experts", "offload", "inner hooks"],
+)
+def test_selective_is_refused_where_it_could_not_see_into_compiled_code(family: str, options: dict[str, Any]) -> None:
+    """Oracle: the words of the configuration."""
+    with pytest.raises(ConfigError, match=r"memory\.gradient_checkpointing=selective .*; set"):
+        compiled(family, SELECTIVE, **options)

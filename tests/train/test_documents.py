@@ -1,0 +1,84 @@
+"""Training with documents kept apart: the same bits under every strategy, and FLOPs that are really due."""
+
+import itertools
+
+import pytest
+
+from fsdptoys.config.compose import compose_config
+from fsdptoys.data import BatchStream, SyntheticConfig
+from fsdptoys.errors import ConfigError
+from fsdptoys.memory import GradientCheckpointing, MemoryConfig
+from fsdptoys.models import ModelConfig
+from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
+from fsdptoys.train.document_flops import DocumentCounter
+from scripts.parity import train_all
+from scripts.ranks import run_ranks
+from tests.checkpoint.folders import build
+from tests.models.families import SMALL
+from tests.parallel.runs import TINY, make_config, tiny_model
+
+END = 0
+DATA = SyntheticConfig(branching=60, mask_documents=True)
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize("model", [tiny_model(), TINY["gpt2"], TINY["llama4"]], ids=["llama", "gpt2", "llama4"])
+def test_documents_apart_train_the_same_bits_under_every_strategy(model: ModelConfig) -> None:
+    """Oracle: one process that runs the same micro-batches; documents in one another's sight train others."""
+
+    def config(parallel: ParallelConfig, ranks: int, data: SyntheticConfig = DATA) -> object:
+        memory = MemoryConfig(gradient_checkpointing=GradientCheckpointing.selective, chunk_loss=True)
+        return make_config(parallel, ranks, steps=2, model=model, memory=memory, data=data)
+
+    one = SingleConfig(simulated_ranks=2)
+    alone, mixed = run_ranks(1, train_all, [config(one, 1), config(one, 1, SyntheticConfig(branching=60))])[0]
+    strategies = [FSDP2Config(), FSDP1Config(), DDPConfig()]
+    for found in run_ranks(2, train_all, [config(strategy, 2) for strategy in strategies])[0]:
+        assert found == alone
+    assert mixed.losses != alone.losses
+
+
+@pytest.mark.parametrize("case", ["llama2", "llama4"])
+def test_flops_count_the_keys_that_tokens_see(case: str) -> None:
+    """Oracle: each document counted as a sequence of its own; without an end in the data, the whole sequences."""
+    model = build(SMALL[case])
+    batches = BatchStream(SyntheticConfig(branching=60).build(64, 96, 0).train, 3, 2, range(1), 1, 0).next_step()
+    counter = DocumentCounter(model, END, 64)
+    rows = [row for tokens_BT, _ in batches for row in tokens_BT.tolist()]
+    lengths = []
+    for row in rows:
+        ends = [place + 1 for place, token in enumerate(row) if token == END]
+        edges = [0, *ends, len(row)]
+        lengths += [stop - start for start, stop in itertools.pairwise(edges) if stop > start]
+    assert len(lengths) > len(rows)
+    expected = sum(length * model.flops_per_token(length) for length in lengths) / sum(lengths)
+    assert counter.flops_per_token(counter.count(batches)) == pytest.approx(expected)
+    whole = DocumentCounter(model, 97, 64)
+    assert whole.flops_per_token(whole.count(batches)) == pytest.approx(model.flops_per_token(64))
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            ("kernels.document_attention=flex",),
+            "kernels.document_attention=flex is for sequences whose documents are kept apart; set "
+            "data.mask_documents=true or kernels.document_attention=auto",
+        ),
+        (
+            (
+                "kernels.document_attention=flex",
+                "data.mask_documents=true",
+                "memory.gradient_checkpointing=selective",
+            ),
+            "memory.gradient_checkpointing=selective knows no operator of kernels.document_attention=flex whose result "
+            "it could keep; set memory.gradient_checkpointing=full",
+        ),
+    ],
+)
+def test_flex_attention_is_refused_where_it_would_do_nothing_or_harm(words: tuple[str, ...], sentence: str) -> None:
+    """Oracle: the sentence, on CUDA."""
+    config = compose_config(["experiment=null", *words])
+    with pytest.raises(ConfigError) as caught:
+        config.validate(2, "cuda")
+    assert str(caught.value) == sentence

@@ -1,0 +1,235 @@
+"""Heartbeats: where a rank was, and whom a broken collective waited for."""
+
+import multiprocessing
+import os
+import re
+import resource
+import signal
+import socket
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fsdptoys.train.heartbeat as heartbeat_module
+from fsdptoys.errors import LostRanksError
+from fsdptoys.train.heartbeat import (
+    LOST_PEER,
+    RECORD_BYTES,
+    TIMED_OUT,
+    Heartbeat,
+    explain_lost_ranks,
+    last_signs,
+    path_of,
+    ranks_in_words,
+    read_heartbeats,
+)
+from scripts.ranks import run_ranks
+
+
+def test_last_sign_is_read_back(tmp_path: Path) -> None:
+    """Oracle: what was told; a record has one size, whatever it says."""
+    heartbeat = Heartbeat(tmp_path / "beats", 3)
+    for step, phase in ((1, "forward"), (120, "forward"), (120, "a phase of a very long name " * 9)):
+        heartbeat.beat(step, phase)
+        assert path_of(tmp_path / "beats", 3).stat().st_size == RECORD_BYTES
+    heartbeat.close()
+    sign = read_heartbeats(tmp_path / "beats")[3]
+    assert (sign.rank, sign.step, sign.beat, sign.pid) == (3, 120, 1, os.getpid())
+    assert sign.host == socket.gethostname()[:64] and abs(sign.time - time.time()) < 60
+
+
+def test_torn_and_foreign_files_are_left_out(tmp_path: Path) -> None:
+    """Oracle: the one whole record; one mixes two, as a torn write would, and is JSON nevertheless; one is a copy."""
+    for rank in range(4):
+        heartbeat = Heartbeat(tmp_path, rank)
+        heartbeat.beat(1234, "forward")
+        heartbeat.close()
+    whole = path_of(tmp_path, 0).read_bytes()
+    path_of(tmp_path, 1).write_bytes(path_of(tmp_path, 1).read_bytes().replace(b"1234", b"1299"))
+    path_of(tmp_path, 2).write_bytes(whole[:50])
+    path_of(tmp_path, 3).write_bytes(b"")
+    path_of(tmp_path, 4).write_bytes(b"[1]\xff")
+    path_of(tmp_path, 5).write_bytes(whole)
+    assert list(read_heartbeats(tmp_path)) == [0]
+
+
+def write_until_ended(folder: Path) -> None:
+    heartbeat = Heartbeat(folder, 0)
+    for step in range(1, 10_000_000):
+        heartbeat.beat(step, "odd" if step % 2 else "even, and longer")
+
+
+def test_reader_sees_whole_records_alone(tmp_path: Path) -> None:
+    """Oracle: another process writes as fast as it can; what is read fits together and only goes on."""
+    heartbeat = Heartbeat(tmp_path, 0)
+    heartbeat.beat(0, "even, and longer")
+    writer = multiprocessing.get_context("fork").Process(target=write_until_ended, args=(tmp_path,))
+    writer.start()
+    try:
+        while all(sign.step == 0 for sign in read_heartbeats(tmp_path).values()):
+            time.sleep(0.01)  # until it writes
+        signs = [sign for _ in range(2000) for sign in read_heartbeats(tmp_path).values()]
+    finally:
+        writer.kill()
+        writer.join()
+    assert {(sign.step % 2, sign.phase) for sign in signs} == {(0, "even, and longer"), (1, "odd")}
+    assert [sign.step for sign in signs] == sorted(sign.step for sign in signs)
+
+
+MESSAGES = [
+    "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation to complete",
+    "[gloo/transport/tcp/unbound_buffer.cc:133] Timed out waiting 2000ms for send operation to complete",
+    "Wait timeout",
+    "wait timeout after 2000ms, keys: /default_pg/0//cpu//0/1",
+    "Timed out after 601 seconds waiting for clients. 1/2 clients joined.",
+    "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, Timeout(ms)=600000) "
+    "ran for 600012 milliseconds before timing out.",
+    "[Rank 5] Watchdog caught collective operation timeout: WorkHCCL(SeqNum=11, OpType=ALLREDUCE, Timeout(ms)=600000) "
+    "ran for 600196 milliseconds before timing out.",
+    "EI0002: The wait execution of the Notify register times out. Reason: The Notify register has not received the "
+    "Notify record from remote rank [4].",
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_timeouts_are_known_by_their_messages(message: str) -> None:
+    """Oracle: what gloo says in torch 2.7.1 and 2.13.0, seen; the stores' and NCCL's, from their sources;
+    torch_npu's and HCCL's, from reports on hiascend.com (forum, and CANN's description of EI0002).
+    """
+    assert TIMED_OUT.search(message) and not LOST_PEER.search(message)
+
+
+def lose_ranks(folder: Path, how: str) -> str:
+    """Ranks 1 and 2 do not arrive where rank 0 waits, and rank 3 neither; what rank 0 says of it."""
+    rank = dist.get_rank()
+    group = dist.new_group(timeout=timedelta(seconds=1.5))
+    if rank != 3:
+        heartbeat = Heartbeat(folder, rank)
+        heartbeat.beat(7, "forward")
+        heartbeat.beat(7, "backward")
+        heartbeat.beat(7, "forward")
+        if rank == 0 or how == "together":
+            heartbeat.beat(7, "backward")
+    elif how == "together":
+        heartbeat = Heartbeat(folder, rank)
+        for phase in ("forward", "backward", "forward", "backward"):
+            heartbeat.beat(7, phase)
+    dist.barrier()
+    pid = 0
+    if rank == 1 and how in ("SIGKILL", "SIGSTOP"):
+        pid = os.fork()  # its own sign would be read while it is alive, so another process stands for it
+        if pid == 0:
+            Heartbeat(folder, 1).beat(7, "forward")
+            os.kill(os.getpid(), signal.Signals[how])
+        # It is dead, and nobody has asked for its status yet.
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
+    dist.barrier()
+    told = folder / "told"
+    if rank:
+        while not told.exists():
+            time.sleep(0.02)
+        if pid:
+            os.kill(pid, signal.SIGKILL)
+        return ""
+    try:
+        with explain_lost_ranks(folder, rank, 4, 1.5):
+            dist.all_reduce(torch.ones(()), group=group)
+    except LostRanksError as error:
+        return str(error)
+    finally:
+        told.touch()
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    "how, told",
+    [
+        (
+            "late",
+            r"^a collective timed out \(launch.timeout_seconds=1.5\); this rank is in step 7 \(backward\); "
+            r"rank 1 did not arrive; its last sign is of step 7 \(forward\), \d+ s ago, pid \d+ on \S+; rank 2 did not "
+            r"arrive; .*; rank 3 gave no sign at all \[.*Timed out waiting 1500ms",
+        ),
+        (
+            "SIGKILL",
+            r"; rank 1 has ended; its last sign is of step 7 \(forward\), \d+ s ago, pid \d+ on \S+; rank 2 did",
+        ),
+        ("SIGSTOP", r"; rank 1 is stopped \(SIGSTOP\); its last sign is of step 7 \(forward\), \d+ s ago, pid"),
+        ("together", r"; the last sign of all 4 ranks is of step 7 \(backward\): the network failed, .* hangs within"),
+    ],
+)
+def test_ranks_that_a_collective_waited_for_are_named(tmp_path: Path, how: str, told: str) -> None:
+    """Oracle: which ranks did not come, told by phases that repeat within a step, under gloo's real timeout."""
+    old = Heartbeat(tmp_path, 3)
+    old._fixed["start"] = "another"  # a rank of an earlier start of the run was further on
+    old.beat(9, "forward")
+    old.close()
+    message = run_ranks(4, lose_ranks, tmp_path, how)[0]
+    assert re.search(told, message), message
+
+
+def other_errors(folder: Path) -> None:
+    with explain_lost_ranks(folder, 0, 1, 600):
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+
+def test_errors_of_a_ranks_own_are_left_as_they_are(tmp_path: Path) -> None:
+    """Oracle: the error itself."""
+    with pytest.raises(RuntimeError, match="mat1 and mat2") as caught:
+        other_errors(tmp_path)
+    assert caught.type is RuntimeError
+
+
+def test_last_signs_are_those_of_the_workers_that_are_asked_for(tmp_path: Path) -> None:
+    """Oracle: the sentence; a record of another start of the run is not in it."""
+    for rank, (step, start) in enumerate([(5, "now"), (4, "now"), (5, "now"), (9, "before")]):
+        heartbeat = Heartbeat(tmp_path, rank)
+        heartbeat._fixed["start"] = start
+        heartbeat.beat(step, "forward")
+        heartbeat.close()
+    told = last_signs(tmp_path, {0: os.getpid(), 3: -1})
+    assert told == "last signs: rank 1 in step 4 (forward) 0 s ago, ranks 0, 2 in step 5 (forward) 0 s ago"
+    assert last_signs(tmp_path, {0: -1}) is None
+
+
+def test_many_ranks_are_counted() -> None:
+    """Oracle: the words."""
+    assert ranks_in_words(list(range(100))) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 92 more"
+
+
+def test_full_disk_does_not_end_a_run(tmp_path: Path) -> None:
+    """Oracle: the system's own limit on the size of files, of nothing."""
+    heartbeat = Heartbeat(tmp_path, 0)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        heartbeat.beat(1, "forward")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    heartbeat.close()
+    assert read_heartbeats(tmp_path) == {}
+
+
+def test_a_link_in_the_place_of_a_heartbeat_is_not_written_through(tmp_path: Path) -> None:
+    """Oracle: the content of the file that the link names."""
+    (tmp_path / "precious").write_text("precious")
+    path_of(tmp_path, 0).symlink_to("precious")
+    heartbeat = Heartbeat(tmp_path, 0)
+    heartbeat.beat(1, "forward")
+    heartbeat.close()
+    assert (tmp_path / "precious").read_text() == "precious" and 0 in read_heartbeats(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"pid": 2**40}, {"pid": -1}, {"pid": "1"}, {"step": "2"}, {"time": None}, {"host": "a\x1b[2J"}, {"phase": 3}, {}],
+)
+def test_a_sign_that_no_rank_gives_is_left_out(tmp_path: Path, change: dict[str, object]) -> None:
+    """Oracle: the same record unchanged, which is read; checksums are of what the file holds."""
+    record = {"rank": 0, "host": "h", "pid": 1, "start": "s", "step": 1, "phase": "p", "beat": 0, "time": 1.0}
+    path_of(tmp_path, 0).write_bytes(heartbeat_module._encode(record | change))
+    assert bool(read_heartbeats(tmp_path)) == (not change)

@@ -1,0 +1,218 @@
+"""Auxiliary losses of routers over the global batch: their values, and the gradients that they give."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fsdptoys.config.schema import Config
+from fsdptoys.memory import GradientCheckpointing, MemoryConfig
+from fsdptoys.metrics.step import (
+    RoutingMetrics,
+)
+from fsdptoys.models import DecoderModel, MoEConfig, routers
+from fsdptoys.models.moe import Router, Scores
+from fsdptoys.optim.config import SGDConfig
+from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, SingleConfig
+from fsdptoys.train.trainer import Trainer
+from scripts.ranks import run_ranks
+from tests.parallel.runs import TINY, make_config
+from tests.train.test_trainer import plain_model
+
+AUX_COEF, Z_COEF = 3.0, 0.5  # large, so that a wrong gradient cannot hide behind the cross entropy's
+
+
+def config_of(family: str, parallel: object, world_size: int, grad_accum: int, checkpointing: bool = False) -> Config:
+    model = replace(TINY[family], router_aux_loss_coef=AUX_COEF, router_z_loss_coef=Z_COEF)  # type: ignore[call-arg]
+    return make_config(
+        parallel,  # type: ignore[arg-type]
+        world_size,
+        model=model,
+        optim=SGDConfig(lr=1.0, momentum=0.0, weight_decay=0.0, warmup_steps=0),
+        memory=MemoryConfig(gradient_checkpointing=GradientCheckpointing.full) if checkpointing else None,
+        steps=1,
+        grad_accum=grad_accum,
+        max_grad_norm=None,
+        deterministic=False,
+    )
+
+
+def routed_forward(model: DecoderModel, tokens_BT: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Logits, and what each router got in, recomputed outside of it."""
+    inputs: list[Tensor] = []
+    hooks = [
+        router.register_forward_pre_hook(lambda router, args: inputs.append(F.linear(args[0], router.weight)))
+        for router in routers(model)
+    ]
+    logits_BTV = model(tokens_BT)
+    for hook in hooks:
+        hook.remove()
+    return logits_BTV, inputs
+
+
+def gradients(trainer: Trainer) -> tuple[dict[str, Tensor], float, float]:
+    """Gradients that the definition gives in one plain module, and both auxiliary losses of the step."""
+    model, config = plain_model(trainer), trainer.config
+    train, moe = config.train, config.model
+    assert isinstance(moe, MoEConfig)
+    samples = trainer.strategy.data_ranks * train.batch_size * train.grad_accum
+    rows = [trainer.dataset.train[i] for i in range(samples)]
+    tokens, labels = (torch.stack([torch.from_numpy(row[i]) for row in rows]) for i in (0, 1))
+    valid = (labels != -100).sum()
+    # Micro-batch m of all ranks: consecutive samples, as the batch stream deals them out.
+    counts: list[Tensor] = []
+    probability_sums: list[Tensor] = []
+    z_sum = 0.0
+    for part_tokens, part_labels in zip(tokens.chunk(train.grad_accum), labels.chunk(train.grad_accum), strict=True):
+        logits_BTV, router_logits = routed_forward(model, part_tokens)
+        loss = F.cross_entropy(logits_BTV.flatten(0, 1), part_labels.flatten(), ignore_index=-100, reduction="sum")
+        loss = loss / valid
+        for layer, logits_NE in enumerate(router_logits):
+            sigmoid = routers(model)[layer].scores is Scores.sigmoid
+            odds_NE = logits_NE.sigmoid() if sigmoid else logits_NE.softmax(-1)
+            probabilities_NE = odds_NE / odds_NE.sum(-1, keepdim=True)
+            chosen_NK = logits_NE.topk(moe.top_k, dim=-1).indices
+            chosen_E = torch.bincount(chosen_NK.flatten(), minlength=moe.n_experts)
+            if layer == len(counts):
+                counts.append(torch.zeros_like(chosen_E))
+                probability_sums.append(torch.zeros(moe.n_experts))
+            counts[layer] = counts[layer] + chosen_E
+            probability_sums[layer] += probabilities_NE.detach().sum(0)
+            shares_E = counts[layer] * moe.top_k / counts[layer].sum()
+            aux = moe.n_experts * (shares_E * probabilities_NE.sum(0)).sum() / tokens.numel()
+            z = logits_NE.logsumexp(-1).square().sum() / tokens.numel()
+            loss = loss + (AUX_COEF * aux + Z_COEF * z) / len(router_logits)
+            z_sum += z.item() / len(router_logits)
+        loss.backward()
+    aux_loss = sum(
+        (moe.n_experts * (count / tokens.numel() * sums / tokens.numel()).sum()).item()
+        for count, sums in zip(counts, probability_sums, strict=True)
+    ) / len(counts)
+    return {name: param.grad for name, param in model.named_parameters()}, aux_loss, z_sum
+
+
+def updates_and_oracle(configs: list[Config]) -> list[tuple[dict[str, float], RoutingMetrics, float, float]]:
+    """Relative error of each parameter's first update of SGD against the oracle's gradient; losses and the oracle's."""
+    results = []
+    for config in configs:
+        trainer = Trainer(config)
+        before = {name: param.clone() for name, param in trainer.strategy.full_parameters()}
+        expected, aux_loss, z_loss = gradients(trainer)
+        trainer.train()
+        errors = {
+            name: relative_error(before[name] - param, expected[name], before[name])
+            for name, param in trainer.strategy.full_parameters()
+        }
+        routing = trainer.history[0].routing
+        assert routing is not None
+        results.append((errors, routing, aux_loss, z_loss))
+    return results
+
+
+def relative_error(update: Tensor, gradient: Tensor, param: Tensor) -> float:
+    """Beyond what the subtraction from the parameter rounds away."""
+    rounding = 2**-23 * param.norm()
+    return ((update - gradient).norm() - rounding).clamp(min=0).item() / gradient.norm().item()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama4"])
+def test_gradients_are_those_of_the_losses_over_the_global_batch(family: str, request: pytest.FixtureRequest) -> None:
+    """Oracle: the definition in one plain module over all ranks' tokens, by autograd; updates to 1e-5 relative."""
+    if family == "llama4":
+        request.getfixturevalue("unmeasured")
+    configs = [
+        config_of(family, parallel, 2, grad_accum, checkpointing)
+        for parallel, grad_accum, checkpointing in [
+            (DDPConfig(), 2, False),
+            (FSDP1Config(), 2, False),
+            (FSDP2Config(), 1, False),
+            (FSDP2Config(), 2, True),
+        ]
+    ]
+    results = run_ranks(2, updates_and_oracle, configs)[0]
+    results += run_ranks(1, updates_and_oracle, [config_of(family, SingleConfig(simulated_ranks=2), 1, 2)])[0]
+    for errors, routing, aux_loss, z_loss in results:
+        assert routing.aux_loss == pytest.approx(aux_loss, rel=1e-5)
+        assert routing.z_loss == pytest.approx(z_loss, rel=1e-5)
+        assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.oracle
+def test_load_balancing_loss_of_a_layer_is_that_of_transformers() -> None:
+    """Oracle: transformers' load_balancing_loss_func, for one layer; value and gradient."""
+    qwen = pytest.importorskip("transformers.models.qwen3_moe.modeling_qwen3_moe")
+    torch.manual_seed(0)
+    router = Router(16, 8, 3, Scores.normalised_softmax)
+    torch.nn.init.normal_(router.weight)
+    hidden_ND = torch.randn(50, 16)
+    loss = qwen.load_balancing_loss_func((F.linear(hidden_ND, router.weight),), 8, 3)
+    (expected,) = torch.autograd.grad(loss, router.weight)
+
+    _, weights_NK = router(hidden_ND)
+    shares_E = router.counts_E / 50
+    assert (8 * (shares_E * router.sums[:-1] / 50).sum()).item() == pytest.approx(loss.item(), rel=1e-6)
+    router.sums_grad.copy_(torch.cat([8 * shares_E / 50, torch.zeros(1)]))  # after the forward, as in training
+    (gradient,) = torch.autograd.grad(weights_NK.sum() * 0, router.weight)
+    torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-7)
+
+
+def metrics_of(config: Config) -> list[RoutingMetrics | None]:
+    steps: list[RoutingMetrics | None] = []
+    Trainer(config).train(lambda step: steps.append(step.routing))
+    return steps
+
+
+@pytest.mark.parametrize("aux_coef", [0.0, 0.1])
+def test_counts_are_those_of_all_ranks_and_micro_batches(aux_coef: float) -> None:
+    """Oracle: one process that runs the same micro-batches; K tokens for each position of each layer."""
+
+    def config(parallel: object, world_size: int) -> Config:
+        model = replace(TINY["qwen3_moe"], router_aux_loss_coef=aux_coef)  # type: ignore[call-arg]
+        return make_config(parallel, world_size, model=model, steps=2)  # type: ignore[arg-type]
+
+    (expected,) = run_ranks(1, metrics_of, config(SingleConfig(simulated_ranks=2), 1))
+    for metrics in run_ranks(2, metrics_of, config(FSDP2Config(), 2)):
+        assert [step.counts for step in metrics] == [step.counts for step in expected]
+    for step in expected:
+        assert step is not None
+        assert [sum(layer) for layer in step.counts] == [2 * 2 * 2 * 24 * 2] * 2  # ranks, micro-batches, batch, T, K
+        loads = [[count * 3 / sum(layer) for count in layer] for layer in step.counts]
+        assert step.max_load == pytest.approx(max(map(max, loads)))
+        assert step.min_load == pytest.approx(min(map(min, loads)))
+        shares = [[load / 3 for load in layer] for layer in loads]
+        entropy = -sum(share * math.log(share) for layer in shares for share in layer if share) / len(shares)
+        assert step.entropy == pytest.approx(entropy / math.log(3))
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_the_balancing_loss_balances() -> None:
+    """Oracle: the same training without it; the busiest expert is at most half as far above the mean."""
+
+    def excess_load(aux_coef: float) -> float:
+        model = replace(TINY["qwen3_moe"], router_aux_loss_coef=aux_coef, router_z_loss_coef=0.0, init_std=0.5)  # type: ignore[call-arg]
+        config = make_config(SingleConfig(), 1, model=model, steps=40, batch_size=8, deterministic=False)
+        last = run_ranks(1, metrics_of, config)[0][-1]
+        assert last is not None
+        excess: float = last.max_load - 1
+        return excess
+
+    assert excess_load(1.0) < excess_load(0.0) / 2
+
+
+def test_a_model_without_experts_has_no_routing() -> None:
+    """Dense models pay nothing and report nothing."""
+    assert run_ranks(1, metrics_of, make_config(SingleConfig(), 1, steps=1))[0] == [None]
+
+
+@pytest.mark.parametrize("scores", Scores)
+def test_logits_of_any_size_leave_finite_gradients(scores: Scores) -> None:
+    """Oracle: finiteness; sigmoids of -240 are zeros in float32, and so is their sum."""
+    router = Router(4, 3, 2, scores)
+    torch.nn.init.ones_(router.weight)
+    hidden_ND = torch.tensor([[-60.0] * 4, [60.0] * 4, [0.0] * 4])
+    _, weights_NK = router(hidden_ND)
+    weights_NK.sum().backward()
+    assert router.weight.grad is not None and router.weight.grad.isfinite().all() and router.sums.isfinite().all()

@@ -1,0 +1,115 @@
+"""Random number generators come back as they were, or start from the seed with a reason; none reads foreign memory."""
+
+import base64
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fsdptoys.device import Device
+from fsdptoys.train.random_states import RANDOM_STATES, random_states, restore_random_states
+from fsdptoys.utils.schema import SchemaError
+
+DEVICE = Device("cpu")
+
+
+def draws() -> list[float]:
+    """More of each generator than it keeps ahead."""
+    return [
+        *(random.random() for _ in range(700)),
+        *np.random.random(700).tolist(),
+        np.random.standard_normal(),
+        *torch.rand(700).tolist(),
+    ]
+
+
+def seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+@pytest.mark.parametrize("count", [0, 1, 311, 623, 624, 625])
+def test_generators_go_on_where_they_were(count: int) -> None:
+    """Oracle: the numbers that they give without it, from every kind of place in their arrays."""
+    seed_all(5)
+    for _ in range(count):
+        random.random()
+        np.random.standard_normal()
+        torch.rand(1)
+    states = json.loads(json.dumps(random_states(DEVICE)))
+    RANDOM_STATES(states, "")
+    expected = draws()
+    seed_all(6)
+    assert restore_random_states(states, DEVICE, seed=0, step=1, rank=0) is None
+    assert draws() == expected
+
+
+def place_torch(start: int, value: int) -> Callable[[dict[str, Any]], None]:
+    def edit(states: dict[str, Any]) -> None:
+        state = bytearray(base64.b64decode(states["torch"]))
+        state[start : start + 4] = value.to_bytes(4, "little")
+        states["torch"] = base64.b64encode(state).decode()
+
+    return edit
+
+
+OTHERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "another Python's": (lambda states: states["python"].update(version=4), "Python's state is of version 4"),
+    "a shorter one of Python's": (lambda states: states["python"].update(internal=[1, 2]), "state vector"),
+    "a place beyond Python's": (lambda states: states["python"]["internal"].__setitem__(-1, 625), "invalid state"),
+    "another torch's": (lambda states: states.update(torch="AAAA"), "torch's state holds 3 bytes, and this version's"),
+    "none of torch's": (lambda states: states.update(torch=""), "torch's state holds 1 bytes"),
+    # Both of these torch takes itself, and reads behind its numbers at the next draws.
+    "a place at the end of torch's": (place_torch(16, 624), "numbers left from 624 on, of 624"),
+    "too many left of torch's": (place_torch(8, 624), "624 numbers left from 10 on, of 624"),
+    "a place beyond torch's": (place_torch(16, 10**9), "left from 1000000000 on"),
+    "a torch that was not seeded": (place_torch(12, 0), "mt19937"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_states_of_another_version_give_way_to_the_seed(case: str) -> None:
+    """Oracle: the reason, and the numbers of a start without states."""
+    edit, reason = OTHERS[case]
+    seed_all(7)
+    torch.rand(10)
+    states = random_states(DEVICE)
+    edit(states)
+    RANDOM_STATES(states, "")
+    told = restore_random_states(states, DEVICE, seed=3, step=4, rank=1)
+    assert told is not None and reason in told
+    found = draws()
+    assert restore_random_states(None, DEVICE, seed=3, step=4, rank=1) is None
+    assert draws() == found
+
+
+@pytest.mark.parametrize("position", [625, -5, -1, 100_000, 2 * 10**9, -(10**8), 1.0, True, None, "1"])
+def test_a_place_outside_of_numpys_numbers_is_refused(position: object) -> None:
+    """Oracle: the sentence; numpy takes such places, and crashes or returns foreign memory."""
+    states = random_states(DEVICE)
+    states["numpy"]["position"] = position
+    with pytest.raises(SchemaError, match=r"^numpy\.position is .*, not an integer of 0 to 624$"):
+        RANDOM_STATES(states, "")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "sentence"),
+    [
+        ("keys", "AAAA", r"numpy\.keys holds 3 bytes, not 2496"),
+        ("keys", "=!", r"numpy\.keys is not text in base 64 \(.*\)"),
+        ("has_gauss", 2, r"numpy\.has_gauss is 2, not an integer of 0 to 1"),
+        ("cached", float("nan"), r"numpy\.cached is nan, not a finite number"),
+        ("cached", "\x1b]0;x", r"numpy\.cached is '\\x1b\]0;x', not a finite number"),
+    ],
+)
+def test_numpy_gets_no_state_that_it_does_not_check(key: str, value: object, sentence: str) -> None:
+    """Oracle: the sentence."""
+    states = random_states(DEVICE)
+    states["numpy"][key] = value
+    with pytest.raises(SchemaError, match=f"^{sentence}$"):
+        RANDOM_STATES(states, "")

@@ -1,0 +1,107 @@
+"""Run directories read back, held against what a recorder was given when it wrote them."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from fsdptoys.config.compose import compose_config
+from fsdptoys.config.plan_config import AllocatorKind
+from fsdptoys.config.schema import Config
+from fsdptoys.device import Device
+from fsdptoys.device.profile import load_hardware
+from fsdptoys.errors import ConfigError
+from fsdptoys.metrics import Console, MetricsConfig, Recorder, StepMetrics, environment
+from fsdptoys.metrics.config import PREDICTION_FILE, SUMMARY_FILE
+from fsdptoys.metrics.prediction import Prediction
+from fsdptoys.plan.estimate.estimate import closed_form
+from fsdptoys.train.recorded_run import is_run_dir, read_recorded_run
+from fsdptoys.utils.file_lock import FolderLock, is_locked
+
+STEP = StepMetrics(1, 5.5, 1.0, 1e-3, 0.1, 512, 5120.0, 0.1, None, None, None, None, 0.5)
+
+
+@pytest.fixture(scope="module")
+def config() -> Config:
+    found = compose_config(["experiment=null", "parallel=ddp"])
+    found.validate(2, "cpu")
+    return found
+
+
+@pytest.fixture(scope="module")
+def prediction(config: Config) -> Prediction:
+    return closed_form(config, load_hardware("h100"), 2, AllocatorKind.expandable)
+
+
+def record(path: Path, config: Config, prediction: Prediction | None, steps: int, finish: bool = True) -> None:
+    """Write a run directory as a run does."""
+    metrics = MetricsConfig(run_dir=str(path), console=Console.none)
+    found = environment(Device("cpu"), 2, ["fsdptoys"])
+    with Recorder(metrics, "a run", config.to_dict(), found, steps, {}, prediction=prediction) as recorder:
+        for number in range(1, steps + 1):
+            recorder.step(dataclasses.replace(STEP, step=number, step_time_seconds=0.1 * number))
+        if finish:
+            recorder.finish("every step was done")
+
+
+def test_what_was_recorded_is_read_back(tmp_path: Path, config: Config, prediction: Prediction) -> None:
+    """Oracle: what the recorder was given; the median of 0.3, 0.4 and 0.5 s, after two steps of warm-up."""
+    record(tmp_path / "run", config, prediction, steps=5)
+    run = read_recorded_run(tmp_path / "run")
+    assert run.tree == config.to_dict() and run.prediction == prediction
+    assert [step.step for step in run.steps] == [1, 2, 3, 4, 5]
+    assert run.results.step_time_seconds is not None
+    assert run.results.step_time_seconds.median == pytest.approx(0.4)
+    assert (run.world_size, run.device_type, run.finished, run.running, run.notes) == (2, "cpu", True, False, ())
+    assert run.config().parallel == config.parallel
+    assert {each.what for each in run.comparisons()} == {"step time", "tokens/s, all ranks"}
+
+
+def test_a_prediction_survives_json(prediction: Prediction) -> None:
+    """Oracle: the prediction itself."""
+    assert Prediction.from_dict(json.loads(json.dumps(prediction.to_dict()))) == prediction
+
+
+def test_a_run_that_was_killed_reads_as_far_as_it_came(tmp_path: Path, config: Config) -> None:
+    """Oracle: three whole lines and a torn one; a file of a prediction that nobody can read any more."""
+    record(tmp_path / "run", config, None, steps=3, finish=False)
+    with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
+        file.write('{"step": 4, "lo')
+    (tmp_path / "run" / PREDICTION_FILE).write_text('{"method": "older"}')
+    run = read_recorded_run(tmp_path / "run")
+    assert (run.results.steps, run.finished, run.prediction) == (3, False, None)
+    assert len(run.notes) == 2 and "line 4" in run.notes[0] and "another version" in run.notes[1]
+    assert is_run_dir(tmp_path / "run") and not (tmp_path / "run" / SUMMARY_FILE).exists()
+
+
+def test_a_run_is_known_to_run_while_its_folder_is_held(tmp_path: Path) -> None:
+    """Oracle: the lock's own state, before, while and after it is held."""
+    before = is_locked(tmp_path)
+    lock = FolderLock(tmp_path)
+    held = is_locked(tmp_path)
+    lock.release()
+    assert (before, held, is_locked(tmp_path)) == (False, True, False)
+
+
+@pytest.mark.parametrize(
+    "name, text, told",
+    [
+        ("environment.json", "{}", "does not say what the run ran on"),
+        ("environment.json", "[]", "holds no settings"),
+        ("config.yaml", "a: [", "cannot be read"),
+    ],
+)
+def test_a_folder_that_is_no_run_is_a_mistake(tmp_path: Path, config: Config, name: str, text: str, told: str) -> None:
+    """Oracle: the sentence names the file and what is wrong with it."""
+    record(tmp_path / "run", config, None, steps=1, finish=False)
+    (tmp_path / "run" / name).write_text(text)
+    with pytest.raises(ConfigError, match=told) as mistake:
+        read_recorded_run(tmp_path / "run")
+    assert name in str(mistake.value)
+
+
+def test_a_path_that_is_not_there_is_a_mistake(tmp_path: Path) -> None:
+    """Oracle: the sentence says what to give instead."""
+    with pytest.raises(ConfigError, match="is no run directory; give one that fsdptoys train has written"):
+        read_recorded_run(tmp_path / "none")

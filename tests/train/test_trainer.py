@@ -1,0 +1,479 @@
+"""The loop: what a step's numbers mean, and that every rank agrees on them."""
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
+
+from fsdptoys.config.compose import compose_config
+from fsdptoys.config.schema import Config, SumDType
+from fsdptoys.data import SyntheticConfig, TextConfig
+from fsdptoys.errors import ConfigError
+from fsdptoys.memory import MemoryConfig
+from fsdptoys.models import DecoderModel
+from fsdptoys.optim.config import AdamWConfig
+from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
+from fsdptoys.parallel.ddp import DDP
+from fsdptoys.parallel.fsdp2 import FSDP2
+from fsdptoys.profiler import ExplainedOutOfMemoryError, ProfileConfig, live_bytes
+from fsdptoys.train import run as run_module
+from fsdptoys.train.distributed import deterministic_kernels
+from fsdptoys.train.run import Run, train
+from fsdptoys.train.trainer import Trainer
+from scripts.parity import hash_parameters
+from scripts.ranks import run_ranks
+from tests.parallel.runs import make_config
+
+STRATEGIES: list[ParallelConfig] = [DDPConfig(), FSDP1Config(), FSDP2Config()]
+
+
+def plain_model(trainer: Trainer) -> DecoderModel:
+    """The trainer's model as a plain module in this process."""
+    config = trainer.config.model
+    model = config.build()
+    model.init_buffers(torch.device("cpu"))
+    with torch.no_grad():
+        for name, param in trainer.strategy.full_parameters():
+            model.get_parameter(name).copy_(param)
+    return model
+
+
+def first_step_and_oracle(configs: list[Config]) -> list[tuple[float, float, float, float]]:
+    """(loss, norm, oracle's loss, oracle's norm) of the first step of each configuration."""
+    results = []
+    for config in configs:
+        trainer = Trainer(config)
+        model, train = plain_model(trainer), config.train
+        rows = [
+            trainer.dataset.train[i] for i in range(trainer.strategy.data_ranks * train.batch_size * train.grad_accum)
+        ]
+        tokens, labels = (torch.stack([torch.from_numpy(row[i]) for row in rows]) for i in (0, 1))
+        logits, flat = model(tokens).flatten(0, 1), labels.flatten()
+        loss = F.cross_entropy(logits, flat, ignore_index=-100, label_smoothing=train.label_smoothing)
+        loss = loss + train.z_loss_coef * logits.logsumexp(-1)[flat != -100].square().mean()
+        loss.backward()
+        norm = torch.nn.utils.get_total_norm([param.grad for param in model.parameters() if param.grad is not None])
+        trainer.train()
+        results.append((trainer.history[0].loss, trainer.history[0].grad_norm, loss.item(), norm.item()))
+    return results
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+def test_a_step_is_the_mean_over_all_valid_tokens_of_the_global_batch(deterministic: bool) -> None:
+    """Oracle: F.cross_entropy's mean over the whole ragged global batch at once, in one plain module."""
+    configs = [make_config(parallel, 2, steps=1, grad_accum=3, deterministic=deterministic) for parallel in STRATEGIES]
+    for loss, norm, oracle_loss, oracle_norm in run_ranks(2, first_step_and_oracle, configs)[0]:
+        assert loss == pytest.approx(oracle_loss, rel=1e-6)
+        assert norm == pytest.approx(oracle_norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("chunk_loss", [False, True], ids=["whole", "chunks"])
+def test_label_smoothing_and_z_loss_are_part_of_what_is_minimised(chunk_loss: bool) -> None:
+    """Oracle: F.cross_entropy with label smoothing plus the mean squared logsumexp, in one plain module."""
+    memory = MemoryConfig(chunk_loss=chunk_loss, chunk_tokens="7" if chunk_loss else "auto")
+    configs = [
+        make_config(parallel, 2, steps=1, memory=memory, label_smoothing=0.2, z_loss_coef=0.01, deterministic=False)
+        for parallel in STRATEGIES
+    ]
+    for loss, norm, oracle_loss, oracle_norm in run_ranks(2, first_step_and_oracle, configs)[0]:
+        assert loss == pytest.approx(oracle_loss, rel=1e-6)
+        assert norm == pytest.approx(oracle_norm, rel=1e-5)
+
+
+def test_evaluation_is_plain_cross_entropy_whatever_is_minimised() -> None:
+    """Oracle: a run whose learning rate is 0, too, and that minimises cross entropy alone."""
+    sizes = {"eval_every": 1, "steps": 1, "optim": AdamWConfig(lr=0.0, weight_decay=0.0)}
+    changed = {"label_smoothing": 0.2, "z_loss_coef": 0.01, "memory": MemoryConfig(chunk_loss=True)}
+    configs = [make_config(SingleConfig(), 1, **sizes, **more) for more in ({}, changed)]
+    (plain,), (smoothed,) = run_ranks(1, histories, configs)[0]
+    assert smoothed[1] == pytest.approx(plain[1], rel=1e-6)
+    assert smoothed[0] > plain[0]
+
+
+def whole_losses(config: Config) -> int:
+    """How often a run with evaluations makes its logits whole."""
+    calls, original = 0, F.cross_entropy
+
+    def counted(*args: Any, **options: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return original(*args, **options)
+
+    F.cross_entropy = counted
+    Trainer(config).train()
+    return calls
+
+
+@pytest.mark.parametrize("chunk_loss", [False, True], ids=["whole", "chunks"])
+def test_evaluation_goes_over_chunks_as_training_does(chunk_loss: bool) -> None:
+    """Oracle: calls of F.cross_entropy, which wants whole logits: two steps of two micro-batches, two evaluations."""
+    memory = MemoryConfig(chunk_loss=chunk_loss)
+    config = make_config(SingleConfig(), 1, steps=2, eval_every=1, eval_batches=1, memory=memory)
+    assert run_ranks(1, whole_losses, config)[0] == (0 if chunk_loss else 6)
+
+
+def histories(configs: list[Config]) -> list[list[tuple[float, float | None]]]:
+    results = []
+    for config in configs:
+        trainer = Trainer(config)
+        trainer.train()
+        results.append([(step.loss, step.eval_loss) for step in trainer.history])
+    return results
+
+
+def sums(configs: list[Config]) -> list[list[tuple[float, float]]]:
+    """(loss, norm) of each step of each configuration."""
+    trainers = []
+    for config in configs:
+        trainers.append(Trainer(config))
+        trainers[-1].train()
+    return [[(step.loss, step.grad_norm) for step in trainer.history] for trainer in trainers]
+
+
+def test_sums_over_ranks_round_as_their_number_format_does() -> None:
+    """Oracle: in float64 DDP and FSDP2 agree in every bit where a reduction adds two numbers; in float32 they do not,
+    since each adds up the squares of its own pieces of the gradients, and all are as close as float32 is.
+    """
+    configs = [
+        make_config(parallel, 2, deterministic=False, steps=6, sum_dtype=dtype)
+        for dtype in (SumDType.float64, SumDType.float32)
+        for parallel in (DDPConfig(), FSDP2Config())
+    ]
+    ddp, fsdp2, *rounded = run_ranks(2, sums, configs)[0]
+    assert ddp == fsdp2 and rounded[0] != rounded[1] and ddp not in rounded
+    for row in rounded:
+        assert [value for step in row for value in step] == pytest.approx([v for step in ddp for v in step], rel=2e-6)
+
+
+@pytest.mark.parametrize("dtype, expected", [("auto", "float32"), ("float32", "float32"), ("float64", None)])
+def test_sums_are_in_float64_where_the_collectives_have_it(dtype: str, expected: str | None) -> None:
+    """Oracle: HCCL's types, among which float64 is not for reductions."""
+    for device_type, chosen in (("npu", expected), ("cuda", "float64" if dtype == "auto" else dtype)):
+        config = compose_config(["model=llama_debug", "parallel=fsdp2", f"train.sum_dtype={dtype}"])
+        if chosen is None:
+            with pytest.raises(ConfigError, match=r"^train.sum_dtype=float64 cannot run on npu, whose collectives"):
+                config.validate(2, device_type)
+        else:
+            config.validate(2, device_type)
+            assert config.train.sum_dtype.value == chosen and config.train.sum_dtype.torch == getattr(torch, chosen)
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_the_same_global_batch_over_other_ranks_gives_the_same_losses() -> None:
+    """Oracle: the same 8 sequences a step in one process; layouts of ranks, batch and accumulation."""
+    reference = run_ranks(1, histories, [make_config(SingleConfig(), 1, batch_size=8, grad_accum=1)])[0][0]
+    for world_size, batch_size, grad_accum in [(1, 2, 4), (2, 4, 1), (2, 2, 2), (4, 1, 2)]:
+        config = make_config(FSDP2Config(), world_size, batch_size=batch_size, grad_accum=grad_accum)
+        for history in run_ranks(world_size, histories, [config]):
+            assert [loss for loss, _ in history[0]] == pytest.approx([loss for loss, _ in reference], rel=1e-5)
+
+
+def test_evaluation_is_the_same_under_every_strategy_and_leaves_training_alone() -> None:
+    """Oracle: one process that evaluates the same sequences; and a run that never evaluates."""
+    sizes = {"eval_every": 2, "steps": 4, "grad_accum": 1}
+    reference = run_ranks(1, histories, [make_config(SingleConfig(simulated_ranks=2), 1, eval_batches=4, **sizes)])[0][
+        0
+    ]
+    assert [eval_loss is not None for _, eval_loss in reference] == [False, True, False, True]
+    without = [make_config(parallel, 2, steps=4, grad_accum=1) for parallel in STRATEGIES]
+    evaluating = [make_config(parallel, 2, eval_batches=2, **sizes) for parallel in STRATEGIES]
+    for ranks in zip(*run_ranks(2, histories, [*without, *evaluating]), strict=True):
+        assert ranks[0] == ranks[1]
+        assert [loss for loss, _ in ranks[0]] == [loss for loss, _ in reference]
+        if ranks[0][1][1] is not None:
+            assert [ranks[0][i][1] for i in (1, 3)] == pytest.approx([reference[i][1] for i in (1, 3)], rel=1e-6)
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_the_loss_falls_to_the_entropy_of_the_data() -> None:
+    """Oracle: the source's conditional entropy, log 2, far below its unigram entropy, log 67."""
+    config = make_config(
+        SingleConfig(), 1, steps=150, grad_accum=1, batch_size=16, max_grad_norm=1.0, optim=AdamWConfig(lr=1e-2)
+    )
+    config.data = SyntheticConfig(branching=2)
+    losses = [loss for loss, _ in run_ranks(1, histories, [config])[0][0]]
+    assert losses[0] == pytest.approx(math.log(67), rel=0.02)
+    assert math.log(2) < sum(losses[-10:]) / 10 < math.log(2) + 0.1
+
+
+def test_all_ranks_stop_after_the_step_in_which_the_time_is_up() -> None:
+    """Oracle: the first rank's number of steps; a limit that the first step exceeds stops after it, evaluated."""
+    configs = [make_config(parallel, 2, max_seconds=1e-9, eval_every=100, steps=100) for parallel in STRATEGIES]
+    first, second = run_ranks(2, histories, configs)
+    assert first == second
+    assert all(len(history) == 1 and history[0][1] is not None for history in first)
+
+
+def run_in(folder: Path, config: Config) -> list[str]:
+    """A whole run with its run directory; returns the names of the files that this rank sees at its end."""
+    config.metrics.run_dir = str(folder / "run")
+    trainer = train(config)
+    torch.distributed.barrier()
+    assert len(trainer.history) == config.train.steps
+    return sorted(path.name for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("parallel", STRATEGIES, ids=lambda parallel: parallel.name)
+def test_a_run_leaves_its_files_with_a_sample_that_is_the_same_under_every_strategy(
+    parallel: ParallelConfig, tmp_path: Path
+) -> None:
+    """Oracle: the files by name, and the text that one process generates after the same steps."""
+    (tmp_path / "corpus.txt").write_text("def f(x):\n    return x\n" * 500)
+
+    def config(parallel: ParallelConfig, world_size: int) -> Config:
+        made = make_config(parallel, world_size, steps=3, grad_accum=1, eval_every=2, eval_batches=1)
+        made.model.vocab_size = 256
+        made.data = TextConfig(files=[str(tmp_path / "corpus.txt")], sample_tokens=20, eval_fraction=0.1)
+        made.validate(world_size, "cpu")
+        return made
+
+    samples = []
+    for name, made, world_size in [
+        ("one", config(SingleConfig(simulated_ranks=2), 1), 1),
+        ("two", config(parallel, 2), 2),
+    ]:
+        folder = tmp_path / name
+        folder.mkdir()
+        for seen in run_ranks(world_size, run_in, folder, made):
+            assert seen == ["config.yaml", "environment.json", "loss.png", "metrics.jsonl", "summary.md"]
+        lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines] == [1, 2, 3]
+        summary = (folder / "run" / "summary.md").read_text()
+        samples.append(summary.split("## A sample of the trained model")[1].split("## Files")[0])
+    assert samples[0] == samples[1] and "def " in samples[0]
+
+
+def test_deterministic_kernels_leave_the_settings_as_they_were() -> None:
+    """Oracle: PyTorch's own flags before."""
+    before = torch.are_deterministic_algorithms_enabled()
+    with deterministic_kernels(True, "cpu"):
+        assert torch.are_deterministic_algorithms_enabled()
+    with deterministic_kernels(False, "cpu"):
+        assert torch.are_deterministic_algorithms_enabled() == before
+    assert torch.are_deterministic_algorithms_enabled() == before
+
+
+def failing(rank: int) -> None:
+    if torch.distributed.get_rank() == rank:
+        raise ConfigError("this rank fails")
+    torch.distributed.barrier()
+
+
+def test_the_ranks_of_a_test_fail_with_the_traceback_of_the_one_that_failed() -> None:
+    """Oracle: the exception of rank 1, while rank 0 waits for it in a collective."""
+    with pytest.raises(RuntimeError, match=r"rank 1: Traceback(.|\n)*ConfigError: this rank fails"):
+        run_ranks(2, failing, 1)
+
+
+def seeds(configs: list[Config]) -> list[tuple[float, Any]]:
+    results = []
+    for config in configs:
+        trainer = Trainer(config)
+        trainer.train()
+        results.append((trainer.history[0].loss, next(iter(trainer.strategy.full_parameters()))[1].sum().item()))
+    return results
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_each_seed_serves_its_purpose_and_the_common_one_all() -> None:
+    """Oracle: which of data (loss of the first step) and initial values change."""
+    base, same, data, init, common = run_ranks(
+        1,
+        seeds,
+        [
+            make_config(SingleConfig(), 1, steps=1, max_grad_norm=None, optim=AdamWConfig(lr=0.0), **seed)
+            for seed in ({}, {"seed": 0}, {"data_seed": 1}, {"init_seed": 1}, {"seed": 1})
+        ],
+    )[0]
+    assert same == base
+    assert data[0] != base[0] and data[1] == base[1]
+    assert init[0] != base[0] and init[1] != base[1]
+    assert common[1] == init[1] and common[0] not in (init[0], data[0])
+
+
+def hashes_before_and_after_an_evaluation(configs: list[Config]) -> list[tuple[dict[str, str], dict[str, str]]]:
+    results = []
+    for config in configs:
+        trainer = Trainer(config)
+        before = hash_parameters(trainer)
+        trainer._evaluate(0)
+        results.append((before, hash_parameters(trainer)))
+    return results
+
+
+def test_parameters_can_be_read_after_a_forward_without_a_backward() -> None:
+    """Oracle: the parameters before; units that stay gathered for a backward that never comes are no hindrance."""
+    configs = [make_config(parallel, 2) for parallel in STRATEGIES]
+    for before, after in run_ranks(2, hashes_before_and_after_an_evaluation, configs)[0]:
+        assert after == before
+
+
+def run_without_room_for_weights(config: Config) -> str:
+    def refuse(*_: Any) -> None:
+        raise ConfigError("no room")
+
+    run_module.save_weights = refuse
+    with pytest.raises(ConfigError, match="no room"):
+        Run(Trainer(config)).run()
+    return (Path(config.metrics.run_dir or "") / "summary.md").read_text(encoding="utf-8")
+
+
+def test_results_are_kept_where_weights_cannot_be_written(tmp_path: Path) -> None:
+    """Oracle: the summary of all steps, although the run ends with an error."""
+    config = make_config(SingleConfig(), 1, steps=2)
+    config.metrics.run_dir, config.checkpoint.final_weights = str(tmp_path / "run"), True
+    assert "2 of 2; all steps done" in run_ranks(1, run_without_room_for_weights, config)[0]
+
+
+def weights_before_the_sample(config: Config) -> list[str]:
+    found: list[str] = []
+
+    def look(self: Trainer) -> None:
+        found.extend(file.name for file in (Path(config.metrics.run_dir or "") / "weights").glob("*"))
+
+    Trainer.sample = look  # type: ignore[method-assign]
+    Run(Trainer(config)).run()
+    return sorted(found)
+
+
+def test_weights_are_kept_before_a_sample_is_drawn(tmp_path: Path) -> None:
+    """Oracle: the folder, as the sampling finds it: sampling may take minutes, and be broken off."""
+    config = make_config(SingleConfig(), 1, steps=1)
+    config.metrics.run_dir, config.checkpoint.final_weights = str(tmp_path / "run"), True
+    assert run_ranks(1, weights_before_the_sample, config)[0] == ["checksums.json", "weights.safetensors"]
+
+
+def run_out_of_memory(config: Config, part: str) -> str:
+    """Let a part of the second step ask for more memory than there is, and return what the run says."""
+    trainer = Trainer(config)
+    owner, name = {
+        "forward": (trainer.strategy.model, "forward"),
+        "backward": (torch.Tensor, "backward"),
+        "optimizer": (trainer.optimizer, "step"),
+        "evaluation": (trainer.strategy.model, "eval"),
+    }[part]
+    original = getattr(owner, name)
+
+    def greedy(*args: Any, **options: Any) -> Any:
+        if len(trainer.history) == 1:
+            torch.empty(2**50, dtype=torch.uint8)
+        return original(*args, **options)
+
+    setattr(owner, name, greedy)
+    with pytest.raises(ExplainedOutOfMemoryError) as caught:
+        trainer.train()
+    return str(caught.value)
+
+
+def construct_out_of_memory(config: Config) -> str:
+    def refuse(*_: Any) -> None:
+        torch.empty(2**50, dtype=torch.uint8)
+
+    FSDP2.parallelize = DDP.parallelize = refuse  # type: ignore[method-assign]
+    with pytest.raises(ExplainedOutOfMemoryError) as caught:
+        Trainer(config)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("parallel, share", [(DDPConfig(), 1), (FSDP2Config(), 2)], ids=["ddp", "fsdp2"])
+def test_running_out_of_memory_in_the_construction_tells_what_was_planned(parallel: ParallelConfig, share: int) -> None:
+    """Oracle: four bytes a parameter, over the ranks that share them; sharding is advised where there is none."""
+    config = make_config(parallel, 2)
+    total = sum(param.numel() for param in config.model.build().parameters())
+    told = run_ranks(2, construct_out_of_memory, config)[0]
+    assert "ran out on rank 0 in the construction\n" in told
+    assert f"{4 * total / share / 2**10:.2f} KiB  parameters, once all are made" in told
+    assert ("parallel=fsdp2 mesh.fsdp_size=-1" in told) == (share == 1)
+
+
+def memory_of_a_lazy_run(config: Config) -> tuple[int, int]:
+    """Bytes of gradients in the report after a step whose updates are pending, and those of the local parameters."""
+    trainer = Trainer(config)
+    trainer._train_step(1, 0.0)
+    parameters = live_bytes((param for _, param in trainer.strategy.named_parameters()), None).parameters
+    return trainer._situation(2).live.gradients.host_bytes, parameters.host_bytes
+
+
+def test_gradients_that_wait_for_their_update_are_counted_as_gradients() -> None:
+    """Oracle: as many bytes as there are parameters."""
+    gradients, parameters = run_ranks(
+        1, memory_of_a_lazy_run, make_config(SingleConfig(), 1, memory=MemoryConfig(optimizer_offload=True))
+    )[0]
+    assert gradients == parameters > 0
+
+
+@pytest.mark.parametrize("part", ["forward", "backward", "optimizer", "evaluation"])
+def test_running_out_of_memory_tells_where_what_was_live_and_what_would_help(part: str) -> None:
+    """Oracle: a real allocation of 1 PiB that fails there; activations are live in forward and backward alone."""
+    config = make_config(FSDP2Config(), 2, grad_accum=1, eval_every=2)
+    told = run_ranks(2, run_out_of_memory, config, part)[1]
+    assert f"on rank 1 in the {part} of step 2\n1048576.00 GiB asked for" in told
+    assert "optimizer states" in told
+    assert ("memory.chunk_loss=true" in told) == (part in ("forward", "backward"))
+
+
+def profiled(folder: Path, config: Config) -> list[str]:
+    config.metrics.run_dir = str(folder / "run")
+    config.profile = ProfileConfig(enabled=True, ranks=[1], skip_steps=1, active_steps=2)
+    Run(Trainer(config)).run()
+    return sorted(path.name for path in (folder / "run" / "profile").iterdir())
+
+
+def test_chosen_ranks_write_their_traces_into_the_run_directory(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the run directory's listing; rank 1, which is not told the directory's name, was chosen."""
+    assert run_ranks(2, profiled, tmp_path, make_config(FSDP2Config(), 2))[1] == ["rank1.json.gz"]
+    assert "Chosen were the ranks 1, which wrote into `profile/`" in (tmp_path / "run" / "summary.md").read_text()
+    assert "rank 1: trace of steps 3 to 4" in capfd.readouterr().out
+
+
+def patched(config: Config) -> tuple[dict[str, str], bool]:
+    """What the run says of its patches, and whether PyTorch is as before after it."""
+    before = FSDPCommContext.lazy_init
+    trainer = run_module.train(config)
+    return dict(trainer.patches.report), FSDPCommContext.lazy_init is before
+
+
+def test_patches_are_told_in_the_summary_and_undone_after_the_run(tmp_path: Path) -> None:
+    """Oracle: PyTorch's own attribute; the summary's text."""
+    config = make_config(FSDP2Config(), 1)
+    config.metrics.run_dir = str(tmp_path / "run")
+    report, undone = run_ranks(1, patched, config)[0]
+    assert report["fsdp2_stream_reuse"].startswith("applied: ")
+    assert undone
+    summary = (tmp_path / "run" / "summary.md").read_text()
+    assert all(f"{name}={what}" in summary for name, what in report.items())
+
+
+def train_with_slow_data(config: Config) -> list[dict[str, Any]]:
+    """Rank 0's lines on steps of which the third waits for its batches."""
+    trainer = Trainer(config)
+    next_step, taken = trainer.batches.next_step, []
+
+    def slow_next_step() -> Any:
+        taken.append(1)
+        time.sleep(0.3 * (len(taken) == 3))
+        return next_step()
+
+    trainer.batches.next_step = slow_next_step  # type: ignore[method-assign]
+    Run(trainer).run()
+    lines = (Path(config.metrics.run_dir or "") / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_a_step_tells_how_long_it_waited_for_its_batches(tmp_path: Path) -> None:
+    """Oracle: a sleep before the third step's batches, which is part of its step time and of no other's."""
+    config = make_config(SingleConfig(), 1, steps=4)
+    config.metrics.run_dir = str(tmp_path / "run")
+    config.validate(1, "cpu")
+    (steps,) = run_ranks(1, train_with_slow_data, config)
+    waits = [step["data_wait_seconds"] for step in steps]
+    assert waits[2] >= 0.3 and waits.index(max(waits)) == 2
+    assert all(0 < step["data_wait_seconds"] < step["step_time_seconds"] for step in steps)
