@@ -79,7 +79,8 @@ class ToyZero1(ToyDDP):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Flat pieces, with the names of their parameters."""
         for name, param in self._whole.named_parameters():
-            yield name, self._slices.piece(param)
+            bucket, slot = self._slices.places[param]
+            yield name, bucket.pieces[slot]
 
     def shard_group(self) -> dist.ProcessGroup | None:
         """All ranks."""
@@ -97,10 +98,11 @@ class ToyZero1(ToyDDP):
         return {f"model.{name}": param.detach() for name, param in self._whole.named_parameters()}
 
     def _sharded(self, optimizer: torch.optim.Optimizer) -> ShardedState:
-        holdings = [
-            Holding(name, param.shape, self._slices.spans(param), self._slices.piece(param))
-            for name, param in self._whole.named_parameters()
-        ]
+        holdings = []
+        for name, param in self._whole.named_parameters():
+            bucket, slot = self._slices.places[param]
+            spans = [bucket.span(slot, rank) for rank in range(self._slices.ranks)]
+            holdings.append(Holding(name, param.shape, spans, bucket.pieces[slot]))
         mesh = self.context.build_mesh()
         return ShardedState(holdings, optimizer, mesh, keeps_parameters=False)
 

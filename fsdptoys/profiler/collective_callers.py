@@ -36,7 +36,6 @@ PASSED_BY = (
     "torch.nn.modules.module",
     "contextlib",
     "fsdptoys.profiler.collectives",
-    "fsdptoys.toys.fsdp.collectives",
 )
 """Modules, and those within them, that are on the way to a collective but do not decide it."""
 CARRIERS = ("share", "bucket", "handle", "fsdp_params", "unit", "self")
@@ -111,7 +110,7 @@ class Origins:
             if isinstance(value, dist.GradBucket):
                 return self._names_of(value.parameters())
             unit = getattr(value, "unit", value)
-            names = self._names_of(getattr(unit, "params", None), values.get("indices") if unit is not value else None)
+            names = self._names_of(getattr(unit, "params", None), values.get("indices"))
             if names or (names := self._native_names(value)):
                 return names
         return []

@@ -1,1 +1,1 @@
-"""Parallel training from scratch, to read from top to bottom: torch, its collectives, and nothing of the project."""
+"""Data parallel training from scratch, on torch and its collectives; each toy has a core of at most 500 lines."""

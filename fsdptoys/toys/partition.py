@@ -1,15 +1,9 @@
-"""Who owns which tensor, when tensors are not cut: a partition table that balances bytes.
+"""Partition table of whole tensors: which rank owns which, balanced in bytes.
 
-Cutting every tensor evenly (:mod:`.slices`) balances to the byte, but a slice knows nothing of rows and columns. Whole
-tensors suit any optimizer, also one that looks at matrices, and the price is balance: no rank can hold less than the
-largest tensor. Taking the largest first, each to the rank with the least so far, keeps the fullest rank within the mean
-plus the largest tensor; mostly it is far closer.
-
-What is to be even is a choice:
-
-- ``model``: the bytes that each rank keeps, over all units. The aim is memory.
-- ``unit``: the bytes of each unit by itself, so that its broadcasts come from as many ranks as possible. The aim is
-  the time of each gather; over the model bytes may be less even.
+Cutting every tensor (:mod:`.flat_slices`) balances to the byte, but a slice has no rows and columns. Whole tensors suit
+any optimizer, also one that works on matrices, at the price of balance: no rank holds less than the largest tensor.
+Assigning the largest first, each to the rank with the least so far, keeps the fullest rank within the mean plus the
+largest tensor, and usually far closer.
 """
 
 from collections.abc import Sequence
@@ -17,10 +11,12 @@ from enum import Enum
 
 
 class Evenness(Enum):
-    """What is balanced over the ranks."""
+    """Choice of what is balanced over the ranks."""
 
     model = "model"
+    """Bytes of the model: the least memory."""
     unit = "unit"
+    """Bytes of each unit, so that its broadcasts come from as many ranks as possible: the fastest gathers."""
 
 
 def assign_owners(units: Sequence[Sequence[int]], ranks: int, evenness: Evenness = Evenness.model) -> list[list[int]]:
@@ -28,8 +24,8 @@ def assign_owners(units: Sequence[Sequence[int]], ranks: int, evenness: Evenness
 
     Args:
         units: bytes of each tensor, unit by unit.
-        ranks: how many there are.
-        evenness: what is balanced.
+        ranks: number of ranks.
+        evenness: balance over the model or in each unit.
 
     Returns:
         The owner's rank of each tensor, unit by unit.

@@ -1,28 +1,27 @@
-"""ZeRO-3 from scratch: every tensor lives whole on one rank, and elsewhere only while it is used.
+"""ZeRO-3: every tensor is whole on one rank, and on the others only while it is used.
 
     rank 0 keeps   w1 w4          w1 ─┐ broadcast                          ┌ reduce → gradient of w1 at rank 0
     rank 1 keeps   w2             w2 ─┼─────────→ w1 w2 w3 on all, forward │ reduce → gradient of w2 at rank 1
     rank 2 keeps   w3             w3 ─┘           or backward, then freed ─┘ reduce → gradient of w3 at rank 2
 
-The model is cut into units (its blocks, and the rest). What one rank owns of a unit is a share: one flat buffer, so a
-unit takes at most N broadcasts. Around a unit's forward all shares are broadcast, and freed again; likewise around its
-backward, after which every share's gradients are reduced to its owner and freed. One unit ahead is gathered while
-another computes. Freeing resizes the storage to nothing and gathering resizes it back, so that all views, also those
-that autograd saved for the backward, stay what they are. The part that is no block is gathered once for forward and
-backward, since the head is the end of the one and the start of the other.
+The model is cut into units: its blocks, and the rest. The tensors of a unit that one rank owns are a share, one flat
+buffer, so a unit takes at most N broadcasts. All shares are broadcast before the unit's forward and freed after it, and
+again around its backward, after which each share's gradients are reduced to its owner and freed. The next unit is
+gathered while one computes. Freeing resizes a storage to nothing and gathering resizes it back, so that views of it
+stay valid, also those that autograd saved. The rest of the model is gathered once for forward and backward, since its
+head is the end of one and the begin of the other.
 
-An optimizer over ``named_parameters()`` sees the tensors that its rank owns, whole: it may be of any kind. Nothing is
-exchanged after its step; the next forward broadcasts what it did.
+An optimizer over ``owned()`` sees whole tensors and may be of any kind. Nothing is sent after its step: the next
+forward broadcasts the updated tensors.
 
-On each rank, for P of parameters and S of states: P/N parameters, P/N gradients, S/N states (to what balance
-:mod:`.owners` finds), one or two units whole, and their gradients. A step broadcasts P in the forward and P in the
-backward (the rest of the model once for both) and reduces P: what every rank receives or sends is about 3·P·(N−1)/N,
-half as much again as DDP.
+Each rank keeps P/N parameters, P/N gradients and 1/N of the states (as evenly as :mod:`.partition` balances them), plus
+one or two whole units and their gradients. A step broadcasts P in the forward and P in the backward (the rest of the
+model once for both) and reduces P: each rank sends or receives about 3·P·(N−1)/N, half as much again as DDP.
 
-Deferred: parameters on the meta device get memory and values unit by unit, and only owners fill theirs.
+Parameters on the meta device get memory and values unit by unit, on their owners only.
 All ranks must run the same blocks: a block's gather waits for every rank.
-Left out: keeping no gradient where no rank used a parameter (it is zero here), reentrant checkpoints, parameters of two
-blocks, number formats lower than the parameters'.
+Left out: None as the gradient of parameters that no rank uses (it is zero), reentrant checkpoints, parameters shared by
+two blocks, dtypes other than the parameters'.
 Source: arXiv:1910.02054 (P_os+g+p)
 """
 
@@ -34,17 +33,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .autograd_graph import queue_callback, tensors_in
+from .autograd import queue_callback
 from .buckets import views_like
 from .partition import Evenness, assign_owners
+from .tensor_tree import tensors_in
 
 IN_FLIGHT = 1
-"""Units whose gradients are on their way at most, besides those of the unit that computes."""
+"""Units whose gradients are in flight at most, besides those of the unit that computes."""
 Fill = Callable[[Tensor, str], None]
 
 
 class Share:
-    """What one rank owns of a unit, in one buffer; elsewhere the buffer has memory only while the unit is gathered."""
+    """One rank's tensors of a unit, in one buffer; on other ranks it has memory only while the unit is gathered."""
 
     def __init__(self, owner: int, names: list[str], params: list[nn.Parameter], device: torch.device) -> None:
         self.owner, self.names, self.params = owner, names, params
@@ -52,23 +52,23 @@ class Share:
         self.flat = torch.empty(self.elements, dtype=params[0].dtype, device=device)
         self.views = views_like(self.flat, params)
         self.gradients: Tensor | None = None
-        """Gradients of one backward, flat, from the first until they have arrived."""
+        """Gradients of one backward, flat; from the first of them until they have arrived."""
 
     def resize(self, exists: bool) -> None:
-        """Give the buffer memory, or take it."""
+        """Allocate or free the buffer."""
         storage = self.flat.untyped_storage()
         size = self.elements * self.flat.element_size() if exists else 0
         if storage.size() != size:
             storage.resize_(size)
 
 
-class Unit:
+class ModuleUnit:
     """Parameters that are gathered and freed together."""
 
     def __init__(self, shares: list[Share], stays: bool) -> None:
         self.shares = shares
         self.stays = stays
-        """Whether it stays gathered from forward to backward."""
+        """Gathered from forward to backward."""
         self.works: list[Any] | None = None
         self.is_gathered = False
         frozen = [not param.requires_grad for share in shares for param in share.params]
@@ -77,17 +77,17 @@ class Unit:
 
 
 class Zero3(nn.Module):
-    """A module whose tensors are spread over ranks.
+    """A module whose tensors are distributed over ranks.
 
     Args:
-        module: on the meta device, or the same on all ranks (each tensor's owner's values count).
-        blocks: modules of it that become units, in the order of the forward.
-        device: where tensors go.
-        process_group: over whose ranks; None for all.
-        fill: gives a parameter of the meta device its values; called by owners.
-        evenness: what is balanced over the ranks.
+        module: on the meta device, or the same on all ranks; the owner's values of each tensor are used.
+        blocks: submodules that become units, in the order of the forward.
+        device: device of the tensors.
+        process_group: ranks to shard over; None for all.
+        fill: sets the values of a parameter from the meta device; called with its name, on the owner only.
+        evenness: balance over the model or in each unit.
         prefetch: gather the next unit while one computes.
-        reduce_dtype: number format of the sums over ranks; None for the parameters'.
+        reduce_dtype: dtype of the sums over ranks; None for the parameters'.
     """
 
     def __init__(
@@ -114,9 +114,9 @@ class Zero3(nn.Module):
             for share in unit.shares
             for slot, param in enumerate(share.params)
         }
-        self._set_aside: dict[nn.Parameter, Tensor] = {}
-        self._flying: list[tuple[Unit, list[Any]]] = []
-        self._runs = False
+        self._earlier: dict[nn.Parameter, Tensor] = {}
+        self._in_flight: list[tuple[ModuleUnit, list[Any]]] = []
+        self._in_backward = False
         for number, computing in enumerate([module, *blocks]):
             computing.register_forward_pre_hook(functools.partial(self._before_forward, number))
             computing.register_forward_hook(functools.partial(self._after_forward, number))
@@ -126,7 +126,7 @@ class Zero3(nn.Module):
         return self.module(*args, **kwargs)
 
     def owned(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters of this rank, for an optimizer."""
+        """Yield the names and parameters that this rank owns, for an optimizer."""
         for name, param in self.module.named_parameters():
             if self.owner_of[param] == self.rank:
                 yield name, param
@@ -134,8 +134,8 @@ class Zero3(nn.Module):
     @torch.no_grad()
     def _make_units(
         self, blocks: Sequence[nn.Module], device: torch.device, fill: Fill | None, evenness: Evenness
-    ) -> list[Unit]:
-        """Cut the parameters into units and shares, which take their place one unit after the other."""
+    ) -> list[ModuleUnit]:
+        """Move the parameters into shares, one unit after the other."""
         names = {param: name for name, param in self.module.named_parameters()}
         of_blocks = [list(dict.fromkeys(block.parameters())) for block in blocks]
         within = {param for params in of_blocks for param in params}
@@ -152,11 +152,11 @@ class Zero3(nn.Module):
                 share.params = [self._install(share, slot, fill) for slot in range(len(mine))]
                 share.resize(rank == self.rank)
                 shares.append(share)
-            units.append(Unit(shares, stays=number == 0))
+            units.append(ModuleUnit(shares, stays=number == 0))
         return units
 
     def _install(self, share: Share, slot: int, fill: Fill | None) -> nn.Parameter:
-        """Put a view of a share in a parameter's place, with its values if this rank owns it."""
+        """Make a parameter a view of its share, with values if this rank owns it."""
         param, view = share.params[slot], share.views[slot]
         if share.owner == self.rank and not param.is_meta:
             view.copy_(param)
@@ -177,7 +177,7 @@ class Zero3(nn.Module):
         return param
 
     @torch.no_grad()
-    def _start_gather(self, unit: Unit) -> None:
+    def _start_gather(self, unit: ModuleUnit) -> None:
         if unit.is_gathered or unit.works is not None:
             return
         unit.works = []
@@ -186,15 +186,15 @@ class Zero3(nn.Module):
             source = dist.get_global_rank(self.group, share.owner)
             unit.works.append(dist.broadcast(share.flat, source, group=self.group, async_op=True))
 
-    def gather(self, unit: Unit) -> None:
-        """Have all of a unit's parameters here."""
+    def gather(self, unit: ModuleUnit) -> None:
+        """Wait until this rank has all parameters of a unit."""
         self._start_gather(unit)
         for work in unit.works or []:
             work.wait()
         unit.works, unit.is_gathered = None, True
 
-    def release(self, unit: Unit) -> None:
-        """Free what other ranks own of a unit."""
+    def release(self, unit: ModuleUnit) -> None:
+        """Free the shares of a unit that other ranks own."""
         if unit.is_gathered:
             for share in unit.shares:
                 share.resize(share.owner == self.rank)
@@ -214,12 +214,12 @@ class Zero3(nn.Module):
             tensor.register_hook(functools.partial(self._before_backward, number))
 
     def _before_backward(self, number: int, *_: object) -> None:
-        if not self._runs:
-            self._runs = True
+        if not self._in_backward:
+            self._in_backward = True
             self._next = len(self.units) - 1
             for param in self.owner_of:
-                if param.grad is not None:  # of earlier backwards, and reduced already
-                    self._set_aside[param], param.grad = param.grad, None
+                if param.grad is not None:  # of earlier backwards, already reduced
+                    self._earlier[param], param.grad = param.grad, None
             queue_callback(self._finish)
         self.gather(self.units[number])
         if self.prefetch and number > 1:
@@ -227,7 +227,7 @@ class Zero3(nn.Module):
 
     @torch.no_grad()
     def _take(self, param: Tensor) -> None:
-        """Move a gradient into its share's buffer; free parameters, and send gradients, of units that are done."""
+        """Move a gradient into its share's buffer; free the parameters and send the gradients of finished units."""
         unit, share, slot = self._places[param]  # type: ignore[index]
         assert param.grad is not None
         into = views_like(self._gradients_of(share), share.params)[slot]
@@ -245,20 +245,20 @@ class Zero3(nn.Module):
         return share.gradients
 
     def _send_next(self) -> None:
-        """Reduce a unit's gradients to their owners; units go in their fixed order, from the last to the first."""
+        """Reduce a unit's gradients to their owners, in the fixed order from the last unit to the first."""
         unit = self.units[self._next]
         self._next -= 1
-        while len(self._flying) >= IN_FLIGHT:
-            self._land()
+        while len(self._in_flight) >= IN_FLIGHT:
+            self._receive()
         works = []
         for share in unit.shares if unit.trainable else []:
             target = dist.get_global_rank(self.group, share.owner)
             works.append(dist.reduce(self._gradients_of(share), target, group=self.group, async_op=True))
-        self._flying.append((unit, works))
+        self._in_flight.append((unit, works))
 
-    def _land(self) -> None:
-        """Wait for the oldest unit's gradients, and keep those of this rank."""
-        unit, works = self._flying.pop(0)
+    def _receive(self) -> None:
+        """Wait for the oldest unit's gradients; keep those that this rank owns."""
+        unit, works = self._in_flight.pop(0)
         for share, work in zip(unit.shares, works, strict=False):
             work.wait()
             gradients, share.gradients = self._gradients_of(share), None
@@ -267,19 +267,19 @@ class Zero3(nn.Module):
             means = views_like(gradients.to(share.flat.dtype), share.params)
             for param, mean in zip(share.params, means, strict=True):
                 if param.requires_grad:
-                    earlier = self._set_aside.pop(param, None)
+                    earlier = self._earlier.pop(param, None)
                     param.grad = mean if earlier is None else earlier.add_(mean)
 
     @torch.no_grad()
     def _finish(self) -> None:
-        """At the end of the backward: send what is left, wait for everything, free everything."""
+        """End the backward: send the remaining gradients, wait for all, free all."""
         while self._next >= 0:
             self._send_next()
-        while self._flying:
-            self._land()
+        while self._in_flight:
+            self._receive()
         for unit in self.units:
             if unit.works is not None:
-                self.gather(unit)  # ahead of a backward that did not come
+                self.gather(unit)  # prefetched for a backward that did not come
             self.release(unit)
             unit.pending = unit.trainable
-        self._runs = False
+        self._in_backward = False

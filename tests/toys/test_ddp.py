@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as Native
 from torch.utils.checkpoint import checkpoint
 
 from fsdptoys.toys.ddp import DistributedDataParallel as Toy
-from fsdptoys.toys.reducer import Reducer
+from fsdptoys.toys.ddp.core import Reducer
 from scripts.ranks import run_ranks
 
 STEPS = 4

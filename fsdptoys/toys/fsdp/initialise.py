@@ -1,12 +1,12 @@
 """Memory and initial values for a model that was sharded on the meta device, one module at a time.
 
-A model too large for one device is made under ``torch.device("meta")``, which costs nothing, and sharded; then each
-module draws its whole parameters as its constructor would have, of which every rank keeps its part. With the same seed
-on all ranks that is the model that an ordinary construction makes, bit for bit, if modules draw in the order in which
-they are registered, as constructors usually do. A rank never has more than its shards and one module's parameters.
+A model too large for one device is constructed under ``torch.device("meta")`` and sharded. Each module then draws its
+whole parameters as its constructor would, and every rank keeps its part. With the same seed on all ranks, the values
+are those of an ordinary construction, bit for bit, if modules draw in the order in which they are registered, as
+constructors usually do. A rank holds its shards and one module's parameters at most.
 
-Not covered: values that a model draws after all its modules are made; call ``initialise`` once more with a function
-that draws those.
+Not covered: values that a model draws after all its modules are constructed; call ``initialise`` again with a ``draw``
+for those.
 """
 
 from collections.abc import Callable
@@ -15,48 +15,49 @@ from typing import Any
 import torch
 from torch import nn
 
-from .hooks import driver_of
+from .core import hooks_of
+from .hooks import FullHooks
 from .internals import register
-from .unit import Unit
+from .unit import FullUnit
 
 
 def reset(module: Any) -> None:
-    """Draw a module's own parameters as its constructor does: most modules of PyTorch have a method for that."""
+    """Draw a module's own parameters as its constructor does, with the method that most modules of PyTorch have."""
     if hasattr(module, "reset_parameters"):
         module.reset_parameters()
 
 
 @torch.no_grad()
 def initialise(model: nn.Module, device: torch.device | str, draw: Callable[[nn.Module], None] = reset) -> None:
-    """Give a sharded model memory, if it has none, and values.
+    """Give a sharded model values, and memory if it has none.
 
     Args:
-        model: on which ``fully_shard`` was called, units and root.
+        model: root of the units.
         device: of the mesh.
         draw: fills a module's own parameters in place, and its buffers; called once for every module that has any.
     """
     if any(param.is_meta for param in model.parameters()):
         model.to_empty(device=device)
-    places: dict[nn.Parameter, tuple[Unit, int]] = {}
+    places: dict[nn.Parameter, tuple[FullUnit, int]] = {}
     for module in model.modules():
-        driver = driver_of(module)
-        if driver is not None:
-            if any(driver.unit.shard.outers):
+        hooks = hooks_of(module)
+        if isinstance(hooks, FullHooks):
+            if any(hooks.unit.outers):
                 raise NotImplementedError("initialise() is not for DTensors as parameters: call reset_parameters()")
-            places |= {param.sharded: (driver.unit, index) for index, param in enumerate(driver.unit.params)}
+            places |= {param.sharded: (hooks.unit, index) for index, param in enumerate(hooks.unit.params)}
     for module in model.modules():
         sharded = {name: param for name, param in module.named_parameters(recurse=False) if param in places}
         for name, param in sharded.items():
             unit, _ = places[param]
-            whole = torch.empty(param.shape, dtype=param.dtype, device=unit.device)
+            whole = torch.empty(param.shape, dtype=param.dtype, device=unit.shard_S.device)
             register(module, name, nn.Parameter(whole, param.requires_grad))
         if sharded or any(True for _ in module.buffers(recurse=False)):
             draw(module)
         for name, param in sharded.items():
             unit, index = places[param]
             drawn = module.get_parameter(name)
-            # A shared parameter keeps what the first of its modules drew, and the others draw for nothing: so it is
-            # where one module's parameter takes the place of another's.
+            # As where one module's parameter replaces another's: the first module's values of a shared one are kept.
             if unit.params[index].homes[0] == (module, name):
-                unit.shard.view(index).copy_(unit.shard.cut(index, drawn))
+                piece = unit.pieces[index]
+                piece.local_view(unit.shard_S, unit.rank).copy_(piece.local_part(drawn, unit.rank))
             register(module, name, param)

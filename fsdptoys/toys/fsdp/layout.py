@@ -1,72 +1,55 @@
-"""Where every parameter of a unit lies in the flat tensors that travel between ranks.
+"""Layout of a unit's parameters in the flat tensors that ranks send.
 
-A flat tensor is R shards of S elements, one a rank, seen as a matrix ``flat_RS``. Each parameter is cut into R chunks
-along one dim, as ``torch.chunk`` and DTensor's ``Shard`` cut; its chunks stand in the same columns of all rows:
+A flat tensor has R shards of S elements, one a rank, as a matrix ``flat_RS``. Each parameter is cut into R chunks along
+one dim, as ``torch.chunk`` and DTensor's ``Shard`` cut; its chunks are in the same columns of all rows:
 
         rank 0 |  w chunk 0  |  b chunk 0  |        w: 6 rows over 4 ranks, 2 rows a chunk:
-        rank 1 |  w chunk 1  |  b chunk 1  |           rows 0-1, 2-3, 4-5, nothing
+        rank 1 |  w chunk 1  |  b chunk 1  |           rows 0-1, 2-3, 4-5, none
         rank 2 |  w chunk 2  |  (padding)  |        b: 2 rows over 4 ranks, 1 row a chunk
         rank 3 |  (padding)  |  (padding)  |
 
 Collectives need rows of one length, so the last chunks along dim 0 are padded. Other dims must divide evenly.
-
-Shapes: R ranks, S elements of a shard, padding included.
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
 
-@dataclass(frozen=True)
 class Piece:
-    """The columns of one parameter."""
+    """The columns of one parameter, which start at ``offset``."""
 
-    shape: tuple[int, ...]
-    """Of the whole parameter."""
-    dim: int
-    """Along which it is cut."""
-    ranks: int
-    offset: int
-    """First column."""
-
-    @property
-    def chunk(self) -> int:
+    def __init__(self, shape: Sequence[int], dim: int, ranks: int, offset: int) -> None:
+        self.shape, self.dim, self.ranks, self.offset = tuple(shape), dim, ranks, offset
+        self.chunk = -(-self.shape[dim] // ranks)
         """Size of a chunk along ``dim``, with padding."""
-        return -(-self.shape[self.dim] // self.ranks)
+        self.numel = math.prod(self._chunk_shape(self.chunk))
+        """Number of columns, with padding."""
 
-    @property
-    def numel(self) -> int:
-        """Columns, padding included."""
-        return math.prod(self._chunk_shape(self.chunk))
-
-    def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of a rank's chunk, without padding."""
-        size = self.shape[self.dim]
-        first = min(rank * self.chunk, size)
-        return self._chunk_shape(min(first + self.chunk, size) - first)
+    def local_part(self, whole: Tensor, rank: int) -> Tensor:
+        """Return a rank's chunk as a view of the whole parameter."""
+        return whole.narrow(self.dim, *self._range(rank))
 
     def local_view(self, flat_S: Tensor, rank: int) -> Tensor:
-        """A rank's chunk within its shard, without padding."""
-        shape = self.local_shape(rank)
+        """Return a rank's chunk as a view of its shard, without padding."""
+        shape = self._chunk_shape(self._range(rank)[1])
         return flat_S[self.offset : self.offset + math.prod(shape)].view(shape)
 
     def write(self, whole: Tensor, flat_RS: Tensor) -> None:
-        """Cut a whole tensor, or gradient, into its columns; padding becomes zero."""
+        """Copy a whole parameter or gradient into its columns; padding becomes zero."""
         if self.chunk * self.ranks != self.shape[self.dim]:
             flat_RS[self.shape[0] // self.chunk :, self.offset : self.offset + self.numel].zero_()
         for part, columns in self._pairs(whole, flat_RS):
             columns.copy_(part)
 
     def read(self, whole: Tensor, flat_RS: Tensor) -> None:
-        """Put a whole tensor together from its columns."""
+        """Copy the columns into a whole tensor."""
         for part, columns in self._pairs(whole, flat_RS):
             part.copy_(columns)
 
     def _pairs(self, whole: Tensor, flat_RS: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Views of the whole tensor and of its columns that hold the same elements: at most two pairs."""
+        """Yield views of the whole tensor and of its columns that hold the same elements, at most two pairs."""
         columns_RN = flat_RS[:, self.offset : self.offset + self.numel]
         full, rest = self.ranks, 0
         if self.dim == 0 and self.chunk:
@@ -78,24 +61,19 @@ class Piece:
             shape = self._chunk_shape(rest)
             yield whole[full * self.chunk :], columns_RN[full, : math.prod(shape)].view(shape)
 
+    def _range(self, rank: int) -> tuple[int, int]:
+        first = min(rank * self.chunk, self.shape[self.dim])
+        return first, min(self.chunk, self.shape[self.dim] - first)
+
     def _chunk_shape(self, size: int) -> tuple[int, ...]:
         return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
 
 
-def lay_out(shapes: Sequence[tuple[int, ...]], dims: Sequence[int], ranks: int) -> tuple[list[Piece], int]:
-    """Place parameters one after the other.
-
-    Args:
-        shapes: of the whole parameters.
-        dims: along which each is cut.
-        ranks: over how many.
-
-    Returns:
-        A piece for each, and the number of elements of a shard.
-    """
+def lay_out(shapes: Sequence[Sequence[int]], dims: Sequence[int], ranks: int) -> tuple[list[Piece], int]:
+    """Place parameters one after the other; return their pieces and the number of elements of a shard."""
     pieces: list[Piece] = []
     offset = 0
     for shape, dim in zip(shapes, dims, strict=True):
-        pieces.append(Piece(tuple(shape), dim, ranks, offset))
+        pieces.append(Piece(shape, dim, ranks, offset))
         offset += pieces[-1].numel
     return pieces, offset

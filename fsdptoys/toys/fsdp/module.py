@@ -1,4 +1,4 @@
-"""What a module can do once ``fully_shard`` has made it an ``FSDPModule``; names and meanings are PyTorch's."""
+"""Methods that ``fully_shard`` adds to a module; names and meanings are PyTorch's."""
 
 from __future__ import annotations
 
@@ -7,31 +7,32 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from .hooks import Driver, driver_of
-from .unit import Unit
+from .core import hooks_of
+from .hooks import FullHooks
+from .unit import FullUnit
 
 
 class UnshardHandle:
-    """For waiting on ``unshard(async_op=True)``."""
+    """Waits for ``unshard(async_op=True)``."""
 
-    def __init__(self, unit: Unit) -> None:
-        self._unit: Unit | None = unit
+    def __init__(self, unit: FullUnit) -> None:
+        self._unit: FullUnit | None = unit
 
     def wait(self) -> None:
-        """Have the whole parameters registered."""
+        """Register the whole parameters."""
         if self._unit is not None:
             self._unit.wait()
             self._unit = None
 
 
 class FSDPModule:
-    """A module whose parameters, or some of them, are a unit.
+    """A module with a unit of parameters.
 
-    ``fully_shard`` puts this class before the module's own, so that ``isinstance`` and methods still find that one.
+    ``fully_shard`` puts this class before the module's own, which ``isinstance`` and method calls still find.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Construct the original class: a slice of a sharded ``nn.Sequential`` is made so, and is not sharded."""
+        """Construct the original class: a slice of a sharded ``nn.Sequential`` is not sharded."""
         original: Any = cls.__mro__[2]
         made = original.__new__(original)
         made.__init__(*args, **kwargs)
@@ -43,8 +44,8 @@ class FSDPModule:
     # This module only.
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather the whole parameters; with ``async_op`` the forward, or the handle, waits for them."""
-        unit = self._driver().unit
+        """Gather the whole parameters; with ``async_op`` the forward or the handle waits for them."""
+        unit = self._unit_hooks().unit
         assert isinstance(self, nn.Module)
         unit.prepare(self)
         unit.gather()
@@ -56,180 +57,170 @@ class FSDPModule:
 
     def reshard(self) -> None:
         """Free the whole parameters and register the sharded ones."""
-        self._driver().unit.reshard()
+        self._unit_hooks().unit.reshard()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Say whether the backward needs the parameters' values; that of a look-up does not."""
-        self._driver().unit.gathers_in_backward = unshard_in_backward
+        """Set whether the backward needs the parameters' values; an embedding's does not."""
+        self._unit_hooks().unit.gathers_in_backward = unshard_in_backward
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Begin to gather these after this module's own parameters in the forward, instead of guessing."""
-        self._driver().forward_prefetch = _drivers_of(modules)
+        """Gather these modules after this one in the forward, instead of the expected next unit."""
+        self._unit_hooks().forward_prefetch = _hooks_of_all(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """The same in the backward, instead of the one whose forward ended before."""
-        self._driver().backward_prefetch = _drivers_of(modules)
+        """Gather these modules after this one in the backward, instead of the one whose forward ended before."""
+        self._unit_hooks().backward_prefetch = _hooks_of_all(modules)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide summed gradients by this, instead of the number of ranks."""
-        self._driver().gradients.divide_by = factor
+        """Divide summed gradients by this instead of the number of ranks."""
+        self._unit_hooks().unit.divide_by = factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Old name of ``set_gradient_divide_factor``."""
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Let collectives only add, and divide beside them."""
-        self._driver().gradients.only_sums = enable
+        """Use sums in collectives, and divide before or after them."""
+        self._unit_hooks().unit.only_sums = enable
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
-        """Call a function with this rank's flat reduced gradients, before they are divided where that is done here."""
+        """Call a function with this rank's flat reduced gradients, before a division that follows the collective."""
         if stream is not None:
-            _refuse("set_all_reduce_hook(stream=...)", "there are no streams here")
-        self._driver().gradients.hook = hook
+            _reject("set_all_reduce_hook(stream=...)", "there are no streams here")
+        self._unit_hooks().unit.hook = hook
 
     # The root.
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Say whether reductions must be done when the next backward ends."""
-        self._driver().iteration.is_last_backward = is_last_backward
+        """Set whether the end of the next backward waits for all reductions."""
+        self._unit_hooks().iteration.is_last_backward = is_last_backward
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Let the next forward wait for an event, where the optimizer runs on another stream."""
-        self._driver().iteration.optimizer_event = event
+        """Make the next forward wait for an event, for an optimizer on another stream."""
+        self._unit_hooks().iteration.optimizer_event = event
 
     def reset_iter_state(self) -> None:
-        """After an exception in forward or backward, forget that step with all its gradients."""
-        self._driver().reset()
+        """Discard a step that ended with an exception, including its gradients."""
+        self._unit_hooks().reset()
 
     # This module and all within it.
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Say whether backwards reduce gradients, or keep them whole on each rank."""
-        for driver in self._drivers(recurse):
-            driver.gradients.reduces = driver.gradients.all_reduces = requires_gradient_sync
+        """Set whether backwards reduce gradients, or accumulate them whole on each rank."""
+        for hooks in self._all_hooks(recurse):
+            hooks.unit.reduces = hooks.unit.all_reduces = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Under HSDP, say whether they go on over the replicas after the reduce-scatter."""
-        for driver in self._drivers(recurse):
-            driver.gradients.all_reduces = requires_all_reduce
+        """Set for HSDP whether gradients are all-reduced over the replicas after the reduce-scatter."""
+        for hooks in self._all_hooks(recurse):
+            hooks.unit.all_reduces = requires_all_reduce
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Say whether parameters are freed between forward and backward."""
+        """Set whether parameters are freed between forward and backward."""
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
-        for driver in self._drivers(recurse):
-            driver.is_auto = False
-            driver.unit.reshards_after_forward = reshard_after_forward
-            driver.unit.stop_shrinking()
+        for hooks in self._all_hooks(recurse):
+            hooks.is_auto = False
+            hooks.unit.reshards_after_forward = reshard_after_forward
+            hooks.unit.stop_shrinking()
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Say whether they are freed after the backward; else the next forward finds them."""
-        for driver in self._drivers(recurse):
-            driver.unit.reshards_after_backward = reshard_after_backward
+        """Set whether parameters are freed after the backward; the next forward reuses them otherwise."""
+        for hooks in self._all_hooks(recurse):
+            hooks.unit.reshards_after_backward = reshard_after_backward
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Reduce zeros for parameters that got no gradient, since other ranks may have used them."""
-        for driver in self._drivers(recurse):
-            driver.gradients.reduces_unused = reduce_scatter_unused_params
+        """Reduce zeros for parameters without gradient, which other ranks may have used."""
+        for hooks in self._all_hooks(recurse):
+            hooks.unit.reduces_unused = reduce_scatter_unused_params
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Let so many units' gradients be on their way at a time; must come before the first forward."""
+        """Set how many units' gradients may be in flight; call it before the first forward."""
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
-        for driver in self._drivers(recurse):
-            driver.gradients.ahead = max_input_buffers
+        for hooks in self._all_hooks(recurse):
+            hooks.unit.ahead = max_input_buffers
 
-    # What PyTorch has and this has not.
+    # Methods of PyTorch's class that raise NotImplementedError.
 
     def set_custom_all_gather(self, comm: Any) -> NoReturn:
-        """Not here."""
-        _refuse("set_custom_all_gather")
+        """Not supported."""
+        _reject("set_custom_all_gather")
 
     def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
-        """Not here."""
-        _refuse("set_custom_reduce_scatter")
+        """Not supported."""
+        _reject("set_custom_reduce_scatter")
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> NoReturn:
-        """Not here."""
-        _refuse("set_separate_reduce_scatter_group")
+        """Not supported."""
+        _reject("set_separate_reduce_scatter_group")
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> NoReturn:
-        """Not here."""
-        _refuse("set_allocate_memory_from_process_group_for_comm")
+        """Not supported."""
+        _reject("set_allocate_memory_from_process_group_for_comm")
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
-        """Not here."""
-        _refuse("set_symm_mem_for_comm")
+        """Not supported."""
+        _reject("set_symm_mem_for_comm")
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """``to``, ``to_empty``, ``half`` …: act on the sharded parameters, then make one flat shard of them again."""
+        """Apply ``to``, ``to_empty``, ``half`` … to the sharded parameters, then flatten these again."""
         self.reshard()
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
-        self._driver().unit.adopt()
+        self._unit_hooks().unit.adopt()
         return result
 
-    def _get_fsdp_state(self) -> Driver:
-        """What PyTorch's utilities ask for; has other attributes than PyTorch's."""
-        return self._driver()
+    def _get_fsdp_state(self) -> FullHooks:
+        """For PyTorch's utilities; the attributes are not those of PyTorch's ``FSDPState``."""
+        return self._unit_hooks()
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Pipelines ask for asynchronous gathering, which is the only one here."""
         if not async_op:
-            _refuse("_set_unshard_async_op(False)", "gathering is asynchronous always")
+            _reject("_set_unshard_async_op(False)", "gathering is asynchronous always")
 
-    def _driver(self) -> Driver:
+    def _unit_hooks(self) -> FullHooks:
         assert isinstance(self, nn.Module)
-        driver = driver_of(self)
-        assert driver is not None
-        return driver
+        hooks = hooks_of(self)
+        assert isinstance(hooks, FullHooks)
+        return hooks
 
-    def _drivers(self, recurse: bool) -> Iterator[Driver]:
+    def _all_hooks(self, recurse: bool) -> Iterator[FullHooks]:
         assert isinstance(self, nn.Module)
         for module in self.modules() if recurse else [self]:
-            driver = driver_of(module)
-            if driver is not None:
-                yield driver
+            hooks = hooks_of(module)
+            if isinstance(hooks, FullHooks):
+                yield hooks
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Gather and reshard around another method than ``forward`` too; nothing happens where a module is no FSDPModule.
-
-    Args:
-        module: that has the method.
-        method_name: of the method.
-    """
+    """Gather and reshard around another method than ``forward``; a module that is no FSDPModule stays as it is."""
     if not isinstance(module, FSDPModule):
         return
     if not hasattr(module, method_name):
         raise ValueError(f"{type(module)} does not have a method {method_name}")
-    method, driver = getattr(module, method_name), module._driver()
+    method, hooks = getattr(module, method_name), module._unit_hooks()
 
     def gathered(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = driver.pre_forward(module, args, kwargs)
-        return driver.post_forward(module, args, method(*args, **kwargs))
+        args, kwargs = hooks.pre_forward(module, args, kwargs)
+        return hooks.post_forward(module, args, method(*args, **kwargs))
 
     setattr(module, method_name, gathered)
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Let several roots, as the chunks of a pipeline, have their reductions in one queue, and so their memory.
-
-    Args:
-        modules: the roots.
-    """
-    for driver in (drivers := _drivers_of(modules)):
-        driver.iteration.reductions = drivers[0].iteration.reductions
+    """Put the reductions of several roots, such as the stages of a pipeline, into one queue, to bound their memory."""
+    for hooks in (all_hooks := _hooks_of_all(modules)):
+        hooks.iteration.reductions = all_hooks[0].iteration.reductions
 
 
-def _drivers_of(modules: list[FSDPModule]) -> list[Driver]:
+def _hooks_of_all(modules: list[FSDPModule]) -> list[FullHooks]:
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
-    return [module._driver() for module in modules]
+    return [module._unit_hooks() for module in modules]
 
 
-def _refuse(what: str, why: str = "see the table in fsdptoys.toys.fsdp") -> NoReturn:
-    raise NotImplementedError(f"{what} is not part of this implementation: {why}")
+def _reject(name: str, reason: str = "see the table in fsdptoys.toys.fsdp") -> NoReturn:
+    raise NotImplementedError(f"{name} is not part of this implementation: {reason}")

@@ -1,23 +1,29 @@
-"""What ``fully_shard`` can be told about number formats and offloading; PyTorch's classes of these names do as well."""
+"""Mixed precision and offloading; the names and meanings are those of PyTorch's classes."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..tensor_tree import map_tensors
+from .core import FSDPUnit
+from .layout import Piece
 
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Number formats of a unit."""
+    """Dtypes of a unit."""
 
     param_dtype: torch.dtype | None = None
-    """Of the whole parameters and so of forward and backward; None for that of the shards."""
+    """Of whole parameters, and so of forward and backward; None for the dtype of the shards."""
     reduce_dtype: torch.dtype | None = None
-    """That gradients are reduced in, and accumulated in without reduction; None for the one they are computed in."""
+    """Of reductions, and of gradients accumulated without reduction; None for the dtype of the gradients."""
     output_dtype: torch.dtype | None = None
-    """That outputs are cast to; None leaves them alone."""
+    """To which outputs are cast; None leaves them as they are."""
     cast_forward_inputs: bool = True
-    """Whether inputs are cast to ``param_dtype``."""
+    """Cast inputs to ``param_dtype``."""
 
 
 @dataclass
@@ -27,14 +33,14 @@ class OffloadPolicy:
 
 @dataclass
 class CPUOffloadPolicy(OffloadPolicy):
-    """Shards, gradients and optimizer states stay in the memory of the CPU: here only where the mesh is of CPUs."""
+    """Shards, gradients and optimizer states are in CPU memory; accepted only for a mesh of CPUs."""
 
     pin_memory: bool = True
-    """Whether that memory is pinned."""
+    """Pin that memory."""
 
 
 def check_offload(policy: Any, device_type: str) -> None:
-    """Refuse to offload what would have to travel.
+    """Reject policies that would move shards off the mesh's device.
 
     Raises:
         NotImplementedError: naming the policy.
@@ -46,3 +52,21 @@ def check_offload(policy: Any, device_type: str) -> None:
         f"fully_shard(offload_policy={policy}) is not part of this implementation, which keeps shards on the device of "
         f"the mesh ({device_type}): leave it out; on a CPU pin_memory=False will do"
     )
+
+
+def cast(tree: Any, dtype: torch.dtype | None) -> Any:
+    """Cast every floating-point tensor in a nesting; None returns it as it is."""
+    if dtype is None:
+        return tree
+    return map_tensors(tree, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+class PrecisionUnit(FSDPUnit):
+    """Shards are cast to ``param_dtype`` before they are sent."""
+
+    mp_policy: Any = MixedPrecisionPolicy()
+
+    def gather_source(self) -> tuple[Tensor, list[Piece], dist.ProcessGroup]:
+        """Cast the shard."""
+        shard_S, pieces, group = super().gather_source()
+        return shard_S.to(self.mp_policy.param_dtype or shard_S.dtype), pieces, group

@@ -1,9 +1,7 @@
-"""Parameters that another mesh has cut already, as tensor parallelism does: what FSDP shards is a rank's part of them.
+"""Parameters that tensor parallelism has sharded over another mesh: FSDP shards their local tensors.
 
-    whole weight ── tensor parallel ──▶ DTensor over "tp" ── FSDP, of its local tensor ──▶ DTensor over "dp" and "tp"
-                                        what modules see                                   what optimizers see
-
-A unit knows nothing but local tensors. What it shows of them, to modules and to optimizers, gets the other mesh here.
+whole weight ── tensor parallel ──▶ DTensor over "tp" ── FSDP, of its local tensor ──▶ DTensor over "dp" and "tp"
+                                    as modules see it                                  as optimizers see it
 """
 
 from __future__ import annotations
@@ -14,14 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from .internals import join_meshes, local_tensor, strided_shard
+from .core import FSDPUnit
+from .internals import as_dtensor, join_meshes, local_tensor, own_tensor, strided_shard
 
 
 @dataclass(frozen=True)
 class Outer:
-    """The other mesh of a parameter, and how it cuts."""
+    """The other mesh of a parameter."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -30,37 +29,80 @@ class Outer:
     stride: tuple[int, ...]
 
     def show_whole(self, local: Tensor) -> DTensor:
-        """What modules see: a DTensor over the other mesh alone."""
-        return _dtensor(local, self.mesh, self.placements, self)
+        """Return the DTensor for modules, over this mesh alone."""
+        return as_dtensor(local, self.mesh, self.placements, self.shape, self.stride)
 
     def show_shard(self, local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-        """What optimizers see: a DTensor over both meshes.
+        """Return the DTensor for optimizers, over both meshes.
 
         Args:
-            local: this rank's part of its part.
+            local: this rank's chunk of its local tensor.
             mesh: FSDP's.
-            placements: over that.
+            placements: over FSDP's mesh.
         """
         dim = placements[-1].dim  # type: ignore[attr-defined]
         parts = 1
         for axis, placement in enumerate(self.placements):
             parts *= self.mesh.size(axis) if placement.is_shard(dim) else 1
-        # Where both cut along one dim, neighbouring rows of the whole are not with neighbouring ranks of FSDP's mesh.
+        # Where both meshes cut one dim, neighboring rows are not on neighboring ranks of FSDP's mesh.
         inner = strided_shard(dim, parts) if parts > 1 else Shard(dim)
-        return _dtensor(local, join_meshes(mesh, self.mesh), (*placements[:-1], inner, *self.placements), self)
+        both = (*placements[:-1], inner, *self.placements)
+        return as_dtensor(local, join_meshes(mesh, self.mesh), both, self.shape, self.stride)
 
-    def take_gradient(self, grad: Tensor) -> Tensor:
-        """This rank's part of a gradient, which may be cut otherwise than the weight, or be yet to be summed."""
-        assert isinstance(grad, DTensor)
+    def take_gradient(self, grad: DTensor) -> Tensor:
+        """Return this rank's part of a gradient, which may be sharded otherwise than the weight, or partial."""
         return local_tensor(grad.redistribute(placements=self.placements))
 
 
+class TensorParallelUnit(FSDPUnit):
+    """A unit whose parameters may be DTensors over another mesh.
+
+    Attributes:
+        outers: the other mesh of each parameter, or None.
+    """
+
+    outers: Sequence[Outer | None]
+
+    def local_value(self, param: nn.Parameter) -> Tensor:
+        """Return the local tensor of a DTensor."""
+        return own_tensor(param)
+
+    def show_shard(self, index: int, local: Tensor) -> DTensor:
+        """Add the other mesh, and FSDP's axis of replicas."""
+        placements: list[Placement] = [Replicate()] * (self.mesh.ndim - 1) + [Shard(self.dims[index])]
+        outer = self.outers[index]
+        if outer is not None:
+            return outer.show_shard(local, self.mesh, placements)
+        return as_dtensor(local, self.mesh, placements, self.shapes[index])
+
+    def allocate(self, dtype: torch.dtype) -> None:
+        """Make new whole parameters DTensors over the other mesh."""
+        before = self.block
+        super().allocate(dtype)
+        if self.block is before:
+            return
+        with torch.inference_mode(False):
+            for param, outer in zip(self.params, self.outers, strict=True):
+                if outer is not None and param.memory is not None:
+                    param.whole = nn.Parameter(outer.show_whole(param.memory.data), param.sharded.requires_grad)
+
+    @torch.no_grad()
+    def take_gradients(self) -> dict[int, Tensor]:
+        """Take the local tensors of gradients."""
+        taken = super().take_gradients()
+        for index, grad in taken.items():
+            outer = self.outers[index]
+            if outer is not None and isinstance(grad, DTensor):
+                taken[index] = outer.take_gradient(grad)
+        return taken
+
+
 def outer_of(name: str, param: nn.Parameter, mesh: DeviceMesh) -> Outer | None:
-    """The other mesh of a parameter, if there is one.
+    """Return the other mesh of a parameter, if there is one.
 
     Raises:
-        ValueError: if it is of other devices.
-        NotImplementedError: if it has not axes of its own.
+        ValueError: if it has other devices.
+        NotImplementedError: if its axes have no names, or names of FSDP's axes.
     """
     if not isinstance(param, DTensor):
         return None
@@ -77,8 +119,3 @@ def outer_of(name: str, param: nn.Parameter, mesh: DeviceMesh) -> Outer | None:
             f"the same DeviceMesh, but got {mesh}"
         )
     return Outer(other, tuple(param.placements), param.shape, tuple(param.stride()))
-
-
-def _dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], outer: Outer) -> DTensor:
-    with torch.no_grad():  # or the conversion would be part of what autograd sees
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=outer.shape, stride=outer.stride)

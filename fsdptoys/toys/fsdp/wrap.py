@@ -1,4 +1,4 @@
-"""``fully_shard``: makes a unit out of the parameters of a module that no unit within it has."""
+"""``fully_shard`` with the arguments of PyTorch's."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
-from .hooks import Driver, driver_of
+from .core import Homes, hooks_of
+from .hooks import FullHooks
 from .internals import announce, is_replicated, own_tensor
 from .module import FSDPModule
 from .policies import MixedPrecisionPolicy, check_offload
 from .tensor_parallel import outer_of
-from .unit import Homes, Unit
+from .unit import FullUnit
 
 _classes: dict[type, type] = {}
-"""Class of a module → the class that it is given instead."""
+"""Class of a module → its class after ``fully_shard``."""
 
 
 def fully_shard(
@@ -36,22 +37,22 @@ def fully_shard(
     """Shard a module's parameters, gradients and optimizer states; call it bottom-up, the root last.
 
     Args:
-        module: or several, which become one unit.
+        module: one, or several that become one unit.
         mesh: of one axis, or of two (replicate, shard: HSDP); None for all ranks.
         reshard_after_forward: True frees whole parameters after the forward and gathers them again in the backward;
-            False keeps them; a number reshards them over so many ranks; None is True but for the root.
-        shard_placement_fn: gives the dim along which a parameter is sharded; None for the first.
-        mp_policy: number formats.
-        offload_policy: only one that leaves shards on the device of the mesh.
-        ignored_params: stay as they are.
-        dp_mesh_dims: only None.
+            False keeps them; a number reshards to that many ranks; None is True except for the root.
+        shard_placement_fn: returns the dim along which a parameter is sharded; None for the first.
+        mp_policy: dtypes.
+        offload_policy: one that leaves shards on the device of the mesh.
+        ignored_params: parameters to leave as they are.
+        dp_mesh_dims: None.
 
     Returns:
-        What it was given, changed in place: each module is an ``FSDPModule`` as well now.
+        ``module``, changed in place to an ``FSDPModule``.
 
     Raises:
-        NotImplementedError: for what the table in the package's docstring leaves out.
-        ValueError: for what no implementation could do.
+        NotImplementedError: for options that the table in the package's docstring leaves out.
+        ValueError: for arguments that are wrong anywhere.
     """
     if dp_mesh_dims is not None:
         raise NotImplementedError("fully_shard(dp_mesh_dims=...) is not part of this implementation")
@@ -72,33 +73,33 @@ def fully_shard(
     ranks = mesh.size(mesh.ndim - 1)
     outers = [outer_of(places[0][1], param, mesh) for param, places in homes.items()]
     dims = [_dim(param, shard_placement_fn, ranks) for param in homes]
-    reshards, smaller = _after_forward(reshard_after_forward, mesh, ranks)
-    if smaller is not None and any(outers):
+    reshards, smaller_mesh = _after_forward(reshard_after_forward, mesh, ranks)
+    if smaller_mesh is not None and any(outers):
         raise NotImplementedError("reshard_after_forward as an int is not supported for DTensors as parameters")
-    unit = Unit(homes, dims, outers, mesh, smaller, reshards, mp_policy)
-    driver = Driver(modules, unit, is_auto=reshard_after_forward is None)
+    unit = FullUnit(homes, dims, mesh, outers, smaller_mesh, reshards, mp_policy)
+    hooks = FullHooks(modules, unit, is_auto=reshard_after_forward is None)
     for each in modules:
-        each.__dict__["_fsdp_driver"] = driver
+        each.__dict__["_fsdp_hooks"] = hooks
         kind = type(each)
         if kind not in _classes:
             _classes[kind] = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
         each.__class__ = _classes[kind]
         announce(each)
     for holder in dict.fromkeys(holder for places in homes.values() for holder, _ in places):
-        # State dicts are of sharded parameters, and what is loaded may replace them.
+        # State dicts have sharded parameters; loading one may replace them.
         holder.register_state_dict_pre_hook(lambda *_: unit.reshard())
         holder.register_load_state_dict_pre_hook(lambda *_: unit.reshard())
         holder.register_load_state_dict_post_hook(lambda *_: unit.adopt())
     return module
 
 
-fully_shard.state = driver_of  # type: ignore[attr-defined]  # where PyTorch's composable functions have theirs
+fully_shard.state = hooks_of  # type: ignore[attr-defined]  # as PyTorch's composable functions have it
 
 
 def _check_module(module: nn.Module) -> None:
     if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
         raise ValueError(f"fully_shard does not support containers that do not implement forward: {module}")
-    if driver_of(module) is not None:
+    if hooks_of(module) is not None:
         raise AssertionError(
             "Each distinct composable distributed API can only be applied to a module once. fully_shard was applied "
             f"before to {module}"
@@ -113,12 +114,12 @@ def _all_ranks() -> DeviceMesh:
 
 
 def _managed(roots: list[nn.Module]) -> list[nn.Module]:
-    """The modules whose parameters the unit gets, inner ones first: all that neither another unit nor DDP has."""
+    """List the modules whose parameters neither another unit nor DDP has, inner ones first."""
     found: list[nn.Module] = []
     seen: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> None:
-        if module in seen or is_replicated(module) or (module not in roots and driver_of(module) is not None):
+        if module in seen or is_replicated(module) or (module not in roots and hooks_of(module) is not None):
             return
         seen.add(module)
         for child in module.children():
@@ -131,7 +132,7 @@ def _managed(roots: list[nn.Module]) -> list[nn.Module]:
 
 
 def _parameters(managed: list[nn.Module], ignored: set[nn.Parameter]) -> dict[nn.Parameter, Homes]:
-    """Every parameter of the unit once, with all places that share it."""
+    """Map every parameter of the unit to its homes."""
     homes: dict[nn.Parameter, Homes] = {}
     for module in managed:
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -153,7 +154,7 @@ def _parameters(managed: list[nn.Module], ignored: set[nn.Parameter]) -> dict[nn
 def _move(
     managed: list[nn.Module], homes: dict[nn.Parameter, Homes], ignored: set[nn.Parameter], mesh: DeviceMesh
 ) -> None:
-    """Bring parameters and buffers to the mesh's device; what is on the meta device stays there."""
+    """Move parameters and buffers to the mesh's device, except from the meta device."""
     device = torch.device(mesh.device_type)
     if device.type != "cpu":
         device = torch.device(device.type, torch.get_device_module(device).current_device())
@@ -165,7 +166,7 @@ def _move(
 
 
 def _dim(param: nn.Parameter, shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None, ranks: int) -> int:
-    """Along which dim a parameter is sharded."""
+    """Return the dim along which a parameter is sharded."""
     placement = shard_placement_fn(param) if shard_placement_fn is not None else None
     if placement is None:
         return 0
@@ -183,7 +184,7 @@ def _dim(param: nn.Parameter, shard_placement_fn: Callable[[nn.Parameter], Shard
 
 
 def _after_forward(choice: bool | int | None, mesh: DeviceMesh, ranks: int) -> tuple[bool, DeviceMesh | None]:
-    """Whether to reshard after the forward, and over which mesh if not over the whole."""
+    """Return whether to reshard after the forward, and the mesh of fewer ranks, if any."""
     if choice is None or isinstance(choice, bool):
         return choice is not False, None
     if not isinstance(choice, int):

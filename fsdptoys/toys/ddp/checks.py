@@ -1,6 +1,5 @@
-"""What a module, its replicas, graphs and communication hooks must be for DDP; the errors say what PyTorch's say."""
+"""DDP's checks of modules, devices and graphs; the messages begin as PyTorch's."""
 
-import inspect
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 def check_devices(
     params: list[nn.Parameter], device_ids: Any, output_device: Any
 ) -> tuple[list[int] | None, torch.device | None]:
-    """Check where a module's parameters are against where it was said to be."""
+    """Check the device of a module's parameters; return the checked ``device_ids`` and ``output_device``."""
     if not any(param.requires_grad for param in params):
         raise RuntimeError(
             "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
@@ -43,13 +42,13 @@ def check_devices(
 
 
 def check_layers(module: nn.Module, device: torch.device) -> None:
-    """Refuse what works on GPUs only."""
+    """Reject layers that work only on GPUs."""
     if device.type == "cpu" and any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()):
         raise ValueError("SyncBatchNorm layers only work with GPU modules")
 
 
 def check_same_model(params: list[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Compare numbers and shapes of parameters over ranks."""
+    """Compare number and shapes of parameters over ranks. A collective."""
     own = torch.tensor([number for param in params for number in (param.ndim, *param.shape)], device=params[0].device)
     counts = _gather(torch.tensor([len(params), own.numel()], device=own.device), group)
     longest = max(int(length) for _, length in counts)
@@ -75,7 +74,7 @@ def _gather(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def _shapes(numbers: list[int], count: int) -> list[tuple[int, ...]]:
-    """Of so many parameters, each written as its number of dims and then these."""
+    """Decode the shapes of ``count`` parameters, each written as its number of dims and the dims."""
     shapes = []
     for _ in range(count):
         ndim, numbers = numbers[0], numbers[1:]
@@ -84,20 +83,8 @@ def _shapes(numbers: list[int], count: int) -> list[tuple[int, ...]]:
     return shapes
 
 
-def mistake_of_hook(hook: Any) -> tuple[type[Exception], str] | None:
-    """What is wrong with a communication hook, as far as its signature shows."""
-    if not callable(hook):
-        return TypeError, "Communication hook must be callable."
-    signature = inspect.signature(hook)
-    if signature.parameters["bucket"].annotation not in (inspect.Parameter.empty, dist.GradBucket):
-        return ValueError, "Communication hook: bucket annotation should be dist.GradBucket."
-    if signature.return_annotation not in (inspect.Signature.empty, torch.futures.Future[Tensor]):
-        return ValueError, "Communication hook: return annotation should be torch.futures.Future[torch.Tensor]."
-    return None
-
-
 def unfinished_reduction(missing: dict[int, str], rank: int, static_graph: bool) -> str:
-    """Why a forward cannot begin: gradients of parameters, by index, did not come in the backward before."""
+    """Explain that ``missing`` parameters, name by index, got no gradient in the backward before this forward."""
     indices = " ".join(map(str, missing))
     begin = "Expected to have finished reduction in the prior iteration before starting a new one. This error indicates"
     if static_graph:
@@ -116,7 +103,7 @@ def unfinished_reduction(missing: dict[int, str], rank: int, static_graph: bool)
 
 
 def ready_twice(number: int, name: str, static_graph: bool) -> str:
-    """Why a gradient cannot be taken: the parameter had one before, in the same backward."""
+    """Explain that a parameter got two gradients in one backward."""
     why = (
         "Expected to mark a variable ready only once. Either a parameter is used outside of the `forward` of the "
         "wrapped module, or in several reentrant backward passes, as of checkpoints that share it; where the graph "

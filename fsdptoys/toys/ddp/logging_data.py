@@ -1,12 +1,12 @@
-"""What DDP tells of itself: its settings, its buckets, and how much of the communication the backward hid.
+"""DDP's logging data: settings, buckets, and how much of the communication the backward hides.
 
     forward_start      backward_start       comm_start      backward_end     comm_end
           │  forward_compute  │                  │  overlap        │              │
           ├───────────────────┼──────────── backward_compute ──────┤              │
                                                  ├──────── backward_comm ─────────┤
 
-Times are of the host, in nanoseconds, taken in the first ten steps and then in every hundredth. On a GPU they say when
-work was given to it, not when it was done.
+Times are nanoseconds of the host, measured in the first ten steps and in every hundredth after them. On a GPU they are
+the times of kernel launches.
 """
 
 import os
@@ -18,10 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .core import Bucket
+from .unused_parameters import PartialReducer
+
 FIRST_STEPS = 10
-"""All of which are timed."""
-NAMES = {"float16": "half", "float32": "float", "float64": "double"}
-"""Number formats by the names that PyTorch's logging has for them."""
+"""Steps that are all timed."""
+DTYPE_NAMES = {"float16": "half", "float32": "float", "float64": "double"}
+"""PyTorch's names in this log."""
 
 
 class Logbook:
@@ -29,23 +32,19 @@ class Logbook:
 
     def __init__(self) -> None:
         self.sample_rate = 100
-        """Every so many steps are timed."""
+        """Later steps are timed if this divides their number."""
         self.times: dict[str, int] = {}
-        """Of the last step that was, and averages."""
+        """Of the last timed step, and averages."""
         self._moments: dict[str, int] = {}
         self._sums: Counter[str] = Counter()
         self._steps = 0
 
     def note(self, moment: str) -> None:
-        """Remember when something happened, the first time in this step."""
+        """Record the first time of a moment in this step."""
         self._moments.setdefault(moment, time.time_ns())
 
     def begin(self, iterations: int) -> None:
-        """Begin a step: take down the one before.
-
-        Args:
-            iterations: that were begun before this one.
-        """
+        """Begin a step and evaluate the one before, which was number ``iterations``."""
         moments, self._moments = self._moments, {}
         self.note("forward_start")
         if len(moments) < 5 or not (iterations <= FIRST_STEPS or iterations % self.sample_rate == 0):
@@ -70,18 +69,55 @@ class Logbook:
         }
 
 
+class LoggedReducer(PartialReducer):
+    """A reducer that records times and bucket sizes."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        self.logbook = Logbook()
+        self.first_sizes: list[int] = []
+        """Bytes of the buckets before they are rebuilt."""
+        super().__init__(*args, **settings)
+
+    def set_buckets(self, buckets: list[Bucket]) -> None:
+        """Record the sizes of the first step."""
+        super().set_buckets(buckets)
+        if not self.has_rebuilt:
+            self.first_sizes = [_nbytes(bucket) for bucket in buckets]
+
+    def begin_forward(self) -> None:
+        """Begin a step."""
+        self.logbook.begin(self.iterations)
+        super().begin_forward()
+
+    def start_backward(self) -> None:
+        """Record the time."""
+        self.logbook.note("backward_start")
+        super().start_backward()
+
+    def all_reduce(self, index: int) -> None:
+        """Record the time of the first bucket."""
+        self.logbook.note("comm_start")
+        super().all_reduce(index)
+
+    def finish(self) -> None:
+        """Record the times."""
+        self.logbook.note("backward_end")
+        super().finish()
+        self.logbook.note("comm_end")
+
+
 def describe(ddp: Any) -> dict[str, Any]:
-    """What PyTorch's logging data have: settings, buckets and times; strings and integers.
+    """Return what PyTorch's logging data contain, strings and integers.
 
     Args:
-        ddp: the wrapped module.
+        ddp: a ``DistributedDataParallel``.
     """
     reducer = ddp.reducer
     backend = ddp.process_group.name()
     variables = ["CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT", "TORCH_DISTRIBUTED_DEBUG"]
     if backend == "gloo":
         variables += ["GLOO_DEVICE_TRANSPORT", "GLOO_SOCKET_IFNAME"]
-    told: dict[str, Any] = {
+    data: dict[str, Any] = {
         "world_size": reducer.world_size,
         "rank": ddp.process_group.rank(),
         "backend_name": backend,
@@ -95,7 +131,7 @@ def describe(ddp: Any) -> dict[str, Any]:
         "static_graph": int(ddp.static_graph),
         "is_multi_device_module": 0,
         "has_sync_bn": int(any(isinstance(module, nn.SyncBatchNorm) for module in ddp.module.modules())),
-        "dtypes": ", ".join(sorted({_name_dtype(param) for param in reducer.params})),
+        "dtypes": ", ".join(sorted({_dtype_name(param) for param in reducer.params})),
         "num_parameter_tensors": len(reducer.params),
         "total_parameter_size_bytes": sum(param.nbytes for param in reducer.params),
         "bucket_sizes": ", ".join(map(str, reducer.first_sizes)),
@@ -106,30 +142,34 @@ def describe(ddp: Any) -> dict[str, Any]:
         **reducer.logbook.times,
     }
     if backend == "gloo":
-        told["gloo_num_threads"] = _gloo_threads(ddp.process_group, ddp.device)
+        data["gloo_num_threads"] = _gloo_threads(ddp.process_group, ddp.device)
     if reducer.has_rebuilt:
-        told["has_rebuilt_buckets"] = 1
-        told["rebuilt_bucket_sizes"] = ", ".join(str(bucket.nbytes) for bucket in reducer.buckets)
-        told["rebuilt_per_bucket_param_indices"] = ", ".join(
+        data["has_rebuilt_buckets"] = 1
+        data["rebuilt_bucket_sizes"] = ", ".join(str(_nbytes(bucket)) for bucket in reducer.buckets)
+        data["rebuilt_per_bucket_param_indices"] = ", ".join(
             " ".join(map(str, bucket.numbers)) for bucket in reducer.buckets
         )
     if reducer.ready_order:
-        told["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, reducer.ready_order))
+        data["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, reducer.ready_order))
     if reducer.comm_hook is not None:
         hook = reducer.comm_hook[0]
-        told["comm_hook"] = getattr(hook, "__qualname__", type(hook).__name__)
+        data["comm_hook"] = getattr(hook, "__qualname__", type(hook).__name__)
     if reducer.error:
-        told.update(has_error=1, error=reducer.error)
-    return told
+        data.update(has_error=1, error=reducer.error)
+    return data
 
 
 def _gloo_threads(group: dist.ProcessGroup, device: torch.device) -> int:
-    """PyTorch tells of gloo's threads by private names alone; its default where it does not."""
+    """Return gloo's number of threads, which has no public API; 2 is PyTorch's default."""
     options = getattr(group._get_backend(device), "options", None)
     threads: int = getattr(options, "_threads", 2)
     return threads
 
 
-def _name_dtype(param: nn.Parameter) -> str:
+def _dtype_name(param: nn.Parameter) -> str:
     name = str(param.dtype).removeprefix("torch.")
-    return NAMES.get(name, name)
+    return DTYPE_NAMES.get(name, name)
+
+
+def _nbytes(bucket: Bucket) -> int:
+    return sum(param.nbytes for param in bucket.params)

@@ -1,0 +1,369 @@
+"""The core of FSDP: each rank keeps 1/R of a unit's parameters, and gathers the rest while the unit computes.
+
+    forward    pre_forward ── gather, wait ──────────────────── module ──── post_forward: reshard
+    backward   pre_backward ─ gather, wait, gather the next ─── autograd ── post_backward: reshard, reduce
+               (first gradient of an output)                               (the inputs have their gradients)
+
+1. ``FSDPUnit``: a rank's part of a unit is one flat tensor, which an all-gather sends as it is. Modules have sharded
+   parameters (DTensors, views of the flat shard) or whole ones (views of one block of memory). Resharding resizes the
+   block's storage to nothing and gathering resizes it back: what autograd saved in the forward are views of it.
+2. ``FSDPUnit.reduce``, from whole gradients to sharded ones, is a generator that yields where it would wait. The next
+   unit's backward resumes it (``Reductions``), so that its collective overlaps with that unit's computation.
+3. ``UnitHooks`` calls both from hooks. In the backward, the next unit is the one whose forward ended before.
+4. ``fully_shard`` makes a unit of a module's parameters. Other files of this package extend it by subclasses.
+
+All collectives are asynchronous; ``wait`` orders the current stream (on a CPU, the thread) after them.
+Shapes: R ranks, S elements of a shard, padding included.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from ..autograd import queue_callback
+from ..tensor_tree import map_tensors, tensors_in
+from .layout import Piece, lay_out
+
+# torch 2.13 renamed both; the old names warn there.
+ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+ALIGNMENT_BYTES = 512  # of whole parameters, as if each were allocated by itself: kernels are slower elsewhere
+Homes = list[tuple[nn.Module, str]]  # modules that have a parameter, and its names there; several if it is shared
+Phase = Literal["idle", "forward", "pre_backward", "post_backward"]
+"""Of a unit: "pre_backward" from the first gradient of an output, "post_backward" after the last of a parameter."""
+
+
+@dataclass
+class UnitParameter:
+    """One parameter of a unit."""
+
+    homes: Homes
+    sharded: nn.Parameter  # for the optimizer and state dicts
+    whole: nn.Parameter | None = None  # for forward and backward; the same object in every step
+    memory: Tensor | None = None  # of ``whole``, with a version counter of its own: autograd watches that of ``whole``
+
+    def register(self, param: nn.Parameter) -> None:
+        """Put one of its forms into all its homes."""
+        for module, name in self.homes:
+            module._parameters[name] = param  # the checks of setattr cost more than the rest of resharding
+
+
+class FSDPUnit:
+    """Parameters that are gathered together.
+
+    Args:
+        homes: parameter → its homes, in the order of the flat shard.
+        dims: dim along which each is sharded.
+        mesh: ranks to shard over, along its last axis.
+        reshards_after_forward: free whole parameters between forward and backward.
+    """
+
+    gathers_in_backward = reshards_after_backward = True
+
+    def __init__(
+        self, homes: dict[nn.Parameter, Homes], dims: Sequence[int], mesh: DeviceMesh, reshards_after_forward: bool
+    ) -> None:
+        self.mesh, self.dims, self.reshards_after_forward = mesh, dims, reshards_after_forward
+        self.group = mesh.get_group(mesh.ndim - 1)
+        self.ranks, self.rank = self.group.size(), self.group.rank()
+        wholes = [self.local_value(param).detach() for param in homes]
+        self.shapes = [tuple(whole.shape) for whole in wholes]
+        self.pieces, self.numel = lay_out(self.shapes, dims, self.ranks)
+        self.shard_S = wholes[0].new_zeros(self.numel) if wholes else torch.empty(0)
+        self.params: list[UnitParameter] = []
+        for index, (param, places) in enumerate(homes.items()):
+            local = self.pieces[index].local_view(self.shard_S, self.rank)
+            if not param.is_meta:
+                local.copy_(self.pieces[index].local_part(wholes[index], self.rank))
+            self.params.append(UnitParameter(places, nn.Parameter(self.show_shard(index, local), param.requires_grad)))
+            self.params[-1].register(self.params[-1].sharded)
+        self.block: Tensor | None = None
+        """Memory of all whole parameters."""
+        self.is_whole = False
+        self.gathering: tuple[Tensor, list[Piece], dist.Work | None, Tensor] | None = None
+        """All-gather in flight: ``flat_RS``, its layout, work, and the tensor that it sends."""
+
+    def local_value(self, param: nn.Parameter) -> Tensor:
+        """Return the tensor to shard."""
+        return param
+
+    def show_shard(self, index: int, local: Tensor) -> Tensor:
+        """Return a chunk of a parameter, or of its gradient, as the optimizer sees it."""
+        whole = torch.empty(self.shapes[index], device="meta")
+        with torch.no_grad():  # keeps the conversion out of autograd's graph
+            return DTensor.from_local(
+                local, self.mesh, [Shard(self.dims[index])], run_check=False, shape=whole.shape, stride=whole.stride()
+            )
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Begin to make the parameters whole, unless they are or this has begun."""
+        if not self.params or self.is_whole or self.gathering is not None:
+            return
+        shard_S, pieces, group = self.gather_source()
+        if group.size() == 1:
+            self.gathering = shard_S.view(1, -1), pieces, None, shard_S
+            return
+        flat = shard_S.new_empty(group.size() * shard_S.numel())
+        work = getattr(dist, ALL_GATHER)(flat, shard_S, group=group, async_op=True)
+        self.gathering = flat.view(group.size(), -1), pieces, work, shard_S
+
+    def gather_source(self) -> tuple[Tensor, list[Piece], dist.ProcessGroup]:
+        """Return the shard to send, its layout, and the ranks that have the other shards."""
+        return self.shard_S, self.pieces, self.group
+
+    def end_gathering(self) -> tuple[Tensor, list[Piece]] | None:
+        """Wait for the all-gather in flight, if any; return its result and layout."""
+        gathering, self.gathering = self.gathering, None
+        if gathering is None:
+            return None
+        flat_RS, pieces, work, _ = gathering
+        if work is not None:
+            work.wait()
+        return flat_RS, pieces
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Make the parameters whole, if ``gather`` has begun to."""
+        gathered = self.end_gathering()
+        if gathered is None:
+            return
+        flat_RS, pieces = gathered
+        self.allocate(flat_RS.dtype)
+        for param, piece in zip(self.params, pieces, strict=True):
+            assert param.whole is not None and param.memory is not None
+            piece.read(param.memory, flat_RS)
+            param.register(param.whole)
+        self.is_whole = True
+
+    def allocate(self, dtype: torch.dtype) -> None:
+        """Allocate the memory of whole parameters, which are created with it the first time."""
+        if self.block is not None and (self.block.dtype, self.block.device) == (dtype, self.shard_S.device):
+            self.block.untyped_storage().resize_(self.block.nbytes)
+            return
+        step = ALIGNMENT_BYTES // dtype.itemsize
+        sizes = [-(-math.prod(shape) // step) * step for shape in self.shapes]
+        starts = itertools.accumulate(sizes, initial=0)
+        with torch.inference_mode(False):  # autograd rejects tensors that are created in it
+            self.block = torch.empty(sum(sizes), dtype=dtype, device=self.shard_S.device)
+            for param, shape, start in zip(self.params, self.shapes, starts, strict=False):
+                param.memory = self.block[start : start + math.prod(shape)].view(shape)
+                param.whole = nn.Parameter(param.memory.data, param.sharded.requires_grad)
+
+    def reshard(self) -> None:
+        """Free the whole parameters."""
+        self.end_gathering()
+        if self.is_whole and self.block is not None:
+            for param in self.params:
+                param.register(param.sharded)
+            self.block.untyped_storage().resize_(0)
+            self.is_whole = False
+
+    def take_gradients(self) -> dict[int, Tensor]:
+        """Remove the whole gradients from the parameters; return them by index of the parameter."""
+        grads: dict[int, Tensor] = {}
+        for index, param in enumerate(self.params):
+            if param.whole is not None and param.whole.grad is not None:
+                grads[index], param.whole.grad = param.whole.grad, None
+        return grads
+
+    @torch.no_grad()
+    def reduce(self, grads: dict[int, Tensor]) -> Iterator[None]:
+        """Average whole gradients over the ranks, and free them; yield before each wait."""
+        indices = list(grads)
+        flat_RS, pieces = self.flatten(grads, grads[indices[0]].dtype)
+        reduced_S = flat_RS.new_empty(flat_RS.shape[1])
+        work = getattr(dist, REDUCE_SCATTER)(reduced_S, flat_RS.view(-1), group=self.group, async_op=True)
+        del flat_RS  # the work keeps what it still reads; gloo's has copied it
+        yield
+        work.wait()
+        self.store(indices, pieces, reduced_S.div_(self.ranks))
+
+    def flatten(self, grads: dict[int, Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Piece]]:
+        """Move whole gradients into one flat tensor; return it and its layout."""
+        pieces, numel = lay_out([self.shapes[i] for i in grads], [self.dims[i] for i in grads], self.ranks)
+        flat_RS = self.shard_S.new_empty(self.ranks, numel, dtype=dtype)
+        for index, piece in zip(list(grads), pieces, strict=True):
+            piece.write(grads.pop(index), flat_RS)
+        return flat_RS, pieces
+
+    def store(self, indices: list[int], pieces: list[Piece], reduced_S: Tensor) -> None:
+        """Add sharded gradients to those of the parameters."""
+        for index, piece in zip(indices, pieces, strict=True):
+            param, grad = self.params[index].sharded, piece.local_view(reduced_S, self.rank)
+            if param.grad is None:
+                param.grad = self.show_shard(index, grad)
+            else:
+                param.grad._local_tensor.add_(grad)  # type: ignore[attr-defined]
+
+
+class Reductions:
+    """Reductions in flight, the oldest first."""
+
+    def __init__(self) -> None:
+        self.in_flight: list[Iterator[None]] = []
+
+    def advance(self, *begun: Iterator[None]) -> None:
+        """Resume all up to their next wait, then start the new ones."""
+        self.in_flight = [each for each in (*self.in_flight, *begun) if next(each, "complete") is None]
+
+    def finish(self) -> None:
+        """Complete all."""
+        while self.in_flight:
+            Reductions.advance(self)
+
+
+class Iteration:
+    """State of a step that the units under one root share."""
+
+    def __init__(self) -> None:
+        self.hooks: list[UnitHooks] = []
+        """Of all units, the root first; empty until the first forward."""
+        self.finished: list[UnitHooks] = []
+        """Units in the order in which their forwards ended, with repetitions."""
+        self.awaits_end = False
+        """Whether autograd will call ``end_backward``."""
+        self.reductions = Reductions()
+
+    def end_backward(self) -> None:
+        """Catch up on units whose inputs had no gradient, such as an embedding; then end the step."""
+        for hooks in self.hooks:
+            hooks.end_backward()
+        self.awaits_end = False
+        self.end_step()
+
+    def end_step(self) -> None:
+        """Wait for all collectives."""
+        for hooks in self.hooks:
+            hooks.unit.end_gathering()
+            hooks.turns.clear()
+        self.finished.clear()
+        self.reductions.finish()
+
+
+class UnitHooks:
+    """Hooks of the modules that need a unit, which may have no parameters."""
+
+    def __init__(self, modules: Sequence[nn.Module], unit: FSDPUnit) -> None:
+        self.modules, self.unit, self.iteration = list(modules), unit, Iteration()
+        self.phase: Phase = "idle"
+        self.turns: list[int] = []
+        """Indices in ``iteration.finished``."""
+        for module in self.modules:
+            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.post_forward, always_call=len(self.modules) > 1)
+
+    def become_root(self) -> None:
+        """Share one iteration with all units within this one; the outermost is the first to compute."""
+        found = dict.fromkeys(hooks_of(module) for module in self.modules[0].modules())
+        self.iteration.hooks = [hooks for hooks in found if hooks is not None]
+        for hooks in self.iteration.hooks:
+            hooks.iteration = self.iteration
+
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Make the parameters whole."""
+        if not self.iteration.hooks:
+            self.become_root()
+        self.phase = "forward"
+        self.unit.gather()
+        self.unit.wait()
+        return self.watch_inputs(args, kwargs)
+
+    def watch_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Pass the inputs through a node whose backward calls ``post_backward``."""
+        inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        if not (inputs and self.unit.params and torch.is_grad_enabled()):
+            return args, kwargs
+        passed = iter(_AfterBackward.apply(self.post_backward, *inputs))
+        args, kwargs = map_tensors((args, kwargs), lambda tensor: next(passed) if tensor.requires_grad else tensor)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Reshard; have the first gradient of the output call ``pre_backward``."""
+        self.leave_forward()
+        self.phase = "idle"
+        for tensor in tensors_in(output) if torch.is_grad_enabled() else []:
+            if tensor.requires_grad:
+                tensor.register_hook(self.pre_backward)
+        return output
+
+    def leave_forward(self) -> None:
+        """Reshard, and record the order for the backward."""
+        if self.unit.reshards_after_forward and self.unit.is_whole:
+            self.unit.reshard()
+        if torch.is_grad_enabled() and self.unit.params:
+            self.turns.append(len(self.iteration.finished))
+            self.iteration.finished.append(self)
+
+    def pre_backward(self, grad: Tensor) -> Tensor:
+        """Make the parameters whole again; begin to gather the unit that comes next."""
+        if not self.iteration.awaits_end:
+            self.iteration.awaits_end = True
+            queue_callback(self.iteration.end_backward)
+        if self.phase != "pre_backward":
+            self.phase = "pre_backward"
+            if self.unit.gathers_in_backward:
+                self.unit.gather()
+            self.unit.wait()
+            self.prefetch_backward()
+        return grad
+
+    def prefetch_backward(self) -> None:
+        """Begin to gather the unit whose forward ended before this one's."""
+        turn = self.turns.pop() if self.turns else 0
+        if turn > 0 and self.iteration.finished[turn - 1].unit.gathers_in_backward:
+            self.iteration.finished[turn - 1].unit.gather()
+
+    def post_backward(self) -> None:
+        """Reshard, and begin to reduce the gradients."""
+        self.phase = "post_backward"
+        grads = self.unit.take_gradients()
+        if self.unit.reshards_after_backward:
+            self.unit.reshard()
+        self.iteration.reductions.advance(*([self.unit.reduce(grads)] if grads else []))
+
+    def end_backward(self) -> None:
+        """Catch up if the inputs had no gradient."""
+        if self.phase != "post_backward":
+            self.post_backward()
+        self.phase = "idle"
+
+
+class _AfterBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, post_backward: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.post_backward = post_backward
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.post_backward()
+        return (None, *grads)
+
+
+def hooks_of(module: nn.Module) -> UnitHooks | None:
+    """Return the hooks that ``fully_shard`` gave a module, if any."""
+    return module.__dict__.get("_fsdp_hooks")
+
+
+def fully_shard(module: nn.Module, mesh: DeviceMesh, reshard_after_forward: bool = True) -> nn.Module:
+    """Make a unit of a module's parameters, except those of units within it.
+
+    Call it bottom-up. The root, whose backward comes next, needs ``reshard_after_forward=False``.
+    """
+    homes: dict[nn.Parameter, Homes] = {}
+    for owner in module.modules():
+        for name, param in owner.named_parameters(recurse=False, remove_duplicate=False):
+            if not isinstance(param, DTensor):
+                homes.setdefault(param, []).append((owner, name))
+    unit = FSDPUnit(homes, [0] * len(homes), mesh, reshard_after_forward)
+    module.__dict__["_fsdp_hooks"] = UnitHooks([module], unit)
+    return module

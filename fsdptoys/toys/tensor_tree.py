@@ -1,0 +1,41 @@
+"""Tensors in the nested inputs and outputs of a forward."""
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+
+def map_tensors(tree: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Replace tensors in nested dicts, lists, tuples and dataclasses; those without a change are returned."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, dict):
+        children = dict(tree)
+    elif isinstance(tree, list | tuple):
+        children = dict(enumerate(tree))
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        children = {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
+    else:
+        return tree
+    mapped = {key: map_tensors(value, function) for key, value in children.items()}
+    if all(mapped[key] is value for key, value in children.items()):
+        return tree
+    if isinstance(tree, list | tuple):
+        return type(tree)(*mapped.values()) if hasattr(tree, "_fields") else type(tree)(mapped.values())
+    made = copy.copy(tree)  # keeps the class of a dict, and fields that a dataclass's __init__ does not take
+    for key, value in mapped.items():
+        if isinstance(tree, dict):
+            made[key] = value
+        else:
+            object.__setattr__(made, key, value)  # the dataclass may be frozen
+    return made
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """List the tensors in a nesting, in order."""
+    found: list[Tensor] = []
+    map_tensors(tree, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    return found

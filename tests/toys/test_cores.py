@@ -1,0 +1,151 @@
+"""The core of each toy is short, imports none of the extensions, and trains by itself."""
+
+import ast
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fsdptoys.toys
+from scripts.ranks import run_ranks
+from tests.toys.fsdp_models import NATIVE, Model, backward, batches, mesh_of, whole
+
+TOYS = Path(fsdptoys.toys.__file__).parent
+CORES = {"ddp": "ddp/core", "zero1": "zero1/core", "zero2": "zero2", "zero3": "zero3", "fsdp": "fsdp/core"}
+LIMIT = 500
+
+
+def imported_files(file: Path) -> Iterator[Path]:
+    """Files of the toys that a file imports anywhere: at its top, in functions, or under TYPE_CHECKING."""
+    package = ["fsdptoys", "toys", *file.relative_to(TOYS).parent.parts]
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            names = [module, *(f"{module}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        for name in names:
+            parts = name.split(".")
+            if parts[:2] != ["fsdptoys", "toys"]:
+                assert parts[0] != "fsdptoys", f"{file} imports {name}"
+                continue
+            path = TOYS.joinpath(*parts[2:])
+            yield from (each for each in (path.with_suffix(".py"), path / "__init__.py") if each.is_file())
+
+
+def core_files(core: str) -> set[Path]:
+    """The core and all files that it imports, directly or not; packages whose ``__init__`` it does not import aside."""
+    found: set[Path] = set()
+    ahead = [TOYS / f"{core}.py"]
+    while ahead:
+        file = ahead.pop()
+        if file not in found:
+            found.add(file)
+            ahead += imported_files(file)
+    return found
+
+
+@pytest.mark.parametrize("toy", CORES)
+def test_a_core_has_at_most_500_lines(toy: str) -> None:
+    """Oracle: the lines of the core and of all toys' files that it imports, docstrings included."""
+    lines = {file.relative_to(TOYS): len(file.read_text().splitlines()) for file in core_files(CORES[toy])}
+    assert sum(lines.values()) <= LIMIT, lines
+
+
+def load_alone(core: str) -> ModuleType:
+    """Import a core into this process with empty packages, so that only its own imports run."""
+    for name in [name for name in sys.modules if name.startswith("fsdptoys.toys")]:
+        del sys.modules[name]
+    package = TOYS
+    for part in ("", *Path(core).parent.parts):
+        package = package / part
+        name = ".".join(("fsdptoys", "toys", *package.relative_to(TOYS).parts))
+        sys.modules[name] = ModuleType(name)
+        sys.modules[name].__path__ = [str(package)]
+    return importlib.import_module(f"fsdptoys.toys.{core.replace('/', '.')}")
+
+
+def loaded_files() -> set[str]:
+    """Files of the toys in this process."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("fsdptoys.toys.")]
+    return {module.__file__ for module in modules if getattr(module, "__file__", None)}  # type: ignore[misc]
+
+
+def follow(model: Any, params: list[nn.Parameter], attach: Callable[[Any], None] = lambda _: None) -> list[float]:
+    """Losses of five steps."""
+    optimizer = torch.optim.AdamW(params, lr=1e-2)
+    attach(optimizer)
+    losses = []
+    for tokens_BT in batches(5):
+        logits_BTV = model(tokens_BT)
+        loss = nn.functional.cross_entropy(logits_BTV.flatten(0, 1), tokens_BT.flatten())
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def train_core(toy: str, core: ModuleType, model: Model) -> list[float]:
+    if toy == "zero1":  # on a module whose gradients are averaged on every rank
+        module = DistributedDataParallel(model)
+        update = core.ShardedUpdate()
+        update.slices = core.Slices(model, dist.group.WORLD, 1000)
+        return follow(module, list(update.pieces()), update.attach)
+    if toy == "ddp":
+        return follow(core.DDP(model, bucket_cap_mb=0.001), list(model.parameters()))
+    if toy == "zero2":
+        two = core.Zero2(model, bucket_cap_mb=0.001)
+        return follow(two, list(two.pieces()), two.attach)
+    three = core.Zero3(model, list(model.blocks), torch.device("cpu"))
+    return follow(three, [param for _, param in three.owned()])
+
+
+def differing_losses(toy: str) -> tuple[list[float], list[float], set[str]]:
+    """Losses of the core and of PyTorch's DDP, and the files of toys that are imported."""
+    core, found = load_alone(CORES[toy]), []
+    for native in (False, True):
+        torch.manual_seed(0)
+        model = Model()
+        found.append(
+            follow(DistributedDataParallel(model), list(model.parameters())) if native else train_core(toy, core, model)
+        )
+    return found[0], found[1], loaded_files()
+
+
+def train_fsdp() -> tuple[list[str], list[str], set[str]]:
+    """Names of parameters that differ from PyTorch's, none expected, and the files that are imported."""
+    core, found = load_alone(CORES["fsdp"]), []
+    for library in (core, NATIVE):
+        torch.manual_seed(0)
+        model = Model()
+        for block in model.blocks:
+            library.fully_shard(block, mesh=mesh_of())
+        library.fully_shard(model, mesh=mesh_of(), reshard_after_forward=False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for tokens_BT in batches(5):
+            backward(model, tokens_BT)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(whole(model))
+    differing = [name for name, value in found[0].items() if not torch.equal(value, found[1][name])]
+    return differing, [], loaded_files()
+
+
+@pytest.mark.parametrize("toy", CORES)
+def test_a_core_trains_alone_in_the_bits_of_pytorch(toy: str) -> None:
+    """Oracle: PyTorch's DDP, and for FSDP its ``fully_shard``; the modules that the core has loaded."""
+    for ours, theirs, loaded in run_ranks(2, train_fsdp) if toy == "fsdp" else run_ranks(2, differing_losses, toy):
+        assert ours == theirs
+        assert loaded == {str(file) for file in core_files(CORES[toy])}
