@@ -1,22 +1,21 @@
-"""How fast are the toys next to PyTorch's own? The same GPT-2 on two ranks, in turns, and what hides what.
+"""Benchmark the toys against PyTorch's own classes: the same GPT-2 on two ranks, step times and overlap.
 
     python scripts/bench_toys.py                             # CPU, gloo, 2 ranks; under five minutes on two cores
     python scripts/bench_toys.py --only fsdp --rounds 4
 
-A step is forward, backward, clipping and AdamW, as ``fsdptoys train`` takes it. Contestants of a group are alive in the
-same ranks and take turns step by step, in an order that changes from turn to turn, so that whatever else runs on the
-machine meets all alike; every round has new processes. A step's seconds are those of the slower rank, ratios medians of
-the ratios within a turn. All begin with the same weights and see the same batches: losses must agree, or nothing is
-judged.
+A step is forward, backward, clipping and AdamW, as in ``fsdptoys train``. The contestants of a group live in the same
+ranks and take turns step by step, in an order that changes from turn to turn, so that other load on the machine affects
+all alike; every round has new processes. A step's time is that of the slower rank, a ratio the median of the ratios
+within a turn. All begin with the same weights and see the same batches; losses must agree, or the benchmark stops.
 
 - ddp: PyTorch's DistributedDataParallel, and the toy.
-- zero: DDP with PyTorch's ZeroRedundancyOptimizer, which is ZeRO-1, and the toys of ZeRO-1 and ZeRO-2; not judged:
-  PyTorch has no ZeRO-2, and gloo's reduce-scatter, of which ZeRO-2 lives, is an all-reduce of a copy.
-- fsdp: PyTorch's FSDP2, the toy FSDP, and the toy ZeRO-3. FSDP2 is what PyTorch has for ZeRO-3: both keep 1/N of
+- zero: DDP with PyTorch's ZeroRedundancyOptimizer (ZeRO-1), and the toys ZeRO-1 and ZeRO-2. No target: PyTorch has no
+  ZeRO-2, and gloo's reduce-scatter, on which ZeRO-2 depends, is an all-reduce of a copy.
+- fsdp: PyTorch's FSDP2, the toy FSDP, and the toy ZeRO-3. FSDP2 is PyTorch's counterpart of ZeRO-3: both keep 1/N of
   parameters, gradients and states, gather a block before its forward and its backward, and reduce its gradients.
 
-Then one more step of each is traced: the time in which a collective was on its way, and the share of it in which the
-rank was in an operator of its own. What is printed is Markdown. Exits with status 1 where a target is missed.
+One more step of each is traced: the time with a collective in flight, and the share of it with an operator of the rank
+at work. Prints Markdown. Exits with status 1 if a target is missed.
 """
 
 import argparse
@@ -62,9 +61,9 @@ class Contestant:
     name: str
     strategy: str
     target: float | None = None
-    """Of its step's time over that of the first of its group; None where it is only told."""
+    """Largest ratio of its step time to that of the first of its group; None for no target."""
     shards_states: bool = False
-    """Whether PyTorch's ZeroRedundancyOptimizer takes the steps."""
+    """Use PyTorch's ZeroRedundancyOptimizer."""
 
 
 GROUPS = {
@@ -80,20 +79,20 @@ GROUPS = {
         Contestant("toy_zero3", "toy_zero3", 1.25),
     ],
 }
-"""Name → who takes turns; the first is PyTorch's."""
+"""Group → contestants; the first is PyTorch's."""
 
 
 @dataclass
 class Measured:
-    """What one contestant did on one rank, or on all."""
+    """Measurements of one contestant on one rank, or on all."""
 
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     collective_seconds: float = 0.0
-    """In which at least one was on its way, in the traced step."""
+    """Time with at least one in flight, in the traced step."""
     hidden_seconds: float = 0.0
-    """Of these, with an operator of the rank at work."""
+    """The part of it with an operator of the rank at work."""
 
 
 class Training:
@@ -112,7 +111,7 @@ class Training:
         self.strategy.parallelize(model, seeded(model.init_rows, 0))
         params = [param for _, param in self.strategy.named_parameters()]
         if contestant.shards_states:
-            from torch.distributed.optim import ZeroRedundancyOptimizer  # it compiles much that is not of use here
+            from torch.distributed.optim import ZeroRedundancyOptimizer  # its import is slow
 
             self.optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(params, torch.optim.AdamW, **SETTINGS)
         else:
@@ -134,7 +133,7 @@ class Training:
 
 
 def compete(args: argparse.Namespace, group: list[Contestant], configs: list[Config], traces: bool) -> list[Measured]:
-    """One round of a group, on each of its ranks."""
+    """Run one round of a group on this rank."""
     made = [Training(contestant, config) for contestant, config in zip(group, configs, strict=True)]
     measured = [Measured() for _ in group]
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -158,7 +157,7 @@ def compete(args: argparse.Namespace, group: list[Contestant], configs: list[Con
 
 
 def trace(training: Training, tokens_BT: Tensor) -> tuple[float, float]:
-    """Seconds of a step in which a collective was on its way, and in which the rank computed meanwhile."""
+    """Return the seconds of a step with a collective in flight, and those of them in which the rank computed."""
     dist.barrier()
     with profile(activities=[ProfilerActivity.CPU]) as profiler, record_function(STEP):
         training.take_step(tokens_BT)
@@ -167,7 +166,7 @@ def trace(training: Training, tokens_BT: Tensor) -> tuple[float, float]:
     intervals = [(event, (event.time_range.start, event.time_range.end)) for event in events]
     sending = [interval for event, interval in intervals if event.name.startswith(("gloo:", "nccl:"))]
     issuing = [interval for event, interval in intervals if event.name.startswith("c10d::")]
-    # gloo's threads copy, too, and so does the call of a collective; only what the model and the optimizer do counts.
+    # Operators of the model and the optimizer; gloo's threads and the calls of collectives copy too.
     computing = [
         (start, end)
         for event, (start, end) in intervals
@@ -178,7 +177,7 @@ def trace(training: Training, tokens_BT: Tensor) -> tuple[float, float]:
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of intervals."""
+    """Return the length of the union of intervals."""
     total, reached = 0.0, -float("inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))
@@ -187,7 +186,7 @@ def covered(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def over_ranks(per_rank: Sequence[list[Measured]]) -> list[Measured]:
-    """Of each contestant: seconds of the slower rank, CPU seconds of all, mean losses, means of the trace."""
+    """Combine ranks: seconds of the slowest, sum of CPU seconds, mean losses and trace times of each contestant."""
     return [
         Measured(
             seconds=[max(each) for each in zip(*(rank.seconds for rank in ranks), strict=True)],
@@ -201,10 +200,10 @@ def over_ranks(per_rank: Sequence[list[Measured]]) -> list[Measured]:
 
 
 def check_losses(group: list[Contestant], measured: list[Measured]) -> None:
-    """All must have done the same work.
+    """Compare the losses of all contestants.
 
     Raises:
-        SystemExit: naming who did not.
+        SystemExit: naming the first that differs.
     """
     for contestant, result in zip(group, measured, strict=True):
         for step, (loss, expected) in enumerate(zip(result.losses, measured[0].losses, strict=True), 1):
@@ -216,12 +215,12 @@ def check_losses(group: list[Contestant], measured: list[Measured]) -> None:
 
 
 def ratios(ours: Measured, native: Measured) -> list[float]:
-    """Turn by turn."""
+    """Return the ratio of step times in each turn."""
     return [a / b for a, b in zip(ours.seconds, native.seconds, strict=True)]
 
 
 def render(group: list[Contestant], rounds: list[list[Measured]]) -> tuple[list[str], bool]:
-    """A group's table and verdicts, and whether a target was missed."""
+    """Return a group's table and verdicts, and whether a target was missed."""
     lines = [
         "| | s a step | × native, quartiles | × native, by round | CPU s, all ranks | collectives, s | under operators "
         "|\n|---|" + "---:|" * 6,
@@ -254,7 +253,7 @@ def render(group: list[Contestant], rounds: list[list[Measured]]) -> tuple[list[
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(GROUPS), default=list(GROUPS), help="groups")
     parser.add_argument("--rounds", type=int, default=2)
@@ -270,7 +269,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def compose(args: argparse.Namespace, contestant: Contestant) -> Config:
-    """A contestant's configuration."""
+    """Return a contestant's configuration."""
     model = [f"model.dim={args.dim}", f"model.n_layers={args.layers}", f"model.n_heads={args.heads}"]
     words = ["experiment=null", "model=gpt2", *model, f"model.vocab_size={args.vocab_size}"]
     config = compose_config([*words, f"parallel={contestant.strategy}", f"train.seq_len={args.seq_len}"])
@@ -279,7 +278,7 @@ def compose(args: argparse.Namespace, contestant: Contestant) -> Config:
 
 
 def main(words: list[str] | None = None) -> int:
-    """Run everything; 0 if every target is met."""
+    """Run the benchmark; return 0 if every target is met."""
     args = parse_arguments(words)
     torch.set_num_threads(1)
     some = compose(args, GROUPS["ddp"][0]).model
@@ -311,7 +310,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Of all parameters, shared ones once."""
+    """Count the parameters, shared ones once."""
     return sum(param.numel() for param in model.parameters())
 
 

@@ -1,11 +1,11 @@
-"""Draws what the toys do in a step, from steps that were recorded on two ranks: who sends what when, and memory.
+"""Draw recorded steps of the toys on two ranks: computation, collectives and memory.
 
     python scripts/draw_toys.py                      # writes docs/toys/*.png
     python scripts/draw_toys.py --write /tmp --bucket-mb 2
 
-Pictures: ``timeline-ddp``, ``timeline-zero``, ``timeline-fsdp``: computing and collectives of both ranks; ``memory``:
-live bytes of both ranks through a step, one panel a strategy. ``record_toys`` says how they were measured. On a CPU
-computing and sending share the cores, so the pictures show the order and the overlap, not what a GPU would gain by it.
+Pictures: ``timeline-ddp``, ``timeline-zero``, ``timeline-fsdp``: computation and collectives of both ranks; ``memory``:
+live bytes of both ranks through a step, one panel a strategy. ``record_toys`` describes the measurement. On a CPU,
+computation and communication share the cores: the pictures show order and overlap, not the gain on a GPU.
 """
 
 import argparse
@@ -43,14 +43,14 @@ COLOURS = {
     "reduce": "#e67e22",
 }
 DARK = ("backward", "update", "all_reduce", "reduce_scatter")
-"""Kinds whose labels are white."""
+"""Kinds with white labels."""
 MIB = 2**20
 WIDTH_INCHES, LETTER_INCHES = 10.5, 0.06
 """Of a panel, and of a letter in a bar."""
 LANE = 0.42
 """Height of a lane of collectives, where that of computing is 1."""
 PHASES = (("forward", 0.0, 1.0), ("backward", 1.0, 3.0), ("update", 3.0, 3.7))
-"""Where the pictures of memory have them."""
+"""Position of each phase in the pictures of memory."""
 KEPT = {
     "toy_ddp": lambda ranks: 16,
     "toy_zero1": lambda ranks: 8 + 8 / ranks,
@@ -58,11 +58,11 @@ KEPT = {
     "toy_zero3": lambda ranks: 16 / ranks,
     "toy_fsdp": lambda ranks: 16 / ranks,
 }
-"""Bytes a parameter of parameters, gradients and AdamW's states, as the pages say."""
+"""Bytes of parameters, gradients and AdamW's states for each parameter."""
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path, default=Path("docs/toys"), help="folder of the pictures")
     parser.add_argument("--bucket-mb", type=int, default=4, help="MiB of the buckets of DDP, ZeRO-1 and ZeRO-2")
@@ -86,10 +86,10 @@ def main(words: list[str] | None = None) -> int:
 
 
 def draw_timelines(steps: dict[str, list[Recorded]]) -> Figure:
-    """One panel a strategy; in it each rank's computing, and its collectives below.
+    """Draw one panel a strategy: the computation of each rank, and its collectives below.
 
     Args:
-        steps: strategy → what each rank recorded.
+        steps: strategy → recording of each rank.
     """
     heights = [sum(1 + LANE * max(1, _lanes(rank.collectives)[1]) + 0.5 for rank in ranks) for ranks in steps.values()]
     figure = Figure(figsize=(12, 0.95 + sum(0.5 * height + 0.65 for height in heights)), layout="constrained")
@@ -124,10 +124,10 @@ def draw_timelines(steps: dict[str, list[Recorded]]) -> Figure:
 
 
 def draw_memory(steps: dict[str, list[Recorded]]) -> Figure:
-    """Live bytes of each rank through a step, strategies side by side on one scale.
+    """Draw live bytes of each rank through a step, strategies side by side on one scale.
 
     Args:
-        steps: strategy → what each rank recorded.
+        steps: strategy → recording of each rank.
     """
     figure = Figure(figsize=(13, 4.2), layout="constrained")
     panels: Any = figure.subplots(1, len(steps), sharey=True)
@@ -156,7 +156,7 @@ def draw_memory(steps: dict[str, list[Recorded]]) -> Figure:
 
 
 def _place(rank: Recorded, moment: float) -> float:
-    """Where a moment lies in the panel, whose phases have the same widths for all."""
+    """Return the position of a moment in the panel; phases have the same width in all panels."""
     begins = [0.0, rank.phases["backward"], rank.phases["optimizer"], rank.memory_seconds]
     number = max(index for index in range(len(PHASES)) if moment >= begins[index])
     _, begin, end = PHASES[number]
@@ -164,7 +164,7 @@ def _place(rank: Recorded, moment: float) -> float:
 
 
 def _draw(axes: Any, bar: Bar, top: float, height: float) -> None:
-    """A bar, with its label where there is room for it."""
+    """Draw a bar, with its label if there is room."""
     begin, width = 1e3 * bar.begin, 1e3 * (bar.end - bar.begin)
     axes.broken_barh([(begin, width)], (top, height), color=COLOURS[bar.kind], edgecolor="white", linewidth=0.5)
     if WIDTH_INCHES * width / axes.get_xlim()[1] > LETTER_INCHES * (len(bar.label) + 1):
@@ -175,7 +175,7 @@ def _draw(axes: Any, bar: Bar, top: float, height: float) -> None:
 
 
 def _lanes(bars: list[Bar]) -> tuple[list[int], int]:
-    """For each bar the first lane in which nothing is in its way, and how many lanes that takes."""
+    """Return the first free lane for each bar, and the number of lanes."""
     ends: list[float] = []
     lanes = []
     for bar in bars:

@@ -1,13 +1,13 @@
-"""What the toys do in a step, recorded on two ranks of a CPU: computing, collectives, and memory.
+"""Record steps of the toys on two ranks of a CPU, for ``draw_toys``: computation, collectives and memory.
 
-For ``draw_toys``. Each strategy trains the same small model under the trainer, with no part of it replaced:
+Each strategy trains the same small model under the trainer, with no part of it replaced:
 
-- times: ``torch.profiler`` over some steps, of which the fastest is kept. Gloo's works tell the profiler when they were
-  issued and when they were done; hooks around the modules tell when which of them computes.
-- what each collective is of: one more step under ``CollectiveTrace``, whose calls come in the same order.
-- memory: a second run under a dispatch mode, from before the model is made, that hears of every tensor an operator
-  makes, of the end of its storage, and of storages that are resized. What operators take for themselves while they
-  run is not in it, nor is gloo's memory. (The profiler's own count misses what gloo's threads are the last to hold.)
+- times: ``torch.profiler`` over some steps; the fastest is kept. Gloo's works record begin and end in the profiler,
+  hooks around the modules record their computation.
+- parameters of each collective: one more step under ``CollectiveTrace``, whose calls come in the same order.
+- memory: a second run under a dispatch mode that counts every tensor an operator creates until its storage ends, and
+  resized storages. Scratch memory of operators and gloo's memory are not counted. (The profiler's count misses tensors
+  whose last reference gloo's threads hold.)
 """
 
 import functools
@@ -38,9 +38,9 @@ from scripts.progress import unit
 
 MARK = "toy:"
 SKIPPED_STEPS = 3
-"""Before what is recorded: gradients find their order, the optimizer makes its states."""
+"""Warmup: the toys learn the order of gradients, the optimizer creates its states."""
 TIMED_STEPS = 40
-"""Of which the fastest is shown: other programs on the machine slow single steps down."""
+"""The fastest is shown: other programs on the machine slow single steps down."""
 MODEL = [
     "model=llama_debug",
     "model.dim=256",
@@ -57,7 +57,7 @@ MODEL = [
 
 @dataclass
 class Bar:
-    """Something that takes time; in seconds from the moment when the first rank began the step."""
+    """An interval, in seconds from the moment when the first rank began the step."""
 
     kind: str
     """``forward``, ``backward``, ``update``, or a collective."""
@@ -74,11 +74,11 @@ class Recorded:
     computing: list[Bar] = field(default_factory=list)
     collectives: list[Bar] = field(default_factory=list)
     memory: list[tuple[float, int]] = field(default_factory=list)
-    """Seconds from the step's begin, live bytes from then on."""
+    """Seconds from the step's begin, and live bytes from then on."""
     phases: dict[str, float] = field(default_factory=dict)
     """Phase → seconds from the step's begin, in the run whose memory was recorded."""
     memory_seconds: float = 0.0
-    """How long the step took in that run."""
+    """Duration of the step in that run."""
     parameters: int = 0
 
 
@@ -86,8 +86,8 @@ def record(strategies: list[list[str]], bucket_mb: int) -> list[Recorded]:
     """Record every strategy on this rank, one after the other. A collective.
 
     Args:
-        strategies: words that choose each.
-        bucket_mb: size of the buckets where there are some.
+        strategies: overrides that select each.
+        bucket_mb: MiB of the buckets of DDP, ZeRO-1 and ZeRO-2.
     """
     recorded = []
     for words in strategies:
@@ -130,7 +130,7 @@ def _record_times(build: Callable[[int], Trainer], found: Recorded) -> None:
         if step == traced + 1:
             profiler.start()
             marks.on = True
-        dist.barrier()  # so that all ranks begin together
+        dist.barrier()  # all ranks begin together
         with record_function(f"{MARK}step {step}"):
             yield
         marks.finish()
@@ -197,17 +197,17 @@ def _record_memory(build: Callable[[int], Trainer], found: Recorded) -> None:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Writes down when storages come and go, and when they are resized."""
+    """Records when storages are created, freed and resized."""
 
     def __init__(self) -> None:
         super().__init__()
         self.changes: list[tuple[float, int]] = []
-        """Moment of ``time.perf_counter``, and bytes that were gained then."""
+        """Times of ``time.perf_counter``, and changes in bytes."""
         self._sizes: dict[int, tuple[int, Any]] = {}
 
     @contextmanager
     def watch(self) -> Iterator["LiveBytes"]:
-        """Hear of everything, until the end of the block."""
+        """Record until the end of the block."""
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
@@ -221,7 +221,7 @@ class LiveBytes(TorchDispatchMode):
             yield self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator and look at what it made."""
+        """Run an operator and record the tensors that it creates."""
         if DTensor in types:
             return NotImplemented
         result = func(*args, **(kwargs or {}))
@@ -244,23 +244,23 @@ def _events(profiler: Any) -> list[dict[str, Any]]:
         profiler.export_chrome_trace(str(path))
         trace = json.loads(path.read_text())
     events: list[dict[str, Any]] = [event for event in trace["traceEvents"] if "name" in event and "ts" in event]
-    for event in events:  # from the trace's own beginning to that of the epoch, in microseconds
+    for event in events:  # to microseconds since the epoch
         event["ts"] += trace.get("baseTimeNanoseconds", 0) / 1e3
     return events
 
 
 def _few(blocks: list[str]) -> str:
-    """The first and the last of some blocks, as short as can be."""
+    """Abbreviate the first and the last of some blocks."""
     short = {"embed_tokens": "emb", "lm_head": "head"}
     names = [short.get(block, block) for block in blocks]
     return names[0] if len(names) == 1 else f"{names[0]}…{names[-1]}" if names else ""
 
 
 class Marks:
-    """Tells the profiler which module computes: hooks that are called after the strategy's own.
+    """Hooks, called after the strategy's own, that mark the computation of each module in the profile.
 
-    A backward begins at the first gradient of a module's output, once the strategy's hooks have what they wait for,
-    and ends when the input has its gradient. That of the embedding has no such end, and is left out.
+    A backward begins at the first gradient of a module's output, after the strategy's hooks, and ends when the input
+    has its gradient. The embedding's backward has no such end, and is left out.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -276,19 +276,19 @@ class Marks:
             last.register_forward_hook(functools.partial(self._end_forward, label))
 
     def begin(self, name: str) -> None:
-        """Something begins."""
+        """Begin an interval."""
         if self.on:
             self._open[name] = record_function(f"{MARK}{name}")
             self._open[name].__enter__()
 
     def end(self, name: str) -> None:
-        """It ends, if it had begun."""
+        """End an interval, if it has begun."""
         mark = self._open.pop(name, None)
         if mark is not None:
             mark.__exit__(None, None, None)
 
     def finish(self) -> None:
-        """Everything ends."""
+        """End all intervals."""
         for name in list(self._open):
             self.end(name)
 
@@ -306,7 +306,7 @@ class Marks:
 
 
 class _EndOfBackward(torch.autograd.Function):
-    """Nothing in the forward; calls a function when the gradient comes by."""
+    """Identity that calls a function in its backward."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, call: Callable[[], None]) -> Tensor:

@@ -1,11 +1,11 @@
-"""What does a rank of the toys keep? GPT-2 XL over eight ranks, without memory and without the other seven.
+"""Count the bytes that a rank of the toys keeps: GPT-2 XL over eight ranks, without memory or other ranks.
 
     python scripts/toys_memory.py                            # about two minutes of CPU time
     python scripts/toys_memory.py --model gpt2 --world-size 64 --ranks 0 63
 
-The trainer's own strategies shard the model and take one step, with fake tensors and with collectives that do nothing;
-then the storages behind parameters, gradients and optimizer states are counted. They must be those of the formulas, to
-the byte, padding included; else the status is 1. Real ranks are counted in ``tests/toys/test_memory.py``.
+The trainer's strategies shard the model and take one step, with fake tensors and collectives that do nothing. The
+storages of parameters, gradients and optimizer states must have the bytes of the formulas, padding included; otherwise
+the status is 1. ``tests/toys/test_memory.py`` counts on real ranks.
 """
 
 import argparse
@@ -33,35 +33,35 @@ from scripts.progress import progress, unit
 from scripts.ranks import run_ranks
 
 STRATEGIES = ("toy_zero2", "toy_zero3", "toy_fsdp")
-"""Others compare their models when they are made, and for that they would need the other ranks."""
+"""The others compare models over ranks at construction, for which they need the other ranks."""
 FLOAT_BYTES = 4
 MIB = 2**20
 
 Held = tuple[int, int, int]
-"""Bytes of parameters, gradients and states of AdamW."""
+"""Bytes of parameters, gradients and AdamW's states."""
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages behind some tensors, each once; of this rank's where they are DTensors."""
+    """Sum the bytes of the tensors' storages, each once; of a DTensor, the local one."""
     locals_ = [tensor._local_tensor if is_dtensor(tensor) else tensor for tensor in tensors]
     storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in locals_}
     return sum(storage.nbytes() for storage in storages.values())
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """All states but the numbers of steps."""
+    """List all states except the step counts."""
     return [value for state in optimizer.state.values() for value in state.values() if value.ndim]
 
 
 def expected(kind: str, shapes: Sequence[torch.Size], ranks: int, rank: int, bucket_bytes: int) -> Held:
-    """P, or P/N with its padding, from shapes alone.
+    """Compute P, or P/N with its padding, from shapes alone.
 
     Args:
         kind: ddp, zero1, zero2, zero3 or fsdp.
         shapes: of all parameters, in the order of the forward.
-        ranks: how many.
-        rank: whose bytes.
-        bucket_bytes: from which on a bucket of ZeRO-1 or ZeRO-2 is full.
+        ranks: number of ranks.
+        rank: rank to count.
+        bucket_bytes: bytes that fill a bucket of ZeRO-1 or ZeRO-2.
     """
     whole = sum(shape.numel() for shape in shapes)
     if kind == "ddp":
@@ -89,7 +89,7 @@ def expected(kind: str, shapes: Sequence[torch.Size], ranks: int, rank: int, buc
 
 
 def _bucket_lengths(shapes: Sequence[torch.Size], bucket_bytes: int) -> list[int]:
-    """Elements of each bucket, filled from the last parameter on."""
+    """Return the elements of each bucket, filled from the last parameter on."""
     lengths = [0]
     for shape in reversed(shapes):
         if lengths[-1] * FLOAT_BYTES >= bucket_bytes:
@@ -99,8 +99,8 @@ def _bucket_lengths(shapes: Sequence[torch.Size], bucket_bytes: int) -> list[int
 
 
 def compare(words: list[str], strategy: str, ranks: int, rank: int) -> tuple[Held, Held]:
-    """What one rank keeps, and what the formulas say; to be called on a process group that can be given up."""
-    # Registers the backend: PyTorch's own test helper, which stands in torch 2.7 to 2.13.
+    """Return the bytes of one rank, counted and by formula; replaces the process group."""
+    # Registers the backend; PyTorch's own test helper, private in torch 2.7 to 2.13.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.destroy_process_group()
@@ -126,7 +126,7 @@ def compare(words: list[str], strategy: str, ranks: int, rank: int) -> tuple[Hel
 
 
 def main(words: list[str] | None = None) -> int:
-    """Print the table; 1 if anything is not as the formulas say."""
+    """Print the table; return 1 if a number differs from its formula."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="gpt2_xl", help="preset of configs/model")
     parser.add_argument("--layers", type=int, help="instead of the preset's")
@@ -146,8 +146,8 @@ def main(words: list[str] | None = None) -> int:
                     ((held, wanted),) = run_ranks(1, compare, overrides, strategy, args.world_size, rank)
                 differs |= held != wanted
                 cells = [f"{each:,}" for each in held]
-                told = "equal" if held == wanted else f"DIFFERS: {', '.join(f'{each:,}' for each in wanted)}"
-                print(f"| {strategy} | {rank} | {' | '.join(cells)} | {told} |", flush=True)
+                verdict = "equal" if held == wanted else f"DIFFERS: {', '.join(f'{each:,}' for each in wanted)}"
+                print(f"| {strategy} | {rank} | {' | '.join(cells)} | {verdict} |", flush=True)
     return 1 if differs else 0
 
 

@@ -1,4 +1,4 @@
-"""The toy DDP as a strategy: DDP's own, with another class in its middle."""
+"""The toy DDP as a strategy: ``DDP`` with the toy's class instead of PyTorch's."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar

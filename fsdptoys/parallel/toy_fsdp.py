@@ -1,6 +1,6 @@
-"""The FSDP to read, under the trainer: the units, the order and the collectives of ``parallel=fsdp2``.
+"""The toy FSDP as a strategy, with the units, the order and the collectives of ``parallel=fsdp2``.
 
-Its bits are those of PyTorch's as well: the same numbers lie in the same places of what is reduced.
+Results are those of PyTorch's, bit for bit, since reductions add the same numbers in the same places.
 """
 
 from collections.abc import Callable
@@ -24,17 +24,17 @@ class ToyFSDP(FSDP2):
     def __init__(self, config: FSDPConfig, context: ParallelContext) -> None:
         super().__init__(config, context)
         self.units_ahead = max(1, config.forward_prefetch)
-        self._averages = True  # on every device, and by every version of gloo
+        self._averages = True  # on every device, with every version of gloo
 
     gather_after = Strategy.gather_after
-    """It gathers on the computing stream."""
+    """It gathers on the compute stream."""
 
     def state_tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """Of the shards."""
+        """Return the tensors of the shards."""
         self._reshard()
         return super().state_tensors(optimizer)
 
     def load_state_tensors(self, optimizer: torch.optim.Optimizer, load: Callable[[dict[str, Tensor]], None]) -> None:
-        """Into the shards."""
+        """Load into the shards."""
         self._reshard()
         super().load_state_tensors(optimizer, load)

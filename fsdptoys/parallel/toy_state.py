@@ -1,8 +1,8 @@
-"""A toy's parameters and optimizer states as a checkpoint wants them, where each rank holds spans of their elements.
+"""Checkpoint tensors of a toy's parameters and optimizer states, of which each rank owns spans of elements.
 
-Whole or part, what a rank owns of a tensor is a span of its elements in their order. No DTensor says that, so each
-tensor is put together on every rank, one at a time, and cut along its first dim: the copies that are saved take 1/N of
-a rank's memory and that of one tensor. Numbers, such as how many steps were taken, come from the first owner.
+A span, in the order of elements, is no DTensor. Each tensor is therefore assembled on every rank, one at a time, and
+cut along its first dim; the copies take 1/N of the tensors' memory, plus one whole tensor. Scalars, such as the number
+of steps, come from the first owner.
 """
 
 from collections.abc import Callable
@@ -22,17 +22,17 @@ from . import state
 
 @dataclass(frozen=True)
 class Holding:
-    """What the ranks hold of a parameter."""
+    """Ownership of one parameter."""
 
     name: str
     shape: torch.Size
     spans: list[tuple[int, int]]
-    """Rank by rank, first and past-the-last of the elements that it owns."""
+    """Half-open range of elements that each rank owns."""
     own: nn.Parameter
-    """This rank's, of any shape with that many elements; what the optimizer updates."""
+    """This rank's elements, in any shape; the optimizer updates them."""
 
     def assemble(self, own: Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Put a tensor of the parameter's shape together from all ranks' parts. A collective."""
+        """Assemble a tensor of the parameter's shape from all ranks' parts. A collective."""
         whole = torch.empty(self.shape.numel(), dtype=dtype, device=device)
         for rank, (low, high) in enumerate(self.spans):
             if high > low:
@@ -43,18 +43,18 @@ class Holding:
         return whole.view(self.shape)
 
     def first_owner(self) -> int:
-        """The first rank that owns anything."""
+        """Return the first rank that owns any elements."""
         return next(rank for rank, (low, high) in enumerate(self.spans) if high > low)
 
 
 class ShardedState:
-    """State tensors of holdings, cut along their first dims.
+    """State tensors of holdings, sharded along their first dims.
 
     Args:
         holdings: of all parameters, the same order on all ranks.
-        optimizer: over each rank's own.
-        mesh: of all ranks, along one axis.
-        keeps_parameters: whether the parameters themselves are held so, too.
+        optimizer: over each rank's own parameters.
+        mesh: one axis of all ranks.
+        keeps_parameters: whether the parameters have owners too.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class ShardedState:
 
     @torch.no_grad()
     def tensors(self) -> dict[str, Tensor]:
-        """Copies: DTensors, and plain tensors where they are numbers. A collective."""
+        """Return copies: DTensors, and plain tensors of scalars. A collective."""
         tensors: dict[str, Tensor] = {}
         for number, holding in enumerate(self.holdings):
             if self.keeps_parameters:
@@ -94,7 +94,7 @@ class ShardedState:
 
     @torch.no_grad()
     def install(self, tensors: dict[str, Tensor]) -> None:
-        """Take values over from such tensors. A collective."""
+        """Copy values from such tensors. A collective."""
         for number, holding in enumerate(self.holdings):
             if self.keeps_parameters:
                 self._install(holding, holding.own.detach(), tensors[f"model.{holding.name}"])
@@ -117,7 +117,7 @@ class ShardedState:
         chunks = whole.chunk(self.mesh.size())
         rank = dist.get_rank()
         local = chunks[rank].clone() if rank < len(chunks) else whole[:0].clone()
-        from torch.distributed.tensor import DTensor, Shard  # which the launcher does without
+        from torch.distributed.tensor import DTensor, Shard  # the launcher does not need it
 
         return DTensor.from_local(
             local, self.mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
@@ -125,7 +125,7 @@ class ShardedState:
 
 
 def load_sharded(sharded: ShardedState, live: dict[str, Tensor], load: Callable[[dict[str, Tensor]], None]) -> None:
-    """Let ``load`` fill copies and live tensors in place, and take the copies over. A collective."""
+    """Let ``load`` fill copies and live tensors in place, then install the copies. A collective."""
     tensors = sharded.tensors()
     load(live | tensors)
     sharded.install(tensors)

@@ -27,7 +27,7 @@ class ToyZero1Config(DDPConfig):
 
     @property
     def keeps_whole_states(self) -> bool:
-        """The optimizer sees pieces."""
+        """Each rank has states of its pieces."""
         return False
 
     @property
@@ -59,9 +59,9 @@ class ToyZero1(ToyDDP):
 
     @contextmanager
     def microbatch(self, index: int, count: int) -> Iterator[None]:
-        """As DDP; after the last, gradients come to the pieces."""
+        """Reduce as DDP; after the last micro-batch, give the pieces their gradients."""
         if index == 0:
-            self.model.drop_gradients()  # those of a step that was left out
+            self.model.drop_gradients()  # of a skipped step
         with super().microbatch(index, count):
             yield
         if index == count - 1:
@@ -73,7 +73,7 @@ class ToyZero1(ToyDDP):
         return slices
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Exchange updates."""
+        """Register the exchange of updates."""
         self.model.attach(optimizer)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -87,11 +87,11 @@ class ToyZero1(ToyDDP):
         return dist.group.WORLD
 
     def state_tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """Live parameters; copies of the states, cut along their first dim. A collective."""
+        """Return live parameters, and copies of the states, sharded along their first dim. A collective."""
         return self._live() | self._sharded(optimizer).tensors()
 
     def load_state_tensors(self, optimizer: torch.optim.Optimizer, load: Callable[[dict[str, Tensor]], None]) -> None:
-        """Fill the parameters in place, and the states through copies. A collective."""
+        """Load parameters in place and states through copies. A collective."""
         load_sharded(self._sharded(optimizer), self._live(), load)
 
     def _live(self) -> dict[str, Tensor]:
@@ -115,5 +115,5 @@ class ToyZero2(ToyZero1):
 
     @contextmanager
     def microbatch(self, index: int, count: int) -> Iterator[None]:
-        """Every backward reduces, and adds up."""
+        """Every backward reduces; the slices accumulate."""
         yield

@@ -29,22 +29,22 @@ class ToyZero3Config(ReducingConfig):
     name: ClassVar[str] = "toy_zero3"
 
     evenness: Evenness = Evenness.model
-    """What is balanced over the ranks: all bytes of the model, or those of each unit."""
+    """Balance the bytes of the model, or of each unit, over the ranks."""
     prefetch: bool = True
     """Gather the next block while one computes."""
 
     @property
     def keeps_whole_states(self) -> bool:
-        """Each rank has those of its own tensors."""
+        """Each rank has states of its own tensors."""
         return False
 
     @property
     def matrices_lost(self) -> str:
-        """Only the owner has anything of a parameter."""
+        """Only the owner has a parameter."""
         return "keeps on one rank each"
 
     def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
-        """Refuse what whole tensors on owners cannot do."""
+        """Reject replicas, offloading and lower precision."""
         super().validate(world_size, mesh, device_type, cpu_offload)
         self._refuse_cpu_offload(cpu_offload)
         if mesh.fsdp_size not in (-1, world_size):
@@ -73,7 +73,7 @@ class ToyZero3(Strategy):
         self.config = config
 
     def parallelize(self, model: DecoderModel, fill: Fill) -> None:
-        """Spread the parameters unit by unit; each owner initialises its own."""
+        """Distribute the parameters unit by unit; each owner initializes its own."""
         device = self.context.device.torch_device
         self._whole = model
         self.model = Zero3(
@@ -93,15 +93,15 @@ class ToyZero3(Strategy):
 
     @contextmanager
     def microbatch(self, index: int, count: int) -> Iterator[None]:
-        """Every backward reduces, and adds up."""
+        """Every backward reduces; the owners accumulate."""
         yield
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's tensors, and empty ones in place of the others."""
+        """Yield this rank's tensors, and empty ones in place of the others."""
         yield from self._own.items()
 
     def units(self) -> list[Unit]:
-        """Those of the model that is wrapped."""
+        """Return the units of the wrapped model."""
         return whole_units(self._whole, self._whole)
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -116,11 +116,11 @@ class ToyZero3(Strategy):
         return dist.group.WORLD
 
     def state_tensors(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """Copies, cut along their first dim. A collective."""
+        """Return copies, sharded along their first dim. A collective."""
         return self._sharded(optimizer).tensors()
 
     def load_state_tensors(self, optimizer: torch.optim.Optimizer, load: Callable[[dict[str, Tensor]], None]) -> None:
-        """Fill copies, and take them over. A collective."""
+        """Load copies, and install them. A collective."""
         load_sharded(self._sharded(optimizer), {}, load)
 
     def _holdings(self) -> list[Holding]:

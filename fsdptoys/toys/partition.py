@@ -11,7 +11,7 @@ from enum import Enum
 
 
 class Evenness(Enum):
-    """Choice of what is balanced over the ranks."""
+    """Bytes to balance over the ranks."""
 
     model = "model"
     """Bytes of the model: the least memory."""

@@ -83,7 +83,7 @@ class Zero2(nn.Module):
 
     @torch.no_grad()
     def _take(self, param: Tensor) -> None:
-        """Move a gradient into its bucket; send the buckets that are full and next in order."""
+        """Move a gradient into its bucket; send the next buckets in order if they are full."""
         if not self._in_backward:
             self._in_backward = True
             self._next = 0
@@ -126,7 +126,7 @@ class Zero2(nn.Module):
 
     @torch.no_grad()
     def _finish(self) -> None:
-        """End the backward: send buckets that are not full on this rank, and wait for all."""
+        """End the backward: send the remaining buckets, and wait for all."""
         while self._next < len(self.slices.buckets):
             self._send_next()
         while self._in_flight:

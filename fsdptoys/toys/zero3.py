@@ -63,7 +63,7 @@ class Share:
 
 
 class ModuleUnit:
-    """Parameters that are gathered and freed together."""
+    """Parameters gathered and freed together."""
 
     def __init__(self, shares: list[Share], stays: bool) -> None:
         self.shares = shares

@@ -34,11 +34,11 @@ class Block(nn.Module):
         self.recomputes: bool | None = None
 
     def compute(self, hidden_BTD: Tensor) -> Tensor:
-        """What may be computed again."""
+        """Compute the part that may be recomputed."""
         return hidden_BTD + self.down(torch.relu(self.up(self.norm(hidden_BTD))))
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
-        """Compute, and keep what the backward needs or not."""
+        """Compute, with or without recomputation in the backward."""
         if self.recomputes is None:
             return self.compute(hidden_BTD)
         recomputed: Tensor = checkpoint(self.compute, hidden_BTD, use_reentrant=self.recomputes)
@@ -74,7 +74,7 @@ class Model(nn.Module):
         return hidden_BTD
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Logits, or what chunks of the head are given."""
+        """Logits, or the input of the head's chunks."""
         normed_BTD: Tensor = self.norm(self.hidden(tokens_BT))
         if self.chunks:
             return normed_BTD
@@ -118,7 +118,7 @@ class Case:
     """Of ``Model``, and attributes of it."""
     prepare: Callable[[Model], None] = lambda model: None
     """Before it is sharded."""
-    told: Callable[[Any], None] = lambda model: None
+    configure: Callable[[Any], None] = lambda model: None
     """After it is sharded."""
     before: Callable[[Any, int, int], None] = lambda model, index, count: None
     """Before a micro-batch."""
@@ -153,7 +153,7 @@ def build(library: types.ModuleType, case: Case) -> Any:
     if "mp_policy" in options:
         options["mp_policy"] = library.MixedPrecisionPolicy(**options["mp_policy"])  # type: ignore[attr-defined]
     case.shard(library, model, mesh_of(case.axes), **options)  # type: ignore[call-arg]
-    case.told(model)
+    case.configure(model)
     return model
 
 
@@ -218,7 +218,7 @@ Claims = Mapping[str, Callable[[], None]]
 
 
 def check(claims: Claims) -> dict[str, str]:
-    """Try every claim; what went wrong with each that does not hold, on this rank."""
+    """Try every claim; return the traceback of each that fails on this rank."""
     warnings.filterwarnings("ignore")
     failures: dict[str, str] = {}
     for name, claim in claims.items():
@@ -231,5 +231,5 @@ def check(claims: Claims) -> dict[str, str]:
 
 def assert_hold(ranks: int, claims: Claims) -> None:
     """Try them in one process group."""
-    told = run_ranks(ranks, check, claims)
-    assert told == [{}] * ranks, "\n".join(f"{name}: {text}" for each in told for name, text in each.items())
+    failures = run_ranks(ranks, check, claims)
+    assert failures == [{}] * ranks, "\n".join(f"{name}: {text}" for each in failures for name, text in each.items())

@@ -113,7 +113,7 @@ def train_core(toy: str, core: ModuleType, model: Model) -> list[float]:
 
 
 def differing_losses(toy: str) -> tuple[list[float], list[float], set[str]]:
-    """Losses of the core and of PyTorch's DDP, and the files of toys that are imported."""
+    """Losses of the core and of PyTorch's DDP, and the imported files of toys."""
     core, found = load_alone(CORES[toy]), []
     for native in (False, True):
         torch.manual_seed(0)
@@ -125,7 +125,7 @@ def differing_losses(toy: str) -> tuple[list[float], list[float], set[str]]:
 
 
 def train_fsdp() -> tuple[list[str], list[str], set[str]]:
-    """Names of parameters that differ from PyTorch's, none expected, and the files that are imported."""
+    """Names of parameters that differ from PyTorch's, none expected, and the imported files of toys."""
     core, found = load_alone(CORES["fsdp"]), []
     for library in (core, NATIVE):
         torch.manual_seed(0)

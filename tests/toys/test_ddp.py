@@ -1,4 +1,4 @@
-"""The toy DDP is PyTorch's, bit for bit: gradients, parameters, buffers, buckets; and it refuses what that refuses."""
+"""The toy DDP is PyTorch's, bit for bit: gradients, parameters, buffers, buckets; and it rejects the same mistakes."""
 
 import copy
 import functools
@@ -72,7 +72,7 @@ class Branches(nn.Module):
 
 
 class Reentrant(nn.Module):
-    """One layer run by two reentrant checkpoints, and one that nobody uses: for a static graph."""
+    """One layer run by two reentrant checkpoints, and an unused one: for a static graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,12 +117,12 @@ def follow(
 
 
 def differing_cases() -> list[str]:
-    """Which of all settings tell toy from native."""
+    """Settings under which the toy differs from native DDP."""
     differing = []
     for make_module, (cap, as_view, accumulate, keep_grads) in product((Shared, Branches, Reentrant), SWITCHES):
         static = make_module is Reentrant
         if static and accumulate:
-            continue  # native counts what a step without reduction used, and waits for it in the next
+            continue  # native counts parameters used without reduction, and waits for them in the next step
         settings = {
             "bucket_cap_mb": cap,
             "gradient_as_bucket_view": as_view,
@@ -221,7 +221,7 @@ def follow_join(make: Callable[..., nn.Module], by_all: bool) -> list[Tensor]:
 
 
 def differing_features() -> list[str]:
-    """What besides plain training tells toy from native."""
+    """Features under which the toy differs from native DDP."""
     compared: dict[str, Callable[[Any], list[Tensor]]] = {
         "plain and sparse": lambda make: averaged_gradients(make, None),
         "all-reduce hook": lambda make: averaged_gradients(make, allreduce_hook),
@@ -257,13 +257,13 @@ def test_hooks_sparse_gradients_and_uneven_data_give_the_bits_of_native_ddp() ->
 
 
 def lives() -> list[str]:
-    """What holds of a wrapped module beside its training; what does not."""
+    """Claims about a wrapped module, besides training, that do not hold."""
     torch.manual_seed(0)
     model = Toy(Shared())
     names = {f"module.{name}" for name in model.module.state_dict()}
     checks = {"names have the prefix": set(model.state_dict()) == names}
     for _ in range(3):
-        model(torch.ones(4, 6))  # outputs that nobody uses
+        model(torch.ones(4, 6))  # unused outputs
     for _ in range(2):
         model(torch.ones(4, 6)).square().sum().backward(create_graph=True)
     buffer = io.BytesIO()
@@ -287,7 +287,7 @@ def lives() -> list[str]:
 
 
 def test_a_wrapped_module_can_be_saved_ignored_in_part_and_used_without_backward() -> None:
-    """Oracle: what PyTorch documents of its class, said in each check's name."""
+    """Oracle: PyTorch's documentation of its class, as in each check's name."""
     warnings.simplefilter("ignore")
     assert run_ranks(2, lives) == [[], []]
 

@@ -1,4 +1,4 @@
-"""The buckets of the toy DDP, and what it tells of them and of its times."""
+"""The buckets of the toy DDP, and its logging data about them and its times."""
 
 import inspect
 from typing import Any
@@ -42,23 +42,23 @@ def test_views_of_a_bucket_keep_layouts_without_gaps_and_cover_it_once() -> None
     assert views[0].stride() == tensors[0].stride() and views[1].is_contiguous()
 
 
-def told(make: Any) -> list[dict[str, Any]]:
+def logging_data(make: Any) -> list[dict[str, Any]]:
     """Logging data before training, and after steps of which the last is timed only with another rate."""
     torch.manual_seed(0)
     model = make(Shared(), bucket_cap_mb=MANY_BUCKETS)
     model._set_ddp_runtime_logging_sample_rate(4)
-    told = [model._get_ddp_logging_data()]
+    data = [model._get_ddp_logging_data()]
     for step in range(14):
         model(torch.ones(4, 6)).square().sum().backward()
         if step in (2, 12, 13):
-            told.append(model._get_ddp_logging_data())
-    return told
+            data.append(model._get_ddp_logging_data())
+    return data
 
 
 def differing_logs() -> list[str]:
-    """What PyTorch tells and the toy does not, or otherwise; of times that they are there and make sense."""
+    """Logging data of PyTorch that the toy lacks or that differ; times must be present and consistent."""
     differing = []
-    for theirs, ours in zip(told(Native), told(Toy), strict=True):
+    for theirs, ours in zip(logging_data(Native), logging_data(Toy), strict=True):
         times = {name for name in theirs if "_time" in name}
         for log in (theirs, ours):  # the toy has buckets of two number formats in the order in which they are full
             log.update({name: sorted(log[name].split(", ")) for name in log if name.startswith("rebuilt_")})
@@ -76,7 +76,7 @@ def test_it_tells_of_itself_what_pytorch_does() -> None:
 
 
 def differing_lists() -> list[tuple[Any, ...]]:
-    """Sizes of buckets before and after they are cut anew, where a list of limits says them; and deprecations."""
+    """Sizes of buckets before and after they are rebuilt, with a list of limits; and deprecations."""
     differing = []
     for sizes in ([MANY_BUCKETS], [MANY_BUCKETS, 1], [2 * MANY_BUCKETS, MANY_BUCKETS / 4]):
         logs = []
@@ -104,7 +104,7 @@ class Alone(dist.ProcessGroup):
     """A group of one rank that ``torch.distributed`` has not heard of."""
 
     def broadcast(self, tensors: list[Tensor], options: Any) -> Any:
-        """Nobody else is there."""
+        """There is no other rank."""
         return self._done(tensors)
 
     allreduce = broadcast

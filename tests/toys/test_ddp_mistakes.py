@@ -1,4 +1,4 @@
-"""The toy DDP refuses what PyTorch's refuses, in its words."""
+"""The toy DDP rejects the mistakes that PyTorch's rejects, in its words."""
 
 from collections.abc import Callable
 from typing import Any
@@ -126,6 +126,6 @@ def differing_shapes() -> list[str]:
 
 
 def test_models_that_differ_over_ranks_are_refused_on_all_of_them() -> None:
-    """Oracle: the documented check of shapes; every rank says what differs, and none waits."""
+    """Oracle: the documented check of shapes; every rank reports the difference, and none waits."""
     for messages in run_ranks(2, differing_shapes):
         assert "appears not to match sizes" in messages[0] and "DDP expects same model across all ranks" in messages[1]

@@ -29,7 +29,7 @@ WRONG = {
         "is kept for the backward",
     ),
 }
-"""Exercise → what to replace in its solution, by what, and what its check then says."""
+"""Exercise → replacements in its solution, and the message of its check then."""
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_solutions_are_right_and_questions_are_open(check: ModuleType, ranks: in
 
 
 def test_checks_notice_wrong_answers(check: ModuleType, tmp_path: Path) -> None:
-    """Oracle: solutions with a mistake each, made by replacing a piece of them; what some rank is told."""
+    """Oracle: solutions with a mistake each, made by replacing a piece of them; the message on some rank."""
     assert set(WRONG) == set(check.CHECKS)
     for name, (mistakes, _) in WRONG.items():
         text = (SOLUTIONS / f"{name}.py").read_text()
@@ -63,9 +63,9 @@ def test_checks_notice_wrong_answers(check: ModuleType, tmp_path: Path) -> None:
             assert text.count(piece) == 1, piece
             text = text.replace(piece, wrong)
         (tmp_path / f"{name}.py").write_text(text)
-    told = run_ranks(3, check.check, tmp_path, list(WRONG))
+    messages = run_ranks(3, check.check, tmp_path, list(WRONG))
     for name, (_, sentence) in WRONG.items():
-        assert any(sentence in rank.get(name, "") for rank in told), [rank.get(name) for rank in told]
+        assert any(sentence in rank.get(name, "") for rank in messages), [rank.get(name) for rank in messages]
 
 
 def test_command_tells_what_is_right_and_what_is_not(

@@ -1,4 +1,4 @@
-"""The FSDP to read trains as PyTorch's does, bit for bit."""
+"""The toy FSDP trains as PyTorch's does, bit for bit."""
 
 import functools
 from collections.abc import Callable
@@ -49,7 +49,7 @@ def wide(param: nn.Parameter) -> Shard | None:
 CASES: dict[str, Case] = {
     "by default": Case(clips=True),
     "without resharding": Case(options={"reshard_after_forward": False}),
-    "root resharded": Case(told=lambda model: model.set_reshard_after_forward(True)),
+    "root resharded": Case(configure=lambda model: model.set_reshard_after_forward(True)),
     "bf16": Case(options={"mp_policy": BF16}),
     "bf16 reduced in float32": Case(options={"mp_policy": {**BF16, "reduce_dtype": torch.float32}}),
     "reduced in float64": Case(options={"mp_policy": {"reduce_dtype": torch.float64}}),
@@ -63,7 +63,7 @@ CASES: dict[str, Case] = {
     "norm and head together": Case(shard=shard_groups),
     "head by chunks": Case(shard=shard_groups, model={"chunks": 3}),
     "head by chunks, freed": Case(
-        shard=shard_groups, model={"chunks": 3}, told=lambda model: model.norm.set_reshard_after_forward(True)
+        shard=shard_groups, model={"chunks": 3}, configure=lambda model: model.norm.set_reshard_after_forward(True)
     ),
     "tied weights": Case(shard=shard_tied, model={"tied": True}),
     "frozen parameters": Case(prepare=freeze),
@@ -74,12 +74,14 @@ CASES: dict[str, Case] = {
     "recomputing around, reentrant": Case(model={"around": True}),
     "blocks used twice": Case(model={"twice": True}),
     "two forwards, one backward": Case(together=True),
-    "prefetch lists": Case(told=prefetch),
-    "look-up not gathered": Case(shard=shard_groups, told=lambda model: model.embed.set_unshard_in_backward(False)),
-    "more reductions on their way": Case(told=lambda model: model.set_reduce_scatter_max_input_buffers(3)),
+    "prefetch lists": Case(configure=prefetch),
+    "look-up not gathered": Case(
+        shard=shard_groups, configure=lambda model: model.embed.set_unshard_in_backward(False)
+    ),
+    "more reductions on their way": Case(configure=lambda model: model.set_reduce_scatter_max_input_buffers(3)),
     "more ranks than rows": Case(model={"dim": 1}),
 }
-"""Way to train → what PyTorch's implementation does with the same arguments."""
+"""Name → way to train, which PyTorch's implementation takes too."""
 
 CASES_OF_FOUR = {
     "by default": Case(clips=True),
@@ -114,7 +116,7 @@ def reshards_other_dims_to_fewer_ranks() -> None:
 def test_training_matches_pytorch_bitwise(ranks: int) -> None:
     """Oracle: PyTorch's ``fully_shard`` with the same arguments; losses, norms and parameters after some steps.
 
-    On one rank a part of what two do; on four what needs four.
+    On one rank some cases of two; on four the cases that need four.
     """
     cases = CASES_OF_FOUR if ranks == 4 else CASES
     if ranks == 1:

@@ -1,4 +1,4 @@
-"""The flat layout of the FSDP to read: arithmetic, in one process."""
+"""The flat layout of the toy FSDP: arithmetic, in one process."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a user of the FSDP to read sees of it, and what it refuses, is what PyTorch documents of its own."""
+"""The toy FSDP behaves for its users as PyTorch documents its own."""
 
 import copy
 from typing import Any
@@ -90,7 +90,7 @@ def build_plain() -> dict[str, Tensor]:
 
 
 def trace(library: Any, case: Case, steps: int) -> list[str]:
-    """What happens in the last of some steps: beginnings of blocks' forwards and of collectives."""
+    """Events in the last of some steps: begins of blocks' forwards and of collectives."""
     model, events = build(library, case), []  # type: ignore[var-annotated]
     for index, block in enumerate(model.blocks):
         block.norm.register_forward_hook(lambda *_, index=index: events.append(f"forward {index}"))
@@ -177,7 +177,7 @@ def calls_hooks_of_accumulated_gradients() -> None:
     assert sorted(called) == sorted((name, True) for name, _ in model.named_parameters())
 
 
-def divides_by_what_it_is_told() -> None:
+def divides_by_the_factor_of_the_user() -> None:
     grads = []
     for factor in (None, 8.0):
         model = build(TOY, Case())
@@ -264,7 +264,7 @@ def lives_beside_replicated_parts() -> None:
         assert torch.equal(model[1].weight.grad * dist.get_world_size(), expected[1].weight.grad)
 
 
-def ignores_what_it_is_told_to() -> None:
+def ignores_the_parameters_of_the_user() -> None:
     model = Model()
     kept = set(model.blocks[0].norm.parameters())
     TOY.fully_shard(model, mesh=mesh_of(), ignored_params=kept)
@@ -314,7 +314,7 @@ CLAIMS = [
     forgets_a_wrong_guess,
     begins_anew_after_an_exception,
     calls_hooks_of_accumulated_gradients,
-    divides_by_what_it_is_told,
+    divides_by_the_factor_of_the_user,
     calls_the_hook_with_reduced_gradients,
     reduces_zeros_where_only_one_rank_used_a_unit,
     runs_other_methods_as_a_forward,
@@ -322,7 +322,7 @@ CLAIMS = [
     runs_a_part_by_itself,
     slices_into_plain_modules,
     lives_beside_replicated_parts,
-    ignores_what_it_is_told_to,
+    ignores_the_parameters_of_the_user,
 ]
 
 

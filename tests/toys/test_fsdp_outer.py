@@ -1,4 +1,4 @@
-"""The FSDP to read shards what tensor parallelism has sharded, as PyTorch's does."""
+"""The toy FSDP shards parameters of tensor parallelism, as PyTorch's does."""
 
 import functools
 from collections.abc import Callable

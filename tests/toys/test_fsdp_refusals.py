@@ -1,4 +1,4 @@
-"""What the FSDP to read leaves out, or nobody could do, it refuses by name."""
+"""The toy FSDP rejects by name the options that it leaves out, and impossible ones."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from tests.toys.fsdp_models import NATIVE, TOY, Case, Model, assert_hold, batche
 
 
 class Travelling(nn.Module):
-    """A parameter that wants to be asked what to send."""
+    """A parameter with its own all-gather input."""
 
     def __init__(self) -> None:
         super().__init__()

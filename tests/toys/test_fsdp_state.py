@@ -1,4 +1,4 @@
-"""Values of the FSDP to read come and go: state dicts, checkpoints, initialisation, other number formats."""
+"""Values of the toy FSDP come and go: state dicts, checkpoints, initialisation, other number formats."""
 
 import tempfile
 
@@ -83,7 +83,7 @@ def is_made_on_the_meta_device() -> None:
 
 
 def draws_the_values_of_an_ordinary_construction() -> None:
-    # In all forms of units; a weight that is shared is that of the first module.
+    # In all forms of units; a shared weight is that of the first module.
     for shard, tied in ((shard_blocks, False), (shard_groups, False), (shard_tied, True)):
         expected = build(TOY, Case(shard=shard, model={"tied": tied}))
         with torch.device("meta"):
@@ -107,7 +107,7 @@ def changes_its_number_format_between_steps() -> None:
     # PyTorch's can before its first step.
     (tokens_BT,) = batches(1)
     expected = [
-        backward(build(library, Case(told=lambda model: model.double())), tokens_BT) for library in (TOY, NATIVE)
+        backward(build(library, Case(configure=lambda model: model.double())), tokens_BT) for library in (TOY, NATIVE)
     ]
     model = build(TOY, Case())
     backward(model, tokens_BT)
@@ -126,5 +126,5 @@ CLAIMS = [
 
 
 def test_values_come_and_go_as_pytorch_documents() -> None:
-    """Oracle: PyTorch's ``fully_shard``, which takes what this gives and the other way round."""
+    """Oracle: PyTorch's ``fully_shard``, which accepts the toy's tensors, and the reverse."""
     assert_hold(2, {claim.__name__: claim for claim in CLAIMS})

@@ -1,4 +1,4 @@
-"""What a rank of each toy keeps, byte by byte, and the most that a step takes next to PyTorch's FSDP2."""
+"""Bytes that a rank of each toy keeps, and the peak of a step against PyTorch's FSDP2."""
 
 import json
 import tempfile
@@ -29,7 +29,7 @@ STEP = "the step"
 
 
 def make(kind: str, model: Any) -> tuple[Any, list[nn.Parameter], Callable[[torch.optim.Optimizer], None]]:
-    """A wrapped module, what an optimizer is built over, and what ties the two together."""
+    """A wrapped module, the parameters for its optimizer, and the function that attaches that."""
     if kind == "ddp":
         wrapped: Any = DistributedDataParallel(model, bucket_cap_mb=SMALL_BUCKETS, gradient_as_bucket_view=True)
         return wrapped, list(model.parameters()), lambda _: None
@@ -46,7 +46,7 @@ def make(kind: str, model: Any) -> tuple[Any, list[nn.Parameter], Callable[[torc
 
 
 def held_bytes(kind: str) -> Held:
-    """What this rank keeps after a backward, the second one: in the first, orders are learned."""
+    """Bytes of this rank after the second backward; the first one learns orders."""
     torch.manual_seed(0)
     plain = build(fsdp, Case()) if kind == "fsdp" else Model()
     model, params, attach = make(kind, plain)
@@ -76,7 +76,7 @@ def test_every_rank_keeps_one_nth_of_what_is_sharded_and_the_padding(ranks: int)
     for rank, of_rank in enumerate(found):
         for kind, held in of_rank.items():
             assert held == expected(kind, shapes, ranks, rank, int(SMALL_BUCKETS * MIB)), (kind, rank)
-    for kind in KINDS:  # nothing is kept twice, or by nobody
+    for kind in KINDS:  # every state is kept exactly once
         copies = ranks if kind == "ddp" else 1
         assert sum(of_rank[kind][2] for of_rank in found) == 2 * whole * copies
     rows = FLOAT_BYTES * sum(shape.numel() // shape[0] for shape in shapes)
@@ -96,7 +96,7 @@ def test_a_rank_of_eight_keeps_its_part_of_gpt2_xls_shapes(capsys: pytest.Captur
 
 
 def step_peak(library: Any) -> tuple[int, int]:
-    """Bytes that this rank holds before a step, and the most that the step adds; without what gloo's threads make."""
+    """Bytes that this rank holds before a step, and the most that the step adds; gloo's threads aside."""
     model = build(library, Case(model={"dim": 64, "blocks": 6}))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
@@ -109,7 +109,7 @@ def step_peak(library: Any) -> tuple[int, int]:
     step()
     step()
     before = storage_bytes(model.parameters()) + storage_bytes(state_tensors(optimizer))
-    # A thread of gloo's may be late to give back what it was lent.
+    # A thread of gloo's may free its last reference late.
     return before, min(peak_of(step) for _ in range(6))
 
 

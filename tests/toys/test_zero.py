@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 class Blocks(nn.Module):
-    """Blocks between two layers that share a weight, and layers that nobody uses; one block may be rank 0's alone."""
+    """Blocks between two layers that share a weight, and unused layers; one block may be rank 0's alone."""
 
     def __init__(self, all_alike: bool = True) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def make(kind: str, module: nn.Module) -> tuple[nn.Module, Any, Callable[[torch.optim.Optimizer], None]]:
-    """A wrapped module, what an optimizer is built over, and what ties it to the module."""
+    """A wrapped module, the parameters for its optimizer, and the function that attaches that."""
     if kind == "zero3":
         three = Zero3(module, list(module.blocks), CPU)  # type: ignore[arg-type]
         return three, [param for _, param in three.owned()], lambda _: None

@@ -1,9 +1,9 @@
-"""Checks the exercises: ``python docs/toys/exercises/check.py ring`` or, for all of them, without a name.
+"""Check the exercises: ``python docs/toys/exercises/check.py ring`` or, for all of them, without a name.
 
-Real processes on 2, 3 and 4 ranks of this machine, with gloo; what counts are results, and which collectives were used.
-Prints what was expected where something differs, and ends with status 1.
+Runs 2, 3 and 4 processes on this machine, with gloo, and compares results and the collectives used. Prints the expected
+value where an answer differs, and exits with status 1.
 
-``--folder FOLDER`` takes the answers from files of the same names elsewhere.
+``--folder FOLDER`` reads the answers from files of the same names elsewhere.
 """
 
 import argparse
@@ -32,7 +32,7 @@ PATIENCE_SECONDS = 60
 
 
 class Traffic(TorchDispatchMode):
-    """Counts what goes through ``torch.distributed``."""
+    """Counts the calls of ``torch.distributed`` and their elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Traffic(TorchDispatchMode):
         self.elements: Counter[str] = Counter()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look at one operator and run it."""
+        """Count one operator and run it."""
         if function.namespace == "c10d":
             name = function.overloadpacket.__name__.strip("_")
             self.calls[name] += 1
@@ -50,7 +50,7 @@ class Traffic(TorchDispatchMode):
 
 
 def check_ring(answer: ModuleType, rank: int, ranks: int) -> None:
-    """Sums, and what was sent."""
+    """Compare sums, and the number of elements sent."""
     for length in (1, 3, 12, 1001):
         own = torch.arange(length, dtype=torch.float32) * (rank + 1)
         expected = torch.arange(length, dtype=torch.float32) * sum(range(1, ranks + 1))
@@ -64,7 +64,7 @@ def check_ring(answer: ModuleType, rank: int, ranks: int) -> None:
 
 
 def check_buckets(answer: ModuleType, rank: int, ranks: int) -> None:
-    """The two sentences that decide which buckets there are."""
+    """Check the two rules that determine the buckets."""
     for sizes in ([4, 4, 4, 4, 4], [1, 9, 1, 30, 2, 2], [7], [50, 1, 1]):
         buckets = answer.fill_buckets(sizes, 8)
         flat = [number for bucket in buckets for number in bucket]
@@ -77,7 +77,7 @@ def check_buckets(answer: ModuleType, rank: int, ranks: int) -> None:
 
 
 def check_step(answer: ModuleType, rank: int, ranks: int) -> None:
-    """torch.optim.Adam on the whole parameter."""
+    """Compare with torch.optim.Adam on the whole parameter."""
     for length in (2, 24, 101):
         torch.manual_seed(length)
         whole = nn.Parameter(torch.randn(length))
@@ -94,7 +94,7 @@ def check_step(answer: ModuleType, rank: int, ranks: int) -> None:
 
 
 def check_rows(answer: ModuleType, rank: int, ranks: int) -> None:
-    """torch.chunk, and the whole tensor."""
+    """Compare with torch.chunk, and with the whole tensor."""
     for rows in (1, 2, 4, 5, 6, 7, 16):
         whole = torch.arange(rows * 3, dtype=torch.float32).view(rows, 3)
         chunks = list(whole.chunk(ranks))
@@ -108,7 +108,7 @@ def check_rows(answer: ModuleType, rank: int, ranks: int) -> None:
 
 
 def check_owners(answer: ModuleType, rank: int, ranks: int) -> None:
-    """The best of all tables, tried out."""
+    """Compare with the best of all tables."""
     for sizes in ([5, 5, 4, 4, 3, 3, 3], [1, 8, 1, 8, 1, 8], [2, 2, 2, 2, 2, 2, 6], [2, 3, 7, 1, 1], [10, 1, 1]):
         owners = answer.assign_owners(sizes, ranks)
         expect(len(owners) == len(sizes) and set(owners) <= set(range(ranks)), f"owners of all of {sizes}: {owners}")
@@ -120,12 +120,12 @@ def check_owners(answer: ModuleType, rank: int, ranks: int) -> None:
 
 
 def fullest(sizes: Sequence[int], owners: Sequence[int], ranks: int) -> int:
-    """What the rank with the most has."""
+    """Return the bytes of the fullest rank."""
     return max(sum(size for size, owner in zip(sizes, owners, strict=True) if owner == rank) for rank in range(ranks))
 
 
 def check_linear(answer: ModuleType, rank: int, ranks: int) -> None:
-    """nn.functional.linear on the batches of all ranks."""
+    """Compare with nn.functional.linear on the batches of all ranks."""
     torch.manual_seed(0)
     weight = torch.randn(12, 64)
     batches = [torch.randn(5, 64) for _ in range(ranks)]
@@ -169,10 +169,10 @@ CHECKS: dict[str, Callable[[ModuleType, int, int], None]] = {
 
 
 def expect(holds: bool, sentence: str) -> None:
-    """Say what should have been.
+    """Check an expectation.
 
     Raises:
-        AssertionError: if it is not.
+        AssertionError: with the expectation.
     """
     if not holds:
         raise AssertionError(f"expected {sentence}")
@@ -188,10 +188,10 @@ def load_answer(folder: Path, name: str) -> ModuleType:
 
 
 def check(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """Check answers on the ranks that this one belongs to.
+    """Check answers on this rank and the others of its group.
 
     Returns:
-        Exercise → what is wrong, for those where anything is.
+        Exercise → mistake, for the wrong answers.
     """
     wrong = {}
     for name in names:
@@ -207,18 +207,18 @@ def check(folder: Path, names: Sequence[str]) -> dict[str, str]:
 
 
 def run_rank(rank: int, ranks: int, store: str, folder: Path, name: str, answers: Any) -> None:
-    """Be one rank."""
+    """Run one rank."""
     # torch 2.13 has new names for all_gather_into_tensor and reduce_scatter_tensor, older ones do not know them.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     torch.set_num_threads(1)
-    dist.barrier()  # none may be gone before all have come
+    dist.barrier()  # no rank may leave before all have joined
     answers.put(check(folder, [name]))
     dist.destroy_process_group()
 
 
 def run(folder: Path, name: str, ranks: int) -> str | None:
-    """Check one answer on so many processes; returns what is wrong on the first rank that noticed."""
+    """Check one answer on ``ranks`` processes; return the mistake that the first rank noticed."""
     context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     results: list[dict[str, str]] = []
     deadline = time.monotonic() + PATIENCE_SECONDS
@@ -247,7 +247,7 @@ def run(folder: Path, name: str, ranks: int) -> str | None:
 
 
 def main() -> int:
-    """Check and tell; 1 where anything is wrong."""
+    """Check and print; return 1 if an answer is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(CHECKS))
     parser.add_argument("--folder", type=Path, default=HERE, help="where the answers are")
@@ -257,14 +257,14 @@ def main() -> int:
         parser.error(f"{', '.join(unknown)} is none of the exercises: {', '.join(CHECKS)}")
     status = 0
     for name in args.names or CHECKS:
-        told = None
+        message = None
         for ranks in WORLD_SIZES:
-            told = run(args.folder.resolve(), name, ranks)
-            if told is not None:
+            message = run(args.folder.resolve(), name, ranks)
+            if message is not None:
                 status = 1
-                print(f"{name}, {ranks} ranks: {told}", flush=True)
+                print(f"{name}, {ranks} ranks: {message}", flush=True)
                 break
-        if told is None:
+        if message is None:
             print(f"{name}: right", flush=True)
     return status
 

@@ -1,10 +1,10 @@
-"""Exercise 6, before ``fsdptoys/toys/fsdp``: the smallest FSDP there is, a linear layer that nobody has whole.
+"""Exercise 6, before ``fsdptoys/toys/fsdp``: the smallest FSDP there is, a linear layer that no rank has whole.
 
 Each rank keeps 1/N of the rows. The forward needs all of them, for a moment; the backward needs them again, and makes
 gradients of all of them, of which each rank needs its own, averaged over the ranks.
 
-Needed: ``torch.autograd.Function``, ``all_gather_into_tensor``, ``reduce_scatter_tensor``. Mind what is saved for the
-backward.
+Needed: ``torch.autograd.Function``, ``all_gather_into_tensor``, ``reduce_scatter_tensor``. Mind the tensors saved
+for the backward.
 """
 
 from torch import Tensor, nn

@@ -1,7 +1,8 @@
 """Exercise 3, before ZeRO-1: an optimizer step of which each rank does its share.
 
 All ranks have the same parameter and the same gradient. Adam's two averages are twice as large as the parameter; if
-each rank keeps them for 1/N of the elements only, who updates what, and what has to travel afterwards?
+each rank keeps them for 1/N of the elements only, which rank updates which elements, and
+which have to be sent afterwards?
 """
 
 from torch import Tensor

@@ -51,7 +51,7 @@ class Bucket:
         self.buffer = torch.zeros(sum(p.numel() for p in params), dtype=params[0].dtype, device=params[0].device)
         self.views = views_like(self.buffer, params)
         self.pending = 0
-        """Gradients that are still to come in this backward."""
+        """Gradients still to come in this backward."""
         self.result: Any = None
         """Future of the collective."""
 
@@ -178,7 +178,7 @@ class Reducer:
             queue_callback(self.finish)
 
     def mark_ready(self, number: int) -> None:
-        """Put a gradient into its bucket; all-reduce the buckets that are full and next in order."""
+        """Put a gradient into its bucket; all-reduce the next buckets in order if they are full."""
         self.order[number] = None
         bucket, slot = self._slots[number]
         bucket.fill(slot, self.divisor, self.as_views)

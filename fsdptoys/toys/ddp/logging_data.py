@@ -22,7 +22,7 @@ from .core import Bucket
 from .unused_parameters import PartialReducer
 
 FIRST_STEPS = 10
-"""Steps that are all timed."""
+"""Number of steps at the begin, all timed."""
 DTYPE_NAMES = {"float16": "half", "float32": "float", "float64": "double"}
 """PyTorch's names in this log."""
 
@@ -107,7 +107,7 @@ class LoggedReducer(PartialReducer):
 
 
 def describe(ddp: Any) -> dict[str, Any]:
-    """Return what PyTorch's logging data contain, strings and integers.
+    """Return the logging data under PyTorch's names, as strings and integers.
 
     Args:
         ddp: a ``DistributedDataParallel``.

@@ -231,7 +231,7 @@ class DistributedDataParallel(DDP, Joinable):
         broadcast_tensors([*own, *(self.own_buffers() if buffers else [])], source, self.process_group)
 
     def common_rank(self, is_candidate: bool) -> int:
-        """Return the last rank that is a candidate. A collective."""
+        """Return the highest rank among the candidates. A collective."""
         rank = torch.tensor([self.process_group.rank() if is_candidate else -1], device=self.device)
         dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=self.process_group)
         return int(rank.item())

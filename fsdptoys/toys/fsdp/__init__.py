@@ -12,7 +12,7 @@ units at a time. The next unit is gathered while one computes, and the last one'
     gradients           │ reduce unit 3 │ reduce unit 2 │ reduce unit 1
 
 A rank sends in a step, for N parameters in U units over W ranks, p bytes a parameter and g bytes a gradient (a unit
-that is not freed after the forward, such as the root, is gathered once):
+kept after the forward, such as the root, is gathered once):
 
     all-gather      2 U  of them   2 · (W-1)/W · N · p  bytes      forward and backward
     reduce-scatter    U            (W-1)/W · N · g                 together half as much again as DDP, if p = g

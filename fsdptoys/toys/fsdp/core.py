@@ -6,7 +6,7 @@
 
 1. ``FSDPUnit``: a rank's part of a unit is one flat tensor, which an all-gather sends as it is. Modules have sharded
    parameters (DTensors, views of the flat shard) or whole ones (views of one block of memory). Resharding resizes the
-   block's storage to nothing and gathering resizes it back: what autograd saved in the forward are views of it.
+   block's storage to nothing and gathering resizes it back, since tensors that autograd saved are views of it.
 2. ``FSDPUnit.reduce``, from whole gradients to sharded ones, is a generator that yields where it would wait. The next
    unit's backward resumes it (``Reductions``), so that its collective overlaps with that unit's computation.
 3. ``UnitHooks`` calls both from hooks. In the backward, the next unit is the one whose forward ended before.
@@ -57,7 +57,7 @@ class UnitParameter:
 
 
 class FSDPUnit:
-    """Parameters that are gathered together.
+    """Parameters gathered together.
 
     Args:
         homes: parameter → its homes, in the order of the flat shard.
@@ -152,7 +152,7 @@ class FSDPUnit:
         step = ALIGNMENT_BYTES // dtype.itemsize
         sizes = [-(-math.prod(shape) // step) * step for shape in self.shapes]
         starts = itertools.accumulate(sizes, initial=0)
-        with torch.inference_mode(False):  # autograd rejects tensors that are created in it
+        with torch.inference_mode(False):  # autograd rejects tensors created in it
             self.block = torch.empty(sum(sizes), dtype=dtype, device=self.shard_S.device)
             for param, shape, start in zip(self.params, self.shapes, starts, strict=False):
                 param.memory = self.block[start : start + math.prod(shape)].view(shape)
@@ -182,7 +182,7 @@ class FSDPUnit:
         flat_RS, pieces = self.flatten(grads, grads[indices[0]].dtype)
         reduced_S = flat_RS.new_empty(flat_RS.shape[1])
         work = getattr(dist, REDUCE_SCATTER)(reduced_S, flat_RS.view(-1), group=self.group, async_op=True)
-        del flat_RS  # the work keeps what it still reads; gloo's has copied it
+        del flat_RS  # the work keeps it as long as it reads it; gloo's has a copy
         yield
         work.wait()
         self.store(indices, pieces, reduced_S.div_(self.ranks))

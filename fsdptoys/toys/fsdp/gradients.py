@@ -35,7 +35,7 @@ def averaging(ranks: int, dtype: torch.dtype, device: torch.device, factor: floa
     """Choose an averaging.
 
     Args:
-        ranks: number of ranks that are combined.
+        ranks: number of ranks to combine.
         dtype: of the reduction.
         device: on a CPU we divide, since the mean of older versions of gloo is a sum.
         factor: divides instead of ``ranks``.
@@ -124,7 +124,7 @@ class GradientUnit(PrecisionUnit):
             work = getattr(dist, REDUCE_SCATTER)(
                 reduced_S, flat_RS.view(-1), op=mean.op, group=self.group, async_op=True
             )
-            del flat_RS  # the work keeps what it still reads; gloo's has copied it
+            del flat_RS  # the work keeps it as long as it reads it; gloo's has a copy
             try:
                 yield
             finally:

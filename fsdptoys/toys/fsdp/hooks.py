@@ -236,7 +236,7 @@ class FullHooks(UnitHooks):
     def post_backward(self) -> None:
         """Finish reductions if nothing else will.
 
-        A module of several that is called by itself has no ``pre_backward``, so no callback at the backward's end.
+        One of several modules, called by itself, has no ``pre_backward``, so no callback at the backward's end.
         """
         by_itself = len(self.modules) > 1 and self.phase == "forward"
         super().post_backward()

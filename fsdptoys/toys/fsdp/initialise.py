@@ -1,4 +1,4 @@
-"""Memory and initial values for a model that was sharded on the meta device, one module at a time.
+"""Memory and initial values, one module at a time, for a model sharded on the meta device.
 
 A model too large for one device is constructed under ``torch.device("meta")`` and sharded. Each module then draws its
 whole parameters as its constructor would, and every rank keeps its part. With the same seed on all ranks, the values

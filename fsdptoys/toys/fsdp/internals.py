@@ -59,7 +59,7 @@ def set_local_tensor(param: Tensor, local: Tensor) -> None:
 
 
 def join_meshes(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
-    """Return a mesh with the axes of two meshes that were sliced from the same one."""
+    """Return a mesh with the axes of two slices of one mesh."""
     if not hasattr(DeviceMesh, "_concatenate"):
         raise NotImplementedError("DTensors as parameters need a newer torch, whose meshes can be joined")
     return DeviceMesh._concatenate([outer, inner])

@@ -195,7 +195,7 @@ class FSDPModule:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Gather and reshard around another method than ``forward``; a module that is no FSDPModule stays as it is."""
+    """Gather and reshard around another method than ``forward``; other modules stay as they are."""
     if not isinstance(module, FSDPModule):
         return
     if not hasattr(module, method_name):

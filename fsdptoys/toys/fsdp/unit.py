@@ -16,7 +16,7 @@ from .tensor_parallel import Outer, TensorParallelUnit
 
 
 class FullUnit(TensorParallelUnit, GradientUnit, ShrinkingUnit):
-    """Parameters that are gathered together.
+    """Parameters gathered together.
 
     Args:
         homes: as for ``FSDPUnit``.

@@ -10,7 +10,7 @@ parameters. Here each rank does its share of the work, keeps its share of the st
 depends on how gradients are averaged; the package puts this class on top of DDP.
 
 Each rank keeps P parameters, P gradients and 1/N of the states. It sends 2·P·(N−1)/N to all-reduce and P·(N−1)/N to
-all-gather, half as much again as DDP. A reduce-scatter could replace the all-reduce: that is ZeRO-2.
+all-gather, half as much again as DDP. ZeRO-2 replaces the all-reduce by a reduce-scatter.
 
 Left out: optimizers that need a whole parameter; overlap of the all-gather with the next forward.
 Source: arXiv:1910.02054 (P_os)

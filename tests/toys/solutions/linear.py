@@ -19,7 +19,7 @@ class GatheredLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, shard: Tensor) -> Tensor:
-        """Keep what is small."""
+        """Keep the small tensors."""
         ctx.save_for_backward(inputs, shard)
         return inputs @ gather(shard).T
 

@@ -1,4 +1,4 @@
-"""Each part travels the ring twice: once to be added up, once to be told."""
+"""Each part travels the ring twice: once to be added up, once to be shared."""
 
 import torch
 import torch.distributed as dist
