@@ -44,7 +44,7 @@ from fsdptoys.plan.simulator.allocator import build_allocator
 from fsdptoys.plan.simulator.events import Trace
 from fsdptoys.plan.simulator.replay import Replay, replay
 from fsdptoys.plan.trace.op_costs import matmul_workspace_bytes
-from fsdptoys.plan.trace.op_recorder import Recorder
+from fsdptoys.plan.trace.op_recorder import OpRecorder
 from fsdptoys.plan.trace.tracer import trace_here
 from scripts import published_torchtitan
 from scripts.progress import progress, unit
@@ -126,7 +126,7 @@ def trace_row(name: str, n_layers: int | None) -> Trace:
     titan = family == "torchtitan"
     hardware = h100() if titan else a2()
 
-    def program(recorder: Recorder) -> None:
+    def program(recorder: OpRecorder) -> None:
         device = torch.device(recorder.device_type, 0)
         depth = {} if n_layers is None else {"n_layers": n_layers}
         if titan:

@@ -249,11 +249,11 @@ def _work(words: list[str]) -> None:
             tell(plan, environment)
         if config.plan.hardware != "auto" or profile_of_this_machine() is not None:
             from fsdptoys.metrics import forecast_line
-            from fsdptoys.plan.predict import foretell
+            from fsdptoys.plan.predict import estimate_run
 
-            foretold = foretell(config, handed.world_size)
-            if foretold is not None:
-                prediction, profile = foretold
+            estimated = estimate_run(config, handed.world_size)
+            if estimated is not None:
+                prediction, profile = estimated
                 say(forecast_line(prediction, profile.usable_bytes), stdout=True)
     train(config, prediction)
 

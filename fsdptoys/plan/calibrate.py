@@ -80,7 +80,7 @@ PARAMETERS = (
 )
 
 
-class Outcome(NamedTuple):
+class FittedValue(NamedTuple):
     """One run before and after."""
 
     name: str
@@ -98,7 +98,7 @@ class Calibration:
     """Field → value before and after."""
     unknown: tuple[str, ...]
     """Names of the parameters that no run depends on."""
-    outcomes: tuple[Outcome, ...]
+    fitted: tuple[FittedValue, ...]
 
 
 def calibrate(
@@ -146,8 +146,8 @@ def calibrate(
         hardware=result,
         changes=changes,
         unknown=tuple(parameter.name for index, parameter in enumerate(parameters) if index not in known),
-        outcomes=tuple(
-            Outcome(case.name, case.measured_seconds, float(old), float(new))
+        fitted=tuple(
+            FittedValue(case.name, case.measured_seconds, float(old), float(new))
             for case, old, new in zip(cases, before, after, strict=True)
         ),
     )
@@ -160,9 +160,9 @@ def choose_parameters(names: Sequence[str]) -> tuple[Parameter, ...]:
     return tuple(parameter for parameter in PARAMETERS if parameter.name in names)
 
 
-def error(outcome: Outcome, seconds: float) -> float:
+def error(fit: FittedValue, seconds: float) -> float:
     """Share by which a time is over the measured one."""
-    return seconds / outcome.measured_seconds - 1
+    return seconds / fit.measured_seconds - 1
 
 
 def _scaled(

@@ -142,7 +142,7 @@ def print_calibration(result: Calibration, console: Console) -> None:
     table.add_column("run", overflow="fold")
     for column in ("measured", "before", "", "after", ""):
         table.add_column(column, justify="right", no_wrap=True)
-    for row in result.outcomes:
+    for row in result.fitted:
         cells = [f"{row.measured_seconds:.3f} s"]
         for seconds in (row.before_seconds, row.after_seconds):
             cells += [f"{seconds:.3f} s", f"{error(row, seconds):+.1%}"]

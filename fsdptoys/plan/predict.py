@@ -51,7 +51,7 @@ def hardware_of(config: Config) -> Hardware:
     return load_hardware(found)
 
 
-def foretell(config: Config, world_size: int) -> tuple[Prediction, Hardware] | None:
+def estimate_run(config: Config, world_size: int) -> tuple[Prediction, Hardware] | None:
     """What a run is to take, at once and by the closed form; None where it is not wanted or cannot be told.
 
     Args:

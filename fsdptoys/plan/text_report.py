@@ -16,15 +16,8 @@ from fsdptoys.device import GIB
 from fsdptoys.device.profile import Hardware
 from fsdptoys.metrics.prediction import Prediction, TimePrediction
 from fsdptoys.plan.search.advice import Advice
-from fsdptoys.plan.search.frontier_plot import (
-    spread_out,
-)
-from fsdptoys.plan.search.ranking import (
-    Candidate,
-    frontier,
-    layout,
-    traits,
-)
+from fsdptoys.plan.search.frontier_plot import spread_out
+from fsdptoys.plan.search.ranking import Candidate, frontier, layout, traits
 from fsdptoys.plan.search.search import SearchResult
 from fsdptoys.plan.search.switches import node_ranks_of
 

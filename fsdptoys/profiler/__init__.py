@@ -1,7 +1,7 @@
 """Where time and memory go: traces of a few steps, memory snapshots, and what to do when memory runs out."""
 
 from .config import DebugConfig, NPULevel, ProfileConfig
-from .live_bytes import LiveBytes, Placed, live_bytes
+from .live_bytes import LiveBytes, PlacedBytes, live_bytes
 from .oom_advice import Saving, Switches
 from .oom_report import (
     ExplainedOutOfMemoryError,
@@ -19,7 +19,7 @@ __all__ = [
     "Failure",
     "LiveBytes",
     "NPULevel",
-    "Placed",
+    "PlacedBytes",
     "ProfileConfig",
     "Profiler",
     "Saving",

@@ -17,7 +17,7 @@ from fsdptoys.utils.dtensor import (
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedBytes:
     """Bytes by where they are; on a CPU all are in host memory."""
 
     device_bytes: int = 0
@@ -28,9 +28,9 @@ class Placed:
 class LiveBytes:
     """What a rank keeps between steps: its shards where a strategy shards."""
 
-    parameters: Placed = field(default_factory=Placed)
-    gradients: Placed = field(default_factory=Placed)
-    states: Placed = field(default_factory=Placed)
+    parameters: PlacedBytes = field(default_factory=PlacedBytes)
+    gradients: PlacedBytes = field(default_factory=PlacedBytes)
+    states: PlacedBytes = field(default_factory=PlacedBytes)
 
     @property
     def device_bytes(self) -> int:
@@ -39,7 +39,7 @@ class LiveBytes:
 
     def on_host(self) -> "LiveBytes":
         """What is in host memory, as if that were the device: for a CPU it is."""
-        return LiveBytes(*(Placed(part.host_bytes) for part in (self.parameters, self.gradients, self.states)))
+        return LiveBytes(*(PlacedBytes(part.host_bytes) for part in (self.parameters, self.gradients, self.states)))
 
 
 def live_bytes(
@@ -65,7 +65,7 @@ def live_bytes(
     )
 
 
-def _count(tensors: Iterator[Tensor], seen: set[tuple[torch.device, int]]) -> Placed:
+def _count(tensors: Iterator[Tensor], seen: set[tuple[torch.device, int]]) -> PlacedBytes:
     device_bytes = host_bytes = 0
     for tensor in tensors:
         local = tensor.to_local() if is_dtensor(tensor) else tensor
@@ -78,7 +78,7 @@ def _count(tensors: Iterator[Tensor], seen: set[tuple[torch.device, int]]) -> Pl
             host_bytes += storage.nbytes()
         else:
             device_bytes += storage.nbytes()
-    return Placed(device_bytes, host_bytes)
+    return PlacedBytes(device_bytes, host_bytes)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

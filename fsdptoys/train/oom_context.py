@@ -8,7 +8,7 @@ from torch import Tensor
 from fsdptoys.config.schema import Config
 from fsdptoys.memory import BucketedOptimizer
 from fsdptoys.optim.matrix_optimizer import MATRICES
-from fsdptoys.profiler import LiveBytes, Placed, Situation, Switches, live_bytes
+from fsdptoys.profiler import LiveBytes, PlacedBytes, Situation, Switches, live_bytes
 from fsdptoys.utils.dtensor import (
     is_dtensor,
 )
@@ -71,7 +71,7 @@ def situation(
     if phase == "construction":
         planned = 4 * -(-parameter_count // switches.fsdp_size)
         on_host = on_cpu or memory.cpu_offload
-        live = LiveBytes(parameters=Placed(device_bytes=0 if on_host else planned, host_bytes=planned * on_host))
+        live = LiveBytes(parameters=PlacedBytes(device_bytes=0 if on_host else planned, host_bytes=planned * on_host))
     else:
         held = optimizer.held_gradients if isinstance(optimizer, BucketedOptimizer) else ()
         live = live_bytes(parameters, optimizer, held)

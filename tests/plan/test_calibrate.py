@@ -102,8 +102,8 @@ def test_runs_that_tell_rates_apart_give_them_all() -> None:
         for field in parameter.fields:
             found, true = getattr(result.hardware, field).value, getattr(TRUTH, field).value
             assert found == pytest.approx(true, rel=0.02), field
-    assert not result.unknown and all(abs(error(row, row.after_seconds)) < 0.01 for row in result.outcomes)
-    assert max(abs(error(row, row.before_seconds)) for row in result.outcomes) > 0.5
+    assert not result.unknown and all(abs(error(row, row.after_seconds)) < 0.01 for row in result.fitted)
+    assert max(abs(error(row, row.before_seconds)) for row in result.fitted) > 0.5
 
 
 def test_what_no_run_depends_on_is_left_alone_and_told() -> None:
@@ -126,7 +126,7 @@ def test_what_no_run_depends_on_is_left_alone_and_told() -> None:
 def test_one_run_is_met_by_the_least_change() -> None:
     """Oracle: a run that mostly computes moves the compute rate nearly alone, and the prediction meets the run."""
     result = calibrate(cases("compute"), H100, today=TODAY)
-    (row,) = result.outcomes
+    (row,) = result.fitted
     assert abs(error(row, row.after_seconds)) < 0.002
     before, after = result.changes["matmul_efficiency"]
     assert after / before == pytest.approx(0.8, rel=0.01)
@@ -145,7 +145,7 @@ def test_no_efficiency_leaves_what_is_possible() -> None:
     truth = changed(H100, matmul_efficiency=3.0, attention_efficiency=3.0)
     result = calibrate(cases("compute", truth=truth), H100, today=TODAY)
     assert result.hardware.matmul_efficiency.value == 1.0
-    (row,) = result.outcomes
+    (row,) = result.fitted
     assert 0.5 < error(row, row.after_seconds) < error(row, row.before_seconds)
 
 
@@ -153,7 +153,7 @@ def test_runs_that_contradict_each_other_share_the_error() -> None:
     """Oracle: least squares of logarithms: the same run measured at 1 and at 4 seconds gives 2."""
     step = step_of(tflops=700, gb=0)
     result = calibrate([Case(step, 1.0, "a"), Case(step, 4.0, "b")], H100, choose_parameters(["compute"]), today=TODAY)
-    assert result.outcomes[0].after_seconds == pytest.approx(2.0, rel=0.01)
+    assert result.fitted[0].after_seconds == pytest.approx(2.0, rel=0.01)
 
 
 def test_what_was_moved_says_so_as_its_source() -> None:

@@ -13,10 +13,7 @@ from fsdptoys.config.compose import compose_config, compose_presets
 from fsdptoys.config.plan_config import AllocatorKind
 from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import AttentionKind, Hardware, load_hardware
-from fsdptoys.metrics.prediction import (
-    Category,
-    Prediction,
-)
+from fsdptoys.metrics.prediction import Category, Prediction
 from fsdptoys.models import ModelConfig
 from fsdptoys.optim.config import MuonConfig, SGDConfig
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, SingleConfig

@@ -9,7 +9,7 @@ from fsdptoys.config.plan_config import AllocatorKind
 from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import load_hardware
 from fsdptoys.plan.estimate.estimate import closed_form
-from fsdptoys.plan.predict import disagreement, doubts, foretell, hardware_of, world_size_of
+from fsdptoys.plan.predict import disagreement, doubts, estimate_run, hardware_of, world_size_of
 from fsdptoys.plan.search.switches import node_ranks_of, validate_switches
 
 
@@ -32,7 +32,7 @@ def composed(*words: str, device_type: str = "cuda", world_size: int = 8) -> Con
 def test_a_run_is_foretold_where_its_device_is_known(words: list[str], foretold: bool) -> None:
     """Oracle: the table, and the closed form on that profile."""
     config = composed(*words, device_type="cpu", world_size=2)
-    told = foretell(config, 2)
+    told = estimate_run(config, 2)
     assert (told is not None) == foretold
     if told is not None:
         assert told == (closed_form(config, load_hardware("cpu"), 2, AllocatorKind.expandable), load_hardware("cpu"))

@@ -22,17 +22,10 @@ from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
 from fsdptoys.plan.estimate.estimate import closed_form
 from fsdptoys.plan.search.advice import advise
 from fsdptoys.plan.search.candidates import EVERYTHING, SENSIBLE, Space, shard_sizes
-from fsdptoys.plan.search.frontier_plot import (
-    check_picture,
-    draw_frontier,
-)
-from fsdptoys.plan.search.ranking import (
-    Candidate,
-    frontier,
-    label,
-)
+from fsdptoys.plan.search.frontier_plot import check_picture, draw_frontier
+from fsdptoys.plan.search.ranking import Candidate, frontier, label
 from fsdptoys.plan.search.search import SearchResult, largest_preset, search, words_of
-from fsdptoys.plan.search.switches import as_typed, read, validate_switches, vary, words_between
+from fsdptoys.plan.search.switches import as_typed, overrides_between, read, validate_switches, vary
 
 MODEL = ["model=llama2_7b", "train.seq_len=2048", "parallel.param_dtype=bfloat16"]
 
@@ -274,9 +267,9 @@ def test_switches_go_back_to_what_they_were() -> None:
     base = compose([*MODEL, "memory.optimizer_offload=true", "memory.offload_bucket_mib=64"])
     untouched = copy.deepcopy(base)
     off = vary(base, {"memory.optimizer_offload": False})
-    assert words_between(base, off) == ["memory.optimizer_offload=false", "memory.offload_bucket_mib=256"]
+    assert overrides_between(base, off) == ["memory.optimizer_offload=false", "memory.offload_bucket_mib=256"]
     on = vary(off, {"memory.optimizer_offload": True, "memory.offload_bucket_mib": 64})
-    assert on == base == untouched and words_between(base, on) == []
+    assert on == base == untouched and overrides_between(base, on) == []
     validate_switches(on, 8, "cuda")
     assert base == untouched
     with pytest.raises(ConfigError, match="offload_bucket_mib=64 does nothing"):

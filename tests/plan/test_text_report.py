@@ -11,13 +11,7 @@ from fsdptoys.config.compose import compose_config
 from fsdptoys.config.schema import Config
 from fsdptoys.device import GIB
 from fsdptoys.device.profile import AttentionKind, Hardware, Quantity
-from fsdptoys.metrics.prediction import (
-    Category,
-    MemoryPrediction,
-    Prediction,
-    TimePrediction,
-    Volume,
-)
+from fsdptoys.metrics.prediction import Category, MemoryPrediction, Prediction, TimePrediction, Volume
 from fsdptoys.plan.search.advice import Advice
 from fsdptoys.plan.search.ranking import Candidate
 from fsdptoys.plan.search.search import Checked, SearchResult

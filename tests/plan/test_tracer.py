@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.metrics.prediction import (
-    Category,
-)
+from fsdptoys.metrics.prediction import Category
 from fsdptoys.optim.vector_adamw import VECTOR_ELEMENTS
 from fsdptoys.plan.simulator.events import (
     Alloc,

@@ -8,15 +8,8 @@ from typing import Any
 from fsdptoys.config.compose import compose_config
 from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import AttentionKind, Hardware, Quantity
-from fsdptoys.metrics.prediction import (
-    Category,
-)
-from fsdptoys.plan.simulator.events import (
-    Alloc,
-    Free,
-    Mark,
-    Trace,
-)
+from fsdptoys.metrics.prediction import Category
+from fsdptoys.plan.simulator.events import Alloc, Free, Mark, Trace
 from fsdptoys.plan.trace.op_costs import matmul_workspace_bytes
 from fsdptoys.plan.trace.tracer import trace_here, trainer_program
 from tests.plan.processes import in_fresh_process

@@ -14,7 +14,7 @@ from fsdptoys.profiler import (
     ExplainedOutOfMemoryError,
     Failure,
     LiveBytes,
-    Placed,
+    PlacedBytes,
     Situation,
     Switches,
     explain_out_of_memory,
@@ -41,7 +41,7 @@ DDP = Switches(
     param_dtype="float32",
 )
 FSDP = dataclasses.replace(DDP, parallel="fsdp2", fsdp_size=4, param_dtype="bfloat16")
-LIVE = LiveBytes(Placed(2 * GIB), Placed(GIB), Placed(4 * GIB))
+LIVE = LiveBytes(PlacedBytes(2 * GIB), PlacedBytes(GIB), PlacedBytes(4 * GIB))
 REST = 10 * GIB
 
 CUDA_MESSAGE = (
@@ -141,7 +141,7 @@ def test_outside_of_forward_and_backward_no_activations_are_promised():
 
 def test_states_that_are_still_to_come_are_told_and_count_where_they_are_made():
     """Oracle: 6 GiB in all, of which none is there; offloading them makes no room in the forward before."""
-    live = dataclasses.replace(LIVE, states=Placed())
+    live = dataclasses.replace(LIVE, states=PlacedBytes())
     switches = dataclasses.replace(FSDP, states_bytes=6 * GIB)
     assert advised(switches, "optimizer", live)["memory.optimizer_offload=true"] == 6 * GIB
     assert "memory.optimizer_offload=true" not in advised(switches, "forward", live)
@@ -182,7 +182,7 @@ def test_a_message_without_numbers_takes_those_of_the_device():
 
 def test_states_in_host_memory_are_told_apart():
     """Oracle: the line of the report."""
-    live = LiveBytes(Placed(GIB), Placed(GIB), Placed(0, 4 * GIB))
+    live = LiveBytes(PlacedBytes(GIB), PlacedBytes(GIB), PlacedBytes(0, 4 * GIB))
     failure = Failure(False, None, None, 3 * GIB, None)
     switches = dataclasses.replace(FSDP, optimizer_offload=True)
     report = out_of_memory_report(failure, situation(switches, live=live), "cuda")
@@ -192,7 +192,7 @@ def test_states_in_host_memory_are_told_apart():
 
 def test_host_memory_of_an_accelerator_is_freed_by_switching_offload_off():
     """Oracle: the states that are in host memory."""
-    live = LiveBytes(Placed(GIB), Placed(GIB), Placed(0, 4 * GIB))
+    live = LiveBytes(PlacedBytes(GIB), PlacedBytes(GIB), PlacedBytes(0, 4 * GIB))
     failure = Failure(True, None, None, 6 * GIB, None)
     switches = dataclasses.replace(FSDP, optimizer_offload=True)
     report = out_of_memory_report(failure, situation(switches, live=live), "cuda")
@@ -209,7 +209,7 @@ def test_where_nothing_is_left_the_report_says_so():
 
 def test_a_real_allocation_that_fails_on_a_cpu_is_explained():
     """Oracle: PyTorch's own allocator, asked for a petabyte; no switch may send anything to host memory."""
-    live = LiveBytes(Placed(0, MIB), Placed(0, MIB), Placed(0, 2 * MIB))
+    live = LiveBytes(PlacedBytes(0, MIB), PlacedBytes(0, MIB), PlacedBytes(0, 2 * MIB))
     device = Device("cpu")
     with (
         pytest.raises(ExplainedOutOfMemoryError) as caught,
@@ -262,12 +262,12 @@ def test_storages_are_counted_once_and_whole():
     for param in (first, second):
         param.grad = torch.ones_like(param)
     before = live_bytes([first, second, frozen, planned], optimizer)
-    assert before == LiveBytes(Placed(0, 440), Placed(0, 400), Placed(0, 0))
+    assert before == LiveBytes(PlacedBytes(0, 440), PlacedBytes(0, 400), PlacedBytes(0, 0))
     optimizer.step()
     after = live_bytes([first, second, frozen, planned], optimizer)
     assert after.states.host_bytes == 2 * 400 + 2 * 4  # two moments and the number of the step
     assert after.on_host().device_bytes == 440 + 400 + 808
-    assert live_bytes([first], None).states == Placed()
+    assert live_bytes([first], None).states == PlacedBytes()
 
 
 def _count_sharded() -> LiveBytes:

@@ -32,10 +32,10 @@ from fsdptoys.memory import GradientCheckpointing, checkpoint_blocks
 from fsdptoys.memory.activation_offload import MIN_BYTES
 from fsdptoys.models import DecoderModel, ModelConfig, choose_kernels, grouped, npu_kernels, use_kernels
 from fsdptoys.models.kernels import IMPLEMENTATIONS
-from fsdptoys.plan.trace.fake_kernels import substituted
+from fsdptoys.plan.trace.fake_kernels import replace_kernels
 from fsdptoys.plan.trace.op_costs import fuses_rms_norm
 
-from .meta_trace import PARTS, Mark, MetaRecorder, NoWorkers, Sink, Source, Stage, Walk
+from .meta_trace import PARTS, Mark, MetaRecorder, MetaTrace, NoWorkers, Sink, Source, Stage
 
 
 @dataclass(frozen=True)
@@ -81,20 +81,20 @@ def segments_of(config: Config, model: DecoderModel, attention: AttentionKind) -
     dtype = config.parallel.param_dtype.torch
     common = _Common(attention, tuple(config.kernels.names().items()), dtype, train.batch_size, train.seq_len)
     key = _model_key(config.model)
-    kinds = _kinds(key, _Held(model))
+    kinds = _kinds(key, _Uncached(model))
     chosen = set(range(model.config.n_layers)[memory.checkpointing_start_index :: memory.checkpointing_every])
     first = {kind: kinds.index(kind) for kind in kinds}
     blocks = []
     for index, kind in enumerate(kinds):
         mode = memory.gradient_checkpointing if index in chosen else GradientCheckpointing.none
         save = tuple(memory.checkpointing_save) if mode is GradientCheckpointing.selective else ()
-        blocks.append(_block(key, first[kind], common, mode, save, _Held(model)))
+        blocks.append(_block(key, first[kind], common, mode, save, _Uncached(model)))
     chunks = None if memory.chunk_tokens == "auto" else int(memory.chunk_tokens)
     loss = (memory.chunk_loss, chunks, memory.chunk_grad_dtype, train.label_smoothing, train.z_loss_coef)
     return Segments(
-        embedding=_embedding(key, common, _Held(model)),
+        embedding=_embedding(key, common, _Uncached(model)),
         blocks=tuple(blocks),
-        head=_head(key, common, loss, _Held(model)),
+        head=_head(key, common, loss, _Uncached(model)),
     )
 
 
@@ -110,14 +110,14 @@ def _model_key(config: ModelConfig) -> str:
     return repr(replace(config, name="", init_from=None))
 
 
-class _Held:
+class _Uncached:
     """Something that a cache does not look at."""
 
     def __init__(self, model: DecoderModel) -> None:
         self.model = model
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Held)
+        return isinstance(other, _Uncached)
 
     def __hash__(self) -> int:
         return 0
@@ -136,39 +136,39 @@ class _Common:
 
 
 @functools.lru_cache(maxsize=16)
-def _kinds(key: str, held: _Held) -> list[tuple[object, ...]]:
+def _kinds(key: str, held: _Uncached) -> list[tuple[object, ...]]:
     return [block_kind(block) for block in held.model.layers]
 
 
 @functools.lru_cache(maxsize=1024)
 def _block(
-    key: str, index: int, common: _Common, mode: GradientCheckpointing, save: tuple[str, ...], held: _Held
+    key: str, index: int, common: _Common, mode: GradientCheckpointing, save: tuple[str, ...], held: _Uncached
 ) -> Segment:
     model = held.model
     block = copy.deepcopy(model.layers[index]).to(common.dtype)
-    walk = Walk(common.attention)
+    trace = MetaTrace(common.attention)
     for part in PARTS:
-        _mark_part(block.get_submodule(part), part, walk)
+        _mark_part(block.get_submodule(part), part, trace)
     if mode is not GradientCheckpointing.none:
         checkpoint_blocks([block], mode, save=save)
     with torch.device("meta"):
         rotations = model.rotations(common.length)
-    walk.ignore(*(rotations or ()))
-    return _measure(block, lambda hidden: block(hidden, rotations), model.config.dim, common, walk)
+    trace.ignore(*(rotations or ()))
+    return _measure(block, lambda hidden: block(hidden, rotations), model.config.dim, common, trace)
 
 
-def _mark_part(module: nn.Module, part: str, walk: Walk) -> None:
+def _mark_part(module: nn.Module, part: str, trace: MetaTrace) -> None:
     forward = module.forward
 
     def marked(hidden: Tensor, *args: Any) -> Tensor:
-        made: Tensor = Mark.apply(forward(Mark.apply(hidden, walk, part, True), *args), walk, part, False)
+        made: Tensor = Mark.apply(forward(Mark.apply(hidden, trace, part, True), *args), trace, part, False)
         return made
 
     module.forward = marked
 
 
 @functools.lru_cache(maxsize=1024)
-def _embedding(key: str, common: _Common, held: _Held) -> Segment:
+def _embedding(key: str, common: _Common, held: _Uncached) -> Segment:
     model = copy.copy(held.model)
     model._modules = dict(model._modules)
     tables = nn.ModuleList()
@@ -177,12 +177,12 @@ def _embedding(key: str, common: _Common, held: _Held) -> Segment:
             model._modules[name] = copy.deepcopy(module).to(common.dtype)
             tables.append(model.get_submodule(name))
     tokens_BT = torch.empty(common.batch, common.length, dtype=torch.int64, device="meta")
-    return _measure(tables, lambda _: model.embed(tokens_BT), None, common, Walk(common.attention))
+    return _measure(tables, lambda _: model.embed(tokens_BT), None, common, MetaTrace(common.attention))
 
 
 @functools.lru_cache(maxsize=1024)
 def _head(
-    key: str, common: _Common, loss: tuple[bool, int | None, GradientDType, float, float], held: _Held
+    key: str, common: _Common, loss: tuple[bool, int | None, GradientDType, float, float], held: _Uncached
 ) -> Segment:
     model = held.model
     chunk_loss, chunk_tokens, grad_dtype, smoothing, z_loss_coef = loss
@@ -190,7 +190,9 @@ def _head(
     norm, head = (copy.deepcopy(module).to(common.dtype) for module in (model.norm, model.lm_head))
     labels_BT = torch.empty(common.batch, common.length, dtype=torch.int64, device="meta")
     both, dim = nn.ModuleList([norm, head]), model.config.dim
-    return _measure(both, lambda hidden: head(norm(hidden), labels_BT, loss_fn), dim, common, Walk(common.attention))
+    return _measure(
+        both, lambda hidden: head(norm(hidden), labels_BT, loss_fn), dim, common, MetaTrace(common.attention)
+    )
 
 
 @contextmanager
@@ -206,7 +208,7 @@ def _kernels_of(attention: AttentionKind) -> Iterator[None]:
         return out
 
     with ExitStack() as stack:
-        stack.enter_context(substituted(attention, NoWorkers()))
+        stack.enter_context(replace_kernels(attention, NoWorkers()))
         given = dict(IMPLEMENTATIONS["grouped_matmul"])
 
         def choose_product(name: str, device_type: str, dtype: torch.dtype, *widths: int) -> grouped.Product:
@@ -231,7 +233,7 @@ def _measure(
     run: Callable[[Tensor], Tensor],
     dim: int | None,
     common: _Common,
-    walk: Walk,
+    trace: MetaTrace,
 ) -> Segment:
     """Run a part forward and backward.
 
@@ -240,38 +242,38 @@ def _measure(
         run: the part.
         dim: width of its input; None where it has none.
         common: to all parts.
-        walk: that takes notes.
+        trace: that takes notes.
     """
     anchor = torch.empty((), device="meta", requires_grad=True)
-    walk.ignore(anchor, *module.parameters())
-    with _kernels_of(walk.attention), MetaRecorder(walk):
+    trace.ignore(anchor, *module.parameters())
+    with _kernels_of(trace.attention), MetaRecorder(trace):
         use_kernels(module, choose_kernels(dict(common.kernels)))
-        walk.ignore(npu_kernels.causal_mask(anchor.device))  # one for all blocks
+        trace.ignore(npu_kernels.causal_mask(anchor.device))  # one for all blocks
         shape = (common.batch, common.length, dim)
         hidden = anchor if dim is None else Source.apply(anchor, shape, common.dtype)
-        walk.begin()
+        trace.begin()
         output = run(hidden)
         del hidden
-        walk.cut()
-        forward, walk.stages = walk.stages, []
+        trace.cut()
+        forward, trace.stages = trace.stages, []
         made = output.untyped_storage()._cdata
-        number, output_bytes = walk.numbers[made], walk.sizes[made]
-        large = {walk.numbers[key]: size for key, size in walk.sizes.items() if size >= MIN_BYTES and key != made}
+        number, output_bytes = trace.numbers[made], trace.sizes[made]
+        large = {trace.numbers[key]: size for key, size in trace.sizes.items() if size >= MIN_BYTES and key != made}
         loss = output if output.ndim == 0 else Sink.apply(output)
         del output
-        walk.cut(backward=True)
-        walk.stages.clear()
+        trace.cut(backward=True)
+        trace.stages.clear()
         loss.backward()
-        walk.cut()
+        trace.cut()
         gradients: dict[str, tuple[int, ...]] = {}
         for name, param in module.named_parameters():
             part = name.split(".")[0] if name.startswith(PARTS) else ""
             if param.grad is not None:
                 storage = param.grad.untyped_storage()._cdata
-                gradients[part] = (*gradients.get(part, ()), walk.numbers[storage])
+                gradients[part] = (*gradients.get(part, ()), trace.numbers[storage])
     return Segment(
         forward=tuple(forward),
-        backward=tuple(walk.stages),
+        backward=tuple(trace.stages),
         output_bytes=output_bytes,
         output=number,
         offloadable=large,

@@ -18,12 +18,7 @@ from fsdptoys.config.kernel_choice import KernelLibrary
 from fsdptoys.config.plan_config import AllocatorKind
 from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import Hardware
-from fsdptoys.metrics.prediction import (
-    Category,
-    MemoryPrediction,
-    Prediction,
-    TimePrediction,
-)
+from fsdptoys.metrics.prediction import Category, MemoryPrediction, Prediction, TimePrediction
 from fsdptoys.models import DecoderModel, ModelConfig, npu_kernels
 from fsdptoys.parallel.float8 import Float8
 from fsdptoys.parallel.fsdp import FSDPConfig, ReshardAfterForward, Wrap
@@ -31,10 +26,10 @@ from fsdptoys.plan.simulator.allocator import LARGE_SEGMENT_BYTES, Allocator, bu
 from fsdptoys.plan.trace.op_costs import matmul_workspace_bytes
 
 from .activations import segments_of
-from .fsdp_steps import FSDP1Rehearsal, FSDP2Rehearsal
+from .fsdp_steps import FSDP1StepModel, FSDP2StepModel
 from .memory_ledger import Ledger
-from .replicated import WholeRehearsal
-from .step_model import Rehearsal, Setting
+from .replicated import ReplicatedStepModel
+from .step_model import StepModel, StepSetup
 from .units import Units, make_units
 
 FEW_LAYERS = 4
@@ -52,7 +47,7 @@ def closed_form(config: Config, hardware: Hardware, world_size: int, allocator: 
     """
     model, units, flops_per_token = _model(config, world_size)
     sharded = isinstance(config.parallel, FSDPConfig)
-    setting = Setting(
+    setup = StepSetup(
         config=config,
         world_size=world_size,
         model=model,
@@ -63,8 +58,8 @@ def closed_form(config: Config, hardware: Hardware, world_size: int, allocator: 
     train = config.train
     local_ranks = getattr(config.parallel, "simulated_ranks", 1)
     micro_batches = train.grad_accum * local_ranks
-    ledger, walk = _walk(setting, hardware, micro_batches, None)
-    gaps = _gaps(setting, hardware, micro_batches, allocator)
+    ledger, walk = _walk(setup, hardware, micro_batches, None)
+    gaps = _gaps(setup, hardware, micro_batches, allocator)
     streams = {name: _whole_pages(bytes) + gaps.get(name, 0) for name, bytes in ledger.highest.items() if bytes}
     tokens = train.batch_size * train.seq_len * train.grad_accum * local_ranks
     dtype = config.parallel.param_dtype.value
@@ -103,17 +98,17 @@ def closed_form(config: Config, hardware: Hardware, world_size: int, allocator: 
 
 
 def _walk(
-    setting: Setting, hardware: Hardware, micro_batches: int, allocator: Allocator | None
-) -> tuple[Ledger, Rehearsal]:
+    setup: StepSetup, hardware: Hardware, micro_batches: int, allocator: Allocator | None
+) -> tuple[Ledger, StepModel]:
     """Walk through a step; with an allocator through two, since the first leaves gaps for the second."""
     ledger = Ledger(hardware, allocator)
-    kinds: dict[str, type[Rehearsal]] = {"fsdp1": FSDP1Rehearsal, "fsdp2": FSDP2Rehearsal}
-    walk = kinds.get(setting.config.parallel.name, WholeRehearsal)(setting, ledger)
+    kinds: dict[str, type[StepModel]] = {"fsdp1": FSDP1StepModel, "fsdp2": FSDP2StepModel}
+    walk = kinds.get(setup.config.parallel.name, ReplicatedStepModel)(setup, ledger)
     walk.construct()
     # One for the forward's thread and one for the backward's.
     workspace = matmul_workspace_bytes(hardware)
     ledger.add(Category.temporary, 2 * workspace, pieces=[workspace] * 2)
-    if setting.config.kernels.attention is KernelLibrary.npu:
+    if setup.config.kernels.attention is KernelLibrary.npu:
         ledger.add(Category.buffers, npu_kernels.MASK_ROWS**2)
     if allocator is None:
         walk.update.make_states()
@@ -123,12 +118,12 @@ def _walk(
     return ledger, walk
 
 
-def _gaps(setting: Setting, hardware: Hardware, micro_batches: int, kind: AllocatorKind) -> dict[str, int]:
+def _gaps(setup: StepSetup, hardware: Hardware, micro_batches: int, kind: AllocatorKind) -> dict[str, int]:
     """What an allocator reserves of each stream beyond the most that is allocated at a time.
 
     Found with few layers, since that is how the sizes of tensors follow one another, and not how many layers do.
     """
-    few = _shallow(setting)
+    few = _shallow(setup)
     allocator = build_allocator(kind, device_type=hardware.device_type)
     ledger, _ = _walk(few, hardware, min(2, micro_batches), allocator)
     names = ledger.stream_names()
@@ -138,14 +133,14 @@ def _gaps(setting: Setting, hardware: Hardware, micro_batches: int, kind: Alloca
     }
 
 
-def _shallow(setting: Setting) -> Setting:
+def _shallow(setup: StepSetup) -> StepSetup:
     """The same with the first few blocks, among them one of each kind."""
-    segments, units = setting.segments, setting.units
+    segments, units = setup.segments, setup.units
     kinds = list(dict.fromkeys(map(id, segments.blocks)))
     last_new = max(next(i for i, block in enumerate(segments.blocks) if id(block) == kind) for kind in kinds)
     depth = max(FEW_LAYERS, last_new + 1)
     return dataclasses.replace(
-        setting,
+        setup,
         segments=dataclasses.replace(segments, blocks=segments.blocks[:depth]),
         units=dataclasses.replace(units, blocks=units.blocks[:depth]),
     )

@@ -8,36 +8,32 @@ from abc import abstractmethod
 from collections import deque
 
 from fsdptoys.memory import CPUOffloadExecutor
-from fsdptoys.metrics.prediction import (
-    Category,
-)
+from fsdptoys.metrics.prediction import Category
 from fsdptoys.parallel import FSDP1Config
 from fsdptoys.parallel.fsdp import FSDPConfig
 from fsdptoys.plan.simulator.costs import kernel_seconds
-from fsdptoys.plan.simulator.events import (
-    KernelKind,
-)
+from fsdptoys.plan.simulator.events import KernelKind
 
 from .memory_ledger import COMPUTE, Ledger
-from .step_model import Rehearsal, Setting
-from .units import Unit
+from .step_model import StepModel, StepSetup
+from .units import UnitBytes
 
 COPY_IN, GATHER, REDUCE, ALL_REDUCE = "all-gather copy-in", "all-gather", "reduce-scatter", "all-reduce"
 
 
-class ShardedRehearsal(Rehearsal):
+class ShardedStepModel(StepModel):
     """What FSDP1 and FSDP2 share."""
 
-    def __init__(self, setting: Setting, ledger: Ledger) -> None:
-        super().__init__(setting, ledger)
+    def __init__(self, setup: StepSetup, ledger: Ledger) -> None:
+        super().__init__(setup, ledger)
         assert isinstance(self.config.parallel, FSDPConfig)
         self.parallel = self.config.parallel
         memory = self.config.memory
         self.cpu_offload = memory.cpu_offload
-        self.mirrored = memory.cpu_offload_executor is CPUOffloadExecutor.overlapped and setting.compute_bytes == 2
+        self.mirrored = memory.cpu_offload_executor is CPUOffloadExecutor.overlapped and setup.compute_bytes == 2
         self.order = self.units.in_forward()
-        self.gathered: set[Unit] = set()
-        self.in_flight: dict[Unit, tuple[float, float, float]] = {}
+        self.gathered: set[UnitBytes] = set()
+        self.in_flight: dict[UnitBytes, tuple[float, float, float]] = {}
         """Unit that is being gathered → when that was asked for, when its shards were there, when it is done."""
         self.reduced = 0.0
         """When the last gradient is whole."""
@@ -45,7 +41,7 @@ class ShardedRehearsal(Rehearsal):
         """Bytes of whole gradients on each stream."""
         self.gather_after = 0.0
         """From when on the gathering stream may begin."""
-        self.begun: set[Unit] = set()
+        self.begun: set[UnitBytes] = set()
         """Units whose backward has begun."""
 
     def construct(self) -> None:
@@ -60,7 +56,7 @@ class ShardedRehearsal(Rehearsal):
         self.gather_after = self.ledger.compute
         self.begun.clear()
 
-    def enter(self, unit: Unit) -> None:
+    def enter(self, unit: UnitBytes) -> None:
         """Gather, and what comes next ahead."""
         if unit in self.gathered:
             return
@@ -70,7 +66,7 @@ class ShardedRehearsal(Rehearsal):
         for other in self.order[ahead : ahead + self.parallel.forward_prefetch]:
             self._issue(other)
 
-    def before_backward(self, unit: Unit) -> None:
+    def before_backward(self, unit: UnitBytes) -> None:
         """Gather, and what comes next ahead; once a backward, also where a weight is used twice."""
         if unit in self.begun:
             return
@@ -82,7 +78,7 @@ class ShardedRehearsal(Rehearsal):
             if other.gathered_in_backward:
                 self._issue(other)
 
-    def _next_in_backward(self, unit: Unit) -> list[Unit]:
+    def _next_in_backward(self, unit: UnitBytes) -> list[UnitBytes]:
         behind = self.parallel.backward_prefetch
         order = self.units.after_forward() if behind == 1 else self.order
         if behind != 1 and self.units.head is self.units.embedding:
@@ -90,18 +86,18 @@ class ShardedRehearsal(Rehearsal):
         place = order.index(unit) if unit in order else 0
         return order[max(0, place - behind) : place][::-1]
 
-    def _gather(self, unit: Unit, bytes: int) -> None:
+    def _gather(self, unit: UnitBytes, bytes: int) -> None:
         issued, there = self.ledger.host, self._upload(unit)
         done = max(self.gather_after, there)
-        if self.setting.shard_ranks > 1:
-            done = self.ledger.communicate("all_gather", bytes, self.setting.shard_ranks, 1, "shard", done)
+        if self.setup.shard_ranks > 1:
+            done = self.ledger.communicate("all_gather", bytes, self.setup.shard_ranks, 1, "shard", done)
         self.in_flight[unit] = issued, there, done
 
-    def _await(self, unit: Unit) -> None:
+    def _await(self, unit: UnitBytes) -> None:
         for moment, why in zip(self.in_flight.pop(unit), ("host", "transfers", "communication"), strict=True):
             self.ledger.wait(moment, why)
 
-    def _upload(self, unit: Unit) -> float:
+    def _upload(self, unit: UnitBytes) -> float:
         """Bring offloaded shards to the device; returns when they are there."""
         if not self.cpu_offload:
             return 0.0
@@ -110,27 +106,25 @@ class ShardedRehearsal(Rehearsal):
         return max(self.ledger.transfer(each * size, "up", self.gather_after) for size in unit.local)
 
     @abstractmethod
-    def _issue(self, unit: Unit) -> None:
+    def _issue(self, unit: UnitBytes) -> None:
         """Begin to gather a unit, unless that was begun."""
 
     @abstractmethod
-    def _complete(self, unit: Unit, in_forward: bool) -> None:
+    def _complete(self, unit: UnitBytes, in_forward: bool) -> None:
         """Have it gathered."""
 
     def _reduce(self, bytes: int, after: float) -> float:
-        if self.setting.shard_ranks == 1:
+        if self.setup.shard_ranks == 1:
             return after
-        return self.ledger.communicate("reduce_scatter", bytes, self.setting.shard_ranks, 1, "shard", after)
+        return self.ledger.communicate("reduce_scatter", bytes, self.setup.shard_ranks, 1, "shard", after)
 
     def _all_reduce(self, shard_bytes: int, after: float) -> float:
-        setting = self.setting
-        if setting.replicas == 1:
+        setup = self.setup
+        if setup.replicas == 1:
             return after
-        return self.ledger.communicate(
-            "all_reduce", shard_bytes, setting.replicas, setting.shard_ranks, "replicate", after
-        )
+        return self.ledger.communicate("all_reduce", shard_bytes, setup.replicas, setup.shard_ranks, "replicate", after)
 
-    def _keep_gradient(self, unit: Unit, bytes: int, stream: str) -> None:
+    def _keep_gradient(self, unit: UnitBytes, bytes: int, stream: str) -> None:
         """A shard's gradient is whole, in float32 on a stream."""
         if self.cpu_offload:
             self.reduced = max(self.reduced, self.ledger.transfer(bytes, "down", self.reduced))
@@ -150,13 +144,13 @@ class ShardedRehearsal(Rehearsal):
             self.gradients[stream] = left - freed
 
 
-class FSDP2Rehearsal(ShardedRehearsal):
+class FSDP2StepModel(ShardedStepModel):
     """``fully_shard``: gathers through a buffer on a stream of its own, computes on copies on the computing stream."""
 
     update_stream = REDUCE
 
-    def __init__(self, setting: Setting, ledger: Ledger) -> None:
-        super().__init__(setting, ledger)
+    def __init__(self, setup: StepSetup, ledger: Ledger) -> None:
+        super().__init__(setup, ledger)
         self.previous_output = 0
         """Buffer of the last gather, kept until the next is complete."""
         self.reduce_input = 0
@@ -165,13 +159,13 @@ class FSDP2Rehearsal(ShardedRehearsal):
         self.held_until_end = 0
         self.copied_out = 0.0
         """When the last gather's buffer was read."""
-        self.accumulated: set[Unit] = set()
+        self.accumulated: set[UnitBytes] = set()
 
-    def _issue(self, unit: Unit) -> None:
+    def _issue(self, unit: UnitBytes) -> None:
         if unit in self.gathered or unit in self.in_flight:
             return
-        setting, ledger = self.setting, self.ledger
-        ranks, width = setting.shard_ranks, setting.compute_bytes
+        setup, ledger = self.setup, self.ledger
+        ranks, width = setup.shard_ranks, setup.compute_bytes
         output = unit.local_elements * ranks * width
         if ranks == 1:
             self._gather(unit, output)
@@ -182,15 +176,15 @@ class FSDP2Rehearsal(ShardedRehearsal):
         ledger.add(Category.gathered_parameters, -cast, COPY_IN)
         self._gather(unit, output)
 
-    def _complete(self, unit: Unit, in_forward: bool) -> None:
-        setting, ledger = self.setting, self.ledger
-        output = unit.local_elements * setting.shard_ranks * setting.compute_bytes if setting.shard_ranks > 1 else 0
+    def _complete(self, unit: UnitBytes, in_forward: bool) -> None:
+        setup, ledger = self.setup, self.ledger
+        output = unit.local_elements * setup.shard_ranks * setup.compute_bytes if setup.shard_ranks > 1 else 0
         if in_forward:
             ledger.add(Category.gathered_parameters, -self.previous_output, COPY_IN)
             self.gather_after = max(self.gather_after, self.copied_out)
         self._await(unit)
         self._hold(unit, 1)
-        ledger.move(2 * unit.elements * setting.compute_bytes)
+        ledger.move(2 * unit.elements * setup.compute_bytes)
         if in_forward:
             self.previous_output, self.copied_out = output, ledger.compute
         else:
@@ -203,7 +197,7 @@ class FSDP2Rehearsal(ShardedRehearsal):
         super().begin_forward()
         self.copied_out = self.ledger.compute
 
-    def leave(self, unit: Unit) -> None:
+    def leave(self, unit: UnitBytes) -> None:
         """Reshard, and after the last unit free the last buffer."""
         if unit.resharded:
             self._reshard(unit)
@@ -211,34 +205,34 @@ class FSDP2Rehearsal(ShardedRehearsal):
             self.ledger.add(Category.gathered_parameters, -self.previous_output, COPY_IN)
             self.previous_output = 0
 
-    def _reshard(self, unit: Unit) -> None:
+    def _reshard(self, unit: UnitBytes) -> None:
         if unit in self.gathered:
             self.gathered.remove(unit)
             self._hold(unit, -1)
 
-    def _hold(self, unit: Unit, sign: int) -> None:
-        each = self.setting.shard_ranks * self.setting.compute_bytes
+    def _hold(self, unit: UnitBytes, sign: int) -> None:
+        each = self.setup.shard_ranks * self.setup.compute_bytes
         pieces = [size * each for size in unit.local]
         self.ledger.add(Category.gathered_parameters, sign * sum(pieces), pieces=pieces)
 
-    def after_backward(self, unit: Unit) -> None:
+    def after_backward(self, unit: UnitBytes) -> None:
         """Reshard, then reduce through a buffer of the computing stream, or add up for later."""
-        setting, ledger = self.setting, self.ledger
+        setup, ledger = self.setup, self.ledger
         if not unit.params:
             return
-        width = setting.compute_bytes
+        width = setup.compute_bytes
         gradients = unit.elements * width
         self._reshard(unit)
         if unit in self.accumulated:
             # Added to what earlier micro-batches left, in the reduction's dtype.
-            ledger.move(gradients + 2 * unit.elements * setting.reduce_bytes)
+            ledger.move(gradients + 2 * unit.elements * setup.reduce_bytes)
             self.release_gradients(unit)
             if not self.last:
                 return
         elif not self.last:
             # In the reduction's dtype from here on, one parameter after the other.
-            accumulated = [param.numel() * setting.reduce_bytes for param in unit.params]
-            if width != setting.reduce_bytes:
+            accumulated = [param.numel() * setup.reduce_bytes for param in unit.params]
+            if width != setup.reduce_bytes:
                 ledger.note_peak(max(accumulated))
                 ledger.move(gradients + sum(accumulated))
             self.release_gradients(unit)
@@ -247,21 +241,21 @@ class FSDP2Rehearsal(ShardedRehearsal):
             return
         ledger.wait(self.reduction_read, "communication")
         ledger.add(Category.reduction_buffers, -self.reduce_input)
-        self.reduce_input = unit.local_elements * setting.shard_ranks * setting.reduce_bytes
+        self.reduce_input = unit.local_elements * setup.shard_ranks * setup.reduce_bytes
         ledger.add(Category.reduction_buffers, self.reduce_input)
         ledger.move(gradients + self.reduce_input)
         if unit in self.accumulated:
             self.accumulated.remove(unit)
-            pieces = [param.numel() * setting.reduce_bytes for param in unit.params]
+            pieces = [param.numel() * setup.reduce_bytes for param in unit.params]
             ledger.add(Category.reduction_buffers, -sum(pieces), pieces=pieces)
         else:
             self.release_gradients(unit)
-        shard_bytes = unit.local_elements * setting.reduce_bytes
+        shard_bytes = unit.local_elements * setup.reduce_bytes
         ledger.add(Category.gradients, shard_bytes, REDUCE)
         self.reduction_read = self._reduce(self.reduce_input, ledger.compute)
         self.reduced = max(self.reduced, self._all_reduce(shard_bytes, self.reduction_read))
-        hybrid = setting.replicas > 1
-        if setting.reduce_bytes == 4:
+        hybrid = setup.replicas > 1
+        if setup.reduce_bytes == 4:
             if hybrid and self.cpu_offload:
                 self.held_until_end += shard_bytes
                 ledger.add(Category.gradients, shard_bytes, REDUCE)
@@ -286,19 +280,19 @@ class FSDP2Rehearsal(ShardedRehearsal):
                 self.ledger.wait_on_host()
 
 
-class FSDP1Rehearsal(ShardedRehearsal):
+class FSDP1StepModel(ShardedStepModel):
     """FullyShardedDataParallel: gathers into flat parameters on one stream, reduces flat gradients on another.
 
     What one stream made and another uses is freed late (``record_stream``), which the limit on gathers bounds: the host
     waits for a unit before it gathers the next but one.
     """
 
-    def __init__(self, setting: Setting, ledger: Ledger) -> None:
-        super().__init__(setting, ledger)
+    def __init__(self, setup: StepSetup, ledger: Ledger) -> None:
+        super().__init__(setup, ledger)
         self.freed: deque[tuple[int, float]] = deque()
         """Gathered parameters that were freed: bytes, and when the computing stream is past them."""
         self.flat_gradients: deque[int] = deque()
-        self.accumulated: set[Unit] = set()
+        self.accumulated: set[UnitBytes] = set()
 
     def construct(self) -> None:
         """Make one unit in full after the other, flatten it, keep the shard."""
@@ -322,43 +316,43 @@ class FSDP1Rehearsal(ShardedRehearsal):
     def _keeps_gradients(self) -> bool:
         return isinstance(self.parallel, FSDP1Config) and self.parallel.use_orig_params
 
-    def _issue(self, unit: Unit) -> None:
+    def _issue(self, unit: UnitBytes) -> None:
         if unit in self.gathered or unit in self.in_flight:
             return
-        setting, ledger = self.setting, self.ledger
-        width = setting.compute_bytes
+        setup, ledger = self.setup, self.ledger
+        width = setup.compute_bytes
         if width < 4 or self.cpu_offload:
             ledger.spike(unit.local_elements * width, COPY_IN, Category.gathered_parameters)
         if len(self.freed) >= 2:
             bytes_freed, moment = self.freed.popleft()
             ledger.host = max(ledger.host, moment)
             ledger.reuse(bytes_freed, GATHER)
-        output = unit.local_elements * setting.shard_ranks * width
+        output = unit.local_elements * setup.shard_ranks * width
         ledger.add(Category.gathered_parameters, output, GATHER)
         self._gather(unit, output)
 
-    def _complete(self, unit: Unit, in_forward: bool) -> None:
+    def _complete(self, unit: UnitBytes, in_forward: bool) -> None:
         self._await(unit)
         self.gathered.add(unit)
 
-    def leave(self, unit: Unit) -> None:
+    def leave(self, unit: UnitBytes) -> None:
         """Reshard."""
         if unit.resharded:
             self._reshard(unit)
 
-    def _reshard(self, unit: Unit) -> None:
+    def _reshard(self, unit: UnitBytes) -> None:
         if unit in self.gathered:
             self.gathered.remove(unit)
-            freed = unit.local_elements * self.setting.shard_ranks * self.setting.compute_bytes
+            freed = unit.local_elements * self.setup.shard_ranks * self.setup.compute_bytes
             self.ledger.retire(Category.gathered_parameters, freed, GATHER)
             self.freed.append((freed, self.ledger.compute))
 
-    def after_backward(self, unit: Unit) -> None:
+    def after_backward(self, unit: UnitBytes) -> None:
         """Join the gradients into a flat one, reshard, reduce on the stream for that."""
-        setting, ledger = self.setting, self.ledger
+        setup, ledger = self.setup, self.ledger
         if not unit.params:
             return
-        gradients = unit.elements * setting.compute_bytes
+        gradients = unit.elements * setup.compute_bytes
         ledger.spike(gradients, category=Category.reduction_buffers)
         ledger.move(2 * gradients, len(unit.params))
         if unit.resharded or self.last:
@@ -374,9 +368,9 @@ class FSDP1Rehearsal(ShardedRehearsal):
         self.accumulated.discard(unit)
         if len(self.flat_gradients) >= 2:
             ledger.reuse(self.flat_gradients.popleft(), COMPUTE)
-        padded = unit.local_elements * setting.shard_ranks * setting.reduce_bytes
-        shard_bytes = unit.local_elements * setting.reduce_bytes
-        cast = padded if setting.reduce_bytes != setting.compute_bytes else 0
+        padded = unit.local_elements * setup.shard_ranks * setup.reduce_bytes
+        shard_bytes = unit.local_elements * setup.reduce_bytes
+        cast = padded if setup.reduce_bytes != setup.compute_bytes else 0
         ledger.add(Category.reduction_buffers, cast, REDUCE)
         ledger.add(Category.gradients, shard_bytes, REDUCE)
         # The cast and the division by the ranks run on the stream that reduces.
@@ -388,8 +382,8 @@ class FSDP1Rehearsal(ShardedRehearsal):
         ledger.retire(Category.reduction_buffers, gradients, COMPUTE)
         self.flat_gradients.append(gradients)
         self.reduced = self._all_reduce(shard_bytes, self.reduced)
-        if setting.reduce_bytes != 4:
-            stream = ALL_REDUCE if setting.replicas > 1 else REDUCE
+        if setup.reduce_bytes != 4:
+            stream = ALL_REDUCE if setup.replicas > 1 else REDUCE
             ledger.add(Category.gradients, 4 * unit.local_elements, stream)
             ledger.add(Category.gradients, -shard_bytes, REDUCE)
             self._keep_gradient(unit, 4 * unit.local_elements, stream)

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 from fsdptoys.optim.config import AdamWConfig, MuonConfig
 
 if TYPE_CHECKING:
-    from .step_model import Rehearsal
+    from .step_model import StepModel
 from .optimizer_step import HostUpdate, LowBitUpdate, StreamedUpdate, Update
 
 
-def make_update(walk: "Rehearsal") -> Update:
+def make_update(walk: "StepModel") -> Update:
     """The update that the configuration asks for."""
     memory = walk.config.memory
     if isinstance(walk.config.optim, MuonConfig):

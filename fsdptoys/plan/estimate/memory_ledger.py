@@ -10,16 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdptoys.device.profile import Hardware
-from fsdptoys.metrics.prediction import (
-    Category,
-    Volume,
-)
+from fsdptoys.metrics.prediction import Category, Volume
 from fsdptoys.plan.simulator.allocator import Allocator, Block
 from fsdptoys.plan.simulator.costs import collective_seconds, kernel_seconds, sent_bytes, transfer_seconds
-from fsdptoys.plan.simulator.events import (
-    COMPUTE_STREAM,
-    KernelKind,
-)
+from fsdptoys.plan.simulator.events import COMPUTE_STREAM, KernelKind
 
 from .meta_trace import INPUT, Stage
 

@@ -1,6 +1,6 @@
 """Births and deaths of storages, and operators, while a part of a model runs on the meta device.
 
-A walk is cut into stages wherever it enters or leaves a block's attention or feed-forward, since these may be units of
+A trace is cut into stages wherever it enters or leaves a block's attention or feed-forward, since these may be units of
 a strategy. Of a stage is known how much memory it adds at its highest and at its end, and what happens in between.
 """
 
@@ -52,7 +52,7 @@ class Stage:
 
 
 @dataclass
-class Walk:
+class MetaTrace:
     """Storages that are alive and operators that ran; stages are cut by ``cut``."""
 
     attention: AttentionKind
@@ -136,13 +136,13 @@ class Walk:
 class MetaRecorder(TorchDispatchMode):
     """Notes what runs on the meta device."""
 
-    def __init__(self, walk: Walk) -> None:
+    def __init__(self, trace: MetaTrace) -> None:
         super().__init__()
-        self.walk = walk
+        self.trace = trace
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        walk, name = self.walk, func._schema.name
+        trace, name = self.trace, func._schema.name
         inputs = [
             (argument, tensor)
             for argument, value in given(arguments_of(func), args, kwargs)
@@ -151,21 +151,21 @@ class MetaRecorder(TorchDispatchMode):
         results = func(*args, **kwargs)
         made = list(tensors_in(results))
         for tensor in made:
-            walk.see(tensor)
+            trace.see(tensor)
         storages = {tensor.untyped_storage()._cdata for _, tensor in inputs}
         fresh = [tensor for tensor in made if tensor.untyped_storage()._cdata not in storages]
         mutates = name in TRAFFIC or any(argument.writes for argument, _ in inputs)
         launches_nothing = name in NO_KERNEL or name.startswith(("aten::empty", "aten::new_empty"))
         if func.is_view or launches_nothing or not (fresh or mutates):
             return results
-        if scratch := scratch_bytes(name, args, walk.attention):
-            walk.scratch(scratch)
+        if scratch := scratch_bytes(name, args, trace.attention):
+            trace.scratch(scratch)
         flops = count_flops(func, args, kwargs, results)
         kind = KernelKind.attention if name in ATTENTION else KernelKind.matmul if flops else KernelKind.memory
         # What is written may be a sum in a wider format than what is multiplied.
         operands = [tensor for argument, tensor in inputs if not argument.writes] or [*made, *(t for _, t in inputs)]
         dtype = dtype_name(max(operands, key=Tensor.numel))
-        walk.ran(Operator(kind, flops, traffic(name, args, inputs, fresh), dtype))
+        trace.ran(Operator(kind, flops, traffic(name, args, inputs, fresh), dtype))
         return results
 
 
@@ -173,16 +173,16 @@ class Mark(torch.autograd.Function):
     """Identity that cuts stages where forward and backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, walk: Walk, part: str, enters: bool) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, trace: MetaTrace, part: str, enters: bool) -> Tensor:
         """The tensor."""
-        ctx.walk, ctx.part, ctx.enters = walk, part, enters
-        walk.cut(part if enters else "")
+        ctx.trace, ctx.part, ctx.enters = trace, part, enters
+        trace.cut(part if enters else "")
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         """The gradient."""
-        ctx.walk.cut("" if ctx.enters else ctx.part, backward=True)
+        ctx.trace.cut("" if ctx.enters else ctx.part, backward=True)
         return grads[0], None, None, None
 
 

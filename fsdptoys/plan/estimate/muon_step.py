@@ -11,7 +11,7 @@ from fsdptoys.parallel.fsdp2 import placement
 from .optimizer_step import Update
 
 if TYPE_CHECKING:
-    from .step_model import Rehearsal
+    from .step_model import StepModel
 
 MOMENTUM_BYTES = 12 + 12
 """Traffic of the momentum and the look ahead, for each element that a rank holds."""
@@ -37,13 +37,13 @@ class Dealt:
 class MuonUpdate(Update):
     """On the device; what the first rank does, which owns the largest matrix of each round."""
 
-    def __init__(self, walk: "Rehearsal") -> None:
+    def __init__(self, walk: "StepModel") -> None:
         super().__init__(walk)
         assert isinstance(walk.config.optim, MuonConfig)
         self.optim = walk.config.optim
-        ranks = walk.setting.shard_ranks if isinstance(walk.config.parallel, FSDP2Config) else 1
+        ranks = walk.setup.shard_ranks if isinstance(walk.config.parallel, FSDP2Config) else 1
         self.whole = isinstance(walk.config.parallel, DDPConfig)
-        self.ranks = walk.setting.world_size if self.whole else ranks
+        self.ranks = walk.setup.world_size if self.whole else ranks
         in_blocks = {unit for block in walk.units.blocks for unit in block.values()}
         self.of_matrices: list[int] = []
         self.of_others: list[int] = []
@@ -73,7 +73,7 @@ class MuonUpdate(Update):
         width = self.optim.ns_dtype.torch.itemsize
         for matrix in self.own:
             self._orthogonalise(matrix, beside=0)
-        axis = "world" if self.whole or self.walk.setting.replicas == 1 else "shard"
+        axis = "world" if self.whole or self.walk.setup.replicas == 1 else "shard"
         for start in range(0, len(self.dealt), self.ranks):
             dealt = self.dealt[start : start + self.ranks]
             bytes = width * sum(matrix.local for matrix in dealt)

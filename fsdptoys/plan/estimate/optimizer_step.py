@@ -8,21 +8,17 @@ from torch import nn
 
 from fsdptoys.memory import CPUOffloadExecutor, OffloadSchedule, StateDType
 from fsdptoys.memory.state_streaming import BUFFERS
-from fsdptoys.metrics.prediction import (
-    Category,
-)
+from fsdptoys.metrics.prediction import Category
 from fsdptoys.optim.config import AdamWConfig, Implementation
 from fsdptoys.optim.low_bit_adamw import ELEMENTS_AT_A_TIME
 from fsdptoys.plan.simulator.costs import cpu_update_seconds, kernel_seconds
-from fsdptoys.plan.simulator.events import (
-    KernelKind,
-)
+from fsdptoys.plan.simulator.events import KernelKind
 
 from .memory_ledger import COMPUTE
-from .units import Unit
+from .units import UnitBytes
 
 if TYPE_CHECKING:
-    from .step_model import Rehearsal
+    from .step_model import StepModel
 
 UPDATE_BYTES = {"fused": 28, "other": 80}
 """Traffic of AdamW for each parameter: once over parameter, gradient and both states; or eight passes over some."""
@@ -44,7 +40,7 @@ class Update:
     holds_gradients = False
     """Whether they live on into the next forward."""
 
-    def __init__(self, walk: "Rehearsal") -> None:
+    def __init__(self, walk: "StepModel") -> None:
         self.walk = walk
         config = walk.config
         in_blocks = {unit for block in walk.units.blocks for unit in block.values()}
@@ -72,7 +68,7 @@ class Update:
         stream = self.walk.update_stream if self.in_backward else COMPUTE
         self.walk.ledger.add(Category.optimizer_states, sum(pieces), stream, pieces)
 
-    def before_forward(self, unit: Unit) -> None:
+    def before_forward(self, unit: UnitBytes) -> None:
         """Before a unit's forward in the first micro-batch."""
 
     def step(self) -> None:
@@ -89,7 +85,7 @@ class Update:
         """Update parameters of these sizes together, by AdamW or SGD."""
         self._spend(self.cost(sizes))
 
-    def update_in_backward(self, unit: Unit, stream: str = COMPUTE) -> float:
+    def update_in_backward(self, unit: UnitBytes, stream: str = COMPUTE) -> float:
         """Measure and update a unit's parameters, one after the other; returns seconds where it is not the stream that
         computes."""
         ledger, seconds = self.walk.ledger, 0.0
@@ -156,7 +152,7 @@ class HostUpdate(Update):
         """Hold everything on the host."""
         per_element = 8
         if self.walk.config.memory.cpu_offload_executor is CPUOffloadExecutor.overlapped:
-            per_element += 2 if self.walk.setting.compute_bytes == 2 else 0
+            per_element += 2 if self.walk.setup.compute_bytes == 2 else 0
             self.holds_gradients = True
         self.walk.host_bytes += per_element * self.walk.local + sum(map(sum, self.states))
         self._ready = 0.0
@@ -164,13 +160,13 @@ class HostUpdate(Update):
     def make_states(self) -> None:
         """They are on the host."""
 
-    def before_forward(self, unit: Unit) -> None:
+    def before_forward(self, unit: UnitBytes) -> None:
         """Overlapped: wait for the unit's own part."""
         if self.holds_gradients:
-            ledger, setting = self.walk.ledger, self.walk.setting
+            ledger, setup = self.walk.ledger, self.walk.setup
             # Gradients are scaled, and a mirror is written, by the same threads.
             moved = 8 if self.walk.config.train.max_grad_norm is not None else 0
-            moved += 6 if setting.compute_bytes == 2 else 0
+            moved += 6 if setup.compute_bytes == 2 else 0
             self._ready += cpu_update_seconds(ledger.hardware, unit.local_elements)
             self._ready += moved * unit.local_elements / ledger.hardware.cpu_bandwidth.value
             ledger.host = max(ledger.host, self._ready)
@@ -193,7 +189,7 @@ class StreamedUpdate(Update):
         self.holds_gradients = self.lazy
         limit = memory.offload_bucket_mib * 2**20
         kinds = self.state_width // 4
-        self.buckets: dict[Unit, list[int]] = {}
+        self.buckets: dict[UnitBytes, list[int]] = {}
         """Elements of parameters in each bucket."""
         for unit in walk.units.in_forward():
             cut: list[int] = []
@@ -227,7 +223,7 @@ class StreamedUpdate(Update):
         if self.lazy:
             self.walk.ledger.add(Category.optimizer_states, self.buffer_bytes, pieces=self.buffers)
 
-    def before_forward(self, unit: Unit) -> None:
+    def before_forward(self, unit: UnitBytes) -> None:
         """Lazy: update the unit's buckets, and those of the next."""
         if self.lazy:
             self._update(unit)
@@ -245,7 +241,7 @@ class StreamedUpdate(Update):
         self.walk.ledger.wait(max(self._stored), "transfers")
         self.walk.ledger.add(Category.optimizer_states, -self.buffer_bytes, pieces=self.buffers)
 
-    def _update(self, unit: Unit) -> None:
+    def _update(self, unit: UnitBytes) -> None:
         ledger, kinds = self.walk.ledger, self.state_width // 4
         for size in self.buckets.get(unit, ()):
             travels = self._number >= self.stays

@@ -4,22 +4,20 @@ After ``torch/nn/parallel/distributed.py`` and ``parallel/precision.py``. Not co
 smaller than the others.
 """
 
-from fsdptoys.metrics.prediction import (
-    Category,
-)
+from fsdptoys.metrics.prediction import Category
 from fsdptoys.parallel import DDPConfig
 
-from .step_model import Rehearsal
-from .units import Unit
+from .step_model import StepModel
+from .units import UnitBytes
 
 
-class WholeRehearsal(Rehearsal):
+class ReplicatedStepModel(StepModel):
     """DDP and one process: every rank has everything."""
 
     def construct(self) -> None:
         """Hold the parameters, and DDP's buckets."""
         self.elements = self.local
-        self.casts = self.setting.compute_bytes == 2
+        self.casts = self.setup.compute_bytes == 2
         self.ddp = isinstance(self.config.parallel, DDPConfig)
         self.gradient_bytes = 0
         self.copies = 0
@@ -47,20 +45,20 @@ class WholeRehearsal(Rehearsal):
             self.ledger.move(6 * self.elements, sum(len(unit.params) for unit in self.units.in_forward()))
             self.ledger.add(Category.gathered_parameters, -self.copies, pieces=self.copied)
 
-    def _enter(self, unit: Unit) -> None:
+    def _enter(self, unit: UnitBytes) -> None:
         if not self.casts:
             super()._enter(unit)
 
-    def enter(self, unit: Unit) -> None:
+    def enter(self, unit: UnitBytes) -> None:
         """Everything is there."""
 
-    def leave(self, unit: Unit) -> None:
+    def leave(self, unit: UnitBytes) -> None:
         """Everything stays."""
 
-    def before_backward(self, unit: Unit) -> None:
+    def before_backward(self, unit: UnitBytes) -> None:
         """Everything is there."""
 
-    def after_backward(self, unit: Unit) -> None:
+    def after_backward(self, unit: UnitBytes) -> None:
         """Gradients add up; where the forward computed on copies, theirs stay until all are there."""
         if self.casts:
             return
@@ -92,7 +90,7 @@ class WholeRehearsal(Rehearsal):
             self._all_reduce()
         ledger.wait(self.reduced, "communication")
 
-    def _whole(self, unit: Unit) -> None:
+    def _whole(self, unit: UnitBytes) -> None:
         """A unit's gradients are there, in float32."""
         self.release_gradients(unit)
         pieces = [4 * param.numel() for param in unit.params]
@@ -105,7 +103,7 @@ class WholeRehearsal(Rehearsal):
             self.ledger.add(Category.gradients, sum(pieces), pieces=pieces)
             self.gradient_bytes += sum(pieces)
 
-    def _fill_buckets(self, unit: Unit) -> None:
+    def _fill_buckets(self, unit: UnitBytes) -> None:
         """Put a unit's gradients into buckets, whole, and reduce each as soon as it has its size or more."""
         assert isinstance(self.config.parallel, DDPConfig)
         for param in reversed(unit.params):
@@ -114,12 +112,12 @@ class WholeRehearsal(Rehearsal):
                 self._all_reduce()
 
     def _all_reduce(self) -> None:
-        ledger, width = self.ledger, self.setting.reduce_bytes
+        ledger, width = self.ledger, self.setup.reduce_bytes
         bytes, self.filled = self.filled * width, 0
         if width != 4:
             ledger.spike(bytes)
         after = max(self.reduced, ledger.compute)
-        self.reduced = ledger.communicate("all_reduce", bytes, self.setting.world_size, 1, "world", after)
+        self.reduced = ledger.communicate("all_reduce", bytes, self.setup.world_size, 1, "world", after)
 
     def free_gradients(self, elements: int | None = None) -> None:
         """Those that are not in DDP's buckets."""

@@ -13,24 +13,20 @@ from torch import nn
 
 from fsdptoys.config.schema import Config
 from fsdptoys.memory import GradientCheckpointing
-from fsdptoys.metrics.prediction import (
-    Category,
-)
+from fsdptoys.metrics.prediction import Category
 from fsdptoys.models import DecoderModel
 from fsdptoys.parallel.precision import DType
 from fsdptoys.parallel.strategy import norm_elements
 
 from .activations import Segment, Segments
-from .make_update import (
-    make_update,
-)
+from .make_update import make_update
 from .memory_ledger import COMPUTE, Ledger
 from .meta_trace import INPUT, Stage
-from .units import Unit, Units
+from .units import UnitBytes, Units
 
 
 @dataclass(frozen=True)
-class Setting:
+class StepSetup:
     """What a walk depends on."""
 
     config: Config
@@ -58,30 +54,30 @@ class Setting:
         return self.world_size // self.shard_ranks
 
 
-class Rehearsal(ABC):
+class StepModel(ABC):
     """Walks through steps; a strategy fills in what happens around units.
 
     Args:
-        setting: what is walked through.
+        setup: what is walked through.
         ledger: that keeps account.
     """
 
-    def __init__(self, setting: Setting, ledger: Ledger) -> None:
-        self.setting, self.ledger = setting, ledger
-        self.config = setting.config
-        self.units = setting.units
+    def __init__(self, setup: StepSetup, ledger: Ledger) -> None:
+        self.setup, self.ledger = setup, ledger
+        self.config = setup.config
+        self.units = setup.units
         self.host_bytes = 0
         memory = self.config.memory
         self.local = sum(unit.local_elements for unit in self.units.in_forward())
         """Elements that this rank updates."""
-        blocks = range(len(setting.segments.blocks))
+        blocks = range(len(setup.segments.blocks))
         on = memory.gradient_checkpointing is not GradientCheckpointing.none
         chosen = list(blocks[memory.checkpointing_start_index :: memory.checkpointing_every]) if on else []
         self._offloaded = chosen if memory.activation_offload else []
         self._travels: dict[int, float] = {}
         """Checkpointed block whose activations have left, or are leaving → when they have."""
         self._away: set[int] = set()
-        self._gradients: dict[Unit, list[tuple[int, int]]] = {}
+        self._gradients: dict[UnitBytes, list[tuple[int, int]]] = {}
         """Storages of gradients that a backward made: segment and number."""
         self.update = make_update(self)
 
@@ -98,19 +94,19 @@ class Rehearsal(ABC):
         """Before the embedding."""
 
     @abstractmethod
-    def enter(self, unit: Unit) -> None:
+    def enter(self, unit: UnitBytes) -> None:
         """Before a unit's forward, or its recomputation."""
 
     @abstractmethod
-    def leave(self, unit: Unit) -> None:
+    def leave(self, unit: UnitBytes) -> None:
         """After its forward."""
 
     @abstractmethod
-    def before_backward(self, unit: Unit) -> None:
+    def before_backward(self, unit: UnitBytes) -> None:
         """Before a unit's backward."""
 
     @abstractmethod
-    def after_backward(self, unit: Unit) -> None:
+    def after_backward(self, unit: UnitBytes) -> None:
         """After it: gradients of the whole unit are there."""
 
     @abstractmethod
@@ -165,7 +161,7 @@ class Rehearsal(ABC):
             # The norm reads; scaling by it, where the update does not do that, reads and writes.
             scales = train.max_grad_norm is not None and not self.update.holds_gradients
             ledger.host_work((12 if scales else 4) * self.local / ledger.hardware.cpu_bandwidth.value)
-        ends = ledger.communicate("all_reduce", 512, self.setting.world_size, 1, "world", ledger.compute)
+        ends = ledger.communicate("all_reduce", 512, self.setup.world_size, 1, "world", ledger.compute)
         ledger.wait(ends, "communication")
         ledger.wait_on_host()
         if makes_states and not self.update.in_backward:
@@ -177,11 +173,11 @@ class Rehearsal(ABC):
         ledger.phase = "end"
 
     def _rotation_bytes(self) -> int:
-        tables = getattr(self.setting.model, "inv_freq", None)
+        tables = getattr(self.setup.model, "inv_freq", None)
         return 0 if tables is None else 2 * self.config.train.seq_len * tables.numel() * 4
 
     def _forward(self) -> None:
-        segments, units = self.setting.segments, self.units
+        segments, units = self.setup.segments, self.units
         if units.root.params:
             self.enter(units.root)
         self._forward_through(0, segments.embedding, {"": units.embedding}, Category.activations)
@@ -191,7 +187,7 @@ class Rehearsal(ABC):
             self._offload_after(index)
         self._forward_through(len(units.blocks) + 1, segments.head, {"": units.head}, Category.logits)
 
-    def _forward_through(self, number: int, segment: Segment, units: dict[str, Unit], category: Category) -> None:
+    def _forward_through(self, number: int, segment: Segment, units: dict[str, UnitBytes], category: Category) -> None:
         self._enter(units[""])
         part = ""
         for stage in segment.forward:
@@ -207,15 +203,15 @@ class Rehearsal(ABC):
             self.leave(units[part])
         self.leave(units[""])
 
-    def _enter(self, unit: Unit) -> None:
+    def _enter(self, unit: UnitBytes) -> None:
         if self.first:
             self.update.before_forward(unit)
         if unit.params:
             self.enter(unit)
 
     def _backward(self) -> None:
-        segments, units = self.setting.segments, self.units
-        model = self.setting.model
+        segments, units = self.setup.segments, self.units
+        model = self.setup.model
         head, embedding = {"": units.head}, {"": units.embedding}
         last = len(units.blocks) + 1
         self._backward_through(last, segments.head, head, Category.logits, _elements(model.norm, model.lm_head))
@@ -240,14 +236,14 @@ class Rehearsal(ABC):
                 if storage not in before:
                     self.ledger.release(*storage)
             self._gradients[units.embedding] = before
-            self.ledger.account(Category.reduction_buffers, -tables[""] * self.setting.compute_bytes)
+            self.ledger.account(Category.reduction_buffers, -tables[""] * self.setup.compute_bytes)
         if units.embedding is not units.root:
             self.after_backward(units.embedding)
         if units.root.params:
             self.after_backward(units.root)
 
     def _backward_through(
-        self, number: int, segment: Segment, units: dict[str, Unit], category: Category, elements: dict[str, int]
+        self, number: int, segment: Segment, units: dict[str, UnitBytes], category: Category, elements: dict[str, int]
     ) -> None:
         if units[""].params:
             self.before_backward(units[""])
@@ -261,7 +257,7 @@ class Rehearsal(ABC):
             part = stage.part
             later = {other.part for other in segment.backward[index + 1 :]}
             # Of a part's stages the last one makes its gradients; the others are recomputation.
-            gradients = left.pop(part, 0) * self.setting.compute_bytes if part not in later else 0
+            gradients = left.pop(part, 0) * self.setup.compute_bytes if part not in later else 0
             self._stage(number, stage, category, gradients)
             if part in units and part and part not in later:
                 self.after_backward(units[part])
@@ -274,9 +270,9 @@ class Rehearsal(ABC):
         self.ledger.storages(number, stage)
         self.ledger.run(stage)
 
-    def release_gradients(self, unit: Unit) -> None:
+    def release_gradients(self, unit: UnitBytes) -> None:
         """Free what the backward made for a unit, in the number format of the backward."""
-        self.ledger.account(Category.reduction_buffers, -unit.elements * self.setting.compute_bytes)
+        self.ledger.account(Category.reduction_buffers, -unit.elements * self.setup.compute_bytes)
         for storage in self._gradients.pop(unit, ()):
             self.ledger.release(*storage)
 
@@ -290,14 +286,14 @@ class Rehearsal(ABC):
         if place >= 2:
             leaving = self._offloaded[place - 2]
             self.ledger.wait(self._travels.pop(leaving), "transfers")
-            self.ledger.account(Category.activations, -self.setting.segments.blocks[leaving].offloadable_bytes)
-            for number in self.setting.segments.blocks[leaving].offloadable:
+            self.ledger.account(Category.activations, -self.setup.segments.blocks[leaving].offloadable_bytes)
+            for number in self.setup.segments.blocks[leaving].offloadable:
                 self.ledger.release(leaving + 1, number)
             self._away.add(leaving)
 
     def _offload_after(self, index: int) -> None:
         if index in self._offloaded and index != self._offloaded[-1]:
-            saved = self.setting.segments.blocks[index].offloadable_bytes
+            saved = self.setup.segments.blocks[index].offloadable_bytes
             self._travels[index] = self.ledger.transfer(saved, "down", self.ledger.compute)
             if self.first:
                 self.host_bytes += 1 << max(0, saved - 1).bit_length()
@@ -310,9 +306,9 @@ class Rehearsal(ABC):
         for wanted in self._offloaded[max(0, place - 1) : place + 1]:
             if wanted in self._away:
                 self._away.remove(wanted)
-                saved = self.setting.segments.blocks[wanted].offloadable_bytes
+                saved = self.setup.segments.blocks[wanted].offloadable_bytes
                 self.ledger.account(Category.activations, saved)
-                for number, size in self.setting.segments.blocks[wanted].offloadable.items():
+                for number, size in self.setup.segments.blocks[wanted].offloadable.items():
                     self.ledger.hold(wanted + 1, number, size)
                 self._travels[wanted] = self.ledger.transfer(saved, "up", self.ledger.compute)
         self.ledger.wait(self._travels.pop(index, 0.0), "transfers")

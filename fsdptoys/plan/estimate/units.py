@@ -15,7 +15,7 @@ from .meta_trace import PARTS
 
 
 @dataclass(eq=False)
-class Unit:
+class UnitBytes:
     """Parameters that are gathered together."""
 
     params: list[nn.Parameter] = field(default_factory=list)
@@ -45,21 +45,21 @@ class Unit:
 class Units:
     """A model's, by where it needs them."""
 
-    embedding: Unit
-    blocks: list[dict[str, Unit]]
+    embedding: UnitBytes
+    blocks: list[dict[str, UnitBytes]]
     """Of each block: its own under the empty name, and those of parts that are units."""
-    head: Unit
+    head: UnitBytes
     """The same object as the embedding's, where one unit holds both."""
-    root: Unit
+    root: UnitBytes
     """What is left: gathered all the time."""
 
-    def in_forward(self) -> list[Unit]:
+    def in_forward(self) -> list[UnitBytes]:
         """Every unit once, in the order in which the forward needs them."""
         inner = [unit for block in self.blocks for unit in block.values()]
         every = dict.fromkeys([self.root, self.embedding, *inner, self.head])
         return [unit for unit in every if unit.params]
 
-    def after_forward(self) -> list[Unit]:
+    def after_forward(self) -> list[UnitBytes]:
         """Every unit but a root of its own, in the order in which their forwards end."""
         inner = [unit for block in self.blocks for unit in [*list(block.values())[1:], block[""]]]
         first = [] if self.embedding is self.head else [self.embedding]
@@ -104,7 +104,7 @@ def make_units(model: DecoderModel, strategy: str, wrap: Wrap, ranks: int) -> Un
     )
 
 
-def _unit(params: Iterable[nn.Parameter], strategy: str, ranks: int) -> Unit:
+def _unit(params: Iterable[nn.Parameter], strategy: str, ranks: int) -> UnitBytes:
     chosen = list(params)
     if strategy == "fsdp1":
         # Flattened first, so that only the unit's end is padded.
@@ -114,8 +114,8 @@ def _unit(params: Iterable[nn.Parameter], strategy: str, ranks: int) -> Unit:
         local = [round(share) for share in shares]
         if local:
             local[-1] += (total + padding) // ranks - sum(local)
-        return Unit(chosen, local)
-    return Unit(chosen, [_rows(param, ranks) for param in chosen])
+        return UnitBytes(chosen, local)
+    return UnitBytes(chosen, [_rows(param, ranks) for param in chosen])
 
 
 def _rows(param: nn.Parameter, ranks: int) -> int:

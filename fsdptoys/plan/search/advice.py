@@ -18,7 +18,7 @@ from fsdptoys.parallel import FSDP2Config
 from fsdptoys.parallel.fsdp import FSDPConfig, ReshardAfterForward, Wrap
 from fsdptoys.parallel.precision import DType
 
-from .switches import Changes, read, validate_switches, vary, words_between
+from .switches import Changes, overrides_between, read, validate_switches, vary
 
 MOST = 5
 """Pieces of advice."""
@@ -74,7 +74,7 @@ def advise(
     def told(changes: Changes) -> Advice | None:
         try:
             varied = vary(config, changes)
-            words = words_between(config, varied)
+            words = overrides_between(config, varied)
             if not words:
                 return None
             after = validated(varied)

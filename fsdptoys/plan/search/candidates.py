@@ -68,13 +68,13 @@ class Combinations:
         usable = [name for name in self.space.strategies if name != ("ddp" if self.world_size == 1 else "single")]
         # FSDP1 moves what FSDP2 moves, and comes in where that is fast.
         usable = [name for name in usable if name != "fsdp1" or "fsdp2" not in usable or "parallel" in self.fixed]
-        for strategy in self._agreeing([{"parallel": name} for name in usable]):
+        for strategy in self._allowed([{"parallel": name} for name in usable]):
             name = strategy.get("parallel", self.base.parallel.name)
             yield from _products([strategy], *self._lists(name))
 
-    def beside(self, changes: Changes) -> Iterator[dict[str, Any]]:
+    def neighbors(self, changes: Changes) -> Iterator[dict[str, Any]]:
         """A combination's neighbours: with whole logits, in what only FSDP has, and on the next meshes."""
-        for chunked in self._agreeing(CHUNKED):
+        for chunked in self._allowed(CHUNKED):
             yield {**changes, **chunked}
         strategy = changes.get("parallel", self.base.parallel.name)
         if strategy not in SHARDING:
@@ -84,10 +84,10 @@ class Combinations:
         if "memory.cpu_offload_executor" in changes:
             executors += [{"memory.cpu_offload_executor": CPUOffloadExecutor.native}]
         for parts in _products(
-            self._agreeing(others),
-            self._agreeing(executors),
-            self._agreeing([{"parallel.wrap": wrap} for wrap in self.space.wraps]),
-            self._agreeing([{"parallel.reshard_after_forward": reshard} for reshard in self.space.reshards]),
+            self._allowed(others),
+            self._allowed(executors),
+            self._allowed([{"parallel.wrap": wrap} for wrap in self.space.wraps]),
+            self._allowed([{"parallel.reshard_after_forward": reshard} for reshard in self.space.reshards]),
         ):
             one = {**changes, **parts}
             overlapped = one.get("memory.cpu_offload_executor") is CPUOffloadExecutor.overlapped
@@ -112,7 +112,7 @@ class Combinations:
                 {"memory.gradient_checkpointing": mode, "memory.activation_offload": offload} for offload in offloading
             ]
         lists.append(checkpointing)
-        lists.append(self._agreeing(CHUNKED)[:1])
+        lists.append(self._allowed(CHUNKED)[:1])
         offloads: list[Changes] = [{"memory.optimizer_offload": False, "memory.cpu_offload": False}]
         if self.space.optimizer_offload:
             offloads.append({"memory.optimizer_offload": True, "memory.cpu_offload": False})
@@ -124,9 +124,9 @@ class Combinations:
                 {"memory.cpu_offload": True, "memory.optimizer_offload": False, "memory.cpu_offload_executor": best}
             )
         lists.append(offloads)
-        return [self._agreeing(alternatives) for alternatives in lists]
+        return [self._allowed(alternatives) for alternatives in lists]
 
-    def _agreeing(self, alternatives: Sequence[Changes]) -> list[Changes]:
+    def _allowed(self, alternatives: Sequence[Changes]) -> list[Changes]:
         """The alternatives that leave what was typed as it is, or one that changes nothing."""
         varied: list[Changes] = [
             {key: value for key, value in changes.items() if key not in self.fixed} for changes in alternatives

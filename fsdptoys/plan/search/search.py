@@ -35,7 +35,7 @@ from fsdptoys.models import ModelConfig
 
 from .candidates import EVERYTHING, SENSIBLE, Combinations, Space
 from .ranking import TIE, Candidate, frontier, rank
-from .switches import Changes, count_switches, node_ranks_of, read, validate_switches, vary, words_between
+from .switches import Changes, count_switches, node_ranks_of, overrides_between, read, validate_switches, vary
 
 MOST_SEQUENCES = 2**14
 """Of a rank's batch."""
@@ -264,7 +264,7 @@ class _Exploration:
             by_speed = sorted(self.fitting, key=lambda candidate: -candidate.tokens_per_second)
             by_size = sorted(self.over, key=lambda candidate: candidate.reserved_bytes)
             for seed in _different(by_speed) + _different(frontier(self.fitting)) + _different(by_size):
-                for changes in combinations.beside(seed.changes):
+                for changes in combinations.neighbors(seed.changes):
                     self._grow_batch(changes, seed.config.train.batch_size)
 
     def _grow_batch(self, changes: Changes, start: int) -> None:
@@ -304,7 +304,7 @@ class _Exploration:
             ConfigError: if the combination cannot be.
         """
         varied = vary(self.base, {**changes, "train.batch_size": batch}, self.fixed)
-        words = (*self.words, *words_between(self.base, varied))
+        words = (*self.words, *overrides_between(self.base, varied))
         missing = [key for key in self.fixed if key.startswith("parallel.") and read(varied, key) is None]
         if missing:
             raise ConfigError(f"{missing[0]} is not an option of parallel={varied.parallel.name}; leave it out")

@@ -71,7 +71,7 @@ def vary(config: Config, changes: Changes, fixed: Collection[str] = ()) -> Confi
     return varied
 
 
-def words_between(base: Config, config: Config) -> list[str]:
+def overrides_between(base: Config, config: Config) -> list[str]:
     """The words that, typed after those that composed ``base``, compose ``config``; both as composed."""
     words = []
     for section in SECTIONS:

@@ -17,21 +17,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from fsdptoys.device.profile import Hardware
-from fsdptoys.metrics.prediction import (
-    Category,
-    MemoryPrediction,
-    TimePrediction,
-    Volume,
-)
+from fsdptoys.metrics.prediction import Category, MemoryPrediction, TimePrediction, Volume
 
 from .allocator import Allocator, Block
-from .events import (
-    Alloc,
-    Free,
-    Mark,
-    RecordStream,
-    Trace,
-)
+from .events import Alloc, Free, Mark, RecordStream, Trace
 from .stream_clock import Cause, Clock
 
 CATEGORIES = tuple(Category)

@@ -25,14 +25,7 @@ from typing import Any, NamedTuple, Optional
 from fsdptoys.device.profile import Hardware
 from fsdptoys.metrics.prediction import Volume
 
-from .costs import (
-    collective_seconds,
-    host_work_seconds,
-    kernel_seconds,
-    sent_bytes,
-    spread,
-    transfer_seconds,
-)
+from .costs import collective_seconds, host_work_seconds, kernel_seconds, sent_bytes, spread, transfer_seconds
 from .events import (
     COMPUTE_STREAM,
     Collective,

@@ -7,15 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdptoys.metrics.prediction import (
-    Category,
-)
-from fsdptoys.plan.simulator.events import (
-    COMPUTE_STREAM,
-    Collective,
-    Event,
-    WaitEvent,
-)
+from fsdptoys.metrics.prediction import Category
+from fsdptoys.plan.simulator.events import COMPUTE_STREAM, Collective, Event, WaitEvent
 from fsdptoys.profiler.dispatch import COLLECTIVES, arguments_of, given, tensors_in
 
 from .fake_device import MODULE

@@ -161,7 +161,7 @@ class PlannedGrouped(grouped.Grouped):
 
 
 class Workers(Protocol):
-    """Who is told of work that threads would do (``Recorder``)."""
+    """Who is told of work that threads would do (``OpRecorder``)."""
 
     in_worker: bool
     worker_jobs: int
@@ -212,7 +212,7 @@ class InlineExecutor:
 
 
 @contextmanager
-def substituted(attention: AttentionKind, workers: Workers) -> Iterator[None]:
+def replace_kernels(attention: AttentionKind, workers: Workers) -> Iterator[None]:
     """Take a device's kernels, and a thread's work in this one.
 
     Args:

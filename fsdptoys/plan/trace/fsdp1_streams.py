@@ -26,11 +26,11 @@ from .fake_device import MODULE, Stream
 
 JOINS = ("SplitBackward0", "SplitWithSizesBackward0")
 """Names of the operator that views are made by, whose backward joins gradients."""
-_TOLD = "issued on the stream of its forward"
+_ISSUED = "issued on the stream of its forward"
 
 
 @contextmanager
-def honoured() -> Iterator[None]:
+def backward_on_forward_streams() -> Iterator[None]:
     """Issue the backward of FSDP1's views, and what follows it, on the stream that they were made on; twice is once."""
     if hasattr(_runtime_utils._post_backward_hook, "original"):
         yield
@@ -69,9 +69,9 @@ def _join_of(handle: FlatParamHandle) -> Node | None:
 def _issue_on(node: Node, stream: Stream) -> None:
     """Let a node's backward be issued on a stream, the first that it is told."""
     notes: dict[str, Any] = node.metadata  # type: ignore[assignment]
-    if _TOLD in notes:
+    if _ISSUED in notes:
         return  # with original parameters the views of the forward come again before the backward
-    notes[_TOLD] = True
+    notes[_ISSUED] = True
     before: list[Stream] = []
 
     def begin(gradients: tuple[Tensor, ...]) -> None:

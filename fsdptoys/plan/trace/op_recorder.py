@@ -23,9 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdptoys.device import MemoryStats
 from fsdptoys.device.profile import AttentionKind
-from fsdptoys.metrics.prediction import (
-    Category,
-)
+from fsdptoys.metrics.prediction import Category
 from fsdptoys.plan.simulator.events import (
     COMPUTE_STREAM,
     Event,
@@ -53,7 +51,7 @@ from .storages import Storage, Storages
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
-class Recorder(TorchDispatchMode):
+class OpRecorder(TorchDispatchMode):
     """Writes a trace; enter ``watch`` within a ``FakeTensorMode``.
 
     Args:

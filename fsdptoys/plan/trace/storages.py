@@ -15,16 +15,8 @@ import torch
 from torch import Tensor
 
 from fsdptoys.device import MemoryStats
-from fsdptoys.metrics.prediction import (
-    Category,
-)
-from fsdptoys.plan.simulator.events import (
-    Alloc,
-    Event,
-    Free,
-    RecordStream,
-    Trace,
-)
+from fsdptoys.metrics.prediction import Category
+from fsdptoys.plan.simulator.events import Alloc, Event, Free, RecordStream, Trace
 
 from .op_schema import local
 

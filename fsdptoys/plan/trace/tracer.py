@@ -33,26 +33,21 @@ from fsdptoys.config.schema import Config
 from fsdptoys.data import SyntheticConfig
 from fsdptoys.device.profile import AttentionKind, Hardware
 from fsdptoys.errors import ConfigError
-from fsdptoys.metrics.prediction import (
-    Category,
-)
+from fsdptoys.metrics.prediction import Category
 from fsdptoys.models import npu_kernels
 from fsdptoys.models.layers import LMHead
 from fsdptoys.parallel.float8 import Float8
 from fsdptoys.parallel.precision import CastParameters
-from fsdptoys.plan.simulator.events import (
-    COMPUTE_STREAM,
-    Trace,
-)
+from fsdptoys.plan.simulator.events import COMPUTE_STREAM, Trace
 from fsdptoys.profiler import DebugConfig, ProfileConfig
 from fsdptoys.train.trainer import Trainer
 
 from . import fake_device
-from . import fsdp1_streams as backward_streams
 from .fake_device import MODULE, PlannedDevice, Stream, torch_device_type
-from .fake_kernels import substituted
+from .fake_kernels import replace_kernels
 from .fake_tensors import fake_tensors
-from .op_recorder import Recorder
+from .fsdp1_streams import backward_on_forward_streams
+from .op_recorder import OpRecorder
 
 STEPS = 2
 """That are taken; the last one is like all that would follow."""
@@ -76,7 +71,7 @@ PURPOSES = {
 }
 """Name of the attribute that a stream is kept under, in PyTorch's FSDP and here → what the stream is for."""
 
-Program = Callable[[Recorder], None]
+Program = Callable[[OpRecorder], None]
 
 
 def trace(config: Config, hardware: Hardware, world_size: int, n_layers: Sequence[int]) -> list[Trace]:
@@ -140,13 +135,13 @@ def trace_here(program: Program, *, attention: AttentionKind, world_size: int, w
     """
     device_type = DEVICE_TYPES[attention]
     fake_device.install(device_type, world_size)
-    recorder = Recorder(torch_device_type(device_type), attention, workspace_bytes)
+    recorder = OpRecorder(torch_device_type(device_type), attention, workspace_bytes)
     recorder.streams = stream_purposes
     with ExitStack() as stack:
-        stack.enter_context(substituted(attention, recorder))
+        stack.enter_context(replace_kernels(attention, recorder))
         stack.enter_context(fake_tensors(recorder.device_type))
         if device_type != "cpu":
-            stack.enter_context(backward_streams.honoured())
+            stack.enter_context(backward_on_forward_streams())
         stack.enter_context(recorder.watch())
         program(recorder)
         return recorder.finish()
@@ -160,7 +155,7 @@ def trainer_program(config: Config, hardware: Hardware) -> Program:
         hardware: for the device's name and memory.
     """
 
-    def run(recorder: Recorder) -> None:
+    def run(recorder: OpRecorder) -> None:
         device = PlannedDevice(hardware.device_type, hardware.title, int(hardware.memory_bytes.value))
         recorder.mark(0, "construction")
         trainer = Trainer(_steps_only(config), device, fill=lambda param, name: None)
@@ -238,7 +233,7 @@ def _all_reduce(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Te
     return future
 
 
-def _watch_head(head: LMHead, recorder: Recorder) -> None:
+def _watch_head(head: LMHead, recorder: OpRecorder) -> None:
     """Tell the recorder what is allocated for logits and loss: in the head's forward, and in its backward."""
 
     def end(*_: Any) -> None:

@@ -3,19 +3,9 @@
 import pytest
 
 from fsdptoys.config.plan_config import AllocatorKind
-from fsdptoys.metrics.prediction import (
-    Category,
-)
+from fsdptoys.metrics.prediction import Category
 from fsdptoys.plan.simulator.allocator import MIB, build_allocator
-from fsdptoys.plan.simulator.events import (
-    Alloc,
-    Free,
-    Kernel,
-    KernelKind,
-    Mark,
-    RecordStream,
-    Trace,
-)
+from fsdptoys.plan.simulator.events import Alloc, Free, Kernel, KernelKind, Mark, RecordStream, Trace
 from fsdptoys.plan.simulator.replay import replay
 from tests.plan.simulator.imagined import imagined_hardware
 

@@ -3,9 +3,7 @@
 import pytest
 
 from fsdptoys.config.plan_config import AllocatorKind
-from fsdptoys.metrics.prediction import (
-    Category,
-)
+from fsdptoys.metrics.prediction import Category
 from fsdptoys.plan.simulator.allocator import NativeAllocator, OutOfMemory, build_allocator
 from fsdptoys.plan.simulator.events import (
     Alloc,
