@@ -114,6 +114,8 @@ class DataConfig(ABC):
 
     name: ClassVar[str]
     """The word after ``data=``."""
+    reads_files: ClassVar[bool] = True
+    """Whether samples are read from files, which takes time."""
 
     eval_fix: ClassVar[str] = "data.eval_fraction=0.05"
     """The override that holds a part out."""

@@ -37,6 +37,7 @@ class SyntheticConfig(DataConfig):
     """Tokens from a Markov source with known entropy."""
 
     name = "synthetic"
+    reads_files = False
     eval_fix = "data.eval_samples=256"
 
     branching: int = 8

@@ -104,6 +104,10 @@ class OptimConfig(ABC):
 
     name: ClassVar[str]
     """The word after ``optim=``."""
+    exchanges_matrices: ClassVar[bool] = False
+    """Whether ranks exchange shards so that each matrix is updated whole by one of them."""
+    update_takes_scratch: ClassVar[bool] = True
+    """Whether the unfused update allocates temporaries of the parameters' size."""
 
     lr: float = 3e-4
     """Highest learning rate."""
@@ -142,6 +146,16 @@ class OptimConfig(ABC):
     def keeps_states(self) -> bool:
         """Whether there are any."""
         return bool(self.state_widths)
+
+    @property
+    def low_bit_format(self) -> str | None:
+        """Format of matrices' states in 8 or 4 bits; None for wider states."""
+        return None
+
+    @property
+    def updates_float32_copies(self) -> bool:
+        """Whether the update computes on float32 copies of the states, one parameter at a time."""
+        return False
 
     def is_matrix(self, shape: Sequence[int], in_block: bool) -> bool:
         """Whether a parameter of this shape, in a block or outside of all, is updated as a matrix of its own kind."""
@@ -221,10 +235,20 @@ class AdamWConfig(AdamWSettings):
         """Two means; of what is kept in fewer bits, the rest."""
         return (2, 2) if self.state_dtype is StateDType.bfloat16 else (4, 4)
 
+    @property
+    def low_bit_format(self) -> str | None:
+        """Name of torchao's format."""
+        return self.state_dtype.value if self.state_dtype.is_low_bit else None
+
+    @property
+    def updates_float32_copies(self) -> bool:
+        """bfloat16 states are widened for the update."""
+        return self.state_dtype is StateDType.bfloat16
+
     def is_matrix(self, shape: Sequence[int], in_block: bool) -> bool:
         """Whether its states are kept in few bits."""
-        kept = self.state_dtype
-        return kept.is_low_bit and low_bit_adamw.block_elements(kept.value, shape) is not None
+        kept = self.low_bit_format
+        return kept is not None and low_bit_adamw.block_elements(kept, shape) is not None
 
     def state_bytes(self, shape: Sequence[int], elements: int, in_block: bool) -> tuple[int, ...]:
         """Those of codes and scales for matrices."""
@@ -255,6 +279,7 @@ class MuonConfig(AdamWSettings):
     """Muon for the blocks' matrices, AdamW for everything else (https://kellerjordan.github.io/posts/muon/)."""
 
     name: ClassVar[str] = "muon"
+    exchanges_matrices: ClassVar[bool] = True
 
     momentum: float = 0.95
     """Decay of the mean of the matrices' gradients."""
@@ -318,6 +343,7 @@ class SGDConfig(OptimConfig):
     """Stochastic gradient descent with momentum."""
 
     name: ClassVar[str] = "sgd"
+    update_takes_scratch: ClassVar[bool] = False
 
     momentum: float = 0.9
     """Decay of the running sum of gradients; 0 keeps none."""

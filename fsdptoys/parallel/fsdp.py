@@ -42,6 +42,8 @@ class ReshardAfterForward(Enum):
 class FSDPConfig(ReducingConfig):
     """Sharded parameters, gradients and optimizer states."""
 
+    shards_parameters: ClassVar[bool] = True
+
     wrap: Wrap = Wrap.block
     """Which modules become units."""
     reshard_after_forward: ReshardAfterForward = ReshardAfterForward.default
@@ -75,6 +77,7 @@ class FSDP1Config(FSDPConfig):
     """Flat-parameter sharding."""
 
     name: ClassVar[str] = "fsdp1"
+    flattens_parameters: ClassVar[bool] = True
 
     use_orig_params: bool = True
     """Show the optimizer the model's own parameters rather than one flat parameter a unit."""
@@ -131,6 +134,7 @@ class FSDP2Config(FSDPConfig):
     """Per-parameter sharding."""
 
     name: ClassVar[str] = "fsdp2"
+    overlaps_cpu_offload: ClassVar[bool] = True
 
     @property
     def gradients_held(self) -> None:

@@ -27,6 +27,7 @@ class SingleConfig(ParallelConfig):
     """One process."""
 
     name: ClassVar[str] = "single"
+    single_process: ClassVar[bool] = True
 
     simulated_ranks: int = 1
     """Data-parallel ranks whose micro-batches the one process runs one after another."""

@@ -61,6 +61,14 @@ class ParallelConfig(ABC):
 
     name: ClassVar[str]
     """The word after ``parallel=``."""
+    single_process: ClassVar[bool] = False
+    """Whether one process trains alone."""
+    shards_parameters: ClassVar[bool] = False
+    """Whether each of ``mesh.fsdp_size`` ranks holds a shard of every parameter, and gathers it where needed."""
+    flattens_parameters: ClassVar[bool] = False
+    """Whether a unit is one module whose parameters are concatenated into a flat one."""
+    overlaps_cpu_offload: ClassVar[bool] = False
+    """Whether ``memory.cpu_offload_executor=overlapped`` can update offloaded parameters during the next forward."""
 
     param_dtype: DType = DType.float32
     """Number format of forward and backward; parameters and optimizer states stay float32."""

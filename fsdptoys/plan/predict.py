@@ -11,7 +11,6 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.launch.hardware import profile_of_this_machine
 from fsdptoys.metrics.prediction import Prediction
 from fsdptoys.models import MoEConfig
-from fsdptoys.optim.config import AdamWConfig
 from fsdptoys.parallel.float8 import Float8
 from fsdptoys.parallel.mesh import straddling
 from fsdptoys.plan.estimate.estimate import closed_form
@@ -72,7 +71,7 @@ def world_size_of(config: Config, hardware: Hardware) -> int:
     """Ranks to plan for: those that are asked for, or one machine's."""
     if config.plan.world_size is not None:
         return config.plan.world_size
-    if config.parallel.name == "single":
+    if config.parallel.single_process:
         return 1
     on_a_machine = config.launch.nproc_per_node
     if on_a_machine == -1:
@@ -146,7 +145,7 @@ def doubts(config: Config, hardware: Hardware, world_size: int) -> tuple[str, ..
             f"time beyond {VALIDATED_RANKS} ranks was held against no measurement: stragglers, congestion and "
             "failures are not modelled, so its error band is open upwards"
         )
-    if config.parallel.name.startswith("fsdp"):
+    if config.parallel.shards_parameters:
         ranks = config.mesh.shard_ranks(world_size)
         sentence = straddling(ranks, world_size, node_ranks_of(config, hardware, world_size))
         if sentence is not None:
@@ -174,7 +173,7 @@ def doubts(config: Config, hardware: Hardware, world_size: int) -> tuple[str, ..
             f"plan.hardware={hardware.name} assumes {', '.join(rates)}; {UNCALIBRATED_BAND}, and fsdptoys plan "
             "calibrate replaces rates by measurements"
         )
-    if config.parallel.name == "fsdp1" or config.memory.optimizer_offload:
+    if config.parallel.flattens_parameters or config.memory.optimizer_offload:
         found.append("two steps are traced, and what is reserved here may grow in a third: up to 2% seen")
     if config.train.compile:
         found.append("train.compile=true is predicted as if nothing were compiled: an upper bound of time and memory")
@@ -192,9 +191,9 @@ def doubts(config: Config, hardware: Hardware, world_size: int) -> tuple[str, ..
             f"kernels.{{{', '.join(unmeasured)}}} are taken to touch each tensor once, to keep what their sources "
             "say, and to take no scratch: no device has measured them here"
         )
-    if isinstance(config.optim, AdamWConfig) and config.optim.state_dtype.is_low_bit:
+    if config.optim.low_bit_format:
         found.append(
-            f"optim.state_dtype={config.optim.state_dtype.value} is taken to be updated in two compiled kernels, with "
+            f"optim.state_dtype={config.optim.low_bit_format} is taken to be updated in two compiled kernels, with "
             "the scratch that the compiler makes on a CPU: no other device has measured it here"
         )
     if isinstance(config.model, MoEConfig):
@@ -203,7 +202,7 @@ def doubts(config: Config, hardware: Hardware, world_size: int) -> tuple[str, ..
         one_by_one |= hardware.device_type == "npu" and config.kernels.grouped_matmul is not GroupedKernel.npu
         if one_by_one:
             found.append("experts are taken as one product, where they are multiplied singly: a lower bound of time")
-    if config.data.name != "synthetic":
+    if config.data.reads_files:
         found.append("reading the data is taken to cost nothing")
     return tuple(found)
 

@@ -117,7 +117,7 @@ def print_command(candidate: Candidate, hardware: Hardware, console: Console) ->
     more = []
     if nodes > 1:
         more = [f"launch.nnodes={nodes}", "launch.rdzv_endpoint=HOST:29400"]
-    if ranks // nodes < devices and candidate.config.parallel.name != "single":
+    if ranks // nodes < devices and not candidate.config.parallel.single_process:
         more.append(f"launch.nproc_per_node={ranks // nodes}")
     typed = {word.partition("=")[0] for word in candidate.words}
     words = [*candidate.words, *(word for word in more if word.partition("=")[0] not in typed)]
@@ -164,7 +164,7 @@ def _print_header(config: Config, prediction: Prediction, hardware: Hardware, co
     _title(_model_line(config), console)
     _line(f"{_ranks_line(prediction.world_size, hardware)}; {prediction.method}", console)
     name = config.parallel.name
-    shards = mesh.shard_ranks(prediction.world_size) if name.startswith("fsdp") else 1
+    shards = mesh.shard_ranks(prediction.world_size) if config.parallel.shards_parameters else 1
     replicas = prediction.world_size // shards
     sharding = f"shards over {_ranks(shards)}" if shards > 1 else "whole parameters on each rank"
     replicating = f", {replicas} replicas" if replicas > 1 and shards > 1 else ""

@@ -122,11 +122,11 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "plan": (
         lambda: run_plan(["parallel=toy_fsdp", "plan.hardware=h100"]),
-        "parallel=toy_fsdp cannot be predicted; set parallel=fsdp2 for what comes near it",
+        "parallel=toy_fsdp cannot be predicted; set parallel=fsdp2, which is closest",
     ),
     "search": (
         lambda: run_plan(["search", "parallel=toy_fsdp", "plan.hardware=h100"]),
-        "parallel=toy_fsdp cannot be predicted; set parallel=fsdp2 for what comes near it",
+        "parallel=toy_fsdp cannot be predicted; set parallel=fsdp2, which is closest",
     ),
 }
 

@@ -17,7 +17,6 @@ from fsdptoys.metrics.prediction import Category, Prediction
 from fsdptoys.models import ModelConfig
 from fsdptoys.optim.config import MuonConfig, SGDConfig
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, SingleConfig
-from fsdptoys.parallel.fsdp import Wrap
 from fsdptoys.plan.estimate import activations
 from fsdptoys.plan.estimate.activations import segments_of
 from fsdptoys.plan.estimate.estimate import closed_form
@@ -304,7 +303,9 @@ def test_every_parameter_is_in_one_unit(words: tuple[str, ...]) -> None:
     config = _config(*words, "parallel.param_dtype=bfloat16")
     with torch.device("meta"):
         model = config.model.build()
-    units = make_units(model, config.parallel.name, getattr(config.parallel, "wrap", Wrap.block), 1)
+    units = make_units(
+        model, flatten=config.parallel.flattens_parameters, split_blocks=config.parallel.hooks_parts_of_blocks, ranks=1
+    )
     assert sum(unit.elements for unit in units.in_forward()) == model.parameter_counts().total
     prediction = closed_form(config, _hardware("h100"), 8, AllocatorKind.expandable)
     assert 0 < prediction.memory.end_bytes <= prediction.memory.peak_bytes <= prediction.memory.reserved_bytes

@@ -16,7 +16,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 from unittest import mock
 
 import torch
@@ -32,10 +32,13 @@ from fsdptoys.memory import GradientCheckpointing, checkpoint_blocks
 from fsdptoys.memory.activation_offload import MIN_BYTES
 from fsdptoys.models import DecoderModel, ModelConfig, choose_kernels, grouped, npu_kernels, use_kernels
 from fsdptoys.models.kernels import IMPLEMENTATIONS
+from fsdptoys.plan.trace.extrapolate_layers import block_kind
 from fsdptoys.plan.trace.fake_kernels import replace_kernels
 from fsdptoys.plan.trace.op_costs import fuses_rms_norm
 
 from .meta_trace import PARTS, Mark, MetaRecorder, MetaTrace, NoWorkers, Sink, Source, Stage
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -81,43 +84,35 @@ def segments_of(config: Config, model: DecoderModel, attention: AttentionKind) -
     dtype = config.parallel.param_dtype.torch
     common = _Common(attention, tuple(config.kernels.names().items()), dtype, train.batch_size, train.seq_len)
     key = _model_key(config.model)
-    kinds = _kinds(key, _Uncached(model))
+    kinds = _kinds(key, Uncached(model))
     chosen = set(range(model.config.n_layers)[memory.checkpointing_start_index :: memory.checkpointing_every])
     first = {kind: kinds.index(kind) for kind in kinds}
     blocks = []
     for index, kind in enumerate(kinds):
         mode = memory.gradient_checkpointing if index in chosen else GradientCheckpointing.none
         save = tuple(memory.checkpointing_save) if mode is GradientCheckpointing.selective else ()
-        blocks.append(_block(key, first[kind], common, mode, save, _Uncached(model)))
+        blocks.append(_block(key, first[kind], common, mode, save, Uncached(model)))
     chunks = None if memory.chunk_tokens == "auto" else int(memory.chunk_tokens)
     loss = (memory.chunk_loss, chunks, memory.chunk_grad_dtype, train.label_smoothing, train.z_loss_coef)
     return Segments(
-        embedding=_embedding(key, common, _Uncached(model)),
+        embedding=_embedding(key, common, Uncached(model)),
         blocks=tuple(blocks),
-        head=_head(key, common, loss, _Uncached(model)),
+        head=_head(key, common, loss, Uncached(model)),
     )
-
-
-def block_kind(block: nn.Module) -> tuple[object, ...]:
-    """What makes a block do other work than another: the shapes of its parameters, and how it attends."""
-    attention = block.get_submodule("attn")
-    ways = tuple(getattr(attention, name, None) is None for name in ("rotation", "temperature"))
-    shapes = tuple((name, tuple(param.shape)) for name, param in block.named_parameters())
-    return shapes, ways, getattr(attention, "chunk_len", None)
 
 
 def _model_key(config: ModelConfig) -> str:
     return repr(replace(config, name="", init_from=None))
 
 
-class _Uncached:
-    """Something that a cache does not look at."""
+class Uncached(Generic[T]):
+    """An argument that ``lru_cache`` ignores because another one, its key, identifies it."""
 
-    def __init__(self, model: DecoderModel) -> None:
-        self.model = model
+    def __init__(self, value: T) -> None:
+        self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Uncached)
+        return isinstance(other, Uncached)
 
     def __hash__(self) -> int:
         return 0
@@ -136,15 +131,20 @@ class _Common:
 
 
 @functools.lru_cache(maxsize=16)
-def _kinds(key: str, held: _Uncached) -> list[tuple[object, ...]]:
-    return [block_kind(block) for block in held.model.layers]
+def _kinds(key: str, source: Uncached[DecoderModel]) -> list[tuple[object, ...]]:
+    return [block_kind(block) for block in source.value.layers]
 
 
 @functools.lru_cache(maxsize=1024)
 def _block(
-    key: str, index: int, common: _Common, mode: GradientCheckpointing, save: tuple[str, ...], held: _Uncached
+    key: str,
+    index: int,
+    common: _Common,
+    mode: GradientCheckpointing,
+    save: tuple[str, ...],
+    source: Uncached[DecoderModel],
 ) -> Segment:
-    model = held.model
+    model = source.value
     block = copy.deepcopy(model.layers[index]).to(common.dtype)
     trace = MetaTrace(common.attention)
     for part in PARTS:
@@ -168,11 +168,11 @@ def _mark_part(module: nn.Module, part: str, trace: MetaTrace) -> None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _embedding(key: str, common: _Common, held: _Uncached) -> Segment:
-    model = copy.copy(held.model)
+def _embedding(key: str, common: _Common, source: Uncached[DecoderModel]) -> Segment:
+    model = copy.copy(source.value)
     model._modules = dict(model._modules)
     tables = nn.ModuleList()
-    for name, module in held.model.named_children():
+    for name, module in source.value.named_children():
         if name.startswith("embed"):
             model._modules[name] = copy.deepcopy(module).to(common.dtype)
             tables.append(model.get_submodule(name))
@@ -182,9 +182,12 @@ def _embedding(key: str, common: _Common, held: _Uncached) -> Segment:
 
 @functools.lru_cache(maxsize=1024)
 def _head(
-    key: str, common: _Common, loss: tuple[bool, int | None, GradientDType, float, float], held: _Uncached
+    key: str,
+    common: _Common,
+    loss: tuple[bool, int | None, GradientDType, float, float],
+    source: Uncached[DecoderModel],
 ) -> Segment:
-    model = held.model
+    model = source.value
     chunk_loss, chunk_tokens, grad_dtype, smoothing, z_loss_coef = loss
     loss_fn = build_loss(chunk_loss, chunk_tokens, grad_dtype, Objective(smoothing, z_loss_coef))
     norm, head = (copy.deepcopy(module).to(common.dtype) for module in (model.norm, model.lm_head))

@@ -1,12 +1,13 @@
-"""A run's memory and time at once: one step walked through in thought, nothing traced, no fitted constants.
+"""Closed-form estimate of a run's memory and time: one analytic step, without a trace and without fitted constants.
 
-Blocks are measured, once, on the meta device (``activations``); a strategy's rules say which units are gathered, kept
-and reduced when (``strategies``); a ledger adds up what each stream holds and when each lane is free (``ledger``). What
-an allocator would reserve is the sum over streams of the most that each holds at a time, in whole pages.
+Each kind of block is measured once on the meta device (``activations``); a step model issues a strategy's gathers,
+reductions and frees (``fsdp_steps``, ``replicated``); a ledger adds up the memory of each stream and the time of each
+lane (``memory_ledger``). Reserved memory is the sum over streams of the highest allocation, in whole pages, plus the
+gaps that the allocator model leaves.
 
-It is for searches, and an alarm beside the trace, which runs the real code: where the two differ, one of them is wrong.
-What it leaves out: fragmentation, of native segments above all; tensors of less than a block's size; the time that the
-host takes for anything but issuing kernels and collectives.
+Searches use it. It also checks the trace, which runs the real code: if the two differ, one of them is wrong. Not
+covered: fragmentation, above all of native segments; tensors smaller than an allocator's block; host time other than
+issuing kernels and collectives.
 """
 
 import dataclasses
@@ -20,45 +21,39 @@ from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import Hardware
 from fsdptoys.metrics.prediction import Category, MemoryPrediction, Prediction, TimePrediction
 from fsdptoys.models import DecoderModel, ModelConfig, npu_kernels
+from fsdptoys.parallel import ParallelConfig
 from fsdptoys.parallel.float8 import Float8
-from fsdptoys.parallel.fsdp import FSDPConfig, ReshardAfterForward, Wrap
+from fsdptoys.parallel.fsdp import FSDPConfig, ReshardAfterForward
 from fsdptoys.plan.simulator.allocator import LARGE_SEGMENT_BYTES, Allocator, build_allocator
 from fsdptoys.plan.trace.op_costs import matmul_workspace_bytes
 
-from .activations import segments_of
+from .activations import Uncached, segments_of
 from .fsdp_steps import FSDP1StepModel, FSDP2StepModel
+from .make_update import make_update
 from .memory_ledger import Ledger
 from .replicated import ReplicatedStepModel
-from .step_model import StepModel, StepSetup
+from .step_model import StepModel
+from .step_setup import StepSetup
 from .units import Units, make_units
 
-FEW_LAYERS = 4
-"""With which gaps between blocks of memory are looked for."""
+SHALLOW_LAYERS = 4
+"""Blocks of the model in which gaps between allocations are measured."""
 
 
 def closed_form(config: Config, hardware: Hardware, world_size: int, allocator: AllocatorKind) -> Prediction:
-    """Foretell one rank's memory and time.
+    """Predict one rank's memory and time.
 
     Args:
         config: validated.
-        hardware: on which it is imagined.
-        world_size: ranks over all machines.
-        allocator: how the device's allocator takes memory.
+        hardware: profile of the devices.
+        world_size: ranks over all nodes.
+        allocator: kind of the device's allocator.
     """
-    model, units, flops_per_token = _model(config, world_size)
-    sharded = isinstance(config.parallel, FSDPConfig)
-    setup = StepSetup(
-        config=config,
-        world_size=world_size,
-        model=model,
-        segments=segments_of(config, model, hardware.attention),
-        units=units,
-        shard_ranks=config.mesh.shard_ranks(world_size) if sharded else 1,
-    )
     train = config.train
+    setup = _setup(config, hardware, world_size)
     local_ranks = getattr(config.parallel, "simulated_ranks", 1)
     micro_batches = train.grad_accum * local_ranks
-    ledger, walk = _walk(setup, hardware, micro_batches, None)
+    ledger, model = _run_steps(setup, hardware, micro_batches, None)
     gaps = _gaps(setup, hardware, micro_batches, allocator)
     streams = {name: _whole_pages(bytes) + gaps.get(name, 0) for name, bytes in ledger.highest.items() if bytes}
     tokens = train.batch_size * train.seq_len * train.grad_accum * local_ranks
@@ -70,7 +65,7 @@ def closed_form(config: Config, hardware: Hardware, world_size: int, allocator: 
         hardware=hardware.name,
         world_size=world_size,
         tokens_per_step=tokens * world_size,
-        model_flops_per_step=tokens * flops_per_token,
+        model_flops_per_step=tokens * _flops(repr(config.model), train.seq_len, Uncached(config.model)),
         peak_flops=peak_flops.value if peak_flops else None,
         memory=MemoryPrediction(
             end_bytes=ledger.total,
@@ -79,16 +74,14 @@ def closed_form(config: Config, hardware: Hardware, world_size: int, allocator: 
             peak_phase=ledger.peak_phase,
             categories={category: bytes for category, bytes in ledger.peak_categories.items() if bytes},
             streams=streams,
-            host_bytes=walk.host_bytes,
+            host_bytes=model.host_bytes,
         ),
         time=TimePrediction(
             step_seconds=step_seconds,
             compute_seconds=sums["busy"],
             exposed_communication_seconds=sums["communication"],
             exposed_transfer_seconds=sums["transfers"],
-            host_seconds=max(
-                0.0, max(ledger.compute, ledger.host) - sums["busy"] - sums["communication"] - sums["transfers"]
-            ),
+            host_seconds=max(0.0, step_seconds - sums["busy"] - sums["communication"] - sums["transfers"]),
             kinds=dict(ledger.kinds),
             volumes=ledger.all_volumes(),
         ),
@@ -97,35 +90,39 @@ def closed_form(config: Config, hardware: Hardware, world_size: int, allocator: 
     )
 
 
-def _walk(
+def _run_steps(
     setup: StepSetup, hardware: Hardware, micro_batches: int, allocator: Allocator | None
 ) -> tuple[Ledger, StepModel]:
-    """Walk through a step; with an allocator through two, since the first leaves gaps for the second."""
+    """Run one step; with an allocator two, since the first leaves gaps for the second."""
     ledger = Ledger(hardware, allocator)
-    kinds: dict[str, type[StepModel]] = {"fsdp1": FSDP1StepModel, "fsdp2": FSDP2StepModel}
-    walk = kinds.get(setup.config.parallel.name, ReplicatedStepModel)(setup, ledger)
-    walk.construct()
-    # One for the forward's thread and one for the backward's.
+    model = _step_model(setup.config.parallel)(setup, ledger, make_update(setup, ledger))
+    model.construct()
+    # The forward's and the backward's threads have one each.
     workspace = matmul_workspace_bytes(hardware)
     ledger.add(Category.temporary, 2 * workspace, pieces=[workspace] * 2)
     if setup.config.kernels.attention is KernelLibrary.npu:
         ledger.add(Category.buffers, npu_kernels.MASK_ROWS**2)
     if allocator is None:
-        walk.update.make_states()
+        model.make_states()
     else:
-        walk.step(micro_batches, makes_states=True)
-    walk.step(micro_batches)
-    return ledger, walk
+        model.step(micro_batches, makes_states=True)
+    model.step(micro_batches)
+    return ledger, model
+
+
+def _step_model(parallel: ParallelConfig) -> type[StepModel]:
+    if not parallel.shards_parameters:
+        return ReplicatedStepModel
+    return FSDP1StepModel if parallel.flattens_parameters else FSDP2StepModel
 
 
 def _gaps(setup: StepSetup, hardware: Hardware, micro_batches: int, kind: AllocatorKind) -> dict[str, int]:
-    """What an allocator reserves of each stream beyond the most that is allocated at a time.
+    """Bytes that an allocator reserves on each stream beyond the highest allocation.
 
-    Found with few layers, since that is how the sizes of tensors follow one another, and not how many layers do.
+    Measured with few layers: gaps depend on the order of tensor sizes, hardly on the depth.
     """
-    few = _shallow(setup)
     allocator = build_allocator(kind, device_type=hardware.device_type)
-    ledger, _ = _walk(few, hardware, min(2, micro_batches), allocator)
+    ledger, _ = _run_steps(_shallow(setup), hardware, min(2, micro_batches), allocator)
     names = ledger.stream_names()
     return {
         names[number]: reserved - _whole_pages(ledger.highest[names[number]])
@@ -134,11 +131,11 @@ def _gaps(setup: StepSetup, hardware: Hardware, micro_batches: int, kind: Alloca
 
 
 def _shallow(setup: StepSetup) -> StepSetup:
-    """The same with the first few blocks, among them one of each kind."""
+    """The setup with the first few blocks, at least one of each kind."""
     segments, units = setup.segments, setup.units
     kinds = list(dict.fromkeys(map(id, segments.blocks)))
     last_new = max(next(i for i, block in enumerate(segments.blocks) if id(block) == kind) for kind in kinds)
-    depth = max(FEW_LAYERS, last_new + 1)
+    depth = max(SHALLOW_LAYERS, last_new + 1)
     return dataclasses.replace(
         setup,
         segments=dataclasses.replace(segments, blocks=segments.blocks[:depth]),
@@ -165,58 +162,44 @@ def _doubts(config: Config, allocator: AllocatorKind) -> tuple[str, ...]:
     return tuple(doubts)
 
 
-def _model(config: Config, world_size: int) -> tuple[DecoderModel, Units, float]:
-    """The model on the meta device, its units, and its FLOPs a token."""
+def _setup(config: Config, hardware: Hardware, world_size: int) -> StepSetup:
     parallel = config.parallel
-    sharded = isinstance(parallel, FSDPConfig)
-    ranks = config.mesh.shard_ranks(world_size) if sharded else 1
-    wrap = parallel.wrap if isinstance(parallel, FSDPConfig) else Wrap.block
-    model = _built(repr(config.model), _Held(config.model))
-    units = _units(repr(config.model), parallel.name, wrap, ranks, _Held(config.model))
-    if isinstance(parallel, FSDPConfig):
+    ranks = config.mesh.shard_ranks(world_size) if parallel.shards_parameters else 1
+    key, uncached = repr(config.model), Uncached(config.model)
+    model = _built(key, uncached)
+    units = _units(key, parallel.flattens_parameters, parallel.hooks_parts_of_blocks, ranks, uncached)
+    if parallel.shards_parameters:
         _set_resharding(units, parallel)
-    return model, units, _flops(repr(config.model), config.train.seq_len, _Held(config.model))
+    return StepSetup(config, world_size, model, segments_of(config, model, hardware.attention), units, ranks)
 
 
-def _set_resharding(units: Units, parallel: FSDPConfig) -> None:
-    policy = parallel.reshard_after_forward
+def _set_resharding(units: Units, parallel: ParallelConfig) -> None:
+    assert isinstance(parallel, FSDPConfig)
+    policy, flat = parallel.reshard_after_forward, parallel.flattens_parameters
     for unit in units.in_forward():
         unit.resharded = policy is not ReshardAfterForward.never
     outer = policy is ReshardAfterForward.always
     units.head.resharded = outer
     # FSDP1 never frees its root after the forward.
-    units.root.resharded = outer and parallel.name == "fsdp2"
+    units.root.resharded = outer and not flat
     if units.embedding is units.head:
-        units.embedding.resharded = outer and parallel.name == "fsdp2"
-    elif parallel.name == "fsdp2":
-        # The gradient of a look-up needs no weights.
+        units.embedding.resharded = outer and not flat
+    elif not flat:
+        # The gradient of a lookup needs no weights.
         units.embedding.gathered_in_backward = False
 
 
-class _Held:
-    """A model's configuration that a cache does not look at, since its key says the same."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        self.config = config
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Held)
-
-    def __hash__(self) -> int:
-        return 0
-
-
 @functools.lru_cache(maxsize=16)
-def _built(key: str, held: _Held) -> DecoderModel:
+def _built(key: str, config: Uncached[ModelConfig]) -> DecoderModel:
     with torch.device("meta"):
-        return held.config.build()
+        return config.value.build()
 
 
 @functools.lru_cache(maxsize=256)
-def _units(key: str, strategy: str, wrap: Wrap, ranks: int, held: _Held) -> Units:
-    return make_units(_built(key, held), strategy, wrap, ranks)
+def _units(key: str, flatten: bool, split_blocks: bool, ranks: int, config: Uncached[ModelConfig]) -> Units:
+    return make_units(_built(key, config), flatten=flatten, split_blocks=split_blocks, ranks=ranks)
 
 
 @functools.lru_cache(maxsize=256)
-def _flops(key: str, seq_len: int, held: _Held) -> float:
-    return _built(key, held).flops_per_token(seq_len)
+def _flops(key: str, seq_len: int, config: Uncached[ModelConfig]) -> float:
+    return _built(key, config).flops_per_token(seq_len)

@@ -1,7 +1,7 @@
-"""What FSDP2 and FSDP1 do around a unit's forward and backward: memory, streams and collectives.
+"""Step models of FSDP1 and FSDP2: memory, streams and collectives around a unit's forward and backward.
 
-After PyTorch's own code as of 2.13 (``torch/distributed/fsdp``), with its names for streams. Not covered: the
-deterministic mode's sums in float64.
+After PyTorch 2.13 (``torch/distributed/fsdp``), with its names of streams. Not covered: float64 sums of the
+deterministic mode.
 """
 
 from abc import abstractmethod
@@ -9,55 +9,57 @@ from collections import deque
 
 from fsdptoys.memory import CPUOffloadExecutor
 from fsdptoys.metrics.prediction import Category
-from fsdptoys.parallel import FSDP1Config
 from fsdptoys.parallel.fsdp import FSDPConfig
 from fsdptoys.plan.simulator.costs import kernel_seconds
 from fsdptoys.plan.simulator.events import KernelKind
 
 from .memory_ledger import COMPUTE, Ledger
-from .step_model import StepModel, StepSetup
+from .optimizer_step import Update
+from .step_model import StepModel
+from .step_setup import StepSetup
 from .units import UnitBytes
 
 COPY_IN, GATHER, REDUCE, ALL_REDUCE = "all-gather copy-in", "all-gather", "reduce-scatter", "all-reduce"
 
 
 class ShardedStepModel(StepModel):
-    """What FSDP1 and FSDP2 share."""
+    """Common part of FSDP1 and FSDP2."""
 
-    def __init__(self, setup: StepSetup, ledger: Ledger) -> None:
-        super().__init__(setup, ledger)
+    def __init__(self, setup: StepSetup, ledger: Ledger, update: Update) -> None:
+        super().__init__(setup, ledger, update)
         assert isinstance(self.config.parallel, FSDPConfig)
         self.parallel = self.config.parallel
         memory = self.config.memory
         self.cpu_offload = memory.cpu_offload
-        self.mirrored = memory.cpu_offload_executor is CPUOffloadExecutor.overlapped and setup.compute_bytes == 2
+        overlapped = memory.cpu_offload_executor is CPUOffloadExecutor.overlapped
+        self.upload_width = 2 if overlapped and setup.compute_bytes == 2 else 4
         self.order = self.units.in_forward()
         self.gathered: set[UnitBytes] = set()
         self.in_flight: dict[UnitBytes, tuple[float, float, float]] = {}
-        """Unit that is being gathered → when that was asked for, when its shards were there, when it is done."""
+        """Unit that is being gathered → times at which it was issued, its shards were on the device, and it ends."""
         self.reduced = 0.0
-        """When the last gradient is whole."""
+        """End of the last reduction."""
         self.gradients: dict[str, int] = {}
-        """Bytes of whole gradients on each stream."""
+        """Bytes of reduced gradients on each stream."""
         self.gather_after = 0.0
-        """From when on the gathering stream may begin."""
+        """Earliest start of the next gather."""
         self.begun: set[UnitBytes] = set()
-        """Units whose backward has begun."""
+        """Units whose backward has started."""
 
     def construct(self) -> None:
-        """Hold the shards."""
+        """Allocate the shards."""
         if not self.cpu_offload:
             pieces = [4 * size for unit in self.order for size in unit.local]
             self.ledger.add(Category.parameters, sum(pieces), pieces=pieces)
         self.update.construct()
 
     def begin_forward(self) -> None:
-        """The root's forward lets the gathering streams wait for the update."""
+        """Let the gathering streams wait for the optimizer step, as the root's forward does."""
         self.gather_after = self.ledger.compute
         self.begun.clear()
 
     def enter(self, unit: UnitBytes) -> None:
-        """Gather, and what comes next ahead."""
+        """Gather the unit and prefetch the next ones."""
         if unit in self.gathered:
             return
         self._issue(unit)
@@ -67,7 +69,7 @@ class ShardedStepModel(StepModel):
             self._issue(other)
 
     def before_backward(self, unit: UnitBytes) -> None:
-        """Gather, and what comes next ahead; once a backward, also where a weight is used twice."""
+        """Gather the unit and prefetch the next ones; once a backward, even for a tied weight."""
         if unit in self.begun:
             return
         self.begun.add(unit)
@@ -98,20 +100,19 @@ class ShardedStepModel(StepModel):
             self.ledger.wait(moment, why)
 
     def _upload(self, unit: UnitBytes) -> float:
-        """Bring offloaded shards to the device; returns when they are there."""
+        """Copy offloaded shards to the device; returns the end of the copy."""
         if not self.cpu_offload:
             return 0.0
         self.ledger.spike(4 * max(unit.local), COPY_IN)
-        each = 2 if self.mirrored else 4
-        return max(self.ledger.transfer(each * size, "up", self.gather_after) for size in unit.local)
+        return max(self.ledger.transfer(self.upload_width * size, "up", self.gather_after) for size in unit.local)
 
     @abstractmethod
     def _issue(self, unit: UnitBytes) -> None:
-        """Begin to gather a unit, unless that was begun."""
+        """Start to gather a unit, unless started."""
 
     @abstractmethod
     def _complete(self, unit: UnitBytes, in_forward: bool) -> None:
-        """Have it gathered."""
+        """Wait for a unit's gather."""
 
     def _reduce(self, bytes: int, after: float) -> float:
         if self.setup.shard_ranks == 1:
@@ -125,18 +126,18 @@ class ShardedStepModel(StepModel):
         return self.ledger.communicate("all_reduce", shard_bytes, setup.replicas, setup.shard_ranks, "replicate", after)
 
     def _keep_gradient(self, unit: UnitBytes, bytes: int, stream: str) -> None:
-        """A shard's gradient is whole, in float32 on a stream."""
+        """Keep a shard's reduced float32 gradient, or offload it, and update in the backward if asked to."""
         if self.cpu_offload:
             self.reduced = max(self.reduced, self.ledger.transfer(bytes, "down", self.reduced))
             self.ledger.add(Category.gradients, -bytes, stream)
         else:
             self.gradients[stream] = self.gradients.get(stream, 0) + bytes
-        if self.update.in_backward:  # beside the backward
+        if self.update.in_backward:  # concurrent with the backward
             self.reduced += self.update.update_in_backward(unit, self.update_stream)
             self.free_gradients(unit.local_elements)
 
     def free_gradients(self, elements: int | None = None) -> None:
-        """Those that are on the device."""
+        """Free gradients on the device."""
         for stream in self.gradients:
             left = self.gradients[stream]
             freed = left if elements is None else min(left, 4 * elements)
@@ -145,20 +146,20 @@ class ShardedStepModel(StepModel):
 
 
 class FSDP2StepModel(ShardedStepModel):
-    """``fully_shard``: gathers through a buffer on a stream of its own, computes on copies on the computing stream."""
+    """``fully_shard``: gathers through a buffer on its own stream, computes on copies on the compute stream."""
 
     update_stream = REDUCE
 
-    def __init__(self, setup: StepSetup, ledger: Ledger) -> None:
-        super().__init__(setup, ledger)
+    def __init__(self, setup: StepSetup, ledger: Ledger, update: Update) -> None:
+        super().__init__(setup, ledger, update)
         self.previous_output = 0
-        """Buffer of the last gather, kept until the next is complete."""
+        """Bytes of the last gather's buffer, kept until the next is complete."""
         self.reduce_input = 0
-        """Buffer of the last reduction, kept until the next."""
+        """Bytes of the last reduction's buffer, kept until the next."""
         self.reduction_read = 0.0
         self.held_until_end = 0
         self.copied_out = 0.0
-        """When the last gather's buffer was read."""
+        """Time at which the last gather's buffer was read."""
         self.accumulated: set[UnitBytes] = set()
 
     def _issue(self, unit: UnitBytes) -> None:
@@ -193,12 +194,12 @@ class FSDP2StepModel(ShardedStepModel):
         self.gathered.add(unit)
 
     def begin_forward(self) -> None:
-        """Wait for the update, and forget the last forward."""
+        """Wait for the optimizer step."""
         super().begin_forward()
         self.copied_out = self.ledger.compute
 
     def leave(self, unit: UnitBytes) -> None:
-        """Reshard, and after the last unit free the last buffer."""
+        """Reshard; free the last buffer after the last unit."""
         if unit.resharded:
             self._reshard(unit)
         if unit is self.units.head:
@@ -216,7 +217,7 @@ class FSDP2StepModel(ShardedStepModel):
         self.ledger.add(Category.gathered_parameters, sign * sum(pieces), pieces=pieces)
 
     def after_backward(self, unit: UnitBytes) -> None:
-        """Reshard, then reduce through a buffer of the computing stream, or add up for later."""
+        """Reshard, then reduce through a buffer of the compute stream, or accumulate before the last micro-batch."""
         setup, ledger = self.setup, self.ledger
         if not unit.params:
             return
@@ -224,13 +225,13 @@ class FSDP2StepModel(ShardedStepModel):
         gradients = unit.elements * width
         self._reshard(unit)
         if unit in self.accumulated:
-            # Added to what earlier micro-batches left, in the reduction's dtype.
+            # Added to the gradients of earlier micro-batches, in the reduction's dtype.
             ledger.move(gradients + 2 * unit.elements * setup.reduce_bytes)
             self.release_gradients(unit)
             if not self.last:
                 return
         elif not self.last:
-            # In the reduction's dtype from here on, one parameter after the other.
+            # Converted to the reduction's dtype, one parameter after the other.
             accumulated = [param.numel() * setup.reduce_bytes for param in unit.params]
             if width != setup.reduce_bytes:
                 ledger.note_peak(max(accumulated))
@@ -283,38 +284,38 @@ class FSDP2StepModel(ShardedStepModel):
 class FSDP1StepModel(ShardedStepModel):
     """FullyShardedDataParallel: gathers into flat parameters on one stream, reduces flat gradients on another.
 
-    What one stream made and another uses is freed late (``record_stream``), which the limit on gathers bounds: the host
-    waits for a unit before it gathers the next but one.
+    Memory that crosses streams is freed late (``record_stream``). The limit on gathers bounds it: the host waits for a
+    unit before it gathers the second next.
     """
 
-    def __init__(self, setup: StepSetup, ledger: Ledger) -> None:
-        super().__init__(setup, ledger)
+    def __init__(self, setup: StepSetup, ledger: Ledger, update: Update) -> None:
+        super().__init__(setup, ledger, update)
         self.freed: deque[tuple[int, float]] = deque()
-        """Gathered parameters that were freed: bytes, and when the computing stream is past them."""
+        """Freed gathers: bytes, and the time at which the compute stream has passed them."""
         self.flat_gradients: deque[int] = deque()
         self.accumulated: set[UnitBytes] = set()
 
     def construct(self) -> None:
-        """Make one unit in full after the other, flatten it, keep the shard."""
+        """Materialize, flatten and shard one unit after the other."""
         largest = max(unit.elements for unit in self.order)
         if not self.cpu_offload:
             self.ledger.spike(8 * largest)
         super().construct()
 
     def begin_forward(self) -> None:
-        """Free what the last step left: with the model's own parameters, ``zero_grad`` leaves the flat gradients."""
+        """Free the last step's flat gradients, which ``zero_grad`` leaves with ``use_orig_params``."""
         super().begin_forward()
         if self.first and self._keeps_gradients:
             super().free_gradients()
 
     def free_gradients(self, elements: int | None = None) -> None:
-        """Free flat gradients, where the optimizer knows them."""
+        """Free flat gradients, unless only the next forward does."""
         if not self._keeps_gradients:
             super().free_gradients(elements)
 
     @property
     def _keeps_gradients(self) -> bool:
-        return isinstance(self.parallel, FSDP1Config) and self.parallel.use_orig_params
+        return self.parallel.keeps_parameters
 
     def _issue(self, unit: UnitBytes) -> None:
         if unit in self.gathered or unit in self.in_flight:
@@ -348,7 +349,7 @@ class FSDP1StepModel(ShardedStepModel):
             self.freed.append((freed, self.ledger.compute))
 
     def after_backward(self, unit: UnitBytes) -> None:
-        """Join the gradients into a flat one, reshard, reduce on the stream for that."""
+        """Join the gradients into a flat one, reshard, reduce on the reduction stream."""
         setup, ledger = self.setup, self.ledger
         if not unit.params:
             return
@@ -373,7 +374,7 @@ class FSDP1StepModel(ShardedStepModel):
         cast = padded if setup.reduce_bytes != setup.compute_bytes else 0
         ledger.add(Category.reduction_buffers, cast, REDUCE)
         ledger.add(Category.gradients, shard_bytes, REDUCE)
-        # The cast and the division by the ranks run on the stream that reduces.
+        # The cast and the division by the ranks run on the reduction stream.
         moved = gradients + 3 * padded if cast else 2 * padded
         begins = max(self.reduced, ledger.compute)
         begins += kernel_seconds(ledger.hardware, KernelKind.memory, 0.0, moved, "")

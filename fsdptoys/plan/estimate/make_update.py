@@ -1,22 +1,17 @@
-"""TODO."""
+"""Choice of the optimizer update's model."""
 
-from typing import TYPE_CHECKING
-
-from fsdptoys.optim.config import AdamWConfig, MuonConfig
-
-if TYPE_CHECKING:
-    from .step_model import StepModel
+from .memory_ledger import Ledger
+from .muon_step import MuonUpdate
 from .optimizer_step import HostUpdate, LowBitUpdate, StreamedUpdate, Update
+from .step_setup import StepSetup
 
 
-def make_update(walk: "StepModel") -> Update:
-    """The update that the configuration asks for."""
-    memory = walk.config.memory
-    if isinstance(walk.config.optim, MuonConfig):
-        from .muon_step import MuonUpdate
-
-        return MuonUpdate(walk)
-    optim = walk.config.optim
-    if isinstance(optim, AdamWConfig) and optim.state_dtype.is_low_bit and not memory.cpu_offload:
-        return LowBitUpdate(walk)
-    return (HostUpdate if memory.cpu_offload else StreamedUpdate if memory.optimizer_offload else Update)(walk)
+def make_update(setup: StepSetup, ledger: Ledger) -> Update:
+    """Construct the update of a configuration."""
+    memory, optim = setup.config.memory, setup.config.optim
+    kind: type[Update] = HostUpdate if memory.cpu_offload else StreamedUpdate if memory.optimizer_offload else Update
+    if optim.exchanges_matrices:
+        kind = MuonUpdate
+    elif optim.low_bit_format and not memory.cpu_offload:
+        kind = LowBitUpdate
+    return kind(setup, ledger)

@@ -1,109 +1,102 @@
-"""Muon's part of a step that is walked through: matrices dealt out in rounds, all other parameters by AdamW."""
+"""Muon's part of a step: matrices distributed over ranks in rounds, all other parameters updated by AdamW."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from fsdptoys.optim.config import MuonConfig
 from fsdptoys.optim.newton_schulz import orthogonalise_flops
-from fsdptoys.parallel import DDPConfig, FSDP2Config
 from fsdptoys.parallel.fsdp2 import placement
 
+from .memory_ledger import Ledger
 from .optimizer_step import Update
-
-if TYPE_CHECKING:
-    from .step_model import StepModel
+from .step_setup import StepSetup
 
 MOMENTUM_BYTES = 12 + 12
-"""Traffic of the momentum and the look ahead, for each element that a rank holds."""
+"""Bytes moved by momentum and Nesterov's step for each element on a rank."""
 APPLY_BYTES = 8 + 8
-"""Traffic of decay and update in float32, besides the update itself."""
+"""Bytes moved by weight decay and the float32 update, besides the update's own."""
 
 
 @dataclass(frozen=True)
-class Dealt:
-    """A matrix that a rank has to do with."""
+class Matrix:
+    """A matrix that this rank orthogonalizes or holds a shard of."""
 
     rows: int
     columns: int
     local: int
-    """Elements that the rank holds of it."""
+    """Elements on this rank."""
 
     @property
     def elements(self) -> int:
-        """In full."""
+        """Elements of the full matrix."""
         return self.rows * self.columns
 
 
 class MuonUpdate(Update):
-    """On the device; what the first rank does, which owns the largest matrix of each round."""
+    """Muon on the device, as on the first rank, which owns the largest matrix of each round."""
 
-    def __init__(self, walk: "StepModel") -> None:
-        super().__init__(walk)
-        assert isinstance(walk.config.optim, MuonConfig)
-        self.optim = walk.config.optim
-        ranks = walk.setup.shard_ranks if isinstance(walk.config.parallel, FSDP2Config) else 1
-        self.whole = isinstance(walk.config.parallel, DDPConfig)
-        self.ranks = walk.setup.world_size if self.whole else ranks
-        in_blocks = {unit for block in walk.units.blocks for unit in block.values()}
-        self.of_matrices: list[int] = []
-        self.of_others: list[int] = []
-        self.own: list[Dealt] = []
-        """That this rank orthogonalises without any exchange."""
-        self.dealt: list[Dealt] = []
-        for unit in walk.units.in_forward():
-            for param, local in zip(unit.params, unit.local, strict=True):
+    def __init__(self, setup: StepSetup, ledger: Ledger) -> None:
+        super().__init__(setup, ledger)
+        assert isinstance(self.optim, MuonConfig)
+        self.steps, self.dtype = self.optim.ns_steps, self.optim.ns_dtype.torch
+        self.replicated = not setup.config.parallel.shards_parameters
+        self.ranks = setup.world_size if self.replicated else setup.shard_ranks
+        self.matrix_elements = 0
+        self.adamw_sizes: list[int] = []
+        self.own: list[Matrix] = []
+        """Matrices that this rank orthogonalizes without an exchange."""
+        self.exchanged: list[Matrix] = []
+        in_blocks = self.units.in_blocks
+        for unit in self.units.in_forward():
+            for param, local in unit.shards():
                 if unit not in in_blocks or param.ndim < 2:
-                    self.of_others.append(local)
+                    self.adamw_sizes.append(local)
                     continue
-                self.of_matrices.append(local)
+                self.matrix_elements += local
                 rows, columns = param.shape[-2:]
                 count = param.numel() // (rows * columns)
-                chosen = placement(param, ranks)
-                apart = param.ndim == 3 and not self.whole and (chosen is None or chosen.dim == 0)
-                if apart or self.ranks == 1:
-                    held = local // (rows * columns)
-                    self.own += [Dealt(rows, columns, rows * columns)] * held
+                chosen = placement(param, setup.shard_ranks)
+                whole = param.ndim == 3 and not self.replicated and (chosen is None or chosen.dim == 0)
+                if whole or self.ranks == 1:
+                    self.own += [Matrix(rows, columns, rows * columns)] * (local // (rows * columns))
                 else:
-                    self.dealt += [Dealt(rows, columns, local // count)] * count
-        self.dealt.sort(key=lambda matrix: -matrix.elements)
+                    self.exchanged += [Matrix(rows, columns, local // count)] * count
+        self.exchanged.sort(key=lambda matrix: -matrix.elements)
 
     def step(self) -> None:
-        """Update all."""
-        ledger = self.walk.ledger
-        width = self.optim.ns_dtype.torch.itemsize
+        """Orthogonalize own matrices, then a round for every group of ``ranks`` others; update the rest by AdamW."""
+        ledger, width = self.ledger, self.dtype.itemsize
         for matrix in self.own:
-            self._orthogonalise(matrix, beside=0)
-        axis = "world" if self.whole or self.walk.setup.replicas == 1 else "shard"
-        for start in range(0, len(self.dealt), self.ranks):
-            dealt = self.dealt[start : start + self.ranks]
-            bytes = width * sum(matrix.local for matrix in dealt)
-            if self.whole:
-                self._orthogonalise(dealt[0], beside=0)
-                for matrix in dealt:
-                    size = width * matrix.elements
-                    ends = ledger.communicate("broadcast", size, self.ranks, 1, axis, ledger.compute)
-                    ledger.wait(ends, "communication")
+            self._orthogonalize(matrix, held_bytes=0)
+        for start in range(0, len(self.exchanged), self.ranks):
+            matrices = self.exchanged[start : start + self.ranks]
+            local_bytes = width * sum(matrix.local for matrix in matrices)
+            if self.replicated:
+                self._orthogonalize(matrices[0], held_bytes=0)
+                for matrix in matrices:
+                    self._exchange("broadcast", width * matrix.elements)
                 continue
-            for exchange in range(2):
-                size = max(bytes, width * dealt[0].elements)
-                ends = ledger.communicate("all_to_all", size, self.ranks, 1, axis, ledger.compute)
-                ledger.wait(ends, "communication")
-                if exchange == 0:
-                    self._orthogonalise(dealt[0], beside=bytes)
-            ledger.move(3 * 2 * bytes, 6)
-        held = sum(self.of_matrices)
-        count = len(self.own) + len(self.dealt)
-        ledger.move((MOMENTUM_BYTES + APPLY_BYTES + 3 * width) * held, 5 * max(1, count))
-        if self.of_others:
-            self.compute(self.of_others)
+            size = max(local_bytes, width * matrices[0].elements)
+            self._exchange("all_to_all", size)
+            self._orthogonalize(matrices[0], held_bytes=local_bytes)
+            self._exchange("all_to_all", size)
+            ledger.move(3 * 2 * local_bytes, 6)
+        count = len(self.own) + len(self.exchanged)
+        ledger.move((MOMENTUM_BYTES + APPLY_BYTES + 3 * width) * self.matrix_elements, 5 * max(1, count))
+        if self.adamw_sizes:
+            self.compute(self.adamw_sizes)
 
-    def _orthogonalise(self, matrix: Dealt, beside: int) -> None:
-        """Take the products of a matrix, with the matrix, two more like it and two small squares."""
-        steps, dtype = self.optim.ns_steps, self.optim.ns_dtype.torch
-        size, square = dtype.itemsize * matrix.elements, dtype.itemsize * min(matrix.rows, matrix.columns) ** 2
-        pieces = [*([beside] if beside else []), *[size] * 3, square, square]
-        self.walk.ledger.spike(sum(pieces), pieces=pieces)
-        flops = orthogonalise_flops(matrix.rows, matrix.columns, steps)
-        bytes = steps * (6 * size + 4 * square)
-        self.walk.ledger.multiply(flops, bytes, str(dtype).removeprefix("torch."), 3 * steps)
-        self.walk.ledger.move(7 * size, 4)
+    def _exchange(self, name: str, bytes: int) -> None:
+        axis = "world" if self.replicated or self.setup.replicas == 1 else "shard"
+        ends = self.ledger.communicate(name, bytes, self.ranks, 1, axis, self.ledger.compute)
+        self.ledger.wait(ends, "communication")
+
+    def _orthogonalize(self, matrix: Matrix, held_bytes: int) -> None:
+        """Run Newton-Schulz on a matrix, with three copies of it and two small squares in memory."""
+        size = self.dtype.itemsize * matrix.elements
+        square = self.dtype.itemsize * min(matrix.rows, matrix.columns) ** 2
+        pieces = [*([held_bytes] if held_bytes else []), *[size] * 3, square, square]
+        self.ledger.spike(sum(pieces), pieces=pieces)
+        flops = orthogonalise_flops(matrix.rows, matrix.columns, self.steps)
+        bytes = self.steps * (6 * size + 4 * square)
+        self.ledger.multiply(flops, bytes, str(self.dtype).removeprefix("torch."), 3 * self.steps)
+        self.ledger.move(7 * size, 4)

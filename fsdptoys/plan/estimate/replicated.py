@@ -1,7 +1,6 @@
-"""What DDP and one process do around a module's forward and backward, where every rank has everything.
+"""Step model of DDP and of a single process, where every rank holds all parameters.
 
-After ``torch/nn/parallel/distributed.py`` and ``parallel/precision.py``. Not covered: DDP's first bucket, which is
-smaller than the others.
+After ``torch/nn/parallel/distributed.py`` and ``parallel/precision.py``. Not covered: DDP's smaller first bucket.
 """
 
 from fsdptoys.metrics.prediction import Category
@@ -12,62 +11,63 @@ from .units import UnitBytes
 
 
 class ReplicatedStepModel(StepModel):
-    """DDP and one process: every rank has everything."""
+    """DDP and single process."""
 
     def construct(self) -> None:
-        """Hold the parameters, and DDP's buckets."""
-        self.elements = self.local
+        """Allocate the parameters, DDP's buckets, and the copies that the last forward cast."""
+        self.elements = self.units.local_elements
         self.casts = self.setup.compute_bytes == 2
-        self.ddp = isinstance(self.config.parallel, DDPConfig)
+        self.ddp = not self.config.parallel.single_process
         self.gradient_bytes = 0
-        self.copies = 0
         self.reduced = 0.0
-        self.filled = 0
+        """End of the last reduction."""
+        self.bucket_elements = 0
         """Elements in the bucket that is being filled."""
         sizes = [param.numel() for unit in self.units.in_forward() for param in unit.params]
+        self.copies = [2 * size for size in sizes] if self.casts else []
         self.ledger.add(Category.parameters, 4 * self.elements, pieces=[4 * size for size in sizes])
         if self.ddp:
             self.ledger.add(Category.gradients, 4 * self.elements)
-        self.copied = [2 * size for size in sizes]
         if self.casts:
-            # Those that the last forward left.
-            self.copies = 2 * self.elements
-            self.ledger.add(Category.gathered_parameters, self.copies, pieces=self.copied)
+            self._add_copies()
         self.update.construct()
 
+    def _add_copies(self, sign: int = 1) -> None:
+        self.ledger.add(Category.gathered_parameters, sign * sum(self.copies), pieces=self.copies)
+
     def begin_forward(self) -> None:
-        """Cast all parameters; the old copies go when the new ones are there."""
+        """Cast all parameters, then free the old copies."""
         if self.casts:
             if self.first:
                 for unit in self.units.in_forward():
-                    self.update.before_forward(unit)
-            self.ledger.add(Category.gathered_parameters, self.copies, pieces=self.copied)
-            self.ledger.move(6 * self.elements, sum(len(unit.params) for unit in self.units.in_forward()))
-            self.ledger.add(Category.gathered_parameters, -self.copies, pieces=self.copied)
+                    self.update.before_forward(unit, self.free_gradients)
+            self._add_copies()
+            self.ledger.move(6 * self.elements, len(self.copies))
+            self._add_copies(-1)
 
     def _enter(self, unit: UnitBytes) -> None:
         if not self.casts:
             super()._enter(unit)
 
     def enter(self, unit: UnitBytes) -> None:
-        """Everything is there."""
+        """Do nothing: the parameters are there."""
 
     def leave(self, unit: UnitBytes) -> None:
-        """Everything stays."""
+        """Do nothing: the parameters stay."""
 
     def before_backward(self, unit: UnitBytes) -> None:
-        """Everything is there."""
+        """Do nothing: the parameters are there."""
 
     def after_backward(self, unit: UnitBytes) -> None:
-        """Gradients add up; where the forward computed on copies, theirs stay until all are there."""
+        """Accumulate gradients, unless they belong to cast copies, which keep them until the end of the backward."""
         if self.casts:
             return
-        self._whole(unit)
+        self._accumulate(unit)
         if self.ddp and self.last:
             self._fill_buckets(unit)
 
     def end_backward(self) -> None:
-        """Copies' gradients become the parameters', and DDP reduces what is left."""
+        """Move the copies' gradients to the parameters, and let DDP reduce the rest."""
         ledger = self.ledger
         if self.casts:
             joins = self.ddp or self.gradient_bytes > 0
@@ -86,16 +86,16 @@ class ReplicatedStepModel(StepModel):
             if self.ddp and self.last:
                 for unit in reversed(self.units.in_forward()):
                     self._fill_buckets(unit)
-        if self.filled:
+        if self.bucket_elements:
             self._all_reduce()
         ledger.wait(self.reduced, "communication")
 
-    def _whole(self, unit: UnitBytes) -> None:
-        """A unit's gradients are there, in float32."""
+    def _accumulate(self, unit: UnitBytes) -> None:
+        """Add a unit's gradients in float32."""
         self.release_gradients(unit)
         pieces = [4 * param.numel() for param in unit.params]
         if self.update.in_backward:
-            self.ledger.spike(sum(pieces), pieces=pieces)  # all of a unit's, where really they go one by one
+            self.ledger.spike(sum(pieces), pieces=pieces)  # the real ones come one by one
             self.update.update_in_backward(unit)
         elif self.ddp or not self.first:
             self.ledger.move(3 * sum(pieces), max(1, len(pieces)))
@@ -104,23 +104,23 @@ class ReplicatedStepModel(StepModel):
             self.gradient_bytes += sum(pieces)
 
     def _fill_buckets(self, unit: UnitBytes) -> None:
-        """Put a unit's gradients into buckets, whole, and reduce each as soon as it has its size or more."""
+        """Put a unit's gradients into buckets, and reduce each as soon as it has reached its size."""
         assert isinstance(self.config.parallel, DDPConfig)
         for param in reversed(unit.params):
-            self.filled += param.numel()
-            if 4 * self.filled >= self.config.parallel.bucket_cap_mb * 2**20:
+            self.bucket_elements += param.numel()
+            if 4 * self.bucket_elements >= self.config.parallel.bucket_cap_mb * 2**20:
                 self._all_reduce()
 
     def _all_reduce(self) -> None:
         ledger, width = self.ledger, self.setup.reduce_bytes
-        bytes, self.filled = self.filled * width, 0
+        bytes, self.bucket_elements = self.bucket_elements * width, 0
         if width != 4:
             ledger.spike(bytes)
         after = max(self.reduced, ledger.compute)
         self.reduced = ledger.communicate("all_reduce", bytes, self.setup.world_size, 1, "world", after)
 
     def free_gradients(self, elements: int | None = None) -> None:
-        """Those that are not in DDP's buckets."""
+        """Free gradients outside DDP's buckets."""
         freed = self.gradient_bytes if elements is None else min(self.gradient_bytes, 4 * elements)
         self.ledger.add(Category.gradients, -freed)
         self.gradient_bytes -= freed

@@ -1,141 +1,114 @@
-"""A step walked through in thought: what each strategy and each memory switch holds, moves and waits for.
+"""Analytic model of one training step: memory, transfers and waits of each strategy and memory switch, event by event.
 
-The order is that of the real trainer and of PyTorch's own code: forward through embedding, blocks and head, backward
-the other way, then clipping and update. Strategies differ in what happens around a unit's forward and backward. One
-step is walked, as all after the first are: optimizer states are there.
+The order is that of the trainer and of PyTorch: forward through embedding, blocks and head, backward in reverse, then
+clipping and the optimizer step. Strategies differ in the events around a unit's forward and backward. The step is a
+later one: optimizer states exist.
 """
 
 import functools
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 
 from torch import nn
 
-from fsdptoys.config.schema import Config
 from fsdptoys.memory import GradientCheckpointing
 from fsdptoys.metrics.prediction import Category
-from fsdptoys.models import DecoderModel
-from fsdptoys.parallel.precision import DType
 from fsdptoys.parallel.strategy import norm_elements
 
-from .activations import Segment, Segments
-from .make_update import make_update
+from .activations import Segment
 from .memory_ledger import COMPUTE, Ledger
 from .meta_trace import INPUT, Stage
-from .units import UnitBytes, Units
-
-
-@dataclass(frozen=True)
-class StepSetup:
-    """What a walk depends on."""
-
-    config: Config
-    world_size: int
-    model: DecoderModel
-    segments: Segments
-    units: Units
-    shard_ranks: int
-    """That share one copy of the parameters."""
-
-    @property
-    def compute_bytes(self) -> int:
-        """Of a parameter in forward and backward."""
-        return 4 if self.config.parallel.param_dtype is DType.float32 else 2
-
-    @property
-    def reduce_bytes(self) -> int:
-        """Of a gradient on its way."""
-        dtype = getattr(self.config.parallel, "reduce_dtype", None)
-        return dtype.torch.itemsize if dtype is not None else 4
-
-    @property
-    def replicas(self) -> int:
-        """Copies of the parameters."""
-        return self.world_size // self.shard_ranks
+from .optimizer_step import Update, pinned_bytes
+from .step_setup import StepSetup
+from .units import UnitBytes
 
 
 class StepModel(ABC):
-    """Walks through steps; a strategy fills in what happens around units.
+    """Issues the events of steps to a ledger; a strategy implements those around units.
 
     Args:
-        setup: what is walked through.
-        ledger: that keeps account.
+        setup: configuration and model.
+        ledger: adds up memory and time.
+        update: the optimizer's part of the step.
     """
 
-    def __init__(self, setup: StepSetup, ledger: Ledger) -> None:
-        self.setup, self.ledger = setup, ledger
-        self.config = setup.config
-        self.units = setup.units
-        self.host_bytes = 0
+    update_stream: str = COMPUTE
+    """Stream of updates in the backward."""
+
+    def __init__(self, setup: StepSetup, ledger: Ledger, update: Update) -> None:
+        self.setup, self.ledger, self.update = setup, ledger, update
+        self.config, self.units = setup.config, setup.units
         memory = self.config.memory
-        self.local = sum(unit.local_elements for unit in self.units.in_forward())
-        """Elements that this rank updates."""
         blocks = range(len(setup.segments.blocks))
         on = memory.gradient_checkpointing is not GradientCheckpointing.none
         chosen = list(blocks[memory.checkpointing_start_index :: memory.checkpointing_every]) if on else []
         self._offloaded = chosen if memory.activation_offload else []
-        self._travels: dict[int, float] = {}
-        """Checkpointed block whose activations have left, or are leaving → when they have."""
-        self._away: set[int] = set()
+        self._offload_bytes = 0
+        self._transfers: dict[int, float] = {}
+        """Checkpointed block → end of the transfer of its activations."""
+        self._on_host: set[int] = set()
         self._gradients: dict[UnitBytes, list[tuple[int, int]]] = {}
-        """Storages of gradients that a backward made: segment and number."""
-        self.update = make_update(self)
+        """Storages of the backward's gradients: segment and number."""
 
-    # What a strategy says
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of offloaded activations and of the optimizer."""
+        return self._offload_bytes + self.update.host_bytes
 
-    update_stream: str = COMPUTE
-    """On which parameters are updated in the backward, if they are."""
+    # Implemented by strategies
 
     @abstractmethod
     def construct(self) -> None:
-        """Hold parameters."""
+        """Allocate parameters."""
 
-    def begin_forward(self) -> None:  # noqa: B027 (one process with float32 has nothing to do)
-        """Before the embedding."""
+    def begin_forward(self) -> None:  # noqa: B027 (a single float32 process does nothing)
+        """Run before the embedding."""
 
     @abstractmethod
     def enter(self, unit: UnitBytes) -> None:
-        """Before a unit's forward, or its recomputation."""
+        """Run before a unit's forward or its recomputation."""
 
     @abstractmethod
     def leave(self, unit: UnitBytes) -> None:
-        """After its forward."""
+        """Run after a unit's forward."""
 
     @abstractmethod
     def before_backward(self, unit: UnitBytes) -> None:
-        """Before a unit's backward."""
+        """Run before a unit's backward."""
 
     @abstractmethod
     def after_backward(self, unit: UnitBytes) -> None:
-        """After it: gradients of the whole unit are there."""
+        """Run after a unit's backward, when all its gradients exist."""
 
     @abstractmethod
     def end_backward(self) -> None:
-        """After the whole backward."""
+        """Run after the whole backward."""
 
     @abstractmethod
     def free_gradients(self, elements: int | None = None) -> None:
-        """Free gradients of so many elements, or all that are left."""
+        """Free gradients of that many elements; None for all that are left."""
 
-    # The walk
+    # The step
+
+    def make_states(self) -> None:
+        """Allocate the optimizer states."""
+        self.update.make_states(self.update_stream)
 
     def step(self, micro_batches: int, makes_states: bool = False) -> None:
-        """Take one step.
+        """Run one step.
 
         Args:
-            micro_batches: of the step.
-            makes_states: whether the optimizer makes its states in it, as in the first one.
+            micro_batches: of the step; three at most are modeled, the second stands for those between first and last.
+            makes_states: whether the optimizer allocates its states, as in the first step.
         """
         ledger, memory = self.ledger, self.config.memory
         ledger.peak = 0
-        self.micro_batches = micro_batches
         ledger.clear_times()
         train = self.config.train
-        walked = min(micro_batches, 3)
+        modeled = min(micro_batches, 3)
         if makes_states and self.update.in_backward:
-            self.update.make_states()
-        for number in range(walked):
-            self.first, self.last = number == 0, number == walked - 1
+            self.make_states()
+        for number in range(modeled):
+            self.first, self.last = number == 0, number == modeled - 1
             before = ledger.times()
             ledger.phase = "forward"
             inputs = train.batch_size * train.seq_len * 16 + self._rotation_bytes()
@@ -146,7 +119,7 @@ class StepModel(ABC):
             self._backward()
             self.end_backward()
             ledger.add(Category.buffers, -inputs)
-            if number == 1 and walked == 3:
+            if number == 1 and modeled == 3:
                 ledger.repeat(before, micro_batches - 3)
         ledger.phase = "optimizer"
         if self.update.in_backward:
@@ -154,18 +127,18 @@ class StepModel(ABC):
         elif not memory.cpu_offload:
             sizes = [size for unit in self.units.in_forward() for size in unit.local]
             at_a_time = norm_elements(ledger.hardware.device_type)
-            ledger.move(4 * self.local, sum(-(-size // at_a_time) for size in sizes))
+            ledger.move(4 * self.units.local_elements, sum(-(-size // at_a_time) for size in sizes))
             if train.max_grad_norm is not None:
-                ledger.move(8 * self.local, len(sizes))
+                ledger.move(8 * self.units.local_elements, len(sizes))
         else:
-            # The norm reads; scaling by it, where the update does not do that, reads and writes.
+            # The norm reads; scaling reads and writes, unless the update does it.
             scales = train.max_grad_norm is not None and not self.update.holds_gradients
-            ledger.host_work((12 if scales else 4) * self.local / ledger.hardware.cpu_bandwidth.value)
+            ledger.host_work((12 if scales else 4) * self.units.local_elements / ledger.hardware.cpu_bandwidth.value)
         ends = ledger.communicate("all_reduce", 512, self.setup.world_size, 1, "world", ledger.compute)
         ledger.wait(ends, "communication")
         ledger.wait_on_host()
         if makes_states and not self.update.in_backward:
-            self.update.make_states()
+            self.make_states()
         self.update.step()
         if not self.update.holds_gradients:
             self.free_gradients()
@@ -205,7 +178,7 @@ class StepModel(ABC):
 
     def _enter(self, unit: UnitBytes) -> None:
         if self.first:
-            self.update.before_forward(unit)
+            self.update.before_forward(unit, self.free_gradients)
         if unit.params:
             self.enter(unit)
 
@@ -216,13 +189,13 @@ class StepModel(ABC):
         last = len(units.blocks) + 1
         self._backward_through(last, segments.head, head, Category.logits, _elements(model.norm, model.lm_head))
         self.ledger.release(last + 1, INPUT)
-        # The input of the head, which its backward was the last to need, had been counted with the activations.
+        # The head's input counts as activations; only the head's backward needed it still.
         rest = self.ledger.categories[Category.logits]
         self.ledger.account(Category.logits, -rest)
         self.ledger.account(Category.activations, rest)
         if units.head is not units.embedding:
             self.after_backward(units.head)
-        blocks = zip(segments.blocks, units.blocks, model.layers)  # noqa: B905 (a few of the model's)
+        blocks = zip(segments.blocks, units.blocks, model.layers)  # noqa: B905 (segments may be fewer)
         for index, (segment, block, module) in reversed(list(enumerate(blocks))):
             self._return_before(index)
             self._backward_through(index + 1, segment, block, Category.activations, _elements(module))
@@ -231,7 +204,7 @@ class StepModel(ABC):
         before = list(self._gradients.get(units.embedding, ()))
         self._backward_through(0, segments.embedding, embedding, Category.activations, tables)
         if units.head is units.embedding:
-            # A second gradient of the same weight is added to the first.
+            # The second gradient of a tied weight is added to the first.
             for storage in self._gradients[units.embedding]:
                 if storage not in before:
                     self.ledger.release(*storage)
@@ -249,14 +222,14 @@ class StepModel(ABC):
             self.before_backward(units[""])
         for part, storages in segment.gradients.items():
             self._gradients.setdefault(units.get(part, units[""]), []).extend((number, each) for each in storages)
-        left = dict(elements)  # what is given is shared
+        left = dict(elements)  # cached, so not to be changed
         part = ""
         for index, stage in enumerate(segment.backward):
             if stage.part in units and stage.part and stage.part != part:
                 self.before_backward(units[stage.part])
             part = stage.part
             later = {other.part for other in segment.backward[index + 1 :]}
-            # Of a part's stages the last one makes its gradients; the others are recomputation.
+            # A part's last stage computes its gradients; the others are recomputation.
             gradients = left.pop(part, 0) * self.setup.compute_bytes if part not in later else 0
             self._stage(number, stage, category, gradients)
             if part in units and part and part not in later:
@@ -271,52 +244,52 @@ class StepModel(ABC):
         self.ledger.run(stage)
 
     def release_gradients(self, unit: UnitBytes) -> None:
-        """Free what the backward made for a unit, in the number format of the backward."""
+        """Free the backward's gradients of a unit, in the backward's dtype."""
         self.ledger.account(Category.reduction_buffers, -unit.elements * self.setup.compute_bytes)
         for storage in self._gradients.pop(unit, ()):
             self.ledger.release(*storage)
 
-    # Activations in host memory
+    # Activation offload
 
     def _offload_before(self, index: int) -> None:
-        """A checkpointed block begins: what the one before the last saved leaves."""
+        """Before a checkpointed block, free device copies of the second last one."""
         if index not in self._offloaded:
             return
         place = self._offloaded.index(index)
         if place >= 2:
             leaving = self._offloaded[place - 2]
-            self.ledger.wait(self._travels.pop(leaving), "transfers")
+            self.ledger.wait(self._transfers.pop(leaving), "transfers")
             self.ledger.account(Category.activations, -self.setup.segments.blocks[leaving].offloadable_bytes)
             for number in self.setup.segments.blocks[leaving].offloadable:
                 self.ledger.release(leaving + 1, number)
-            self._away.add(leaving)
+            self._on_host.add(leaving)
 
     def _offload_after(self, index: int) -> None:
         if index in self._offloaded and index != self._offloaded[-1]:
             saved = self.setup.segments.blocks[index].offloadable_bytes
-            self._travels[index] = self.ledger.transfer(saved, "down", self.ledger.compute)
+            self._transfers[index] = self.ledger.transfer(saved, "down", self.ledger.compute)
             if self.first:
-                self.host_bytes += 1 << max(0, saved - 1).bit_length()
+                self._offload_bytes += pinned_bytes(saved)
 
     def _return_before(self, index: int) -> None:
-        """A checkpointed block's backward begins: what the one before it saved comes back."""
+        """Before a checkpointed block's backward, prefetch the activations of the preceding one."""
         if index not in self._offloaded:
             return
         place = self._offloaded.index(index)
         for wanted in self._offloaded[max(0, place - 1) : place + 1]:
-            if wanted in self._away:
-                self._away.remove(wanted)
+            if wanted in self._on_host:
+                self._on_host.remove(wanted)
                 saved = self.setup.segments.blocks[wanted].offloadable_bytes
                 self.ledger.account(Category.activations, saved)
                 for number, size in self.setup.segments.blocks[wanted].offloadable.items():
                     self.ledger.hold(wanted + 1, number, size)
-                self._travels[wanted] = self.ledger.transfer(saved, "up", self.ledger.compute)
-        self.ledger.wait(self._travels.pop(index, 0.0), "transfers")
+                self._transfers[wanted] = self.ledger.transfer(saved, "up", self.ledger.compute)
+        self.ledger.wait(self._transfers.pop(index, 0.0), "transfers")
 
 
 @functools.lru_cache(maxsize=4096)
 def _elements(*modules: nn.Module) -> dict[str, int]:
-    """Parameters of modules by the part of a block that they are in."""
+    """Elements of the modules' parameters by part of a block."""
     counts: dict[str, int] = {}
     for module in modules:
         for name, param in module.named_parameters():

@@ -14,8 +14,7 @@ from fsdptoys.config.schema import Config
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import CPUOffloadExecutor, GradientCheckpointing
 from fsdptoys.metrics.prediction import Prediction
-from fsdptoys.parallel import FSDP2Config
-from fsdptoys.parallel.fsdp import FSDPConfig, ReshardAfterForward, Wrap
+from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
 from fsdptoys.parallel.precision import DType
 
 from .switches import Changes, overrides_between, read, validate_switches, vary
@@ -119,7 +118,7 @@ def _changes(config: Config, world_size: int, node_ranks: int) -> Iterator[dict[
         *({"train.batch_size": size} for size in (2 * batch, 4 * batch)),
         *({"train.batch_size": batch >> halvings} for halvings in range(1, batch.bit_length())),
     ]
-    if memory.cpu_offload or isinstance(parallel, FSDP2Config):
+    if memory.cpu_offload or parallel.overlaps_cpu_offload:
         alternatives.append(
             {
                 "memory.cpu_offload": True,
@@ -129,7 +128,7 @@ def _changes(config: Config, world_size: int, node_ranks: int) -> Iterator[dict[
         )
     if memory.checkpoints:
         alternatives.append({"memory.checkpointing_every": 2 if memory.checkpointing_every == 1 else 1})
-    if isinstance(parallel, FSDPConfig):
+    if parallel.shards_parameters:
         alternatives += [{"parallel.wrap": wrap} for wrap in Wrap]
         alternatives += [{"parallel.reshard_after_forward": reshard} for reshard in ReshardAfterForward]
         alternatives += [{"mesh.fsdp_size": size} for size in (-1, node_ranks)]

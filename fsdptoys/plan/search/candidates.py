@@ -7,9 +7,10 @@ from typing import Any
 
 from fsdptoys.config.schema import Config
 from fsdptoys.memory import CPUOffloadExecutor, GradientCheckpointing
+from fsdptoys.parallel import ParallelConfig
 from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
 
-from .switches import SHARDING, STRATEGIES, Changes, read
+from .switches import STRATEGIES, Changes, read
 
 
 @dataclass(frozen=True)
@@ -65,21 +66,29 @@ class Combinations:
 
     def all(self) -> Iterator[dict[str, Any]]:
         """Those that agree with what was typed; the checks may still refuse one."""
-        usable = [name for name in self.space.strategies if name != ("ddp" if self.world_size == 1 else "single")]
-        # FSDP1 moves what FSDP2 moves, and comes in where that is fast.
-        usable = [name for name in usable if name != "fsdp1" or "fsdp2" not in usable or "parallel" in self.fixed]
-        for strategy in self._allowed([{"parallel": name} for name in usable]):
-            name = strategy.get("parallel", self.base.parallel.name)
-            yield from _products([strategy], *self._lists(name))
+        kinds = [STRATEGIES[name] for name in self.space.strategies]
+        if self.world_size == 1:
+            kinds = [kind for kind in kinds if kind.single_process or kind.shards_parameters]
+        else:
+            kinds = [kind for kind in kinds if not kind.single_process]
+        per_parameter = [kind for kind in kinds if not kind.flattens_parameters]
+        if "parallel" not in self.fixed and any(kind.shards_parameters for kind in per_parameter):
+            kinds = per_parameter  # FSDP1 moves the same bytes as FSDP2: it is tried only next to the best
+        for strategy in self._allowed([{"parallel": kind.name} for kind in kinds]):
+            yield from _products([strategy], *self._lists(self._strategy(strategy)))
 
     def neighbors(self, changes: Changes) -> Iterator[dict[str, Any]]:
         """A combination's neighbours: with whole logits, in what only FSDP has, and on the next meshes."""
         for chunked in self._allowed(CHUNKED):
             yield {**changes, **chunked}
-        strategy = changes.get("parallel", self.base.parallel.name)
-        if strategy not in SHARDING:
+        strategy = self._strategy(changes)
+        if not strategy.shards_parameters:
             return
-        others = [{"parallel": name} for name in SHARDING if name == strategy or name in self.space.strategies]
+        others = [
+            {"parallel": name}
+            for name, kind in STRATEGIES.items()
+            if kind.shards_parameters and (kind is strategy or name in self.space.strategies)
+        ]
         executors: list[Changes] = [{}]
         if "memory.cpu_offload_executor" in changes:
             executors += [{"memory.cpu_offload_executor": CPUOffloadExecutor.native}]
@@ -91,16 +100,19 @@ class Combinations:
         ):
             one = {**changes, **parts}
             overlapped = one.get("memory.cpu_offload_executor") is CPUOffloadExecutor.overlapped
-            if not (overlapped and one.get("parallel") == "fsdp1"):
+            if not overlapped or self._strategy(one).overlaps_cpu_offload:
                 yield one
         if "mesh.fsdp_size" in changes and self.space.every_shard_size:
             place = self._sizes.index(changes["mesh.fsdp_size"])
             for size in self._sizes[max(0, place - 1) : place + 2]:
                 yield {**changes, "mesh.fsdp_size": size}
 
-    def _lists(self, strategy: str) -> list[list[Changes]]:
-        """For a strategy: lists of alternatives."""
-        shards = strategy in SHARDING
+    def _strategy(self, changes: Changes) -> type[ParallelConfig]:
+        return STRATEGIES[changes["parallel"]] if "parallel" in changes else type(self.base.parallel)
+
+    def _lists(self, strategy: type[ParallelConfig]) -> list[list[Changes]]:
+        """Lists of alternatives for a strategy."""
+        shards = strategy.shards_parameters
         # Every second size; those between are tried beside the best.
         sizes = [*self._sizes[:-1:2], -1] if shards else [-1]
         lists: list[list[Changes]] = [[{"mesh.fsdp_size": size} for size in sizes]]
@@ -117,7 +129,7 @@ class Combinations:
         if self.space.optimizer_offload:
             offloads.append({"memory.optimizer_offload": True, "memory.cpu_offload": False})
         if self.space.cpu_offload and shards:
-            best = CPUOffloadExecutor.overlapped if strategy == "fsdp2" else CPUOffloadExecutor.native
+            best = CPUOffloadExecutor.overlapped if strategy.overlaps_cpu_offload else CPUOffloadExecutor.native
             if "memory.cpu_offload_executor" in self.fixed:
                 best = self.base.memory.cpu_offload_executor
             offloads.append(

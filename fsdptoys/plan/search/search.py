@@ -345,7 +345,7 @@ class _Exploration:
         for doublings in range(1, 7):
             ranks = self.world_size << doublings
             changes: Changes = {"mesh.fsdp_size": -1}
-            if least.config.parallel.name == "single":
+            if least.config.parallel.single_process:
                 changes = {"mesh.fsdp_size": -1, "parallel": "fsdp2"}
             if any(key in self.fixed for key in changes):
                 return None

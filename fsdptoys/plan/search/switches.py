@@ -16,7 +16,7 @@ from fsdptoys.config.schema import Config
 from fsdptoys.data import SyntheticConfig
 from fsdptoys.device.profile import Hardware
 from fsdptoys.errors import ConfigError
-from fsdptoys.memory import MemoryConfig
+from fsdptoys.memory import GradientCheckpointing, MemoryConfig
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
 
 Changes = Mapping[str, Any]
@@ -25,9 +25,6 @@ Changes = Mapping[str, Any]
 STRATEGIES: dict[str, type[ParallelConfig]] = {
     strategy.name: strategy for strategy in (FSDP2Config, FSDP1Config, DDPConfig, SingleConfig)
 }
-
-SHARDING = ("fsdp2", "fsdp1")
-"""Strategies whose parameters may be sharded."""
 
 SECTIONS = ("parallel", "mesh", "train", "memory")
 """In the order in which their words are given."""
@@ -93,10 +90,10 @@ def check_strategy(config: Config) -> None:
     Raises:
         ConfigError: naming one that it knows.
     """
-    name = config.parallel.name
-    if name not in STRATEGIES:
-        like = "ddp" if name == "toy_ddp" else "fsdp2"
-        raise ConfigError(f"parallel={name} cannot be predicted; set parallel={like} for what comes near it")
+    parallel = config.parallel
+    if parallel.name not in STRATEGIES:
+        like = FSDP2Config if parallel.shards_parameters or not parallel.keeps_whole_states else DDPConfig
+        raise ConfigError(f"parallel={parallel.name} cannot be predicted; set parallel={like.name}, which is closest")
 
 
 def node_ranks_of(config: Config, hardware: Hardware, world_size: int) -> int:
@@ -176,6 +173,6 @@ def _idle(memory: dict[str, Any], fixed: Collection[str]) -> dict[str, Any]:
     """Defaults of what does nothing, as the switches stand."""
     defaults = MemoryConfig()
     idle = [name for switch, owned in OWNED.items() if memory[switch] == getattr(defaults, switch) for name in owned]
-    if as_typed(memory["gradient_checkpointing"]) != "selective":
+    if memory["gradient_checkpointing"] is not GradientCheckpointing.selective:
         idle.append("checkpointing_save")
     return {name: getattr(defaults, name) for name in idle if name not in fixed}

@@ -16,11 +16,11 @@ import math
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from fsdptoys.config.plan_config import AllocatorKind
 from fsdptoys.config.schema import Config
 from fsdptoys.models import DecoderModel
-from fsdptoys.plan.estimate.activations import block_kind
 
 LEAST_LAYERS = 8
 """Fewest layers of the shallower trace."""
@@ -58,6 +58,14 @@ def layers_in_turn(model: DecoderModel) -> int:
         if all(kind == later for kind, later in zip(kinds, kinds[turn:], strict=False)):
             return turn
     return len(kinds)
+
+
+def block_kind(block: nn.Module) -> tuple[object, ...]:
+    """Key of blocks that do the same work: shapes of the parameters and the way of attention."""
+    attention = block.get_submodule("attn")
+    plain = tuple(getattr(attention, name, None) is None for name in ("rotation", "temperature"))
+    shapes = tuple((name, tuple(param.shape)) for name, param in block.named_parameters())
+    return shapes, plain, getattr(attention, "chunk_len", None)
 
 
 def extrapolate(shallow: T, deep: T, depths: tuple[int, int], n_layers: int) -> T:
