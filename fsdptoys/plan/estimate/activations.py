@@ -1,12 +1,12 @@
-"""What a part of a model keeps, computes and moves, measured by running it once on the meta device.
+"""Memory, FLOPs and traffic of a model's parts, measured by running each part once on the meta device.
 
-Nobody counts a block's activations right for long: which tensors are kept depends on the operators that autograd and
-the device choose. So one block of each kind runs forward and backward over tensors without memory, through the
-project's own modules, checkpointing and loss, while every storage's birth and death and every operator is noted. That
-takes some 50 ms a kind, and the result is kept for as long as the process lives.
+Activation bytes cannot be counted by hand: which tensors are kept depends on the operators that autograd and the device
+choose. So one block of each kind runs forward and backward over tensors without memory, through the project's own
+modules, checkpointing and loss, while births and deaths of storages and all operators are recorded. A kind takes about
+50 ms and is cached for the life of the process.
 
-What the meta device does not show is made up for as it is for traces (``kernels``): fused attention with its scratch,
-fused normalisation, the loss's own kernel.
+The device's kernels that the meta device lacks are replaced as in traces (``trace.fake_kernels``): fused attention with
+its scratch memory, fused normalization, the loss's kernel.
 
 Shapes: B batch, T sequence, D width.
 """
@@ -51,34 +51,34 @@ class Segment:
     output: int
     """Number of the output's storage."""
     offloadable: dict[int, int]
-    """Number → bytes of what the forward keeps and activation offload moves, the input among it where it is kept."""
+    """Number → bytes of the kept storages that activation offload moves, including a kept input."""
     gradients: dict[str, tuple[int, ...]]
     """Part → numbers of its parameters' gradients, which outlive the backward."""
 
     @property
     def offloadable_bytes(self) -> int:
-        """That activation offload moves."""
+        """Bytes that activation offload moves."""
         return sum(self.offloadable.values())
 
 
 @dataclass(frozen=True)
 class Segments:
-    """A model's."""
+    """All parts of a model."""
 
     embedding: Segment
     blocks: tuple[Segment, ...]
-    """In order; equal ones are one object."""
+    """In order; equal blocks are one object."""
     head: Segment
     """Norm, head and loss."""
 
 
 def segments_of(config: Config, model: DecoderModel, attention: AttentionKind) -> Segments:
-    """Measure the parts of a model, or remember them.
+    """Measure the parts of a model, or return cached measurements.
 
     Args:
         config: validated.
-        model: of that configuration, on the meta device.
-        attention: whose fused attention runs.
+        model: built from that configuration on the meta device.
+        attention: kind of the device's fused attention.
     """
     train, memory = config.train, config.memory
     dtype = config.parallel.param_dtype.torch
@@ -120,7 +120,7 @@ class Uncached(Generic[T]):
 
 @dataclass(frozen=True)
 class _Common:
-    """What all parts have in common."""
+    """Settings of all parts."""
 
     attention: AttentionKind
     kernels: tuple[tuple[str, str], ...]
@@ -200,12 +200,12 @@ def _head(
 
 @contextmanager
 def _kernels_of(attention: AttentionKind) -> Iterator[None]:
-    """Take a device's kernels on the meta device."""
+    """Use a device's kernels on the meta device."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, **_: Any) -> Tensor:
         shared = query.shape[1] // key.shape[1]
         if shared > 1 and not fuses_rms_norm():
-            # Before, as is known of torch 2.7, that operator's gradient knows no shared heads.
+            # torch 2.7's operator has no shared heads in its gradient.
             key, value = (x.repeat_interleave(shared, dim=1) for x in (key, value))
         out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal)[0]
         return out
@@ -215,7 +215,7 @@ def _kernels_of(attention: AttentionKind) -> Iterator[None]:
         given = dict(IMPLEMENTATIONS["grouped_matmul"])
 
         def choose_product(name: str, device_type: str, dtype: torch.dtype, *widths: int) -> grouped.Product:
-            # CUDA's grouped product takes nothing else; the loop's one group stands for all.
+            # CUDA's grouped matmul takes bfloat16 only; the loop's one group stands for all.
             if attention is AttentionKind.cpu or dtype is not torch.bfloat16:
                 return grouped.Looped()
             try:
@@ -241,17 +241,17 @@ def _measure(
     """Run a part forward and backward.
 
     Args:
-        module: whose parameters are not counted, but whose gradients are.
+        module: its gradients are counted, its parameters are not.
         run: the part.
-        dim: width of its input; None where it has none.
-        common: to all parts.
-        trace: that takes notes.
+        dim: width of its input; None without an input.
+        common: settings of all parts.
+        trace: records the run.
     """
     anchor = torch.empty((), device="meta", requires_grad=True)
     trace.ignore(anchor, *module.parameters())
     with _kernels_of(trace.attention), MetaRecorder(trace):
         use_kernels(module, choose_kernels(dict(common.kernels)))
-        trace.ignore(npu_kernels.causal_mask(anchor.device))  # one for all blocks
+        trace.ignore(npu_kernels.causal_mask(anchor.device))  # shared by all blocks
         shape = (common.batch, common.length, dim)
         hidden = anchor if dim is None else Source.apply(anchor, shape, common.dtype)
         trace.begin()

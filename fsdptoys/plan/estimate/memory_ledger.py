@@ -1,8 +1,8 @@
-"""Accounts of a step that is walked through in thought: memory by stream, time by what is busy.
+"""Ledger of a step: memory by stream, time by resource.
 
-Memory is added and taken in the order in which the host issues work, which is the order in which an allocator sees it.
-A stream's highest sum is what a segment that grows would reserve for it. Time is kept as the moment at which each lane
-is free: the device's computing, its links, both directions to the host, the host. Who waits, waits for a moment.
+Memory is added and freed in the order in which the host issues work, as an allocator sees it. A stream's highest sum is
+the size that a growing segment would reserve. Time is kept as the moment at which each lane is free: the device's
+compute stream, its links, both copy directions, the host. A wait moves a lane to a moment.
 """
 
 from collections import defaultdict
@@ -23,7 +23,7 @@ LANES = ("shard", "replicate", "up", "down")
 
 @dataclass
 class Work:
-    """What a stage takes of the device and the host."""
+    """Work of a stage on device and host."""
 
     seconds: float
     kernels: int
@@ -31,25 +31,25 @@ class Work:
 
 
 class Ledger:
-    """One rank's accounts.
+    """Memory and time of one rank.
 
     Args:
-        hardware: for the costs.
-        allocator: that is asked for all of it too, to learn what it would reserve; None for sums alone.
+        hardware: profile for the costs.
+        allocator: receives every request, to measure the reserved memory; None for sums alone.
     """
 
     def __init__(self, hardware: Hardware, allocator: Allocator | None = None) -> None:
         self.hardware = hardware
         self.allocator = allocator
         self._blocks: defaultdict[tuple[str, int], list[Block]] = defaultdict(list)
-        """By stream and size, those that ``add`` made."""
+        """Blocks of ``add`` by stream and size."""
         self._held: dict[tuple[int, int], Block] = {}
-        """Storages of segments: by the segment's number and the storage's."""
+        """Blocks of segments' storages, by numbers of segment and storage."""
         self.phase = "construction"
         # Memory.
         self.live: defaultdict[str, int] = defaultdict(int)
         self.highest: defaultdict[str, int] = defaultdict(int)
-        """Of each stream."""
+        """Highest live bytes of each stream."""
         self.categories: defaultdict[Category, int] = defaultdict(int)
         self._stream_numbers = {COMPUTE: COMPUTE_STREAM}
         self.total = self.peak = 0
@@ -59,7 +59,7 @@ class Ledger:
         self.compute = self.host = 0.0
         self.lanes = dict.fromkeys(LANES, 0.0)
         self.sums: defaultdict[str, float] = defaultdict(float)
-        """Seconds of the computing stream: busy, and what it waited for."""
+        """Seconds of the compute stream: busy, and waits by cause."""
         self.kinds: defaultdict[str, float] = defaultdict(float)
         self.volumes: dict[tuple[str, str, int], tuple[int, float, float]] = {}
         self._work: dict[int, Work] = {}
@@ -67,13 +67,13 @@ class Ledger:
     # Memory
 
     def add(self, category: Category, bytes: int, stream: str = COMPUTE, pieces: Sequence[int] | None = None) -> None:
-        """Allocate, or free where bytes are negative.
+        """Allocate, or free if ``bytes`` is negative.
 
         Args:
-            category: what for.
-            bytes: in all.
-            stream: on which.
-            pieces: sizes of the tensors that it consists of; None for one.
+            category: purpose of the memory.
+            bytes: total size.
+            stream: stream of the request.
+            pieces: sizes of the tensors; None for a single one.
         """
         self.account(category, bytes, stream)
         if self.allocator is not None:
@@ -81,7 +81,7 @@ class Ledger:
                 self._place(piece if bytes > 0 else -abs(piece), stream)
 
     def account(self, category: Category, bytes: int, stream: str = COMPUTE) -> None:
-        """Count what was allocated or freed, without asking the allocator."""
+        """Count an allocation or free without asking the allocator."""
         self.categories[category] += bytes
         self.live[stream] += bytes
         self.total += bytes
@@ -89,7 +89,7 @@ class Ledger:
             self._note(stream, self.live[stream], self.total, category, 0)
 
     def note_peak(self, bytes: int) -> None:
-        """So much more was allocated for a moment, on the computing stream."""
+        """Count a short-lived allocation on the compute stream."""
         self._note(COMPUTE, self.live[COMPUTE] + bytes, self.total + bytes, Category.temporary, bytes)
 
     def spike(
@@ -107,12 +107,7 @@ class Ledger:
                     self._place(sign * piece, stream)
 
     def storages(self, segment: int, stage: Stage) -> None:
-        """Allocate and free what a stage does, one storage after the other.
-
-        Args:
-            segment: number of the segment.
-            stage: of it.
-        """
+        """Allocate and free a stage's storages in order; ``segment`` is the segment's number."""
         if self.allocator is None:
             return
         for number, size in stage.storages:
@@ -133,7 +128,7 @@ class Ledger:
             self._held[segment + 1, INPUT] = self._held.pop((segment, number))
 
     def hold(self, segment: int, number: int, size: int) -> None:
-        """Allocate a storage that the segment had before."""
+        """Allocate a storage again."""
         if self.allocator is not None:
             self._held[segment, number] = self.allocator.allocate(size, 0)
 
@@ -150,7 +145,7 @@ class Ledger:
                 self._free_about(-bytes, stream)
 
     def _free_about(self, bytes: int, stream: str) -> None:
-        """Free the oldest blocks of a stream that add up to no more."""
+        """Free a stream's oldest blocks up to that many bytes."""
         assert self.allocator is not None
         for (of, size), blocks in self._blocks.items():
             while of == stream and blocks and size <= bytes:
@@ -158,19 +153,18 @@ class Ledger:
                 bytes -= size
 
     def retire(self, category: Category, bytes: int, stream: str) -> None:
-        """Free what another stream still uses: it is allocated no more, but its stream cannot have it yet."""
+        """Free memory that another stream still uses: no longer allocated, but not reusable yet."""
         self.categories[category] -= bytes
         self.total -= bytes
 
     def reuse(self, bytes: int, stream: str) -> None:
-        """Let a stream have what was retired."""
+        """Make retired memory reusable."""
         self.live[stream] -= bytes
         if self.allocator is not None:
             self._place(-bytes, stream)
 
-    def _note(self, stream: str, of_stream: int, total: int, category: Category, extra: int) -> None:
-        if of_stream > self.highest[stream]:
-            self.highest[stream] = of_stream
+    def _note(self, stream: str, live: int, total: int, category: Category, extra: int) -> None:
+        self.highest[stream] = max(self.highest[stream], live)
         if total > self.peak:
             self.peak, self.peak_phase = total, self.phase
             self.peak_categories = dict(self.categories)
@@ -179,7 +173,7 @@ class Ledger:
     # Time
 
     def run(self, stage: Stage) -> None:
-        """Compute what a stage does."""
+        """Run a stage's operators."""
         work = self._work.get(id(stage))
         if work is None:
             by_kind: defaultdict[str, float] = defaultdict(float)
@@ -189,12 +183,12 @@ class Ledger:
         self._compute(work)
 
     def move(self, bytes: float, kernels: int = 1) -> None:
-        """Compute something that memory bandwidth bounds."""
+        """Run kernels bound by memory bandwidth."""
         seconds = kernels * kernel_seconds(self.hardware, KernelKind.memory, 0.0, int(bytes / kernels), "")
         self._compute(Work(seconds, kernels, {KernelKind.memory.value: seconds}))
 
     def multiply(self, flops: float, bytes: float, dtype: str, kernels: int = 1) -> None:
-        """Compute equal matrix products, of so many operations and bytes in all."""
+        """Run equal matmuls with these total FLOPs and bytes."""
         each = kernel_seconds(self.hardware, KernelKind.matmul, flops / kernels, int(bytes / kernels), dtype)
         self._compute(Work(kernels * each, kernels, {KernelKind.matmul.value: kernels * each}))
 
@@ -210,23 +204,23 @@ class Ledger:
         self.compute = ends
 
     def wait(self, moment: float, why: str) -> None:
-        """Let the computing stream wait."""
+        """Let the compute stream wait."""
         if moment > self.compute:
             self.sums[why] += moment - self.compute
             self.compute = moment
 
-    def wait_on_host(self, why: str = "host") -> None:
-        """Let the host wait for the computing stream, and be ahead of it no more."""
+    def wait_on_host(self) -> None:
+        """Let the host wait for the compute stream."""
         self.host = max(self.host, self.compute)
 
     def host_work(self, seconds: float) -> None:
-        """Let the host do something for which the device waits."""
+        """Let the host work while the device waits."""
         self.wait_on_host()
         self.host += seconds
         self.wait(self.host, "host")
 
     def communicate(self, name: str, bytes: int, group_size: int, group_stride: int, axis: str, after: float) -> float:
-        """Queue a collective; returns when it ends."""
+        """Queue a collective; return its end."""
         self.host += self.hardware.host_collective_seconds.value
         seconds = collective_seconds(self.hardware, name, bytes, group_size, group_stride)
         lane = "replicate" if axis == "replicate" else "shard"
@@ -237,16 +231,16 @@ class Ledger:
         return ends
 
     def transfer(self, bytes: int, lane: str, after: float) -> float:
-        """Queue a copy between host and device (``up``, ``down``); returns when it ends."""
+        """Queue a copy between host and device (``up``, ``down``); return its end."""
         ends = self.lanes[lane] = max(self.lanes[lane], after, self.host) + transfer_seconds(self.hardware, bytes)
         return ends
 
     def stream_names(self) -> dict[int, str]:
-        """The allocator's number of each stream → its name."""
+        """Stream names by the allocator's numbers."""
         return {number: name for name, number in self._stream_numbers.items()}
 
     def clear_times(self) -> None:
-        """Begin to count anew; memory stays."""
+        """Reset times; memory stays."""
         self.compute = self.host = 0.0
         self.lanes = dict.fromkeys(LANES, 0.0)
         self.sums.clear()
@@ -254,15 +248,15 @@ class Ledger:
         self.volumes.clear()
 
     def times(self) -> "Times":
-        """All counters of time, to be compared with later ones."""
+        """Snapshot of all time counters."""
         return Times(self.compute, self.host, dict(self.lanes), dict(self.sums), dict(self.kinds), dict(self.volumes))
 
     def repeat(self, since: "Times", times: int) -> None:
-        """Count what happened since then so many times more."""
+        """Count the work since a snapshot that many times more."""
         self.compute += times * (self.compute - since.compute)
         self.host += times * (self.host - since.host)
         for lane, moment in since.lanes.items():
-            # A lane that lies behind must not be taken for one that is busy.
+            # An idle lane must not count as busy.
             self.lanes[lane] += times * (self.lanes[lane] - moment)
         for now, then in ((self.sums, since.sums), (self.kinds, since.kinds)):
             for key in now:
@@ -276,7 +270,7 @@ class Ledger:
             )
 
     def all_volumes(self) -> tuple[Volume, ...]:
-        """What each kind of collective moved."""
+        """Volume of each kind of collective."""
         return tuple(
             Volume(name, axis, size, calls, round(sent), seconds)
             for (name, axis, size), (calls, sent, seconds) in self.volumes.items()
@@ -285,7 +279,7 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Times:
-    """Counters of a ledger."""
+    """Time counters of a ledger."""
 
     compute: float
     host: float

@@ -1,7 +1,7 @@
 """Births and deaths of storages, and operators, while a part of a model runs on the meta device.
 
-A trace is cut into stages wherever it enters or leaves a block's attention or feed-forward, since these may be units of
-a strategy. Of a stage is known how much memory it adds at its highest and at its end, and what happens in between.
+A trace is cut into stages at the borders of a block's attention and feed-forward, which may be units. A stage records
+its highest and its net memory, and the events in between.
 """
 
 import weakref
@@ -22,11 +22,11 @@ INPUT = 0
 """Number of the storage of a part's input."""
 
 PARTS = ("attn", "mlp")
-"""Of a block, which may be units by themselves."""
+"""Parts of a block that may be units."""
 
 
 class Operator(NamedTuple):
-    """One kernel, as ``simulator.costs`` wants it."""
+    """A kernel's arguments to ``simulator.costs.kernel_seconds``."""
 
     kind: KernelKind
     flops: float
@@ -36,24 +36,24 @@ class Operator(NamedTuple):
 
 @dataclass(frozen=True)
 class Stage:
-    """A stretch of a forward or backward."""
+    """A section of a forward or backward."""
 
     part: str
     """``attn``, ``mlp``, or empty for the rest of the block."""
     backward: bool
-    """Whether gradients are computed; False for recomputation too."""
+    """Whether gradients are computed; False for recomputation."""
     peak_bytes: int
-    """Most that is alive at a time, over what was alive at the beginning."""
+    """Highest live bytes, relative to the start."""
     net_bytes: int
-    """What is alive more at the end than at the beginning; negative where it is less."""
+    """Live bytes at the end minus those at the start."""
     operators: tuple[Operator, ...]
     storages: tuple[tuple[int, int], ...]
-    """Births and deaths in order: number, and bytes or 0 for a death; ``INPUT`` is the part's input."""
+    """Births and deaths in order: storage number, and bytes or 0 for a death; ``INPUT`` is the part's input."""
 
 
 @dataclass
 class MetaTrace:
-    """Storages that are alive and operators that ran; stages are cut by ``cut``."""
+    """Live storages and executed operators; ``cut`` divides them into stages."""
 
     attention: AttentionKind
     live: int = 0
@@ -62,7 +62,7 @@ class MetaTrace:
     numbers: dict[int, int] = field(default_factory=dict)
     """Storage → its number."""
     ignored: set[int] = field(default_factory=set)
-    """Storages that were there before: parameters and inputs."""
+    """Storages from before: parameters and inputs."""
     stages: list[Stage] = field(default_factory=list)
     part: str = ""
     backward: bool = False
@@ -71,14 +71,14 @@ class MetaTrace:
     _operators: list[Operator] = field(default_factory=list)
     _storages: list[tuple[int, int]] = field(default_factory=list)
     _count: int = INPUT
-    """Storages so far; the input is the first, where there is one."""
+    """Number of the next storage; the input has the first."""
 
     def ignore(self, *tensors: Tensor) -> None:
-        """Leave out what was there before."""
+        """Leave out storages from before."""
         self.ignored.update(tensor.untyped_storage()._cdata for tensor in tensors)
 
     def cut(self, part: str = "", backward: bool = False) -> None:
-        """End a stage and begin one."""
+        """End a stage and start one."""
         if self._operators or self._storages:
             self.stages.append(
                 Stage(
@@ -94,13 +94,13 @@ class MetaTrace:
         self.begin()
 
     def begin(self) -> None:
-        """Forget what happened since the last cut."""
+        """Discard the events since the last cut."""
         self._count = max(self._count, INPUT + 1)
         self._peak = self._start = self.live
         self._operators, self._storages = [], []
 
     def scratch(self, sizes: list[int]) -> None:
-        """Count memory that a kernel takes while it runs."""
+        """Count a kernel's temporary memory."""
         self._peak = max(self._peak, self.live + sum(-(-size // 512) * 512 for size in sizes))
         numbers = range(self._count, self._count + len(sizes))
         self._count += len(sizes)
@@ -111,7 +111,7 @@ class MetaTrace:
         self._operators.append(operator)
 
     def see(self, tensor: Tensor) -> None:
-        """Note a storage, if it is new, until it dies."""
+        """Record a new storage until it dies."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self.sizes or key in self.ignored:
@@ -134,7 +134,7 @@ class MetaTrace:
 
 
 class MetaRecorder(TorchDispatchMode):
-    """Notes what runs on the meta device."""
+    """Records operators on the meta device."""
 
     def __init__(self, trace: MetaTrace) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class MetaRecorder(TorchDispatchMode):
             trace.scratch(scratch)
         flops = count_flops(func, args, kwargs, results)
         kind = KernelKind.attention if name in ATTENTION else KernelKind.matmul if flops else KernelKind.memory
-        # What is written may be a sum in a wider format than what is multiplied.
+        # The output may be a sum in a wider dtype than the operands.
         operands = [tensor for argument, tensor in inputs if not argument.writes] or [*made, *(t for _, t in inputs)]
         dtype = dtype_name(max(operands, key=Tensor.numel))
         trace.ran(Operator(kind, flops, traffic(name, args, inputs, fresh), dtype))
@@ -170,56 +170,56 @@ class MetaRecorder(TorchDispatchMode):
 
 
 class Mark(torch.autograd.Function):
-    """Identity that cuts stages where forward and backward pass."""
+    """Identity that cuts stages in forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, trace: MetaTrace, part: str, enters: bool) -> Tensor:
-        """The tensor."""
+        """Return the tensor."""
         ctx.trace, ctx.part, ctx.enters = trace, part, enters
         trace.cut(part if enters else "")
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        """The gradient."""
+        """Return the gradient."""
         ctx.trace.cut("" if ctx.enters else ctx.part, backward=True)
         return grads[0], None, None, None
 
 
 class Source(torch.autograd.Function):
-    """An input without a history, whose gradient nobody keeps."""
+    """An input without history; its gradient is discarded."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor of that shape."""
+        """Return a tensor of that shape."""
         return anchor.new_empty(shape, dtype=dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """Nothing of use."""
+        """Return a placeholder."""
         return grads[0].new_empty((), dtype=torch.float32), None, None
 
 
 class Sink(torch.autograd.Function):
-    """What comes after a part: takes its output, gives its gradient."""
+    """Consumer of a part's output, which provides its gradient."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor) -> Tensor:
-        """A scalar."""
+        """Return a scalar."""
         ctx.shape, ctx.dtype = output.shape, output.dtype
         return output.new_empty((), dtype=torch.float32)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        """A gradient of the output's shape."""
+        """Return a gradient of the output's shape."""
         return grads[0].new_empty(ctx.shape, dtype=ctx.dtype)
 
 
 class NoWorkers:
-    """Nobody works in threads here."""
+    """Worker threads that do nothing."""
 
     in_worker = False
     worker_jobs = 0
 
     def host_wait_workers(self, jobs: int) -> None:
-        """Nothing to wait for."""
+        """Do nothing."""

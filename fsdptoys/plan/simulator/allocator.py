@@ -1,30 +1,30 @@
-"""PyTorch's caching allocator as a model: which memory it takes from the device for a sequence of requests.
+"""Model of PyTorch's caching allocator: the device memory that a sequence of requests reserves.
 
-A device's memory is expensive to get and to give back, so the allocator keeps what it once got, cuts it, and joins what
-is free again. What it holds ("reserved") is therefore more than what tensors have ("allocated"), by an amount that
-depends on the order of all requests; hence a model that is run, and no formula. The rules:
+The allocator keeps, splits and merges memory that it once took from the device. It holds more ("reserved") than tensors
+have ("allocated"), by an amount that depends on the order of all requests; hence a simulation rather than a formula.
+The rules:
 
-- A request is rounded up to 512 bytes. Up to 1 MiB it is small, otherwise large; small and large ones of each stream
-  have pools of their own, and nothing ever moves from one pool to another.
-- Of the free blocks that are large enough the smallest is taken, of equal ones that with the lowest address. What is
-  left over becomes a free block if it has at least 512 bytes, in large pools of native segments more than 1 MiB;
-  otherwise it is given along. A block that is freed is merged with free neighbours of its segment.
-- ``native``: where no block fits, a segment is taken from the device: 2 MiB for small requests, 20 MiB for those below
-  10 MiB, and for larger ones their size rounded up to 2 MiB. Blocks of two segments are never merged.
-- ``expandable``: a pool is one range of addresses, to which pages are mapped as it grows: of 2 MiB in small pools, of
-  20 MiB in large ones. A free block at its end grows by what it lacks; where another free block fits, that is taken
-  first, since the one at the end counts as large as it could become.
-- Where the limit would be exceeded, PyTorch waits for the device and gives back all it can: native segments that are
-  free as a whole, and whole pages of free blocks. The next request may then fill the holes.
-- An NPU's allocator is a port with two rules of its own: 32 bytes are added to each request before it is rounded up,
-  and in expandable segments a block of 2 MiB or more begins at a multiple of 16 KiB, what lies before staying free.
+- A request is rounded up to 512 bytes. Requests up to 1 MiB are small, others large; small and large requests of each
+  stream have separate pools, and nothing moves between pools.
+- The smallest sufficient free block is taken, of equal ones the one with the lowest address. The rest becomes a free
+  block if it has at least 512 bytes, in large pools of native segments more than 1 MiB; otherwise it stays with the
+  block. A freed block is merged with free neighbors of its segment.
+- ``native``: if no block fits, a segment is taken from the device: 2 MiB for small requests, 20 MiB for those below 10
+  MiB, and for larger ones their size rounded up to 2 MiB. Blocks of two segments are never merged.
+- ``expandable``: a pool is one range of addresses to which pages are mapped as it grows: 2 MiB in small pools, 20 MiB
+  in large ones. A free block at the end grows by the missing bytes; another free block that fits is taken first, since
+  the one at the end counts with the size that it could reach.
+- At the limit PyTorch waits for the device and gives back all it can: native segments that are entirely free, and
+  entire pages of free blocks. Later requests may fill the holes.
+- An NPU's allocator is a port with two rules of its own: 32 bytes are added to each request before rounding, and in
+  expandable segments a block of 2 MiB or more starts at a multiple of 16 KiB, leaving the bytes before it free.
 
-``record_stream`` is not known here: whoever replays a program calls ``free`` when a block may be used again. Not
-covered: garbage collection, ``max_split_size_mb``, ``roundup_power2_divisions``, private pools of graphs. Addresses of
-segments rise in the order in which they were taken, which a driver does not promise.
+``record_stream`` is not modeled: the caller frees a block when it may be used again. Not covered: garbage collection,
+``max_split_size_mb``, ``roundup_power2_divisions``, private pools of graphs. Segment addresses rise in order, which a
+driver does not guarantee.
 
 Sources: https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management,
-https://zdevito.github.io/2022/08/04/cuda-caching-allocator.html, and the behaviour of ``c10/cuda/CUDACachingAllocator``
+https://zdevito.github.io/2022/08/04/cuda-caching-allocator.html, and the behavior of ``c10/cuda/CUDACachingAllocator``
 from torch 2.1 on; for NPUs ``torch_npu/csrc/core/npu/NPUCachingAllocator.cpp`` of https://github.com/Ascend/pytorch.
 """
 
@@ -37,32 +37,32 @@ from fsdptoys.config.plan_config import AllocatorKind
 
 MIB = 2**20
 MIN_BLOCK_BYTES = 512
-"""Every block is a multiple of it."""
+"""Every block is a multiple."""
 SMALL_BYTES = MIB
-"""Largest request that goes into a small pool."""
+"""Largest request of a small pool."""
 SMALL_SEGMENT_BYTES = 2 * MIB
 """Native segments, and pages of expandable ones, in small pools."""
 LARGE_SEGMENT_BYTES = 20 * MIB
 """Native segments for requests below ``MIN_LARGE_BYTES``, and pages of expandable ones, in large pools."""
 MIN_LARGE_BYTES = 10 * MIB
-"""Requests from here on get a native segment of their own size, rounded up to ``ROUND_LARGE_BYTES``."""
+"""Requests of at least this size get a native segment of their own, rounded up to ``ROUND_LARGE_BYTES``."""
 ROUND_LARGE_BYTES = 2 * MIB
 NPU_PADDING_BYTES = 32
 """Added to each request on an NPU."""
 NPU_ALIGNMENT_BYTES = 16 * 2**10
-"""Of the addresses of large blocks in expandable segments on an NPU, from ``ROUND_LARGE_BYTES`` on."""
+"""Alignment of large blocks (from ``ROUND_LARGE_BYTES``) in expandable segments on an NPU."""
 ADDRESSES = 2**32 * LARGE_SEGMENT_BYTES
-"""Of one segment: no device fills them, and pages of both sizes divide them."""
+"""Addresses of one segment: more than any device has, and a multiple of both page sizes."""
 
 
 class OutOfMemory(Exception):  # noqa: N818 (PyTorch's own words)
-    """A request does not fit under the limit, even after all that is free was given back.
+    """A request does not fit under the limit, even after all cached memory was given back.
 
     Args:
-        requested_bytes: of the request.
-        allocated_bytes: in blocks that are in use.
-        reserved_bytes: taken from the device.
-        limit_bytes: that may be taken.
+        requested_bytes: size of the request.
+        allocated_bytes: bytes in use.
+        reserved_bytes: bytes taken from the device.
+        limit_bytes: limit of ``reserved_bytes``.
     """
 
     def __init__(self, requested_bytes: int, allocated_bytes: int, reserved_bytes: int, limit_bytes: int) -> None:
@@ -75,7 +75,7 @@ class OutOfMemory(Exception):  # noqa: N818 (PyTorch's own words)
 
 
 class Block:
-    """A run of addresses within a segment: in use, free, or without memory."""
+    """A range of addresses in a segment: in use, free, or unmapped."""
 
     __slots__ = ("address", "in_use", "mapped", "next", "pool", "previous", "size")
 
@@ -83,12 +83,12 @@ class Block:
         self.pool, self.address, self.size, self.mapped = pool, address, size, mapped
         self.in_use = False
         self.previous: Block | None = None
-        """Neighbour in the same segment."""
+        """Neighbor in the segment."""
         self.next: Block | None = None
 
 
 class Pool:
-    """The blocks of one stream, small or large, that are not in use."""
+    """Blocks of one stream, small or large, that are not in use."""
 
     __slots__ = ("free", "is_small", "stream", "unmapped")
 
@@ -97,7 +97,7 @@ class Pool:
         self.free: list[tuple[int, int, Block]] = []
         """(size, address, block), sorted."""
         self.unmapped: list[tuple[int, Block]] = []
-        """(address, block) of addresses without memory, sorted."""
+        """(address, block) of unmapped addresses, sorted."""
 
     @property
     def segment_bytes(self) -> int:
@@ -112,7 +112,7 @@ class Pool:
             insort(self.unmapped, (block.address, block))
 
     def take(self, block: Block) -> None:
-        """Make it unavailable; its size and address must be those that it was put with."""
+        """Make a block unavailable; its size and address must be unchanged."""
         if block.mapped:
             del self.free[bisect_left(self.free, (block.size, block.address))]
         else:
@@ -120,13 +120,13 @@ class Pool:
 
 
 class Allocator(ABC):
-    """What both kinds share: pools, best fit, splitting and merging.
+    """Common part of both kinds: pools, best fit, splitting and merging.
 
     Args:
-        memory_limit_bytes: that may be reserved; None for no limit.
-        wait_for_device: called before cached memory is given back, since PyTorch waits for the device then: it may
-            free blocks that only waited for their streams.
-        device_type: ``npu`` has rules of its own.
+        memory_limit_bytes: limit of reserved memory; None for no limit.
+        wait_for_device: called before cached memory is given back, as PyTorch waits for the device then; may free
+            blocks that wait for their streams.
+        device_type: ``npu`` selects the NPU's rules.
     """
 
     leaves_bytes = MIN_BLOCK_BYTES
@@ -143,27 +143,27 @@ class Allocator(ABC):
         self._padding_bytes = NPU_PADDING_BYTES if device_type == "npu" else 0
         self._alignment_bytes = 1
         self.allocated_bytes = 0
-        """In blocks that are in use, what they were rounded up to included: ``memory_allocated()``."""
+        """Bytes of blocks in use, rounded: ``memory_allocated()``."""
         self.reserved_bytes = 0
-        """Taken from the device: ``memory_reserved()``."""
+        """Bytes taken from the device: ``memory_reserved()``."""
         self.peak_reserved_bytes = 0
         self.releases = 0
-        """How often cached memory was given back for want of room."""
+        """How often cached memory was given back for lack of memory."""
         self._pools: dict[int, tuple[Pool, Pool]] = {}
         self._reserved_by_stream: defaultdict[int, int] = defaultdict(int)
         self._next_address = ADDRESSES
 
     @property
     def reserved_by_stream(self) -> dict[int, int]:
-        """Reserved bytes of each stream that has asked for memory."""
+        """Reserved bytes of each stream with a request."""
         return dict(self._reserved_by_stream)
 
     def allocate(self, bytes: int, stream: int) -> Block:
-        """Give a request a block.
+        """Return a block for a request.
 
         Args:
             bytes: at least 1.
-            stream: that is current.
+            stream: the current stream.
 
         Raises:
             OutOfMemory: if it does not fit under the limit.
@@ -192,14 +192,14 @@ class Allocator(ABC):
         return block
 
     def free(self, block: Block) -> None:
-        """Take a block back, for any later request of its stream."""
+        """Take a block back for later requests of its stream."""
         assert block.in_use, "freed twice"
         block.in_use = False
         self.allocated_bytes -= block.size
         block.pool.put(self._merge(block))
 
     def release_cached(self) -> None:
-        """Give back to the device what can be: ``empty_cache()``."""
+        """Give cached memory back to the device: ``empty_cache()``."""
         self.wait_for_device()
         self.releases += 1
         for pool in self.pools():
@@ -213,25 +213,24 @@ class Allocator(ABC):
 
     @abstractmethod
     def _best_fit(self, pool: Pool, size: int) -> Block | None:
-        """Take the free block that a request of that size gets, if there is one."""
+        """Take the free block for a request, if there is one."""
 
     @abstractmethod
     def _grow(self, pool: Pool, size: int) -> Block | None:
-        """Make a block of at least that size with memory from the device; None if the limit forbids it."""
+        """Take memory from the device for a block of at least that size; None if the limit forbids it."""
 
     @abstractmethod
     def _release(self, block: Block) -> None:
-        """Give memory of a free block back to the device, as far as that is possible."""
+        """Give a free block's memory back to the device as far as possible."""
 
     def _reserve(self, pool: Pool, bytes: int) -> bool:
-        """Count memory from the device; False if it is too much."""
+        """Count memory from the device; False if it exceeds the limit."""
         reserved = self.reserved_bytes + bytes
         if self.memory_limit_bytes is not None and bytes > 0 and reserved > self.memory_limit_bytes:
             return False
         self.reserved_bytes = reserved
         self._reserved_by_stream[pool.stream] += bytes
-        if reserved > self.peak_reserved_bytes:
-            self.peak_reserved_bytes = reserved
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, reserved)
         return True
 
     def _new_addresses(self) -> int:
@@ -256,7 +255,7 @@ class Allocator(ABC):
 
     @staticmethod
     def _merge(block: Block) -> Block:
-        """Join a block that is in no pool with neighbours that are not in use and like it have memory, or not."""
+        """Join a block that is in no pool with free neighbors that are mapped, or unmapped, like it."""
         before, after = block.previous, block.next
         if before is not None and not before.in_use and before.mapped is block.mapped:
             block.pool.take(before)
@@ -297,7 +296,7 @@ class NativeAllocator(Allocator):
 
 
 class ExpandableAllocator(Allocator):
-    """One segment a pool, which grows page by page: ``expandable_segments:True``."""
+    """One growing segment per pool: ``expandable_segments:True``."""
 
     def __init__(
         self,
@@ -324,7 +323,7 @@ class ExpandableAllocator(Allocator):
         if not block.mapped and not self._map(block, min(block.size, size)):
             return None
         while block.size < size:
-            # What follows has no memory: a free block would have been merged.
+            # The next block is unmapped: a free block would have been merged.
             hole = block.next
             assert hole is not None and not hole.mapped
             if not self._map(hole, min(size - block.size, hole.size)):
@@ -334,7 +333,7 @@ class ExpandableAllocator(Allocator):
         return block
 
     def _find_addresses(self, pool: Pool, size: int) -> Block:
-        """The first block, with memory or without, from which on so many addresses are not in use."""
+        """The first free block, mapped or not, from which that many addresses are free."""
         for _, hole in pool.unmapped:
             before = hole.previous
             start = before if before is not None and not before.in_use else hole
@@ -350,7 +349,7 @@ class ExpandableAllocator(Allocator):
         return segment
 
     def _map(self, hole: Block, size: int) -> bool:
-        """Give the beginning of a hole pages for so many bytes, and merge it with free neighbours; pool it."""
+        """Map pages for that many bytes at the beginning of a hole, merge it with free neighbors, and pool it."""
         pool = hole.pool
         size = -(-size // pool.segment_bytes) * pool.segment_bytes
         if not self._reserve(pool, size):
@@ -381,7 +380,7 @@ class ExpandableAllocator(Allocator):
 
 
 def _room(block: Block) -> int:
-    """How large a free block is, or could become by getting pages."""
+    """Size of a free block, including unmapped addresses after it."""
     after = block.next
     return block.size if after is None or after.mapped else block.size + after.size
 
@@ -392,6 +391,6 @@ def build_allocator(
     wait_for_device: Callable[[], None] = lambda: None,
     device_type: str = "cuda",
 ) -> Allocator:
-    """The allocator of a kind; see ``Allocator`` for the arguments."""
+    """Construct an allocator; see ``Allocator`` for the arguments."""
     made = ExpandableAllocator if kind is AllocatorKind.expandable else NativeAllocator
     return made(memory_limit_bytes, wait_for_device, device_type)

@@ -1,15 +1,15 @@
-"""What one operator, copy or collective takes on a piece of hardware: pure functions, in seconds.
+"""Seconds of an operator, copy or collective on a hardware profile.
 
-A kernel takes the longest of its products, its memory traffic and what any kernel takes (a roofline:
-https://doi.org/10.1145/1498765.1498785). A collective is a ring, since that is what NCCL and HCCL use for the large
-buffers of sharded training: every rank sends ``sent_bytes`` to its neighbour, as nccl-tests counts its bus bandwidth
-(https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). Between machines there are as many rings as the
-group has ranks in a machine, each over another network card, so that the slower of the device's own link and of all
-those cards together bounds it. Its latency grows with the steps of the ring, or for an all-reduce with the depth of a
-tree of machines, as in NCCL's own cost model (``src/graph/tuning.cc`` of https://github.com/NVIDIA/nccl).
+A kernel takes the longest of its FLOPs, its memory traffic and the minimum of any kernel (a roofline:
+https://doi.org/10.1145/1498765.1498785). A collective is a ring, as in NCCL and HCCL for large buffers: every rank
+sends ``sent_bytes`` to its neighbor, counted as nccl-tests counts bus bandwidth
+(https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md). Between nodes there is one ring for each of the
+group's ranks in a node, each over its own network card; the slower of the device's link and all those cards together is
+the bound. Latency grows with the steps of the ring, for an all-reduce with the depth of a tree of nodes, as in NCCL's
+cost model (``src/graph/tuning.cc`` of https://github.com/NVIDIA/nccl).
 
-Not covered: groups that begin in the middle of a machine, switches that reduce (NVLS, SHARP), oversubscribed networks,
-links inside a machine that devices share (a PCIe profile gives each its share).
+Not covered: groups that start in the middle of a node, switches that reduce (NVLS, SHARP), oversubscribed networks,
+links inside a node that devices share (a PCIe profile gives each its share).
 """
 
 import math
@@ -21,20 +21,20 @@ from .events import KernelKind
 
 
 class Spread(NamedTuple):
-    """How a group of ranks lies over machines, whose ranks are numbered one machine after the other."""
+    """Layout of a group over nodes; ranks are numbered node by node."""
 
     nodes: int
     local: int
-    """Members in a machine."""
+    """Ranks of the group in one node."""
 
 
 def spread(hardware: Hardware, group_size: int, group_stride: int) -> Spread:
-    """Lay a group over machines.
+    """Lay a group out over nodes.
 
     Args:
-        hardware: for the number of devices in a machine.
+        hardware: for the number of devices in a node.
         group_size: ranks of the group.
-        group_stride: distance between neighbours in the numbering of all ranks.
+        group_stride: distance between neighbors in the global rank order.
     """
     devices = int(hardware.devices_per_node.value)
     local = min(group_size, max(1, devices // group_stride))
@@ -46,10 +46,10 @@ def kernel_seconds(hardware: Hardware, kind: KernelKind, flops: float, bytes: in
 
     Args:
         hardware: the device.
-        kind: what bounds it.
+        kind: resource that bounds it.
         flops: floating-point operations.
-        bytes: read and written.
-        dtype: number format of its operands; one without a peak of its own counts as the slowest that has one.
+        bytes: bytes read and written.
+        dtype: dtype of its operands; without a peak of its own, the slowest listed peak counts.
     """
     seconds = bytes / (hardware.memory_bandwidth.value * hardware.memory_efficiency.value)
     if kind is not KernelKind.memory:
@@ -74,16 +74,16 @@ def host_work_seconds(hardware: Hardware, bytes: int, elements: int = 0) -> floa
 
 
 def cpu_update_seconds(hardware: Hardware, parameters: int) -> float:
-    """Time in which one device's share of the cores updates float32 parameters by AdamW."""
+    """Time of AdamW over float32 parameters on one device's share of the cores."""
     return parameters / hardware.cpu_adam_parameters_per_second.value
 
 
 def sent_bytes(name: str, bytes: int, group_size: int) -> float:
-    """Bytes that one rank sends in a collective over ``bytes``, counted as nccl-tests does for its bus bandwidth.
+    """Bytes that one rank sends in a collective, counted as nccl-tests does for its bus bandwidth.
 
     Args:
         name: of the collective, as in ``events.Collective``.
-        bytes: of the whole: gathered, or to be scattered or reduced; of an all-to-all, what one rank gives.
+        bytes: the full buffer that is gathered, scattered or reduced; for an all-to-all, one rank's input.
         group_size: ranks that take part.
     """
     if group_size == 1:
@@ -94,19 +94,19 @@ def sent_bytes(name: str, bytes: int, group_size: int) -> float:
 
 
 def collective_seconds(hardware: Hardware, name: str, bytes: int, group_size: int, group_stride: int) -> float:
-    """Time of a collective that has the links for itself, from the moment that all ranks have come.
+    """Time of a collective alone on its links, once all ranks have arrived.
 
-    ``sent_bytes / min(intra, local · inter) + latency``, where ``intra`` and ``inter`` are bandwidths of a device as
-    they are reached, and ``local`` is the number of ranks in a machine. The latency of a ring is that of its steps,
-    ``(nodes − 1) · inter + (ranks − nodes) · intra``; of an all-reduce ``2 · (log2(nodes) · inter + (local − 1) ·
-    intra)``. An all-to-all sends what leaves the machine through the rank's own card, and all at once.
+    ``sent_bytes / min(intra, local · inter) + latency``, with ``intra`` and ``inter`` the reached bandwidths of a
+    device and ``local`` the ranks in a node. The latency of a ring is ``(nodes − 1) · inter + (ranks − nodes) ·
+    intra``; of an all-reduce ``2 · (log2(nodes) · inter + (local − 1) · intra)``. An all-to-all sends the bytes that
+    leave the node through the rank's own card, all at once.
 
     Args:
         hardware: links and their efficiencies.
         name: of the collective, as in ``events.Collective``.
-        bytes: of the whole: gathered, or to be scattered or reduced; of an all-to-all, what one rank gives.
-        group_size: ranks that take part; alone, a rank copies.
-        group_stride: distance between neighbours in the numbering of all ranks.
+        bytes: see ``sent_bytes``.
+        group_size: ranks that take part; a single rank copies.
+        group_stride: distance between neighbors in the global rank order.
     """
     if group_size == 1:
         return kernel_seconds(hardware, KernelKind.memory, 0.0, 2 * bytes, "")

@@ -1,9 +1,8 @@
-"""What a traced step is made of, in the order in which the host issued it.
+"""Events of a traced step, in the order in which the host issues them.
 
-A trace is a list of these, for one rank. Whoever records it knows neither an allocator nor a clock; whoever replays it
-knows no model. Streams are numbered from 0, which is the computing one; events (in the device's sense) and blocks of
-memory are numbered as they come, and no number is used twice. Bytes are those that were asked for, before an allocator
-rounds them.
+A trace lists the events of one rank. A recorder knows neither allocator nor clock; a replay knows no model. Streams are
+numbered from 0, the compute stream; device events and memory blocks have increasing numbers that are never reused.
+Bytes are those requested, before an allocator rounds them.
 """
 
 from dataclasses import dataclass, field
@@ -16,16 +15,16 @@ COMPUTE_STREAM = 0
 
 
 class KernelKind(Enum):
-    """Which of a device's speeds an operator is bound by."""
+    """Device speed that bounds an operator."""
 
     matmul = "matrix products"
     attention = "attention"
     memory = "element-wise"
-    """All that is bound by memory bandwidth."""
+    """Bound by memory bandwidth."""
 
 
 class Alloc(NamedTuple):
-    """A block of device memory is asked for, on the stream that is current."""
+    """A block of device memory is requested on the current stream."""
 
     block: int
     bytes: int
@@ -40,7 +39,7 @@ class Free(NamedTuple):
 
 
 class RecordStream(NamedTuple):
-    """``tensor.record_stream``: when it is freed, a block waits for what the stream has been given by then."""
+    """``tensor.record_stream``: once freed, the block waits for the work that the stream has until then."""
 
     block: int
     stream: int
@@ -53,20 +52,20 @@ class Kernel(NamedTuple):
     stream: int
     kind: KernelKind
     flops: float
-    """As computed: of causal attention, half the square."""
+    """As computed: for causal attention half the square."""
     bytes: int
-    """Read and written."""
+    """Bytes read and written."""
     dtype: str
-    """Of its largest input, as ``bfloat16``."""
+    """Dtype of its largest input, such as ``bfloat16``."""
 
 
 class HostWork(NamedTuple):
-    """An operator on host memory; the host stands still for it, unless it is done by worker threads."""
+    """An operator on host memory; it blocks the host unless worker threads run it."""
 
     name: str
     bytes: int
     elements: int
-    """Of parameters that an optimizer updates; 0 for any other work."""
+    """Elements of parameters that an optimizer updates; 0 for other work."""
     worker: bool
 
 
@@ -77,33 +76,33 @@ class Transfer(NamedTuple):
     bytes: int
     to_device: bool
     blocking: bool
-    """Whether the host waits for its end: not pinned, or not asked to be asynchronous."""
+    """Whether the host waits for its end: not pinned, or not asynchronous."""
 
 
 class Collective(NamedTuple):
-    """Ranks exchange data."""
+    """A collective among ranks."""
 
     name: str
     """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast``, ``all_to_all``, …"""
     stream: int
     bytes: int
-    """Of the whole: what is gathered, or is to be scattered or reduced."""
+    """The full buffer that is gathered, scattered or reduced."""
     group_size: int
     group_stride: int
-    """Distance between neighbours of the group in the numbering of all ranks: 1 for a shard axis."""
+    """Distance between the group's neighbors in the global rank order: 1 for a shard axis."""
     axis: str
     """``shard``, ``replicate`` or ``world``."""
 
 
 class RecordEvent(NamedTuple):
-    """An event happens when all that the stream has been given so far is done."""
+    """An event completes when the stream's work so far is done."""
 
     event: int
     stream: int
 
 
 class WaitEvent(NamedTuple):
-    """What the stream is given from now on comes after the event."""
+    """Later work of the stream waits for the event."""
 
     event: int
     stream: int
@@ -116,7 +115,7 @@ class HostWaitEvent(NamedTuple):
 
 
 class HostWaitStream(NamedTuple):
-    """The host waits for a stream, or for all; reading a number from the device is this."""
+    """The host waits for a stream, or for all (None); reading a number from the device does this."""
 
     stream: int | None
 
@@ -125,11 +124,11 @@ class HostWaitWorkers(NamedTuple):
     """The host waits for its worker threads."""
 
     works: int
-    """So many of the ``HostWork`` events that were theirs must be done, counted from the beginning."""
+    """Number of the workers' ``HostWork`` events, counted from the beginning, that must be done."""
 
 
 class Mark(NamedTuple):
-    """A phase begins: ``construction``, ``data``, ``forward``, ``backward``, ``optimizer``, ``end``."""
+    """Start of a phase: ``construction``, ``data``, ``forward``, ``backward``, ``optimizer``, ``end``."""
 
     step: int
     """From 1; 0 for the construction."""
@@ -155,19 +154,19 @@ Event = (
 
 @dataclass
 class Trace:
-    """One rank's construction and steps."""
+    """Construction and steps of one rank."""
 
     events: list[Event]
     streams: dict[int, str] = field(default_factory=dict)
-    """Number → what the stream is for, as ``compute``, ``all-gather``."""
+    """Number → purpose of the stream, such as ``compute`` or ``all-gather``."""
     categories: dict[int, Category] = field(default_factory=dict)
-    """Blocks whose purpose was known only later than their ``Alloc``; these count."""
+    """Blocks whose purpose became known after their ``Alloc``, which this overrides."""
     n_layers: int = 0
-    """Blocks of the model that was traced."""
+    """Blocks of the traced model."""
     steps: int = 0
     tokens_per_step: int = 0
-    """Of this rank."""
+    """Tokens of this rank."""
     model_flops_per_step: float = 0.0
-    """Of this rank, as MFU counts them."""
+    """FLOPs of this rank, as MFU counts them."""
     host_bytes: int = 0
-    """Of host memory that the rank's tensors hold at the end of a step."""
+    """Host memory of the rank's tensors at the end of a step."""

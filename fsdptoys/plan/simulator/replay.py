@@ -1,13 +1,13 @@
-"""Replay a trace on an allocator and a clock that depend on each other.
+"""Replay of a trace on an allocator and a clock that depend on each other.
 
-Memory that another stream used (``record_stream``) is free for reuse only when that stream is done with what it had
-been given when the memory was freed, and the allocator looks whether that is so when it is next asked for memory. How
-much is reserved thus depends on how far the host runs ahead of the device, and with that on the speed of the device.
+Memory that another stream used (``record_stream``) is reusable only when that stream has finished the work it had when
+the memory was freed; the allocator checks this at its next request. Reserved memory thus depends on how far the host
+runs ahead of the device, and so on the device's speed.
 
-Figures are kept phase by phase and not as maxima over all, since those of one phase are linear in the number of layers
-where layers are alike, and a maximum over phases is not.
+Numbers are kept by phase, not as maxima: in a phase they are linear in the number of equal layers, a maximum over
+phases is not.
 
-Source: the behaviour of ``c10/cuda/CUDACachingAllocator`` (``insert_events``, ``process_events``), and of its port for
+Source: the behavior of ``c10/cuda/CUDACachingAllocator`` (``insert_events``, ``process_events``), and of its port for
 NPUs (``recordStream`` in ``NPUCachingAllocator.cpp`` of https://github.com/Ascend/pytorch);
 https://docs.pytorch.org/docs/stable/generated/torch.Tensor.record_stream.html
 """
@@ -28,38 +28,38 @@ CATEGORIES = tuple(Category)
 
 @dataclass(frozen=True)
 class Phase:
-    """From one mark to the next."""
+    """The interval between two marks."""
 
     step: int
     name: str
     seconds: float
-    """By which the later of host and computing stream went on."""
+    """Advance of the later of host and compute stream."""
     end_bytes: int
-    """Allocated at its end."""
+    """Allocated at the end."""
     peak_bytes: int
-    """Most allocated at a time."""
+    """Highest allocation."""
     categories: dict[Category, int]
-    """Of what the peak consists."""
+    """Bytes at the peak."""
     reserved: dict[str, int]
-    """By stream, at its end."""
+    """Reserved by each stream at the end."""
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What replaying told: numbers that can be extrapolated one by one in the number of layers."""
+    """Numbers of a replay, each of which can be extrapolated in the number of layers."""
 
     phases: tuple[Phase, ...]
-    """Of the construction and all steps, in order."""
+    """Phases of the construction and all steps, in order."""
     kinds: dict[str, float]
-    """Seconds of the last step in which the computing stream computes, by kind of kernel."""
+    """Seconds of compute in the last step, by kind of kernel."""
     waits: dict[str, float]
-    """Seconds of the last step in which it waits, by ``Cause``."""
+    """Seconds of waiting in the last step, by ``Cause``."""
     volumes: dict[tuple[str, str, int], Volume] = field(default_factory=dict)
-    """Of the last step, by collective, axis and size of the group."""
+    """Collectives of the last step, by name, axis and group size."""
     host_bytes: int = 0
-    """Of host memory that the rank's tensors hold."""
+    """Host memory of the rank's tensors."""
     releases: int = 0
-    """How often the allocator gave cached memory back for want of room, which makes nothing linear."""
+    """How often the allocator gave cached memory back, after which nothing is linear."""
 
     @property
     def last_step(self) -> list[Phase]:
@@ -67,10 +67,10 @@ class Replay:
         return [phase for phase in self.phases if phase.step == self.phases[-1].step]
 
     def memory(self, host_bytes: int | None = None) -> MemoryPrediction:
-        """The last step's end and peak, and what is reserved at most from the construction on.
+        """End and peak of the last step, and the highest reserved memory since the construction.
 
         Args:
-            host_bytes: that the rank keeps in host memory, where somebody knows more of it than the trace.
+            host_bytes: the rank's host memory, if known better than from the trace.
         """
         peak = max(self.last_step, key=lambda phase: phase.peak_bytes)
         most = max(self.phases, key=lambda phase: sum(phase.reserved.values()))
@@ -85,7 +85,7 @@ class Replay:
         )
 
     def time(self) -> TimePrediction:
-        """The last step; its parts add up to the whole."""
+        """The last step; its parts add up to the total."""
         return TimePrediction(
             step_seconds=sum(phase.seconds for phase in self.last_step),
             compute_seconds=sum(self.kinds.values()),
@@ -98,11 +98,11 @@ class Replay:
 
 
 def replay(trace: Trace, hardware: Hardware, allocator: Allocator) -> Replay:
-    """Let a device do what a trace says.
+    """Replay a trace.
 
     Args:
-        trace: what comes before its first mark belongs to the construction.
-        hardware: its speeds.
+        trace: events before its first mark belong to the construction.
+        hardware: the device's speeds.
         allocator: a new one, whose ``wait_for_device`` becomes this replay's.
 
     Raises:
@@ -121,18 +121,18 @@ class _Replaying:
         self.uses: dict[int, set[int]] = {}
         """Number → streams that it was recorded on."""
         self.pending: list[tuple[float, int, Block]] = []
-        """Heap of (moment from which on it is free, its number, block)."""
+        """Heap of (time at which it becomes reusable, its number, block)."""
         self.pending_bytes = 0
         self.by_category = [0] * len(CATEGORIES)
         self.peak_bytes = 0
         self.at_peak = list(self.by_category)
         self.rising = True
-        """Whether nothing was freed since the peak, whose categories are then still to be noted."""
+        """Whether nothing was freed since the peak, whose categories are not yet saved."""
         self.phases: list[Phase] = []
         self.phase_begins = 0.0
 
     def run(self) -> Replay:
-        """Walk the events once."""
+        """Process all events."""
         clock, advance = self.clock, self.clock.advance
         events = self.trace.events
         last_step = max((event.step for event in events if isinstance(event, Mark)), default=0)
@@ -169,7 +169,7 @@ class _Replaying:
         )
 
     def allocate(self, event: Alloc, category: int) -> None:
-        """Give a block memory, after taking back what others are done with by now."""
+        """Allocate a block, after reclaiming those that other streams have finished with."""
         pending = self.pending
         while pending and pending[0][0] <= self.clock.host:
             self.reuse(heapq.heappop(pending)[2])
@@ -181,13 +181,13 @@ class _Replaying:
             self.peak_bytes, self.rising = allocated, True
 
     def record_stream(self, event: RecordStream) -> None:
-        """Remember who uses a block; the stream that it belongs to needs no mention, but counts on an NPU."""
+        """Record a use on another stream; on an NPU the block's own stream counts too."""
         found = self.blocks.get(event.block)
         if found is not None and (self.own_stream_counts or found[0].pool.stream != event.stream):
             self.uses.setdefault(event.block, set()).add(event.stream)
 
     def free(self, number: int) -> None:
-        """Take a block back, now or when the streams that used it are done."""
+        """Free a block, now or when the streams that used it are done."""
         found = self.blocks.pop(number, None)
         if found is None:
             return
@@ -196,7 +196,7 @@ class _Replaying:
             self.at_peak, self.rising = list(self.by_category), False
         self.by_category[category] -= block.size
         streams = self.uses.pop(number, None)
-        # PyTorch does not look at the clock here: a block with uses always waits for the next request.
+        # PyTorch does not query events here: a block with uses always waits for the next request.
         if streams:
             moment = max(self.clock.tail(stream) for stream in streams)
             heapq.heappush(self.pending, (moment, number, block))
@@ -205,18 +205,18 @@ class _Replaying:
             self.allocator.free(block)
 
     def reuse(self, block: Block) -> None:
-        """Give the allocator a block that had waited."""
+        """Return a pending block to the allocator."""
         self.pending_bytes -= block.size
         self.allocator.free(block)
 
     def wait_for_device(self) -> None:
-        """As the allocator does before it gives memory back."""
+        """Wait for the device, as the allocator does before it gives memory back."""
         self.clock.wait_for_device()
         while self.pending:
             self.reuse(heapq.heappop(self.pending)[2])
 
     def end_phase(self, mark: Mark) -> None:
-        """Note what the phase that began with a mark was like, and begin the next."""
+        """Save the numbers of the phase that started with a mark, and start the next."""
         if self.rising:
             self.at_peak = list(self.by_category)
         names = self.trace.streams

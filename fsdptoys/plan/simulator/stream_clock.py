@@ -1,18 +1,15 @@
-"""When a device would be done with what it is asked to do, event by event, in the order in which the host issued it.
+"""Clock of a device: when each event of a trace is done, in the order in which the host issues them.
 
-The host takes time to issue each operator and stands still where it waits. A kernel begins when it is issued and its
-stream has come to it; on a CPU the host itself computes, so that it goes on when the kernel is done. Collectives of one
-group of ranks run one after the other, as a communicator runs them; those of two groups share the links within a
-machine and between machines, and each takes a link for itself where it is free. A collective that needs both kinds of
-link holds both. Copies up and copies down each have a lane of their own.
+The host takes time to issue each operator and stops where it waits. A kernel starts when it is issued and its stream
+reaches it; on a CPU the host itself computes. Collectives of one group run one after the other, as a communicator runs
+them; those of different groups share the links within and between nodes, and each occupies a free link alone. A
+collective that needs both kinds of link occupies both. Each copy direction is a lane.
 
-Where the computing stream stands idle, ``Parts`` tells for what: the chain of what it waited for is followed back, and
-each stretch of the pause counts for what went on then. A side stream's kernels count as what that stream is for.
+``Parts`` splits the compute stream's idle time by cause: a pause is traced back along the chain of waits, and each
+stretch counts for the work that ran then. A side stream's kernels count for the purpose of that stream.
 
-Not covered: kernels of two streams do not slow each other down (side streams of sharded training copy and cast), nor do
-collectives slow kernels, although both take a share of memory bandwidth and cores; the host may run ahead as far as it
-likes, where a driver's queues end at about a thousand kernels; other ranks are never late; events cost no host time;
-copies from memory that is not pinned are as fast as others.
+Not covered: kernels of two streams slowing each other down, collectives taking bandwidth and cores from kernels, the
+driver's limit of about a thousand queued kernels, late ranks, host time of events, slower copies from pageable memory.
 """
 
 from bisect import bisect_right
@@ -43,7 +40,7 @@ from .events import (
 
 
 class Cause(Enum):
-    """What the computing stream may wait for."""
+    """Reason for the compute stream to wait."""
 
     communication = 0
     transfer = 1
@@ -51,37 +48,37 @@ class Cause(Enum):
 
 
 class Work(NamedTuple):
-    """What a side stream did, and what it had waited for before."""
+    """Work of a side stream and its dependency."""
 
     start: float
-    """When it could have begun, but for others on the same link."""
+    """Earliest start, without others on the same link."""
     end: float
     cause: Cause
     parent: Optional["Work"]
-    """What ended last before it could begin; None for the host, or for what the computing stream did itself."""
+    """The dependency that ended last; None for the host or the compute stream itself."""
 
 
 @dataclass
 class Parts:
-    """Seconds of the computing stream, and collectives, since the last ``Clock.begin_window``."""
+    """Seconds of the compute stream, and collectives, since the last ``Clock.begin_window``."""
 
     kinds: dict[KernelKind, float] = field(default_factory=lambda: dict.fromkeys(KernelKind, 0.0))
-    """It computes."""
+    """Compute, by kind of kernel."""
     waits: dict[Cause, float] = field(default_factory=lambda: dict.fromkeys(Cause, 0.0))
-    """It waits, or itself takes part in a collective or a copy."""
+    """Waits, and its own part in collectives and copies."""
     volumes: dict[tuple[str, str, int], Volume] = field(default_factory=dict)
-    """By name, axis and size of the group."""
+    """By name, axis and group size."""
 
 
 class Lane:
-    """Something that serves one at a time, whoever can begin first."""
+    """A resource that serves one work at a time, in the order of possible starts."""
 
     def __init__(self) -> None:
         self._starts: list[float] = []
         self._ends: list[float] = []
 
     def free_from(self, ready: float, seconds: float) -> float:
-        """The first moment from ``ready`` on at which it is free for so long."""
+        """The first time from ``ready`` on at which it is free for that long."""
         index = bisect_right(self._ends, ready)
         while index < len(self._starts) and self._starts[index] < ready + seconds:
             ready = max(ready, self._ends[index])
@@ -89,44 +86,44 @@ class Lane:
         return ready
 
     def take(self, start: float, seconds: float) -> None:
-        """Take it at a moment at which it is free."""
+        """Occupy the lane at a time at which it is free."""
         index = bisect_right(self._starts, start)
         self._starts.insert(index, start)
         self._ends.insert(index, start + seconds)
 
     def forget(self, until: float) -> None:
-        """Drop what has ended by a moment before which nobody will ask again."""
+        """Drop work that ended before a time that no later work can start at."""
         count = bisect_right(self._ends, until)
         del self._starts[:count], self._ends[:count]
 
 
 class Clock:
-    """The host's time and each stream's, in seconds from the beginning.
+    """Times of the host and of each stream, in seconds from the beginning.
 
     Args:
-        hardware: whose speeds count.
+        hardware: profile with the speeds.
     """
 
     def __init__(self, hardware: Hardware) -> None:
         self.host = 0.0
-        """Up to here the host has issued everything."""
+        """Time until which the host has issued everything."""
         self.parts = Parts()
         self._hardware = hardware
         self._operator_seconds = hardware.host_operator_seconds.value
         self._host_computes = hardware.device_type == "cpu"
         self._ready: defaultdict[int, float] = defaultdict(float)
-        """When a stream has done all it was given, or what it was told to wait for has happened."""
+        """Time at which a stream's work and the events it waits for are done."""
         self._last: defaultdict[int, Work | None] = defaultdict(lambda: None)
-        """What a stream is ready after; None for the host or the computing stream."""
+        """The work that a stream is ready after; None for the host or the compute stream."""
         self._host_last: Work | None = None
         self._causes: defaultdict[int, Cause] = defaultdict(lambda: Cause.communication)
         self._events: dict[int, tuple[float, Work | None]] = {}
         self._communicators: defaultdict[tuple[str, int, int], float] = defaultdict(float)
         self._intra, self._inter, self._up, self._down = Lane(), Lane(), Lane(), Lane()
         self._workers: list[float] = []
-        """When the worker threads are done with each of their operators."""
+        """Ends of the worker threads' operators."""
         self._computed = 0.0
-        """Up to here the computing stream's time is in ``parts``."""
+        """Time until which the compute stream is accounted for in ``parts``."""
         self._handlers: dict[type, Callable[[Any], None]] = {
             Kernel: self._kernel,
             Collective: self._collective,
@@ -140,18 +137,18 @@ class Clock:
         }
 
     def advance(self, event: Event) -> None:
-        """Let the next event happen; those of memory and marks take no time."""
+        """Process the next event; memory events and marks take no time."""
         handler = self._handlers.get(type(event))
         if handler is not None:
             handler(event)
 
     @property
     def now(self) -> float:
-        """When both the host and the computing stream are done."""
+        """Time at which both host and compute stream are done."""
         return max(self.host, self._ready[COMPUTE_STREAM])
 
     def tail(self, stream: int) -> float:
-        """When a stream is done with what it was given so far."""
+        """Time at which a stream's work so far is done."""
         return self._ready[stream]
 
     def wait_for_device(self) -> None:
@@ -160,12 +157,12 @@ class Clock:
             self._host_until(self._ready[stream], self._last[stream])
 
     def begin_window(self) -> None:
-        """Count ``parts`` anew from now on."""
+        """Reset ``parts``."""
         self._computed = self.now
         self.parts = Parts()
 
     def end_window(self) -> None:
-        """Count the time up to now: if the computing stream is done, the rest is a wait."""
+        """Account for the time until now; if the compute stream is done, the rest is a wait."""
         waits_for_host = self.host >= self._ready[COMPUTE_STREAM]
         self._count_wait(self.now, self._host_last if waits_for_host else self._last[COMPUTE_STREAM])
 
@@ -208,7 +205,7 @@ class Clock:
             self._host_until(end, self._last[event.stream])
 
     def _serve(self, stream: int, lanes: list[Lane], seconds: float, cause: Cause, not_before: float = 0.0) -> float:
-        """Let a stream do something that takes all of the lanes; return its end."""
+        """Run a stream's work that occupies all given lanes; return its end."""
         ready, last = self._ready[stream], self._last[stream]
         if self.host > ready:
             ready, last = self.host, self._host_last
@@ -261,11 +258,11 @@ class Clock:
             self.host, self._host_last = moment, self._needed(work)
 
     def _needed(self, work: Work | None) -> Work | None:
-        """Forget what ended before the computing stream's last work: no pause will be traced back to it."""
+        """Drop work that ended before the compute stream's last work: no pause is traced back to it."""
         return work if work is not None and work.end > self._computed else None
 
     def _count_wait(self, until: float, work: Work | None) -> None:
-        """Tell what the computing stream waited for, by what ended last before it could go on, and so on back."""
+        """Attribute the compute stream's wait to the work that ended last, and so on back."""
         since = self._computed
         waits = self.parts.waits
         self._computed = max(until, since)
