@@ -1,14 +1,14 @@
-"""Few layers instead of all: which depths to trace, and what a deeper model would have given.
+"""Traces of a few layers, extrapolated to all layers.
 
-Where layers are alike, each further one adds the same operators, blocks of memory and collectives, so every figure of a
-phase (its seconds, its highest allocation, what a stream has reserved when it ends) is linear in the number of layers
-once the first few are past. Two depths give the line. Layers that differ in turn, as those of a model with experts in
-every second one, are added a whole turn at a time. What is highest over phases is found after the lines are drawn.
+Where layers are alike, each adds the same operators, memory blocks and collectives, so every number of a phase (its
+seconds, its peak, a stream's reserved memory at its end) is linear in the number of layers after the first few. Two
+depths give the line. If layers alternate, such as experts in every second one, whole periods are added. The highest
+phase is chosen after extrapolation.
 
-What an allocator has reserved is linear only from the depth on at which the phase decides it that decides it in the
-whole model, and in steps of its pages, which the line stretches. Traced with 4 and 6 of its 32 layers, Llama 2 7B came
-out 9% under what all of them reserve, with 6 and 8 19% over, with 8 and 12 or with 12 and 16 within 0.4%. PyTorch's
-default segments come in larger steps, so those are traced in full.
+Reserved memory is linear only from the depth at which the same phase decides it as in the full model, and in steps of
+pages, which the line stretches. For Llama 2 7B, traces of 4 and 6 of its 32 layers gave 9% less than all layers, 6 and
+8 gave 19% more, 8 and 12 or 12 and 16 were within 0.4%. PyTorch's native segments have larger steps, so those are
+traced in full.
 """
 
 import dataclasses
@@ -25,15 +25,15 @@ from fsdptoys.models import DecoderModel
 LEAST_LAYERS = 8
 """Fewest layers of the shallower trace."""
 LEAST_APART = 4
-"""Fewest layers between the two."""
+"""Smallest difference of the depths."""
 APART_SHARE = 8
-"""They are at least this part of the model's layers apart, so that no line is stretched more than as many times."""
+"""The difference is at least this fraction of all layers, which bounds how far a line is stretched."""
 
 T = TypeVar("T")
 
 
 def choose_depths(config: Config) -> list[int]:
-    """Numbers of layers to trace: two, or that of the model alone where both would not be less.
+    """Numbers of layers to trace: two, or all layers if two depths would not be fewer.
 
     Args:
         config: of the run; ``plan.exact`` asks for all layers.
@@ -41,18 +41,18 @@ def choose_depths(config: Config) -> list[int]:
     n_layers = config.model.n_layers
     with torch.device("meta"):
         turn = math.lcm(layers_in_turn(config.model.build()), config.memory.checkpointing_every)
-    # Layers before the first checkpointed one are of another kind than those after.
+    # Layers before the first checkpointed one differ from those after it.
     first = config.memory.checkpointing_start_index + turn * math.ceil(LEAST_LAYERS / turn)
     second = first + turn * math.ceil(max(LEAST_APART, n_layers // APART_SHARE) / turn)
     in_full = config.plan.exact or config.plan.allocator is AllocatorKind.native
-    # The line must meet the model's depth at a whole number of turns.
+    # The model's depth must be a multiple of turns away.
     offset = (n_layers - first) % turn
     depths = [first + offset, second + offset]
     return [n_layers] if in_full or sum(depths) >= n_layers else depths
 
 
 def layers_in_turn(model: DecoderModel) -> int:
-    """After how many layers the model's layers repeat; all of them where they do not."""
+    """Number of layers after which the model's layers repeat; all of them if they do not."""
     kinds = [block_kind(layer) for layer in model.layers]
     for turn in range(1, len(kinds)):
         if all(kind == later for kind, later in zip(kinds, kinds[turn:], strict=False)):
@@ -69,12 +69,12 @@ def block_kind(block: nn.Module) -> tuple[object, ...]:
 
 
 def extrapolate(shallow: T, deep: T, depths: tuple[int, int], n_layers: int) -> T:
-    """Draw the line through every number of two results of the same kind, and read it at another depth.
+    """Draw a line through every number of two results of the same kind, and read it at another depth.
 
     Args:
         shallow: a dataclass of numbers, or of dicts, lists and tuples of such, for ``depths[0]`` layers.
-        deep: the same for ``depths[1]``. A key that only one of them has counts as zero in the other.
-        n_layers: where to read.
+        deep: the same for ``depths[1]``. A key missing in one of them counts as zero.
+        n_layers: depth of the result.
     """
     steps = (n_layers - depths[1]) / (depths[1] - depths[0])
 
@@ -101,12 +101,12 @@ def extrapolate(shallow: T, deep: T, depths: tuple[int, int], n_layers: int) -> 
 
 
 def _figures(holder: Any) -> list[dataclasses.Field[Any]]:
-    """The fields of a dataclass that depend on the depth."""
+    """Fields of a dataclass that depend on the depth."""
     return [field for field in dataclasses.fields(holder) if field.metadata.get("extrapolates", True)]
 
 
 def _zero(like: Any) -> Any:
-    """Nothing, of the kind of another value."""
+    """Zero of the same type."""
     if isinstance(like, dict):
         return {}
     if dataclasses.is_dataclass(like):

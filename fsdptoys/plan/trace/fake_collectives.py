@@ -1,4 +1,4 @@
-"""Collectives as a recorder sees them: calls of ``c10d`` that are done at once, and what they would have moved."""
+"""Collectives in a trace: ``c10d`` calls that return at once, recorded with their sizes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,13 +17,13 @@ from .storages import Storages
 
 
 class Collectives:
-    """Answers calls, and writes down which ranks exchange how much, on which stream.
+    """Answers calls, and records size, group and stream of each collective.
 
     Args:
-        device_type: PyTorch's word for the device.
-        storages: to which the tensors belong.
-        stream: tells the number of the current stream.
-        add: takes an event.
+        device_type: PyTorch's device type.
+        storages: owners of the tensors.
+        stream: returns the number of the current stream.
+        add: receives events.
     """
 
     def __init__(
@@ -35,21 +35,21 @@ class Collectives:
         self._own: dict[str, Any] = {}
         """Group → its stream."""
         self._pending: dict[int, int] = {}
-        """Stream of a group → event of the end of its last work that nobody has waited for."""
+        """Stream of a group → event at the end of its last work that was not waited for."""
 
     @property
     def streams(self) -> list[int]:
-        """Numbers of the streams that groups have of their own."""
+        """Numbers of the groups' own streams."""
         return [stream.number for stream in self._own.values()]
 
     def join(self) -> None:
-        """Let the computing stream wait for whatever is still under way."""
+        """Let the compute stream wait for all pending work."""
         for event in self._pending.values():
             self._add(WaitEvent(event, COMPUTE_STREAM))
         self._pending.clear()
 
     def handle(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Answer a call as if it had been done."""
+        """Answer a call as if it were complete."""
         named = {argument.name: value for argument, value in given(arguments_of(func), args, kwargs)}
         name = COLLECTIVES.get(func._schema.name.partition("::")[2])
         future: torch.futures.Future[Any] = torch.futures.Future()
@@ -67,7 +67,7 @@ class Collectives:
         if not named.get("async_op", is_async_by_default(func)) or self._device_type == "cpu":
             self._add(Collective(name, self._stream(), largest, size, stride, axis))
             return result
-        # The group has a stream of its own, and the computing one waits for it when the work is waited for.
+        # The group has its own stream; the compute stream waits for it with the work.
         if group.group_name not in self._own:
             self._own[group.group_name] = MODULE.Stream()
         own = self._own[group.group_name]
@@ -87,7 +87,7 @@ class Collectives:
                 self._storages.categorise(tensor, Category.reduction_buffers)
 
     def _layout(self, group: dist.ProcessGroup) -> tuple[int, int, bool]:
-        """Size, distance between neighbours, and whether all ranks are in it."""
+        """Size, distance between neighbors, and whether all ranks take part."""
         known = self._layouts.get(group.group_name)
         if known is None:
             ranks = dist.get_process_group_ranks(group)
@@ -97,13 +97,13 @@ class Collectives:
 
 
 def axis_of(description: str, name: str, stride: int, whole: bool) -> str:
-    """What a group is an axis of, by what its mesh calls it; that of a mesh of one axis has no name.
+    """Mesh axis of a group, by its mesh's description; the group of a one-axis mesh has none.
 
     Args:
         description: of the group.
         name: of the collective.
-        stride: distance between neighbours in the numbering of all ranks.
-        whole: whether all ranks are in it.
+        stride: distance between neighbors in the global rank order.
+        whole: whether all ranks take part.
     """
     if description in ("mesh_shard", "mesh_replicate"):
         return description.removeprefix("mesh_")

@@ -1,13 +1,12 @@
-"""A device that exists in name only, so that the real trainer takes every path that it takes on an accelerator.
+"""An accelerator without memory or kernels, on which the real trainer takes all of its accelerator paths.
 
-PyTorch lets one device type be implemented from Python (PrivateUse1). Tensors on it are fake: they have shapes and a
-device, but no memory. Its streams and events compute nothing either; they tell a listener in which order they were
-used. Collectives go to PyTorch's own fake process group, so that one process is rank 0 of a world of any size.
+PyTorch lets Python implement one device type (PrivateUse1). Tensors on it are fake: shape and device, no memory.
+Streams and events compute nothing; they report their use to a listener. Collectives go to PyTorch's fake process group,
+so one process is rank 0 of a world of any size. All of this is process-wide and permanent: it needs a process of its
+own (``trace_process``).
 
-All of this is process-wide and cannot be undone, so it belongs into a process of its own (``worker``).
-
-PyTorch before 2.9 cannot register such a device from Python. There the device type ``lazy``, which CPU builds know and
-nobody implements, stands in; DDP, whose reducer asks a device's guard in C++, cannot be traced with it.
+PyTorch before 2.9 cannot register such a device from Python. There the device type ``lazy`` stands in, which CPU builds
+know without an implementation; DDP, whose reducer asks a device's guard in C++, cannot be traced with it.
 """
 
 import itertools
@@ -20,32 +19,24 @@ import torch
 import torch.distributed as dist
 
 from fsdptoys.device import Device, MemoryStats
+from fsdptoys.plan.simulator import events as simulated
 
 DEVICE_NAME = "planned"
-"""The device type where the planned one is CUDA: a name that nothing else has."""
+"""Device type that stands for CUDA: a name that nothing else has."""
 
 
 class Listener(Protocol):
-    """Who is told what streams do."""
+    """Receives the use of streams and events."""
 
-    def record_event(self, event: int, stream: int) -> None:
-        """An event is recorded on a stream."""
-
-    def wait_event(self, event: int, stream: int) -> None:
-        """A stream waits for an event."""
-
-    def host_wait_event(self, event: int) -> None:
-        """The host waits for an event."""
-
-    def host_wait_stream(self, stream: int | None) -> None:
-        """The host waits for a stream, or for all."""
+    def add(self, event: simulated.Event) -> None:
+        """Record an event of the trace."""
 
     def memory(self) -> MemoryStats:
-        """Memory of the device as it is now."""
+        """Memory of the device now."""
 
 
 class Stream:
-    """Stands for a stream of the device; all of its methods are those of ``torch.cuda.Stream``."""
+    """A stream with the methods of ``torch.cuda.Stream``."""
 
     _numbers = itertools.count()
 
@@ -53,22 +44,22 @@ class Stream:
         self.number = next(Stream._numbers)
         self.priority = priority
         self.device = torch.device(MODULE.name, 0)
-        MODULE.add(self)
+        MODULE.live_streams.add(self)
 
     @property
     def stream_id(self) -> int:
-        """The number that a trace knows this stream by."""
+        """Number of this stream in a trace."""
         return self.number
 
     def wait_stream(self, other: "Stream") -> None:
-        """Wait for what the other has been given so far."""
+        """Wait for the other stream's work so far."""
         if other is not self:
             self.wait_event(other.record_event())
 
     def wait_event(self, event: "Event") -> None:
         """Wait for an event, if it was ever recorded."""
-        if event.number is not None and MODULE.listener is not None:
-            MODULE.listener.wait_event(event.number, self.number)
+        if event.number is not None:
+            MODULE.report(simulated.WaitEvent(event.number, self.number))
 
     def record_event(self, event: "Event | None" = None) -> "Event":
         """Record an event, a new one by default."""
@@ -78,11 +69,10 @@ class Stream:
 
     def synchronize(self) -> None:
         """Let the host wait."""
-        if MODULE.listener is not None:
-            MODULE.listener.host_wait_stream(self.number)
+        MODULE.report(simulated.HostWaitStream(self.number))
 
     def query(self) -> bool:
-        """Whether all work is done; nobody knows, so the answer that lets the host go on."""
+        """Return True, so that the host continues."""
         return True
 
     def __enter__(self) -> "Stream":
@@ -95,7 +85,7 @@ class Stream:
 
 
 class Event:
-    """Stands for an event of the device."""
+    """An event with the methods of ``torch.cuda.Event``."""
 
     _numbers = itertools.count()
 
@@ -103,10 +93,9 @@ class Event:
         self.number: int | None = None
 
     def record(self, stream: Stream | None = None) -> None:
-        """Happen when all that the stream has been given so far is done."""
+        """Record the event on a stream."""
         self.number = next(Event._numbers)
-        if MODULE.listener is not None:
-            MODULE.listener.record_event(self.number, (stream or MODULE.current).number)
+        MODULE.report(simulated.RecordEvent(self.number, (stream or MODULE.current).number))
 
     def wait(self, stream: Stream | None = None) -> None:
         """Let a stream wait."""
@@ -114,48 +103,58 @@ class Event:
 
     def synchronize(self) -> None:
         """Let the host wait."""
-        if self.number is not None and MODULE.listener is not None:
-            MODULE.listener.host_wait_event(self.number)
+        if self.number is not None:
+            MODULE.report(simulated.HostWaitEvent(self.number))
 
     def query(self) -> bool:
-        """Whether it has happened; see ``Stream.query``."""
+        """Return True, so that the host continues."""
         return True
 
 
 class DeviceModule:
-    """What PyTorch expects in ``torch.<device type>``, as far as training asks for it."""
+    """The part of ``torch.<device type>`` that training uses."""
+
+    is_available = is_initialized = staticmethod(lambda: True)
+    is_current_stream_capturing = _is_in_bad_fork = staticmethod(lambda: False)
+    device_count = staticmethod(lambda: 1)
+    current_device = staticmethod(lambda: 0)
+    set_device = set_rng_state = manual_seed_all = staticmethod(lambda *_, **__: None)
+    get_rng_state = staticmethod(lambda device=None: torch.empty(16, dtype=torch.uint8))
+    get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16, torch.float16])
 
     def __init__(self) -> None:
         self.Stream, self.Event = Stream, Event
         self.name = DEVICE_NAME
         self.listener: Listener | None = None
+        self.default: Stream
         self.current: Stream
-        self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
-
-    def streams(self) -> list[Stream]:
-        """All that are alive."""
-        return list(self._streams)
-
-    def add(self, stream: Stream) -> None:
-        """A stream was made."""
-        self._streams.add(stream)
-
-    def current_stream(self, device: Any = None) -> Stream:
-        """The stream that operators are given to."""
-        return self.current
-
-    def default_stream(self, device: Any = None) -> Stream:
-        """The computing stream."""
-        return self.default
+        self.live_streams: weakref.WeakSet[Stream] = weakref.WeakSet()
 
     def start(self, name: str) -> None:
-        """Take a name and make the computing stream, whose number is 0."""
+        """Take a name and make the compute stream, number 0."""
         self.name = name
         self.default = self.current = Stream()
 
+    def report(self, event: simulated.Event) -> None:
+        """Pass an event to the listener, if there is one."""
+        if self.listener is not None:
+            self.listener.add(event)
+
+    def current_stream(self, device: Any = None) -> Stream:
+        """Return the stream that receives operators."""
+        return self.current
+
+    def default_stream(self, device: Any = None) -> Stream:
+        """Return the compute stream."""
+        return self.default
+
+    def set_stream(self, stream: Stream) -> None:
+        """Make a stream current."""
+        self.current = stream
+
     @contextmanager
     def stream(self, stream: Stream | None) -> Iterator[None]:
-        """Give what follows to a stream."""
+        """Make a stream current within a context."""
         before = self.current
         self.current = stream or before
         try:
@@ -163,63 +162,18 @@ class DeviceModule:
         finally:
             self.current = before
 
-    def set_stream(self, stream: Stream) -> None:
-        """Give what follows to a stream."""
-        self.current = stream
-
     def synchronize(self, device: Any = None) -> None:
         """Let the host wait for all streams."""
-        if self.listener is not None:
-            self.listener.host_wait_stream(None)
+        self.report(simulated.HostWaitStream(None))
 
     @contextmanager
     def device(self, device: Any) -> Iterator[None]:
-        """There is one device."""
+        """Do nothing: there is one device."""
         yield
 
-    def is_available(self) -> bool:
-        """It is as available as it will ever be."""
-        return True
-
-    def is_initialized(self) -> bool:
-        """There is nothing to initialise."""
-        return True
-
-    def device_count(self) -> int:
-        """One: that of this rank."""
-        return 1
-
-    def current_device(self) -> int:
-        """The only one."""
-        return 0
-
-    def set_device(self, device: Any) -> None:
-        """There is one device."""
-
     def get_device_name(self, device: Any = None) -> str:
-        """What it is called."""
+        """Return the device type's name."""
         return self.name
-
-    def get_rng_state(self, device: Any = None) -> torch.Tensor:
-        """Nothing random is drawn."""
-        return torch.empty(16, dtype=torch.uint8)
-
-    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
-        """Nothing random is drawn."""
-
-    def manual_seed_all(self, seed: int) -> None:
-        """Nothing random is drawn."""
-
-    def is_current_stream_capturing(self) -> bool:
-        """No graph is captured."""
-        return False
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """What autocast may choose."""
-        return [torch.bfloat16, torch.float16]
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
 
 
 MODULE = DeviceModule()
@@ -229,13 +183,13 @@ class PlannedDevice(Device):
     """The trainer's view of the fake device, or of a CPU whose tensors are fake.
 
     Args:
-        device_type: ``cuda``, ``npu`` or ``cpu``: what is planned for.
-        name: what it is called.
-        memory_bytes: that it has.
+        device_type: ``cuda``, ``npu`` or ``cpu``, as in the hardware profile.
+        name: display name.
+        memory_bytes: its memory.
     """
 
     def __init__(self, device_type: str, name: str, memory_bytes: int) -> None:
-        # Not super's, which looks for a device of this machine.
+        # Not super().__init__, which looks for a device of this machine.
         self.type = torch_device_type(device_type)
         self.torch_device = torch.device("cpu") if device_type == "cpu" else torch.device(self.type, 0)
         self.backend = "fake"
@@ -243,7 +197,7 @@ class PlannedDevice(Device):
 
     @property
     def name(self) -> str:
-        """The name that its maker gave it."""
+        """Display name."""
         return self._name
 
     @property
@@ -253,25 +207,25 @@ class PlannedDevice(Device):
 
     @property
     def peak_flops(self) -> float | None:
-        """Not asked of a device that computes nothing."""
+        """None: the device computes nothing."""
         return None
 
     def synchronize(self) -> None:
-        """Wait for the computing stream."""
+        """Wait for the compute stream."""
         if self.is_accelerator:
             MODULE.current.synchronize()
 
     def reset_peak_memory(self) -> None:
-        """Peaks are found when a trace is replayed."""
+        """Do nothing: a replay finds the peaks."""
 
     def memory(self) -> MemoryStats:
-        """What the listener has counted."""
+        """Return the listener's count."""
         assert MODULE.listener is not None
         return MODULE.listener.memory()
 
 
 def torch_device_type(device_type: str) -> str:
-    """What PyTorch calls the device that stands for one of ``cuda``, ``npu`` and ``cpu``."""
+    """PyTorch's device type of the stand-in for ``cuda``, ``npu`` or ``cpu``."""
     if device_type == "cpu":
         return "cpu"
     if not _registers_devices():
@@ -280,13 +234,13 @@ def torch_device_type(device_type: str) -> str:
 
 
 def install(device_type: str, world_size: int) -> None:
-    """Make this process rank 0 of a world of fake devices; once in a process, and for good.
+    """Make this process rank 0 of a world of fake devices; permanent, and once per process.
 
     Args:
-        device_type: ``cuda``, ``npu`` or ``cpu``: what is planned for.
+        device_type: ``cuda``, ``npu`` or ``cpu``, as in the hardware profile.
         world_size: ranks.
     """
-    # Registers the backend: PyTorch's own test helper, which stands in torch 2.7 to 2.13.
+    # Importing PyTorch's test helper (torch 2.7 to 2.13) registers the backend.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     name = torch_device_type(device_type)

@@ -1,10 +1,10 @@
-"""Operators that stand for fused kernels on a device that has none: what they return, and what they keep.
+"""Stand-ins for fused kernels on the fake device: shapes of their results, and the tensors kept for the backward.
 
-torch_npu's kernels by their names and signatures, so that ``models.npu_kernels`` runs as it is over them; what
-``torch.compile`` makes of a small function, which is taken to read its inputs once and to keep them for the backward
-rather than what lies between (``kernels`` of ``models`` says of which functions); and CUDA's fused normalisation.
+torch_npu's kernels by their names and signatures, so that ``models.npu_kernels`` runs unchanged; functions that
+``torch.compile`` fuses (``models.kernels`` lists them), which are assumed to read their inputs once and to keep these
+rather than intermediate results; CUDA's fused normalization; the loss's own kernels.
 
-Not covered: scratch of NPU kernels; what the compiler would rather compute again than keep.
+Not covered: scratch memory of NPU kernels; results that the compiler recomputes instead of keeping.
 """
 
 from collections.abc import Callable
@@ -16,99 +16,70 @@ from torch import Tensor
 from fsdptoys.models.kernels import Pairs
 
 _library = torch.library.Library("planned", "DEF")
-_library.define("rms_norm(Tensor input, Tensor? weight, float? eps) -> (Tensor, Tensor)")
-_library.define("rms_norm_backward(Tensor grad, Tensor input, Tensor rstd, Tensor? weight) -> (Tensor, Tensor)")
-_library.define("npu_fusion_attention(Tensor query, Tensor key, Tensor value) -> (Tensor, Tensor, Tensor)")
-_library.define(
-    "npu_fusion_attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor output, Tensor maximum, "
-    "Tensor sum) -> (Tensor, Tensor, Tensor)"
-)
-_library.define("grouped_mm(Tensor left, Tensor right, Tensor offs) -> Tensor")
-_library.define("rotary(Tensor input, Tensor cos, Tensor sin) -> Tensor")
-_library.define("npu_swiglu(Tensor input) -> Tensor")
-_library.define("npu_swiglu_backward(Tensor grad, Tensor input) -> Tensor")
-_library.define("swiglu(Tensor gate, Tensor up) -> Tensor")
-_library.define(
-    "low_bit_adamw_(Tensor(a!) param, Tensor grad, Tensor(b!) codes, Tensor(c!) scales, Tensor(d!) more_codes, "
-    "Tensor(e!) more_scales, Tensor(f!) copies) -> ()"
-)
-_library.define("swiglu_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)")
 
 
-def _shape(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Say what an operator of ours returns."""
-
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        _library.impl(name, function, "Meta")
-        return function
-
-    return register
+def _operator(schema: str, shape: Callable[..., Any]) -> None:
+    """Define an operator and the function that makes its results."""
+    _library.define(schema)
+    _library.impl(schema.partition("(")[0], shape, "Meta")
 
 
-@_shape("rms_norm")
+def _alike(*like: int) -> Callable[..., Any]:
+    """Results with the shapes of the arguments at these places."""
+    return lambda *tensors: tuple(tensors[i].new_empty(tensors[i].shape) for i in like)
+
+
 def _rms_norm(input: Tensor, weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
-    return (
-        torch.empty_like(input, memory_format=torch.contiguous_format),
-        input.new_empty((*input.shape[:-1], 1), dtype=torch.float32),
-    )
+    output = torch.empty_like(input, memory_format=torch.contiguous_format)
+    return output, input.new_empty((*input.shape[:-1], 1), dtype=torch.float32)
 
 
-@_shape("rms_norm_backward")
 def _rms_norm_backward(grad: Tensor, input: Tensor, rstd: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
     grad_input = torch.empty_like(input, memory_format=torch.contiguous_format)
     return grad_input, torch.empty_like(weight) if weight is not None else grad.new_empty(0)
 
 
-@_shape("npu_fusion_attention")
 def _npu_fusion_attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     statistics = [query.new_empty((*query.shape[:3], 8), dtype=torch.float32) for _ in range(2)]
     return query.new_empty(query.shape), statistics[0], statistics[1]
 
 
-@_shape("npu_fusion_attention_backward")
-def _npu_fusion_attention_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, maximum: Tensor, sum: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
-
-
-@_shape("grouped_mm")
 def _grouped_mm(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
     groups = () if right.ndim == 3 else (len(offs),)
     return left.new_empty((*groups, left.shape[0], right.shape[-1]))
 
 
-@_shape("low_bit_adamw_")
-def _low_bit_adamw(*tensors: Tensor) -> None: ...
-
-
-@_shape("rotary")
-def _rotary(input: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return input.new_empty(input.shape)
-
-
-@_shape("npu_swiglu")
-def _npu_swiglu(input: Tensor) -> Tensor:
-    return input.new_empty((*input.shape[:-1], input.shape[-1] // 2))
-
-
-@_shape("npu_swiglu_backward")
-def _npu_swiglu_backward(grad: Tensor, input: Tensor) -> Tensor:
-    return input.new_empty(input.shape)
-
-
-@_shape("swiglu")
-def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return gate.new_empty(gate.shape)
-
-
-@_shape("swiglu_backward")
-def _swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+_operator("rms_norm(Tensor input, Tensor? weight, float? eps) -> (Tensor, Tensor)", _rms_norm)
+_operator(
+    "rms_norm_backward(Tensor grad, Tensor input, Tensor rstd, Tensor? weight) -> (Tensor, Tensor)", _rms_norm_backward
+)
+_operator(
+    "npu_fusion_attention(Tensor query, Tensor key, Tensor value) -> (Tensor, Tensor, Tensor)", _npu_fusion_attention
+)
+_operator(
+    "npu_fusion_attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor output, Tensor maximum, "
+    "Tensor sum) -> (Tensor, Tensor, Tensor)",
+    _alike(1, 2, 3),
+)
+_operator("grouped_mm(Tensor left, Tensor right, Tensor offs) -> Tensor", _grouped_mm)
+_operator("rotary(Tensor input, Tensor cos, Tensor sin) -> Tensor", lambda input, *_: input.new_empty(input.shape))
+_operator(
+    "npu_swiglu(Tensor input) -> Tensor", lambda input: input.new_empty((*input.shape[:-1], input.shape[-1] // 2))
+)
+_operator("npu_swiglu_backward(Tensor grad, Tensor input) -> Tensor", lambda _, input: input.new_empty(input.shape))
+_operator("swiglu(Tensor gate, Tensor up) -> Tensor", lambda gate, _: gate.new_empty(gate.shape))
+_operator("swiglu_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)", _alike(1, 2))
+_operator(
+    "low_bit_adamw_(Tensor(a!) param, Tensor grad, Tensor(b!) codes, Tensor(c!) scales, Tensor(d!) more_codes, "
+    "Tensor(e!) more_scales, Tensor(f!) copies) -> ()",
+    lambda *_: None,
+)
+_operator("softmax_gradient_(Tensor(a!) logits, Tensor labels, Tensor(b!) losses) -> ()", lambda *_: None)
+_operator("addmm_to_float32_(Tensor(a!) sum, Tensor left, Tensor right) -> ()", lambda *_: None)
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Fused normalisation, which keeps its input and one number a row."""
+    """Fused normalization; keeps its input and one number per row."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor | None, eps: float | None) -> Tensor:
@@ -124,9 +95,9 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _NPUAttention(torch.autograd.Function):
-    """torch_npu's fused attention, which keeps its inputs, its result, and two statistics a row, eight times each.
+    """torch_npu's fused attention; keeps its inputs, its result, and two statistics per row, eight times each.
 
-    Results and gradients are contiguous, whatever the inputs are.
+    Results and gradients are contiguous for any inputs.
     """
 
     @staticmethod
@@ -145,7 +116,7 @@ class _NPUAttention(torch.autograd.Function):
 
 
 class _NPUSwiGLU(torch.autograd.Function):
-    """torch_npu's gate, which keeps its input."""
+    """torch_npu's gate; keeps its input."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, dim: int) -> Tensor:
@@ -159,7 +130,7 @@ class _NPUSwiGLU(torch.autograd.Function):
 
 
 class _SwiGLU(torch.autograd.Function):
-    """A compiled gate, which keeps its two inputs."""
+    """A compiled gate; keeps its two inputs."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -174,7 +145,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 class _Rotary(torch.autograd.Function):
-    """A compiled rotation, which keeps the tables."""
+    """A compiled rotation; keeps the tables."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs) -> Tensor:
@@ -188,7 +159,7 @@ class _Rotary(torch.autograd.Function):
 
 
 def low_bit_adamw(param: Tensor, grad: Tensor, step: Tensor, mean: Any, square: Any, *_: Any) -> None:
-    """A compiled update of states of few bits; on a CPU the compiler keeps float32 copies of both means meanwhile."""
+    """A compiled update of low-bit states; on a CPU the compiler makes float32 copies of both moments."""
     copies = param.new_empty((2, *param.shape))
     torch.ops.planned.low_bit_adamw_(param, grad, mean.codes, mean.scale, square.codes, square.scale, copies)
 
@@ -214,11 +185,11 @@ NPU_OPERATORS: dict[str, Callable[..., Any]] = {
     "npu_swiglu": _NPUSwiGLU.apply,
     "npu_grouped_matmul": _multiply,
 }
-"""torch_npu's operator → what stands for it."""
+"""torch_npu's operator → its stand-in."""
 
 COMPILED: dict[str, Callable[..., Tensor]] = {
     "rms_norm": rms_norm,
     "rotary": _Rotary.apply,
     "swiglu": _SwiGLU.apply,
 }
-"""Operation → what stands for its compiled implementation."""
+"""Operation → the stand-in for its compiled implementation."""

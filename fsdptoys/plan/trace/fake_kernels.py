@@ -1,12 +1,12 @@
-"""An accelerator's own kernels, for a device that has none, and a thread's work in the one that traces.
+"""An accelerator's kernels for the fake device, and worker threads' jobs run inline.
 
-Some operators are chosen by the device: attention, normalisation, the products of experts, the loss's own kernel. On
-the fake device PyTorch would decompose them, or this project would take its way for devices without the kernel. Here
-they are put back to what CUDA, or an NPU, takes (``fused`` has what these keep). Sources: PyTorch's ``sdp_utils.cpp``
-(which attention), torch_npu's ``npu_fusion_attention`` (github.com/Ascend/op-plugin, ``scaled_dot_product_attention``).
+The device chooses some operators: attention, normalization, grouped matmuls of experts, the loss's kernel. On the fake
+device PyTorch would decompose them, or this project would take its fallback. Here they are replaced by the choice of
+CUDA or an NPU (``fake_fused_ops`` has the tensors that these keep). Sources: PyTorch's ``sdp_utils.cpp`` (choice of
+attention), torch_npu's ``npu_fusion_attention`` (github.com/Ascend/op-plugin, ``scaled_dot_product_attention``).
 
-Not covered: the split of tokens over experts is unknown, so experts are multiplied as one group whose rows are all
-there are; PyTorch's operators on an NPU, which have no such product, would multiply them one by one.
+Not covered: the split of tokens over experts is unknown, so experts are multiplied as one group of all rows; PyTorch's
+operators on an NPU, which have no grouped matmul, would multiply them one by one.
 """
 
 import functools
@@ -38,28 +38,6 @@ from .op_costs import fuses_rms_norm
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
-_library = torch.library.Library("planned", "FRAGMENT")
-_library.define("softmax_gradient_(Tensor(a!) logits, Tensor labels, Tensor(b!) losses) -> ()")
-_library.define("addmm_to_float32_(Tensor(a!) sum, Tensor left, Tensor right) -> ()")
-
-
-def _shape(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Say what an operator of ours returns."""
-
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        _library.impl(name, function, "Meta")
-        return function
-
-    return register
-
-
-@_shape("softmax_gradient_")
-def _softmax_gradient(logits: Tensor, labels: Tensor, losses: Tensor) -> None: ...
-
-
-@_shape("addmm_to_float32_")
-def _addmm_to_float32(sum: Tensor, left: Tensor, right: Tensor) -> None: ...
-
 
 def rms_norm_cuda(
     original: Callable[..., Tensor],
@@ -68,7 +46,7 @@ def rms_norm_cuda(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    """``F.rms_norm`` as CUDA takes it from torch 2.9 on: in one kernel, unless weight and input differ in dtype."""
+    """``F.rms_norm`` on CUDA from torch 2.9 on: one kernel, unless weight and input differ in dtype."""
     if len(normalized_shape) != 1 or (weight is not None and weight.dtype != input.dtype):
         return original(input, normalized_shape, weight, eps)
     output: Tensor = fused.rms_norm(input, weight, eps)
@@ -85,9 +63,9 @@ def attention_cuda(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """``F.scaled_dot_product_attention`` as PyTorch chooses on CUDA.
+    """PyTorch's choice of ``F.scaled_dot_product_attention`` on CUDA.
 
-    FlashAttention for 16 bits; else the memory-efficient one, which shares no heads; else plain products.
+    FlashAttention for 16-bit dtypes; else the memory-efficient kernel, which has no shared heads; else plain matmuls.
     """
     width = query.shape[-1]
     if query.dtype in (torch.bfloat16, torch.float16) and attn_mask is None and width <= 256:
@@ -111,7 +89,7 @@ def attention_cuda(
 
 
 def attention_npu(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """``F.scaled_dot_product_attention`` as torch_npu computes it: each causal call makes a mask, which is kept."""
+    """torch_npu's ``F.scaled_dot_product_attention``: each causal call makes and keeps a mask."""
     mask = None
     if options.get("is_causal"):
         mask = torch.ones((npu_kernels.MASK_ROWS, npu_kernels.MASK_ROWS), dtype=torch.bool, device=query.device).triu(1)
@@ -128,12 +106,12 @@ def softmax_gradient_cuda(
     gradient: bool,
     some_ignored: bool = True,
 ) -> None:
-    """The loss's Triton kernel (``memory.softmax_triton``), which takes no scratch."""
+    """The loss's Triton kernel (``loss.softmax_triton``), without scratch memory."""
     torch.ops.planned.softmax_gradient_(logits_CV, labels_C, losses_C)
 
 
 class CUDAProducts(DeviceProducts):
-    """The head's products where cuBLAS adds a bf16 product to a float32 sum (``memory.head_products``)."""
+    """The head's matmuls; cuBLAS adds a bf16 product to a float32 sum (``loss.head_products``)."""
 
     def weight_gradient(self, gradient_CV: Tensor, hidden_CD: Tensor, sum_VD: Tensor, first: bool) -> None:
         """See ``HeadProducts``."""
@@ -144,7 +122,7 @@ class CUDAProducts(DeviceProducts):
 
 
 class PlannedGrouped(grouped.Grouped):
-    """torch's grouped product, also for the dtypes whose shapes it does not tell."""
+    """torch's grouped matmul, also for dtypes whose shapes it does not infer."""
 
     def __init__(self) -> None:
         # torch 2.7 has none.
@@ -161,7 +139,7 @@ class PlannedGrouped(grouped.Grouped):
 
 
 class Workers(Protocol):
-    """Who is told of work that threads would do (``OpRecorder``)."""
+    """Receives the work of threads (``OpRecorder``)."""
 
     in_worker: bool
     worker_jobs: int
@@ -171,7 +149,7 @@ class Workers(Protocol):
 
 
 class _Done(Future[Any]):
-    """A job that was done at once; whoever asks for its result would have waited for it."""
+    """A finished job; reading its result would have waited for it."""
 
     jobs: int
     workers: Workers
@@ -183,10 +161,10 @@ class _Done(Future[Any]):
 
 
 class InlineExecutor:
-    """A ``ThreadPoolExecutor`` that runs each job as it comes: dispatch modes belong to a thread.
+    """A ``ThreadPoolExecutor`` that runs each job in the calling thread, since dispatch modes belong to a thread.
 
     Args:
-        workers: told which work is a thread's.
+        workers: receives the threads' work.
     """
 
     def __init__(self, workers: Workers) -> None:
@@ -206,24 +184,24 @@ class InlineExecutor:
         return done
 
     def map(self, function: Callable[..., Any], parts: Iterable[Any]) -> Iterator[Any]:
-        """Run jobs now, and wait for each result in turn."""
+        """Run jobs now; wait for each result in turn."""
         futures = [self.submit(function, part) for part in parts]
         return (future.result() for future in futures)
 
 
 @contextmanager
 def replace_kernels(attention: AttentionKind, workers: Workers) -> Iterator[None]:
-    """Take a device's kernels, and a thread's work in this one.
+    """Use a device's kernels, and run worker threads' jobs inline.
 
     Args:
-        attention: whose kernels.
-        workers: told which work is a thread's.
+        attention: kind of device.
+        workers: receives the threads' work.
     """
     replacements: list[tuple[Any, str, Any]] = [
         (cpu_offload, "ThreadPoolExecutor", lambda *args, **kwargs: InlineExecutor(workers)),
         (low_bit_adamw, "choose_update", lambda compiles: fused.low_bit_adamw),
         (npu_kernels, "operator", fused.NPU_OPERATORS.__getitem__),
-        # The optimizer chooses its loop by the type of its parameters.
+        # The optimizer chooses its implementation by the type of its parameters.
         (
             torch_optimizer,
             "_foreach_supported_types",
@@ -240,7 +218,7 @@ def replace_kernels(attention: AttentionKind, workers: Workers) -> Iterator[None
             replacements.append((F, "rms_norm", functools.partial(rms_norm_cuda, F.rms_norm)))
     if attention is AttentionKind.cpu:
         for dtype in (torch.float32, torch.bfloat16):
-            grouped.choose_product("cpu", dtype)  # tries what works and remembers it, which takes real tensors
+            grouped.choose_product("cpu", dtype)  # fills a cache by trials, which take real tensors
     if attention is AttentionKind.npu:
         replacements.append((F, "scaled_dot_product_attention", attention_npu))
     with ExitStack() as stack:
@@ -249,11 +227,11 @@ def replace_kernels(attention: AttentionKind, workers: Workers) -> Iterator[None
         if attention is AttentionKind.npu:
             kept = (*SAVED_OPERATORS["attention"], torch.ops.planned.npu_fusion_attention.default)
             stack.enter_context(mock.patch.dict(SAVED_OPERATORS, attention=kept))
-        # Without a trial, which takes real tensors.
+        # No trial, which takes real tensors.
         planned = dict.fromkeys(("torch", "looped"), lambda *args: PlannedGrouped())
         products = {**planned, "npu": lambda *args: npu_kernels.NPUGrouped()}
         stack.enter_context(mock.patch.dict(IMPLEMENTATIONS["grouped_matmul"], products))
-        # Blocks of a mask are small, and what flex_attention keeps is what FlashAttention keeps.
+        # A block mask is small, and flex_attention keeps the same tensors as FlashAttention.
         flex = DocumentAttention(
             lambda segments, dtype: segments.new_empty(segments.shape[0], 1),
             lambda query, key, value, mask: attention_cuda(query, key, value, is_causal=True),

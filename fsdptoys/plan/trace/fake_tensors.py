@@ -1,10 +1,8 @@
-"""Fake tensors that PyTorch's distributed code cannot tell from real ones.
+"""Fake tensors that PyTorch's distributed code accepts as real ones.
 
-A ``FakeTensor`` has a shape, a dtype and a device. FSDP, DDP and this project ask for a little more: whether two
-tensors share memory, which is compared by address; that a flat parameter's data moves between host and device; that a
-module's parameters are replaced. Each of these is answered here for as long as the context lasts.
-
-PyTorch has no public way to any of it; it was tried with torch 2.7.1 and 2.13.
+A ``FakeTensor`` has a shape, a dtype and a device. FSDP, DDP and this project need more: memory sharing, compared by
+address; moving a flat parameter's data between host and device; replacing a module's parameters. The context manager
+here provides these. PyTorch has no public API for any of it; tested with torch 2.7.1 and 2.13.
 """
 
 import functools
@@ -15,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch._dynamo  # compares signatures of what is replaced here, when it is imported
+import torch._dynamo  # compares signatures of replaced functions when imported
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -28,24 +26,24 @@ from .fake_device import MODULE
 
 
 class _FakeMode(FakeTensorMode):
-    """Fake tensors on a device that must not be asked for anything."""
+    """Fake tensors on a device that must not be initialized."""
 
     avoid_device_init = True
 
 
 @contextmanager
 def fake_tensors(device_type: str) -> Iterator[None]:
-    """Make every tensor a fake one.
+    """Make every tensor fake.
 
     Args:
-        device_type: PyTorch's word for the device.
+        device_type: PyTorch's device type.
     """
     data = Tensor.data
     make_subclass = Tensor._make_subclass
     storage_address, tensor_address = torch.UntypedStorage.data_ptr, Tensor.data_ptr
 
     def make_alike(cls: type, *args: Any, **kwargs: Any) -> Any:
-        # Autograd lets data be replaced by data of the same backend only; the fake device is kept apart from it.
+        # Autograd replaces data only by data of the same backend, and treats the fake device as another one.
         if cls is FakeTensor and device_type != "cpu":
             kwargs["device_for_backend_keys"] = torch.device(device_type, 0)
         return make_subclass(cls, *args, **kwargs)
@@ -72,11 +70,11 @@ def fake_tensors(device_type: str) -> Iterator[None]:
         (torch, "Generator", _Generator),
         (torch.accelerator, "set_device_index", lambda device: None),
         (torch.accelerator, "current_stream", MODULE.current_stream),
-        # Ranks that do not exist agree about everything.
+        # The other ranks do not exist.
         (ddp, "_verify_param_shape_across_processes", lambda *args, **kwargs: None),
         (dist.Reducer, "_rebuild_buckets", lambda reducer: False),
         (ddp.DistributedDataParallel, "_ddp_init_helper", _with_buckets(ddp.DistributedDataParallel._ddp_init_helper)),
-        # Meshes read their numbers.
+        # Meshes read their rank numbers.
         (DeviceMesh, "__init__", _really(DeviceMesh.__init__)),
         (DeviceMesh, "__getitem__", _really(DeviceMesh.__getitem__)),
         (fsdptoys.parallel.mesh, "init_device_mesh", _really(fsdptoys.parallel.mesh.init_device_mesh)),
@@ -90,7 +88,7 @@ def fake_tensors(device_type: str) -> Iterator[None]:
 
 
 def _with_buckets(init: Callable[..., Any]) -> Callable[..., Any]:
-    """Let DDP begin with the buckets that it otherwise has after its first step only: these it sizes by sys.maxsize."""
+    """Let DDP start with the buckets that it builds after its first step; it sizes the first ones by sys.maxsize."""
 
     def call(wrapped: ddp.DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
         limit = SimpleNamespace(maxsize=wrapped.bucket_bytes_cap)
@@ -101,15 +99,14 @@ def _with_buckets(init: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Generator(torch._C.Generator):
-    """Random numbers that nobody draws, of whichever device."""
+    """A host generator for any device; its numbers are never drawn."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
-        """A generator of the host."""
         return torch._C.Generator("cpu")
 
 
 def _really(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a function make and read real tensors."""
+    """Run a function on real tensors."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -120,7 +117,7 @@ def _really(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """``nn.Module._apply``, which cannot put a fake tensor into the place of another."""
+    """``nn.Module._apply``, which cannot replace one fake tensor by another."""
     for child in module.children() if recurse else ():
         child._apply(function)
     with torch.no_grad():

@@ -1,15 +1,14 @@
-"""FSDP1's gradients are put together on the stream that its parameters are gathered on.
+"""FSDP1's gradients are joined on the stream on which its parameters are gathered.
 
-Autograd notes which stream an operator was issued on, and issues its backward there
-(``Node::stream`` in ``torch/csrc/autograd/function.h``). FSDP1 makes the views of a unit's flat parameter while the
-gathering stream is current, so the backward of those views, which joins all gradients of the unit into one, takes its
-memory from that stream's pool, and so does what comes after: the hook that frees the unit's parameters and hands the
-gradient to the reduction runs on that stream too. A device made in Python has no streams as far as autograd can see,
-so all of that would land on the computing stream; here it is put where it belongs.
+Autograd issues an operator's backward on the stream of its forward (``Node::stream`` in
+``torch/csrc/autograd/function.h``). FSDP1 makes the views of a unit's flat parameter while the gathering stream is
+current. The views' backward, which joins the unit's gradients, thus allocates from that stream's pool, and so does the
+hook after it, which frees the unit's parameters and passes the gradient to the reduction. For autograd a device made in
+Python has no streams, so all of this would run on the compute stream; here it is moved to the gathering stream.
 
-Gradients that cross from one stream to another are recorded on the latter, which waits for the former, as the engine
-does it (``torch/csrc/autograd/input_buffer.cpp``). FSDP2 makes its parameters on the computing stream and needs none of
-this. Private API of PyTorch: tried with torch 2.13.
+Gradients that cross streams are recorded on the new stream, which waits for the old one, as in autograd's engine
+(``torch/csrc/autograd/input_buffer.cpp``). FSDP2 makes its parameters on the compute stream. Private API of PyTorch:
+tested with torch 2.13.
 """
 
 from collections.abc import Iterator
@@ -25,13 +24,13 @@ from torch.distributed.fsdp._flat_param import FlatParamHandle
 from .fake_device import MODULE, Stream
 
 JOINS = ("SplitBackward0", "SplitWithSizesBackward0")
-"""Names of the operator that views are made by, whose backward joins gradients."""
+"""Backward nodes of the operators that make the views; they join the gradients."""
 _ISSUED = "issued on the stream of its forward"
 
 
 @contextmanager
 def backward_on_forward_streams() -> Iterator[None]:
-    """Issue the backward of FSDP1's views, and what follows it, on the stream that they were made on; twice is once."""
+    """Issue the backward of FSDP1's views, and the hook after it, on the stream of the views' forward; reentrant."""
     if hasattr(_runtime_utils._post_backward_hook, "original"):
         yield
         return
@@ -56,7 +55,7 @@ def backward_on_forward_streams() -> Iterator[None]:
 
 
 def _join_of(handle: FlatParamHandle) -> Node | None:
-    """The node that all views of a unit come from; None where nothing is differentiated."""
+    """The node from which all views of a unit come; None without a graph."""
     for name, module, _ in handle.flat_param._param_infos:
         node = getattr(module, name).grad_fn
         while node is not None:
@@ -67,10 +66,10 @@ def _join_of(handle: FlatParamHandle) -> Node | None:
 
 
 def _issue_on(node: Node, stream: Stream) -> None:
-    """Let a node's backward be issued on a stream, the first that it is told."""
+    """Issue a node's backward on a stream; later calls for the same node do nothing."""
     notes: dict[str, Any] = node.metadata  # type: ignore[assignment]
     if _ISSUED in notes:
-        return  # with original parameters the views of the forward come again before the backward
+        return  # with original parameters the forward's views are made again before the backward
     notes[_ISSUED] = True
     before: list[Stream] = []
 

@@ -1,10 +1,10 @@
-"""What kernels do that PyTorch's dispatcher does not show: floating-point operations, and scratch memory.
+"""FLOPs and scratch memory of kernels, which PyTorch's dispatcher does not show.
 
-Scratch is what CUDA's kernels take from the allocator for as long as they run, and cuBLAS for good. Sources, under
-PyTorch's ``aten/src/ATen``: ``native/transformers/cuda/flash_attn/flash_api.cpp``, ``native/cuda/Embedding.cu`` and
+CUDA kernels allocate scratch memory while they run; cuBLAS keeps workspaces. Sources, under PyTorch's
+``aten/src/ATen``: ``native/transformers/cuda/flash_attn/flash_api.cpp``, ``native/cuda/Embedding.cu`` and
 ``EmbeddingBackwardKernel.cu``, ``native/cuda/layer_norm_kernel.cu``, ``cuda/CublasHandlePool.cpp``.
 
-Not covered: workspaces of NPU kernels, scratch of sorting, what libraries take beside the caching allocator.
+Not covered: workspaces of NPU kernels, scratch memory of sorting, memory outside the caching allocator.
 """
 
 from collections.abc import Callable
@@ -27,19 +27,19 @@ ATTENTION = frozenset(
     )
     for suffix in ("", "_backward")
 )
-"""Operators that are bound by attention's speed."""
+"""Operators bound by attention's speed."""
 
 HOPPER_WORKSPACE_BYTES = 32 * MIB
 WORKSPACE_BYTES = 8 * MIB + 128 * 1024
 HOPPERS = ("H100", "H200", "H800", "H20", "GH200")
 
 EMBEDDING_SORTS_ABOVE = 3072
-"""Indices from which CUDA sorts them for the gradient of a look-up."""
+"""Number of indices above which CUDA sorts them for a lookup's gradient."""
 EMBEDDING_ROWS_PER_THREAD = 10
 
 
 def matmul_workspace_bytes(hardware: Hardware) -> int:
-    """What cuBLAS takes from the allocator for each thread and stream that multiplies."""
+    """cuBLAS's workspace for each thread and stream with matmuls."""
     if hardware.attention is not AttentionKind.flash:
         return 0
     hopper = any(device in words for device in HOPPERS for words in hardware.matches)
@@ -47,7 +47,7 @@ def matmul_workspace_bytes(hardware: Hardware) -> int:
 
 
 def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
-    """Floating-point operations of an operator; of causal attention, over half the square."""
+    """Floating-point operations of an operator; causal attention counts half the square."""
     name = func._schema.name
     if name in ATTENTION:
         return _attention_flops(name, args, kwargs)
@@ -63,20 +63,20 @@ def _attention_flops(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     backward = name.endswith("_backward")
     query, key, value = args[1:4] if backward else args[:3]
     batch, heads, queries, width = query.shape
-    # Two products in the forward; in the backward one of them again, and four.
+    # Two matmuls in the forward; in the backward one of them again, and four more.
     products = batch * heads * queries * key.shape[2] * (width + value.shape[3])
     return products * (2.5 if backward else 1.0)
 
 
 def updates_parameters(name: str, args: tuple[Any, ...]) -> int:
-    """Elements of the parameters that a fused optimizer's operator updates; 0 for any other operator."""
+    """Elements of the parameters that a fused optimizer's operator updates; 0 for other operators."""
     if not name.startswith("aten::_fused_") or not isinstance(args[0], (list, tuple)):
         return 0
     return sum(param.numel() for param in args[0])
 
 
 def scratch_bytes(name: str, args: tuple[Any, ...], attention: AttentionKind) -> list[int]:
-    """Blocks that a kernel takes for as long as it runs, besides its results."""
+    """Temporary blocks of a kernel."""
     scratch = _SCRATCH.get(name) if attention is AttentionKind.flash else None
     return scratch(args) if scratch else []
 
@@ -86,7 +86,7 @@ def _flash_backward_scratch(args: tuple[Any, ...]) -> list[int]:
     batch, heads, queries, width = query.shape
     queries = -(-queries // 128) * 128
     rounded = -(-width // 32) * 32 if width <= 192 else 256
-    # The query's gradient adds up in float32, beside a row sum each; shared heads' gradients are made apart.
+    # The query's gradient is summed in float32, next to a row sum; shared heads have separate gradients.
     sizes = [batch * heads * queries * 4, batch * heads * queries * rounded * 4]
     if key.shape[1] != heads:
         sizes += [batch * heads * key.shape[2] * width * query.element_size()] * 2
@@ -100,7 +100,7 @@ def _embedding_backward_scratch(args: tuple[Any, ...]) -> list[int]:
         return []
     segments = min(count, num_weights)
     partial = count // EMBEDDING_ROWS_PER_THREAD + segments
-    # Sorted indices and where they came from, twice each while they are sorted; sums of segments in float32.
+    # Sorted indices and their origins, twice each during the sort; float32 sums of segments.
     return [count * 8] * 4 + [segments * 8, partial * 8, partial * width * 4]
 
 
@@ -121,6 +121,6 @@ _SCRATCH: dict[str, Callable[[tuple[Any, ...]], list[int]]] = {
 
 
 def fuses_rms_norm() -> bool:
-    """Whether this torch has the fused normalisation on CUDA: from 2.9 on; before, an operator of MPS has its name."""
+    """Whether this torch has CUDA's fused normalization (from 2.9 on; an older MPS operator has the same name)."""
     packet = getattr(torch.ops.aten, "_fused_rms_norm", None)
     return packet is not None and len(packet.default._schema.returns) == 2

@@ -1,12 +1,12 @@
-"""Watches a program that runs over fake tensors, and writes down what a device would have been asked to do.
+"""Records a program over fake tensors as the trace of a device.
 
-PyTorch shows every operator to a dispatch mode, below autograd and above the fake tensors, so nothing here depends on
-who called it: FSDP, autograd, an optimizer. Memory is followed by storage (``storages``); streams and events speak for
-themselves (``fake_device``). What an operator costs is estimated from its schema (``operators``) and PyTorch's own
-table of floating-point operations; what its kernel does beyond that stands in ``kernels``.
+PyTorch shows every operator to a dispatch mode, below autograd and above the fake tensors, whoever calls it: FSDP,
+autograd, an optimizer. Memory is followed by storage (``storages``); streams and events report themselves
+(``fake_device``). An operator's cost comes from its schema (``op_schema``) and PyTorch's table of FLOPs; ``op_costs``
+adds the kernels' scratch memory.
 
-Not covered: tensors that a kernel of this project's own makes without the dispatcher; numbers that the program reads
-from tensors are not the real ones, so whatever depends on data is not followed.
+Not covered: tensors that a kernel of this project allocates without the dispatcher; numbers read from tensors are not
+real, so nothing that depends on data is followed.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -27,18 +27,15 @@ from fsdptoys.metrics.prediction import Category
 from fsdptoys.plan.simulator.events import (
     COMPUTE_STREAM,
     Event,
-    HostWaitEvent,
     HostWaitStream,
     HostWaitWorkers,
     HostWork,
     Kernel,
     KernelKind,
     Mark,
-    RecordEvent,
     RecordStream,
     Trace,
     Transfer,
-    WaitEvent,
 )
 from fsdptoys.profiler.dispatch import arguments_of, dtype_name, given, tensors_in
 
@@ -55,9 +52,9 @@ class OpRecorder(TorchDispatchMode):
     """Writes a trace; enter ``watch`` within a ``FakeTensorMode``.
 
     Args:
-        device_type: PyTorch's word for the device whose memory counts.
-        attention: whose kernels run there.
-        workspace_bytes: what each thread takes for matrix products on each stream, once.
+        device_type: PyTorch's type of the device whose memory counts.
+        attention: kind of the device's attention.
+        workspace_bytes: memory of each thread and stream with matmuls.
     """
 
     def __init__(self, device_type: str, attention: AttentionKind, workspace_bytes: int = 0) -> None:
@@ -65,11 +62,11 @@ class OpRecorder(TorchDispatchMode):
         self.trace = Trace(events=[])
         self.device_type = device_type
         self.streams: Callable[[], dict[int, str]] = dict
-        """What streams are for, asked at the end of each step."""
+        """Returns the purposes of streams; called at the end of each step."""
         self.objects: Callable[[], Iterable[tuple[Category, Tensor]]] = tuple
-        """Tensors whose purpose the program knows, asked where a step begins or ends, and before the update."""
+        """Returns tensors of known purpose; called at the start and end of a step, and before the optimizer step."""
         self.in_worker = False
-        """Whether what runs now would run in a worker thread."""
+        """Whether the current work belongs to a worker thread."""
         self.worker_jobs = 0
         """``HostWork`` events of worker threads so far."""
         self._attention, self._workspace_bytes = attention, workspace_bytes
@@ -78,32 +75,32 @@ class OpRecorder(TorchDispatchMode):
         self._recording = True
         self._silent = 0
         self._handlers: dict[Any, Handler] = {}
-        self._collectives = Collectives(device_type, self._storages, self._stream, self._add)
+        self._collectives = Collectives(device_type, self._storages, self._stream, self.add)
 
-    # What programs call.
+    # Called by programs
 
     def mark(self, step: int, phase: str) -> None:
-        """A phase begins."""
+        """Start a phase."""
         self._collectives.join()
         self._storages.begin_phase(phase)
-        if phase in ("data", "optimizer", "end"):  # in between, FSDP1 shows whole parameters
+        if phase in ("data", "optimizer", "end"):  # in other phases FSDP1 shows full parameters
             for category, tensor in self.objects():
                 self.categorise(tensor, category)
         if phase == "end":
             self.trace.host_bytes = self._storages.host_bytes
             self.trace.streams = self.streams() | dict.fromkeys(self._collectives.streams, "communication")
-        self._add(Mark(step, phase))
+        self.add(Mark(step, phase))
 
     def categorise(self, tensor: Tensor, category: Category) -> None:
-        """Tell what a tensor is for."""
+        """Set the purpose of a tensor."""
         self._storages.categorise(tensor, category)
 
     def enter_region(self, category: Category | None) -> None:
-        """Tell what everything is for that is allocated from now on; None for whatever it turns out to be."""
+        """Set the purpose of all later allocations; None for unknown."""
         self._storages.region = category
 
     def finish(self) -> Trace:
-        """Stop recording and return all up to the last mark."""
+        """Stop recording and return the trace up to the last mark."""
         self._recording = self._storages.recording = False
         events = self.trace.events
         last = max((index for index, event in enumerate(events) if isinstance(event, Mark)), default=-1)
@@ -111,36 +108,25 @@ class OpRecorder(TorchDispatchMode):
         self._storages.finish(self.trace)
         return self.trace
 
-    # What streams, events, threads and the device say.
+    # Reports of the fake device and of worker threads
 
-    def record_event(self, event: int, stream: int) -> None:
-        """See ``Listener``."""
-        self._add(RecordEvent(event, stream))
-
-    def wait_event(self, event: int, stream: int) -> None:
-        """See ``Listener``."""
-        self._add(WaitEvent(event, stream))
-
-    def host_wait_event(self, event: int) -> None:
-        """See ``Listener``."""
-        self._add(HostWaitEvent(event))
-
-    def host_wait_stream(self, stream: int | None) -> None:
-        """See ``Listener``."""
-        self._add(HostWaitStream(stream))
-
-    def host_wait_workers(self, jobs: int) -> None:
-        """The host waits for that many ``HostWork`` events of its worker threads."""
-        self._add(HostWaitWorkers(jobs))
+    def add(self, event: Event) -> None:
+        """Append an event to the trace."""
+        if self._recording:
+            self.trace.events.append(event)
 
     def memory(self) -> MemoryStats:
-        """See ``Listener``."""
+        """Allocated memory."""
         return self._storages.memory()
 
-    # Operators.
+    def host_wait_workers(self, jobs: int) -> None:
+        """Let the host wait for that many ``HostWork`` events of its worker threads."""
+        self.add(HostWaitWorkers(jobs))
+
+    # Operators
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator and write down what it does."""
+        """Run an operator and record it."""
         if DTensor in types:
             return NotImplemented
         if self._silent or not self._recording:
@@ -181,7 +167,7 @@ class OpRecorder(TorchDispatchMode):
         return result
 
     def _operator(self, func: Any) -> Handler:
-        """The handler of an operator that computes something."""
+        """The handler of an operator that computes."""
         name = func._schema.name
         arguments = arguments_of(func)
         mutates = name in TRAFFIC or any(argument.writes for argument in arguments)
@@ -212,7 +198,7 @@ class OpRecorder(TorchDispatchMode):
             self._storages.scratch(scratch_bytes(name, args, self._attention))
             if flops and kind is KernelKind.matmul:
                 self._take_workspace()
-            # What is written may be a sum in a wider format than what is multiplied.
+            # The output may be a sum in a wider dtype than the operands.
             read = [tensor for argument, tensor in inputs if not argument.writes]
             largest = max(read or involved, key=Tensor.numel)
             self._kernel(name, kind if flops else KernelKind.memory, flops, size, largest)
@@ -226,10 +212,10 @@ class OpRecorder(TorchDispatchMode):
     def _sum(self, handle: Handler) -> Handler:
         """The handler of additions, some of which are autograd's own.
 
-        Autograd adds up gradients in place where it holds the last reference. With tensors of Python classes, as fake
-        ones are, it does so out of place, which would take memory that a real run does not. It adds after a node of the
-        graph has run, and still calls that one the current; the few nodes that add by themselves are not told apart.
-        A view holds a second reference: to what it views.
+        Autograd adds gradients in place if it holds the last reference. For tensors of Python classes, such as fake
+        ones, it adds out of place, which takes memory that a real run does not take. It adds after a node of the graph
+        has run, while that node is still current; the few nodes that add by themselves are not distinguished. A view
+        holds a second reference, to its base.
         """
         in_place = torch.ops.aten.add_.Tensor
         handle_in_place = self._operator(in_place)
@@ -267,10 +253,10 @@ class OpRecorder(TorchDispatchMode):
                 within += touched_bytes(target) + touched_bytes(source)
                 continue
             if name == "aten::_to_copy" and asynchronous and from_device:
-                into.pinned = True  # as ``Tensor.to`` makes host memory that it is not to wait for
+                into.pinned = True  # ``Tensor.to`` pins host memory for an asynchronous copy
             host = into if from_device else self._storages.find(source)
             waits = not (asynchronous and host is not None and host.pinned)
-            self._add(Transfer(self._stream(), touched_bytes(target if onto_device else source), onto_device, waits))
+            self.add(Transfer(self._stream(), touched_bytes(target if onto_device else source), onto_device, waits))
         if within and pairs[0][0].device.type == here:
             self._kernel(name, KernelKind.memory, 0.0, within, pairs[0][1])
         elif within:
@@ -278,7 +264,7 @@ class OpRecorder(TorchDispatchMode):
         return result
 
     def _pin(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        made = torch.empty_like(args[0])  # fake tensors know no pinned memory
+        made = torch.empty_like(args[0])  # fake tensors have no pinned memory
         self._storages.see(made).pinned = True
         self._host_work(func._schema.name, 2 * touched_bytes(made), 0)
         return made
@@ -290,37 +276,34 @@ class OpRecorder(TorchDispatchMode):
         return tensor.constant.item() if tensor.constant is not None else self._number(tensor)
 
     def _number(self, tensor: Tensor) -> Any:
-        """A number that stands for the real one: 0 from the device, where norms and losses are.
+        """A placeholder for a real number: 0 from the device, where norms and losses are.
 
-        From the host it is 1, since optimizers divide by what follows from their counters of steps.
+        From the host it is 1, since optimizers divide by values derived from their step counters.
         """
         kind: type = bool if tensor.dtype is torch.bool else float if tensor.is_floating_point() else int
         if tensor.device.type != self.device_type or self.device_type == "cpu":
             return kind(1)
-        self._add(HostWaitStream(self._stream()))
+        self.add(HostWaitStream(self._stream()))
         return kind(0)
 
     def _numbers(self, tensor: Tensor) -> Any:
-        """``Tensor.tolist``, with nothing but zeros: sums over ranks, of losses and of those with a reason to stop."""
+        """``Tensor.tolist`` with zeros only: sums over ranks, of losses and of votes to stop."""
         value = self._number(tensor) * 0
         for size in reversed(tensor.shape):
             value = [value] * size
         return value
 
-    # Events.
+    # Events
 
     def _kernel(self, name: str, kind: KernelKind, flops: float, size: int, largest: Tensor) -> None:
-        self._add(Kernel(name, self._stream(), kind, flops, size, dtype_name(largest)))
+        self.add(Kernel(name, self._stream(), kind, flops, size, dtype_name(largest)))
 
     def _host_work(self, name: str, size: int, elements: int) -> None:
-        self._add(HostWork(name, size, elements, self.in_worker))
+        self.add(HostWork(name, size, elements, self.in_worker))
         self.worker_jobs += self.in_worker
 
     def _take_workspace(self) -> None:
-        """Where a thread multiplies on a stream for the first time, the library takes memory for good.
-
-        An accelerator's backward has a thread of its own.
-        """
+        """Allocate the library's workspace for a thread's first matmul on a stream; the backward has its own thread."""
         place = (torch._C._current_graph_task_id() != -1, self._stream())
         if self._workspace_bytes and place not in self._multiplied:
             self._multiplied.add(place)
@@ -332,13 +315,9 @@ class OpRecorder(TorchDispatchMode):
     def _stream(self) -> int:
         return MODULE.current.number if self.device_type != "cpu" else COMPUTE_STREAM
 
-    def _add(self, event: Event) -> None:
-        if self._recording:
-            self.trace.events.append(event)
-
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Record what the program does."""
+        """Record the program."""
         resize, propagate = torch.UntypedStorage.resize_, ShardingPropagator._propagate_tensor_meta_non_cached
 
         def watched_resize(storage: torch.UntypedStorage, size: int) -> Any:
@@ -349,14 +328,14 @@ class OpRecorder(TorchDispatchMode):
         def record_stream(tensor: Tensor, stream: Any) -> None:
             storage = self._storages.find(tensor)
             if storage is not None and storage.on_device:
-                self._add(RecordStream(storage.block, stream.number))
+                self.add(RecordStream(storage.block, stream.number))
 
         def is_pinned(tensor: Tensor, device: Any = None) -> bool:
             storage = self._storages.find(tensor)
             return storage is not None and storage.pinned
 
         def quiet_propagate(*args: Any, **kwargs: Any) -> Any:
-            # DTensor finds out what comes out of an operator by running it over tensors of the global shape.
+            # DTensor infers an operator's output by running it on tensors of the global shape.
             self._silent += 1
             try:
                 return propagate(*args, **kwargs)

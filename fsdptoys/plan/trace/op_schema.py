@@ -1,4 +1,4 @@
-"""What can be told of an operator from its schema and its arguments: what it touches, and what kind of work it is."""
+"""Traffic and kind of an operator, from its schema and arguments."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from fsdptoys.profiler.dispatch import Argument, tensors_in
 
 COPIES = ("aten::_to_copy", "aten::copy_", "aten::_foreach_copy_")
-"""Operators that may cross from host to device."""
+"""Operators that may copy between host and device."""
 NO_KERNEL = ("aten::set_", "aten::resize_", "aten::lift_fresh", "aten::lift", "aten::is_pinned", "prim::device")
 
 LOOK_UPS = {
@@ -22,7 +22,7 @@ LOOK_UPS = {
     "aten::index_add_": "self",
     "aten::index_put_": "self",
 }
-"""Operators that touch only some rows of an argument: as much of it as of the others."""
+"""Operators that touch only some rows of this argument: as many bytes as of the others."""
 
 
 def _copied_into_place(args: tuple[Any, ...]) -> int:
@@ -34,16 +34,16 @@ def _three_passes(args: tuple[Any, ...]) -> int:
 
 
 TRAFFIC: dict[str, Callable[[tuple[Any, ...]], int]] = {
-    # Its schema does not say that it writes.
+    # Its schema does not declare the write.
     "fsdp::all_gather_copy_in": _copied_into_place,
-    # Reads the logits twice and writes them once (``memory.softmax_triton``).
+    # Reads the logits twice and writes them once (``loss.softmax_triton``).
     "planned::softmax_gradient_": _three_passes,
 }
-"""Bytes that operators read and write of which the schema does not tell."""
+"""Bytes that operators read and write, where the schema does not show it."""
 
 
 def touched_bytes(tensor: Tensor) -> int:
-    """What a kernel touches of a tensor: its elements, each of its memory's once where it is broadcast."""
+    """Bytes that a kernel touches of a tensor; broadcast memory counts once."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
@@ -53,8 +53,8 @@ def traffic(name: str, args: tuple[Any, ...], inputs: list[tuple[Argument, Tenso
     Args:
         name: of the operator.
         args: of the call.
-        inputs: tensors that it is given.
-        fresh: tensors that it makes.
+        inputs: tensors among the arguments.
+        fresh: new tensors among the results.
     """
     if name in TRAFFIC:
         return TRAFFIC[name](args)
@@ -75,10 +75,10 @@ def traffic(name: str, args: tuple[Any, ...], inputs: list[tuple[Argument, Tenso
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
+    """A tensor's shard on this rank."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def is_async_by_default(func: Any) -> bool:
-    """What a collective's ``async_op`` is where it is not given."""
+    """Default of a collective's ``async_op``."""
     return any(argument.name == "async_op" and argument.default_value for argument in func._schema.arguments)

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Files through which a planner asks a child process for traces."""
 
 import pickle
 from pathlib import Path
@@ -10,28 +10,28 @@ REQUEST = "request.pickle"
 
 
 def answer_name(index: int) -> str:
-    """The file with the answer for a depth."""
+    """The answer's file name for a depth."""
     return f"answer-{index}.pickle"
 
 
-def read_answer(folder: Path, index: int, told: str) -> Trace:
-    """The trace that a worker wrote, or its failure.
+def read_answer(folder: Path, index: int, stderr: str) -> Trace:
+    """The child's trace, or its failure as an exception.
 
     Args:
         folder: of the request.
         index: of the depth.
-        told: what the process wrote to its standard error.
+        stderr: standard error of the process.
     """
     try:
         with open(folder / answer_name(index), "rb") as file:
             answer = pickle.load(file)
     except FileNotFoundError:
-        if not told.strip():
+        if not stderr.strip():
             raise ConfigError(
-                "the trace was killed before its end, most likely for want of host memory; set plan.exact=false, or "
+                "the trace was killed before its end, most likely for lack of host memory; set plan.exact=false, or "
                 "free memory"
             ) from None
-        raise RuntimeError(f"the process that traces ended without an answer:\n{told}") from None
+        raise RuntimeError(f"the tracing process ended without an answer:\n{stderr}") from None
     if isinstance(answer, Trace):
         return answer
     kind, message = answer

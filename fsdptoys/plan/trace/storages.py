@@ -1,9 +1,8 @@
-"""Which storages live, what blocks of device memory they are, and what these are for.
+"""Live storages, their blocks of device memory, and the purposes of these.
 
-A block begins when a storage is first seen, and ends when the last reference to the storage does, or when FSDP resizes
-it to nothing: each time that it gets memory again, it is another block. What a block is for is known only later, as a
-rule: which storages are gradients can be asked when the optimizer begins. So categories are collected while the program
-runs, the surest ones winning.
+A block starts when a storage is first seen; it ends with the last reference to the storage, or when FSDP resizes the
+storage to zero: memory given again is a new block. A block's purpose is usually known only later: gradients are known
+when the optimizer starts. So categories are collected during the run, and the most certain one wins.
 """
 
 import functools
@@ -21,7 +20,7 @@ from fsdptoys.plan.simulator.events import Alloc, Event, Free, RecordStream, Tra
 from .op_schema import local
 
 ALIGNMENT = 512
-"""What allocators round to; for the count of ``memory`` alone, since a trace holds what was asked for."""
+"""Rounding of allocators, for the count of ``memory`` only; a trace has the requested sizes."""
 
 CERTAINTY = (
     Category.temporary,
@@ -34,12 +33,12 @@ CERTAINTY = (
     Category.gradients,
     Category.parameters,
 )
-"""What a block is said to be, the later the surer."""
+"""Categories of a block, later ones more certain."""
 _RANK = {category: rank for rank, category in enumerate(CERTAINTY)}
 
 
 class Storage:
-    """A storage that lives."""
+    """A live storage."""
 
     __slots__ = ("block", "bytes", "on_device", "pinned", "reference")
 
@@ -50,35 +49,35 @@ class Storage:
 
 
 class _Replaced(NamedTuple):
-    """A gradient that autograd has added another to, out of place."""
+    """A gradient to which autograd has added another one, out of place."""
 
     old: int
     new: Storage
     alloc: int
-    """Place of the new one's ``Alloc`` among the events."""
+    """Index of the new storage's ``Alloc`` event."""
     events: int
-    """How many events there were when it was done."""
+    """Number of events afterwards."""
     peak: int
-    """Most that was allocated before."""
+    """Peak before."""
 
 
 class Storages:
     """Follows storages and writes ``Alloc`` and ``Free``.
 
     Args:
-        device_type: PyTorch's word for the device whose memory counts.
-        events: where to write.
-        stream: the number of the stream that is current.
+        device_type: PyTorch's type of the device whose memory counts.
+        events: receives the events.
+        stream: returns the number of the current stream.
     """
 
     def __init__(self, device_type: str, events: list[Event], stream: Callable[[], int]) -> None:
         self._device_type, self._events, self._stream = device_type, events, stream
         self.phase = "construction"
         self.region: Category | None = None
-        """What begins now is for this."""
+        """Purpose of new blocks."""
         self.recording = True
         self.host_bytes = 0
-        """Of host memory that is held."""
+        """Live host memory."""
         self._blocks = 0
         self._live: dict[int, Storage] = {}
         self._categories: dict[int, Category] = {}
@@ -91,7 +90,7 @@ class Storages:
         return self._live.get(local(tensor).untyped_storage()._cdata)
 
     def see(self, tensor: Tensor) -> Storage:
-        """Look a tensor's storage up, or begin a block with it."""
+        """A tensor's storage; a new one starts a block."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         seen = self._live.get(key)
@@ -103,7 +102,7 @@ class Storages:
         return seen
 
     def begin(self, storage: Storage) -> None:
-        """Memory is given to a storage."""
+        """Allocate a storage's memory."""
         if not storage.on_device:
             self.host_bytes += storage.bytes
         elif storage.bytes:
@@ -119,7 +118,7 @@ class Storages:
             self._peak = max(self._peak, self._allocated)
 
     def end(self, storage: Storage) -> None:
-        """It is taken back."""
+        """Free a storage's memory."""
         if not storage.on_device:
             self.host_bytes -= storage.bytes
         elif storage.bytes:
@@ -128,7 +127,7 @@ class Storages:
             self._allocated -= _round(storage.bytes)
 
     def scratch(self, sizes: Iterable[int]) -> None:
-        """Memory that a kernel takes for as long as it runs."""
+        """Allocate and free a kernel's temporary memory."""
         taken = [Storage(size, True) for size in sizes]
         for storage in taken:
             self.begin(storage)
@@ -136,7 +135,7 @@ class Storages:
             self.end(storage)
 
     def resize(self, key: int, size: int) -> None:
-        """A storage gets memory, or gives it back; only FSDP does this, with parameters that it has gathered."""
+        """Resize a storage, as only FSDP does with gathered parameters."""
         storage = self._live.get(key)
         if storage is None or storage.bytes == size:
             return
@@ -147,7 +146,7 @@ class Storages:
         self._categorise_storage(storage, Category.gathered_parameters)
 
     def begin_phase(self, phase: str) -> None:
-        """What the forward left when the backward begins are activations."""
+        """Start a phase; live blocks of the forward are activations when the backward starts."""
         if phase == "backward":
             for block in self._of_forward:
                 self._categorise(block, Category.activations)
@@ -156,30 +155,30 @@ class Storages:
         self.phase = phase
 
     def categorise(self, tensor: Tensor, category: Category) -> None:
-        """Tell what a tensor is for."""
+        """Set the purpose of a tensor."""
         storage = self.find(tensor)
         if storage is not None:
             self._categorise_storage(storage, category)
 
     def mark_sum(self, old: Tensor, result: Tensor, alloc: int, peak: int) -> None:
-        """Autograd has added to a gradient, out of place; should the old one end right now, its block goes on.
+        """Note that autograd added to a gradient out of place; if the old gradient ends now, its block continues.
 
         Args:
             old: the gradient before.
             result: the sum.
             alloc: number of events before.
-            peak: most that was allocated before.
+            peak: peak before.
         """
         new = self.find(result)
         if new is not None and new.on_device and new.bytes:
             self._replaced = _Replaced(old.untyped_storage()._cdata, new, alloc, len(self._events), peak)
 
     def memory(self) -> MemoryStats:
-        """What is allocated; no allocator reserves anything here, so the peak stands for what it would."""
+        """Allocated memory; nothing is reserved here, so the peak stands for it."""
         return MemoryStats(self._allocated, self._peak, self._peak)
 
     def finish(self, trace: Trace) -> None:
-        """Give a trace the categories that were known later than the blocks."""
+        """Give a trace the categories that became known after the blocks."""
         by_stream = {
             number: category
             for number, purpose in trace.streams.items()
@@ -206,7 +205,7 @@ class Storages:
         if replaced is None or key != replaced.old or len(self._events) != replaced.events or not self.recording:
             self.end(storage)
             return
-        # As if the new one had never been allocated.
+        # Undo the new allocation.
         del self._events[replaced.alloc]
         self._replaced = None
         self._of_forward.discard(replaced.new.block)
@@ -232,9 +231,9 @@ def _round(size: int) -> int:
 
 
 def _recomputes() -> bool:
-    """Whether gradient checkpointing runs a forward again: it watches what autograd saves.
+    """Whether activation checkpointing recomputes a forward, which it does under saved-tensor hooks.
 
-    Asks a private function, tried on torch 2.7.1 and 2.13; without it what is computed again counts as temporary.
+    Asks a private function, tested with torch 2.7.1 and 2.13; without it recomputation counts as temporary.
     """
     hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return hooks is not None and hooks(False) is not None

@@ -1,7 +1,7 @@
-"""The process that traces: ``python -m fsdptoys.plan.trace.trace_process FOLDER`` answers the request in FOLDER.
+"""The tracing process: ``python -m fsdptoys.plan.trace.trace_process FOLDER`` answers the request in FOLDER.
 
-It imports what a run imports, and forks once a depth: as many at a time as there are cores, each with a device and a
-process group of its own. An answer is a trace, or what went wrong; what a fork cannot say, its parent does.
+It imports the modules of a run and forks once per depth, as many at a time as there are cores, each with its own device
+and process group. An answer is a trace or an error; the parent reports a fork that dies.
 """
 
 import dataclasses

@@ -1,11 +1,11 @@
-"""Traces the project's own trainer, or any program, on a device that does not exist.
+"""Traces the project's trainer, or any program, on a device that does not exist.
 
-The trainer that is traced is the one that trains: the model is built, wrapped, sharded and stepped by the same code, so
-whatever a switch changes is seen without being described here. Two steps are taken, since the first one differs: FSDP
-learns the order of its units in it, and the optimizer makes its states. Parameters get memory and no values; tokens are
-synthetic; evaluation, checkpoints and profiling are left out, and so is compilation: the eager model is traced.
+The traced trainer is the one that trains: the same code builds, wraps, shards and steps the model, so every switch has
+its effect without a description here. Two steps are traced: in the first one FSDP learns the order of its units and the
+optimizer allocates its states. Parameters have memory but no values; tokens are synthetic; evaluation, checkpoints,
+profiling and compilation are left out: the eager model is traced.
 
-A process that traces is of no other use (``fake_device``), so ``trace`` starts one, which forks once a depth.
+A process that traces cannot be used otherwise (``fake_device``), so ``trace`` starts one, which forks once per depth.
 """
 
 import copy
@@ -50,11 +50,11 @@ from .fsdp1_streams import backward_on_forward_streams
 from .op_recorder import OpRecorder
 
 STEPS = 2
-"""That are taken; the last one is like all that would follow."""
+"""Number of traced steps; the last one is like all later ones."""
 TIMEOUT_SECONDS = 1800.0
 
 DEVICE_TYPES = {AttentionKind.flash: "cuda", AttentionKind.npu: "npu", AttentionKind.cpu: "cpu"}
-"""Whose attention → the device that it is of."""
+"""Kind of attention → its device type."""
 
 PURPOSES = {
     "all_gather_copy_in_stream": "all-gather copy-in",
@@ -69,23 +69,23 @@ PURPOSES = {
     "_store_stream": "store",
     "_stream": "activation offload",
 }
-"""Name of the attribute that a stream is kept under, in PyTorch's FSDP and here → what the stream is for."""
+"""Attribute that holds a stream, in PyTorch's FSDP and here → the stream's purpose."""
 
 Program = Callable[[OpRecorder], None]
 
 
 def trace(config: Config, hardware: Hardware, world_size: int, n_layers: Sequence[int]) -> list[Trace]:
-    """Trace rank 0 of a run, in a process of its own, at several depths.
+    """Trace rank 0 of a run at several depths, in a process of its own.
 
     Args:
-        config: validated for the hardware's type of device and the world size.
-        hardware: on which it is imagined.
-        world_size: ranks over all machines.
+        config: validated for the hardware's device type and the world size.
+        hardware: profile of the devices.
+        world_size: ranks over all nodes.
         n_layers: numbers of blocks to trace the model with.
 
     Raises:
         ConfigError: if the run itself would raise one.
-        RuntimeError: if it fails otherwise, with the traceback of the process.
+        RuntimeError: any other failure, with the traceback of the process.
     """
     from . import protocol
 
@@ -93,19 +93,19 @@ def trace(config: Config, hardware: Hardware, world_size: int, n_layers: Sequenc
         folder = Path(name)
         with open(folder / protocol.REQUEST, "wb") as file:
             pickle.dump((config, hardware, world_size, list(n_layers)), file)
-        # A machine's own devices stay alone, and an installed torch_npu does not take the place of the fake device.
+        # Hide real devices, and keep an installed torch_npu from taking the fake device's place.
         environment = os.environ | {
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
             "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         }
-        told = _run([sys.executable, "-m", "fsdptoys.plan.trace.trace_process", name], environment)
-        return [protocol.read_answer(folder, index, told) for index in range(len(n_layers))]
+        stderr = _run([sys.executable, "-m", "fsdptoys.plan.trace.trace_process", name], environment)
+        return [protocol.read_answer(folder, index, stderr) for index in range(len(n_layers))]
 
 
 def _run(command: list[str], environment: dict[str, str]) -> str:
-    """Run a command and return what it wrote to its standard error; whatever ends this ends it and its forks."""
+    """Run a command and return its standard error; its process group ends with this call."""
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
     )
@@ -122,13 +122,13 @@ def _run(command: list[str], environment: dict[str, str]) -> str:
 
 
 def trace_here(program: Program, *, attention: AttentionKind, world_size: int, workspace_bytes: int = 0) -> Trace:
-    """Trace a program in this process, which is thereby spent: once, and for nothing else.
+    """Trace a program in this process, which cannot be used afterwards.
 
     Args:
-        program: is given a recorder, and calls its ``mark`` where phases begin.
-        attention: whose kernels run, which also says on which type of device.
+        program: receives a recorder and calls its ``mark`` where phases start.
+        attention: kind of attention, which also selects the device type.
         world_size: ranks; the program is rank 0.
-        workspace_bytes: see ``kernels.matmul_workspace_bytes``.
+        workspace_bytes: see ``op_costs.matmul_workspace_bytes``.
 
     Returns:
         Everything up to the last mark.
@@ -148,10 +148,10 @@ def trace_here(program: Program, *, attention: AttentionKind, world_size: int, w
 
 
 def trainer_program(config: Config, hardware: Hardware) -> Program:
-    """The project's trainer, as a program to trace.
+    """The project's trainer as a program to trace.
 
     Args:
-        config: validated; what does not belong to a step is left out.
+        config: validated; settings outside a step are ignored.
         hardware: for the device's name and memory.
     """
 
@@ -177,9 +177,9 @@ def trainer_program(config: Config, hardware: Hardware) -> Program:
 
 
 def stream_purposes() -> dict[int, str]:
-    """What the streams that live are for, by the attributes that hold them."""
+    """Purposes of the live streams, by the attributes that hold them."""
     purposes = {COMPUTE_STREAM: "compute"}
-    streams = [stream for stream in MODULE.streams() if stream.number != COMPUTE_STREAM]
+    streams = [stream for stream in MODULE.live_streams if stream.number != COMPUTE_STREAM]
     for holder in gc.get_referrers(*streams) if streams else []:
         attributes = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
         for name, value in list(attributes.items()):
@@ -192,7 +192,7 @@ def _steps_only(config: Config) -> Config:
     train = dataclasses.replace(config.train, steps=STEPS, eval_every=0, max_seconds=None, compile=False)
     train.float8, train.float8_all_gather = Float8.none, False
     memory = copy.copy(config.memory)
-    # One thread, so that workers that wait for each other are one; what more of them gain is the replay's affair.
+    # One thread: a replay cannot show the gain of several.
     memory.checkpointing_budget, memory.cpu_threads = None, 1
     return dataclasses.replace(
         config,
@@ -207,7 +207,7 @@ def _steps_only(config: Config) -> Config:
 
 
 def _known(trainer: Trainer) -> Iterator[tuple[Category, Tensor]]:
-    """Tensors whose purpose the trainer's parts tell."""
+    """Tensors whose purpose the trainer's parts know."""
     for _, param in trainer.strategy.named_parameters():
         yield Category.parameters, param
         if param.grad is not None:
@@ -226,7 +226,7 @@ def _known(trainer: Trainer) -> Iterator[tuple[Category, Tensor]]:
 
 
 def _all_reduce(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """What DDP does without a hook; it does it in C++, where a future of Python's cannot be read."""
+    """DDP's default reduction; its C++ code cannot read a Python future."""
     dist.all_reduce(bucket.buffer(), async_op=True)
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
@@ -234,7 +234,7 @@ def _all_reduce(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Te
 
 
 def _watch_head(head: LMHead, recorder: OpRecorder) -> None:
-    """Tell the recorder what is allocated for logits and loss: in the head's forward, and in its backward."""
+    """Categorize allocations in the head's forward and backward as logits and loss."""
 
     def end(*_: Any) -> None:
         recorder.enter_region(None)
