@@ -1,16 +1,15 @@
-"""Replace the assumptions of a hardware profile by what runs have measured.
+"""Calibration: fit a hardware profile's rates to measured runs.
 
-A run tells one thing about the hardware: how long its step takes. What the profile says decides the predicted time
-through a handful of rates. So few rates are moved, each by a factor, such that the logarithms of predicted and measured
-times agree best, in the sense of least squares; where runs leave that open, as one run always does, the factors stay as
-near to 1 as they can. Products and attention are moved together, since runs do not tell them apart. A rate that changes
-no run's prediction is left alone, and nothing leaves the bounds of what is possible.
+A run gives one number, the time of its step, which depends on a handful of rates. Each rate is multiplied by a factor
+so that the logarithms of predicted and measured times agree in the least-squares sense; where runs leave a factor open,
+as a single run always does, it stays as close to 1 as possible. Matmuls and attention share a factor, since runs do not
+separate them. A rate without effect on any prediction is left alone, and all factors are bounded.
 
-What makes the difference between two runs is what tells rates apart: one with little communication and one with much,
-one with offload and one without. Runs that are alike give good predictions for others like them, and no rates to trust.
+Differences between runs separate the rates: little and much communication, with and without offload. Similar runs give
+good predictions for runs like them, and no rates to trust.
 
-Not covered: memory (which no rate decides), the spread between steps, rates that change with the size of what moves.
-Least squares by Levenberg and Marquardt (https://doi.org/10.1137/0111030) in the logarithms of the factors.
+Not covered: memory (no rate decides it), the spread between steps, rates that depend on message size. Source:
+Levenberg-Marquardt (https://doi.org/10.1137/0111030) in the logarithms of the factors.
 """
 
 import dataclasses
@@ -25,41 +24,41 @@ import numpy as np
 from fsdptoys.device.profile import Hardware, Quantity
 
 NOISE = 0.01
-"""Share by which a step time that was measured may be off."""
+"""Expected relative error of a measured step time."""
 SURPRISE = math.log(2.0)
-"""By how much a profile's rate is expected to be off: the logarithm of a factor."""
+"""Expected error of a profile's rate, as the logarithm of a factor."""
 LEAST_EFFECT = 1e-3
-"""A rate whose doubling and halving changes no prediction by this share is not known from the runs."""
+"""Smallest relative change of a prediction, on doubling or halving a rate, for the rate to be fitted."""
 LEAST_EFFICIENCY = 0.02
 STEP = 0.01
-"""Of the logarithm of a factor, for derivatives."""
+"""Step in the logarithm of a factor, for derivatives."""
 ITERATIONS = 30
 JUMPS = tuple(math.log(2) * halves / 2 for halves in (-4, -2, -1, 1, 2, 4))
-"""Moves of one rate by which a better place is looked for: a rate that bounds nothing where a search stands has no
-derivative there, though it may bound everything a little further."""
+"""Trial moves of single rates: a rate that bounds nothing at the current point has no derivative, but may matter
+further away."""
 
 
 class Case(NamedTuple):
-    """A run whose time was measured."""
+    """A measured run."""
 
     predict: Callable[[Hardware], float]
-    """Seconds of its step on that hardware."""
+    """Returns the seconds of its step on a hardware."""
     measured_seconds: float
     name: str
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """Fields of a profile that are multiplied by one factor."""
+    """Fields of a profile that share a factor."""
 
     name: str
     fields: tuple[str, ...]
     least: float = 1 / 30
-    """Of the factor."""
+    """Smallest factor."""
     most: float = 30.0
 
     def bounds(self, hardware: Hardware) -> tuple[float, float]:
-        """Logarithms of the least and the greatest factor that leave every efficiency possible."""
+        """Logarithms of the smallest and largest factor that keep every efficiency possible."""
         least, most = self.least, self.most
         for field in self.fields:
             if field.endswith("_efficiency"):
@@ -81,7 +80,7 @@ PARAMETERS = (
 
 
 class FittedValue(NamedTuple):
-    """One run before and after."""
+    """A run's step time before and after calibration."""
 
     name: str
     measured_seconds: float
@@ -91,26 +90,26 @@ class FittedValue(NamedTuple):
 
 @dataclass(frozen=True)
 class Calibration:
-    """What came out."""
+    """Result of a calibration."""
 
     hardware: Hardware
     changes: dict[str, tuple[float, float]]
     """Field → value before and after."""
     unknown: tuple[str, ...]
-    """Names of the parameters that no run depends on."""
+    """Names of the parameters without effect on any run."""
     fitted: tuple[FittedValue, ...]
 
 
 def calibrate(
     cases: Sequence[Case], hardware: Hardware, parameters: Sequence[Parameter] = PARAMETERS, today: date | None = None
 ) -> Calibration:
-    """Move a profile's rates to where they explain the runs best.
+    """Fit a profile's rates to measured runs.
 
     Args:
         cases: at least one.
-        hardware: where to start.
-        parameters: what may be moved.
-        today: for the sources of what was moved; None for today.
+        hardware: initial profile.
+        parameters: rates that may be fitted.
+        today: date in the sources of fitted values; None for today.
     """
     assert cases
     names = ", ".join(case.name for case in cases)
@@ -161,7 +160,7 @@ def choose_parameters(names: Sequence[str]) -> tuple[Parameter, ...]:
 
 
 def error(fit: FittedValue, seconds: float) -> float:
-    """Share by which a time is over the measured one."""
+    """Relative error of a time."""
     return seconds / fit.measured_seconds - 1
 
 
@@ -192,7 +191,7 @@ def _matters(
     before: np.ndarray,
     predicted: Callable[[np.ndarray], np.ndarray],
 ) -> bool:
-    """Whether a factor of 2 or 1/2, as far as it is possible, changes any prediction."""
+    """Whether a factor of 2 or 1/2, within its limits, changes any prediction."""
     for factor in (math.log(2), -math.log(2)):
         moved = start.copy()
         moved[index] = np.clip(factor, *limits[index])
@@ -202,7 +201,7 @@ def _matters(
 
 
 def _least_squares(residuals: Callable[[np.ndarray], np.ndarray], limits: np.ndarray) -> np.ndarray:
-    """Minimise the sum of squares within limits, from zero on: descend, and jump where that leads lower."""
+    """Minimize the sum of squares within limits, starting from zero: descend, and jump where that leads lower."""
     point = np.zeros(len(limits))
     value = residuals(point)
     for _ in range(len(limits) + 1):
@@ -224,12 +223,12 @@ def _least_squares(residuals: Callable[[np.ndarray], np.ndarray], limits: np.nda
 def _descend(
     residuals: Callable[[np.ndarray], np.ndarray], limits: np.ndarray, point: np.ndarray, value: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Damped steps of Gauss and Newton, to where nothing is gained any more."""
+    """Damped Gauss-Newton steps until nothing is gained."""
     damping = 1e-3
     for _ in range(ITERATIONS):
         jacobian = _jacobian(residuals, limits, point, value)
         gradient = jacobian.T @ value
-        # What stands at a limit and would leave it stays there in this step.
+        # Factors at a limit that would leave it stay fixed in this step.
         free = ~(((point <= limits[:, 0]) & (gradient > 0)) | ((point >= limits[:, 1]) & (gradient < 0)))
         if not free.any():
             break

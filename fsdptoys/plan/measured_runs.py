@@ -1,8 +1,8 @@
-"""Runs that were measured, read from their directories, and ``fsdptoys plan calibrate`` over them.
+"""Measured runs, read from their directories, and ``fsdptoys plan calibrate``.
 
     fsdptoys plan calibrate runs/a runs/b hardware=h100 out=mine.yaml
 
-Where a run's data, weights and checkpoints came from changes no step's time and may be gone, so it is left out.
+Sources of data, weights and checkpoints are ignored: they do not affect step times and may be gone.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,28 +25,28 @@ from .calibrate import Calibration, Case, calibrate, error
 OPTIONS = ("hardware", "out")
 
 Predictor = Callable[[Config, Hardware, int], Callable[[Hardware], Prediction]]
-"""From a run to a function that predicts it on hardware of the same kind, which will be called often."""
+"""Returns a function that predicts a run on hardware of the same kind; it is called often."""
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """What a run directory says."""
+    """Content of a run directory."""
 
     path: Path
     config: Config
-    """Not validated; without what decides no step's time."""
+    """Not validated; without settings that do not affect step times."""
     world_size: int
     device_type: str
     device_name: str
     step_seconds: float
-    """Median after the warm-up, of steps that made an update."""
+    """Median after the warm-up, of steps with an update."""
 
 
 def read_run(path: Path) -> MeasuredRun:
     """Read a run directory.
 
     Raises:
-        ConfigError: if it is none, or was too short for a median.
+        ConfigError: if it is not one, or has too few steps for a median.
     """
     run = read_recorded_run(path)
     config, spread = run.config(), run.results.step_time_seconds
@@ -63,11 +63,11 @@ def calibrate_runs(paths: Sequence[Path], hardware: Hardware | None, predictor: 
 
     Args:
         paths: run directories, all of one kind of device.
-        hardware: where to start; None for the profile of that device.
+        hardware: initial profile; None for that of the device.
         predictor: traces a run once.
 
     Raises:
-        ConfigError: if a directory is none of a run, or they are of different devices.
+        ConfigError: if a directory is not a run's, or devices differ.
     """
     runs = [read_run(path) for path in paths]
     first = runs[0]
@@ -91,18 +91,15 @@ def calibrate_runs(paths: Sequence[Path], hardware: Hardware | None, predictor: 
 
 
 def calibrate_command(words: Sequence[str], predictor: Predictor, console: Console) -> int:
-    """``fsdptoys plan calibrate RUN_DIR... [hardware=NAME] [out=FILE]``.
+    """Run ``fsdptoys plan calibrate RUN_DIR... [hardware=NAME] [out=FILE]``; return the exit status.
 
     Args:
-        words: after the command.
+        words: arguments after the command.
         predictor: see ``calibrate_runs``.
-        console: where the table goes.
-
-    Returns:
-        Exit status.
+        console: output.
 
     Raises:
-        ConfigError: for the first mistake.
+        ConfigError: the first mistake.
     """
     options = {}
     paths = []
@@ -137,7 +134,7 @@ def calibrate_command(words: Sequence[str], predictor: Predictor, console: Conso
 
 
 def print_calibration(result: Calibration, console: Console) -> None:
-    """Print errors before and after, and what was moved."""
+    """Print errors before and after, and the changed rates."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("run", overflow="fold")
     for column in ("measured", "before", "", "after", ""):

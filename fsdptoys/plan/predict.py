@@ -1,4 +1,4 @@
-"""What a run would take, from its own code: two steps traced on an imagined device, replayed in its memory and time."""
+"""Prediction of a run from its own code: two steps traced on a fake device, and replayed for memory and time."""
 
 import copy
 import dataclasses
@@ -22,19 +22,19 @@ from fsdptoys.plan.trace.extrapolate_layers import choose_depths, extrapolate
 from fsdptoys.plan.trace.tracer import trace
 
 VALIDATED_RANKS = 128
-"""Most ranks of a published run that the model was held against."""
+"""Most ranks of a published run that the model was tested against."""
 
 UNCALIBRATED_BAND = "published runs took 1.1 to 1.7 times as long as predicted without calibration"
 
 HIGHER = 0.02
-"""Share by which the closed form's peak must be over that of the line for all layers to be traced."""
+"""Relative excess of the closed form's peak over the extrapolated one from which all layers are traced."""
 
 ALARM = 0.10
-"""Share by which the closed form and the trace may differ before that is told."""
+"""Reported relative difference between closed form and trace."""
 
 
 def hardware_of(config: Config) -> Hardware:
-    """The profile that ``plan.hardware`` names, or that of this machine's device.
+    """The profile of ``plan.hardware``, or of this machine's device.
 
     Raises:
         ConfigError: if there is none.
@@ -44,17 +44,17 @@ def hardware_of(config: Config) -> Hardware:
     found = profile_of_this_machine()
     if found is None:
         raise ConfigError(
-            f"plan.hardware=auto knows no profile of {Device(available_device_type()).name}; set plan.hardware to one "
-            f"of {', '.join(list_hardware())}, or to a YAML file of your own"
+            f"plan.hardware=auto has no profile of {Device(available_device_type()).name}; set plan.hardware to one "
+            f"of {', '.join(list_hardware())}, or to your own YAML file"
         )
     return load_hardware(found)
 
 
 def estimate_run(config: Config, world_size: int) -> tuple[Prediction, Hardware] | None:
-    """What a run is to take, at once and by the closed form; None where it is not wanted or cannot be told.
+    """Closed-form prediction of a run on this machine; None if not requested or not possible.
 
     Args:
-        config: validated, of a run on this machine.
+        config: validated.
         world_size: ranks.
     """
     unknown = config.plan.hardware == "auto" and profile_of_this_machine() is None
@@ -63,12 +63,12 @@ def estimate_run(config: Config, world_size: int) -> tuple[Prediction, Hardware]
     hardware = hardware_of(config)
     memory = config.memory
     if hardware.device_type == "cpu" and (memory.cpu_offload or memory.optimizer_offload):
-        return None  # what is offloaded on a CPU stays where it was, which the closed form does not know
+        return None  # offload on a CPU moves nothing, which the closed form does not model
     return closed_form(config, hardware, world_size, config.plan.allocator), hardware
 
 
 def world_size_of(config: Config, hardware: Hardware) -> int:
-    """Ranks to plan for: those that are asked for, or one machine's."""
+    """Ranks to plan for: as requested, or those of one node."""
     if config.plan.world_size is not None:
         return config.plan.world_size
     if config.parallel.single_process:
@@ -80,11 +80,11 @@ def world_size_of(config: Config, hardware: Hardware) -> int:
 
 
 class Predictor:
-    """Predicts one configuration; its traces are made once, so that other hardware costs a replay only.
+    """Predicts one configuration; its traces are made once, so other hardware costs a replay only.
 
     Args:
         config: validated.
-        hardware: whose kernels the run would call.
+        hardware: profile of the device type to trace for.
         world_size: ranks.
     """
 
@@ -96,10 +96,10 @@ class Predictor:
         self.traces: list[Trace] = trace(config, hardware, world_size, self.depths)
 
     def __call__(self, hardware: Hardware) -> Prediction:
-        """Replay the traces, and read the model's depth off the line through them.
+        """Replay the traces, and extrapolate to the model's depth.
 
         Args:
-            hardware: of the kind that was traced for.
+            hardware: of the traced device type.
         """
         config = self.config
         replays = [
@@ -117,15 +117,15 @@ class Predictor:
             memory=result.memory(closed.memory.host_bytes),
             time=result.time(),
         )
-        told = (*doubts(config, hardware, self.world_size), *disagreement(prediction, closed))
-        return dataclasses.replace(prediction, doubts=told)
+        found = (*doubts(config, hardware, self.world_size), *disagreement(prediction, closed))
+        return dataclasses.replace(prediction, doubts=found)
 
 
 def predict(config: Config, hardware: Hardware, world_size: int) -> Prediction:
     """Trace, replay and extrapolate; see :class:`Predictor`.
 
-    A peak that lies elsewhere in deep models than in shallow ones is not found on a line. The closed form knows all
-    layers: where its peak is the higher one, all of them are traced.
+    A peak that moves with depth is not found by extrapolation. The closed form includes all layers: if its peak is
+    higher, all layers are traced.
     """
     predictor = Predictor(config, hardware, world_size)
     prediction = predictor(hardware)
@@ -138,79 +138,84 @@ def predict(config: Config, hardware: Hardware, world_size: int) -> Prediction:
 
 
 def doubts(config: Config, hardware: Hardware, world_size: int) -> tuple[str, ...]:
-    """What the model does not know about this configuration, a sentence each."""
-    found: list[str] = []
-    if world_size > VALIDATED_RANKS:
-        found.append(
-            f"time beyond {VALIDATED_RANKS} ranks was held against no measurement: stragglers, congestion and "
-            "failures are not modelled, so its error band is open upwards"
-        )
+    """Known limits of the model for this configuration, one sentence each."""
+    plan, kernels = config.plan, config.kernels
+    sharding = None
     if config.parallel.shards_parameters:
-        ranks = config.mesh.shard_ranks(world_size)
-        sentence = straddling(ranks, world_size, node_ranks_of(config, hardware, world_size))
-        if sentence is not None:
-            found.append(f"{sentence}; here each group is taken to begin where a machine does")
-    limit = config.plan.memory_gib
-    if limit is not None and limit * GIB > hardware.usable_bytes:
-        found.append(
-            f"plan.memory_gib={limit:g} is over the {hardware.usable_bytes / GIB:.2f} GiB that {hardware.name} leaves "
-            "the allocator"
-        )
+        node_ranks = node_ranks_of(config, hardware, world_size)
+        sharding = straddling(config.mesh.shard_ranks(world_size), world_size, node_ranks)
     quantities = {field.name: getattr(hardware, field.name) for field in dataclasses.fields(hardware)}
     assumed = [
         name
         for name, quantity in quantities.items()
         if isinstance(quantity, Quantity) and quantity.source.startswith("assumed")
     ]
-    sizes = [name for name in assumed if name.endswith("_bytes")]
-    rates = [name for name in assumed if name not in sizes]
-    if sizes:
-        found.append(
-            f"plan.hardware={hardware.name} assumes {', '.join(sizes)}; set plan.memory_gib to what your devices leave"
-        )
-    if rates:
-        found.append(
-            f"plan.hardware={hardware.name} assumes {', '.join(rates)}; {UNCALIBRATED_BAND}, and fsdptoys plan "
-            "calibrate replaces rates by measurements"
-        )
-    if config.parallel.flattens_parameters or config.memory.optimizer_offload:
-        found.append("two steps are traced, and what is reserved here may grow in a third: up to 2% seen")
-    if config.train.compile:
-        found.append("train.compile=true is predicted as if nothing were compiled: an upper bound of time and memory")
-    if config.data.mask_documents:
-        found.append("how long documents are is not known: attention is taken to be over whole sequences")
-    if config.train.float8 is not Float8.none:
-        found.append(
-            f"train.float8={config.train.float8.value} is predicted as if products and gathers were in bfloat16: an "
-            "upper bound of time where the compiler fuses the casts, and short of the casts' scratch memory"
-        )
-    known = ("torch", "auto", GroupedKernel.looped.value)
-    unmeasured = [f"{key}={name}" for key, name in config.kernels.names().items() if name not in known]
-    if unmeasured:
-        found.append(
-            f"kernels.{{{', '.join(unmeasured)}}} are taken to touch each tensor once, to keep what their sources "
-            "say, and to take no scratch: no device has measured them here"
-        )
-    if config.optim.low_bit_format:
-        found.append(
-            f"optim.state_dtype={config.optim.low_bit_format} is taken to be updated in two compiled kernels, with "
-            "the scratch that the compiler makes on a CPU: no other device has measured it here"
-        )
-    if isinstance(config.model, MoEConfig):
-        found.append("experts are taken to be sent equally many tokens: an idle or a busy one costs time")
-        one_by_one = config.kernels.grouped_matmul is GroupedKernel.looped
-        one_by_one |= hardware.device_type == "npu" and config.kernels.grouped_matmul is not GroupedKernel.npu
-        if one_by_one:
-            found.append("experts are taken as one product, where they are multiplied singly: a lower bound of time")
-    if config.data.reads_files:
-        found.append("reading the data is taken to cost nothing")
-    return tuple(found)
+    sizes = ", ".join(name for name in assumed if name.endswith("_bytes"))
+    rates = ", ".join(name for name in assumed if not name.endswith("_bytes"))
+    measured = ("torch", "auto", GroupedKernel.looped.value)
+    unmeasured = ", ".join(f"{key}={name}" for key, name in kernels.names().items() if name not in measured)
+    experts = isinstance(config.model, MoEConfig)
+    single_experts = kernels.grouped_matmul is GroupedKernel.looped
+    single_experts |= hardware.device_type == "npu" and kernels.grouped_matmul is not GroupedKernel.npu
+    sentences: tuple[tuple[object, str], ...] = (
+        (
+            world_size > VALIDATED_RANKS,
+            f"time beyond {VALIDATED_RANKS} ranks is not validated: stragglers, congestion and failures are not "
+            "modeled, so the error has no upper bound",
+        ),
+        (sharding, f"{sharding}; the prediction assumes that each group starts at a node's first rank"),
+        (
+            (plan.memory_gib or 0) * GIB > hardware.usable_bytes,
+            f"plan.memory_gib={plan.memory_gib or 0:g} is over the {hardware.usable_bytes / GIB:.2f} GiB that "
+            f"{hardware.name} leaves the allocator",
+        ),
+        (
+            sizes,
+            f"plan.hardware={hardware.name} assumes {sizes}; set plan.memory_gib to the memory that your devices leave",
+        ),
+        (
+            rates,
+            f"plan.hardware={hardware.name} assumes {rates}; {UNCALIBRATED_BAND}, and fsdptoys plan calibrate replaces "
+            "rates by measurements",
+        ),
+        (
+            config.parallel.flattens_parameters or config.memory.optimizer_offload,
+            "only two steps are traced; reserved memory may grow in a third, by up to 2% in measurements",
+        ),
+        (
+            config.train.compile,
+            "train.compile=true is predicted as eager: an upper bound of time and memory",
+        ),
+        (config.data.mask_documents, "document lengths are unknown: attention is assumed over full sequences"),
+        (
+            config.train.float8 is not Float8.none,
+            f"train.float8={config.train.float8.value} is predicted as bfloat16 matmuls and gathers: an upper bound of "
+            "time if the compiler fuses the casts, without the casts' scratch memory",
+        ),
+        (
+            unmeasured,
+            f"kernels.{{{unmeasured}}} are assumed to touch each tensor once, to keep the tensors that their sources "
+            "keep, and to take no scratch memory: not measured on a device",
+        ),
+        (
+            config.optim.low_bit_format,
+            f"optim.state_dtype={config.optim.low_bit_format} is assumed to update in two compiled kernels, with the "
+            "scratch memory of the compiler on a CPU: not measured on other devices",
+        ),
+        (experts, "experts are assumed to receive equal numbers of tokens: an idle or a busy one costs time"),
+        (
+            experts and single_experts,
+            "experts are assumed to be one matmul, but are multiplied one by one: a lower bound of time",
+        ),
+        (config.data.reads_files, "reading the data is assumed to take no time"),
+    )
+    return tuple(sentence for applies, sentence in sentences if applies)
 
 
 def disagreement(traced: Prediction, closed: Prediction) -> tuple[str, ...]:
-    """Where two ways to the same number differ by more than ``ALARM``, a sentence each."""
+    """Differences between closed form and trace of more than ``ALARM``, one sentence each."""
     found: list[str] = []
-    for what, unit, read in (
+    for name, unit, read in (
         ("peak memory", "GiB", lambda each: each.memory.peak_bytes / GIB),
         ("reserved memory", "GiB", lambda each: each.memory.reserved_bytes / GIB),
         ("the step", "s", lambda each: each.time.step_seconds),
@@ -218,7 +223,7 @@ def disagreement(traced: Prediction, closed: Prediction) -> tuple[str, ...]:
         of_trace, of_formula = read(traced), read(closed)
         if of_trace and abs(of_formula / of_trace - 1) > ALARM:
             found.append(
-                f"the closed form gives {of_formula:.3g} {unit} for {what}, the trace {of_trace:.3g} {unit}: "
-                f"{of_formula / of_trace - 1:+.0%}, so be careful with either"
+                f"the closed form gives {of_formula:.3g} {unit} for {name}, the trace {of_trace:.3g} {unit}: "
+                f"{of_formula / of_trace - 1:+.0%}; neither is reliable here"
             )
     return tuple(found)

@@ -1,6 +1,6 @@
-"""What ``fsdptoys plan`` prints: pages for a terminal of 80 columns or a pipe, and the same as JSON.
+"""Text output of ``fsdptoys plan``, for a terminal of 80 columns or a pipe, and the same as JSON.
 
-Sizes are powers of two: a GiB is 2**30 bytes. Everything is of one rank where nothing else is said.
+A GiB is 2**30 bytes. Numbers are of one rank unless stated otherwise.
 """
 
 from collections.abc import Sequence
@@ -38,15 +38,15 @@ def print_prediction(
     advice: Sequence[Advice],
     console: Console,
 ) -> None:
-    """Print what one configuration takes.
+    """Print the prediction of one configuration.
 
     Args:
         config: validated.
-        prediction: of it.
-        hardware: that it is imagined on.
-        memory_bytes: of a device, that may be used.
-        advice: what to change.
-        console: where to.
+        prediction: of that configuration.
+        hardware: profile of the devices.
+        memory_bytes: usable memory of a device.
+        advice: changes to suggest.
+        console: output.
     """
     fits = prediction.memory.reserved_bytes <= memory_bytes
     _print_header(config, prediction, hardware, console)
@@ -54,7 +54,7 @@ def print_prediction(
     _print_communication(prediction.time, console)
     _print_time(prediction, console)
     if prediction.doubts:
-        _heading("What to doubt", console)
+        _heading("Caveats", console)
         for sentence in prediction.doubts:
             _bullet(sentence, console)
     if advice:
@@ -62,22 +62,22 @@ def print_prediction(
 
 
 def advice_to_dict(advice: Sequence[Advice]) -> list[dict[str, Any]]:
-    """Advice, as JSON can hold it."""
+    """Advice as JSON values."""
     return [asdict(one) for one in advice]
 
 
 def print_search(result: SearchResult, rows: int, console: Console) -> None:
-    """Print the best combinations, the frontier and the line to run.
+    """Print the best combinations, the frontier and the command to run.
 
     Args:
-        result: what was found.
-        rows: most combinations of the ranking.
-        console: where to.
+        result: of the search.
+        rows: most combinations in the ranking.
+        console: output.
     """
     config, hardware = result.candidates[0].config, result.hardware
     _title(_model_line(config), console)
     _line(f"{_ranks_line(result.world_size, hardware)}, {_gib(result.memory_bytes)} of memory each", console)
-    refused = f", {sum(result.refused.values()):,} cannot be" if result.refused else ""
+    refused = f", {sum(result.refused.values()):,} refused" if result.refused else ""
     method = result.candidates[0].prediction.method
     fit, over = len(result.candidates), len(result.over)
     fits, does = f"combination{'s fit' if fit != 1 else ' fits'}", "does" if over == 1 else "do"
@@ -85,11 +85,11 @@ def print_search(result: SearchResult, rows: int, console: Console) -> None:
     _heading("Fastest", console)
     _print_candidates(result.leading(rows), console)
     best = frontier(result.candidates)
-    _heading("Least memory for the speed: nothing beats these", console)
+    _heading("Pareto front: least memory for each speed", console)
     span = (best[-1].reserved_bytes / GIB, best[-1].tokens_per_second)
     _print_candidates(list(reversed(spread_out(best, MOST_ROWS_OF_FRONTIER, span, least=0.01))), console)
     if result.checked:
-        _heading("The best, predicted a second time", console)
+        _heading("The best, predicted again", console)
         for checked in result.checked:
             again = checked.prediction
             _bullet(
@@ -99,18 +99,18 @@ def print_search(result: SearchResult, rows: int, console: Console) -> None:
                 console,
             )
         if not any(checked.fits for checked in result.checked):
-            _bullet("None of them fits by that: give less with plan.memory_gib and search again.", console)
+            _bullet("None of them fits: lower plan.memory_gib and search again.", console)
     doubts = dict.fromkeys(sentence for checked in result.checked for sentence in checked.prediction.doubts)
     if doubts:
-        _heading("What to doubt", console)
+        _heading("Caveats", console)
         for sentence in doubts:
             _bullet(sentence, console)
-    _heading("To run the best", console)
+    _heading("Command of the best", console)
     print_command(result.best, result.hardware, console)
 
 
 def print_command(candidate: Candidate, hardware: Hardware, console: Console) -> None:
-    """Print the line that trains a candidate, unbroken so that it can be copied."""
+    """Print the command that trains a candidate, on one line for copying."""
     devices = round(hardware.devices_per_node.value)
     ranks = candidate.prediction.world_size
     nodes = ranks // node_ranks_of(candidate.config, hardware, ranks)
@@ -122,13 +122,13 @@ def print_command(candidate: Candidate, hardware: Hardware, console: Console) ->
     typed = {word.partition("=")[0] for word in candidate.words}
     words = [*candidate.words, *(word for word in more if word.partition("=")[0] not in typed)]
     if nodes > 1:
-        _line("on each machine, with the first one's name for HOST:", console)
+        _line("on each node, with the first one's name for HOST:", console)
     line = " ".join(["bash run_fsdp.sh", *words])
     console.print(line, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
 def search_to_dict(result: SearchResult) -> dict[str, Any]:
-    """Everything of :func:`print_search`, as JSON can hold it."""
+    """The content of :func:`print_search` as JSON values."""
     return {
         "hardware": result.hardware.name,
         "world_size": result.world_size,
@@ -151,7 +151,7 @@ def search_to_dict(result: SearchResult) -> dict[str, Any]:
 
 
 def candidate_to_dict(candidate: Candidate) -> dict[str, Any]:
-    """A combination, as JSON can hold it."""
+    """A candidate as JSON values."""
     return {
         "words": list(candidate.words),
         "switches": candidate.switches,
@@ -166,7 +166,7 @@ def _print_header(config: Config, prediction: Prediction, hardware: Hardware, co
     name = config.parallel.name
     shards = mesh.shard_ranks(prediction.world_size) if config.parallel.shards_parameters else 1
     replicas = prediction.world_size // shards
-    sharding = f"shards over {_ranks(shards)}" if shards > 1 else "whole parameters on each rank"
+    sharding = f"shards over {_ranks(shards)}" if shards > 1 else "full parameters on each rank"
     replicating = f", {replicas} replicas" if replicas > 1 and shards > 1 else ""
     on = f"; {', '.join(traits(config))}" if traits(config) else ""
     _line(f"{name}: {sharding}{replicating}, {config.parallel.param_dtype.value}{on}", console)
@@ -191,7 +191,7 @@ def _print_memory(prediction: Prediction, hardware: Hardware, memory_bytes: floa
     ]
     if memory.host_bytes:
         ranks = min(prediction.world_size, round(hardware.devices_per_node.value))
-        rows.append(("host", _gib(memory.host_bytes), f"{_gib(ranks * memory.host_bytes)} of a machine"))
+        rows.append(("host", _gib(memory.host_bytes), f"{_gib(ranks * memory.host_bytes)} of a node"))
     _grid(rows, "lrl", console)
     _bars("At the peak", {category.value: size for category, size in memory.categories.items()}, console)
     _bars("Reserved by stream", memory.streams, console)
@@ -238,11 +238,11 @@ def _print_time(prediction: Prediction, console: Console) -> None:
 
 def _print_advice(advice: Sequence[Advice], fits: bool, console: Console) -> None:
     if fits:
-        heading = "What would be faster, by the closed form"
+        heading = "Faster settings, by the closed form"
     elif any(one.fits for one in advice):
-        heading = "What would make it fit, by the closed form"
+        heading = "Changes that make it fit, by the closed form"
     else:
-        heading = "What saves most; no two changes make it fit, so try fsdptoys plan search"
+        heading = "Largest savings; no two changes make it fit, so try fsdptoys plan search"
     _heading(heading, console)
     rows = [("reserved", "tokens/s", "change", "type")]
     rows += [
@@ -308,7 +308,7 @@ def _count(value: int) -> str:
 
 
 def _gib(size: float) -> str:
-    """A size with its unit."""
+    """Format a size with its unit."""
     if size == 0:
         return "0 GiB"
     if abs(size) >= 0.01 * GIB:
@@ -317,8 +317,8 @@ def _gib(size: float) -> str:
 
 
 def _seconds(seconds: float) -> str:
-    """A time with its unit."""
-    if seconds < 1e-8:  # what rounding leaves of a difference
+    """Format a time with its unit."""
+    if seconds < 1e-8:  # rounding error of a difference
         return "0 s"
     if seconds >= 1:
         return f"{seconds:,.3f} s"
@@ -365,7 +365,7 @@ def _bars(heading: str, sizes: dict[str, int], console: Console) -> None:
 
 
 def _grid(rows: Sequence[Sequence[str]], justify: str, console: Console, headed: bool = False) -> None:
-    """Columns two spaces apart; the last one wraps where the terminal is too narrow, the others never do."""
+    """Print columns two spaces apart; only the last one wraps."""
     table = Table.grid(padding=(0, GAP, 0, 0), pad_edge=False)
     for index, side in enumerate(justify):
         last = index == len(justify) - 1
@@ -382,7 +382,6 @@ def _grid(rows: Sequence[Sequence[str]], justify: str, console: Console, headed:
 
 
 def _plain(text: str) -> Any:
-    """Text that is not read as markup."""
     from rich.text import Text
 
     return Text(text)

@@ -79,7 +79,7 @@ Memory of a rank
 end of step  10.00 GiB  allocated
 peak         50.00 GiB  allocated, in the backward phase
 reserved     60.00 GiB  fits in 80.00 GiB, 20.00 GiB left
-host          3.00 GiB  24.00 GiB of a machine
+host          3.00 GiB  24.00 GiB of a node
 
 At the peak
 activations  40.00 GiB  80.0%  ########################
@@ -106,11 +106,11 @@ waiting for the host        20.0 ms    4.0%
 
 131,072 tokens/s, 8,192 a device; MFU 40.0%
 
-What to doubt
+Caveats
 - a doubt that has [brackets] and so many words that one line of eighty
   characters does not hold them all
 
-What would be faster, by the closed form
+Faster settings, by the closed form
  reserved  tokens/s  change  type
 75.00 GiB   150,000  +14.4%  memory.gradient_checkpointing=none
 61.50 GiB   140,000   +6.8%  train.batch_size=4
@@ -119,7 +119,7 @@ What would be faster, by the closed form
 SEARCH_PAGE = """\
 llama2_7b, 6.74B parameters
 16 ranks on Imagined 80 GB, 80.00 GiB of memory each
-3 combinations fit, 1 does not, 2 cannot be; predicted by the closed form
+3 combinations fit, 1 does not, 2 refused; predicted by the closed form
 
 Fastest
 tokens/s    MFU   reserved      host  batch  strategy  switches
@@ -127,25 +127,25 @@ tokens/s    MFU   reserved      host  batch  strategy  switches
   32,768  10.0%   6.00 GiB         -      2  fsdp1     full+offload, chunk,
                                                        opt-offload, attn-mlp
 
-Least memory for the speed: nothing beats these
+Pareto front: least memory for each speed
 tokens/s    MFU   reserved      host  batch  strategy  switches
  131,072  40.0%  60.00 GiB  3.00 GiB      2  fsdp2/8   full, chunk
   65,536  20.0%  12.00 GiB         -      1  fsdp2/8   full, chunk
   32,768  10.0%   6.00 GiB         -      2  fsdp1     full+offload, chunk,
                                                        opt-offload, attn-mlp
 
-The best, predicted a second time
+The best, predicted again
 - fsdp2/8, batch 2, full, chunk: 81.00 GiB reserved (does not fit), 131,072
   tokens/s (traced, 4 and 6 layers)
 - fsdp1, batch 2, full+offload, chunk, opt-offload, attn-mlp: 6.00 GiB reserved
   (still fits), 32,768 tokens/s (closed form)
 
-What to doubt
+Caveats
 - a doubt that has [brackets] and so many words that one line of eighty
   characters does not hold them all
 
-To run the best
-on each machine, with the first one's name for HOST:
+Command of the best
+on each node, with the first one's name for HOST:
 bash run_fsdp.sh model=llama2_7b train.seq_len=2048 parallel.param_dtype=bfloat16 parallel=fsdp1 \
 parallel.wrap=block_attn_mlp train.batch_size=2 memory.gradient_checkpointing=full memory.chunk_loss=true \
 memory.activation_offload=true memory.optimizer_offload=true launch.nnodes=2 launch.rdzv_endpoint=HOST:29400
@@ -197,12 +197,12 @@ def test_what_does_not_fit_is_said_with_how_much_is_missing(config: Config) -> N
     )
     page = prediction_page(config, gib=50, advice=[saves])
     assert (
-        "\nWhat would make it fit, by the closed form\n" in page
+        "\nChanges that make it fit, by the closed form\n" in page
         and "40.00 GiB   140,000  -10.0%  train.batch_size=4" in page
     )
     page = prediction_page(config, gib=30, advice=[dataclasses.replace(saves, fits=False)])
-    assert "\nWhat saves most; no two changes make it fit, so try fsdptoys plan search\n" in page
-    assert "What would" not in prediction_page(config, advice=[])
+    assert "\nLargest savings; no two changes make it fit, so try fsdptoys plan search\n" in page
+    assert "by the closed form" not in prediction_page(config, advice=[])
 
 
 def test_a_narrow_terminal_wraps_words_and_keeps_numbers(config: Config) -> None:
@@ -224,10 +224,10 @@ def test_a_single_rank_and_an_unknown_peak_are_told_as_such(config: Config) -> N
         doubts=(),
     )
     page = prediction_page(compose_config([*WORDS, "parallel=single"]), alone, advice=[])
-    assert "1 rank on Imagined 80 GB; traced, 4 and 6 layers\nsingle: whole parameters on each rank, bfloat16\n" in page
+    assert "1 rank on Imagined 80 GB; traced, 4 and 6 layers\nsingle: full parameters on each rank, bfloat16\n" in page
     assert "end of step     5 MiB  allocated\n" in page
     assert "\n2,048 tokens/s; MFU unknown: no peak for this dtype\n" in page
-    for absent in ("Communication", "\nhost ", "At the peak", "by stream", "doubt", "What would"):
+    for absent in ("Communication", "\nhost ", "At the peak", "by stream", "Caveats", "by the closed form"):
         assert absent not in page
 
 
@@ -270,10 +270,10 @@ def test_page_of_a_search(config: Config) -> None:
     result = search_result(config)
     assert printed(lambda console: print_search(result, 10, console)) == SEARCH_PAGE
     one_row = printed(lambda console: print_search(result, 1, console))
-    assert one_row.split("Least memory")[0].count("GiB  ") == 2
+    assert one_row.split("Pareto front")[0].count("GiB  ") == 2
     nothing_fits = dataclasses.replace(result, checked=[dataclasses.replace(result.checked[0])])
     page = printed(lambda console: print_search(nothing_fits, 1, console))
-    assert "- None of them fits by that: give less with plan.memory_gib and search again.\n" in page
+    assert "- None of them fits: lower plan.memory_gib and search again.\n" in page
 
 
 @pytest.mark.parametrize(

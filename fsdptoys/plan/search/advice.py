@@ -1,8 +1,8 @@
-"""What to change: each switch is turned alone, the result predicted, and what helps is told with what it costs.
+"""Advice: the predicted effect of changing single switches.
 
-Where a run does not fit, these are the switches that make it fit, cheapest first, and pairs of switches where two cost
-less than any one that is enough. Where it fits, those that make it faster and still fit. The same quick prediction is
-made before and after a change, and only the difference is told, so that an error that both share drops out.
+If a run does not fit: the switches that make it fit, cheapest first, and pairs of switches that cost less than any
+single sufficient one. If it fits: switches that make it faster and still fit. The same quick prediction is made before
+and after a change, and only the difference is reported, so that common errors cancel.
 """
 
 import itertools
@@ -19,26 +19,24 @@ from fsdptoys.parallel.precision import DType
 
 from .switches import Changes, overrides_between, read, validate_switches, vary
 
-MOST = 5
-"""Pieces of advice."""
-
+MAX_ADVICE = 5
 WORTHWHILE = 0.02
-"""Least gain in tokens a second that is told."""
+"""Smallest reported gain in tokens per second."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A change and what it is predicted to do."""
+    """A change and its predicted effect."""
 
     words: tuple[str, ...]
-    """To type besides what was typed; they come last, where one of them was typed already."""
+    """Overrides to append to the command line."""
     reserved_bytes: float
-    """Afterwards."""
+    """After the change."""
     tokens_per_second: float
-    """Afterwards."""
+    """After the change."""
     reserved_change_bytes: int
     speed_change: float
-    """Share of the tokens a second as they are."""
+    """Relative to the present tokens per second."""
     fits: bool
 
 
@@ -49,17 +47,17 @@ def advise(
     memory_bytes: float,
     node_ranks: int = 8,
 ) -> list[Advice]:
-    """Find the changes that make a run fit, or faster.
+    """Find changes that make a run fit, or make it faster.
 
     Args:
-        config: as composed, or validated: then a change of what was ``auto`` is told too.
+        config: as composed; if validated, changes of resolved ``auto`` values are included.
         predict: predicts a validated configuration quickly, as ``closed_form`` does.
-        prediction: what the user is shown of ``config``.
-        memory_bytes: of a device, that may be used.
-        node_ranks: ranks of one machine: a size for the shard axis.
+        prediction: the displayed prediction of ``config``.
+        memory_bytes: usable memory of a device.
+        node_ranks: ranks of one node, a candidate size of the shard axis.
 
     Returns:
-        The best first. Where the run does not fit and no two changes suffice, those that save most.
+        The best first. If no two changes make the run fit, those that save most.
     """
 
     def validated(one: Config) -> Prediction:
@@ -67,10 +65,9 @@ def advise(
         return predict(one)
 
     before = validated(vary(config, {}))
-
     fits = prediction.memory.reserved_bytes <= memory_bytes
 
-    def told(changes: Changes) -> Advice | None:
+    def evaluate(changes: Changes) -> Advice | None:
         try:
             varied = vary(config, changes)
             words = overrides_between(config, varied)
@@ -86,9 +83,9 @@ def advise(
         return Advice(tuple(words), reserved, speed, saved, ratio - 1, reserved <= memory_bytes)
 
     changes_of_one = list(_changes(config, prediction.world_size, node_ranks))
-    if prediction.device_type == "cpu":  # host memory is where everything is already
+    if prediction.device_type == "cpu":  # everything is in host memory already
         changes_of_one = [changes for changes in changes_of_one if not any("offload" in key for key in changes)]
-    alone = [(changes, told(changes)) for changes in changes_of_one]
+    alone = [(changes, evaluate(changes)) for changes in changes_of_one]
     advice = [one for _, one in alone if one is not None]
     if fits:
         return _fastest(one for one in advice if one.fits and one.speed_change >= WORTHWHILE)
@@ -96,17 +93,19 @@ def advise(
     pairs = [one | other for one, other in itertools.combinations(savers, 2) if not one.keys() & other.keys()]
     enough = [one for one in advice if one.fits]
     gain = max((one.tokens_per_second for one in enough), default=0.0) * (1 + WORTHWHILE)
-    advice += [one for one in map(told, pairs) if one is not None]
+    advice += [one for one in map(evaluate, pairs) if one is not None]
     enough += [one for one in advice if one.fits and one.tokens_per_second >= gain]
-    return _fastest(dict.fromkeys(enough)) if enough else sorted(advice, key=lambda one: one.reserved_bytes)[:MOST]
+    return (
+        _fastest(dict.fromkeys(enough)) if enough else sorted(advice, key=lambda one: one.reserved_bytes)[:MAX_ADVICE]
+    )
 
 
 def _fastest(advice: Iterable[Advice]) -> list[Advice]:
-    return sorted(advice, key=lambda one: (-one.tokens_per_second, len(one.words)))[:MOST]
+    return sorted(advice, key=lambda one: (-one.tokens_per_second, len(one.words)))[:MAX_ADVICE]
 
 
 def _changes(config: Config, world_size: int, node_ranks: int) -> Iterator[dict[str, Any]]:
-    """Each change of one switch that differs from what is set."""
+    """All changes of one switch."""
     memory, parallel, batch = config.memory, config.parallel, config.train.batch_size
     alternatives: list[dict[str, Any]] = [
         {"memory.chunk_loss": not memory.chunk_loss},

@@ -1,4 +1,4 @@
-"""What a search tries: alternatives for each switch, as far as what was typed leaves a choice."""
+"""Combinations of switches that a search tries, without those that contradict the command line."""
 
 import itertools
 from collections.abc import Collection, Iterator, Sequence
@@ -15,14 +15,14 @@ from .switches import STRATEGIES, Changes, read
 
 @dataclass(frozen=True)
 class Space:
-    """What is varied: alternatives, one from each list. Keys that were typed are taken out of it."""
+    """Alternatives of each switch; keys from the command line are excluded."""
 
     strategies: Sequence[str] = tuple(STRATEGIES)
-    """``single`` counts for one rank, ``ddp`` for several."""
+    """``single`` applies to one rank, ``ddp`` to several."""
     wraps: Sequence[Wrap] = tuple(Wrap)
     reshards: Sequence[ReshardAfterForward] = (ReshardAfterForward.default, ReshardAfterForward.never)
     every_shard_size: bool = True
-    """Powers of two, the machine and its multiples; otherwise one machine, and all ranks."""
+    """Powers of two, the node and its multiples; otherwise one node and all ranks."""
     activation_offload: bool = True
     optimizer_offload: bool = True
     cpu_offload: bool = True
@@ -39,11 +39,11 @@ SENSIBLE = Space(
     optimizer_offload=False,
     cpu_offload=False,
 )
-"""What one would try first: nothing goes through host memory."""
+"""Common settings, without host memory."""
 
 
 CHUNKED: tuple[Changes, ...] = ({"memory.chunk_loss": True}, {"memory.chunk_loss": False})
-"""It costs so little that the other way is tried beside the best alone."""
+"""Chunking costs so little that the alternative is tried only next to the best."""
 
 
 class Combinations:
@@ -51,21 +51,21 @@ class Combinations:
 
     Args:
         base: as composed.
-        fixed: keys that were typed.
-        space: what is varied.
+        fixed: keys from the command line.
+        space: alternatives.
         world_size: ranks.
-        devices_per_node: devices of a machine.
+        devices_per_node: devices of a node.
     """
 
     def __init__(
         self, base: Config, fixed: Collection[str], space: Space, world_size: int, devices_per_node: int
     ) -> None:
         self.base, self.fixed, self.space, self.world_size = base, fixed, space, world_size
-        # All ranks are -1, as they are typed.
+        # All ranks are typed as -1.
         self._sizes = [*shard_sizes(world_size, devices_per_node, space.every_shard_size)[:-1], -1]
 
     def all(self) -> Iterator[dict[str, Any]]:
-        """Those that agree with what was typed; the checks may still refuse one."""
+        """All combinations that agree with the command line; validation may still refuse one."""
         kinds = [STRATEGIES[name] for name in self.space.strategies]
         if self.world_size == 1:
             kinds = [kind for kind in kinds if kind.single_process or kind.shards_parameters]
@@ -78,7 +78,7 @@ class Combinations:
             yield from _products([strategy], *self._lists(self._strategy(strategy)))
 
     def neighbors(self, changes: Changes) -> Iterator[dict[str, Any]]:
-        """A combination's neighbours: with whole logits, in what only FSDP has, and on the next meshes."""
+        """Neighbors of a combination: unchunked logits, FSDP's own settings, and the next mesh sizes."""
         for chunked in self._allowed(CHUNKED):
             yield {**changes, **chunked}
         strategy = self._strategy(changes)
@@ -113,7 +113,7 @@ class Combinations:
     def _lists(self, strategy: type[ParallelConfig]) -> list[list[Changes]]:
         """Lists of alternatives for a strategy."""
         shards = strategy.shards_parameters
-        # Every second size; those between are tried beside the best.
+        # Every second size; the others are tried next to the best.
         sizes = [*self._sizes[:-1:2], -1] if shards else [-1]
         lists: list[list[Changes]] = [[{"mesh.fsdp_size": size} for size in sizes]]
         typed = "memory.activation_offload" in self.fixed
@@ -139,7 +139,7 @@ class Combinations:
         return [self._allowed(alternatives) for alternatives in lists]
 
     def _allowed(self, alternatives: Sequence[Changes]) -> list[Changes]:
-        """The alternatives that leave what was typed as it is, or one that changes nothing."""
+        """The alternatives that keep fixed values, or one without any change."""
         varied: list[Changes] = [
             {key: value for key, value in changes.items() if key not in self.fixed} for changes in alternatives
         ]
@@ -156,9 +156,9 @@ def shard_sizes(world_size: int, devices_per_node: int, every: bool = True) -> l
 
     Args:
         world_size: ranks.
-        devices_per_node: devices of a machine.
-        every: powers of two, the machine and its doubles; parts of a machine only where ranks fill no second one, as
-            they win little over a machine's fast links. Otherwise the machine alone.
+        devices_per_node: devices of a node.
+        every: powers of two, and the node times powers of two; sizes below a node only if the ranks fill less than two
+            nodes, as they gain little on a node's fast links. Otherwise the node alone.
     """
     sizes = {devices_per_node}
     if every:

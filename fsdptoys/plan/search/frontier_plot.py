@@ -1,4 +1,4 @@
-"""A picture of memory against speed: the combinations that nothing beats, among all that were predicted."""
+"""Plot of memory against speed: all predicted combinations and their Pareto front."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,17 +13,17 @@ from .search import SearchResult
 FRONTIER_COLOR, OTHER_COLOR, LIMIT_COLOR = "#1f5fa8", "#b3bac1", "#b2182b"
 
 MOST_LABELS = 9
-"""On the picture; the frontier's points that are furthest apart get them."""
+"""Labels in the plot, on the points of the frontier that are furthest apart."""
 
 LABEL_PLACES = (((7, -9), "left"), ((7, 5), "left"), ((-7, 5), "right"), ((-7, -12), "right"))
-"""Where a label may stand beside its point, in points, and which of its sides is nearer; the first that is free."""
+"""Offsets of a label from its point, in points, and the alignment; the first free one is used."""
 
 
 def check_picture(path: Path) -> None:
-    """Refuse a place where no picture can be written, before anything is predicted.
+    """Refuse a path that cannot be written, before anything is predicted.
 
     Raises:
-        ConfigError: naming it.
+        ConfigError: names the path.
     """
     if path.suffix.lower() != ".png":
         raise ConfigError(f"--png {path} must end in .png; write --png {path.name.partition('.')[0] or 'plan'}.png")
@@ -33,12 +33,12 @@ def check_picture(path: Path) -> None:
 
 
 def draw_frontier(path: Path, title: str, result: SearchResult) -> None:
-    """Draw memory against speed as a PNG, without a display and without pyplot's global state.
+    """Draw memory against speed as a PNG, without a display or pyplot's global state.
 
     Args:
-        path: where the picture goes.
-        title: stands above it: model, hardware, ranks.
-        result: all that was predicted.
+        path: of the picture.
+        title: model, hardware, ranks.
+        result: predicted candidates.
     """
     from matplotlib.figure import Figure  # 0.7 s to import
 
@@ -62,7 +62,7 @@ def draw_frontier(path: Path, title: str, result: SearchResult) -> None:
     axes.plot(
         gib,
         speed,
-        drawstyle="steps-post",  # with memory between two of them, the lower speed is what one gets
+        drawstyle="steps-post",  # between two points one gets the lower speed
         color=FRONTIER_COLOR,
         marker="o",
         markersize=4.5,
@@ -71,7 +71,7 @@ def draw_frontier(path: Path, title: str, result: SearchResult) -> None:
     )
     limit = result.memory_bytes / GIB
     axes.axvline(limit, color=LIMIT_COLOR, linestyle=(0, (5, 3)), linewidth=1.3, label=f"memory limit: {limit:.4g} GiB")
-    # Points far to the right of the limit would squeeze what can be had into a corner.
+    # Points far beyond the limit would squeeze the fitting ones into a corner.
     axes.set_xlim(0, 1.35 * limit)
     axes.set_ylim(0, 1.1 * max(one.tokens_per_second for one in result.candidates))
     axes.set_xlabel("memory reserved on a rank (GiB)")
@@ -86,7 +86,7 @@ def draw_frontier(path: Path, title: str, result: SearchResult) -> None:
 
 
 def _label_points(axes: Any, best: Sequence[Candidate]) -> None:
-    """Say what points are, each beside its own, as many as have room."""
+    """Label as many points as have room."""
     from matplotlib.transforms import Bbox
 
     figure = axes.figure
@@ -117,18 +117,18 @@ def _label_points(axes: Any, best: Sequence[Candidate]) -> None:
 
 
 def spread_out(best: Sequence[Candidate], most: int, span: tuple[float, float], least: float) -> list[Candidate]:
-    """At most so many of a frontier: the fastest, the smallest, then whichever is furthest from those chosen.
+    """At most ``most`` points of a frontier: the fastest, the smallest, then the furthest from those chosen.
 
     Args:
         best: the frontier.
-        most: how many.
-        span: GiB and tokens a second that count as far as each other.
-        least: share of the span that is too near to be another.
+        most: number of points.
+        span: GiB and tokens per second that count as equally far.
+        least: distance, as a share of the span, below which points are not added.
     """
     places = [(one.reserved_bytes / GIB / span[0], one.tokens_per_second / span[1]) for one in best]
     chosen = list(dict.fromkeys([len(best) - 1, 0]))
     while len(chosen) < min(most, len(best)):
-        # Labels are wide and low, so that distance upwards counts for more.
+        # Labels are wide and low, so vertical distance counts more.
         distance = [min(abs(x - places[c][0]) / 4 + abs(y - places[c][1]) for c in chosen) for x, y in places]
         furthest = max(range(len(best)), key=distance.__getitem__)
         if distance[furthest] < least:

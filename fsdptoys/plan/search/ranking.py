@@ -1,4 +1,4 @@
-"""Combinations that were predicted: which is better, and which nothing beats."""
+"""Predicted candidates: their order and the Pareto front of memory and speed."""
 
 import dataclasses
 import functools
@@ -15,18 +15,18 @@ from .switches import STRATEGIES, Changes, as_typed
 
 
 def label(config: Config) -> str:
-    """A combination in a few words: ``fsdp2/8 b4 full chunk``; the number after the slash is ``mesh.fsdp_size``."""
+    """Short name of a combination: ``fsdp2/8 b4 full chunk``; the number after the slash is ``mesh.fsdp_size``."""
     return " ".join([f"{layout(config)} b{config.train.batch_size}", *traits(config)])
 
 
 def layout(config: Config) -> str:
-    """The strategy, and over how many ranks it shards where that is not all of them."""
+    """The strategy, and the size of its shard axis if less than all ranks."""
     size = config.mesh.fsdp_size
     return config.parallel.name + (f"/{size}" if size != -1 else "")
 
 
 def traits(config: Config) -> list[str]:
-    """What is switched on, in short words."""
+    """Short names of the active switches."""
     memory, parallel = config.memory, config.parallel
     words = []
     if memory.checkpoints:
@@ -46,49 +46,49 @@ def traits(config: Config) -> list[str]:
 
 
 TIE = 0.01
-"""Share of the tokens a second that makes no difference."""
+"""Relative difference in tokens per second that counts as a tie."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A combination."""
+    """A predicted combination."""
 
     words: tuple[str, ...]
-    """All that compose it: what was typed, without ``plan.*``, and what differs."""
+    """All overrides that compose it: the command line's without ``plan.*``, and the changes."""
     config: Config
-    """Validated; its section ``plan`` is as typed."""
+    """Validated; its section ``plan`` is as composed."""
     prediction: Prediction
     switches: int
-    """How many settings of sharding and memory are not their default."""
+    """Number of sharding and memory settings that differ from their defaults."""
     changes: Changes = field(default_factory=dict)
-    """What was turned, but for the batch."""
+    """Changed switches, without the batch."""
     place: int = 0
-    """In the ranking; those that tie have the same."""
+    """Rank; tied candidates share it."""
 
     @property
     def reserved_bytes(self) -> int:
-        """Device memory that a rank takes."""
+        """Reserved device memory of a rank."""
         return self.prediction.memory.reserved_bytes
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks."""
+        """Over all ranks."""
         return self.prediction.tokens_per_second
 
 
 def frontier(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Those to which no other is equal or better in both memory and speed, from the smallest to the largest.
+    """Candidates that no other equals or beats in both memory and speed, smallest memory first.
 
-    Of several that are equal in both, the first given.
+    Of equal candidates the first one is kept.
     """
     places = [(one.reserved_bytes, -one.tokens_per_second) for one in candidates]
     return [candidates[index] for index in unbeaten(places)]
 
 
 def unbeaten(places: Sequence[tuple[float, float]]) -> list[int]:
-    """Indices of the places to which no other is equal or lower in both, in the order of the first coordinate.
+    """Indices of the points that no other point equals or undercuts in both coordinates, by the first coordinate.
 
-    Of several that are equal in both, the first given.
+    Of equal points the first one is kept.
     """
     best: list[int] = []
     for index in sorted(range(len(places)), key=places.__getitem__):
@@ -98,9 +98,9 @@ def unbeaten(places: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def rank(candidates: Collection[Candidate]) -> list[Candidate]:
-    """The fastest first, with those that tie with it, fewer switches before more; then the next that does not tie.
+    """The fastest candidate and its ties, fewer switches first; then the next fastest and its ties, and so on.
 
-    Of several with the same batch and the same prediction, only the first stays.
+    Of candidates with equal batch and prediction only the first one is kept.
     """
     rest = sorted(candidates, key=lambda candidate: -candidate.tokens_per_second)
     firsts: dict[Any, Candidate] = {}

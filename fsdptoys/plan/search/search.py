@@ -1,19 +1,19 @@
-"""Which combination of switches trains fastest in the memory that there is.
+"""Search for the fastest combination of switches that fits in memory.
 
-Combinations of strategy, mesh, checkpointing, offload and batch that the configuration's own checks allow are all
-predicted by the closed form, some milliseconds each. The fastest of them, those of the frontier and the smallest of
-those that do not fit are then refined, twice: whole logits, smaller units, parameters that stay gathered, FSDP1,
-PyTorch's own CPU offload, the next sizes of the shard axis. What was typed stays as it is, and what would change the
-numbers that a run computes (precision, sequence length, optimizer, micro-batches a step) is not varied; the batch of a
-rank is, and with it the tokens of a step.
+The closed form predicts all combinations of strategy, mesh, checkpointing, offload and batch that pass the
+configuration's checks, some milliseconds each. The fastest, those on the frontier and the smallest that do not fit are
+then refined twice: unchunked logits, smaller units, parameters that stay gathered, FSDP1, PyTorch's own CPU offload,
+neighboring sizes of the shard axis. Keys from the command line are fixed. Settings that change numerical results
+(precision, sequence length, optimizer, micro-batches per step) are not varied; the batch of a rank is, and with it the
+tokens of a step.
 
-Batches are powers of two. They grow until memory, which grows with the batch, is over its limit, or until twice the
-batch gives less than ``TIE`` more tokens a second. A step's time is convex in the batch (a sum of constants, terms that
-are linear and maxima of them), so that what lies behind is less than the same share again. Nor is the closed form
-better than that: who is within ``TIE`` of the fastest ties with it, and the one with fewer switches comes first.
+Batches are powers of two. They grow until memory exceeds the limit, or until doubling gives less than ``TIE`` more
+tokens per second. A step's time is convex in the batch (sums of constants, linear terms and maxima of them), so larger
+batches gain even less. The closed form is no more accurate than ``TIE``: candidates this close to the fastest tie with
+it, and the one with fewer switches comes first.
 
-Not covered: prefetch depths, buckets, checkpointing of some blocks only, parts of optimizer states (they stay as
-composed); what data there is, and whether the files of initial weights are; a machine's host memory, unless told.
+Not covered: prefetch depths, buckets, checkpointing of some blocks only, partial optimizer offload (all as composed);
+files of data and weights; a node's host memory, unless given.
 """
 
 import dataclasses
@@ -38,16 +38,16 @@ from .ranking import TIE, Candidate, frontier, rank
 from .switches import Changes, count_switches, node_ranks_of, overrides_between, read, validate_switches, vary
 
 MOST_SEQUENCES = 2**14
-"""Of a rank's batch."""
+"""Largest batch of a rank."""
 
 REFINED = 8
-"""Combinations of each kind whose neighbours are predicted too."""
+"""Number of combinations of each kind that are refined."""
 
 ROUNDS = 2
-"""How often: the second time it is the best of what the first has found."""
+"""Number of refinements; the second starts from the first one's best."""
 
 CHECKED = 3
-"""How many of the best are predicted a second time where there is a second way."""
+"""Number of best candidates that are predicted again by ``check``."""
 
 Predict = Callable[[Config, Hardware, int, AllocatorKind], Prediction]
 
@@ -56,7 +56,7 @@ Check = Callable[[Config, Hardware, int], Prediction]
 
 @dataclass(frozen=True)
 class Checked:
-    """A candidate that was predicted a second time."""
+    """A candidate with a second prediction."""
 
     candidate: Candidate
     prediction: Prediction
@@ -65,30 +65,30 @@ class Checked:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What there is to choose from; all of it was predicted."""
+    """All predicted candidates."""
 
     hardware: Hardware
     world_size: int
     memory_bytes: float
-    """Of a device, that may be used."""
+    """Usable memory of a device."""
     candidates: list[Candidate]
-    """That fit, best first; at least one."""
+    """Those that fit, best first; at least one."""
     over: list[Candidate]
-    """That do not fit."""
+    """Those that do not fit."""
     refused: dict[str, int]
-    """Sentence of the configuration's checks → combinations to which it was said."""
+    """Message of the configuration's checks → number of refused combinations."""
     checked: list[Checked] = field(default_factory=list)
 
     @property
     def best(self) -> Candidate:
-        """The fastest that still fits when predicted a second time, or else the first."""
+        """The fastest that fits by its second prediction too, or else the first."""
         still = [checked for checked in self.checked if checked.fits]
         fastest = max((checked.prediction.tokens_per_second for checked in still), default=0.0)
         good = [one.candidate for one in still if one.prediction.tokens_per_second * (1 + TIE) >= fastest]
         return [*good, *self.candidates][0]
 
     def leading(self, count: int) -> list[Candidate]:
-        """The first candidates, each combination in its best batch, without ties that take more memory and switches."""
+        """The first candidates, each combination in its best batch, without ties that need more memory and switches."""
         seen: dict[tuple[str, ...], Candidate] = {}
         places: dict[int, list[Candidate]] = {}
         for candidate in self.candidates:
@@ -122,16 +122,16 @@ def search(
     """Predict all combinations and rank those that fit.
 
     Args:
-        config_for: composes words to a configuration, without validating it.
-        words: as typed: what they set is not varied.
-        hardware: what the ranks run on.
+        config_for: composes overrides to a configuration, without validating it.
+        words: overrides of the command line; their keys are fixed.
+        hardware: profile of the devices.
         world_size: ranks.
-        memory_bytes: of a device, that may be used.
-        allocator: how the device's allocator takes memory.
+        memory_bytes: usable memory of a device.
+        allocator: kind of the device's allocator.
         predict: predicts a validated configuration quickly, as ``closed_form`` does.
-        check: predicts the best few a second time, as the trace does.
-        space: what is varied.
-        host_memory_bytes: a rank's share of host memory, where it is known.
+        check: predicts the best few again, as the trace does.
+        space: alternatives.
+        host_memory_bytes: a rank's share of host memory, if known.
 
     Raises:
         ConfigError: if no combination is valid, or none fits.
@@ -176,16 +176,9 @@ def largest_preset(
     """The model preset with the most parameters that fits, and its fastest combination.
 
     Args:
-        presets: as their YAML files say.
-        config_for: as in :func:`search`; called once.
-        words: what all of them have in common; where a preset's context is shorter than ``train.seq_len`` says,
-            that is set too.
-        hardware: as in :func:`search`, and so on.
-        world_size: ranks.
-        memory_bytes: of a device, that may be used.
-        allocator: how the device's allocator takes memory.
-        predict: predicts a validated configuration quickly.
-        space: what is varied.
+        presets: as in their YAML files.
+        config_for: composes overrides; called once. The other arguments are those of :func:`search`.
+        words: common overrides; ``train.seq_len`` is lowered to a preset's maximum.
 
     Returns:
         Name of the preset, and the candidate.
@@ -223,7 +216,7 @@ def largest_preset(
 
 
 class _Exploration:
-    """Predicts combinations one after the other and sorts them by whether they fit."""
+    """Predicts combinations and sorts them by whether they fit."""
 
     def __init__(
         self,
@@ -237,7 +230,7 @@ class _Exploration:
         predict: Predict,
     ) -> None:
         self.base = base
-        # A run takes no word of the planner's but a profile of one's own, with which it is then foretold.
+        # A run takes none of the planner's overrides except a custom profile.
         self.words = tuple(
             word
             for word in words
@@ -255,7 +248,7 @@ class _Exploration:
         self.plain = {key: read(base, key) for key in ("parallel.wrap", "parallel.reshard_after_forward")}
 
     def explore(self, space: Space) -> None:
-        """Predict every combination in every batch that fits, then what lies beside the best."""
+        """Predict every combination in every batch that fits, then the neighbors of the best."""
         devices = round(self.hardware.devices_per_node.value)
         combinations = Combinations(self.base, self.fixed, space, self.world_size, devices)
         for changes in combinations.all():
@@ -268,7 +261,7 @@ class _Exploration:
                     self._grow_batch(changes, seed.config.train.batch_size)
 
     def _grow_batch(self, changes: Changes, start: int) -> None:
-        """Predict a combination in the first batch that fits, sought from ``start`` down, and in larger ones."""
+        """Predict a combination in the largest fitting batch from ``start`` down, and in larger ones."""
         if "train.batch_size" in self.fixed:
             self._try(changes, self.base.train.batch_size)
             return
@@ -284,7 +277,7 @@ class _Exploration:
                 break
 
     def _try(self, changes: Changes, batch: int) -> Candidate | None:
-        """Predict a combination and note whether it fits, unless that is done; None if it is refused."""
+        """Predict a combination unless done, and sort it; None if it is refused."""
         key = frozenset({**self.plain, **changes, "train.batch_size": batch}.items())
         if key not in self.tried:
             self.tried[key] = None
@@ -298,11 +291,7 @@ class _Exploration:
         return self.tried[key]
 
     def _candidate(self, changes: Changes, batch: int) -> Candidate:
-        """Vary, validate and predict.
-
-        Raises:
-            ConfigError: if the combination cannot be.
-        """
+        """Vary, validate and predict."""
         varied = vary(self.base, {**changes, "train.batch_size": batch}, self.fixed)
         words = (*self.words, *overrides_between(self.base, varied))
         missing = [key for key in self.fixed if key.startswith("parallel.") and read(varied, key) is None]
@@ -313,20 +302,20 @@ class _Exploration:
         return Candidate(words, varied, prediction, count_switches(varied), changes)
 
     def fits(self, prediction: Prediction) -> bool:
-        """Whether device and, where it is known, host have the memory."""
+        """Whether device memory, and host memory if known, suffice."""
         host = self.host_memory_bytes
         memory = prediction.memory
         return memory.reserved_bytes <= self.memory_bytes and (host is None or memory.host_bytes <= host)
 
     def why_nothing(self) -> ConfigError:
-        """The sentence for a search that found nothing."""
+        """The error of a search that found nothing."""
         if not self.over:
             return ConfigError(self.refused.most_common(1)[0][0])
         least = min(self.over, key=lambda candidate: candidate.reserved_bytes)
         needed = least.reserved_bytes / GIB
         given = f"plan.memory_gib={self.memory_bytes / GIB:.4g}"
         differing = " ".join(least.words[len(self.words) :]) or "everything as typed"
-        if needed * GIB <= self.memory_bytes:  # then it is the host's that does not suffice
+        if needed * GIB <= self.memory_bytes:  # so host memory is the limit
             return ConfigError(
                 f"plan.world_size={self.world_size} leaves each rank too little host memory for every combination; "
                 "set memory.cpu_offload=false and memory.optimizer_offload=false, or more ranks"
@@ -341,7 +330,7 @@ class _Exploration:
         )
 
     def _enough_ranks(self, least: Candidate) -> int | None:
-        """Ranks with which the smallest combination fits, if doubling their number a few times is enough."""
+        """Number of ranks at which the smallest combination fits, if a few doublings suffice."""
         for doublings in range(1, 7):
             ranks = self.world_size << doublings
             changes: Changes = {"mesh.fsdp_size": -1}
@@ -368,7 +357,7 @@ def _given(config: Config, words: Sequence[str]) -> Config:
 
 
 def _different(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The first few combinations, whatever their batch."""
+    """The first few combinations, ignoring their batch."""
     seen: dict[frozenset[tuple[str, Any]], Candidate] = {}
     for candidate in candidates:
         seen.setdefault(frozenset(candidate.changes.items()), candidate)

@@ -1,8 +1,8 @@
-"""The switches that trade memory for time, turned on a configuration that is composed already.
+"""Switches that trade memory for time, changed on a composed configuration.
 
-Composing takes a quarter of a second; a search tries thousands of combinations. So one configuration is composed, its
-dataclasses are replaced, and the words are found that would have composed to the same. Sections that no switch
-touches are shared between a configuration and its variations.
+Composing takes a quarter of a second, and a search tries thousands of combinations. So one configuration is composed,
+its dataclasses are replaced, and the overrides that would compose to the same are derived. Sections without switches
+are shared between a configuration and its variations.
 """
 
 import copy
@@ -20,14 +20,14 @@ from fsdptoys.memory import GradientCheckpointing, MemoryConfig
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
 
 Changes = Mapping[str, Any]
-"""Key → value, as typed but for the value's type; ``parallel`` names the strategy."""
+"""Key → value, as typed except for the value's type; ``parallel`` names the strategy."""
 
 STRATEGIES: dict[str, type[ParallelConfig]] = {
     strategy.name: strategy for strategy in (FSDP2Config, FSDP1Config, DDPConfig, SingleConfig)
 }
 
 SECTIONS = ("parallel", "mesh", "train", "memory")
-"""In the order in which their words are given."""
+"""In the order of their overrides."""
 
 OWNED = {
     "chunk_loss": ("chunk_tokens", "chunk_grad_dtype"),
@@ -35,21 +35,21 @@ OWNED = {
     "optimizer_offload": ("offload_schedule", "offload_fraction", "offload_bucket_mib", "offload_state_dtype"),
     "cpu_offload": ("cpu_offload_executor", "cpu_threads"),
 }
-"""Switch of ``memory`` → what does nothing without it."""
+"""Switch of ``memory`` → settings without effect if it is off."""
 
 
 def vary(config: Config, changes: Changes, fixed: Collection[str] = ()) -> Config:
-    """A configuration with some switches turned; what then does nothing goes back to its default.
+    """A configuration with changed switches; settings that lose their effect return to their defaults.
 
     Args:
-        config: as composed: what ``validate`` replaced would stay replaced.
-        changes: what is turned.
-        fixed: keys that keep their value, whether they then do something or not.
+        config: as composed: values that ``validate`` replaced would stay.
+        changes: new values.
+        fixed: keys that keep their values even without effect.
 
     Raises:
-        ConfigError: where a section refuses its new values.
+        ConfigError: if a section refuses its new values.
     """
-    # Validating replaces values in place, in these sections and in the optimizer's and the kernels'.
+    # ``validate`` replaces values in place in these sections, and in the optimizer's and the kernels'.
     sections: dict[str, Any] = {"optim": copy.copy(config.optim), "kernels": copy.copy(config.kernels)}
     for section in SECTIONS:
         old = getattr(config, section)
@@ -69,7 +69,7 @@ def vary(config: Config, changes: Changes, fixed: Collection[str] = ()) -> Confi
 
 
 def overrides_between(base: Config, config: Config) -> list[str]:
-    """The words that, typed after those that composed ``base``, compose ``config``; both as composed."""
+    """Overrides that, appended to those of ``base``, compose ``config``; both as composed."""
     words = []
     for section in SECTIONS:
         old, new = getattr(base, section), getattr(config, section)
@@ -85,10 +85,10 @@ def overrides_between(base: Config, config: Config) -> list[str]:
 
 
 def check_strategy(config: Config) -> None:
-    """Refuse a strategy that no rehearsal knows.
+    """Refuse a strategy without a step model.
 
     Raises:
-        ConfigError: naming one that it knows.
+        ConfigError: names the closest strategy.
     """
     parallel = config.parallel
     if parallel.name not in STRATEGIES:
@@ -97,7 +97,7 @@ def check_strategy(config: Config) -> None:
 
 
 def node_ranks_of(config: Config, hardware: Hardware, world_size: int) -> int:
-    """Ranks of one machine: as the launch says, or else of the fewest machines that can have equally many each."""
+    """Ranks of one node: as set by the launch, or of the fewest nodes that divide the ranks evenly."""
     if config.launch.nproc_per_node != -1:
         return min(config.launch.nproc_per_node, world_size)
     devices = round(hardware.devices_per_node.value)
@@ -106,13 +106,13 @@ def node_ranks_of(config: Config, hardware: Hardware, world_size: int) -> int:
 
 
 def validate_switches(config: Config, world_size: int, device_type: str, node_ranks: int | None = None) -> None:
-    """Validate in place what is decided here, leaving out what only the machine that trains can tell: its files.
+    """Validate in place, without checks of the training machine's files.
 
     Args:
         config: as composed.
-        world_size: ranks over all machines.
+        world_size: ranks over all nodes.
         device_type: ``cuda``, ``npu`` or ``cpu``.
-        node_ranks: ranks of one machine; None for all of them.
+        node_ranks: ranks of one node; None for all of them.
 
     Raises:
         ConfigError: the first mistake.
@@ -128,7 +128,7 @@ def validate_switches(config: Config, world_size: int, device_type: str, node_ra
 
 
 def read(config: Config, key: str) -> Any:
-    """The value of a key, or None where the strategy has no such key; ``parallel`` is the strategy's name."""
+    """Value of a key, or None if the strategy lacks it; ``parallel`` is the strategy's name."""
     if key == "parallel":
         return config.parallel.name
     section, _, name = key.partition(".")
@@ -136,7 +136,7 @@ def read(config: Config, key: str) -> Any:
 
 
 def count_switches(config: Config) -> int:
-    """How many settings of sharding and memory are not their default; the strategy and number formats do not count."""
+    """Number of sharding and memory settings that differ from their defaults, without the strategy and dtypes."""
     formats = ("param_dtype", "buffer_dtype", "reduce_dtype")
     return sum(
         getattr(section, field.name) != default_of(field)
@@ -147,7 +147,7 @@ def count_switches(config: Config) -> int:
 
 
 def as_typed(value: Any) -> str:
-    """A switch's value as it is typed."""
+    """A switch's value as typed."""
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, list):
@@ -156,7 +156,7 @@ def as_typed(value: Any) -> str:
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:
-    """What a field says where nothing is said."""
+    """Default of a field."""
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 
@@ -165,12 +165,12 @@ def _names(kind: type[Any]) -> tuple[str, ...]:
 
 
 def _shared(section: Any, kind: type[Any]) -> dict[str, Any]:
-    """The values of those fields that the section's new class has too."""
+    """Values of the fields that the section's new class has too."""
     return {name: getattr(section, name) for name in _names(kind) if name in _names(type(section))}
 
 
 def _idle(memory: dict[str, Any], fixed: Collection[str]) -> dict[str, Any]:
-    """Defaults of what does nothing, as the switches stand."""
+    """Defaults of settings without effect."""
     defaults = MemoryConfig()
     idle = [name for switch, owned in OWNED.items() if memory[switch] == getattr(defaults, switch) for name in owned]
     if memory["gradient_checkpointing"] is not GradientCheckpointing.selective:
