@@ -94,7 +94,7 @@ def choose_largest(experiment: str, device_type: str, world_size: int) -> list[s
         return [experiment]
     # The launcher of a run on a CPU, or of one that names its model, does without the planner.
     from fsdptoys.plan.estimate.estimate import closed_form
-    from fsdptoys.plan.search.search import largest_preset, words_of
+    from fsdptoys.plan.search.search import largest_preset
 
     hardware = load_hardware(profile)
     presets = [preset for preset in compose_presets(list_choices()["model"]) if not preset.name.endswith("_debug")]
@@ -108,7 +108,7 @@ def choose_largest(experiment: str, device_type: str, world_size: int) -> list[s
         AllocatorKind.expandable,
         closed_form,
     )
-    return words_of(best)
+    return list(best.words)
 
 
 def check_plan_settings(plan: PlanConfig, device_type: str) -> None:

@@ -52,8 +52,8 @@ def read_run(path: Path) -> MeasuredRun:
     config, spread = run.config(), run.results.step_time_seconds
     if spread is None:
         raise ConfigError(
-            f"{path} has {len(run.steps)} steps, and none after the {run.results.warmup_steps} of the warm-up; give a "
-            "run of more steps"
+            f"{path} has {len(run.steps)} steps, none after the warm-up of {run.results.warmup_steps}; "
+            "give a longer run"
         )
     return MeasuredRun(path, config, run.world_size, run.device_type, run.device_name, spread.median)
 
@@ -80,7 +80,7 @@ def calibrate_runs(paths: Sequence[Path], hardware: Hardware | None, predictor: 
     if hardware.device_type != first.device_type:
         raise ConfigError(
             f"hardware={hardware.name} is a {hardware.device_type} device, and {first.path} ran on a "
-            f"{first.device_type} device, {first.device_name}; name its profile"
+            f"{first.device_type} device, {first.device_name}; set its profile"
         )
     cases = []
     for run in runs:
@@ -108,22 +108,24 @@ def calibrate_command(words: Sequence[str], predictor: Predictor, console: Conso
         if equals and key in OPTIONS:
             options[key] = value
         elif equals and not Path(word).exists():
-            raise ConfigError(f"{word} is no option of fsdptoys plan calibrate; there are hardware=NAME and out=FILE")
+            raise ConfigError(f"{word} is not an option of fsdptoys plan calibrate; it has hardware=NAME and out=FILE")
         else:
             paths.append(Path(word))
     if not paths:
-        raise ConfigError("fsdptoys plan calibrate names no run; write fsdptoys plan calibrate runs/NAME")
+        raise ConfigError("fsdptoys plan calibrate needs a run; write fsdptoys plan calibrate runs/NAME")
     hardware = load_hardware(options["hardware"]) if "hardware" in options else None
     out = Path(options["out"]) if "out" in options else None
     if out is not None and (out.exists() or out.suffix not in (".yaml", ".yml")):
-        raise ConfigError(f"out={out} must be a YAML file that is not there yet; set out={out.stem}_new.yaml")
+        raise ConfigError(f"out={out} must be a new YAML file; set out={out.stem}_new.yaml")
     if out is not None and not out.parent.is_dir():
-        raise ConfigError(f"out={out} lies in {out.parent}, which is no folder; set out={out.name} or make the folder")
+        raise ConfigError(
+            f"out={out} is in {out.parent}, which is not a folder; set out={out.name} or create the folder"
+        )
     result = calibrate_runs(paths, hardware, predictor)
     if out is None:
         out = Path(f"{result.hardware.name}_calibrated.yaml")
         if out.exists():
-            raise ConfigError(f"{out} is there already; delete it or set out={out.stem}_new.yaml")
+            raise ConfigError(f"{out} exists; delete it or set out={out.stem}_new.yaml")
     print_calibration(result, console)
     try:
         out.write_text(dump_hardware(result.hardware), encoding="utf-8")
@@ -149,7 +151,7 @@ def print_calibration(result: Calibration, console: Console) -> None:
     for field, (before, after) in result.changes.items():
         console.print(f"{field}: {before:.4g} is now {after:.4g}", highlight=False)
     if result.unknown:
-        console.print(f"Left alone, since no run depends on it: {', '.join(result.unknown)}.", highlight=False)
+        console.print(f"Not fitted, as no run depends on it: {', '.join(result.unknown)}.", highlight=False)
 
 
 def _step_seconds(predict: Callable[[Hardware], Prediction]) -> Callable[[Hardware], float]:
@@ -161,6 +163,6 @@ def _profile_of(run: MeasuredRun) -> Hardware:
     if name is None:
         raise ConfigError(
             f"there is no profile of {run.device_name}, on which {run.path} ran; set hardware= to one of "
-            f"{', '.join(list_hardware())}, or to a YAML file of your own"
+            f"{', '.join(list_hardware())}, or to your own YAML file"
         )
     return load_hardware(name)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -18,7 +17,7 @@ from fsdptoys.metrics.prediction import Prediction, TimePrediction
 from fsdptoys.plan.search.advice import Advice
 from fsdptoys.plan.search.frontier_plot import spread_out
 from fsdptoys.plan.search.ranking import Candidate, frontier, layout, traits
-from fsdptoys.plan.search.search import SearchResult
+from fsdptoys.plan.search.search import SearchResult, count_parameters
 from fsdptoys.plan.search.switches import node_ranks_of
 
 BAR = 24
@@ -284,7 +283,7 @@ def _name(candidate: Candidate) -> str:
 
 
 def _model_line(config: Config) -> str:
-    return f"{config.model.name or config.model.family}, {_count(_parameters(config))} parameters"
+    return f"{config.model.name or config.model.family}, {_count(count_parameters(config.model))} parameters"
 
 
 def _ranks_line(world_size: int, hardware: Hardware) -> str:
@@ -293,11 +292,6 @@ def _ranks_line(world_size: int, hardware: Hardware) -> str:
 
 def _ranks(count: int) -> str:
     return f"{count:,} rank{'s' * (count != 1)}"
-
-
-def _parameters(config: Config) -> int:
-    with torch.device("meta"):
-        return int(config.model.build().parameter_counts().total)
 
 
 def _count(value: int) -> str:

@@ -225,8 +225,8 @@ def test_the_command_tells_errors_and_writes_a_profile(tmp_path: Path, config: C
     assert re.search(r"run3 +0\.\d+ s +0\.\d+ s +-\d+\.\d% +0\.\d+ s +[+-]0\.\d%", page.getvalue())
     told = " ".join(page.getvalue().split())
     assert "matmul_efficiency: 0.72 is now 0.576" in told
-    assert "Left alone, since no run depends on it: memory, host, links within a machine, links between" in told
-    with pytest.raises(ConfigError, match=r"mine.yaml must be a YAML file that is not there yet; set out=mine_new"):
+    assert "Not fitted, as no run depends on it: memory, host, links within a machine, links between" in told
+    with pytest.raises(ConfigError, match=r"mine.yaml must be a new YAML file; set out=mine_new"):
         calibrate_command(words, predictor, Console(file=page))
 
 
@@ -238,17 +238,17 @@ def test_a_mistake_in_the_command_is_one_sentence(tmp_path: Path, config: Config
     other = write_run(tmp_path / "other", config, [1.0, 1.0, 1.0], device="Ascend910B3")
     unknown = write_run(tmp_path / "unknown", config, [1.0, 1.0, 1.0], device="Ascend910B4")
     for words, sentence in [
-        ([], "names no run; write fsdptoys plan calibrate runs/NAME"),
+        ([], "needs a run; write fsdptoys plan calibrate runs/NAME"),
         (
             ["hardwear=h100"],
-            "hardwear=h100 is no option of fsdptoys plan calibrate; there are hardware=NAME and",
+            "hardwear=h100 is not an option of fsdptoys plan calibrate; it has hardware=NAME and",
         ),
         ([f"{tmp_path}/none"], "none is no run directory; give one that fsdptoys train has written, as runs/NAME"),
-        ([f"{short}"], "short has 2 steps, and none after the 2 of the warm-up; give a run of more steps"),
+        ([f"{short}"], "short has 2 steps, none after the warm-up of 2; give a longer run"),
         ([f"{run}", f"{other}"], r"ran on Ascend910B3 and .*run on NVIDIA H100 80GB HBM3; calibrate one at a time"),
         (
             [f"{run}", "hardware=a2"],
-            "hardware=a2 is a npu device, and .* on a cuda device, NVIDIA H100 80GB HBM3; name its",
+            "hardware=a2 is a npu device, and .* on a cuda device, NVIDIA H100 80GB HBM3; set its",
         ),
         ([f"{unknown}"], "there is no profile of Ascend910B4, on which .*; set hardware= to one of 4090, a100, "),
     ]:

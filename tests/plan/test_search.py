@@ -24,7 +24,7 @@ from fsdptoys.plan.search.advice import advise
 from fsdptoys.plan.search.candidates import EVERYTHING, SENSIBLE, Space, shard_sizes
 from fsdptoys.plan.search.frontier_plot import check_picture, draw_frontier
 from fsdptoys.plan.search.ranking import Candidate, frontier, label
-from fsdptoys.plan.search.search import SearchResult, largest_preset, search, words_of
+from fsdptoys.plan.search.search import SearchResult, largest_preset, search
 from fsdptoys.plan.search.switches import as_typed, overrides_between, read, validate_switches, vary
 
 MODEL = ["model=llama2_7b", "train.seq_len=2048", "parallel.param_dtype=bfloat16"]
@@ -246,10 +246,10 @@ def test_what_was_typed_stays_and_the_words_compose_to_the_candidate(typed: list
             key = word.partition("=")[0]
             if "." in key or key == "parallel":
                 assert read(candidate.config, key) == read(base, key)
-        composed = compose_config([*words_of(candidate), "plan.world_size=16"])
+        composed = compose_config([*list(candidate.words), "plan.world_size=16"])
         composed.validate(16, "cuda")
         assert composed == candidate.config
-        assert not any(word.startswith("plan.") for word in words_of(candidate))
+        assert not any(word.startswith("plan.") for word in list(candidate.words))
 
 
 @pytest.mark.usefixtures("unmeasured")
@@ -258,7 +258,7 @@ def test_an_experiments_settings_are_varied_and_taken_back_whole() -> None:
     words = ["experiment=llama2_7b", "train.seq_len=2048"]
     result = find(words, 512, 79)
     assert result.best.config.memory.gradient_checkpointing is GradientCheckpointing.none
-    assert "memory.gradient_checkpointing=none" in words_of(result.best)
+    assert "memory.gradient_checkpointing=none" in list(result.best.words)
 
 
 def test_switches_go_back_to_what_they_were() -> None:
@@ -400,7 +400,7 @@ def test_the_largest_preset_that_fits_comes_with_words_that_compose() -> None:
 
     for gib in (30, 15):
         name, candidate = largest(names, gib)
-        composed = compose_config(words_of(candidate))
+        composed = compose_config(list(candidate.words))
         composed.validate(8, "cuda")
         assert composed == candidate.config and composed.model.name == name
         assert composed.train.steps == 5
@@ -477,7 +477,7 @@ def test_the_closed_form_foretells_of_the_words_what_was_ranked() -> None:
     hardware = load_hardware("h100")
     words = ["model=llama3_1b", "train.seq_len=2048", "parallel.param_dtype=bfloat16"]
     result = search(compose, words, hardware, 8, 40 * GIB, AllocatorKind.expandable, closed_form, space=SENSIBLE)
-    composed = compose_config(words_of(result.best))
+    composed = compose_config(list(result.best.words))
     composed.validate(8, "cuda")
     assert closed_form(composed, hardware, 8, AllocatorKind.expandable) == result.best.prediction
     assert result.best.config.memory.gradient_checkpointing is GradientCheckpointing.none

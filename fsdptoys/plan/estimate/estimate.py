@@ -148,18 +148,15 @@ def _whole_pages(bytes: int) -> int:
 
 
 def _doubts(config: Config, allocator: AllocatorKind) -> tuple[str, ...]:
-    doubts = []
-    if allocator is AllocatorKind.native:
-        doubts.append("the closed form knows no fragmentation, which native segments have: reserved memory may be more")
-    if config.train.compile:
-        doubts.append("the closed form takes train.compile=true for eager kernels")
-    if config.data.mask_documents:
-        doubts.append("the closed form takes data.mask_documents=true for attention over whole sequences")
-    if config.train.float8 is not Float8.none:
-        doubts.append(f"the closed form takes train.float8={config.train.float8.value} for bfloat16")
-    if config.train.deterministic:
-        doubts.append("the closed form leaves out what train.deterministic=true adds up in float64")
-    return tuple(doubts)
+    train = config.train
+    limits = (
+        (allocator is AllocatorKind.native, "has no fragmentation of native segments: reserved memory may be higher"),
+        (train.compile, "treats train.compile=true as eager"),
+        (config.data.mask_documents, "treats data.mask_documents=true as attention over full sequences"),
+        (train.float8 is not Float8.none, f"treats train.float8={train.float8.value} as bfloat16"),
+        (train.deterministic, "leaves out the float64 sums of train.deterministic=true"),
+    )
+    return tuple(f"the closed form {limit}" for applies, limit in limits if applies)
 
 
 def _setup(config: Config, hardware: Hardware, world_size: int) -> StepSetup:

@@ -156,11 +156,6 @@ def search(
     return result
 
 
-def words_of(candidate: Candidate) -> list[str]:
-    """The overrides that compose a candidate's configuration."""
-    return list(candidate.words)
-
-
 def largest_preset(
     presets: Sequence[ModelConfig],
     config_for: Callable[[Sequence[str]], Config],
@@ -188,7 +183,7 @@ def largest_preset(
     """
     base = config_for(words)
     failure: ConfigError | None = None
-    for preset in sorted(presets, key=_parameters, reverse=True):
+    for preset in sorted(presets, key=count_parameters, reverse=True):
         more = [f"model={preset.name}"]
         train = base.train
         if train.seq_len > preset.max_seq_len:
@@ -197,21 +192,11 @@ def largest_preset(
         config = dataclasses.replace(base, model=preset, train=train)
         others = [word for word in words if not word.startswith(("model=", "train.seq_len="))] + more
         try:
-            found = search(
-                functools.partial(_given, config),
-                others,
-                hardware,
-                world_size,
-                memory_bytes,
-                allocator,
-                predict,
-                space=space,
-            )
+            rest = (hardware, world_size, memory_bytes, allocator, predict)
+            return preset.name, search(functools.partial(_same, config), others, *rest, space=space).best
         except ConfigError as error:
             failure = error
-            continue
-        return preset.name, found.best
-    assert failure is not None, "there are presets"
+    assert failure is not None, "there are no presets"
     raise failure
 
 
@@ -240,7 +225,7 @@ class _Exploration:
         self.hardware, self.world_size = hardware, world_size
         self.node_ranks = node_ranks_of(base, hardware, world_size)
         self.memory_bytes, self.host_memory_bytes = memory_bytes, host_memory_bytes
-        self.predict = functools.partial(_predict, predict, hardware, allocator)
+        self.predict = lambda config, ranks: predict(config, hardware, ranks, allocator)
         self.fitting: list[Candidate] = []
         self.over: list[Candidate] = []
         self.refused: Counter[str] = Counter()
@@ -314,16 +299,15 @@ class _Exploration:
         least = min(self.over, key=lambda candidate: candidate.reserved_bytes)
         needed = least.reserved_bytes / GIB
         given = f"plan.memory_gib={self.memory_bytes / GIB:.4g}"
-        differing = " ".join(least.words[len(self.words) :]) or "everything as typed"
+        differing = " ".join(least.words[len(self.words) :]) or "no change"
         if needed * GIB <= self.memory_bytes:  # so host memory is the limit
             return ConfigError(
                 f"plan.world_size={self.world_size} leaves each rank too little host memory for every combination; "
                 "set memory.cpu_offload=false and memory.optimizer_offload=false, or more ranks"
             )
-        fix = f"set plan.memory_gib={-(-least.reserved_bytes // GIB)}"
         ranks = self._enough_ranks(least)
-        if ranks:
-            fix = f"set plan.world_size={ranks} or plan.memory_gib={-(-least.reserved_bytes // GIB)}"
+        fix = f"set plan.world_size={ranks} or " if ranks else "set "
+        fix += f"plan.memory_gib={-(-least.reserved_bytes // GIB)}"
         return ConfigError(
             f"{given} holds no combination on {self.world_size} rank{'s' * (self.world_size != 1)}: the least is "
             f"{needed:.2f} GiB with {differing}; {fix}"
@@ -348,11 +332,7 @@ class _Exploration:
         return None
 
 
-def _predict(predict: Predict, hardware: Hardware, allocator: AllocatorKind, config: Config, ranks: int) -> Prediction:
-    return predict(config, hardware, ranks, allocator)
-
-
-def _given(config: Config, words: Sequence[str]) -> Config:
+def _same(config: Config, words: Sequence[str]) -> Config:
     return config
 
 
@@ -370,6 +350,7 @@ def _without_batch(candidate: Candidate) -> tuple[str, ...]:
     return tuple(word for word in candidate.words if not word.startswith("train.batch_size="))
 
 
-def _parameters(preset: ModelConfig) -> int:
+def count_parameters(model: ModelConfig) -> int:
+    """Parameters of a model."""
     with torch.device("meta"):
-        return int(preset.build().parameter_counts().total)
+        return int(model.build().parameter_counts().total)
