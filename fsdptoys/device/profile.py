@@ -1,8 +1,8 @@
-"""What a machine is able to do: one YAML file of ``configs/hardware`` each, every number with its source.
+"""Hardware profiles: the capabilities of a node's devices, one YAML file of ``configs/hardware`` each, with sources.
 
-A number is written as ``{value: 3.35e+12, source: "NVIDIA H100 SXM data sheet"}``. An efficiency is the share of a peak
-that is reached in practice; where nobody has measured one, the source says that it is assumed. ``fsdptoys plan
-calibrate`` replaces efficiencies by measured ones. A profile of one's own is a copy of one of these files.
+A number is written as ``{value: 3.35e+12, source: "NVIDIA H100 SXM data sheet"}``. An efficiency is the reached share
+of a peak; without a measurement its source says that it is assumed. ``fsdptoys plan calibrate`` replaces efficiencies
+by measured ones. A custom profile is a copy of one of these files.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ DEVICE_TYPES = ("cuda", "npu", "cpu")
 
 
 class AttentionKind(Enum):
-    """Whose fused attention runs, which decides what is kept for the backward and what scratch it takes."""
+    """Fused attention of the device; decides the tensors kept for the backward and the scratch memory."""
 
     flash = "flash"
     """FlashAttention 2 (arXiv:2307.08691) as PyTorch calls it on CUDA."""
@@ -41,7 +41,7 @@ class AttentionKind(Enum):
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number and where it comes from."""
+    """A number and its source."""
 
     value: float
     source: str
@@ -49,53 +49,53 @@ class Quantity:
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of device, in the machines that it is sold in. Rates are bytes or operations a second."""
+    """One kind of device in its nodes. Rates are bytes or operations per second."""
 
     name: str
     title: str
-    """As people call it."""
+    """Display name."""
     device_type: str
     """``cuda``, ``npu`` or ``cpu``."""
     attention: AttentionKind
     matches: tuple[str, ...]
-    """Words of the names that such a device gives itself."""
+    """Parts of the names that such devices report."""
     peak_flops: dict[str, Quantity]
     """dtype → dense FLOP/s."""
     memory_bytes: Quantity
-    """That the device says it has."""
+    """As reported by the device."""
     outside_allocator_bytes: Quantity
-    """Of these, what driver, kernels and communication take beside PyTorch's allocator."""
+    """Device memory of driver, kernels and communication, outside PyTorch's allocator."""
     memory_bandwidth: Quantity
     matmul_efficiency: Quantity
     attention_efficiency: Quantity
     memory_efficiency: Quantity
     kernel_seconds: Quantity
-    """The shortest that any kernel takes."""
+    """Minimum time of a kernel."""
     host_operator_seconds: Quantity
     """Host time to issue an operator."""
     host_collective_seconds: Quantity
     devices_per_node: Quantity
     intra_node_bandwidth: Quantity
-    """One direction, a device, within a machine."""
+    """Per device, one direction, within a node."""
     intra_node_efficiency: Quantity
     intra_node_latency_seconds: Quantity
     inter_node_bandwidth: Quantity
-    """One direction, a device's share of the machine's network."""
+    """A device's share of the node's network, one direction."""
     inter_node_efficiency: Quantity
     inter_node_latency_seconds: Quantity
     transfer_bandwidth: Quantity
-    """Between pinned host memory and the device, one direction, while all devices of the machine do so."""
+    """Between pinned host memory and the device, one direction, with all devices of the node at once."""
     transfer_latency_seconds: Quantity
     cpu_adam_parameters_per_second: Quantity
-    """Float32 parameters that one device's share of the cores updates."""
+    """Float32 parameters that AdamW updates on one device's share of the cores."""
     cpu_bandwidth: Quantity
-    """Of host memory, one device's share."""
+    """Host memory bandwidth, one device's share."""
     host_memory_bytes: Quantity
     """One device's share."""
 
     @property
     def usable_bytes(self) -> float:
-        """What the allocator can have."""
+        """Memory available to the allocator."""
         return self.memory_bytes.value - self.outside_allocator_bytes.value
 
 
@@ -105,13 +105,10 @@ def list_hardware() -> list[str]:
 
 
 def load_hardware(name_or_path: str | Path) -> Hardware:
-    """Read a profile.
-
-    Args:
-        name_or_path: one of ``list_hardware()``, or a YAML file.
+    """Read a profile: a name of ``list_hardware()``, or a YAML file.
 
     Raises:
-        ConfigError: if there is none, or it is not one; the sentence names the key.
+        ConfigError: if there is none or it is invalid; the message names the key.
     """
     text = str(name_or_path)
     if not (isinstance(name_or_path, Path) or text.endswith((".yaml", ".yml")) or "/" in text):
@@ -154,10 +151,10 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
 
 
 def hardware_for(device_name: str, device_type: str) -> str | None:
-    """The profile of the device that gives itself this name; None where there is none.
+    """The profile that matches a reported device name; None if there is none.
 
-    Slower forms of a device have the words PCIe, NVL, MIG, Laptop or D in their names, and count only where a profile
-    names them. A CPU's speed cannot be told from its name: ``cpu`` has to be asked for.
+    Slower variants have PCIe, NVL, MIG, Laptop or D in their names, and match only if a profile names them. A CPU's
+    name says nothing about its speed: ``cpu`` must be requested.
     """
     found: list[tuple[int, str]] = []
     for name in list_hardware():
@@ -172,7 +169,7 @@ def hardware_for(device_name: str, device_type: str) -> str | None:
 
 
 def dump_hardware(hardware: Hardware) -> str:
-    """A profile as YAML that ``load_hardware`` reads."""
+    """A profile as YAML for ``load_hardware``."""
     tree: dict[str, Any] = {}
     for field in dataclasses.fields(hardware):
         value = getattr(hardware, field.name)
@@ -228,7 +225,7 @@ def _quantity(value: object, key: str, where: str) -> Quantity:
             f"{where} gives no source of {key}; write where its value {number} is from, or 'assumed: WHY'"
         )
     if isinstance(number, str) and re.fullmatch(r"[\d.]+[eE]\d+", number):
-        # YAML 1.1 takes 3.35e12 for a text.
+        # YAML 1.1 reads 3.35e12 as text.
         raise ConfigError(f"{where} has {key}.value={number}, a text to YAML; write {float(number):.6e}")
     if isinstance(number, bool) or not isinstance(number, (int, float)) or not (math.isfinite(number) and number > 0):
         raise ConfigError(f"{where} has {key}.value={number}; give a finite number above 0")

@@ -42,7 +42,6 @@ class Case(NamedTuple):
     """A measured run."""
 
     predict: Callable[[Hardware], float]
-    """Returns the seconds of its step on a hardware."""
     measured_seconds: float
     name: str
 
@@ -103,14 +102,7 @@ class Calibration:
 def calibrate(
     cases: Sequence[Case], hardware: Hardware, parameters: Sequence[Parameter] = PARAMETERS, today: date | None = None
 ) -> Calibration:
-    """Fit a profile's rates to measured runs.
-
-    Args:
-        cases: at least one.
-        hardware: initial profile.
-        parameters: rates that may be fitted.
-        today: date in the sources of fitted values; None for today.
-    """
+    """Fit a profile's rates to at least one measured run; ``today`` dates the sources of fitted values."""
     assert cases
     names = ", ".join(case.name for case in cases)
     logs = np.log([case.measured_seconds for case in cases])

@@ -59,12 +59,7 @@ def read_run(path: Path) -> MeasuredRun:
 
 
 def calibrate_runs(paths: Sequence[Path], hardware: Hardware | None, predictor: Predictor) -> Calibration:
-    """Calibrate a profile by runs.
-
-    Args:
-        paths: run directories, all of one kind of device.
-        hardware: initial profile; None for that of the device.
-        predictor: traces a run once.
+    """Calibrate a profile, by default that of the runs' device, by runs on one kind of device.
 
     Raises:
         ConfigError: if a directory is not a run's, or devices differ.
@@ -92,11 +87,6 @@ def calibrate_runs(paths: Sequence[Path], hardware: Hardware | None, predictor: 
 
 def calibrate_command(words: Sequence[str], predictor: Predictor, console: Console) -> int:
     """Run ``fsdptoys plan calibrate RUN_DIR... [hardware=NAME] [out=FILE]``; return the exit status.
-
-    Args:
-        words: arguments after the command.
-        predictor: see ``calibrate_runs``.
-        console: output.
 
     Raises:
         ConfigError: the first mistake.

@@ -51,12 +51,7 @@ def hardware_of(config: Config) -> Hardware:
 
 
 def estimate_run(config: Config, world_size: int) -> tuple[Prediction, Hardware] | None:
-    """Closed-form prediction of a run on this machine; None if not requested or not possible.
-
-    Args:
-        config: validated.
-        world_size: ranks.
-    """
+    """Closed-form prediction of a validated run on this machine; None if not requested or not possible."""
     unknown = config.plan.hardware == "auto" and profile_of_this_machine() is None
     if unknown or not config.plan.predict or config.parallel.name not in STRATEGIES:
         return None
@@ -80,13 +75,7 @@ def world_size_of(config: Config, hardware: Hardware) -> int:
 
 
 class Predictor:
-    """Predicts one configuration; its traces are made once, so other hardware costs a replay only.
-
-    Args:
-        config: validated.
-        hardware: profile of the device type to trace for.
-        world_size: ranks.
-    """
+    """Predicts one validated configuration; its traces are made once, so other hardware costs a replay only."""
 
     def __init__(self, config: Config, hardware: Hardware, world_size: int) -> None:
         check_strategy(config)
@@ -96,11 +85,7 @@ class Predictor:
         self.traces: list[Trace] = trace(config, hardware, world_size, self.depths)
 
     def __call__(self, hardware: Hardware) -> Prediction:
-        """Replay the traces, and extrapolate to the model's depth.
-
-        Args:
-            hardware: of the traced device type.
-        """
+        """Replay the traces on hardware of the traced device type, and extrapolate to the model's depth."""
         config = self.config
         replays = [
             replay(each, hardware, build_allocator(config.plan.allocator, device_type=hardware.device_type))

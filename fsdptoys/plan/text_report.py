@@ -37,16 +37,7 @@ def print_prediction(
     advice: Sequence[Advice],
     console: Console,
 ) -> None:
-    """Print the prediction of one configuration.
-
-    Args:
-        config: validated.
-        prediction: of that configuration.
-        hardware: profile of the devices.
-        memory_bytes: usable memory of a device.
-        advice: changes to suggest.
-        console: output.
-    """
+    """Print the prediction of a validated configuration."""
     fits = prediction.memory.reserved_bytes <= memory_bytes
     _print_header(config, prediction, hardware, console)
     _print_memory(prediction, hardware, memory_bytes, console)
@@ -66,13 +57,7 @@ def advice_to_dict(advice: Sequence[Advice]) -> list[dict[str, Any]]:
 
 
 def print_search(result: SearchResult, rows: int, console: Console) -> None:
-    """Print the best combinations, the frontier and the command to run.
-
-    Args:
-        result: of the search.
-        rows: most combinations in the ranking.
-        console: output.
-    """
+    """Print the best combinations, at most ``rows``, the frontier and the command to run."""
     config, hardware = result.candidates[0].config, result.hardware
     _title(_model_line(config), console)
     _line(f"{_ranks_line(result.world_size, hardware)}, {_gib(result.memory_bytes)} of memory each", console)
@@ -302,7 +287,6 @@ def _count(value: int) -> str:
 
 
 def _gib(size: float) -> str:
-    """Format a size with its unit."""
     if size == 0:
         return "0 GiB"
     if abs(size) >= 0.01 * GIB:
@@ -311,7 +295,6 @@ def _gib(size: float) -> str:
 
 
 def _seconds(seconds: float) -> str:
-    """Format a time with its unit."""
     if seconds < 1e-8:  # rounding error of a difference
         return "0 s"
     if seconds >= 1:

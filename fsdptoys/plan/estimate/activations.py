@@ -73,13 +73,7 @@ class Segments:
 
 
 def segments_of(config: Config, model: DecoderModel, attention: AttentionKind) -> Segments:
-    """Measure the parts of a model, or return cached measurements.
-
-    Args:
-        config: validated.
-        model: built from that configuration on the meta device.
-        attention: kind of the device's fused attention.
-    """
+    """Measure the parts of a model, or return cached measurements; the model is on the meta device."""
     train, memory = config.train, config.memory
     dtype = config.parallel.param_dtype.torch
     common = _Common(attention, tuple(config.kernels.names().items()), dtype, train.batch_size, train.seq_len)

@@ -41,14 +41,7 @@ SHALLOW_LAYERS = 4
 
 
 def closed_form(config: Config, hardware: Hardware, world_size: int, allocator: AllocatorKind) -> Prediction:
-    """Predict one rank's memory and time.
-
-    Args:
-        config: validated.
-        hardware: profile of the devices.
-        world_size: ranks over all nodes.
-        allocator: kind of the device's allocator.
-    """
+    """Predict one rank's memory and time for a validated configuration."""
     train = config.train
     setup = _setup(config, hardware, world_size)
     local_ranks = getattr(config.parallel, "simulated_ranks", 1)
@@ -93,7 +86,6 @@ def closed_form(config: Config, hardware: Hardware, world_size: int, allocator: 
 def _run_steps(
     setup: StepSetup, hardware: Hardware, micro_batches: int, allocator: Allocator | None
 ) -> tuple[Ledger, StepModel]:
-    """Run one step; with an allocator two, since the first leaves gaps for the second."""
     ledger = Ledger(hardware, allocator)
     model = _step_model(setup.config.parallel)(setup, ledger, make_update(setup, ledger))
     model.construct()

@@ -31,25 +31,18 @@ class Work:
 
 
 class Ledger:
-    """Memory and time of one rank.
-
-    Args:
-        hardware: profile for the costs.
-        allocator: receives every request, to measure the reserved memory; None for sums alone.
-    """
+    """Memory and time of one rank; an allocator receives every request, to measure the reserved memory."""
 
     def __init__(self, hardware: Hardware, allocator: Allocator | None = None) -> None:
         self.hardware = hardware
         self.allocator = allocator
         self._blocks: defaultdict[tuple[str, int], list[Block]] = defaultdict(list)
-        """Blocks of ``add`` by stream and size."""
         self._held: dict[tuple[int, int], Block] = {}
         """Blocks of segments' storages, by numbers of segment and storage."""
         self.phase = "construction"
         # Memory.
         self.live: defaultdict[str, int] = defaultdict(int)
         self.highest: defaultdict[str, int] = defaultdict(int)
-        """Highest live bytes of each stream."""
         self.categories: defaultdict[Category, int] = defaultdict(int)
         self._stream_numbers = {COMPUTE: COMPUTE_STREAM}
         self.total = self.peak = 0
@@ -67,14 +60,7 @@ class Ledger:
     # Memory
 
     def add(self, category: Category, bytes: int, stream: str = COMPUTE, pieces: Sequence[int] | None = None) -> None:
-        """Allocate, or free if ``bytes`` is negative.
-
-        Args:
-            category: purpose of the memory.
-            bytes: total size.
-            stream: stream of the request.
-            pieces: sizes of the tensors; None for a single one.
-        """
+        """Allocate tensors of ``pieces`` (one by default), or free them if ``bytes`` is negative."""
         self.account(category, bytes, stream)
         if self.allocator is not None:
             for piece in pieces or [bytes]:
@@ -145,7 +131,6 @@ class Ledger:
                 self._free_about(-bytes, stream)
 
     def _free_about(self, bytes: int, stream: str) -> None:
-        """Free a stream's oldest blocks up to that many bytes."""
         assert self.allocator is not None
         for (of, size), blocks in self._blocks.items():
             while of == stream and blocks and size <= bytes:

@@ -58,9 +58,7 @@ class MetaTrace:
     attention: AttentionKind
     live: int = 0
     sizes: dict[int, int] = field(default_factory=dict)
-    """Storage → bytes."""
     numbers: dict[int, int] = field(default_factory=dict)
-    """Storage → its number."""
     ignored: set[int] = field(default_factory=set)
     """Storages from before: parameters and inputs."""
     stages: list[Stage] = field(default_factory=list)

@@ -28,17 +28,11 @@ class Cost(NamedTuple):
     pieces: list[int]
     """Bytes of its temporaries."""
     bytes: float
-    """Bytes read and written."""
     kernels: int
 
 
 class Update:
-    """The optimizer on the device, after the backward or in it.
-
-    Args:
-        setup: configuration and model.
-        ledger: adds up memory and time.
-    """
+    """The optimizer on the device, after the backward or in it."""
 
     holds_gradients = False
     """Whether gradients live until the next forward."""
@@ -53,7 +47,6 @@ class Update:
             for unit in self.units.in_forward()
             for param, local in unit.shards()
         ]
-        """Bytes of each state of each parameter."""
         self.in_backward = self.memory.optimizer_in_backward
         self.state_width = sum(self.optim.state_widths)
         """Bytes of states for each element of a parameter that is not updated as a matrix."""
@@ -89,11 +82,8 @@ class Update:
         self._spend(self.cost(sizes))
 
     def update_in_backward(self, unit: UnitBytes, stream: str = COMPUTE) -> float:
-        """Measure the norm of a unit's gradients and update its parameters, one after the other.
-
-        Returns:
-            Seconds on a stream other than the compute stream.
-        """
+        """Measure the norm of a unit's gradients and update its parameters, one by one; return seconds on another
+        stream."""
         ledger, seconds = self.ledger, 0.0
         for param, local in unit.shards():
             for cost in [Cost([], 4 * local, 1), *self.costs([(param, local)])]:
@@ -191,7 +181,6 @@ class StreamedUpdate(Update):
         limit = memory.offload_bucket_mib * 2**20
         kinds = self.state_width // 4
         self.buckets: dict[UnitBytes, list[int]] = {}
-        """Elements of parameters in each bucket."""
         for unit in self.units.in_forward():
             cut: list[int] = []
             for size in unit.local:

@@ -23,13 +23,7 @@ from .units import UnitBytes
 
 
 class StepModel(ABC):
-    """Issues the events of steps to a ledger; a strategy implements those around units.
-
-    Args:
-        setup: configuration and model.
-        ledger: adds up memory and time.
-        update: the optimizer's part of the step.
-    """
+    """Issues the events of steps to a ledger; a strategy implements those around units."""
 
     update_stream: str = COMPUTE
     """Stream of updates in the backward."""
@@ -44,10 +38,8 @@ class StepModel(ABC):
         self._offloaded = chosen if memory.activation_offload else []
         self._offload_bytes = 0
         self._transfers: dict[int, float] = {}
-        """Checkpointed block → end of the transfer of its activations."""
         self._on_host: set[int] = set()
         self._gradients: dict[UnitBytes, list[tuple[int, int]]] = {}
-        """Storages of the backward's gradients: segment and number."""
 
     @property
     def host_bytes(self) -> int:
@@ -94,12 +86,7 @@ class StepModel(ABC):
         self.update.make_states(self.update_stream)
 
     def step(self, micro_batches: int, makes_states: bool = False) -> None:
-        """Run one step.
-
-        Args:
-            micro_batches: of the step; three at most are modeled, the second stands for those between first and last.
-            makes_states: whether the optimizer allocates its states, as in the first step.
-        """
+        """Run one step; of many micro-batches three are modeled, and the second one counts several times."""
         ledger, memory = self.ledger, self.config.memory
         ledger.peak = 0
         ledger.clear_times()

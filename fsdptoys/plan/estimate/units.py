@@ -18,7 +18,6 @@ class UnitBytes:
     """A unit's parameters and this rank's share of each."""
 
     params: list[nn.Parameter] = field(default_factory=list)
-    """On the meta device."""
     local: list[int] = field(default_factory=list)
     """Elements of each parameter on this rank, including padding."""
     resharded: bool = True
@@ -82,7 +81,7 @@ def make_units(model: DecoderModel, *, flatten: bool, split_blocks: bool, ranks:
         model: on the meta device.
         flatten: whether a unit is one module with a flat parameter, as in FSDP1; otherwise norm and head share a unit.
         split_blocks: whether attention and feed-forward are units of their own.
-        ranks: ranks that share one copy; 1 without sharding.
+        ranks: number of shards.
     """
     make = functools.partial(_unit, flatten=flatten, ranks=ranks)
     tied = model.lm_head.weight is model.embed_tokens.weight

@@ -39,7 +39,6 @@ SENSIBLE = Space(
     optimizer_offload=False,
     cpu_offload=False,
 )
-"""Common settings, without host memory."""
 
 
 CHUNKED: tuple[Changes, ...] = ({"memory.chunk_loss": True}, {"memory.chunk_loss": False})
@@ -47,15 +46,7 @@ CHUNKED: tuple[Changes, ...] = ({"memory.chunk_loss": True}, {"memory.chunk_loss
 
 
 class Combinations:
-    """The combinations of a space.
-
-    Args:
-        base: as composed.
-        fixed: keys from the command line.
-        space: alternatives.
-        world_size: ranks.
-        devices_per_node: devices of a node.
-    """
+    """Combinations of a space that leave fixed keys, those of the command line, as in the composed ``base``."""
 
     def __init__(
         self, base: Config, fixed: Collection[str], space: Space, world_size: int, devices_per_node: int

@@ -33,13 +33,7 @@ def check_picture(path: Path) -> None:
 
 
 def draw_frontier(path: Path, title: str, result: SearchResult) -> None:
-    """Draw memory against speed as a PNG, without a display or pyplot's global state.
-
-    Args:
-        path: of the picture.
-        title: model, hardware, ranks.
-        result: predicted candidates.
-    """
+    """Draw memory against speed of all predicted candidates as a PNG, without pyplot's global state."""
     from matplotlib.figure import Figure  # 0.7 s to import
 
     best = frontier(result.candidates)

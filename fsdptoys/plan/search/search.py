@@ -70,11 +70,8 @@ class SearchResult:
     hardware: Hardware
     world_size: int
     memory_bytes: float
-    """Usable memory of a device."""
     candidates: list[Candidate]
-    """Those that fit, best first; at least one."""
     over: list[Candidate]
-    """Those that do not fit."""
     refused: dict[str, int]
     """Message of the configuration's checks → number of refused combinations."""
     checked: list[Checked] = field(default_factory=list)
@@ -168,15 +165,9 @@ def largest_preset(
     *,
     space: Space = SENSIBLE,
 ) -> tuple[str, Candidate]:
-    """The model preset with the most parameters that fits, and its fastest combination.
+    """Name and fastest candidate of the largest preset that fits; arguments as in :func:`search`.
 
-    Args:
-        presets: as in their YAML files.
-        config_for: composes overrides; called once. The other arguments are those of :func:`search`.
-        words: common overrides; ``train.seq_len`` is lowered to a preset's maximum.
-
-    Returns:
-        Name of the preset, and the candidate.
+    ``train.seq_len`` is lowered to a preset's maximum.
 
     Raises:
         ConfigError: if not even the smallest fits.

@@ -27,7 +27,6 @@ STRATEGIES: dict[str, type[ParallelConfig]] = {
 }
 
 SECTIONS = ("parallel", "mesh", "train", "memory")
-"""In the order of their overrides."""
 
 OWNED = {
     "chunk_loss": ("chunk_tokens", "chunk_grad_dtype"),
@@ -39,12 +38,9 @@ OWNED = {
 
 
 def vary(config: Config, changes: Changes, fixed: Collection[str] = ()) -> Config:
-    """A configuration with changed switches; settings that lose their effect return to their defaults.
+    """A composed configuration with changed switches; settings that lose their effect return to their defaults.
 
-    Args:
-        config: as composed: values that ``validate`` replaced would stay.
-        changes: new values.
-        fixed: keys that keep their values even without effect.
+    Keys in ``fixed`` keep their values even without effect. A validated configuration would keep replaced values.
 
     Raises:
         ConfigError: if a section refuses its new values.
@@ -106,13 +102,7 @@ def node_ranks_of(config: Config, hardware: Hardware, world_size: int) -> int:
 
 
 def validate_switches(config: Config, world_size: int, device_type: str, node_ranks: int | None = None) -> None:
-    """Validate in place, without checks of the training machine's files.
-
-    Args:
-        config: as composed.
-        world_size: ranks over all nodes.
-        device_type: ``cuda``, ``npu`` or ``cpu``.
-        node_ranks: ranks of one node; None for all of them.
+    """Validate a composed configuration in place, without checks of the training machine's files.
 
     Raises:
         ConfigError: the first mistake.
@@ -139,7 +129,7 @@ def count_switches(config: Config) -> int:
     """Number of sharding and memory settings that differ from their defaults, without the strategy and dtypes."""
     formats = ("param_dtype", "buffer_dtype", "reduce_dtype")
     return sum(
-        getattr(section, field.name) != default_of(field)
+        getattr(section, field.name) != _default_of(field)
         for section in (config.mesh, config.parallel, config.memory)
         for field in dataclasses.fields(section)
         if field.name not in formats
@@ -155,8 +145,7 @@ def as_typed(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def default_of(field: dataclasses.Field[Any]) -> Any:
-    """Default of a field."""
+def _default_of(field: dataclasses.Field[Any]) -> Any:
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 
@@ -170,7 +159,6 @@ def _shared(section: Any, kind: type[Any]) -> dict[str, Any]:
 
 
 def _idle(memory: dict[str, Any], fixed: Collection[str]) -> dict[str, Any]:
-    """Defaults of settings without effect."""
     defaults = MemoryConfig()
     idle = [name for switch, owned in OWNED.items() if memory[switch] == getattr(defaults, switch) for name in owned]
     if memory["gradient_checkpointing"] is not GradientCheckpointing.selective:

@@ -56,14 +56,7 @@ ADDRESSES = 2**32 * LARGE_SEGMENT_BYTES
 
 
 class OutOfMemory(Exception):  # noqa: N818 (PyTorch's own words)
-    """A request does not fit under the limit, even after all cached memory was given back.
-
-    Args:
-        requested_bytes: size of the request.
-        allocated_bytes: bytes in use.
-        reserved_bytes: bytes taken from the device.
-        limit_bytes: limit of ``reserved_bytes``.
-    """
+    """A request does not fit under the limit, even after all cached memory was given back."""
 
     def __init__(self, requested_bytes: int, allocated_bytes: int, reserved_bytes: int, limit_bytes: int) -> None:
         self.requested_bytes, self.allocated_bytes = requested_bytes, allocated_bytes
@@ -83,7 +76,6 @@ class Block:
         self.pool, self.address, self.size, self.mapped = pool, address, size, mapped
         self.in_use = False
         self.previous: Block | None = None
-        """Neighbor in the segment."""
         self.next: Block | None = None
 
 
@@ -94,10 +86,8 @@ class Pool:
 
     def __init__(self, stream: int, is_small: bool) -> None:
         self.stream, self.is_small = stream, is_small
-        self.free: list[tuple[int, int, Block]] = []
-        """(size, address, block), sorted."""
-        self.unmapped: list[tuple[int, Block]] = []
-        """(address, block) of unmapped addresses, sorted."""
+        self.free: list[tuple[int, int, Block]] = []  # (size, address, block), sorted
+        self.unmapped: list[tuple[int, Block]] = []  # (address, block), sorted
 
     @property
     def segment_bytes(self) -> int:
@@ -131,6 +121,7 @@ class Allocator(ABC):
 
     leaves_bytes = MIN_BLOCK_BYTES
     """Smallest rest of a large block that is split off."""
+    npu_alignment_bytes = 1
 
     def __init__(
         self,
@@ -141,7 +132,7 @@ class Allocator(ABC):
         self.memory_limit_bytes = memory_limit_bytes
         self.wait_for_device = wait_for_device
         self._padding_bytes = NPU_PADDING_BYTES if device_type == "npu" else 0
-        self._alignment_bytes = 1
+        self._alignment_bytes = self.npu_alignment_bytes if device_type == "npu" else 1
         self.allocated_bytes = 0
         """Bytes of blocks in use, rounded: ``memory_allocated()``."""
         self.reserved_bytes = 0
@@ -159,11 +150,7 @@ class Allocator(ABC):
         return dict(self._reserved_by_stream)
 
     def allocate(self, bytes: int, stream: int) -> Block:
-        """Return a block for a request.
-
-        Args:
-            bytes: at least 1.
-            stream: the current stream.
+        """Return a block for a request of at least one byte.
 
         Raises:
             OutOfMemory: if it does not fit under the limit.
@@ -298,15 +285,7 @@ class NativeAllocator(Allocator):
 class ExpandableAllocator(Allocator):
     """One growing segment per pool: ``expandable_segments:True``."""
 
-    def __init__(
-        self,
-        memory_limit_bytes: int | None = None,
-        wait_for_device: Callable[[], None] = lambda: None,
-        device_type: str = "cuda",
-    ) -> None:
-        super().__init__(memory_limit_bytes, wait_for_device, device_type)
-        if device_type == "npu":
-            self._alignment_bytes = NPU_ALIGNMENT_BYTES
+    npu_alignment_bytes = NPU_ALIGNMENT_BYTES
 
     def _best_fit(self, pool: Pool, size: int) -> Block | None:
         free = pool.free

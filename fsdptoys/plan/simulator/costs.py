@@ -29,28 +29,14 @@ class Spread(NamedTuple):
 
 
 def spread(hardware: Hardware, group_size: int, group_stride: int) -> Spread:
-    """Lay a group out over nodes.
-
-    Args:
-        hardware: for the number of devices in a node.
-        group_size: ranks of the group.
-        group_stride: distance between neighbors in the global rank order.
-    """
+    """Lay a group out over nodes; ``group_stride`` is the distance between neighbors in the global rank order."""
     devices = int(hardware.devices_per_node.value)
     local = min(group_size, max(1, devices // group_stride))
     return Spread(-(-group_size // local), local)
 
 
 def kernel_seconds(hardware: Hardware, kind: KernelKind, flops: float, bytes: int, dtype: str) -> float:
-    """Time of an operator on the device.
-
-    Args:
-        hardware: the device.
-        kind: resource that bounds it.
-        flops: floating-point operations.
-        bytes: bytes read and written.
-        dtype: dtype of its operands; without a peak of its own, the slowest listed peak counts.
-    """
+    """Time of an operator on the device; a dtype without a peak of its own counts with the slowest listed peak."""
     seconds = bytes / (hardware.memory_bandwidth.value * hardware.memory_efficiency.value)
     if kind is not KernelKind.memory:
         peaks = hardware.peak_flops
@@ -81,10 +67,7 @@ def cpu_update_seconds(hardware: Hardware, parameters: int) -> float:
 def sent_bytes(name: str, bytes: int, group_size: int) -> float:
     """Bytes that one rank sends in a collective, counted as nccl-tests does for its bus bandwidth.
 
-    Args:
-        name: of the collective, as in ``events.Collective``.
-        bytes: the full buffer that is gathered, scattered or reduced; for an all-to-all, one rank's input.
-        group_size: ranks that take part.
+    ``bytes`` is the full buffer that is gathered, scattered or reduced; for an all-to-all, one rank's input.
     """
     if group_size == 1:
         return 0.0
@@ -99,14 +82,7 @@ def collective_seconds(hardware: Hardware, name: str, bytes: int, group_size: in
     ``sent_bytes / min(intra, local · inter) + latency``, with ``intra`` and ``inter`` the reached bandwidths of a
     device and ``local`` the ranks in a node. The latency of a ring is ``(nodes − 1) · inter + (ranks − nodes) ·
     intra``; of an all-reduce ``2 · (log2(nodes) · inter + (local − 1) · intra)``. An all-to-all sends the bytes that
-    leave the node through the rank's own card, all at once.
-
-    Args:
-        hardware: links and their efficiencies.
-        name: of the collective, as in ``events.Collective``.
-        bytes: see ``sent_bytes``.
-        group_size: ranks that take part; a single rank copies.
-        group_stride: distance between neighbors in the global rank order.
+    leave the node through the rank's own card, all at once. A single rank copies.
     """
     if group_size == 1:
         return kernel_seconds(hardware, KernelKind.memory, 0.0, 2 * bytes, "")

@@ -54,7 +54,6 @@ class Kernel(NamedTuple):
     flops: float
     """As computed: for causal attention half the square."""
     bytes: int
-    """Bytes read and written."""
     dtype: str
     """Dtype of its largest input, such as ``bfloat16``."""
 
@@ -162,7 +161,6 @@ class Trace:
     categories: dict[int, Category] = field(default_factory=dict)
     """Blocks whose purpose became known after their ``Alloc``, which this overrides."""
     n_layers: int = 0
-    """Blocks of the traced model."""
     steps: int = 0
     tokens_per_step: int = 0
     """Tokens of this rank."""

@@ -35,9 +35,7 @@ class Phase:
     seconds: float
     """Advance of the later of host and compute stream."""
     end_bytes: int
-    """Allocated at the end."""
     peak_bytes: int
-    """Highest allocation."""
     categories: dict[Category, int]
     """Bytes at the peak."""
     reserved: dict[str, int]
@@ -57,7 +55,6 @@ class Replay:
     volumes: dict[tuple[str, str, int], Volume] = field(default_factory=dict)
     """Collectives of the last step, by name, axis and group size."""
     host_bytes: int = 0
-    """Host memory of the rank's tensors."""
     releases: int = 0
     """How often the allocator gave cached memory back, after which nothing is linear."""
 
@@ -67,11 +64,7 @@ class Replay:
         return [phase for phase in self.phases if phase.step == self.phases[-1].step]
 
     def memory(self, host_bytes: int | None = None) -> MemoryPrediction:
-        """End and peak of the last step, and the highest reserved memory since the construction.
-
-        Args:
-            host_bytes: the rank's host memory, if known better than from the trace.
-        """
+        """End and peak of the last step, and the highest reserved memory since the construction."""
         peak = max(self.last_step, key=lambda phase: phase.peak_bytes)
         most = max(self.phases, key=lambda phase: sum(phase.reserved.values()))
         return MemoryPrediction(
@@ -98,15 +91,10 @@ class Replay:
 
 
 def replay(trace: Trace, hardware: Hardware, allocator: Allocator) -> Replay:
-    """Replay a trace.
-
-    Args:
-        trace: events before its first mark belong to the construction.
-        hardware: the device's speeds.
-        allocator: a new one, whose ``wait_for_device`` becomes this replay's.
+    """Replay a trace; events before its first mark belong to the construction.
 
     Raises:
-        allocator.OutOfMemory: if the allocator has a limit and the trace does not fit.
+        allocator.OutOfMemory: if the allocator, a new one, has a limit and the trace does not fit.
     """
     return _Replaying(trace, hardware, allocator).run()
 

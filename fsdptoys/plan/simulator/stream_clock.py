@@ -98,15 +98,10 @@ class Lane:
 
 
 class Clock:
-    """Times of the host and of each stream, in seconds from the beginning.
-
-    Args:
-        hardware: profile with the speeds.
-    """
+    """Times of the host and of each stream, in seconds from the beginning."""
 
     def __init__(self, hardware: Hardware) -> None:
         self.host = 0.0
-        """Time until which the host has issued everything."""
         self.parts = Parts()
         self._hardware = hardware
         self._operator_seconds = hardware.host_operator_seconds.value
@@ -205,7 +200,6 @@ class Clock:
             self._host_until(end, self._last[event.stream])
 
     def _serve(self, stream: int, lanes: list[Lane], seconds: float, cause: Cause, not_before: float = 0.0) -> float:
-        """Run a stream's work that occupies all given lanes; return its end."""
         ready, last = self._ready[stream], self._last[stream]
         if self.host > ready:
             ready, last = self.host, self._host_last

@@ -33,11 +33,7 @@ T = TypeVar("T")
 
 
 def choose_depths(config: Config) -> list[int]:
-    """Numbers of layers to trace: two, or all layers if two depths would not be fewer.
-
-    Args:
-        config: of the run; ``plan.exact`` asks for all layers.
-    """
+    """Numbers of layers to trace: two, or all layers if two depths would not be fewer."""
     n_layers = config.model.n_layers
     with torch.device("meta"):
         turn = math.lcm(layers_in_turn(config.model.build()), config.memory.checkpointing_every)

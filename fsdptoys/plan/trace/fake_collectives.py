@@ -17,14 +17,7 @@ from .storages import Storages
 
 
 class Collectives:
-    """Answers calls, and records size, group and stream of each collective.
-
-    Args:
-        device_type: PyTorch's device type.
-        storages: owners of the tensors.
-        stream: returns the number of the current stream.
-        add: receives events.
-    """
+    """Answers calls, and records size, group and stream of each collective."""
 
     def __init__(
         self, device_type: str, storages: Storages, stream: Callable[[], int], add: Callable[[Event], None]
@@ -97,14 +90,7 @@ class Collectives:
 
 
 def axis_of(description: str, name: str, stride: int, whole: bool) -> str:
-    """Mesh axis of a group, by its mesh's description; the group of a one-axis mesh has none.
-
-    Args:
-        description: of the group.
-        name: of the collective.
-        stride: distance between neighbors in the global rank order.
-        whole: whether all ranks take part.
-    """
+    """Mesh axis of a group, by its mesh's description; the group of a one-axis mesh has none."""
     if description in ("mesh_shard", "mesh_replicate"):
         return description.removeprefix("mesh_")
     if whole and name not in ("all_gather", "reduce_scatter"):

@@ -180,13 +180,7 @@ MODULE = DeviceModule()
 
 
 class PlannedDevice(Device):
-    """The trainer's view of the fake device, or of a CPU whose tensors are fake.
-
-    Args:
-        device_type: ``cuda``, ``npu`` or ``cpu``, as in the hardware profile.
-        name: display name.
-        memory_bytes: its memory.
-    """
+    """The trainer's view of the fake device, or of a CPU whose tensors are fake."""
 
     def __init__(self, device_type: str, name: str, memory_bytes: int) -> None:
         # Not super().__init__, which looks for a device of this machine.
@@ -234,12 +228,7 @@ def torch_device_type(device_type: str) -> str:
 
 
 def install(device_type: str, world_size: int) -> None:
-    """Make this process rank 0 of a world of fake devices; permanent, and once per process.
-
-    Args:
-        device_type: ``cuda``, ``npu`` or ``cpu``, as in the hardware profile.
-        world_size: ranks.
-    """
+    """Make this process rank 0 of a world of fake devices; permanent, and once per process."""
     # Importing PyTorch's test helper (torch 2.7 to 2.13) registers the backend.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

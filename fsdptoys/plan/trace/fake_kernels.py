@@ -161,11 +161,7 @@ class _Done(Future[Any]):
 
 
 class InlineExecutor:
-    """A ``ThreadPoolExecutor`` that runs each job in the calling thread, since dispatch modes belong to a thread.
-
-    Args:
-        workers: receives the threads' work.
-    """
+    """A ``ThreadPoolExecutor`` that runs each job in the calling thread, since dispatch modes belong to a thread."""
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
@@ -191,12 +187,7 @@ class InlineExecutor:
 
 @contextmanager
 def replace_kernels(attention: AttentionKind, workers: Workers) -> Iterator[None]:
-    """Use a device's kernels, and run worker threads' jobs inline.
-
-    Args:
-        attention: kind of device.
-        workers: receives the threads' work.
-    """
+    """Use a device's kernels, and run worker threads' jobs inline."""
     replacements: list[tuple[Any, str, Any]] = [
         (cpu_offload, "ThreadPoolExecutor", lambda *args, **kwargs: InlineExecutor(workers)),
         (low_bit_adamw, "choose_update", lambda compiles: fused.low_bit_adamw),

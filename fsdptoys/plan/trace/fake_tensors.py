@@ -33,11 +33,7 @@ class _FakeMode(FakeTensorMode):
 
 @contextmanager
 def fake_tensors(device_type: str) -> Iterator[None]:
-    """Make every tensor fake.
-
-    Args:
-        device_type: PyTorch's device type.
-    """
+    """Make every tensor fake."""
     data = Tensor.data
     make_subclass = Tensor._make_subclass
     storage_address, tensor_address = torch.UntypedStorage.data_ptr, Tensor.data_ptr

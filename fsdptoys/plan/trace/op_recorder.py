@@ -49,13 +49,7 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class OpRecorder(TorchDispatchMode):
-    """Writes a trace; enter ``watch`` within a ``FakeTensorMode``.
-
-    Args:
-        device_type: PyTorch's type of the device whose memory counts.
-        attention: kind of the device's attention.
-        workspace_bytes: memory of each thread and stream with matmuls.
-    """
+    """Writes a trace; enter ``watch`` within a ``FakeTensorMode``."""
 
     def __init__(self, device_type: str, attention: AttentionKind, workspace_bytes: int = 0) -> None:
         super().__init__()

@@ -48,14 +48,7 @@ def touched_bytes(tensor: Tensor) -> int:
 
 
 def traffic(name: str, args: tuple[Any, ...], inputs: list[tuple[Argument, Tensor]], fresh: list[Tensor]) -> int:
-    """Bytes that an operator reads and writes.
-
-    Args:
-        name: of the operator.
-        args: of the call.
-        inputs: tensors among the arguments.
-        fresh: new tensors among the results.
-    """
+    """Bytes that an operator reads and writes; ``fresh`` are new tensors among its results."""
     if name in TRAFFIC:
         return TRAFFIC[name](args)
     written = sum(map(touched_bytes, fresh))

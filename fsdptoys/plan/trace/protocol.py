@@ -15,13 +15,7 @@ def answer_name(index: int) -> str:
 
 
 def read_answer(folder: Path, index: int, stderr: str) -> Trace:
-    """The child's trace, or its failure as an exception.
-
-    Args:
-        folder: of the request.
-        index: of the depth.
-        stderr: standard error of the process.
-    """
+    """The child's trace, or its failure as an exception."""
     try:
         with open(folder / answer_name(index), "rb") as file:
             answer = pickle.load(file)

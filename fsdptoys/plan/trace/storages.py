@@ -56,28 +56,18 @@ class _Replaced(NamedTuple):
     alloc: int
     """Index of the new storage's ``Alloc`` event."""
     events: int
-    """Number of events afterwards."""
     peak: int
-    """Peak before."""
 
 
 class Storages:
-    """Follows storages and writes ``Alloc`` and ``Free``.
-
-    Args:
-        device_type: PyTorch's type of the device whose memory counts.
-        events: receives the events.
-        stream: returns the number of the current stream.
-    """
+    """Follows storages and writes ``Alloc`` and ``Free``."""
 
     def __init__(self, device_type: str, events: list[Event], stream: Callable[[], int]) -> None:
         self._device_type, self._events, self._stream = device_type, events, stream
         self.phase = "construction"
         self.region: Category | None = None
-        """Purpose of new blocks."""
         self.recording = True
         self.host_bytes = 0
-        """Live host memory."""
         self._blocks = 0
         self._live: dict[int, Storage] = {}
         self._categories: dict[int, Category] = {}
@@ -161,14 +151,7 @@ class Storages:
             self._categorise_storage(storage, category)
 
     def mark_sum(self, old: Tensor, result: Tensor, alloc: int, peak: int) -> None:
-        """Note that autograd added to a gradient out of place; if the old gradient ends now, its block continues.
-
-        Args:
-            old: the gradient before.
-            result: the sum.
-            alloc: number of events before.
-            peak: peak before.
-        """
+        """Note that autograd added to ``old`` out of place; if that gradient ends now, its block continues."""
         new = self.find(result)
         if new is not None and new.on_device and new.bytes:
             self._replaced = _Replaced(old.untyped_storage()._cdata, new, alloc, len(self._events), peak)

@@ -50,7 +50,6 @@ from .fsdp1_streams import backward_on_forward_streams
 from .op_recorder import OpRecorder
 
 STEPS = 2
-"""Number of traced steps; the last one is like all later ones."""
 TIMEOUT_SECONDS = 1800.0
 
 DEVICE_TYPES = {AttentionKind.flash: "cuda", AttentionKind.npu: "npu", AttentionKind.cpu: "cpu"}
@@ -75,13 +74,7 @@ Program = Callable[[OpRecorder], None]
 
 
 def trace(config: Config, hardware: Hardware, world_size: int, n_layers: Sequence[int]) -> list[Trace]:
-    """Trace rank 0 of a run at several depths, in a process of its own.
-
-    Args:
-        config: validated for the hardware's device type and the world size.
-        hardware: profile of the devices.
-        world_size: ranks over all nodes.
-        n_layers: numbers of blocks to trace the model with.
+    """Trace rank 0 of a validated run at several depths, in a process of its own.
 
     Raises:
         ConfigError: if the run itself would raise one.
@@ -122,17 +115,7 @@ def _run(command: list[str], environment: dict[str, str]) -> str:
 
 
 def trace_here(program: Program, *, attention: AttentionKind, world_size: int, workspace_bytes: int = 0) -> Trace:
-    """Trace a program in this process, which cannot be used afterwards.
-
-    Args:
-        program: receives a recorder and calls its ``mark`` where phases start.
-        attention: kind of attention, which also selects the device type.
-        world_size: ranks; the program is rank 0.
-        workspace_bytes: see ``op_costs.matmul_workspace_bytes``.
-
-    Returns:
-        Everything up to the last mark.
-    """
+    """Trace a program up to its last mark in this process, which cannot be used afterwards."""
     device_type = DEVICE_TYPES[attention]
     fake_device.install(device_type, world_size)
     recorder = OpRecorder(torch_device_type(device_type), attention, workspace_bytes)
@@ -148,12 +131,7 @@ def trace_here(program: Program, *, attention: AttentionKind, world_size: int, w
 
 
 def trainer_program(config: Config, hardware: Hardware) -> Program:
-    """The project's trainer as a program to trace.
-
-    Args:
-        config: validated; settings outside a step are ignored.
-        hardware: for the device's name and memory.
-    """
+    """The project's trainer as a program to trace; settings outside a step are ignored."""
 
     def run(recorder: OpRecorder) -> None:
         device = PlannedDevice(hardware.device_type, hardware.title, int(hardware.memory_bytes.value))
