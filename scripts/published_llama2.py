@@ -1,7 +1,7 @@
-"""The model of the first published table of this project's name: Llama2 with every step spelled out.
+"""The model of this project's first published table: Llama2 without fused operators.
 
-Retold from ``models/llama2.py`` (57409f5) and ``accelerate/loss.py`` (0770205) of github.com/icerain-alt/FSDPToys, for
-``published_programs``: which tensors there are, in which order they come and which of them live on is theirs.
+After ``models/llama2.py`` (57409f5) and ``accelerate/loss.py`` (0770205) of github.com/icerain-alt/FSDPToys, for
+``published_programs``: the same tensors, in the same order, with the same lifetimes.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of model and batch; as published by default."""
+    """Model and batch; the published ones by default."""
 
     dim: int = 4096
     n_layers: int = 32
@@ -23,27 +23,27 @@ class Sizes:
     ffn_dim: int = 11008
     vocab_size: int = 32000
     positions: int = 65536
-    """Rows of the rotary table: twice the longest sequence that the model allows for."""
+    """Rows of the rotary table: twice the longest sequence."""
     seq_len: int = 4096
     batch_size: int = 1
     chunk_tokens: int = 1024
 
 
 class RMSNorm(nn.Module):
-    """Normalisation spelled out in float32, rounded before the weight is applied."""
+    """Unfused normalization in float32, rounded before the weight is applied."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dim."""
+        """Normalize the last dim."""
         wide = x.float()
         return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).type_as(x) * self.weight
 
 
 class Attention(nn.Module):
-    """Multi-head attention whose sines are computed anew in each layer, in float32."""
+    """Multi-head attention that computes its sines in each layer, in float32."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Attention(nn.Module):
         """Attend causally; angles of shape (T, K)."""
         batch, seq_len, dim = x.shape
         heads = (batch, seq_len, self.n_heads, dim // self.n_heads)
-        # All three products exist before the first is reshaped.
+        # All three projections exist before the first is reshaped.
         query, key, value = self.query(x), self.key(x), self.value(x)
         query, key, value = query.view(heads), key.view(heads), value.view(heads)
         query, key = _rotate(query, key, angles)
@@ -92,7 +92,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer; its parameters lie in the order of theirs."""
+    """A layer, with its parameters in the published order."""
 
     attention: nn.Module
     feed_forward: nn.Module
@@ -105,7 +105,7 @@ class Block(nn.Module):
         self.attention_norm, self.feed_forward_norm = attention_norm, feed_forward_norm
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Transform activations of shape (B, T, D); ``positions`` is what the attention rotates by."""
+        """Transform activations of shape (B, T, D); ``positions`` are the attention's angles."""
         hidden = x + self.attention(self.attention_norm(x), positions)
         return hidden + self.feed_forward(self.feed_forward_norm(hidden))
 
@@ -119,7 +119,7 @@ class Llama2(nn.Module):
         super().__init__()
         self.checkpointing = checkpointing
         self.embedding = nn.Embedding(sizes.vocab_size, sizes.dim)
-        # The whole angle appears in both halves, in float32.
+        # The full angle appears in both halves, in float32.
         self.register_buffer("angles", torch.empty(sizes.positions, sizes.dim // sizes.n_heads))
         self.layers = nn.ModuleList(
             Block(Attention(sizes), FeedForward(sizes.dim, sizes.ffn_dim), RMSNorm(sizes.dim), RMSNorm(sizes.dim))

@@ -1,18 +1,18 @@
-"""The programs behind the first published table of this project's name, retold so that they can be traced again.
+"""The programs behind this project's first published table, rewritten for tracing.
 
 Eight Ascend A2 NPUs trained Llama2-7B, batch 1, sequence 4096, with torch 2.7.1 and the first program of this name
-(github.com/icerain-alt/FSDPToys). Today's trainer keeps less and offloads otherwise, so a prediction of today's trainer
-cannot be held against that table; a trace of a program that does what the first one did can. Each fact that decides
-about memory or time stands beside the line that follows it, with the commit at which it was read:
+(github.com/icerain-alt/FSDPToys). Today's trainer keeps less and offloads differently, so its predictions cannot be
+compared with that table; traces of equivalent programs can. Each fact that affects memory or time has a comment with
+the commit at which it was read:
 
-- a2304c9: ``train_fsdp1.py``, ``train_fsdp2.py``, ``accelerate/offload.py``, the newest public ones that were found,
-  which have all switches of the table but the finer wrapping;
+- a2304c9: ``train_fsdp1.py``, ``train_fsdp2.py``, ``accelerate/offload.py``, the newest public versions found, with all
+  switches of the table except the finer wrapping;
 - e9bea04: ``run_fsdp.sh``: expandable segments, and tensors of collectives not recorded on their streams.
 
-One thing of theirs is not followed: at a2304c9 the vocabulary has 100,000 words, which makes 7.3 billion parameters;
-the 9.72 GiB of the table are those of 32,000.
+One difference: at a2304c9 the vocabulary has 100,000 tokens, which makes 7.3 billion parameters; the table's 9.72 GiB
+are those of 32,000.
 
-The programs follow rank 0, whose figures were printed. They run on any device: a planned one, or a CPU with tiny sizes
+The programs follow rank 0, whose numbers were printed. They run on any device: a planned one, or a CPU with tiny sizes
 (FSDP1's CPU offload and its broadcast need an accelerator).
 """
 
@@ -46,10 +46,10 @@ Fill = Callable[[Tensor], object]
 
 
 class Marks(Protocol):
-    """What a program needs of a recorder."""
+    """The interface of a recorder."""
 
     def mark(self, step: int, phase: str) -> None:
-        """A phase begins."""
+        """Start a phase."""
 
 
 @dataclass(frozen=True)
@@ -59,23 +59,23 @@ class Switches:
     strategy: str
     """``fsdp1`` or ``fsdp2``."""
     parts: bool = False
-    """Attention and feed-forward are units of their own."""
+    """Whether attention and feed-forward are units of their own."""
     checkpointing: bool = False
     chunk_loss: bool = False
     optimizer_offload: bool = False
     cpu_offload: bool = False
     stock_order: bool = False
-    """FSDP2 as torch 2.7.1 was without the patch; see ``stock_order``."""
+    """FSDP2 of torch 2.7.1 without the patch; see ``stock_order``."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """What the table says of a row."""
+    """The table's numbers of a row."""
 
     seconds: float
-    """Of a step."""
+    """Step time."""
     end_gib: float
-    """Allocated when a step was done and its tensors were still named."""
+    """Allocated at the end of a step, with its tensors still referenced."""
     reserved_gib: float
 
 
@@ -107,12 +107,12 @@ def _rows() -> dict[tuple[str, str], tuple[Switches, Published]]:
 
 
 ROWS = _rows()
-"""(strategy, name) → what was switched on and what came out. gc: checkpointing; oo and co: offload of the optimizer, of
-all to the CPU; parts: finer wrapping."""
+"""(strategy, name) → switches and results. gc: checkpointing; oo and co: optimizer or full CPU offload; parts: finer
+wrapping."""
 
 
 def materialise(module: nn.Module, device: torch.device, fill: Fill | None) -> None:
-    """Give a module's parameters and buffers memory, in the order in which FSDP moves them to a device."""
+    """Allocate a module's parameters and buffers in the order in which FSDP moves them to a device."""
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False):
             if parameter.is_meta:
@@ -130,7 +130,7 @@ def shard_with_fsdp2(
 ) -> None:
     """Wrap each block, then the rest, and spread the values of rank 0 one parameter at a time (a2304c9)."""
     settings: dict[str, Any] = {
-        # Two axes although one has a single rank: the path of hybrid sharding, with an all-reduce that does nothing.
+        # Two axes, one with a single rank: the path of hybrid sharding, with an all-reduce that does nothing.
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
@@ -139,14 +139,14 @@ def shard_with_fsdp2(
     if switches.cpu_offload:
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type != "cpu")
     for block in model.blocks():
-        # The model was built on the host, and fully_shard moves what it is about to shard.
+        # The model was built on the host, and fully_shard moves the parameters that it shards.
         materialise(block, device, fill)
         if switches.parts:
             fully_shard(block.attention, **settings)
             fully_shard(block.feed_forward, **settings)
         fully_shard(block, **settings)
     materialise(model, device, fill)
-    # Before torch 2.8 the root was never resharded, whatever was asked for; the head is read outside of it.
+    # Before torch 2.8 the root was never resharded; the head is read outside of it.
     fully_shard(model, reshard_after_forward=False, **settings)
     shards = [parameter.to_local().detach() for parameter in model.parameters() if isinstance(parameter, DTensor)]
     # With CPU offload the whole sharded model went to the device for this, and back.
@@ -235,18 +235,15 @@ def first_program(
     steps: int = 2,
     fill: Fill | None = None,
 ) -> list[float]:
-    """Build the model of one row and train it for a few steps.
+    """Build the model of one row and train it for a few steps; return the losses.
 
     Args:
         switches: the row.
-        recorder: is told where phases begin.
+        recorder: receives the start of each phase.
         device: of the tensors; a process group for it exists.
-        sizes: the published ones if not given.
-        steps: to take.
-        fill: fills parameters; on a planned device there is nothing to fill.
-
-    Returns:
-        The losses.
+        sizes: the published ones by default.
+        steps: number of steps.
+        fill: fills parameters; None on a planned device.
     """
     with stock_order() if switches.stock_order else apply_patches(AUTO, switches.strategy):
         return _train(switches, recorder, device, sizes or Sizes(), steps, fill)
@@ -268,7 +265,7 @@ def _train(
     if switches.optimizer_offload:
         offload_states(optimizer, device)
     losses = []
-    # What a step leaves in a local name lives until the next one gives the name away, as it did there.
+    # As there, a step's local tensors live until the next step reassigns their names.
     for step in range(1, steps + 1):
         recorder.mark(step, "data")
         tokens = torch.zeros(sizes.batch_size, sizes.seq_len, dtype=torch.int32).to(device)

@@ -1,11 +1,11 @@
-"""torchtitan's benchmark of December 2024, retold so that it can be traced: Llama 3.1 8B on 8 and 128 H100s, eager.
+"""torchtitan's benchmark of December 2024, rewritten for tracing: Llama 3.1 8B on 8 and 128 H100s, eager.
 
 Its page (github.com/pytorch/torchtitan, ``benchmarks/llama3_h100_202412_torchtitan.md``) gives tokens per second and
-GPU and the most memory that the allocator reserved, as read at the 90th step. The run: FSDP2 on one axis, batch 2 of
-8192 tokens a GPU, selective checkpointing by operator, torch of 2024-12-23, torchtitan of 2024-12-26, on H100s with
-96 GB of HBM2e at 2.4 TB/s, limited to 500 W, and 400 Gb/s of network a GPU. The facts below were read in sources of the
-half years around it (``train.py`` and ``llama3_8b.toml`` 0011fb9, ``parallelize_llama.py`` 004b314, ``optimizer.py``
-04a22a0, ``model.py`` 0199cbc); where those are not of that day, the line says what was followed.
+GPU and the highest reserved memory at the 90th step. The run: FSDP2 on one axis, batch 2 of 8192 tokens per GPU,
+selective checkpointing by operator, torch of 2024-12-23, torchtitan of 2024-12-26, on H100s with 96 GB of HBM2e at 2.4
+TB/s, limited to 500 W, and 400 Gb/s of network per GPU. Facts come from sources of the half years around it
+(``train.py`` and ``llama3_8b.toml`` 0011fb9, ``parallelize_llama.py`` 004b314, ``optimizer.py`` 04a22a0, ``model.py``
+0199cbc); a comment marks each source of another day.
 """
 
 from collections import defaultdict
@@ -32,12 +32,12 @@ SAVED = {
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_flash_attention.default,
 }
-"""Operators whose results selective checkpointing keeps; of products, every other one."""
+"""Operators whose results selective checkpointing keeps; of matmuls every other one."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of model and batch; as published by default."""
+    """Model and batch; the published ones by default."""
 
     dim: int = 4096
     n_layers: int = 32
@@ -51,20 +51,20 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Published:
-    """What the page says of a number of GPUs."""
+    """Published numbers for a number of GPUs."""
 
     tokens_per_second: float
-    """Of one GPU."""
+    """Per GPU."""
     reserved_gib: float
 
     @property
     def tokens(self) -> int:
-        """Of one GPU's step."""
+        """Tokens of one GPU's step."""
         return Sizes.batch_size * Sizes.seq_len
 
     @property
     def step_seconds(self) -> float:
-        """As the tokens per second imply."""
+        """From the tokens per second."""
         return self.tokens / self.tokens_per_second
 
 
@@ -166,17 +166,14 @@ def torchtitan_program(
     steps: int = 2,
     fill: Fill | None = None,
 ) -> list[float]:
-    """Build the model and train it for a few steps.
+    """Build the model and train it for a few steps; return the losses.
 
     Args:
-        recorder: is told where phases begin.
+        recorder: receives the start of each phase.
         device: of the tensors; a process group for it exists.
-        sizes: the published ones if not given.
-        steps: to take.
-        fill: fills parameters; on a planned device there is nothing to fill.
-
-    Returns:
-        The losses.
+        sizes: the published ones by default.
+        steps: number of steps.
+        fill: fills parameters; None on a planned device.
     """
     sizes = sizes or Sizes()
     recorder.mark(0, "construction")

@@ -1,21 +1,20 @@
-"""Hold the planner's simulator against published tables of real runs, and exit with 1 where a bar is missed.
+"""Compare the planner's simulator with published measurements; exit with 1 if an error exceeds its bar.
 
-    python scripts/validate_plan.py
-    python scripts/validate_plan.py --rows "fsdp2 block gc" "torchtitan 8"
-    python scripts/validate_plan.py --write benchmarks/plan.md --jobs 2
+    python scripts/validate_plan.py python scripts/validate_plan.py --rows "fsdp2 block gc" "torchtitan 8" python
+        scripts/validate_plan.py --write benchmarks/plan.md --jobs 2
 
-Those runs were not made by today's trainer, so each row is a program that does what the published one did
+Today's trainer did not make those runs. Each row is a program that does the same as the published one
 (``published_programs``, ``published_torchtitan``), traced at full depth and replayed:
 
-1. The first README of this project (8 Ascend A2, Llama2-7B, batch 1, sequence 4096, torch 2.7.1): allocated at the end
-   of a step, and reserved. Nothing is fitted.
-2. Its step times, with the speed of products fitted on the first row of each strategy, since one row tells one number;
-   then again with two more numbers that no data sheet has, the latency of a transfer and the rate of AdamW on a host
-   core, from FSDP2's two rows that depend on them.
-3. torchtitan's Llama 3.1 8B on 8 and 128 H100s of December 2024: memory; and the time on 128 with the speed of products
+1. The first README of this project (8 Ascend A2, Llama2-7B, batch 1, sequence 4096, torch 2.7.1): memory allocated at
+   the end of a step, and reserved. Nothing is fitted.
+2. Its step times, with the speed of matmuls fitted on the first row of each strategy; then again with two more numbers
+   that no data sheet has, the latency of a transfer and the rate of AdamW on a host core, fitted on the two FSDP2 rows
+   that depend on them.
+3. torchtitan's Llama 3.1 8B on 8 and 128 H100s of December 2024: memory; and the time on 128, with the speed of matmuls
    fitted on 8.
 
-What is reserved settles after three steps, so that many are traced; the figures are those of the last.
+Reserved memory settles after three steps, so three are traced; the numbers are of the last one.
 """
 
 import argparse
@@ -71,7 +70,7 @@ NAMES = [*(" ".join(key) for key in ROWS), *(f"torchtitan {ranks}" for ranks in 
 
 @dataclass(frozen=True)
 class Finding:
-    """One figure beside what was published."""
+    """A prediction and its published value."""
 
     row: str
     what: str
@@ -82,17 +81,17 @@ class Finding:
 
     @property
     def error(self) -> float:
-        """As a share of what was published, or as a difference."""
+        """Relative error, or the difference in GiB."""
         difference = self.predicted - self.published
         return difference / self.published if self.relative else difference
 
     @property
     def met(self) -> bool:
-        """Whether the error is within the bar; a published figure has two digits after the point."""
+        """Whether the error is within the bar; published values have two digits after the point."""
         return abs(self.error) <= self.bar + (0 if self.relative else 0.005)
 
     def cells(self) -> list[str]:
-        """Of the table."""
+        """Cells of the table."""
         error, bar = (
             (f"{self.error:+.1%}", f"{self.bar:.0%}") if self.relative else (f"{self.error:+.3f}", f"{self.bar}")
         )
@@ -101,12 +100,12 @@ class Finding:
 
 
 def a2() -> Hardware:
-    """What the first table was made on."""
+    """Hardware of the first table."""
     return load_hardware("a2")
 
 
 def h100() -> Hardware:
-    """What torchtitan's table was made on: an H100 with other memory than the one that is sold."""
+    """Hardware of torchtitan's table: an H100 with other memory than the common one."""
     source = "github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
     return dataclasses.replace(
         load_hardware("h100"),
@@ -116,7 +115,7 @@ def h100() -> Hardware:
 
 
 def trace_row(name: str, n_layers: int | None) -> Trace:
-    """Trace a row in this process, which is thereby spent.
+    """Trace a row in this process, which cannot be used afterwards.
 
     Args:
         name: one of ``NAMES``.
@@ -144,7 +143,7 @@ def trace_row(name: str, n_layers: int | None) -> Trace:
 
 
 def make_traces(names: Iterable[str], folder: Path, jobs: int, n_layers: int | None) -> None:
-    """Trace those rows that have no trace in the folder yet, each in a process of its own."""
+    """Trace the rows that have no trace in the folder yet, each in its own process."""
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
@@ -169,15 +168,15 @@ def missing_traces(names: Iterable[str], folder: Path) -> list[str]:
 
 
 def file_name(row: str) -> str:
-    """Where a row's trace lies."""
+    """File name of a row's trace."""
     return row.replace(" ", "_") + ".pickle"
 
 
 class Rows:
-    """Rows that were traced, and what they come to.
+    """Traced rows and their replays.
 
     Args:
-        folder: with their traces.
+        folder: contains the traces.
         names: of the rows.
     """
 
@@ -188,20 +187,20 @@ class Rows:
                 self.traces[name] = pickle.load(file)
 
     def replay(self, name: str, hardware: Hardware, allocator: AllocatorKind = AllocatorKind.expandable) -> Replay:
-        """Of one row; expandable segments, which both programs asked for, unless others are wanted."""
+        """Replay a row; both programs asked for expandable segments."""
         return replay(self.traces[name], hardware, build_allocator(allocator, device_type=hardware.device_type))
 
     def seconds(self, name: str) -> Callable[[Hardware], float]:
-        """Of a row's step, as a function of the hardware."""
+        """Seconds of a row's step, as a function of the hardware."""
         return lambda hardware: self.replay(name, hardware).time().step_seconds
 
     def fit(self, name: str, published: float, hardware: Hardware, parameter: str) -> Hardware:
-        """Move one rate such that a row's time comes out."""
+        """Fit one rate to a row's time."""
         return calibrate([Case(self.seconds(name), published, name)], hardware, choose_parameters([parameter])).hardware
 
 
 def classic_memory(rows: Rows) -> list[Finding]:
-    """The first table: allocated at the end, and reserved."""
+    """The first table: allocated at the end of a step, and reserved."""
     hardware, findings = a2(), []
     for (strategy, name), (_, published) in ROWS.items():
         row = f"{strategy} {name}"
@@ -215,14 +214,14 @@ def classic_memory(rows: Rows) -> list[Finding]:
 
 
 def classic_time(rows: Rows, fit_host: bool) -> tuple[list[Finding], list[str]]:
-    """The first table: seconds a step, of all rows that nothing was fitted to.
+    """The first table: step times of all rows that were not fitted.
 
     Args:
         rows: traced.
-        fit_host: whether the two rates that only offload depends on are fitted too.
+        fit_host: whether to fit the two rates that only offload depends on.
 
     Returns:
-        The findings; what was fitted.
+        The findings; notes on fitted rates.
     """
     findings, fitted = [], []
     for strategy in ("fsdp2", "fsdp1"):
@@ -231,9 +230,9 @@ def classic_time(rows: Rows, fit_host: bool) -> tuple[list[Finding], list[str]]:
             continue
         hardware = rows.fit(base, ROWS[strategy, FITTED_ROW][1].seconds, a2(), "compute")
         used = {base}
-        fitted.append(f"{strategy}: {hardware.matmul_efficiency.value:.3f} of the peak in products, from “{base}”")
+        fitted.append(f"{strategy}: {hardware.matmul_efficiency.value:.3f} of the peak in matmuls, from “{base}”")
         if fit_host and all(" ".join(key) in rows.traces for key in (TRANSFER_ROW, ADAM_ROW)):
-            # FSDP2's rows give the numbers, on a machine as fast as FSDP2 found it.
+            # FSDP2's rows give both rates, on a node with FSDP2's matmul speed.
             theirs = rows.fit(f"fsdp2 {FITTED_ROW}", ROWS["fsdp2", FITTED_ROW][1].seconds, a2(), "compute")
             for key, parameter in ((TRANSFER_ROW, "latency of transfers"), (ADAM_ROW, "AdamW on the host")):
                 theirs = rows.fit(" ".join(key), ROWS[key][1].seconds, theirs, parameter)
@@ -256,7 +255,7 @@ def classic_time(rows: Rows, fit_host: bool) -> tuple[list[Finding], list[str]]:
 
 
 def torchtitan(rows: Rows) -> tuple[list[Finding], list[str]]:
-    """torchtitan's table: reserved, and tokens per second on the greater number of ranks."""
+    """torchtitan's table: reserved memory, and tokens per second on the larger number of ranks."""
     findings, notes = [], []
     for ranks, published in TORCHTITAN.items():
         row = f"torchtitan {ranks}"
@@ -265,11 +264,11 @@ def torchtitan(rows: Rows) -> tuple[list[Finding], list[str]]:
             native = rows.replay(row, h100(), AllocatorKind.native).memory().reserved_bytes / GIB
             bar = TORCHTITAN_RESERVED_BAR
             findings.append(Finding(row, "GiB reserved", published.reserved_gib, reserved, bar))
-            notes.append(f"{row}: {native:.2f} GiB were the segments not expandable")
+            notes.append(f"{row}: {native:.2f} GiB with native segments")
     few, many = (f"torchtitan {ranks}" for ranks in TORCHTITAN)
     if few in rows.traces and many in rows.traces:
         hardware = rows.fit(few, TORCHTITAN[8].step_seconds, h100(), "compute")
-        notes.append(f"{hardware.matmul_efficiency.value:.3f} of the peak in products, from “{few}”")
+        notes.append(f"{hardware.matmul_efficiency.value:.3f} of the peak in matmuls, from “{few}”")
         predicted = TORCHTITAN[128].tokens / rows.seconds(many)(hardware)
         rate = TORCHTITAN[128].tokens_per_second
         findings.append(Finding(many, "tokens/s a GPU", rate, predicted, TORCHTITAN_SECONDS_BAR))
@@ -296,10 +295,10 @@ def render(rows: Rows) -> tuple[str, bool]:
             lines += [f"| {' | '.join(finding.cells())} |" for finding in findings] + [""]
     missed = [finding for _, findings, _ in sections for finding in findings if not finding.met]
     lines += [
-        "## 4. and 5. Elsewhere",
+        "## 4. and 5. Other validation",
         "",
-        "- The sequence of real allocations on a CPU against that of a trace: `tests/plan/test_real_allocations.py`.",
-        "- Real allocations and times on a GPU: need a GPU; not run here.",
+        "- Real allocations on a CPU, in order, against those of a trace: `tests/plan/test_real_allocations.py`.",
+        "- Real allocations and times on a GPU need a GPU: not run here.",
         "",
         f"{len(missed)} of {sum(len(findings) for _, findings, _ in sections)} bars missed.",
     ]
@@ -307,7 +306,7 @@ def render(rows: Rows) -> tuple[str, bool]:
 
 
 def about() -> list[str]:
-    """How the page was made."""
+    """Notes on how the page was made."""
     return [
         f"- `python {shlex.join(sys.argv)}` on {date.today()}",
         f"- torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} CPU cores",
@@ -321,11 +320,11 @@ def main() -> int:
     """Trace, replay, print; 0 if every bar is met."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", choices=NAMES, default=NAMES, metavar="ROW")
-    parser.add_argument("--write", type=Path, help="a Markdown file for the page")
-    parser.add_argument("--keep", type=Path, help="a folder for the traces, and with those that are there already")
-    parser.add_argument("--jobs", type=int, default=1, help="rows to trace at a time")
-    parser.add_argument("--layers", type=int, help="blocks of the model, for a quick look; published are 32")
-    parser.add_argument("--trace", metavar="ROW", help="trace one row into --keep, and end")
+    parser.add_argument("--write", type=Path, help="Markdown file for the page")
+    parser.add_argument("--keep", type=Path, help="folder for new and existing traces")
+    parser.add_argument("--jobs", type=int, default=1, help="rows to trace concurrently")
+    parser.add_argument("--layers", type=int, help="blocks of the model, for a quick run; the published models have 32")
+    parser.add_argument("--trace", metavar="ROW", help="trace one row into --keep and exit")
     args = parser.parse_args()
     if args.trace:
         made = trace_row(args.trace, args.layers)

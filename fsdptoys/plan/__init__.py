@@ -1,1 +1,1 @@
-"""What a run would take, without the hardware: see ``fsdptoys plan``."""
+"""Predicts the memory and time of a run without its hardware: ``fsdptoys plan``."""

@@ -36,7 +36,7 @@ class ShardedStepModel(StepModel):
         self.order = self.units.in_forward()
         self.gathered: set[UnitBytes] = set()
         self.in_flight: dict[UnitBytes, tuple[float, float, float]] = {}
-        """Unit that is being gathered → times at which it was issued, its shards were on the device, and it ends."""
+        """Unit → times at which its gather was issued, its shards were on the device, and the gather ends."""
         self.reduced = 0.0
         """End of the last reduction."""
         self.gradients: dict[str, int] = {}

@@ -49,7 +49,7 @@ class Update:
         ]
         self.in_backward = self.memory.optimizer_in_backward
         self.state_width = sum(self.optim.state_widths)
-        """Bytes of states for each element of a parameter that is not updated as a matrix."""
+        """Bytes of states for each element of a parameter, other than matrices with their own update."""
         implementation = self.optim.implementation
         if implementation is Implementation.auto:
             on_cpu = ledger.hardware.device_type == "cpu"

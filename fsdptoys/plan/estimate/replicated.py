@@ -22,7 +22,7 @@ class ReplicatedStepModel(StepModel):
         self.reduced = 0.0
         """End of the last reduction."""
         self.bucket_elements = 0
-        """Elements in the bucket that is being filled."""
+        """Elements in the current bucket."""
         sizes = [param.numel() for unit in self.units.in_forward() for param in unit.params]
         self.copies = [2 * size for size in sizes] if self.casts else []
         self.ledger.add(Category.parameters, 4 * self.elements, pieces=[4 * size for size in sizes])

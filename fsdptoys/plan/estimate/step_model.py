@@ -77,7 +77,7 @@ class StepModel(ABC):
 
     @abstractmethod
     def free_gradients(self, elements: int | None = None) -> None:
-        """Free gradients of that many elements; None for all that are left."""
+        """Free gradients of that many elements; None for all."""
 
     # The step
 

@@ -41,13 +41,13 @@ MOST_SEQUENCES = 2**14
 """Largest batch of a rank."""
 
 REFINED = 8
-"""Number of combinations of each kind that are refined."""
+"""Combinations of each kind to refine."""
 
 ROUNDS = 2
 """Number of refinements; the second starts from the first one's best."""
 
 CHECKED = 3
-"""Number of best candidates that are predicted again by ``check``."""
+"""Best candidates to predict again by ``check``."""
 
 Predict = Callable[[Config, Hardware, int, AllocatorKind], Prediction]
 

@@ -80,7 +80,7 @@ class Block:
 
 
 class Pool:
-    """Blocks of one stream, small or large, that are not in use."""
+    """Free blocks of one stream, small or large."""
 
     __slots__ = ("free", "is_small", "stream", "unmapped")
 
@@ -226,7 +226,7 @@ class Allocator(ABC):
         return address
 
     def _split(self, block: Block, size: int) -> None:
-        """Cut a block that is in no pool; its rest goes into the pool."""
+        """Cut a block taken from its pool; its rest goes into the pool."""
         rest = self._cut(block, size)
         block.pool.put(rest)
 
@@ -242,7 +242,7 @@ class Allocator(ABC):
 
     @staticmethod
     def _merge(block: Block) -> Block:
-        """Join a block that is in no pool with free neighbors that are mapped, or unmapped, like it."""
+        """Join a block taken from its pool with free neighbors, mapped or unmapped like it."""
         before, after = block.previous, block.next
         if before is not None and not before.in_use and before.mapped is block.mapped:
             block.pool.take(before)

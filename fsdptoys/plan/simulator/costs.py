@@ -67,7 +67,7 @@ def cpu_update_seconds(hardware: Hardware, parameters: int) -> float:
 def sent_bytes(name: str, bytes: int, group_size: int) -> float:
     """Bytes that one rank sends in a collective, counted as nccl-tests does for its bus bandwidth.
 
-    ``bytes`` is the full buffer that is gathered, scattered or reduced; for an all-to-all, one rank's input.
+    ``bytes`` is the full buffer to gather, scatter or reduce; for an all-to-all, one rank's input.
     """
     if group_size == 1:
         return 0.0

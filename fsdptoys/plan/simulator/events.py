@@ -85,7 +85,7 @@ class Collective(NamedTuple):
     """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast``, ``all_to_all``, …"""
     stream: int
     bytes: int
-    """The full buffer that is gathered, scattered or reduced."""
+    """The full buffer to gather, scatter or reduce."""
     group_size: int
     group_stride: int
     """Distance between the group's neighbors in the global rank order: 1 for a shard axis."""

@@ -28,7 +28,7 @@ class Collectives:
         self._own: dict[str, Any] = {}
         """Group → its stream."""
         self._pending: dict[int, int] = {}
-        """Stream of a group → event at the end of its last work that was not waited for."""
+        """Stream of a group → event at the end of its last work without a wait."""
 
     @property
     def streams(self) -> list[int]:

@@ -1,7 +1,7 @@
 """Records a program over fake tensors as the trace of a device.
 
-PyTorch shows every operator to a dispatch mode, below autograd and above the fake tensors, whoever calls it: FSDP,
-autograd, an optimizer. Memory is followed by storage (``storages``); streams and events report themselves
+PyTorch shows every operator of FSDP, autograd or an optimizer to a dispatch mode, below autograd and above the fake
+tensors. Memory is followed by storage (``storages``); streams and events report themselves
 (``fake_device``). An operator's cost comes from its schema (``op_schema``) and PyTorch's table of FLOPs; ``op_costs``
 adds the kernels' scratch memory.
 
