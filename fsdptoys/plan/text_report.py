@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from fsdptoys.config.schema import Config
 from fsdptoys.device import GIB
@@ -22,10 +23,8 @@ from fsdptoys.plan.search.switches import node_ranks_of
 
 BAR = 24
 """Characters of the longest bar."""
-
 GAP = 2
 """Spaces between columns."""
-
 MOST_ROWS_OF_FRONTIER = 12
 
 
@@ -43,10 +42,7 @@ def print_prediction(
     _print_memory(prediction, hardware, memory_bytes, console)
     _print_communication(prediction.time, console)
     _print_time(prediction, console)
-    if prediction.doubts:
-        _heading("Caveats", console)
-        for sentence in prediction.doubts:
-            _bullet(sentence, console)
+    _print_caveats(prediction.doubts, console)
     if advice:
         _print_advice(advice, fits, console)
 
@@ -59,8 +55,9 @@ def advice_to_dict(advice: Sequence[Advice]) -> list[dict[str, Any]]:
 def print_search(result: SearchResult, rows: int, console: Console) -> None:
     """Print the best combinations, at most ``rows``, the frontier and the command to run."""
     config, hardware = result.candidates[0].config, result.hardware
-    _title(_model_line(config), console)
-    _line(f"{_ranks_line(result.world_size, hardware)}, {_gib(result.memory_bytes)} of memory each", console)
+    _print_model(config, console)
+    ranks = f"{_ranks(result.world_size)} on {hardware.title}"
+    _line(f"{ranks}, {_gib(result.memory_bytes)} of memory each", console)
     refused = f", {sum(result.refused.values()):,} refused" if result.refused else ""
     method = result.candidates[0].prediction.method
     fit, over = len(result.candidates), len(result.over)
@@ -75,20 +72,12 @@ def print_search(result: SearchResult, rows: int, console: Console) -> None:
     if result.checked:
         _heading("The best, predicted again", console)
         for checked in result.checked:
-            again = checked.prediction
-            _bullet(
-                f"{_name(checked.candidate)}: {_gib(again.memory.reserved_bytes)} reserved "
-                f"({'still fits' if checked.fits else 'does not fit'}), {_tokens(again.tokens_per_second)} "
-                f"({again.method})",
-                console,
-            )
+            again, fits = checked.prediction, "still fits" if checked.fits else "does not fit"
+            memory, speed = _gib(again.memory.reserved_bytes), _tokens(again.tokens_per_second)
+            _bullet(f"{_name(checked.candidate)}: {memory} reserved ({fits}), {speed} ({again.method})", console)
         if not any(checked.fits for checked in result.checked):
             _bullet("None of them fits: lower plan.memory_gib and search again.", console)
-    doubts = dict.fromkeys(sentence for checked in result.checked for sentence in checked.prediction.doubts)
-    if doubts:
-        _heading("Caveats", console)
-        for sentence in doubts:
-            _bullet(sentence, console)
+    _print_caveats([sentence for checked in result.checked for sentence in checked.prediction.doubts], console)
     _heading("Command of the best", console)
     print_command(result.best, result.hardware, console)
 
@@ -145,8 +134,8 @@ def candidate_to_dict(candidate: Candidate) -> dict[str, Any]:
 
 def _print_header(config: Config, prediction: Prediction, hardware: Hardware, console: Console) -> None:
     train, mesh = config.train, config.mesh
-    _title(_model_line(config), console)
-    _line(f"{_ranks_line(prediction.world_size, hardware)}; {prediction.method}", console)
+    _print_model(config, console)
+    _line(f"{_ranks(prediction.world_size)} on {hardware.title}; {prediction.method}", console)
     name = config.parallel.name
     shards = mesh.shard_ranks(prediction.world_size) if config.parallel.shards_parameters else 1
     replicas = prediction.world_size // shards
@@ -186,17 +175,9 @@ def _print_communication(time: TimePrediction, console: Console) -> None:
         return
     _heading("Communication in a step", console)
     rows = [("", "axis", "ranks", "calls", "sent", "takes")]
-    rows += [
-        (
-            volume.collective,
-            volume.axis,
-            f"{volume.group_size:,}",
-            f"{volume.calls:,}",
-            _gib(volume.bytes),
-            _seconds(volume.seconds),
-        )
-        for volume in sorted(time.volumes, key=lambda volume: -volume.seconds)
-    ]
+    for volume in sorted(time.volumes, key=lambda volume: -volume.seconds):
+        counts = f"{volume.group_size:,}", f"{volume.calls:,}"
+        rows.append((volume.collective, volume.axis, *counts, _gib(volume.bytes), _seconds(volume.seconds)))
     _grid(rows, "llrrrr", console, headed=True)
 
 
@@ -229,16 +210,17 @@ def _print_advice(advice: Sequence[Advice], fits: bool, console: Console) -> Non
         heading = "Largest savings; no two changes make it fit, so try fsdptoys plan search"
     _heading(heading, console)
     rows = [("reserved", "tokens/s", "change", "type")]
-    rows += [
-        (
-            _gib(one.reserved_bytes),
-            f"{one.tokens_per_second:,.0f}",
-            f"{one.speed_change:+.1%}",
-            " ".join(one.words),
-        )
-        for one in advice
-    ]
+    for one in advice:
+        speed = f"{one.tokens_per_second:,.0f}", f"{one.speed_change:+.1%}"
+        rows.append((_gib(one.reserved_bytes), *speed, " ".join(one.words)))
     _grid(rows, "rrrl", console, headed=True)
+
+
+def _print_caveats(sentences: Sequence[str], console: Console) -> None:
+    if sentences:
+        _heading("Caveats", console)
+        for sentence in dict.fromkeys(sentences):
+            _bullet(sentence, console)
 
 
 def _print_candidates(candidates: Sequence[Candidate], console: Console) -> None:
@@ -267,12 +249,9 @@ def _name(candidate: Candidate) -> str:
     return ", ".join([layout(config), f"batch {config.train.batch_size}", *traits(config)])
 
 
-def _model_line(config: Config) -> str:
-    return f"{config.model.name or config.model.family}, {_count(count_parameters(config.model))} parameters"
-
-
-def _ranks_line(world_size: int, hardware: Hardware) -> str:
-    return f"{_ranks(world_size)} on {hardware.title}"
+def _print_model(config: Config, console: Console) -> None:
+    model = config.model
+    _line(f"{model.name or model.family}, {_count(count_parameters(model))} parameters", console, style="bold")
 
 
 def _ranks(count: int) -> str:
@@ -306,22 +285,18 @@ def _tokens(rate: float) -> str:
     return f"{rate:,.0f} tokens/s"
 
 
-def _title(text: str, console: Console) -> None:
-    console.print(text, style="bold", highlight=False, markup=False, emoji=False)
-
-
 def _heading(text: str, console: Console) -> None:
     console.print()
-    _title(text, console)
+    _line(text, console, style="bold")
 
 
-def _line(text: str, console: Console) -> None:
-    console.print(text, highlight=False, markup=False, emoji=False)
+def _line(text: str, console: Console, style: str | None = None) -> None:
+    console.print(text, style=style, highlight=False, markup=False, emoji=False)
 
 
 def _bullet(text: str, console: Console) -> None:
     table = Table.grid(padding=(0, 1, 0, 0))
-    table.add_row("-", _plain(text))
+    table.add_row("-", Text(text))
     console.print(table, highlight=False)
 
 
@@ -354,11 +329,5 @@ def _grid(rows: Sequence[Sequence[str]], justify: str, console: Console, headed:
             min_width=None if last else width,
         )
     for index, row in enumerate(rows):
-        table.add_row(*map(_plain, row), style="dim" if headed and index == 0 else "")
+        table.add_row(*map(Text, row), style="dim" if headed and index == 0 else "")
     console.print(table, highlight=False)
-
-
-def _plain(text: str) -> Any:
-    from rich.text import Text
-
-    return Text(text)

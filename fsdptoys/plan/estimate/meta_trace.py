@@ -20,7 +20,6 @@ from fsdptoys.profiler.dispatch import arguments_of, dtype_name, given, tensors_
 
 INPUT = 0
 """Number of the storage of a part's input."""
-
 PARTS = ("attn", "mlp")
 """Parts of a block that may be units."""
 

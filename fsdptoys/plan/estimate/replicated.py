@@ -49,15 +49,6 @@ class ReplicatedStepModel(StepModel):
         if not self.casts:
             super()._enter(unit)
 
-    def enter(self, unit: UnitBytes) -> None:
-        """Do nothing: the parameters are there."""
-
-    def leave(self, unit: UnitBytes) -> None:
-        """Do nothing: the parameters stay."""
-
-    def before_backward(self, unit: UnitBytes) -> None:
-        """Do nothing: the parameters are there."""
-
     def after_backward(self, unit: UnitBytes) -> None:
         """Accumulate gradients, unless they belong to cast copies, which keep them until the end of the backward."""
         if self.casts:

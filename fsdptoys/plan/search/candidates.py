@@ -29,7 +29,6 @@ class Space:
 
 
 EVERYTHING = Space()
-
 SENSIBLE = Space(
     strategies=("fsdp2", "single"),
     wraps=(Wrap.block,),

@@ -39,13 +39,10 @@ from .switches import Changes, count_switches, node_ranks_of, overrides_between,
 
 MOST_SEQUENCES = 2**14
 """Largest batch of a rank."""
-
 REFINED = 8
 """Combinations of each kind to refine."""
-
 ROUNDS = 2
 """Number of refinements; the second starts from the first one's best."""
-
 CHECKED = 3
 """Best candidates to predict again by ``check``."""
 
@@ -191,37 +188,33 @@ def largest_preset(
     raise failure
 
 
+@dataclass
 class _Exploration:
     """Predicts combinations and sorts them by whether they fit."""
 
-    def __init__(
-        self,
-        base: Config,
-        words: Sequence[str],
-        hardware: Hardware,
-        world_size: int,
-        memory_bytes: float,
-        host_memory_bytes: float | None,
-        allocator: AllocatorKind,
-        predict: Predict,
-    ) -> None:
-        self.base = base
+    base: Config
+    overrides: Sequence[str]
+    hardware: Hardware
+    world_size: int
+    memory_bytes: float
+    host_memory_bytes: float | None
+    allocator: AllocatorKind
+    quick: Predict
+
+    def __post_init__(self) -> None:
         # A run takes none of the planner's overrides except a custom profile.
         self.words = tuple(
             word
-            for word in words
+            for word in self.overrides
             if not word.startswith("plan.") or (word.startswith("plan.hardware=") and word.endswith((".yaml", ".yml")))
         )
-        self.fixed = frozenset(word.partition("=")[0] for word in words)
-        self.hardware, self.world_size = hardware, world_size
-        self.node_ranks = node_ranks_of(base, hardware, world_size)
-        self.memory_bytes, self.host_memory_bytes = memory_bytes, host_memory_bytes
-        self.predict = lambda config, ranks: predict(config, hardware, ranks, allocator)
+        self.fixed = frozenset(word.partition("=")[0] for word in self.overrides)
+        self.node_ranks = node_ranks_of(self.base, self.hardware, self.world_size)
         self.fitting: list[Candidate] = []
         self.over: list[Candidate] = []
         self.refused: Counter[str] = Counter()
         self.tried: dict[frozenset[tuple[str, Any]], Candidate | None] = {}
-        self.plain = {key: read(base, key) for key in ("parallel.wrap", "parallel.reshard_after_forward")}
+        self.plain = {key: read(self.base, key) for key in ("parallel.wrap", "parallel.reshard_after_forward")}
 
     def explore(self, space: Space) -> None:
         """Predict every combination in every batch that fits, then the neighbors of the best."""
@@ -274,7 +267,7 @@ class _Exploration:
         if missing:
             raise ConfigError(f"{missing[0]} is not an option of parallel={varied.parallel.name}; leave it out")
         validate_switches(varied, self.world_size, self.hardware.device_type, self.node_ranks)
-        prediction = self.predict(varied, self.world_size)
+        prediction = self.quick(varied, self.hardware, self.world_size, self.allocator)
         return Candidate(words, varied, prediction, count_switches(varied), changes)
 
     def fits(self, prediction: Prediction) -> bool:
@@ -318,7 +311,7 @@ class _Exploration:
                 validate_switches(more, ranks, self.hardware.device_type)
             except ConfigError:
                 return None
-            if self.fits(self.predict(more, ranks)):
+            if self.fits(self.quick(more, self.hardware, ranks, self.allocator)):
                 return ranks
         return None
 

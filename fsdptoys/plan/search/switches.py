@@ -21,13 +21,11 @@ from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfi
 
 Changes = Mapping[str, Any]
 """Key → value, as typed except for the value's type; ``parallel`` names the strategy."""
-
 STRATEGIES: dict[str, type[ParallelConfig]] = {
     strategy.name: strategy for strategy in (FSDP2Config, FSDP1Config, DDPConfig, SingleConfig)
 }
 
 SECTIONS = ("parallel", "mesh", "train", "memory")
-
 OWNED = {
     "chunk_loss": ("chunk_tokens", "chunk_grad_dtype"),
     "gradient_checkpointing": ("checkpointing_start_index", "checkpointing_every", "activation_offload"),

@@ -22,21 +22,8 @@ from typing import Any, NamedTuple, Optional
 from fsdptoys.device.profile import Hardware
 from fsdptoys.metrics.prediction import Volume
 
-from .costs import collective_seconds, host_work_seconds, kernel_seconds, sent_bytes, spread, transfer_seconds
-from .events import (
-    COMPUTE_STREAM,
-    Collective,
-    Event,
-    HostWaitEvent,
-    HostWaitStream,
-    HostWaitWorkers,
-    HostWork,
-    Kernel,
-    KernelKind,
-    RecordEvent,
-    Transfer,
-    WaitEvent,
-)
+from . import costs, events
+from .events import COMPUTE_STREAM, KernelKind
 
 
 class Cause(Enum):
@@ -120,18 +107,18 @@ class Clock:
         self._computed = 0.0
         """Time until which the compute stream is accounted for in ``parts``."""
         self._handlers: dict[type, Callable[[Any], None]] = {
-            Kernel: self._kernel,
-            Collective: self._collective,
-            Transfer: self._transfer,
-            HostWork: self._host_work,
-            RecordEvent: self._record_event,
-            WaitEvent: self._wait_event,
-            HostWaitEvent: self._host_wait_event,
-            HostWaitStream: self._host_wait_stream,
-            HostWaitWorkers: self._host_wait_workers,
+            events.Kernel: self._kernel,
+            events.Collective: self._collective,
+            events.Transfer: self._transfer,
+            events.HostWork: self._host_work,
+            events.RecordEvent: self._record_event,
+            events.WaitEvent: self._wait_event,
+            events.HostWaitEvent: self._host_wait_event,
+            events.HostWaitStream: self._host_wait_stream,
+            events.HostWaitWorkers: self._host_wait_workers,
         }
 
-    def advance(self, event: Event) -> None:
+    def advance(self, event: events.Event) -> None:
         """Process the next event; memory events and marks take no time."""
         handler = self._handlers.get(type(event))
         if handler is not None:
@@ -161,10 +148,10 @@ class Clock:
         waits_for_host = self.host >= self._ready[COMPUTE_STREAM]
         self._count_wait(self.now, self._host_last if waits_for_host else self._last[COMPUTE_STREAM])
 
-    def _kernel(self, event: Kernel) -> None:
+    def _kernel(self, event: events.Kernel) -> None:
         self.host += self._operator_seconds
         stream, kind = event.stream, event.kind
-        seconds = kernel_seconds(self._hardware, kind, event.flops, event.bytes, event.dtype)
+        seconds = costs.kernel_seconds(self._hardware, kind, event.flops, event.bytes, event.dtype)
         ready, last = self._ready[stream], self._last[stream]
         if self.host > ready:
             ready, last = self.host, self._host_last
@@ -180,20 +167,20 @@ class Clock:
         if self._host_computes:
             self._host_until(end, self._last[stream])
 
-    def _collective(self, event: Collective) -> None:
+    def _collective(self, event: events.Collective) -> None:
         self.host += self._hardware.host_collective_seconds.value
         name, size, stride = event.name, event.group_size, event.group_stride
-        seconds = collective_seconds(self._hardware, name, event.bytes, size, stride)
+        seconds = costs.collective_seconds(self._hardware, name, event.bytes, size, stride)
         self._count_volume(event, seconds)
-        nodes, local = spread(self._hardware, size, stride)
+        nodes, local = costs.spread(self._hardware, size, stride)
         lanes = [lane for lane, used in ((self._intra, local > 1), (self._inter, nodes > 1)) if used]
         communicator = (event.axis, size, stride)
         end = self._serve(event.stream, lanes, seconds, Cause.communication, self._communicators[communicator])
         self._communicators[communicator] = end
 
-    def _transfer(self, event: Transfer) -> None:
+    def _transfer(self, event: events.Transfer) -> None:
         self.host += self._operator_seconds
-        seconds = transfer_seconds(self._hardware, event.bytes)
+        seconds = costs.transfer_seconds(self._hardware, event.bytes)
         lane = self._up if event.to_device else self._down
         end = self._serve(event.stream, [lane], seconds, Cause.transfer)
         if event.blocking:
@@ -219,31 +206,31 @@ class Clock:
             self._last[stream] = None
         return end
 
-    def _host_work(self, event: HostWork) -> None:
-        seconds = max(host_work_seconds(self._hardware, event.bytes, event.elements), self._operator_seconds)
+    def _host_work(self, event: events.HostWork) -> None:
+        seconds = max(costs.host_work_seconds(self._hardware, event.bytes, event.elements), self._operator_seconds)
         if event.worker:
             self._workers.append(max(self.host, self._workers[-1] if self._workers else 0.0) + seconds)
         else:
             self.host += seconds
 
-    def _record_event(self, event: RecordEvent) -> None:
+    def _record_event(self, event: events.RecordEvent) -> None:
         self._events[event.event] = self._ready[event.stream], self._last[event.stream]
 
-    def _wait_event(self, event: WaitEvent) -> None:
+    def _wait_event(self, event: events.WaitEvent) -> None:
         happens, work = self._events.get(event.event, (0.0, None))
         if happens > self._ready[event.stream]:
             self._ready[event.stream], self._last[event.stream] = happens, work
 
-    def _host_wait_event(self, event: HostWaitEvent) -> None:
+    def _host_wait_event(self, event: events.HostWaitEvent) -> None:
         self._host_until(*self._events.get(event.event, (0.0, None)))
 
-    def _host_wait_stream(self, event: HostWaitStream) -> None:
+    def _host_wait_stream(self, event: events.HostWaitStream) -> None:
         if event.stream is None:
             self.wait_for_device()
         else:
             self._host_until(self._ready[event.stream], self._last[event.stream])
 
-    def _host_wait_workers(self, event: HostWaitWorkers) -> None:
+    def _host_wait_workers(self, event: events.HostWaitWorkers) -> None:
         if event.works:
             self._host_until(self._workers[event.works - 1], None)
 
@@ -273,10 +260,10 @@ class Clock:
                 until = begun
             work = work.parent
 
-    def _count_volume(self, event: Collective, seconds: float) -> None:
+    def _count_volume(self, event: events.Collective, seconds: float) -> None:
         key = (event.name, event.axis, event.group_size)
         so_far = self.parts.volumes.get(key)
-        calls, sent = 1, round(sent_bytes(event.name, event.bytes, event.group_size))
+        calls, sent = 1, round(costs.sent_bytes(event.name, event.bytes, event.group_size))
         if so_far is not None:
             calls, sent, seconds = calls + so_far.calls, sent + so_far.bytes, seconds + so_far.seconds
         self.parts.volumes[key] = Volume(*key, calls, sent, seconds)
