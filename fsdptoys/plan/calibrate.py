@@ -177,11 +177,7 @@ def _scaled(
 
 
 def _matters(
-    index: int,
-    start: np.ndarray,
-    limits: np.ndarray,
-    before: np.ndarray,
-    predicted: Callable[[np.ndarray], np.ndarray],
+    index: int, start: np.ndarray, limits: np.ndarray, before: np.ndarray, predicted: Callable[[np.ndarray], np.ndarray]
 ) -> bool:
     """Whether a factor of 2 or 1/2, within its limits, changes any prediction."""
     for factor in (math.log(2), -math.log(2)):

@@ -164,10 +164,7 @@ def doubts(config: Config, hardware: Hardware, world_size: int) -> tuple[str, ..
             config.parallel.flattens_parameters or config.memory.optimizer_offload,
             "only two steps are traced; reserved memory may grow in a third, by up to 2% in measurements",
         ),
-        (
-            config.train.compile,
-            "train.compile=true is predicted as eager: an upper bound of time and memory",
-        ),
+        (config.train.compile, "train.compile=true is predicted as eager: an upper bound of time and memory"),
         (config.data.mask_documents, "document lengths are unknown: attention is assumed over full sequences"),
         (
             config.train.float8 is not Float8.none,

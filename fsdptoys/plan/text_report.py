@@ -112,11 +112,7 @@ def search_to_dict(result: SearchResult) -> dict[str, Any]:
         "candidates": [candidate_to_dict(candidate) for candidate in result.leading(len(result.candidates))],
         "frontier": [candidate_to_dict(candidate) for candidate in frontier(result.candidates)],
         "checked": [
-            {
-                "words": list(checked.candidate.words),
-                "fits": checked.fits,
-                "prediction": checked.prediction.to_dict(),
-            }
+            {"words": list(checked.candidate.words), "fits": checked.fits, "prediction": checked.prediction.to_dict()}
             for checked in result.checked
         ],
         "best": candidate_to_dict(result.best),

@@ -49,16 +49,16 @@ def test_end_of_step_is_twelve_bytes_a_parameter_of_the_shard(capsys: pytest.Cap
     """Oracle: float32 parameter and two states of AdamW over 8 ranks, and a workspace of cuBLAS for each of 2 threads,
     32 MiB on Hopper (torch.backends.cuda, CUBLAS_WORKSPACE_CONFIG); not a tenth more for all that is small."""
     assert main(["plan", *TINY, "model.dim=512", "model.ffn_dim=1408", "plan.world_size=8", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    output = json.loads(capsys.readouterr().out)
     config = compose_config([*TINY, "model.dim=512", "model.ffn_dim=1408"])
     with torch.device("meta"):
         parameters = config.model.build().parameter_counts().total
     kept = 12 * parameters / 8
-    assert kept <= told["memory"]["end_bytes"] - 2 * 2**25 < 1.1 * kept
-    assert told["world_size"] == 8 and told["method"] == "traced, all layers"
+    assert kept <= output["memory"]["end_bytes"] - 2 * 2**25 < 1.1 * kept
+    assert output["world_size"] == 8 and output["method"] == "traced, all layers"
     parts = ("compute", "exposed_communication", "exposed_transfer", "host")
-    assert sum(told["time"][f"{part}_seconds"] for part in parts) == pytest.approx(told["time"]["step_seconds"])
-    assert told["memory_limit_bytes"] == round(load_hardware("h100").usable_bytes)
+    assert sum(output["time"][f"{part}_seconds"] for part in parts) == pytest.approx(output["time"]["step_seconds"])
+    assert output["memory_limit_bytes"] == round(load_hardware("h100").usable_bytes)
 
 
 @pytest.mark.usefixtures("unmeasured")
@@ -72,10 +72,10 @@ def test_a_peak_that_only_deep_models_have_is_found(monkeypatch: pytest.MonkeyPa
     words += ["parallel=single", "train.seq_len=512", "memory.gradient_checkpointing=full"]
     config, hardware = compose_config([*words, "optim.implementation=fused"]), load_hardware("h100")
     config.validate(1, "cuda")
-    told = predict(config, hardware, 1)
+    output = predict(config, hardware, 1)
     line, _ = made
-    assert (line.method, told.method) == ("traced, 8 and 12 layers", "traced, all layers")
-    assert told.memory.peak_bytes > 1.02 * line.memory.peak_bytes
+    assert (line.method, output.method) == ("traced, 8 and 12 layers", "traced, all layers")
+    assert output.memory.peak_bytes > 1.02 * line.memory.peak_bytes
 
 
 @pytest.mark.usefixtures("unmeasured")
@@ -86,8 +86,8 @@ def test_search_prints_words_that_train_takes(tmp_path: Path, capsys: pytest.Cap
     words += ["memory.cpu_offload=false", "memory.optimizer_offload=false", "memory.gradient_checkpointing=full"]
     words += ["parallel.wrap=block", "parallel.reshard_after_forward=default"]
     assert main([*words, "--json", "--png", str(picture)]) == 0
-    told = json.loads(capsys.readouterr().out)
-    best = compose_config(told["best"]["words"])
+    output = json.loads(capsys.readouterr().out)
+    best = compose_config(output["best"]["words"])
     best.validate(8, "cuda")
     assert (best.parallel.name, best.train.batch_size, best.model.name) == ("fsdp2", 4, "llama_debug")
     assert picture.read_bytes().startswith(b"\x89PNG")

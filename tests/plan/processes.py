@@ -1,4 +1,4 @@
-"""Processes in which a device can be imagined: where autograd has run once, or something was traced, none can be."""
+"""Fresh processes for fake devices: none can be installed after autograd or a trace has run."""
 
 import multiprocessing
 import os
@@ -23,7 +23,7 @@ os.register_at_fork(after_in_child=_forget_server)
 
 
 def in_fresh_process(function: Callable[..., Any], *args: Any) -> Any:
-    """What a function of a module returns in a process of its own; its exception's traceback as a RuntimeError."""
+    """Run a function in a process of its own; return its result, or raise its traceback as a RuntimeError."""
     receiver, sender = FRESH.Pipe(duplex=False)
     measured = any(name.startswith("COVERAGE_PROCESS_") for name in os.environ)
     process = FRESH.Process(target=_answer, args=(sender, measured, function, args))

@@ -1,4 +1,4 @@
-"""Calibration finds the rates that made synthetic measurements, and leaves alone what they do not show."""
+"""Calibration recovers the rates behind synthetic measurements, and leaves the others alone."""
 
 import dataclasses
 import io
@@ -106,8 +106,8 @@ def test_runs_that_tell_rates_apart_give_them_all() -> None:
     assert max(abs(error(row, row.before_seconds)) for row in result.fitted) > 0.5
 
 
-def test_what_no_run_depends_on_is_left_alone_and_told() -> None:
-    """Oracle: only computing runs: links, copies and the host's AdamW stay what they were, source included."""
+def test_a_rate_without_effect_is_not_fitted_and_named() -> None:
+    """Oracle: runs that only compute: links, copies and the host's AdamW keep value and source."""
     result = calibrate(cases("compute", "traffic"), H100, today=TODAY)
     assert result.unknown == (
         "host",
@@ -164,7 +164,7 @@ def test_what_was_moved_says_so_as_its_source() -> None:
 
 
 def write_run(folder: Path, config: Config, seconds: list[float], device: str = "NVIDIA H100 80GB HBM3") -> Path:
-    """A run directory as ``fsdptoys train`` writes it."""
+    """Write a run directory as ``fsdptoys train`` does."""
     folder.mkdir()
     (folder / "config.yaml").write_text(yaml.safe_dump(config.to_dict(), sort_keys=False))
     environment = {"world_size": 8, "device": {"type": "cuda" if "H100" in device else "npu", "name": device}}
@@ -223,9 +223,9 @@ def test_the_command_tells_errors_and_writes_a_profile(tmp_path: Path, config: C
     made = load_hardware(str(out))
     assert made.matmul_efficiency.value == pytest.approx(0.8 * 0.72, rel=0.01)
     assert re.search(r"run3 +0\.\d+ s +0\.\d+ s +-\d+\.\d% +0\.\d+ s +[+-]0\.\d%", page.getvalue())
-    told = " ".join(page.getvalue().split())
-    assert "matmul_efficiency: 0.72 is now 0.576" in told
-    assert "Not fitted, as no run depends on it: memory, host, links within a machine, links between" in told
+    text = " ".join(page.getvalue().split())
+    assert "matmul_efficiency: 0.72 is now 0.576" in text
+    assert "Not fitted, as no run depends on it: memory, host, links within a machine, links between" in text
     with pytest.raises(ConfigError, match=r"mine.yaml must be a new YAML file; set out=mine_new"):
         calibrate_command(words, predictor, Console(file=page))
 

@@ -1,4 +1,4 @@
-"""The closed form against formulas, against itself where more must mean more, and against traces of the real code."""
+"""The closed form compared with formulas, with itself for monotony, and with traces of the real code."""
 
 import copy
 import dataclasses
@@ -40,7 +40,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @functools.cache
 def _composed() -> tuple[Config, dict[str, ModelConfig]]:
-    """What Hydra, which is slow, is asked for once."""
+    """Compose once; Hydra is slow."""
     return compose_config(()), dict(zip(MODELS, compose_presets(MODELS), strict=True))
 
 
@@ -118,7 +118,7 @@ def _parameters(config: Config) -> int:
 def test_end_of_step_is_what_the_strategy_keeps_of_each_parameter(
     words: tuple[str, ...], world_size: int, bytes_each: int, ranks: int
 ) -> None:
-    """Oracle: bytes a parameter by hand, over the ranks that share a copy, and the workspace of matrix products."""
+    """Oracle: bytes per parameter by hand, over the ranks that share a copy, and the workspace of matmuls."""
     words = ("model=llama2_7b", "model.n_layers=4", "parallel.param_dtype=bfloat16", *words)
     end = _predict(*words, world_size=world_size).memory.end_bytes
     expected = _parameters(_config(*words, world_size=world_size)) * bytes_each / ranks
@@ -184,7 +184,7 @@ SAVINGS = [
 
 @pytest.mark.parametrize(("without", "with_"), SAVINGS)
 def test_each_memory_switch_saves_memory(without: str, with_: str) -> None:
-    """Oracle: what each switch is for."""
+    """Oracle: the purpose of each switch."""
     words = ("model=llama3_8b", "model.n_layers=16", "parallel.param_dtype=bfloat16", "train.seq_len=8192")
     more, less = (_predict(*words, *switches.split()).memory for switches in (without, with_))
     assert less.reserved_bytes < more.reserved_bytes
@@ -323,8 +323,8 @@ def test_second_prediction_of_a_kind_measures_nothing_anew() -> None:
 
 @pytest.mark.parametrize("hardware", ["cpu", "a2"])
 @pytest.mark.parametrize("model", ["qwen3_moe_mini", "llama4_mini", "llama3_1b"])
-def test_float32_is_foretold_where_no_accelerator_has_a_kernel_for_it(model: str, hardware: str) -> None:
-    """Oracle: that it comes out, and takes more than bf16, at most twice as much."""
+def test_float32_is_predicted_without_an_accelerator_kernel(model: str, hardware: str) -> None:
+    """Oracle: the prediction exists, and takes more time than bf16, at most twice as much."""
     one, two = (
         _predict(f"model={model}", f"parallel.param_dtype={dtype}", world_size=2, hardware=hardware).memory
         for dtype in ("bfloat16", "float32")

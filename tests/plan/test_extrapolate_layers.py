@@ -1,4 +1,4 @@
-"""Which depths are traced, and the line through them."""
+"""Choice of traced depths, and the line through them."""
 
 from dataclasses import dataclass, field
 
@@ -38,7 +38,7 @@ def test_depths_are_whole_turns_apart_and_meet_that_of_the_model(words: list[str
 
 @dataclass(frozen=True)
 class Figures:
-    """What a replay may hold."""
+    """A replay's kinds of values."""
 
     name: str
     bytes: int

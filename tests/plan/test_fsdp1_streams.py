@@ -1,4 +1,4 @@
-"""On which stream FSDP1's gradients are put together: a planned device must do as autograd does on a real one."""
+"""Stream on which FSDP1's gradients are joined: the planned device must agree with autograd on a real one."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What is foretold of a run, and what is said to be doubtful."""
+"""Predictions of a run and their caveats."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ def composed(*words: str, device_type: str = "cuda", world_size: int = 8) -> Con
 
 
 @pytest.mark.parametrize(
-    "words, foretold",
+    "words, predicted",
     [
         (["plan.hardware=cpu"], True),
         (["plan.predict=false"], False),
@@ -29,13 +29,13 @@ def composed(*words: str, device_type: str = "cuda", world_size: int = 8) -> Con
         (["plan.hardware=cpu", "memory.optimizer_offload=true"], False),
     ],
 )
-def test_a_run_is_foretold_where_its_device_is_known(words: list[str], foretold: bool) -> None:
+def test_a_run_is_predicted_if_its_device_is_known(words: list[str], predicted: bool) -> None:
     """Oracle: the table, and the closed form on that profile."""
     config = composed(*words, device_type="cpu", world_size=2)
-    told = estimate_run(config, 2)
-    assert (told is not None) == foretold
-    if told is not None:
-        assert told == (closed_form(config, load_hardware("cpu"), 2, AllocatorKind.expandable), load_hardware("cpu"))
+    found = estimate_run(config, 2)
+    assert (found is not None) == predicted
+    if found is not None:
+        assert found == (closed_form(config, load_hardware("cpu"), 2, AllocatorKind.expandable), load_hardware("cpu"))
 
 
 def test_the_kind_of_segments_changes_what_is_reserved() -> None:
@@ -62,7 +62,7 @@ def test_ranks_are_those_asked_for_or_those_of_one_machine(words: list[str], ran
 
 
 @pytest.mark.parametrize(
-    "words, ranks, told",
+    "words, ranks, expected",
     [
         ((), 1024, "time beyond 128 ranks is not validated"),
         (("plan.memory_gib=500",), 8, "plan.memory_gib=500 is over the 77.61 GiB that h100 leaves the allocator"),
@@ -77,24 +77,22 @@ def test_ranks_are_those_asked_for_or_those_of_one_machine(words: list[str], ran
         (("model=qwen3_moe_debug",), 8, "experts are assumed to receive equal numbers of tokens"),
     ],
 )
-def test_what_is_not_known_is_said_where_it_matters_and_nowhere_else(
-    words: tuple[str, ...], ranks: int, told: str
-) -> None:
+def test_each_limit_is_reported_only_where_it_applies(words: tuple[str, ...], ranks: int, expected: str) -> None:
     """Oracle: the sentence is there; without the setting it is not."""
     hardware = load_hardware("h100")
     found = doubts(composed(*words), hardware, ranks)
     plain = doubts(composed(), hardware, 8)
-    assert sum(sentence.startswith(told) for sentence in found) == 1
-    assert not any(sentence.startswith(told) for sentence in plain)
+    assert sum(sentence.startswith(expected) for sentence in found) == 1
+    assert not any(sentence.startswith(expected) for sentence in plain)
     assert any("1.1 to 1.7 times" in sentence for sentence in plain)
 
 
 def test_groups_across_machines_are_doubted() -> None:
-    """Oracle: the sentence, for machines of eight; its costs begin every group where a machine does."""
+    """Oracle: the sentence, for nodes of eight; its costs start every group at a node."""
     config = compose_config(["experiment=null", "plan.hardware=h100", "mesh.fsdp_size=12"])
     config.validate(24, "cuda")
-    (told,) = [sentence for sentence in doubts(config, load_hardware("h100"), 24) if "across two" in sentence]
-    assert told.startswith("mesh.fsdp_size=12 on machines of 8 ranks") and told.endswith("at a node's first rank")
+    (found,) = [sentence for sentence in doubts(config, load_hardware("h100"), 24) if "across two" in sentence]
+    assert found.startswith("mesh.fsdp_size=12 on machines of 8 ranks") and found.endswith("at a node's first rank")
 
 
 @pytest.mark.parametrize(
@@ -108,16 +106,16 @@ def test_a_node_has_the_ranks_of_an_imagined_machine(words: list[str], world_siz
     assert config.mesh.fsdp_size == size
 
 
-@pytest.mark.parametrize(("words", "told"), [((), False), (("kernels.grouped_matmul=torch",), True)])
+@pytest.mark.parametrize(("words", "expected"), [((), False), (("kernels.grouped_matmul=torch",), True)])
 def test_experts_one_by_one_are_doubted_on_an_npu_where_they_are_not_grouped(
-    words: tuple[str, ...], told: bool
+    words: tuple[str, ...], expected: bool
 ) -> None:
-    """Oracle: the sentence; torch_npu's product is what an NPU takes unless told otherwise."""
+    """Oracle: the sentence; an NPU uses torch_npu's grouped matmul by default."""
     config = composed("model=qwen3_moe_debug", *words, device_type="npu")
-    assert any("multiplied one by one" in each for each in doubts(config, load_hardware("a2"), 8)) is told
+    assert any("multiplied one by one" in each for each in doubts(config, load_hardware("a2"), 8)) is expected
 
 
-def test_two_ways_that_differ_by_over_a_tenth_are_told() -> None:
+def test_a_difference_of_over_ten_percent_is_reported() -> None:
     """Oracle: changes by hand: 9% is silent, 11% is one sentence."""
     prediction = closed_form(composed(), load_hardware("h100"), 8, AllocatorKind.expandable)
     for factor, count in ((1.09, 0), (1.11, 1), (0.89, 1)):

@@ -96,7 +96,7 @@ Seen = tuple[dict[Phase, list[Allocation]], dict[int, list[Allocation]]]
 
 
 def runs_for_real(cases: dict[str, tuple[str, ...]], world_size: int) -> dict[str, Seen]:
-    """On every rank: run each case and return what the profiler saw."""
+    """On every rank: run each case and return the profiler's records."""
     grouped.choose_product("cpu", torch.float32)  # tries products the first time
     return {name: run_for_real(words_of(words), world_size) for name, words in cases.items()}
 

@@ -1,4 +1,4 @@
-"""The search over combinations, held against brute force over a formula of a prediction."""
+"""The search over combinations, compared with brute force over a formula of a prediction."""
 
 import copy
 import dataclasses
@@ -32,7 +32,7 @@ MODEL = ["model=llama2_7b", "train.seq_len=2048", "parallel.param_dtype=bfloat16
 
 @functools.cache
 def composed_once(*words: str) -> Config:
-    """What nothing here may change in place."""
+    """Shared configuration, not to be changed in place."""
     return compose_config(words)
 
 
@@ -41,7 +41,7 @@ def compose(words: Sequence[str]) -> Config:
 
 
 def imagined_hardware(devices: int = 8) -> Hardware:
-    """A device whose numbers no prediction here reads, but for the devices of a machine."""
+    """A device of which only the number of devices per node is read."""
     quantities = {
         field.name: Quantity(1.0, "imagined") for field in dataclasses.fields(Hardware) if field.type is Quantity
     }
@@ -61,8 +61,8 @@ HARDWARE = imagined_hardware()
 
 
 def formula(config: Config, hardware: Hardware, world_size: int, allocator: AllocatorKind) -> Prediction:
-    """A prediction that has what matters to a search: memory that grows with the batch, time convex in it, and switches
-    that trade one for the other."""
+    """A prediction with the properties that a search relies on: memory that grows with the batch, time convex in it,
+    and switches that trade one for the other."""
     parallel, memory, train, model = config.parallel, config.memory, config.train, config.model
     parameters = 12 * model.n_layers * model.dim**2
     shards = config.mesh.shard_ranks(world_size) if parallel.name.startswith("fsdp") else 1
@@ -236,8 +236,8 @@ def test_switches_that_change_nothing_are_left_off() -> None:
     ],
 )
 def test_what_was_typed_stays_and_the_words_compose_to_the_candidate(typed: list[str]) -> None:
-    """Oracle: Hydra composing the words from scratch, then validating as a run does; in the whole space and in one that
-    lacks some of what was typed."""
+    """Oracle: Hydra composing the overrides from scratch, then validating as a run does; in the full space and in one
+    without some of the typed alternatives."""
     words = [*typed, *MODEL, "plan.world_size=16"]
     base = compose(words)
     result = find(words, 16, 200)
@@ -410,7 +410,7 @@ def test_the_largest_preset_that_fits_comes_with_words_that_compose() -> None:
     assert largest(["gpt2"], 30)[1].config.train.seq_len == 1024
 
 
-def told(config: Config, gib: float, world_size: int = 8) -> list[tuple[str, bool]]:
+def advised(config: Config, gib: float, world_size: int = 8) -> list[tuple[str, bool]]:
     def predict(one: Config) -> Prediction:
         return formula(one, HARDWARE, world_size, AllocatorKind.expandable)
 
@@ -423,7 +423,7 @@ def test_advice_makes_a_run_fit_or_faster_as_predicted() -> None:
     for words, gib in (([], 16.0), (["memory.gradient_checkpointing=full", "train.batch_size=2"], 80.0)):
         base = compose([*MODEL, *words])
         before = formula(base, HARDWARE, 8, AllocatorKind.expandable)
-        advice = told(base, gib)
+        advice = advised(base, gib)
         assert advice and all(fits for _, fits in advice)
         speeds = []
         for text, _ in advice:
@@ -436,11 +436,11 @@ def test_advice_makes_a_run_fit_or_faster_as_predicted() -> None:
 
 
 def test_advice_falls_back_to_pairs_and_then_to_what_saves_most() -> None:
-    """Oracle: where one change is not enough, two are told; where two are not, that they do not fit."""
+    """Oracle: where one change is not enough, two are advised; where two are not, that they do not fit."""
     base = compose([*MODEL, "train.batch_size=8"])
-    pairs = told(base, 14)
+    pairs = advised(base, 14)
     assert pairs and all(fits for _, fits in pairs) and all(len(text.split()) >= 2 for text, _ in pairs)
-    hopeless = told(base, 1.5)
+    hopeless = advised(base, 1.5)
     assert hopeless and not any(fits for _, fits in hopeless)
 
 

@@ -1,4 +1,4 @@
-"""The pages that show predictions, read word for word."""
+"""Printed predictions and searches, word for word."""
 
 import dataclasses
 import io
@@ -166,7 +166,7 @@ HYBRID = (
 
 
 def printed(show: object, width: int = 80, encoding: str = "ascii", **options: bool) -> str:
-    """What a page looks like where it is piped, without the spaces at the ends of lines."""
+    """A page as piped, without trailing spaces."""
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True)
     assert callable(show)
     show(rich.console.Console(file=file, width=width, legacy_windows=False, **options))  # type: ignore[arg-type]
@@ -212,7 +212,7 @@ def test_a_narrow_terminal_wraps_words_and_keeps_numbers(config: Config) -> None
     assert set(PAGE.replace("#", "").split()) - set(narrow.split()) <= {"memory.gradient_checkpointing=none"}
 
 
-def test_a_single_rank_and_an_unknown_peak_are_told_as_such(config: Config) -> None:
+def test_a_single_rank_and_an_unknown_peak_are_reported(config: Config) -> None:
     """Oracle: the lines, word for word; no communication, no host memory, no bars where there is nothing."""
     alone = dataclasses.replace(
         PREDICTION,
@@ -305,7 +305,7 @@ def test_pages_have_no_colours_where_they_are_piped_and_the_same_words_where_not
 
 
 def test_everything_is_there_as_json(config: Config) -> None:
-    """Oracle: what JSON reads back."""
+    """Oracle: the JSON read back."""
     read = json.loads(json.dumps(search_to_dict(search_result(config))))
     assert (
         read["best"]["words"][3] == "parallel=fsdp1" and read["fitting"] == 3 and read["refused"] == {"a sentence": 2}

@@ -1,4 +1,4 @@
-"""Traces of small models on a device that does not exist, held against formulas, and through the worker process."""
+"""Traces of small models on a device that does not exist, compared with formulas, and through the child process."""
 
 import dataclasses
 from collections import Counter
@@ -273,8 +273,8 @@ def test_worker_threads_update_every_offloaded_parameter_and_are_waited_for() ->
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_a_worker_process_traces_each_depth_and_tells_mistakes() -> None:
-    """Oracle: the number of parameters at each depth; a model that FSDP cannot be asked for fails with its sentence."""
+def test_a_child_process_traces_each_depth_and_reports_errors() -> None:
+    """Oracle: the number of parameters at each depth; an impossible mesh fails with its error."""
     config = configured([*LLAMA, "parallel=fsdp2", "mesh.fsdp_size=8"], 98304, "cuda")
     shallow, deep = trace(config, hardware("cuda"), 98304, [1, 2])
     assert (shallow.n_layers, deep.n_layers) == (1, 2)

@@ -1,4 +1,4 @@
-"""Traces of small models, each made in a process of its own, since one that has traced is spent."""
+"""Traces of small models, each made in a process of its own."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ ATTENTION = {"cuda": AttentionKind.flash, "npu": AttentionKind.npu, "cpu": Atten
 
 
 def hardware(device_type: str) -> Hardware:
-    """Hardware of which nothing but its kind matters."""
+    """Hardware of which only the kind matters."""
     numbers: dict[str, Any] = {field.name: Quantity(1.0, "none") for field in dataclasses.fields(Hardware)}
     names = {"name": "any", "title": "any", "matches": ("any",), "peak_flops": {}}
     return Hardware(**numbers | names | {"device_type": device_type, "attention": ATTENTION[device_type]})
@@ -43,7 +43,7 @@ def _traced(words: tuple[str, ...], world_size: int, device_type: str) -> Trace:
 
 
 def traced_on(config: Config, hardware: Hardware, world_size: int) -> Trace:
-    """What ``trace`` tells of a configuration as it is, without the interpreter that it starts."""
+    """A trace as of ``trace``, without its child interpreter."""
     trace: Trace = in_fresh_process(_trace_on, config, hardware, world_size)
     return trace
 
@@ -55,7 +55,7 @@ def _trace_on(config: Config, hardware: Hardware, world_size: int) -> Trace:
 
 
 def trace_steps(config: Config, world_size: int, device_type: str) -> Trace:
-    """Two steps of the project's trainer, in a process that is spent then."""
+    """Trace two steps of the project's trainer in this process, which cannot be used afterwards."""
     program = trainer_program(config, hardware(device_type))
     return trace_here(program, attention=ATTENTION[device_type], world_size=world_size)
 

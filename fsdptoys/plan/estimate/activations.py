@@ -226,11 +226,7 @@ def _kernels_of(attention: AttentionKind) -> Iterator[None]:
 
 
 def _measure(
-    module: nn.Module,
-    run: Callable[[Tensor], Tensor],
-    dim: int | None,
-    common: _Common,
-    trace: MetaTrace,
+    module: nn.Module, run: Callable[[Tensor], Tensor], dim: int | None, common: _Common, trace: MetaTrace
 ) -> Segment:
     """Run a part forward and backward.
 

@@ -7,6 +7,7 @@ rather than intermediate results; CUDA's fused normalization; the loss's own ker
 Not covered: scratch memory of NPU kernels; results that the compiler recomputes instead of keeping.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -115,33 +116,20 @@ class _NPUAttention(torch.autograd.Function):
         return *made, None
 
 
-class _NPUSwiGLU(torch.autograd.Function):
-    """torch_npu's gate; keeps its input."""
+class _KeepsInputs(torch.autograd.Function):
+    """An operator that keeps its inputs for ``NAME_backward``, such as torch_npu's and the compiled SwiGLU."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, dim: int) -> Tensor:
-        ctx.save_for_backward(input)
-        output: Tensor = torch.ops.planned.npu_swiglu(input)
+    def forward(ctx: Any, name: str, *tensors: Tensor) -> Tensor:
+        ctx.name = name
+        ctx.save_for_backward(*tensors)
+        output: Tensor = getattr(torch.ops.planned, name)(*tensors)
         return output
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return torch.ops.planned.npu_swiglu_backward(grads[0], *ctx.saved_tensors), None
-
-
-class _SwiGLU(torch.autograd.Function):
-    """A compiled gate; keeps its two inputs."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        output: Tensor = torch.ops.planned.swiglu(gate, up)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        made: tuple[Tensor, Tensor] = torch.ops.planned.swiglu_backward(grads[0], *ctx.saved_tensors)
-        return made
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        made = getattr(torch.ops.planned, f"{ctx.name}_backward")(grads[0], *ctx.saved_tensors)
+        return None, *([made] if isinstance(made, Tensor) else made)
 
 
 class _Rotary(torch.autograd.Function):
@@ -182,7 +170,7 @@ NPU_OPERATORS: dict[str, Callable[..., Any]] = {
     "npu_fusion_attention": _attend,
     "npu_rms_norm": lambda input, gamma, epsilon: (rms_norm(input, gamma, epsilon),),
     "npu_rotary_mul": lambda input, cos, sin, mode: torch.ops.planned.rotary(input, cos, sin),
-    "npu_swiglu": _NPUSwiGLU.apply,
+    "npu_swiglu": lambda input, dim: _KeepsInputs.apply("npu_swiglu", input),
     "npu_grouped_matmul": _multiply,
 }
 """torch_npu's operator → its stand-in."""
@@ -190,6 +178,6 @@ NPU_OPERATORS: dict[str, Callable[..., Any]] = {
 COMPILED: dict[str, Callable[..., Tensor]] = {
     "rms_norm": rms_norm,
     "rotary": _Rotary.apply,
-    "swiglu": _SwiGLU.apply,
+    "swiglu": functools.partial(_KeepsInputs.apply, "swiglu"),
 }
 """Operation → the stand-in for its compiled implementation."""

@@ -193,11 +193,7 @@ def replace_kernels(attention: AttentionKind, workers: Workers) -> Iterator[None
         (low_bit_adamw, "choose_update", lambda compiles: fused.low_bit_adamw),
         (npu_kernels, "operator", fused.NPU_OPERATORS.__getitem__),
         # The optimizer chooses its implementation by the type of its parameters.
-        (
-            torch_optimizer,
-            "_foreach_supported_types",
-            [*torch_optimizer._foreach_supported_types, FakeTensor],
-        ),
+        (torch_optimizer, "_foreach_supported_types", [*torch_optimizer._foreach_supported_types, FakeTensor]),
     ]
     if attention is AttentionKind.flash:
         replacements += [

@@ -165,10 +165,7 @@ class Storages:
         by_stream = {
             number: category
             for number, purpose in trace.streams.items()
-            for word, category in (
-                ("all-gather", Category.gathered_parameters),
-                ("reduce", Category.reduction_buffers),
-            )
+            for word, category in (("all-gather", Category.gathered_parameters), ("reduce", Category.reduction_buffers))
             if word in purpose
         }
         transfers = {number for number, purpose in trace.streams.items() if purpose in ("load", "store")}

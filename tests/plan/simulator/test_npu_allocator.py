@@ -1,4 +1,4 @@
-"""What torch_npu's allocator does otherwise than CUDA's, by its source (``NPUCachingAllocator.cpp``)."""
+"""Differences of torch_npu's allocator from CUDA's, by its source (``NPUCachingAllocator.cpp``)."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The replay's figures by hand, and the reuse of memory that depends on time."""
+"""The replay's numbers by hand, and the time-dependent reuse of memory."""
 
 import pytest
 
@@ -40,7 +40,7 @@ def compute(seconds: float) -> Kernel:
 
 
 def test_each_phase_has_its_peak_its_end_and_what_the_peak_consists_of() -> None:
-    """Oracle: by hand; the second step's phases count, and what is known later goes before what was known first."""
+    """Oracle: by hand; the second step's phases count, and later categories override earlier ones."""
     parameters = [Mark(0, "construction"), block(0, 40, Category.parameters)]
     step = []
     for number in (1, 2):
@@ -77,8 +77,8 @@ def test_memory_without_uses_is_reused_at_once() -> None:
 
 @pytest.mark.parametrize(("waits", "segments"), [(False, 2), (True, 1)])
 def test_memory_that_another_stream_uses_is_reused_once_that_stream_is_done(waits: bool, segments: int) -> None:
-    """Oracle: by hand: the computing stream is busy with the block until 10; the host asks for the next at 0, or at 10
-    where it waits. What is allocated falls when it is freed, whatever is held."""
+    """Oracle: by hand: the compute stream uses the block until 10; the host requests the next at 0, or at 10 if it
+    waits. Allocated memory falls with the free, before the reuse."""
     wait = [HostWaitStream(0)] if waits else []
     result = replay_of(
         Mark(1, "forward"),

@@ -87,8 +87,8 @@ def test_a_host_that_is_slower_than_the_device_decides() -> None:
 
 
 def test_a_pause_is_split_by_what_went_on_in_it() -> None:
-    """Oracle: by hand. A copy down of 3 waits for compute of 2; the host then updates for 5, uploads for 4, and
-    a gather of 1 follows: the computing stream is idle from 2 to 15."""
+    """Oracle: by hand. A copy down of 3 waits for compute of 2; the host then updates for 5, uploads for 4, and a
+    gather of 1 follows: the compute stream is idle from 2 to 15."""
     clock = run(
         compute(2),
         RecordEvent(0, 0),
@@ -149,7 +149,7 @@ def test_a_blocking_copy_stops_the_host() -> None:
 
 @pytest.mark.parametrize("wait", [HostWaitEvent(0), HostWaitStream(1), HostWaitStream(None)])
 def test_the_host_stands_still_for_the_device(wait: Event) -> None:
-    """Oracle: by hand: what is issued after the wait starts after the gather of 4, which is to blame."""
+    """Oracle: by hand: work issued after the wait starts after the gather of 4, the cause of the wait."""
     clock = run(gather(4), RecordEvent(0, 1), wait, compute(1), host_operator_seconds=1)
     assert clock.host == 5 and clock.now == 6 and waits(clock) == {"communication": 4, "host": 1}
 
