@@ -73,8 +73,10 @@ def print_search(result: SearchResult, rows: int, console: Console) -> None:
         _heading("The best, predicted again", console)
         for checked in result.checked:
             again, fits = checked.prediction, "still fits" if checked.fits else "does not fit"
-            memory, speed = _gib(again.memory.reserved_bytes), _tokens(again.tokens_per_second)
-            _bullet(f"{_name(checked.candidate)}: {memory} reserved ({fits}), {speed} ({again.method})", console)
+            memory, speed = _gib(again.memory.reserved_bytes), f"{again.tokens_per_second:,.0f} tokens/s"
+            config = checked.candidate.config
+            name = ", ".join([layout(config), f"batch {config.train.batch_size}", *traits(config)])
+            _bullet(f"{name}: {memory} reserved ({fits}), {speed} ({again.method})", console)
         if not any(checked.fits for checked in result.checked):
             _bullet("None of them fits: lower plan.memory_gib and search again.", console)
     _print_caveats([sentence for checked in result.checked for sentence in checked.prediction.doubts], console)
@@ -194,7 +196,7 @@ def _print_time(prediction: Prediction, console: Console) -> None:
     mfu = f"; MFU {prediction.mfu:.1%}" if prediction.mfu is not None else "; MFU unknown: no peak for this dtype"
     each = f", {prediction.tokens_per_second / ranks:,.0f} a device" if ranks > 1 else ""
     console.print()
-    _line(f"{_tokens(prediction.tokens_per_second)}{each}{mfu}", console)
+    _line(f"{prediction.tokens_per_second:,.0f} tokens/s{each}{mfu}", console)
 
 
 def _print_advice(advice: Sequence[Advice], fits: bool, console: Console) -> None:
@@ -240,11 +242,6 @@ def _print_candidates(candidates: Sequence[Candidate], console: Console) -> None
     _grid(rows, "r" * (len(rows[0]) - 2) + "ll", console, headed=True)
 
 
-def _name(candidate: Candidate) -> str:
-    config = candidate.config
-    return ", ".join([layout(config), f"batch {config.train.batch_size}", *traits(config)])
-
-
 def _print_model(config: Config, console: Console) -> None:
     model = config.model
     _line(f"{model.name or model.family}, {_count(count_parameters(model))} parameters", console, style="bold")
@@ -275,10 +272,6 @@ def _seconds(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:,.3f} s"
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
-
-
-def _tokens(rate: float) -> str:
-    return f"{rate:,.0f} tokens/s"
 
 
 def _heading(text: str, console: Console) -> None:

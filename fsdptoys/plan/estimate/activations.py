@@ -228,15 +228,7 @@ def _kernels_of(attention: AttentionKind) -> Iterator[None]:
 def _measure(
     module: nn.Module, run: Callable[[Tensor], Tensor], dim: int | None, common: _Common, trace: MetaTrace
 ) -> Segment:
-    """Run a part forward and backward.
-
-    Args:
-        module: its gradients are counted, its parameters are not.
-        run: the part.
-        dim: width of its input; None without an input.
-        common: settings of all parts.
-        trace: records the run.
-    """
+    """Run a part, with an input of width ``dim`` if any; the module's gradients count, its parameters do not."""
     anchor = torch.empty((), device="meta", requires_grad=True)
     trace.ignore(anchor, *module.parameters())
     with _kernels_of(trace.attention), MetaRecorder(trace):

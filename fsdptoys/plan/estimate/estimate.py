@@ -115,10 +115,11 @@ def _gaps(setup: StepSetup, hardware: Hardware, micro_batches: int, kind: Alloca
     """
     allocator = build_allocator(kind, device_type=hardware.device_type)
     ledger, _ = _run_steps(_shallow(setup), hardware, min(2, micro_batches), allocator)
-    names = ledger.stream_names()
+    reserved = allocator.reserved_by_stream
     return {
-        names[number]: reserved - _whole_pages(ledger.highest[names[number]])
-        for number, reserved in allocator.reserved_by_stream.items()
+        name: reserved[number] - _whole_pages(ledger.highest[name])
+        for name, number in ledger.stream_numbers.items()
+        if number in reserved
     }
 
 

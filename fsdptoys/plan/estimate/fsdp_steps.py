@@ -40,11 +40,9 @@ class ShardedStepModel(StepModel):
         self.reduced = 0.0
         """End of the last reduction."""
         self.gradients: dict[str, int] = {}
-        """Bytes of reduced gradients on each stream."""
         self.gather_after = 0.0
         """Earliest start of the next gather."""
         self.begun: set[UnitBytes] = set()
-        """Units whose backward has started."""
 
     def construct(self) -> None:
         """Allocate the shards."""

@@ -44,7 +44,7 @@ class Ledger:
         self.live: defaultdict[str, int] = defaultdict(int)
         self.highest: defaultdict[str, int] = defaultdict(int)
         self.categories: defaultdict[Category, int] = defaultdict(int)
-        self._stream_numbers = {COMPUTE: COMPUTE_STREAM}
+        self.stream_numbers = {COMPUTE: COMPUTE_STREAM}
         self.total = self.peak = 0
         self.peak_categories: dict[Category, int] = {}
         self.peak_phase = self.phase
@@ -121,7 +121,7 @@ class Ledger:
     def _place(self, bytes: int, stream: str) -> None:
         assert self.allocator is not None
         if bytes > 0:
-            number = self._stream_numbers.setdefault(stream, len(self._stream_numbers))
+            number = self.stream_numbers.setdefault(stream, len(self.stream_numbers))
             self._blocks[stream, bytes].append(self.allocator.allocate(bytes, number))
         elif bytes < 0:
             blocks = self._blocks.get((stream, -bytes))
@@ -219,10 +219,6 @@ class Ledger:
         """Queue a copy between host and device (``up``, ``down``); return its end."""
         ends = self.lanes[lane] = max(self.lanes[lane], after, self.host) + transfer_seconds(self.hardware, bytes)
         return ends
-
-    def stream_names(self) -> dict[int, str]:
-        """Stream names by the allocator's numbers."""
-        return {number: name for name, number in self._stream_numbers.items()}
 
     def clear_times(self) -> None:
         """Reset times; memory stays."""

@@ -54,7 +54,6 @@ def advise(
         predict: predicts a validated configuration quickly, as ``closed_form`` does.
         prediction: the displayed prediction of ``config``.
         memory_bytes: usable memory of a device.
-        node_ranks: ranks of one node, a candidate size of the shard axis.
 
     Returns:
         The best first. If no two changes make the run fit, those that save most.

@@ -144,11 +144,8 @@ class Combinations:
 def shard_sizes(world_size: int, devices_per_node: int, every: bool = True) -> list[int]:
     """Sizes of the shard axis to try, the whole world last.
 
-    Args:
-        world_size: ranks.
-        devices_per_node: devices of a node.
-        every: powers of two, and the node times powers of two; sizes below a node only if the ranks fill less than two
-            nodes, as they gain little on a node's fast links. Otherwise the node alone.
+    ``every`` adds powers of two, and the node times powers of two; sizes below a node only if the ranks fill less than
+    two nodes, as they gain little on a node's fast links. Otherwise the node alone.
     """
     sizes = {devices_per_node}
     if every:

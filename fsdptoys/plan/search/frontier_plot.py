@@ -112,11 +112,8 @@ def _label_points(axes: Any, best: Sequence[Candidate]) -> None:
 def spread_out(best: Sequence[Candidate], most: int, span: tuple[float, float], least: float) -> list[Candidate]:
     """At most ``most`` points of a frontier: the fastest, the smallest, then the furthest from those chosen.
 
-    Args:
-        best: the frontier.
-        most: number of points.
-        span: GiB and tokens per second that count as equally far.
-        least: distance, as a share of the span, below which points are not added.
+    ``span`` are the GiB and tokens per second that count as equally far; points nearer than ``least`` spans are left
+    out.
     """
     places = [(one.reserved_bytes / GIB / span[0], one.tokens_per_second / span[1]) for one in best]
     chosen = list(dict.fromkeys([len(best) - 1, 0]))

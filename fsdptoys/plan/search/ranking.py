@@ -77,19 +77,13 @@ class Candidate:
 
 
 def frontier(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Candidates that no other equals or beats in both memory and speed, smallest memory first.
-
-    Of equal candidates the first one is kept.
-    """
+    """Candidates that no other equals or beats in both memory and speed, smallest memory first; the first of equals."""
     places = [(one.reserved_bytes, -one.tokens_per_second) for one in candidates]
     return [candidates[index] for index in unbeaten(places)]
 
 
 def unbeaten(places: Sequence[tuple[float, float]]) -> list[int]:
-    """Indices of the points that no other point equals or undercuts in both coordinates, by the first coordinate.
-
-    Of equal points the first one is kept.
-    """
+    """Indices of points that no other equals or undercuts in both coordinates, by the first; the first of equals."""
     best: list[int] = []
     for index in sorted(range(len(places)), key=places.__getitem__):
         if not best or places[index][1] < places[best[-1]][1]:

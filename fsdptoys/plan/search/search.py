@@ -118,13 +118,9 @@ def search(
     Args:
         config_for: composes overrides to a configuration, without validating it.
         words: overrides of the command line; their keys are fixed.
-        hardware: profile of the devices.
-        world_size: ranks.
         memory_bytes: usable memory of a device.
-        allocator: kind of the device's allocator.
         predict: predicts a validated configuration quickly, as ``closed_form`` does.
         check: predicts the best few again, as the trace does.
-        space: alternatives.
         host_memory_bytes: a rank's share of host memory, if known.
 
     Raises:

@@ -173,7 +173,7 @@ class Allocator(ABC):
             whole, block = block, self._cut(block, gap)
             pool.put(whole)
         if block.size - size >= (MIN_BLOCK_BYTES if pool.is_small else self.leaves_bytes):
-            self._split(block, size)
+            pool.put(self._cut(block, size))
         block.in_use = True
         self.allocated_bytes += block.size
         return block
@@ -224,11 +224,6 @@ class Allocator(ABC):
         address = self._next_address
         self._next_address += ADDRESSES
         return address
-
-    def _split(self, block: Block, size: int) -> None:
-        """Cut a block taken from its pool; its rest goes into the pool."""
-        rest = self._cut(block, size)
-        block.pool.put(rest)
 
     @staticmethod
     def _cut(block: Block, size: int) -> Block:

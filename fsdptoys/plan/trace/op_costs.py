@@ -104,19 +104,15 @@ def _embedding_backward_scratch(args: tuple[Any, ...]) -> list[int]:
     return [count * 8] * 4 + [segments * 8, partial * 8, partial * width * 4]
 
 
-def _contiguous_copy(position: int) -> Callable[[tuple[Any, ...]], list[int]]:
-    def scratch(args: tuple[Any, ...]) -> list[int]:
-        tensor = args[position]
-        return [] if tensor.is_contiguous() else [tensor.numel() * tensor.element_size()]
-
-    return scratch
+def _contiguous_copy(args: tuple[Any, ...]) -> list[int]:
+    return [] if args[0].is_contiguous() else [args[0].numel() * args[0].element_size()]
 
 
 _SCRATCH: dict[str, Callable[[tuple[Any, ...]], list[int]]] = {
     "aten::_scaled_dot_product_flash_attention_backward": _flash_backward_scratch,
     "aten::embedding_dense_backward": _embedding_backward_scratch,
-    "planned::rms_norm": _contiguous_copy(0),
-    "planned::rms_norm_backward": _contiguous_copy(0),
+    "planned::rms_norm": _contiguous_copy,
+    "planned::rms_norm_backward": _contiguous_copy,
 }
 
 

@@ -25,19 +25,11 @@ LOOK_UPS = {
 """Operators that touch only some rows of this argument: as many bytes as of the others."""
 
 
-def _copied_into_place(args: tuple[Any, ...]) -> int:
-    return 2 * sum(map(touched_bytes, tensors_in(args[0])))
-
-
-def _three_passes(args: tuple[Any, ...]) -> int:
-    return 3 * touched_bytes(args[0])
-
-
 TRAFFIC: dict[str, Callable[[tuple[Any, ...]], int]] = {
     # Its schema does not declare the write.
-    "fsdp::all_gather_copy_in": _copied_into_place,
+    "fsdp::all_gather_copy_in": lambda args: 2 * sum(map(touched_bytes, tensors_in(args[0]))),
     # Reads the logits twice and writes them once (``loss.softmax_triton``).
-    "planned::softmax_gradient_": _three_passes,
+    "planned::softmax_gradient_": lambda args: 3 * touched_bytes(args[0]),
 }
 """Bytes that operators read and write, where the schema does not show it."""
 
