@@ -30,7 +30,7 @@ MISTAKES = {
     "search plan.hardware=h100 plan.world_size=16 launch.nproc_per_node=4": "plan.world_size=16 is not the 4 ranks of "
     "launch.nnodes=1 and launch.nproc_per_node=4; leave out plan.world_size, or both of these",
     "--png=f.png plan.hardware=h100": "--png draws what a search found; write fsdptoys plan search --png FILE",
-    "calibrate . out=nodir/x.yaml": "out=nodir/x.yaml lies in nodir, which is no folder; set out=x.yaml or make the "
+    "calibrate . out=nodir/x.yaml": "out=nodir/x.yaml is in nodir, which is not a folder; set out=x.yaml or create the "
     "folder",
     "plan.hardware=h100 model=llama3_8b plan.world_size=98304": "mesh.fsdp_size=-1 cuts parameters of 4096 rows "
     "(model.dim) into 98304 shards, so that ranks would hold nothing of them; set mesh.fsdp_size=4096",
