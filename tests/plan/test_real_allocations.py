@@ -1,16 +1,16 @@
-"""A trace's allocations, held against those of a real run: the same sizes, in the same order, phase by phase.
+"""A trace's allocations, compared with those of a real run: the same sizes, in the same order, phase by phase.
 
 The oracle is PyTorch's profiler on a real run of the same configuration: gloo ranks on CPUs, real tensors, real
-collectives. It tells of every block that PyTorch's CPU allocator hands out, and of the operators around it. The trace
-is made as for a CPU, where the paths and the kernels are those of the run.
+collectives. It records every block of PyTorch's CPU allocator with the operators around it. The trace is made for a
+CPU, with the same paths and kernels.
 
-What the profiler sees and a trace does not must lie within an operator whose kernel takes scratch on a CPU
-(``SCRATCH``) or within a collective (gloo copies). Left out on both sides: blocks below 64 bytes, most of which hold a
-number that C++ wraps; PyTorch's random state, which checkpointing keeps; DDP's second set of buckets, which takes the
-place of the first one once, in the second step (``REBUILT``); the phase that reads data, whose memory is NumPy's. Under
-the chunked loss a CPU looks at the labels, which a trace cannot, so there only blocks of 8 KiB and more are compared.
-At the end of each step the same blocks live in both, counted from before the first, and beside them at most buffers
-of FSDP2's collectives: gloo's thread, whose frees the profiler does not see, may be the last that holds one.
+Further blocks of the profiler must lie within an operator whose CPU kernel takes scratch memory (``SCRATCH``) or within
+a collective (gloo copies). Left out on both sides: blocks below 64 bytes, most of which hold a number that C++ wraps;
+PyTorch's random state, which checkpointing keeps; DDP's second set of buckets, which replaces the first one in the
+second step (``REBUILT``); the phase that reads data, whose memory is NumPy's. Under the chunked loss a CPU reads the
+labels, which a trace cannot, so there only blocks of 8 KiB and more are compared. At the end of each step the same
+blocks live in both, counted from before the first, except for buffers of FSDP2's collectives: gloo's thread, whose
+frees the profiler does not see, may hold the last reference.
 """
 
 import functools

@@ -36,7 +36,7 @@ from fsdptoys.plan.trace.extrapolate_layers import block_kind
 from fsdptoys.plan.trace.fake_kernels import replace_kernels
 from fsdptoys.plan.trace.op_costs import fuses_rms_norm
 
-from .meta_trace import PARTS, Mark, MetaRecorder, MetaTrace, NoWorkers, Sink, Source, Stage
+from .meta_trace import PARTS, Mark, MetaRecorder, MetaTrace, Sink, Source, Stage
 
 T = TypeVar("T")
 
@@ -205,7 +205,7 @@ def _kernels_of(attention: AttentionKind) -> Iterator[None]:
         return out
 
     with ExitStack() as stack:
-        stack.enter_context(replace_kernels(attention, NoWorkers()))
+        stack.enter_context(replace_kernels(attention))
         given = dict(IMPLEMENTATIONS["grouped_matmul"])
 
         def choose_product(name: str, device_type: str, dtype: torch.dtype, *widths: int) -> grouped.Product:

@@ -210,13 +210,3 @@ class Sink(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         """Return a gradient of the output's shape."""
         return grads[0].new_empty(ctx.shape, dtype=ctx.dtype)
-
-
-class NoWorkers:
-    """Worker threads that do nothing."""
-
-    in_worker = False
-    worker_jobs = 0
-
-    def host_wait_workers(self, jobs: int) -> None:
-        """Do nothing."""

@@ -186,15 +186,16 @@ class InlineExecutor:
 
 
 @contextmanager
-def replace_kernels(attention: AttentionKind, workers: Workers) -> Iterator[None]:
+def replace_kernels(attention: AttentionKind, workers: Workers | None = None) -> Iterator[None]:
     """Use a device's kernels, and run worker threads' jobs inline."""
     replacements: list[tuple[Any, str, Any]] = [
-        (cpu_offload, "ThreadPoolExecutor", lambda *args, **kwargs: InlineExecutor(workers)),
         (low_bit_adamw, "choose_update", lambda compiles: fused.low_bit_adamw),
         (npu_kernels, "operator", fused.NPU_OPERATORS.__getitem__),
         # The optimizer chooses its implementation by the type of its parameters.
         (torch_optimizer, "_foreach_supported_types", [*torch_optimizer._foreach_supported_types, FakeTensor]),
     ]
+    if workers is not None:
+        replacements.append((cpu_offload, "ThreadPoolExecutor", lambda *args, **kwargs: InlineExecutor(workers)))
     if attention is AttentionKind.flash:
         replacements += [
             (F, "scaled_dot_product_attention", attention_cuda),
