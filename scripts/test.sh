@@ -27,16 +27,16 @@ plain=(
   "tests/simulated_npu/test_device.py tests/simulated_npu/test_collectives.py"
 )
 measured=(
-  "tests/plan tests/simulator"
+  "tests/plan"
   "tests/memory"
   "tests/checkpoint"
   "tests/toys"
   "tests/cli/test_plan.py tests/train/test_resume.py"
   "tests/train/test_compilation.py tests/parallel/test_float8.py tests/optim/test_low_bit_adamw.py" # no other fork has the compiler's threads
   "tests/models"
-  "tests/report tests/recorded"
+  "tests/report"
   "tests/data tests/metrics tests/profiler tests/patches"
-  "tests/sweep tests/sweeping"
+  "tests/sweep"
 )
 shares=("${plain[@]}" "${measured[@]}")
 

@@ -223,7 +223,7 @@ def test_a_real_allocation_that_fails_on_a_cpu_is_explained():
 
 def test_a_real_allocation_of_numpy_that_fails_is_explained():
     """Oracle: NumPy's own error for a pebibyte, whose type and words are not PyTorch's."""
-    live = LiveBytes(Placed(0, MIB), Placed(0, MIB), Placed(0, 2 * MIB))
+    live = LiveBytes(PlacedBytes(0, MIB), PlacedBytes(0, MIB), PlacedBytes(0, 2 * MIB))
     with (
         pytest.raises(ExplainedOutOfMemoryError) as caught,
         explain_out_of_memory(Device("cpu"), lambda: situation(FSDP, "data", live)),

@@ -12,15 +12,16 @@ CALLS = re.compile(
 )
 
 OWN_FILES = {
-    "data/documents.py": "one field of a row of bounded length, eight times as fast; errors name the row",
-    "failures.py": "written by this launcher's ranks into a folder of mode 0700",
-    "plan/worker.py": "handed over between a process and its child, in a folder of mode 0700",
-    "rank_store.py": "an environment variable that this rank's launcher has set",
-    "rendezvous_state.py": "the state that torch's rendezvous pickled in this process",
-    "report/interactive.py": "made by plotly in this process",
-    "report/timeline.py": "an unpickler that makes plain values alone",
+    "data/document_reader.py": "one field of a row of bounded length, eight times as fast; errors name the row",
+    "launch/failures.py": "written by this launcher's ranks into a folder of mode 0700",
+    "plan/trace/protocol.py": "handed over between a process and its child, in a folder of mode 0700",
+    "plan/trace/trace_process.py": "likewise",
+    "train/rank_store.py": "an environment variable that this rank's launcher has set",
+    "launch/rendezvous_state.py": "the state that torch's rendezvous pickled in this process",
+    "report/figures_plotly.py": "made by plotly in this process",
+    "report/memory_timeline.py": "an unpickler that makes plain values alone",
     "utils/foreign.py": "the parsers themselves",
-    "worker.py": "handed over by this rank's launcher, in a folder of mode 0700",
+    "launch/worker.py": "handed over by this rank's launcher, in a folder of mode 0700",
 }
 
 
