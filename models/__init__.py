@@ -1,7 +1,7 @@
 """Plain ``torch.nn`` language models: they know shapes, never ranks, meshes or devices.
 
-A family is a configuration and a ``DecoderModel`` that it builds; a new one is entered in ``FAMILIES`` here and gives
-its presets to ``configs/model`` (``docs/models.md``).
+A family is a configuration and the ``DecoderModel`` that it builds. ``MODELS`` is the registry: a new family is one
+file here, its presets in ``configs/model``, and one entry below (``docs/models.md``).
 """
 
 from . import npu_kernels
@@ -18,13 +18,13 @@ from .qwen3 import Qwen3Config
 from .qwen3_moe import Qwen3MoEConfig
 from .rotary import RotaryConfig
 
-FAMILIES: dict[str, type[ModelConfig]] = {
+MODELS: dict[str, type[ModelConfig]] = {
     config.family: config for config in (LlamaConfig, Llama4Config, Qwen3Config, Qwen3MoEConfig, GPT2Config)
 }
-"""Name of a family → its configuration."""
+"""Name of a family → configuration class."""
 
 __all__ = [
-    "FAMILIES",
+    "MODELS",
     "DecoderModel",
     "GPT2Config",
     "HuggingFaceFormat",

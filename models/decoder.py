@@ -85,7 +85,7 @@ class ModelConfig(ABC):
         """Whether the weights mean something else in a model with another ``max_seq_len``."""
         return True
 
-    def says_nothing(self, key: str) -> bool:
+    def is_cosmetic(self, key: str) -> bool:
         """Whether a field makes no difference to what the weights mean, be it as other settings are."""
         return key in ("name", "init_std", "init_from", "router_aux_loss_coef", "router_z_loss_coef")
 

@@ -141,14 +141,14 @@ class Llama4Config(MoEConfig, RotaryConfig):
         """Where the whole context is one chunk."""
         return self.attention_chunk_len is None
 
-    def says_nothing(self, key: str) -> bool:
+    def is_cosmetic(self, key: str) -> bool:
         """Also what is about a temperature, chunks or a feed-forward that no block has."""
         layers = range(self.n_layers)
         if key.startswith("temperature_"):
             return not self.attention_temperature or all(self.rotates(layer) for layer in layers)
         if key in ("attention_chunk_len", "qk_norm"):
             return not any(self.rotates(layer) for layer in layers)
-        return super().says_nothing(key) or (key == "ffn_dim" and self.has_experts_everywhere(self.n_layers))
+        return super().is_cosmetic(key) or (key == "ffn_dim" and self.has_experts_everywhere(self.n_layers))
 
     def rotates(self, layer: int) -> bool:
         """Whether the block with that index rotates positions."""

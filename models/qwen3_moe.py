@@ -72,9 +72,9 @@ class Qwen3MoEConfig(MoEConfig, Qwen3Config):
         super().__post_init__()
         self.check_experts(self.n_layers)
 
-    def says_nothing(self, key: str) -> bool:
+    def is_cosmetic(self, key: str) -> bool:
         """Also the width of feed-forwards where all blocks have experts."""
-        return super().says_nothing(key) or (key == "ffn_dim" and self.has_experts_everywhere(self.n_layers))
+        return super().is_cosmetic(key) or (key == "ffn_dim" and self.has_experts_everywhere(self.n_layers))
 
     def build(self) -> "Qwen3Model":
         """Construct the model."""

@@ -106,11 +106,11 @@ class RotaryConfig(ModelConfig):
         """Rotary positions have no weights: a longer or shorter context uses the same ones."""
         return False
 
-    def says_nothing(self, key: str) -> bool:
+    def is_cosmetic(self, key: str) -> bool:
         """Also what is about a scaling that is switched off."""
         if key.startswith("rope_scaling.") and key != "rope_scaling.factor":
             return self.rope_scaling.factor == 1
-        return super().says_nothing(key)
+        return super().is_cosmetic(key)
 
     @property
     def head_width(self) -> int:

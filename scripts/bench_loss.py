@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdptoys.loss import LossFn, build_loss, cross_entropy_sum
-from fsdptoys.loss.chunked import GradientDType, auto_chunk_tokens
+from fsdptoys.loss.chunked import auto_chunk_tokens
 from scripts.machine import machine
 from scripts.progress import progress, unit
 
@@ -182,8 +182,8 @@ def contestants(args: argparse.Namespace, sizes: tuple[int, ...], weight_VD: Ten
         options = nn.LinearCrossEntropyOptions()
         losses[TORCH] = lambda *inputs: F.linear_cross_entropy(*inputs, reduction="sum", options=options)
     losses[CHECKPOINTED] = checkpointed
-    losses[OURS] = build_loss(True, args.chunk_tokens, GradientDType.float32)
-    losses[OURS_BF16] = build_loss(True, args.chunk_tokens, GradientDType.bfloat16)
+    losses[OURS] = build_loss(True, args.chunk_tokens, torch.float32)
+    losses[OURS_BF16] = build_loss(True, args.chunk_tokens, torch.bfloat16)
     return losses
 
 

@@ -50,7 +50,7 @@ from fsdptoys.config.kernel_choice import KernelConfig
 from fsdptoys.config.schema import Config
 from fsdptoys.device import device_count, float64_collectives, missing_device
 from fsdptoys.errors import ConfigError
-from fsdptoys.models import FAMILIES
+from fsdptoys.models import MODELS
 from fsdptoys.train.trainer import Trainer
 from scripts.progress import doing, progress, unit
 from scripts.ranks import run_ranks
@@ -60,7 +60,7 @@ LOSS_TOLERANCE = 1e-6
 BF16_LOSS_TOLERANCE = 1e-4
 """Relative, with bf16 parameters in default mode."""
 
-MODELS = [f"{family}_debug" for family in FAMILIES]
+PRESETS = [f"{family}_debug" for family in MODELS]
 """One small model of every family."""
 
 STRATEGIES = {
@@ -342,7 +342,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seq-len", type=int, default=64)
     parser.add_argument("--grad-accum", type=int, default=2, help="micro-batches a step")
-    parser.add_argument("--models", nargs="+", default=MODELS, help="presets of configs/model")
+    parser.add_argument("--models", nargs="+", default=PRESETS, help="presets of configs/model")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda", "npu"])
     parser.add_argument("--strategies", nargs="+", choices=list(STRATEGIES), default=list(STRATEGIES))
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])

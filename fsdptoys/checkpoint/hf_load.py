@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.models import FAMILIES, DecoderModel, ModelConfig
+from fsdptoys.models import MODELS, DecoderModel, ModelConfig
 from fsdptoys.models.huggingface import Bounds
 from fsdptoys.utils.dtensor import (
     local_bounds,
@@ -219,7 +219,7 @@ def open_init_from(model: DecoderModel) -> HuggingFaceFolder:
 
 
 def _family(tree: Mapping[str, Any], path: Path) -> type[ModelConfig]:
-    families = {family.hugging_face.architecture: family for family in FAMILIES.values()}
+    families = {family.hugging_face.architecture: family for family in MODELS.values()}
     architectures = tree.get("architectures")
     if isinstance(architectures, list) and len(architectures) == 1 and architectures[0] in tuple(families):
         return families[architectures[0]]

@@ -100,7 +100,7 @@ def differences(chosen: ModelConfig, wanted: ModelConfig) -> dict[str, tuple[Any
         if mine[key] is None and value == their_implied.get(key):
             continue  # follows from the other keys, once they are the same
         my_value = my_implied.get(key) if mine[key] is None else mine[key]
-        if my_value != value and not wanted.says_nothing(key):
+        if my_value != value and not wanted.is_cosmetic(key):
             found[key] = (my_value, value)
     return found
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.models import FAMILIES, DecoderModel, ModelConfig
+from fsdptoys.models import MODELS, DecoderModel, ModelConfig
 from fsdptoys.models.huggingface import Bounds
 from fsdptoys.utils.foreign import parse_yaml
 from fsdptoys.utils.regular_file import read_regular
@@ -144,11 +144,11 @@ def model_config_of(section: object, where: str, fix: str) -> ModelConfig:
         raise ConfigError(f"{where} lacks the section model; {fix}")
     values = dict(section)
     family = values.pop("family", None)
-    if not isinstance(family, str) or family not in FAMILIES:
+    if not isinstance(family, str) or family not in MODELS:
         raise ConfigError(
-            f"{where} says model.family={short(family)}, which is none of {', '.join(FAMILIES)}; correct it"
+            f"{where} says model.family={short(family)}, which is none of {', '.join(MODELS)}; correct it"
         )
-    config = build_dataclass(FAMILIES[family], values, where, lambda name: f"model.{name}")
+    config = build_dataclass(MODELS[family], values, where, lambda name: f"model.{name}")
     assert isinstance(config, ModelConfig)
     return config
 

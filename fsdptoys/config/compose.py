@@ -22,19 +22,9 @@ from fsdptoys.data import BinConfig, HFConfig, PreparedConfig, SyntheticConfig, 
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import MemoryConfig
 from fsdptoys.metrics import MetricsConfig
-from fsdptoys.models import FAMILIES, ModelConfig
-from fsdptoys.optim.config import AdamWConfig, MuonConfig, SGDConfig
-from fsdptoys.parallel import (
-    DDPConfig,
-    FSDP1Config,
-    FSDP2Config,
-    SingleConfig,
-    ToyDDPConfig,
-    ToyFSDPConfig,
-    ToyZero1Config,
-    ToyZero2Config,
-    ToyZero3Config,
-)
+from fsdptoys.models import MODELS, ModelConfig
+from fsdptoys.optim import OPTIMIZERS
+from fsdptoys.parallel import STRATEGIES
 from fsdptoys.parallel.mesh import MeshConfig
 from fsdptoys.utils.paths import check_home, check_text
 
@@ -52,18 +42,8 @@ from .schema import Config
 CONFIG_MODULE = "fsdptoys.configs"
 
 SCHEMAS: dict[str, dict[str, type]] = {
-    "model": dict(FAMILIES),
-    "parallel": {
-        "single": SingleConfig,
-        "ddp": DDPConfig,
-        "fsdp1": FSDP1Config,
-        "fsdp2": FSDP2Config,
-        "toy_ddp": ToyDDPConfig,
-        "toy_fsdp": ToyFSDPConfig,
-        "toy_zero1": ToyZero1Config,
-        "toy_zero2": ToyZero2Config,
-        "toy_zero3": ToyZero3Config,
-    },
+    "model": dict(MODELS),
+    "parallel": dict(STRATEGIES),
     "mesh": {"default": MeshConfig},
     "memory": {"default": MemoryConfig},
     "data": {
@@ -73,7 +53,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
         "prepared": PreparedConfig,
         "hf": HFConfig,
     },
-    "optim": {"adamw": AdamWConfig, "sgd": SGDConfig, "muon": MuonConfig},
+    "optim": dict(OPTIMIZERS),
     "checkpoint": {"default": CheckpointConfig},
     "metrics": {"default": MetricsConfig},
 }

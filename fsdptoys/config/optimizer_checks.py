@@ -1,4 +1,4 @@
-"""What an optimizer can and cannot do under a strategy, with offload and on a device, told before anything starts."""
+"""Checks of an optimizer against the strategy, offload and device, before anything starts."""
 
 from typing import Protocol
 
@@ -7,14 +7,14 @@ import torch
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import CPUOffloadExecutor, MemoryConfig
 from fsdptoys.models import ModelConfig, MoEConfig
-from fsdptoys.optim import low_bit_adamw
-from fsdptoys.optim.config import AdamWConfig, Implementation, MuonConfig, OptimConfig, StateDType, WeightDecayOn
+from fsdptoys.optim import Implementation, OptimConfig, WeightDecayOn, low_bit_adamw
 from fsdptoys.parallel import ParallelConfig
+from fsdptoys.parallel.fsdp2 import placement
 from fsdptoys.parallel.mesh import MeshConfig
 
 
 class Loop(Protocol):
-    """What matters here of the configuration of the loop."""
+    """The settings of the training loop that matter here."""
 
     grad_accum: int
     max_grad_norm: float | None
@@ -25,38 +25,39 @@ class Loop(Protocol):
 def check_optimizer(
     optim: OptimConfig, parallel: ParallelConfig, memory: MemoryConfig, train: Loop, device_type: str
 ) -> None:
-    """Resolve what says ``auto``, and check the optimizer against whatever its parameters depend on.
+    """Resolve every ``auto``, and check the optimizer against strategy, offload and device.
 
     Raises:
         ConfigError: the first mistake.
     """
     deterministic = train.deterministic
-    if parallel.name == "fsdp1" and memory.cpu_offload and deterministic and train.grad_accum > 1:
+    if parallel.flattens_parameters and memory.cpu_offload and deterministic and train.grad_accum > 1:
         # Each reduction would overwrite the offloaded gradient of the one before.
         raise ConfigError(
             f"train.grad_accum={train.grad_accum} with train.deterministic=true reduces after every "
             "micro-batch, which FSDP1 cannot add up under memory.cpu_offload=true; set parallel=fsdp2"
         )
     _check_states(optim, parallel, memory, deterministic)
-    if isinstance(optim, MuonConfig):
-        _check_muon(parallel, memory)
-        optim.resolve(deterministic)
+    if optim.exchanges_matrices:
+        _check_matrices(optim, parallel, memory)
+    optim.resolve(deterministic)
     on_cpu = device_type == "cpu" or memory.cpu_offload
-    # An accelerator has its own bits in the deterministic mode with offload too, and those are not the fused ones.
+    # In the deterministic mode, bits with offload must equal the accelerator's without, which are not the fused ones.
     may_fuse = device_type == "cpu" or (memory.cpu_offload and not deterministic)
-    if optim.implementation is Implementation.auto and may_fuse and optim.name != "sgd":
-        # On a CPU it is several times as fast as what PyTorch would choose.
+    if optim.implementation is Implementation.auto and may_fuse and optim.fused_takes_shards:
+        # On a CPU it is several times as fast as PyTorch's default.
         optim.implementation = Implementation.fused
-    fused = optim.implementation is Implementation.fused
-    if fused and optim.name == "sgd" and parallel.name in ("fsdp2", "toy_fsdp"):
-        raise ConfigError(
-            "optim.implementation=fused has no SGD for FSDP2's sharded parameters; set optim.implementation=foreach"
-        )
-    if fused and optim.name == "sgd" and deterministic and on_cpu:
-        raise ConfigError(
-            "optim.implementation=fused has SGD round by a shard's size on a CPU, which train.deterministic=true "
-            "rules out; set optim.implementation=auto"
-        )
+    if optim.implementation is Implementation.fused and not optim.fused_takes_shards:
+        if parallel.uses_dtensor:
+            raise ConfigError(
+                f"optim.implementation=fused has no {optim.name.upper()} for FSDP2's sharded parameters; set "
+                "optim.implementation=foreach"
+            )
+        if deterministic and on_cpu:
+            raise ConfigError(
+                f"optim.implementation=fused has {optim.name.upper()} round by a shard's size on a CPU, which "
+                "train.deterministic=true rules out; set optim.implementation=auto"
+            )
     if not parallel.keeps_parameters and optim.weight_decay > 0 and optim.weight_decay_on is WeightDecayOn.matrices:
         raise ConfigError(
             "optim.weight_decay_on=matrices cannot tell parameters apart under parallel.use_orig_params=false; "
@@ -65,9 +66,9 @@ def check_optimizer(
 
 
 def _check_states(optim: OptimConfig, parallel: ParallelConfig, memory: MemoryConfig, deterministic: bool) -> None:
-    if not isinstance(optim, AdamWConfig) or optim.state_dtype is StateDType.float32:
+    if optim.low_bit_format is None and not optim.updates_float32_copies:
         return
-    setting = f"optim.state_dtype={optim.state_dtype.value}"
+    setting = f"optim.state_dtype={optim.low_bit_format or 'bfloat16'}"
     if memory.optimizer_offload:
         raise ConfigError(
             f"{setting} is of states that stay where they are, which memory.optimizer_offload=true "
@@ -78,12 +79,12 @@ def _check_states(optim: OptimConfig, parallel: ParallelConfig, memory: MemoryCo
             f"{setting} is not an option of memory.cpu_offload_executor=overlapped; set "
             "memory.cpu_offload_executor=native or optim.state_dtype=float32"
         )
-    if optim.state_dtype.is_low_bit:
+    if optim.low_bit_format is not None:
         _check_low_bits(optim, setting, parallel, deterministic)
 
 
-def _check_low_bits(optim: AdamWConfig, setting: str, parallel: ParallelConfig, deterministic: bool) -> None:
-    """Whether parameters are cut between rows, and whether their updates are torchao's to make."""
+def _check_low_bits(optim: OptimConfig, setting: str, parallel: ParallelConfig, deterministic: bool) -> None:
+    """Check that parameters are sharded between rows, and that torchao can update them."""
     if parallel.matrices_lost:
         raise ConfigError(
             f"{setting} keeps a scale for each part of a row of a matrix, which parallel={parallel.name} "
@@ -109,19 +110,17 @@ def _check_low_bits(optim: AdamWConfig, setting: str, parallel: ParallelConfig, 
 
 
 def check_blocks(optim: OptimConfig, model: ModelConfig, mesh: MeshConfig, shards: int) -> None:
-    """Refuse shards that end within a block of numbers that have one scale, as those of stacks of experts may."""
-    if not (isinstance(optim, AdamWConfig) and optim.state_dtype.is_low_bit and isinstance(model, MoEConfig)):
+    """Refuse shards that end within a block of numbers with one scale, as stacks of experts may have."""
+    if optim.low_bit_format is None or not isinstance(model, MoEConfig):
         return
-    from fsdptoys.parallel.fsdp2 import placement
-
     with torch.device("meta"):
         parameters = list(model.build().named_parameters())
     for name, param in parameters:
-        block, chosen = low_bit_adamw.block_elements(optim.state_dtype.value, param.shape), placement(param, shards)
+        block, chosen = low_bit_adamw.block_elements(optim.low_bit_format, param.shape), placement(param, shards)
         cut = param.shape[-1] // shards if chosen is not None and chosen.dim == param.ndim - 1 else 0
         if block is not None and cut % block:
             raise ConfigError(
-                f"optim.state_dtype={optim.state_dtype.value} keeps a scale for {block} numbers of a row, and "
+                f"optim.state_dtype={optim.low_bit_format} keeps a scale for {block} numbers of a row, and "
                 f"mesh.fsdp_size={mesh.fsdp_size} cuts rows of {name} into {cut}; set a mesh.fsdp_size that divides "
                 f"{param.shape[0]} or optim.state_dtype=bfloat16"
             )
@@ -130,7 +129,7 @@ def check_blocks(optim: OptimConfig, model: ModelConfig, mesh: MeshConfig, shard
 def check_in_backward(
     optim: OptimConfig, parallel: ParallelConfig, memory: MemoryConfig, train: Loop, mesh: MeshConfig, world_size: int
 ) -> None:
-    """Refuse updates in the backward where gradients are not done with by then."""
+    """Refuse updates in the backward where gradients are needed afterwards."""
     if not memory.optimizer_in_backward:
         return
     setting = "memory.optimizer_in_backward=true"
@@ -139,15 +138,15 @@ def check_in_backward(
             f"{setting} frees gradients as they come, and parallel={parallel.name} {parallel.gradients_held}; set "
             "parallel=fsdp2 or memory.optimizer_in_backward=false"
         )
-    if parallel.name == "fsdp2" and mesh.shard_ranks(world_size) < world_size:
+    if parallel.shards_parameters and mesh.shard_ranks(world_size) < world_size:
         raise ConfigError(
             f"{setting} saves nothing with mesh.fsdp_size={mesh.fsdp_size}, since FSDP2 holds gradients that go to "
             "replicas until the backward ends; set mesh.fsdp_size=-1 or memory.optimizer_in_backward=false"
         )
-    if isinstance(optim, MuonConfig):
+    if optim.exchanges_matrices:
         raise ConfigError(
-            f"{setting} updates one parameter at a time, and optim=muon deals many out over the ranks; set optim=adamw "
-            "or memory.optimizer_in_backward=false"
+            f"{setting} updates one parameter at a time, and optim={optim.name} deals many out over the ranks; set "
+            "optim=adamw or memory.optimizer_in_backward=false"
         )
     for name in ("optimizer_offload", "cpu_offload"):
         if getattr(memory, name):
@@ -173,16 +172,16 @@ def check_in_backward(
         )
 
 
-def _check_muon(parallel: ParallelConfig, memory: MemoryConfig) -> None:
-    """Muon needs matrices that lie whole on the device, or cut along one dim."""
+def _check_matrices(optim: OptimConfig, parallel: ParallelConfig, memory: MemoryConfig) -> None:
+    """Check that matrices are on the device, in full or sharded along one dim."""
     if parallel.matrices_lost:
         raise ConfigError(
-            f"optim=muon orthogonalises whole matrices, which parallel={parallel.name} "
+            f"optim={optim.name} orthogonalizes whole matrices, which parallel={parallel.name} "
             f"{parallel.matrices_lost}; set parallel=fsdp2 or optim=adamw"
         )
     for name in ("optimizer_offload", "cpu_offload"):
         if getattr(memory, name):
             raise ConfigError(
-                f"memory.{name}=true is not an option of optim=muon, whose update needs whole matrices on the "
+                f"memory.{name}=true is not an option of optim={optim.name}, whose update needs whole matrices on the "
                 f"device; set memory.{name}=false or optim=adamw"
             )

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from fsdptoys.checkpoint import CheckpointConfig, model_config_of
 from fsdptoys.data import DataConfig, SyntheticConfig
 from fsdptoys.errors import ConfigError
-from fsdptoys.optim.config import OptimConfig
+from fsdptoys.optim import OptimConfig
 from fsdptoys.parallel import ParallelConfig
 from fsdptoys.utils.foreign import ForeignError, parse_json, parse_yaml
 from fsdptoys.utils.from_tree import typed

@@ -16,10 +16,10 @@ from fsdptoys.checkpoint import CheckpointConfig, open_init_from
 from fsdptoys.data import DataConfig
 from fsdptoys.device import DEVICE_TYPES, available_cores, float64_collectives
 from fsdptoys.errors import ConfigError
-from fsdptoys.memory import CPUOffloadExecutor, GradientCheckpointing, MemoryConfig, StateDType, resolve_schedule
+from fsdptoys.memory import CPUOffloadExecutor, GradientCheckpointing, MemoryConfig, OffloadStateDType, resolve_schedule
 from fsdptoys.metrics import MetricsConfig
 from fsdptoys.models import ModelConfig, MoEConfig
-from fsdptoys.optim.config import OptimConfig
+from fsdptoys.optim import OptimConfig
 from fsdptoys.parallel import ParallelConfig
 from fsdptoys.parallel.float8 import Float8, check_even_shards, check_float8
 from fsdptoys.parallel.mesh import MeshConfig
@@ -222,12 +222,10 @@ class Config:
         check_float8(
             train.float8,
             train.float8_all_gather,
-            strategy=self.parallel.name,
+            parallel=self.parallel,
             device_type=device_type,
-            computes_in=self.parallel.param_dtype.value,
             tokens=train.batch_size * train.seq_len,
-            offloads=self.memory.cpu_offload,
-            in_parts=self.parallel.hooks_parts_of_blocks,
+            cpu_offload=self.memory.cpu_offload,
         )
         check_optimizer(self.optim, self.parallel, self.memory, train, device_type)
         self.parallel.validate(world_size, self.mesh, device_type, self.memory.cpu_offload)
@@ -298,7 +296,7 @@ class Config:
 
     def _check_shards(self, world_size: int) -> None:
         """Refuse more shards than most parameters have rows, and shards that states cannot follow."""
-        if self.parallel.name not in ("fsdp2", "toy_fsdp"):
+        if not self.parallel.uses_dtensor:
             return
         shards, dim = self.mesh.shard_ranks(world_size), self.model.dim
         if shards > dim:
@@ -314,12 +312,12 @@ class Config:
 
     def _check_memory(self) -> None:
         memory, parallel = self.memory, self.parallel
-        if memory.cpu_offload_executor is CPUOffloadExecutor.overlapped and parallel.name != "fsdp2":
+        if memory.cpu_offload_executor is CPUOffloadExecutor.overlapped and not parallel.overlaps_cpu_offload:
             raise ConfigError(
                 f"memory.cpu_offload_executor=overlapped is not an option of parallel={parallel.name}; set "
                 "parallel=fsdp2 or memory.cpu_offload_executor=native"
             )
-        if memory.offload_state_dtype is StateDType.bfloat16 and self.train.deterministic:
+        if memory.offload_state_dtype is OffloadStateDType.bfloat16 and self.train.deterministic:
             raise ConfigError(
                 "memory.offload_state_dtype=bfloat16 draws random numbers on each rank, which train.deterministic=true "
                 "rules out; set memory.offload_state_dtype=float32"

@@ -12,9 +12,7 @@ from fsdptoys.config.schema import LaunchConfig
 from fsdptoys.device import available_device_type
 from fsdptoys.device.profile import load_hardware
 from fsdptoys.errors import ConfigError
-from fsdptoys.parallel import SingleConfig
 from fsdptoys.parallel.float8 import check_float8_here
-from fsdptoys.parallel.fsdp import FSDPConfig
 from fsdptoys.parallel.mesh import NODE, straddling
 from fsdptoys.utils.text import one_line, say
 
@@ -65,7 +63,7 @@ def plan_run(words: Sequence[str], present: Mapping[str, str]) -> Plan:
     if "RANK" in present and "WORLD_SIZE" in present:
         world_size, local_ranks = _read_ranks(present)
     else:
-        local_ranks = _ranks_on_this_machine(settings.launch, hardware, isinstance(settings.parallel, SingleConfig))
+        local_ranks = _ranks_on_this_machine(settings.launch, hardware, settings.parallel.single_process)
         world_size = local_ranks * settings.launch.nnodes
     words = list(words)
     if not any(word.startswith("experiment=") for word in words):
@@ -270,7 +268,7 @@ def tell(plan: Plan, environment: Mapping[str, str]) -> None:
 def note(plan: Plan) -> str | None:
     """A sentence on what would run, and not as one may think."""
     config = plan.composition.config
-    if not isinstance(config.parallel, FSDPConfig):
+    if not config.parallel.shards_parameters:
         return None
     return straddling(config.mesh.shard_ranks(plan.world_size), plan.world_size, plan.local_ranks)
 

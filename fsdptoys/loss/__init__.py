@@ -1,7 +1,7 @@
-"""The loss that the head computes inside its own forward: the sum over valid labels, a float32 scalar.
+"""The training loss, computed inside the head's forward: the sum over valid labels, a float32 scalar.
 
-``build_loss`` chooses between two ways to the same numbers. The plain one makes all logits, N·V of them, and leaves the
-gradients to autograd. The chunked one (``chunked_loss``) makes a few rows at a time, and their gradients with them.
+``build_loss`` chooses between two implementations. The plain one makes all N·V logits and leaves gradients to autograd;
+the chunked one (``chunked``) makes the logits of a few rows at a time, and their gradients with them.
 """
 
 import functools
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fsdptoys.models.linear import linear
 
-from .chunked import GradientDType, chunked_loss_sum
+from .chunked import chunked_loss_sum
 from .objective import IGNORE_INDEX, Objective
 
 LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -23,16 +23,16 @@ LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 def build_loss(
     chunk_loss: bool,
     chunk_tokens: int | None = None,
-    grad_dtype: GradientDType = GradientDType.float32,
+    grad_dtype: torch.dtype = torch.float32,
     objective: Objective = Objective(),  # noqa: B008 (frozen)
 ) -> LossFn:
-    """The loss to train with.
+    """Choose the loss function.
 
     Args:
         chunk_loss: compute loss and gradients over chunks of tokens.
-        chunk_tokens: tokens a chunk; None chooses (see ``chunked_loss.auto_chunk_tokens``).
-        grad_dtype: in what the gradient of the head's weight is added up over chunks.
-        objective: what is minimised.
+        chunk_tokens: tokens per chunk; None for ``chunked.auto_chunk_tokens``.
+        grad_dtype: float32 or bfloat16, in which the gradient of the head's weight is summed over chunks.
+        objective: function of the logits to minimize.
     """
     if chunk_loss:
         return functools.partial(
@@ -44,13 +44,13 @@ def build_loss(
 def cross_entropy_sum(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
     """Cross entropy of ``hidden @ weight.T`` summed over valid labels, in nats, as a float32 scalar.
 
-    Makes the logits whole, once in the parameters' dtype and twice in float32: N·V·(2 + 4 + 4) bytes in bf16.
+    Makes the full logits, once in the parameters' dtype and twice in float32: N·V·(2 + 4 + 4) bytes in bf16.
     """
     return loss_sum(hidden_ND, weight_VD, labels_N, Objective())
 
 
 def loss_sum(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, objective: Objective) -> Tensor:
-    """The objective over whole logits, summed over valid labels, as a float32 scalar."""
+    """The objective over full logits, summed over valid labels, as a float32 scalar."""
     logits_NV = linear(hidden_ND, weight_VD).float()
     loss = F.cross_entropy(
         logits_NV,

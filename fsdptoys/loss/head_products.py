@@ -1,12 +1,11 @@
-"""The three products of a linear head for one chunk of tokens: logits, gradient of the hidden states, of the weight.
+"""The three matmuls of a linear head for one chunk of tokens: logits, gradients of hidden states and of the weight.
 
-The gradient of the weight is added up over chunks, in a number format of its own. cuBLAS adds a bf16 product to a
-float32 sum as part of the product. Where nothing does, the product of some classes at a time goes through a small
-buffer in the inputs' dtype, so that nothing the size of the weight is made beside the sum; each chunk's share is then
-rounded once more than on CUDA.
+The gradient of the weight is summed over chunks in its own dtype. cuBLAS adds a bf16 product to a float32 sum within
+the matmul. Elsewhere the product of some classes at a time goes through a small buffer in the inputs' dtype, so that no
+second tensor of the weight's size is made; each chunk's share is then rounded once more than on CUDA.
 
-On CPUs all products go over some classes at a time, and through whatever ``models.grouped`` found fastest: oneDNN's
-float32 product returns fresh tensors, which are best kept small.
+On CPUs all matmuls go over some classes at a time, by the fastest implementation of ``models.grouped``: oneDNN's
+float32 matmul returns fresh tensors, which should stay small.
 
 Shapes: C tokens of a chunk, D width, V vocabulary, B classes at a time.
 """
@@ -20,11 +19,11 @@ from torch import Tensor
 from fsdptoys.models.grouped import Segment, choose_product
 
 BLOCK_CLASSES = 2048
-"""Classes that are multiplied at a time. Between 512 and 4096 the CPU's products were equally fast."""
+"""Classes multiplied at a time. CPU matmuls were equally fast between 512 and 4096."""
 
 
 class HeadProducts(Protocol):
-    """What a device multiplies with."""
+    """A device's matmuls."""
 
     def logits(self, hidden_CD: Tensor, weight_VD: Tensor, out_CV: Tensor) -> None:
         """``hidden @ weight.T``."""
@@ -33,18 +32,18 @@ class HeadProducts(Protocol):
         """``gradient @ weight``."""
 
     def weight_gradient(self, gradient_CV: Tensor, hidden_CD: Tensor, sum_VD: Tensor, first: bool) -> None:
-        """Add ``gradient.T @ hidden`` to the sum, which the first chunk overwrites."""
+        """Add ``gradient.T @ hidden`` to the sum; the first chunk overwrites it."""
 
 
 def choose_products(hidden_ND: Tensor, weight_VD: Tensor) -> HeadProducts:
-    """The products for the device and dtype of these tensors."""
+    """The matmuls for the device and dtype of these tensors."""
     if hidden_ND.device.type == "cpu":
         return CPUProducts(hidden_ND.dtype, *weight_VD.shape)
     return DeviceProducts()
 
 
 class CPUProducts:
-    """Products over some classes at a time."""
+    """Matmuls over some classes at a time."""
 
     def __init__(self, dtype: torch.dtype, *widths: int) -> None:
         self.product = choose_product("cpu", dtype, *widths)
@@ -70,7 +69,7 @@ class CPUProducts:
 
 
 class DeviceProducts:
-    """Whole products, as few and as large as they come."""
+    """One matmul each."""
 
     def logits(self, hidden_CD: Tensor, weight_VD: Tensor, out_CV: Tensor) -> None:
         """See ``HeadProducts``."""
@@ -86,14 +85,7 @@ class DeviceProducts:
         if sum_VD.dtype == hidden_CD.dtype:
             sum_VD.addmm_(gradient_CV.t(), hidden_CD, beta=beta)
         elif sum_VD.dtype == torch.float32 and sum_VD.is_cuda and type(sum_VD) is Tensor and _adds_to_float32():
-            torch.addmm(
-                sum_VD,
-                gradient_CV.t(),
-                hidden_CD,
-                out_dtype=torch.float32,
-                beta=beta,
-                out=sum_VD,
-            )
+            torch.addmm(sum_VD, gradient_CV.t(), hidden_CD, out_dtype=torch.float32, beta=beta, out=sum_VD)
         else:
             for gradient_CB, sum_BD in zip(
                 gradient_CV.split(BLOCK_CLASSES, dim=1), sum_VD.split(BLOCK_CLASSES), strict=True
@@ -104,9 +96,9 @@ class DeviceProducts:
 
 @functools.cache
 def _adds_to_float32() -> bool:
-    """Whether ``torch.addmm`` takes bf16 factors and a float32 sum on CUDA, asked once a process.
+    """Whether ``torch.addmm`` takes bf16 operands and a float32 sum on CUDA; tried once per process.
 
-    It should from 2.10 (https://github.com/pytorch/pytorch/pull/167931); 2.8 has ``out_dtype`` but refuses such a sum.
+    Expected from 2.10 (https://github.com/pytorch/pytorch/pull/167931); 2.8 has ``out_dtype`` but refuses such a sum.
     """
     ones = torch.ones(16, 16, dtype=torch.bfloat16, device="cuda")
     total = torch.full((16, 16), float("nan"), device="cuda")

@@ -1,10 +1,10 @@
-"""What is minimised over the logits, apart from how it is computed.
+"""The function of the logits to minimize.
 
 For a row of logits x with label y over V classes, with s label smoothing and z the coefficient of the z-loss::
 
     (1 - s) · (logsumexp(x) - x[y]) + s · (logsumexp(x) - mean(x)) + z · logsumexp(x)²
 
-Label smoothing (arXiv:1512.00567) is ``F.cross_entropy``'s, spread over all classes, the label's own among them. The
+Label smoothing (arXiv:1512.00567) is ``F.cross_entropy``'s, spread over all classes including the label's own. The
 z-loss keeps the logits from drifting (PaLM, arXiv:2204.02311, which uses 1e-4). Rows whose label is ``IGNORE_INDEX``
 count for neither.
 """
@@ -12,14 +12,14 @@ count for neither.
 from dataclasses import dataclass
 
 IGNORE_INDEX = -100
-"""Label of positions that do not count, as in ``F.cross_entropy``."""
+"""Label of ignored positions, as in ``F.cross_entropy``."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """Cross entropy and what is added to it."""
+    """Cross entropy with label smoothing and z-loss."""
 
     label_smoothing: float = 0.0
-    """Share of each label that is spread evenly over all classes; at least 0 and below 1."""
+    """Share of each label spread evenly over all classes; at least 0 and below 1."""
     z_loss_coef: float = 0.0
     """Weight of logsumexp(logits)²; at least 0."""

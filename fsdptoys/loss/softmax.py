@@ -1,9 +1,9 @@
 """The loss of each row of logits, and its gradient in place of the logits: softmax minus one-hot.
 
 On CUDA one Triton kernel reads the logits twice and writes them once (``softmax_triton``). Elsewhere, and where Triton
-cannot compile, a few rows at a time are copied to float32, worked on in place and rounded back: on a CPU as many as
-stay in cache, since each of the passes over them would otherwise wait for memory. 512 rows of 32,000 logits took 22 ms
-so on one thread of a CPU in bf16, where ``F.cross_entropy`` and its backward take 192.
+cannot compile, a few rows at a time are copied to float32, processed in place and rounded back: on a CPU as many as fit
+in cache, since each pass over them would otherwise wait for memory. 512 rows of 32,000 logits in bf16 take 22 ms on one
+CPU thread, where ``F.cross_entropy`` and its backward take 192.
 
 Shapes: C rows of logits, V classes, R rows at a time.
 """
@@ -20,9 +20,9 @@ from .objective import IGNORE_INDEX, Objective
 SoftmaxKernel = Callable[[Tensor, Tensor, Tensor, Objective, bool], None]
 
 CPU_BLOCK_BYTES = 2**20
-"""float32 logits a thread works on at a time: what a core's own cache holds."""
+"""float32 logits per thread at a time, as many as fit in a core's own cache."""
 DEVICE_BLOCK_BYTES = 2**26
-"""float32 logits worked on at a time on an accelerator without the kernel."""
+"""float32 logits at a time on an accelerator without the kernel."""
 
 
 def softmax_gradient_(
@@ -34,17 +34,17 @@ def softmax_gradient_(
     gradient: bool,
     some_ignored: bool = True,
 ) -> None:
-    """Write the loss of each row, and replace its logits by the gradient of that loss. Nothing waits for the device.
+    """Write the loss of each row, and replace its logits by the gradient of that loss, without a device sync.
 
     Args:
-        logits_CV: any floating dtype, rows contiguous; worked on in float32 at least.
+        logits_CV: any floating dtype, rows contiguous; processed in float32 at least.
         labels_C: classes, or ``IGNORE_INDEX`` for rows whose loss and gradient are zero.
         losses_C: float32, overwritten.
-        objective: what is minimised.
-        gradient: whether the gradient is wanted; without it the logits are left as anything.
+        objective: function to minimize.
+        gradient: whether to compute the gradient; without it the logits end up undefined.
         some_ignored: whether there may be ignored rows.
     """
-    # Fake tensors have a device but no memory that a kernel could be given.
+    # Fake tensors have a device but no memory for a kernel.
     kernel = _triton_kernel() if logits_CV.is_cuda and type(logits_CV) is Tensor else None
     if kernel is not None:
         kernel(logits_CV, labels_C, losses_C, objective, gradient)
@@ -73,7 +73,7 @@ def _block_rows(device_type: str, row_bytes: int) -> int:
 def _block_gradient_(
     values_RV: Tensor, labels_R1: Tensor, objective: Objective, gradient: bool, some_ignored: bool
 ) -> Tensor:
-    """The losses of a few rows; their float32 logits become the gradient."""
+    """Losses of a few rows; replaces their float32 logits by the gradient."""
     smoothing, z_loss_coef = objective.label_smoothing, objective.z_loss_coef
     ignored_R1 = labels_R1 == IGNORE_INDEX if some_ignored else None
     if ignored_R1 is not None:
@@ -83,7 +83,7 @@ def _block_gradient_(
     mean_R1 = values_RV.mean(1, keepdim=True) if smoothing else None
     softmax_ = softmax_cpu_ if values_RV.device.type == "cpu" else softmax_device_
     log_sum_R1 = softmax_(values_RV, top_R1)
-    # Relative to the largest logit, so that large logits do not cancel the digits of the loss.
+    # Relative to the largest logit, against cancellation.
     losses_R1 = (1 - smoothing) * (top_R1 - label_logit_R1) + log_sum_R1
     if mean_R1 is not None:
         losses_R1 += smoothing * (top_R1 - mean_R1)
@@ -106,15 +106,15 @@ def _block_gradient_(
 def softmax_cpu_(values_RV: Tensor, top_R1: Tensor) -> Tensor:
     """Softmax in place; returns log(sum(exp(values - top))) of each row.
 
-    torch's own is a vectorised loop that writes element by element in its last pass, so it may write where it reads.
-    The largest share is 1 / sum(exp(values - top)), and never so small that its logarithm would be inexact.
+    torch.softmax on a CPU is a vectorized loop whose last pass works element by element, so it may write in place. The
+    largest probability is 1 / sum(exp(values - top)), never too small for an exact logarithm.
     """
     torch.softmax(values_RV, 1, out=values_RV)
     return -values_RV.amax(1, keepdim=True).log()
 
 
 def softmax_device_(values_RV: Tensor, top_R1: Tensor) -> Tensor:
-    """The same, of operations that are in place by name: nobody promises the above for every device."""
+    """The same with in-place operators, since in-place ``torch.softmax`` is not safe on every device."""
     sum_R1 = values_RV.sub_(top_R1).exp_().sum(1, keepdim=True)
     values_RV.div_(sum_R1)
     return sum_R1.log()
@@ -122,7 +122,7 @@ def softmax_device_(values_RV: Tensor, top_R1: Tensor) -> Tensor:
 
 @functools.cache
 def _triton_kernel() -> SoftmaxKernel | None:
-    """The kernel, if Triton is installed and compiles it here: it needs a C compiler, which small images lack."""
+    """The kernel, if Triton is installed and compiles it: it needs a C compiler, which small images lack."""
     try:
         from .softmax_triton import softmax_gradient_
 

@@ -1,13 +1,12 @@
 """The loss of each row of logits and its gradient in place, as one Triton kernel. Imported on CUDA only.
 
-One program a row, two passes over it. The first keeps a running maximum and a running sum of exponentials in every lane
-(arXiv:1805.02867), so that the lanes meet once a row and not once a block; the second writes the gradient. Rows whose
-label is ignored skip the first pass and are filled with zeros.
+One program per row, in two passes. The first keeps a running maximum and a running sum of exponentials in every lane
+(arXiv:1805.02867), so lanes are combined once per row and not per block; the second writes the gradient. Rows with an
+ignored label skip the first pass and are filled with zeros. A label outside the vocabulary makes the loss NaN rather
+than stop the device.
 
-A label outside the vocabulary makes the loss NaN rather than stop the device.
-
-Not covered: splitting a row over several programs, which would pay only for fewer rows than a GPU has processors.
-The logic was run in Triton's interpreter (3.3.1 and 3.9.0); it has not been timed on a GPU.
+Not covered: splitting a row over several programs, which pays only for fewer rows than a GPU has processors. The logic
+was run in Triton's interpreter (3.3.1 and 3.9.0); it has not been timed on a GPU.
 """
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from .objective import IGNORE_INDEX, Objective
 
 MAX_BLOCK = 4096
-"""Logits of a row that a program holds at a time: with 8 warps few enough registers for four programs a processor."""
+"""Logits of a row per block: with 8 warps they leave registers for four programs per processor."""
 
 
 def softmax_gradient_(
@@ -74,7 +73,7 @@ def _softmax_gradient_row(
     known = (label >= 0) & (label < n_classes)
     label_logit = tl.load(logits + label, mask=known, other=float("nan")).to(tl.float32)
 
-    # A finite start: the difference of two infinities would be NaN in lanes that see no class.
+    # A finite start: the difference of two infinities would be NaN in lanes without a class.
     tops = tl.full((BLOCK,), -3.0e38, tl.float32)
     sums = tl.zeros((BLOCK,), tl.float32)
     totals = tl.zeros((BLOCK,), tl.float32)
@@ -97,7 +96,7 @@ def _softmax_gradient_row(
     tl.store(losses + row, loss)
 
     if GRADIENT:
-        # Every thread has read the label's logit before one overwrites it.
+        # All threads must read the label's logit before one overwrites it.
         tl.debug_barrier()
         factor = (1.0 + 2.0 * z_loss_coef * logsumexp) / total_exp
         for start in range(0, n_classes, BLOCK):

@@ -1,26 +1,28 @@
-"""What trades time for memory: each piece is a switch in ``configs/memory``."""
+"""Switches that trade time for memory, one file each; their settings are in ``configs/memory``."""
 
 from .activation_checkpointing import SAVED_OPERATORS, GradientCheckpointing, checkpoint_blocks
 from .activation_offload import ActivationOffload
-from .bucketed_optimizer import BucketedOptimizer
-from .config import CPUOffloadExecutor, MemoryConfig, OffloadSchedule, StateDType
-from .cpu_offload import Workers, cpu_threads, overlap_cpu_offload, threads_per_rank
+from .bucketed_optimizer import BucketedOptimizer, BucketedUpdates
+from .config import CPUOffloadExecutor, GradientDType, MemoryConfig, OffloadSchedule, OffloadStateDType
+from .cpu_offload import overlap_cpu_offload, threads_per_rank
 from .optimizer_in_backward import OptimizerInBackward
 from .optimizer_offload import offload_optimizer, resolve_schedule
+from .updates import Updates
 
 __all__ = [
     "SAVED_OPERATORS",
     "ActivationOffload",
     "BucketedOptimizer",
+    "BucketedUpdates",
     "CPUOffloadExecutor",
     "GradientCheckpointing",
+    "GradientDType",
     "MemoryConfig",
     "OffloadSchedule",
+    "OffloadStateDType",
     "OptimizerInBackward",
-    "StateDType",
-    "Workers",
+    "Updates",
     "checkpoint_blocks",
-    "cpu_threads",
     "offload_optimizer",
     "overlap_cpu_offload",
     "resolve_schedule",

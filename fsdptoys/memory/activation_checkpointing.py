@@ -1,13 +1,12 @@
-"""Gradient checkpointing: blocks drop their activations in the forward and compute them again in the backward.
+"""Gradient checkpointing: blocks drop their activations in the forward and recompute them in the backward.
 
-Memory for activations falls from every block's to one block's plus each block's input; the forward of the checkpointed
-blocks runs twice (arXiv:1604.06174). In between lie ``every=k``, which leaves the other blocks alone, and
-``selective``, which keeps the results of the operators that cost most and computes the cheap rest again
-(arXiv:2205.05198).
+Memory for activations falls from every block's to one block's plus each block's input; the forward of checkpointed
+blocks runs twice (arXiv:1604.06174). Two settings are in between: ``every=k`` leaves the other blocks alone, and
+``selective`` keeps the results of the most expensive operators and recomputes the cheap rest (arXiv:2205.05198).
 
-PyTorch's non-reentrant ``checkpoint`` does the work. It restores the random state, and stops once it has what the
-backward needs, so that the last product of a block is not made again. ``selective`` keeps that product's result all the
-same, though no backward asks for it.
+PyTorch's non-reentrant ``checkpoint`` does the work. It restores the random state, and stops the recomputation early,
+so that the last matmul of a block does not run again. ``selective`` keeps that matmul's result anyway, though no
+backward needs it.
 """
 
 import functools
@@ -22,7 +21,7 @@ from .activation_offload import ActivationOffload
 
 
 class GradientCheckpointing(Enum):
-    """What is computed again."""
+    """Extent of the recomputation."""
 
     none = "none"
     full = "full"
@@ -32,14 +31,14 @@ class GradientCheckpointing(Enum):
 
 
 def _operators(*names: str) -> tuple[torch._ops.OpOverload, ...]:
-    """The operators of those names that this torch, with the extensions that are loaded, has."""
+    """The named operators that this torch and its loaded extensions have."""
     packets = (getattr(getattr(torch.ops, library), name, None) for library, name in (n.split(".") for n in names))
     return tuple(packet.default for packet in packets if packet is not None)
 
 
 SAVED_OPERATORS = {
-    # Also the first of an expert's two products where experts are multiplied one by one; the second is written in
-    # place, which cannot be replayed.
+    # Also the first of an expert's two matmuls where experts are multiplied one by one; the second writes in place,
+    # which cannot be replayed.
     "mm": _operators("aten.mm", "aten.addmm", "aten._scaled_mm", "aten.linear", "aten.mkldnn_linear"),
     "bmm": _operators("aten.bmm", "aten.baddbmm"),
     "attention": _operators(
@@ -52,10 +51,10 @@ SAVED_OPERATORS = {
         "npu.npu_fusion_attention_v2",
         "npu.npu_fusion_attention_v3",
     ),
-    # The last is how a CPU multiplies experts in float32; nothing else calls it but compiled code.
+    # The last multiplies experts in float32 on a CPU; otherwise only compiled code calls it.
     "grouped_mm": _operators("aten._grouped_mm", "npu.npu_grouped_matmul", "mkldnn._linear_pointwise"),
 }
-"""Name in ``memory.checkpointing_save`` → the operators that it stands for."""
+"""Name in ``memory.checkpointing_save`` → operators."""
 
 
 def checkpoint_blocks(
@@ -69,22 +68,22 @@ def checkpoint_blocks(
 ) -> None:
     """Recompute blocks in the backward; must come before anything wraps the blocks.
 
-    Only ``forward`` is replaced, on the instance: parameter names stay as they are, and hooks that a strategy puts on
-    the block run outside the recomputation, so that it gathers nothing by itself.
+    Only ``forward`` is replaced, on the instance: parameter names do not change, and a strategy's hooks on the block
+    run outside the recomputation, so that it gathers nothing by itself.
 
     Args:
         blocks: in the order of the forward.
-        mode: what is computed again.
-        start_index: first block that is checkpointed.
-        every: the distance from there to the next, and so on.
+        mode: extent of the recomputation.
+        start_index: first checkpointed block.
+        every: distance between checkpointed blocks.
         save: names of ``SAVED_OPERATORS`` whose results ``selective`` keeps.
-        offload: keeps what the checkpointed blocks save in host memory.
+        offload: keeps the saved tensors of checkpointed blocks in host memory.
     """
     if mode is GradientCheckpointing.none:
         return
     chosen = list(blocks)[start_index::every]
     selective = mode is GradientCheckpointing.selective
-    # A list, not a function, since torch.compile reads it (torch 2.7 cannot read a set).
+    # A list, not a function, since torch.compile traces it (torch 2.7 cannot trace a set).
     kept = [operator for name in save for operator in SAVED_OPERATORS[name]] if selective else []
     for index, block in enumerate(chosen):
         if offload is not None:

@@ -1,22 +1,22 @@
-"""Activation offload: what checkpointed blocks save for the backward waits in host memory.
+"""Activation offload: tensors that checkpointed blocks save for the backward live in host memory.
 
 Under gradient checkpointing a block saves its input, and with ``selective`` the results of some operators. In the
-forward they are copied into pinned host memory on a side stream while the block computes, and leave the device one
-block later. In the backward a block that asks for its first tensor starts the way back of the block before it, so that
-the copies of one block pass beside the recomputation and the backward of another. The host waits for nothing: streams
-wait for events. So about two blocks' worth stays on the device, at the price of two copies over PCIe a step; where a
-block computes for less time than its copies take, the copies set the pace.
+forward a side stream copies them into pinned host memory while the block computes, and their device memory is freed one
+block later. In the backward, a block's request for its first tensor starts the copies of the block before it, which
+overlap with the recomputation and backward of this one. Streams wait for events, the host for nothing. About two
+blocks' worth stays on the device, at the price of two copies over PCIe a step; a block that computes for less time than
+its copies take waits for them.
 
-The device keeps parameters, tensors that need no gradient (rotations, which all blocks share), small ones or with gaps,
-and all that the last checkpointed block saves, for which the backward asks at once: with two checkpointed blocks there
-is nothing to gain. On a CPU the same copies are made, and save nothing.
+These stay on the device: parameters, tensors without gradients (rotations, which all blocks share), small ones or with
+gaps, and all tensors of the last checkpointed block, which the backward needs at once: two checkpointed blocks gain
+nothing. On a CPU the same copies are made, and save nothing.
 
-Buffers in host memory are reused over steps. Their sizes are powers of two, to which PyTorch's pinned allocator rounds
-anyway, so that up to half of that memory is idle where a tensor is just larger than one.
+Host buffers are reused over steps. Their sizes are powers of two, to which PyTorch's pinned allocator rounds anyway, so
+up to half of that memory is idle for tensors just above one.
 
-Not covered: what a compiled block saves beside its inputs. Writing to kept results in place is refused.
+Not covered: tensors other than inputs that a compiled block saves. Writing to kept results in place is refused.
 Sources: https://docs.pytorch.org/docs/stable/autograd.html#saved-tensors-hooks-doc; arXiv:1602.08124, which offloads
-activations and fetches them ahead; arXiv:2104.07857, which offloads those of checkpointing.
+activations and prefetches them; arXiv:2104.07857, which offloads those of checkpointing.
 """
 
 import functools
@@ -34,29 +34,29 @@ from torch.utils.checkpoint import checkpoint
 from fsdptoys.device import Streams, is_accelerator
 
 MIN_BYTES = 2**18
-"""Smaller tensors stay on the device: starting a copy takes as long as copying some 256 KiB."""
+"""Smaller tensors stay on the device: starting a copy takes as long as copying about 256 KiB."""
 
 
 class Copies(Protocol):
-    """How bytes move between a device and the host."""
+    """Copies between a device and the host."""
 
     def empty_host(self, nbytes: int) -> Tensor:
         """A new host buffer, uint8."""
 
     def start(self, target: Tensor, source: Tensor) -> Any:
-        """Copy after what the current stream has been given so far; returns a mark for ``wait``."""
+        """Copy after earlier work on the current stream; returns a mark for ``wait``."""
 
     def wait(self, mark: Any) -> None:
-        """Let the current stream wait until the copy is done."""
+        """Make the current stream wait until the copy is done."""
 
     def abandon(self, tensor: Tensor) -> None:
-        """Keep the memory of a device tensor, which nobody will wait for, until its copy is done."""
+        """Keep the memory of a device tensor that will not be waited for until its copy is done."""
 
 
 class StreamCopies:
-    """On one side stream of an accelerator, which lives as long as this object.
+    """Copies on one side stream of an accelerator.
 
-    Copies happen in order, so that a host buffer may be given to the next before the one before it is done.
+    They happen in order, so a host buffer may be reused before its last copy is done.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -64,7 +64,7 @@ class StreamCopies:
         self._stream = self._streams.new()
 
     def empty_host(self, nbytes: int) -> Tensor:
-        """Pinned."""
+        """A pinned buffer."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def start(self, target: Tensor, source: Tensor) -> Any:
@@ -84,10 +84,10 @@ class StreamCopies:
 
 
 class HostCopies:
-    """On a CPU: done on return."""
+    """Copies on a CPU, done on return."""
 
     def empty_host(self, nbytes: int) -> Tensor:
-        """Not pinned."""
+        """A pageable buffer."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def start(self, target: Tensor, source: Tensor) -> None:
@@ -98,17 +98,17 @@ class HostCopies:
         """Nothing to wait for."""
 
     def abandon(self, tensor: Tensor) -> None:
-        """Nothing is under way."""
+        """Nothing is in flight."""
 
 
 class _Block:
-    """What one call of a checkpointed block saved, in the order in which the backward asks for it.
+    """Saved tensors of one call of a checkpointed block, in the order in which the backward needs them.
 
     Args:
-        index: of the block among those that are checkpointed.
+        index: of the block among the checkpointed ones.
         previous: the call before it in the same forward.
         args: of the call.
-        stays: whether all of it stays on the device.
+        stays: whether all tensors stay on the device.
     """
 
     def __init__(self, index: int, previous: "_Block | None", args: tuple[Any, ...], stays: bool) -> None:
@@ -136,9 +136,9 @@ class _Block:
 
 
 class _Saved:
-    """One tensor that a block saved: on the device, in host memory, or on the way.
+    """One saved tensor of a block: on the device, in host memory, or in flight.
 
-    Lives as long as the backward may ask for it. It may do so several times, with ``retain_graph``.
+    Lives as long as the backward may need it, which it may several times with ``retain_graph``.
     """
 
     def __init__(self, tensor: Tensor, block: _Block, offload: "ActivationOffload") -> None:
@@ -153,7 +153,7 @@ class _Saved:
             self._mark = offload.copies.start(self._host(), tensor)
 
     def get(self) -> Tensor:
-        """The tensor, for the backward; the first of a block starts the way back of the block before."""
+        """The tensor, for the backward; the first of a block starts the copies of the block before."""
         if self._block.asks_first(self):
             self._block.start_return()
             if self._block.previous is not None:
@@ -165,15 +165,15 @@ class _Saved:
         return tensor
 
     def start_return(self) -> None:
-        """Start the way back, unless the tensor is here or on its way."""
+        """Start the copy to the device, unless the tensor is there or in flight."""
         if self._resident is None:
-            # Memory of the current stream, which the copy waits for: nothing that was there before is still in use.
+            # Memory of the current stream, which the copy waits for, so its earlier use has ended.
             tensor = torch.empty_strided(self._shape, self._strides, dtype=self._dtype, device=self._offload.device)
             self._mark = self._offload.copies.start(tensor, self._host())
             self._resident, self._version = tensor, tensor._version
 
     def leave(self) -> None:
-        """Free the device's memory once the copy is done, as far as the current stream is concerned."""
+        """Free the device memory after the copy, in the order of the current stream."""
         if self._resident is None:
             return
         if self._resident._version != self._version:
@@ -184,7 +184,7 @@ class _Saved:
 
     def _host(self) -> Tensor:
         assert self._buffer is not None
-        # With the strides of the tensor, so that a copy is one run of bytes.
+        # With the tensor's strides, so that a copy is one run of bytes.
         flat = self._buffer[: self._shape.numel() * self._dtype.itemsize].view(self._dtype)
         return flat.as_strided(self._shape, self._strides)
 
@@ -196,12 +196,12 @@ class _Saved:
 
 
 class ActivationOffload:
-    """Moves what the checkpointed blocks of one model save.
+    """Offloads saved tensors of the checkpointed blocks of one model.
 
     Args:
-        device: on which the model computes.
-        min_bytes: smaller tensors stay there.
-        copies: how bytes move; by default as the device needs it.
+        device: compute device.
+        min_bytes: smaller tensors stay on the device.
+        copies: None for the device's own.
     """
 
     def __init__(self, device: torch.device, *, min_bytes: int = MIN_BYTES, copies: Copies | None = None) -> None:
@@ -219,14 +219,14 @@ class ActivationOffload:
         is_last: bool,
         operators: Collection[object] = (),
     ) -> Any:
-        """``torch.utils.checkpoint.checkpoint(function, *args)``, with what it saves offloaded.
+        """``torch.utils.checkpoint.checkpoint(function, *args)`` with saved tensors offloaded.
 
         Args:
             function: forward of a block.
             args: of the forward.
-            index: of the block among those that are checkpointed, in the order of the forward.
-            is_last: whether no checkpointed block comes after it; what it saves stays on the device.
-            operators: whose results are saved rather than computed again.
+            index: of the block among the checkpointed ones, in the order of the forward.
+            is_last: whether it is the last checkpointed block, whose tensors stay on the device.
+            operators: their results are saved rather than recomputed.
         """
         if not torch.is_grad_enabled():
             return function(*args)
@@ -244,17 +244,17 @@ class ActivationOffload:
             return checkpoint(function, *args, use_reentrant=False, **options)
 
     def take_buffer(self, nbytes: int) -> Tensor:
-        """A host buffer of at least so many bytes, uint8."""
+        """A host buffer of at least ``nbytes``, uint8."""
         size = 1 << max(0, nbytes - 1).bit_length()
         idle = self._idle[size]
         return idle.pop() if idle else self.copies.empty_host(size)
 
     def give_back_buffer(self, buffer: Tensor) -> None:
-        """Let the next copy have it."""
+        """Return a buffer for reuse."""
         self._idle[buffer.numel()].append(buffer)
 
     def _begin(self, index: int, args: tuple[Any, ...], is_last: bool) -> _Block:
-        """A call of a block; what the calls before the latest saved leaves the device."""
+        """Begin a call of a block; tensors of the calls before the latest leave the device."""
         latest = self._latest
         same_forward = latest is not None and latest.index < index
         if latest is not None:
@@ -294,7 +294,7 @@ class _Keep(TorchDispatchMode):
 
 
 class _Replay(TorchDispatchMode):
-    """Gives saved results instead of computing them, in the recomputation."""
+    """Returns saved results instead of computing them, in the recomputation."""
 
     def __init__(self, kept: dict[object, list[Any]]) -> None:
         super().__init__()
@@ -315,7 +315,7 @@ class _Replay(TorchDispatchMode):
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one run of memory, in whichever order of dims; attention returns transposed tensors."""
+    """Whether the elements fill one run of memory, in any order of dims; attention returns transposed tensors."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:
@@ -330,10 +330,10 @@ def _unpack(saved: Any) -> Any:
 
 
 def _alias(tensor: Any) -> Any:
-    """A tensor's memory and version without its history, so as not to hold a graph; what is no tensor, itself.
+    """An alias with a tensor's memory and version, without its graph; non-tensors are returned as they are.
 
-    Below autograd ``detach`` gives the alias a version of its own unless it is told otherwise, as PyTorch's selective
-    checkpointing does too (private; tried on torch 2.7 and 2.13).
+    Below autograd ``detach`` gives the alias its own version unless this dispatch key is excluded, as in PyTorch's
+    selective checkpointing (private; tried with torch 2.7 and 2.13).
     """
     if not isinstance(tensor, Tensor):
         return tensor

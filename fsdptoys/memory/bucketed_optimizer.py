@@ -1,36 +1,33 @@
 """A ``torch.optim.Optimizer`` that updates its parameters bucket by bucket, now or as late as the next forward.
 
-It takes the place of a finished optimizer and shares its ``param_groups``, so schedules and checkpoints see what they
-always see: ``state[param]`` holds the counter of steps and tensors laid out as the parameter, views of the buckets'
-slabs wherever these live. Who updates a bucket is an executor: streams (``streaming``) or host threads
-(``cpu_offload``).
+It replaces a finished optimizer and shares its ``param_groups``, so schedules and checkpoints work as usual:
+``state[param]`` holds the step counter, and tensors with the parameter's layout that are views of the buckets' slabs.
+An executor updates the buckets: streams (``state_streaming``) or host threads (``cpu_offload``).
 
-An executor that defers makes ``step`` fix hyperparameters, clip scale and gradients only; hooks before the forward of
-each unit have the updates done that the unit needs. The gradients are then the optimizer's: ``param.grad`` is None
-after ``step``. Whoever reads or writes parameters otherwise than by a forward, ``state_dict`` or ``load_state_dict`` of
-the model must call ``finish_updates`` first.
+With an executor that defers, ``step`` only fixes hyperparameters, clip scale and gradients; hooks before the forward of
+each unit finish the updates that the unit needs. The gradients then belong to the optimizer: ``param.grad`` is None
+after ``step``. Any access to parameters other than by a forward, ``state_dict`` or ``load_state_dict`` of the model
+must call ``finish_updates`` first.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from fsdptoys.utils.dtensor import (
-    is_dtensor,
-    local_tensor,
-)
+from fsdptoys.utils.dtensor import is_dtensor, local_tensor
 
-from .state_buckets import Bucket, Unit, sharded_like
+from .state_buckets import Bucket, UnitParams, sharded_like
+from .updates import GradientNorms, Updates
 
 RUNS_CHOICE = ("params", "foreach", "fused", "capturable", "differentiable")
-"""Keys of a parameter group that a checkpoint has no say in: how an update runs, not what it does."""
+"""Keys of a parameter group that loading keeps: implementation rather than hyperparameters."""
 
 
 class Executor(Protocol):
-    """Who updates buckets."""
+    """Updates buckets."""
 
     defers: bool
     """Whether updates may still run when ``step`` has returned."""
@@ -38,35 +35,38 @@ class Executor(Protocol):
     """Units to update ahead of those that a forward gathers."""
 
     def start(self, buckets: Sequence[Bucket], step: int) -> None:
-        """Begin the updates of the step with that number, in this order."""
+        """Begin the updates of a step, in this order."""
 
     def finish(self, last_unit: int | None) -> None:
-        """Have the units up to ``last_unit`` updated, or all."""
+        """Finish the updates of the units up to ``last_unit``, or of all."""
 
     def updated(self, last_unit: int) -> Any:
-        """The device's event that gathering the units up to ``last_unit`` must wait for; None for none."""
+        """The device event that the gathering of the units up to ``last_unit`` must wait for, if any."""
 
     def settle(self) -> None:
-        """Return once all states may be read by the host."""
+        """Wait until the host may read all states."""
+
+    def map(self, function: Callable[[Tensor], Tensor], parts: Iterable[Tensor]) -> Iterable[Tensor]:
+        """Like the builtin ``map``; may use threads."""
 
 
 class BucketedOptimizer(torch.optim.Optimizer):
     """Updates buckets through an executor.
 
     Args:
-        optimizer: a finished optimizer that works element by element; its parameter groups become this one's too.
+        optimizer: an element-wise optimizer; both share its parameter groups.
         units: modules with their parameters, in the order of the forward.
         buckets: of these units, in order, each with its ``slab``.
-        executor: who updates them.
-        model: what contains all modules.
+        executor: updates the buckets.
+        model: contains all modules.
         units_ahead: units after its own that a unit's forward begins to gather.
-        gather_after: lets what gathers for a module's forward wait for an event.
+        gather_after: makes the gathering for a module's forward wait for an event.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        units: Sequence[Unit],
+        units: Sequence[UnitParams],
         buckets: Sequence[Bucket],
         executor: Executor,
         *,
@@ -78,7 +78,7 @@ class BucketedOptimizer(torch.optim.Optimizer):
         self.buckets = list(buckets)
         self.executor = executor
         self.steps_taken = 0
-        """Steps so far; a loaded state dict sets it where the states count steps. Stochastic rounding depends on it."""
+        """Seeds stochastic rounding; a loaded state dict sets it if the states count steps."""
         self._units_ahead = units_ahead
         self._gather_after = gather_after
         self._scale: Tensor | None = None
@@ -89,13 +89,13 @@ class BucketedOptimizer(torch.optim.Optimizer):
             self._hook(model, [module for module, _ in units])
 
     def scale_gradients(self, scale: Tensor) -> None:
-        """Multiply the gradients by a factor when they are used in the next step, instead of now."""
+        """Multiply the gradients by a factor within the next update instead of now."""
         device = local_tensor(self.buckets[0].params[0]).device
         self._scale = scale.to(device)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update, or where the executor defers, fix what the updates depend on and begin."""
+        """Update, or with an executor that defers, fix gradients and hyperparameters and begin."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -113,11 +113,11 @@ class BucketedOptimizer(torch.optim.Optimizer):
 
     @property
     def held_gradients(self) -> list[Tensor]:
-        """Gradients of updates that are pending."""
+        """Gradients of pending updates."""
         return [gradient for bucket in self.buckets for gradient in bucket.gradients if gradient is not None]
 
     def finish_updates(self) -> None:
-        """Have every update done that a step left pending: the parameters are then as after that step.
+        """Finish pending updates: the parameters are then as after the last step.
 
         Raises:
             RuntimeError: if an update failed, now or before.
@@ -127,20 +127,20 @@ class BucketedOptimizer(torch.optim.Optimizer):
             self._may_be_pending = False
 
     def flush(self) -> None:
-        """Have every update done that a step left pending, and every state whole in the memory where it stays."""
+        """Finish pending updates and the copies of states."""
         self.finish_updates()
         self.executor.settle()
 
     def state_dict(self) -> dict[str, Any]:
-        """As every optimizer's, after all updates."""
+        """PyTorch's, after all updates."""
         self.flush()
         return super().state_dict()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy states and hyperparameters into place; the state dict of the optimizer without buckets will do as well.
+        """Copy states and hyperparameters into place; state dicts of the optimizer without buckets work too.
 
-        How an update runs (``fused``, ``foreach``) stays as it was chosen for this run.
+        The implementation (``fused``, ``foreach``) stays that of this run.
 
         Raises:
             ValueError: if the parameter groups or the shapes do not fit.
@@ -170,7 +170,7 @@ class BucketedOptimizer(torch.optim.Optimizer):
             views = bucket.views(bucket.slab)
             for param, scalars, tensors in zip(bucket.params, bucket.scalars, views, strict=True):
                 state = {**scalars, **{name: sharded_like(param, view) for name, view in tensors.items()}}
-                # FSDP1 gives a rank that holds nothing of a parameter no gradient, and expects no state there.
+                # On ranks whose shard is empty, FSDP1 has no gradient and expects no state.
                 if state and (param.numel() or is_dtensor(param)):
                     self.state[param] = state
 
@@ -202,3 +202,35 @@ class BucketedOptimizer(torch.optim.Optimizer):
         except BaseException:
             self._failed = True
             raise
+
+
+class BucketedUpdates(Updates):
+    """Takes the steps of a ``BucketedOptimizer``."""
+
+    unit_by_unit: ClassVar[bool] = True
+    optimizer: BucketedOptimizer
+
+    def __init__(self, optimizer: BucketedOptimizer) -> None:
+        super().__init__(optimizer)
+
+    @property
+    def steps_taken(self) -> int:
+        """Steps so far, of all attempts."""
+        return self.optimizer.steps_taken
+
+    @property
+    def held_gradients(self) -> list[Tensor]:
+        """Gradients of pending updates."""
+        return self.optimizer.held_gradients
+
+    def restore(self, steps_taken: int | None) -> None:
+        """Continue counting; a run without buckets counted none, and rounded none stochastically."""
+        self.optimizer.steps_taken = steps_taken or self.optimizer.steps_taken
+
+    def clip(self, norms: GradientNorms, max_norm: float) -> Tensor:
+        """Scale the gradients within the next update; return their norm before. A collective."""
+        return norms.clip_grad_norm(max_norm, self.optimizer.scale_gradients, self.optimizer.executor.map)
+
+    def finish(self) -> None:
+        """Finish pending updates: parameters are then as after the last step."""
+        self.optimizer.finish_updates()

@@ -1,38 +1,51 @@
-"""The switches of ``configs/memory``, and what can be said about them without any other room."""
+"""The switches of ``configs/memory``, and checks among them."""
 
 from dataclasses import dataclass, field
 from enum import Enum
 
+import torch
+
 from fsdptoys.errors import ConfigError
-from fsdptoys.loss.chunked import GradientDType
 from fsdptoys.utils.bounds import check_at_most
 
 from .activation_checkpointing import SAVED_OPERATORS, GradientCheckpointing
 
 
+class GradientDType(Enum):
+    """dtype in which the chunked loss sums the gradient of the head's weight."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+    @property
+    def torch(self) -> torch.dtype:
+        """The torch dtype."""
+        return torch.float32 if self is GradientDType.float32 else torch.bfloat16
+
+
 class OffloadSchedule(Enum):
-    """When optimizer states travel between host and device, and parameters are updated."""
+    """When optimizer states are copied between host and device, and parameters are updated."""
 
     auto = "auto"
     """``lazy`` where the strategy can, else ``pipelined``."""
     serial = "serial"
     """In ``step``, one bucket after the other: load, update, store."""
     pipelined = "pipelined"
-    """In ``step``, the loads and stores of neighbouring buckets beside the update of one."""
+    """In ``step``, the loads and stores of neighboring buckets overlap with the update of one."""
     lazy = "lazy"
     """Each bucket just before the next forward needs its parameters, so that transfers hide behind compute."""
 
 
-class StateDType(Enum):
-    """Number formats of optimizer states in host memory."""
+class OffloadStateDType(Enum):
+    """dtypes of optimizer states in host memory."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
-    """Half the memory and traffic; rounded stochastically, so that small updates are not lost on average."""
+    """Half the memory and traffic; rounded stochastically, so that small updates survive on average."""
 
 
 class CPUOffloadExecutor(Enum):
-    """Who updates parameters that live in host memory."""
+    """Executor of updates in host memory."""
 
     native = "native"
     """PyTorch's policy: float32 parameters travel, the optimizer runs after the backward."""
@@ -45,44 +58,44 @@ class MemoryConfig:
     """Switches that trade time for memory."""
 
     chunk_loss: bool = False
-    """Compute the loss and its gradients over chunks of tokens, so that the logits are never whole."""
+    """Compute the loss and its gradients over chunks of tokens, without the full logits."""
     chunk_tokens: str = "auto"
     """Tokens a chunk; ``auto`` chooses by the size of the vocabulary and the device."""
     chunk_grad_dtype: GradientDType = GradientDType.float32
-    """In what the gradient of the head's weight is added up over chunks."""
+    """dtype in which the gradient of the head's weight is summed over chunks."""
     gradient_checkpointing: GradientCheckpointing = GradientCheckpointing.none
-    """Compute the activations of blocks again in the backward: ``full``, or all but some operators' (``selective``)."""
+    """Recompute the activations of blocks in the backward: ``full``, or all but some operators' (``selective``)."""
     checkpointing_start_index: int = 0
-    """First block that is checkpointed; the ones before it keep their activations."""
+    """First checkpointed block; the ones before it keep their activations."""
     checkpointing_every: int = 1
-    """Checkpoint every so many blocks, counted from the first; the others keep their activations."""
+    """Checkpoint every N-th block, counted from the first; the others keep their activations."""
     checkpointing_save: list[str] = field(default_factory=lambda: ["mm", "bmm", "attention", "grouped_mm"])
-    """``selective``: the operators whose results are kept, any of these; the rest is computed again."""
+    """``selective``: the operators whose results are kept, any of these; the rest is recomputed."""
     checkpointing_budget: float | None = None
     """Share of the activations, 0 to 1, that PyTorch's partitioner keeps under ``train.compile``; null for all."""
     activation_offload: bool = False
-    """Keep what checkpointed blocks save in host memory; it comes back one block ahead of its use."""
+    """Keep the saved tensors of checkpointed blocks in host memory; they return one block ahead of their use."""
     optimizer_offload: bool = False
     """Keep optimizer states in host memory and stream them through the device, bucket by bucket."""
     offload_schedule: OffloadSchedule = OffloadSchedule.auto
-    """When the states of ``optimizer_offload`` travel."""
+    """When ``optimizer_offload`` copies states."""
     offload_fraction: float = 1.0
-    """Share of the optimizer states, by bytes, that ``optimizer_offload`` keeps in host memory; the rest stays put."""
+    """Share of the optimizer states, by bytes, that ``optimizer_offload`` keeps in host memory."""
     offload_bucket_mib: int = 256
-    """Optimizer states that travel at a time; a bucket holds at least one parameter."""
-    offload_state_dtype: StateDType = StateDType.float32
-    """Number format of the states that ``optimizer_offload`` keeps in host memory."""
+    """Optimizer states copied at a time; a bucket holds at least one parameter."""
+    offload_state_dtype: OffloadStateDType = OffloadStateDType.float32
+    """dtype of the states that ``optimizer_offload`` keeps in host memory."""
     optimizer_in_backward: bool = False
-    """Update each parameter as soon as its gradient is whole, and free the gradient; excludes clipping."""
+    """Update each parameter as soon as its gradient is final, and free the gradient; excludes clipping."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer states in host memory and update them there."""
     cpu_offload_executor: CPUOffloadExecutor = CPUOffloadExecutor.native
-    """Who does ``cpu_offload``."""
+    """Executor of ``cpu_offload``."""
     cpu_threads: int | None = None
-    """Threads of a rank's optimizer under ``cpu_offload``; null for the machine's cores over its ranks."""
+    """Threads of a rank's optimizer under ``cpu_offload``; null for the node's cores over its ranks."""
 
     def __post_init__(self) -> None:
-        """Check what can be checked without the other rooms."""
+        """Check the switches among themselves."""
         if self.chunk_tokens != "auto" and not (self.chunk_tokens.isascii() and self.chunk_tokens.isdecimal()):
             raise ConfigError(
                 f"memory.chunk_tokens={self.chunk_tokens} must be auto or a number of tokens; "
@@ -108,7 +121,7 @@ class MemoryConfig:
 
     @property
     def checkpoints(self) -> bool:
-        """Whether any block computes activations again."""
+        """Whether any block is checkpointed."""
         return self.gradient_checkpointing is not GradientCheckpointing.none
 
     def _check_checkpointing(self) -> None:
@@ -125,8 +138,8 @@ class MemoryConfig:
             )
         if self.checkpoints and self.checkpointing_budget is not None:
             raise ConfigError(
-                f"memory.checkpointing_budget={self.checkpointing_budget} lets the compiler choose what is computed "
-                f"again, which memory.gradient_checkpointing={self.gradient_checkpointing.value} does already; set "
+                f"memory.checkpointing_budget={self.checkpointing_budget} lets the compiler choose recomputations, "
+                f"which memory.gradient_checkpointing={self.gradient_checkpointing.value} does already; set "
                 "memory.gradient_checkpointing=none"
             )
 
@@ -143,12 +156,12 @@ class MemoryConfig:
             )
         if self.activation_offload and not self.checkpoints:
             raise ConfigError(
-                "memory.activation_offload=true moves what checkpointed blocks save, and none is checkpointed; "
+                "memory.activation_offload=true moves saved tensors of checkpointed blocks, and none is checkpointed; "
                 "set memory.gradient_checkpointing=full"
             )
 
     def _refuse_without_owner(self) -> None:
-        """Refuse options that would do nothing as the switch that they belong to is set."""
+        """Refuse options whose switch is off."""
         owners = {
             "chunk_tokens": (self.chunk_loss, "chunk_loss=true"),
             "chunk_grad_dtype": (self.chunk_loss, "chunk_loss=true"),
@@ -165,9 +178,8 @@ class MemoryConfig:
             "cpu_offload_executor": (self.cpu_offload, "cpu_offload=true"),
             "cpu_threads": (self.cpu_offload, "cpu_offload=true"),
         }
-        untouched = {spec.name: spec for spec in self.__dataclass_fields__.values()}
         for name, (used, fix) in owners.items():
-            spec, value = untouched[name], getattr(self, name)
+            spec, value = self.__dataclass_fields__[name], getattr(self, name)
             default = spec.default_factory() if callable(spec.default_factory) else spec.default
             if not used and value != default:
                 shown = value.value if isinstance(value, Enum) else value

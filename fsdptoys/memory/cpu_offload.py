@@ -1,23 +1,22 @@
 """CPU offload: parameters, gradients and optimizer states live in host memory, which also updates them.
 
-FSDP itself moves parameters up and gradients down. What updates them is one of two:
+FSDP itself uploads parameters and downloads gradients. One of two executors updates them:
 
 - ``native``: the optimizer runs after the backward, while the device waits;
-- ``overlapped`` (FSDP2): ``step`` hands bucket after bucket to worker threads, in the order in which the next forward
+- ``overlapped`` (FSDP2): ``step`` submits bucket after bucket to worker threads, in the order in which the next forward
   needs them, and the forward of a unit waits for its own buckets only. Clipping stays exact, so no update begins before
-  the norm is known: what is hidden hides behind the forward. The norm is summed on the host, by the same threads and in
-  the same order as without; the gradients are scaled where they are used. Where the model computes in bfloat16, its
-  parameters travel as a bfloat16 mirror, which the threads write anew after each update (``parallel.mirror``).
+  the norm is known: updates overlap with the forward only. The same threads sum the norm on the host in the same order
+  as ``native``; gradients are scaled within the update. If the model computes in bfloat16, its parameters are uploaded
+  from a bfloat16 mirror, which the threads refresh after each update (``parallel.cpu_offload_cast``).
 
-In both, torchrun's ``OMP_NUM_THREADS=1`` would leave the optimizer one thread, so the number is set here: for
-``native`` around the step alone, for ``overlapped`` in the workers alone. Source: ZeRO-Offload (arXiv:2101.06840).
+torchrun's ``OMP_NUM_THREADS=1`` would leave the optimizer one thread, so both set the number: ``native`` around the
+step, ``overlapped`` in the workers. Source: ZeRO-Offload (arXiv:2101.06840).
 """
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -25,37 +24,26 @@ from torch import Tensor, nn
 from fsdptoys.device import Device, available_cores
 
 from .bucketed_optimizer import BucketedOptimizer
-from .state_buckets import Bucket, Unit, cut_buckets
+from .state_buckets import Bucket, UnitParams, make_buckets
 
 BUCKET_BYTES = 64 * 2**20
-"""States a worker updates at a time: small enough that the first unit is soon ready."""
+"""States that a worker updates at a time: few enough for the first unit to be ready early."""
 WORKERS = 2
-"""Workers share the threads between them: while one is between two kernels, the other keeps the memory busy."""
+"""Workers share the threads: while one is between two kernels, the other keeps the memory busy."""
 
 
 def threads_per_rank(local_ranks: int) -> int:
-    """Cores that this process may use, divided by the ranks of this machine; at least 1."""
+    """Cores of this process divided by the ranks of this node; at least 1."""
     return max(1, available_cores() // local_ranks)
 
 
-@contextmanager
-def cpu_threads(count: int) -> Iterator[None]:
-    """Let PyTorch use so many threads on the CPU for a while."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 class Workers:
-    """Updates buckets in threads of this process; PyTorch lets go of the interpreter while it computes.
+    """Updates buckets in threads of this process; PyTorch releases the GIL while it computes.
 
     Args:
-        threads: of PyTorch, for all workers together.
-        on_updated: called in the worker, with the parameters of each bucket that was updated.
-        device: of this rank, which an optimizer's step asks about although its parameters are elsewhere.
+        threads: PyTorch threads of all workers together.
+        on_updated: called in the worker with the parameters of each updated bucket.
+        device: of this rank; an optimizer's step queries the current device although its parameters are on the host.
     """
 
     defers = True
@@ -71,8 +59,8 @@ class Workers:
         self._pending: deque[tuple[int, Future[None]]] = deque()
         workers = min(WORKERS, threads)
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="optimizer")
-        # Every thread has a number of its own, but one takes the number that was set last, anywhere, when it first
-        # needs its own: let all workers do so now, and set this thread's again.
+        # Each thread has its own number, but initializes it with the last one set in any thread: initialize all
+        # workers now, then restore this thread's.
         before = torch.get_num_threads()
         together = threading.Barrier(workers)
 
@@ -88,12 +76,12 @@ class Workers:
         torch.set_num_threads(before)
 
     def start(self, buckets: Sequence[Bucket], step: int) -> None:
-        """Hand over what is to be updated, in this order."""
+        """Submit buckets in this order."""
         assert not self._pending
         self._pending.extend((bucket.unit, self._pool.submit(self._update, bucket)) for bucket in buckets)
 
     def finish(self, last_unit: int | None) -> None:
-        """Wait for the buckets of the units up to ``last_unit``, or all; raise what a worker raised."""
+        """Wait for the buckets of the units up to ``last_unit``, or for all; raise a worker's error."""
         while self._pending and (last_unit is None or self._pending[0][0] <= last_unit):
             future = self._pending.popleft()[1]
             try:
@@ -105,13 +93,13 @@ class Workers:
                 raise
 
     def updated(self, last_unit: int) -> None:
-        """Nothing on the device is to be waited for."""
+        """None: updates are on the host."""
 
     def settle(self) -> None:
-        """States are where they stay."""
+        """States are in host memory already."""
 
     def map(self, function: Callable[[Tensor], Tensor], parts: Iterable[Tensor]) -> Iterable[Tensor]:
-        """As the builtin ``map``, over the workers."""
+        """Like the builtin ``map``, on the workers."""
         return self._pool.map(function, parts)
 
     def _update(self, bucket: Bucket) -> None:
@@ -122,7 +110,7 @@ class Workers:
 
 def overlap_cpu_offload(
     optimizer: torch.optim.Optimizer,
-    units: Sequence[Unit],
+    units: Sequence[UnitParams],
     *,
     model: nn.Module,
     threads: int,
@@ -130,19 +118,19 @@ def overlap_cpu_offload(
     on_updated: Callable[[list[nn.Parameter]], None] | None = None,
     device: Device | None = None,
 ) -> BucketedOptimizer:
-    """Let worker threads do what an optimizer over host memory does, and return what to call instead of it.
+    """Update host memory in worker threads; returns the optimizer to use instead.
 
     Args:
         optimizer: AdamW or SGD, over all parameters, before its first step.
         units: every parameter once, by the module whose forward needs it first, in the order of the forward.
-        model: what contains all units.
-        threads: of PyTorch, for all workers together.
+        model: contains all units.
+        threads: PyTorch threads of all workers together.
         units_ahead: units after its own that a unit's forward begins to gather.
-        on_updated: called in a worker with parameters that were updated.
+        on_updated: called in a worker with updated parameters.
         device: of this rank.
     """
     assert not optimizer.state
-    buckets = cut_buckets(optimizer, units, BUCKET_BYTES, torch.float32)
+    buckets = make_buckets(optimizer, units, BUCKET_BYTES, torch.float32)
     for bucket in buckets:
         bucket.slab = torch.zeros(bucket.elements)
     executor = Workers(threads, on_updated, device)

@@ -1,13 +1,11 @@
-"""Updates each parameter in the backward, as soon as its gradient is whole, and frees the gradient at once.
+"""Updates each parameter in the backward, as soon as its gradient is final, and frees the gradient at once.
 
-The gradients of a model are otherwise all there when the optimizer begins. Here few are at a time: of one process those
-of an operator, under FSDP2 the shards of a unit, which it reduces to and updates on its reducing stream while the
-backward goes on. Updates are those of the ordinary step in every bit, since the optimizers that are taken know one
-element, or one parameter, at a time.
+Otherwise all gradients of a model exist when the optimizer begins. Here few do at a time: in one process those of an
+operator, under FSDP2 the shards of a unit, which it reduces and updates on its reduce stream during the backward. Every
+bit equals the ordinary step's, since the supported optimizers work on one element, or one parameter, at a time.
 
-What it costs: gradients cannot be scaled by their norm, nor left out where another turns out not to be finite, since
-they are gone when that is known; and none can be added to them. The norm is told all the same, from the sums of squares
-that each leaves.
+The price: gradients are gone before all are known, so they cannot be scaled by their norm, skipped because another one
+is not finite, or accumulated. The norm is still reported, from the sums of squares of each gradient.
 
 Not covered: strategies that hold gradients until the backward ends (DDP's buckets, FSDP1, replicas of FSDP2), Muon,
 offload of states or parameters.
@@ -19,16 +17,18 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+from .updates import GradientNorms, Updates
 
-class OptimizerInBackward:
-    """Takes the steps of an optimizer from now on, parameter by parameter.
 
-    FSDP2 calls the hooks on gradients of plain parameters for its shards too; found so in torch 2.13.
+class OptimizerInBackward(Updates):
+    """Takes the steps of an optimizer parameter by parameter, by hooks on gradients.
+
+    FSDP2 runs such hooks on its shards too (seen in torch 2.13).
 
     Args:
-        optimizer: with element-wise updates; its settings and states stay where they are.
-        params: all that it updates, in the order in which norms are added up.
-        measure: gives the norms of the parts of a gradient.
+        optimizer: with element-wise updates; it keeps its settings and states.
+        params: all its parameters, in the order in which norms are added up.
+        measure: returns the norms of the parts of a gradient.
     """
 
     def __init__(
@@ -37,7 +37,8 @@ class OptimizerInBackward:
         params: Iterable[nn.Parameter],
         measure: Callable[[Tensor], list[Tensor]],
     ) -> None:
-        self._optimizer, self._params, self._measure = optimizer, list(params), measure
+        super().__init__(optimizer)
+        self._params, self._measure = list(params), measure
         self._group = {
             param: number for number, group in enumerate(optimizer.param_groups) for param in group["params"]
         }
@@ -50,7 +51,7 @@ class OptimizerInBackward:
         assert isinstance(param, nn.Parameter) and param.grad is not None
         assert param not in self._norms, "a second gradient in one step"
         self._norms[param] = self._measure(param.grad)
-        optimizer, groups = self._optimizer, self._optimizer.param_groups
+        optimizer, groups = self.optimizer, self.optimizer.param_groups
         optimizer.param_groups = [{**groups[self._group[param]], "params": [param]}]
         try:
             optimizer.step()
@@ -59,8 +60,15 @@ class OptimizerInBackward:
         param.grad = None
 
     def take_norms(self) -> list[Tensor]:
-        """Norms of the parts of all gradients of the backward that ended; the next one begins anew."""
-        assert all(param.grad is None for param in self._params), "a gradient of which no hook was told"
+        """Norms of the parts of all gradients since the last call."""
+        assert all(param.grad is None for param in self._params), "a gradient without a call of its hook"
         norms = [norm for param in self._params for norm in self._norms.get(param, [])]
         self._norms.clear()
         return norms
+
+    def clip(self, norms: GradientNorms, max_norm: float) -> Tensor:
+        """Norm of the gradients, which are gone: ``max_norm`` has no effect. A collective."""
+        return norms.total_norm(self.take_norms())
+
+    def step(self) -> None:
+        """The backward has taken the step."""

@@ -1,20 +1,19 @@
-"""Optimizer offload: states live in host memory and pass through the device bucket by bucket.
+"""Optimizer offload: states live in host memory and stream through the device bucket by bucket.
 
 Parameters and gradients stay on the device, which updates them; AdamW's two float32 states, twice the bytes of the
-parameters, do not. What that costs is their way there and back in every step, and three buckets of device memory. Three
-schedules run the same code:
+parameters, do not. The price is two copies of them a step, and three buckets of device memory. Three schedules share
+the code:
 
 - ``serial``: in ``step``, load, update and store one bucket after the other;
-- ``pipelined``: in ``step``, with loads and stores of neighbouring buckets beside each update;
-- ``lazy``: each bucket just before the next forward gathers its unit, so that transfers hide behind the forward; the
+- ``pipelined``: in ``step``, loads and stores of neighboring buckets overlap with each update;
+- ``lazy``: each bucket just before the next forward gathers its unit, so that copies overlap with the forward; the
   gradients live until then. Not with FSDP1.
 
-The bits of the parameters are those without offload, but for states that are kept in bfloat16. Where a part of the
-states stays on the device (``memory.offload_fraction``), it is that of the units that the forward needs first: nothing
-could hide their transfers.
+Parameters have the same bits as without offload, except with bfloat16 states. With ``memory.offload_fraction`` the
+states of the units that the forward needs first stay on the device, since nothing could hide their copies.
 
-Not covered: optimizers that do not work element by element. After ZeRO-Offload (arXiv:2101.06840), which updates on the
-host instead.
+Not covered: optimizers that are not element-wise. After ZeRO-Offload (arXiv:2101.06840), which updates on the host
+instead.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,13 +24,11 @@ from torch import nn
 
 from fsdptoys.device import Device
 from fsdptoys.errors import ConfigError
-from fsdptoys.utils.dtensor import (
-    local_tensor,
-)
+from fsdptoys.utils.dtensor import local_tensor
 
 from .bucketed_optimizer import BucketedOptimizer
-from .config import MemoryConfig, OffloadSchedule, StateDType
-from .state_buckets import Bucket, Unit, cut_buckets
+from .config import MemoryConfig, OffloadSchedule, OffloadStateDType
+from .state_buckets import Bucket, UnitParams, make_buckets
 from .state_streaming import BUFFERS, Streaming, rounding_seeds
 from .transfers import Transfers, transfers_for
 
@@ -41,16 +38,16 @@ MIB = 2**20
 def resolve_schedule(
     schedule: OffloadSchedule, strategy: str, defers_updates: bool, reads_unit_by_unit: bool = True
 ) -> OffloadSchedule:
-    """Replace ``auto`` by the best schedule that a strategy can.
+    """Replace ``auto`` by the best schedule under a strategy.
 
     Args:
-        schedule: what was asked for.
-        strategy: the word after ``parallel=``.
-        defers_updates: whether it may update parameters as late as the next forward.
-        reads_unit_by_unit: whether that forward reads them late, so that it can hide anything.
+        schedule: the setting.
+        strategy: the word after ``parallel=``, for the error message.
+        defers_updates: whether parameters may be updated as late as the next forward.
+        reads_unit_by_unit: whether that forward reads them late enough to hide copies.
 
     Raises:
-        ConfigError: for ``lazy`` where it cannot.
+        ConfigError: for ``lazy`` without ``defers_updates``.
     """
     if schedule is OffloadSchedule.auto:
         hides = defers_updates and reads_unit_by_unit
@@ -65,7 +62,7 @@ def resolve_schedule(
 
 def offload_optimizer(
     optimizer: torch.optim.Optimizer,
-    units: Sequence[Unit],
+    units: Sequence[UnitParams],
     config: MemoryConfig,
     *,
     device: Device,
@@ -77,25 +74,25 @@ def offload_optimizer(
     gather_after: Callable[[nn.Module, Any], None] | None = None,
     transfers: Transfers | None = None,
 ) -> BucketedOptimizer:
-    """Put the states of an optimizer that has taken no step into host memory, and return what to call instead of it.
+    """Move an optimizer's states to host memory; returns the optimizer to use instead.
 
     Args:
-        optimizer: AdamW or SGD, over all parameters.
+        optimizer: AdamW or SGD, over all parameters, before its first step.
         units: every parameter once, by the module whose forward needs it first, in the order of the forward.
         config: with ``optimizer_offload``.
-        device: where parameters and gradients are.
-        model: what contains all units.
+        device: of parameters and gradients.
+        model: contains all units.
         schedule: not ``auto``.
-        seed: for stochastic rounding.
-        rank: likewise; shards must not round alike, and replicas must.
+        seed: seeds stochastic rounding.
+        rank: seeds stochastic rounding together with ``seed``; shards need different streams, replicas the same one.
         units_ahead: units after its own that a unit's forward begins to gather.
-        gather_after: lets what gathers parameters for a module's forward wait for an event.
-        transfers: who copies; by default what the device has.
+        gather_after: makes the gathering for a module's forward wait for an event.
+        transfers: copies between host and device; None for the device's own.
     """
     assert schedule is not OffloadSchedule.auto and not optimizer.state
     transfers = transfers or transfers_for(device)
-    dtype = torch.bfloat16 if config.offload_state_dtype is StateDType.bfloat16 else torch.float32
-    buckets = cut_buckets(optimizer, units, config.offload_bucket_mib * MIB, dtype)
+    dtype = torch.bfloat16 if config.offload_state_dtype is OffloadStateDType.bfloat16 else torch.float32
+    buckets = make_buckets(optimizer, units, config.offload_bucket_mib * MIB, dtype)
     keep_on_device(buckets, config.offload_fraction)
     for bucket in buckets:
         if bucket.on_host:
@@ -117,7 +114,7 @@ def offload_optimizer(
 
 
 def keep_on_device(buckets: Sequence[Bucket], fraction: float) -> None:
-    """Mark which buckets stay: the first ones, as many as leave at least ``fraction`` of the states on the host."""
+    """Keep the first buckets on the device, as many as leave at least ``fraction`` of the states on the host."""
     total = on_host = sum(bucket.elements for bucket in buckets)
     for bucket in buckets:
         if on_host - bucket.elements < fraction * total:

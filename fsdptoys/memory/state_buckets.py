@@ -1,10 +1,9 @@
-"""Optimizer states cut into buckets, each updated by PyTorch's own optimizer over views of its parameters.
+"""Optimizer states in buckets, each updated by PyTorch's own optimizer over views of its parameters.
 
-A bucket holds consecutive parameters of one unit, and their states side by side in one flat tensor, so that a bucket
-moves with one copy. An optimizer of the same type as the outer one does the arithmetic, over stand-ins that view the
-parameters' local tensors, so that each of PyTorch's implementations gives the bits that it gives without buckets. That
-needs an optimizer that works element by element, as AdamW and SGD do; which states one keeps is found by a step on a
-stand-in of two numbers.
+A bucket holds consecutive parameters of one unit, with their states in one flat tensor, so that one copy moves it. An
+optimizer of the outer one's type does the arithmetic, over stand-ins that view the parameters' local tensors: each of
+PyTorch's implementations gives the same bits as without buckets. This needs an element-wise optimizer, such as AdamW or
+SGD; a step on a stand-in of two numbers shows its states.
 """
 
 import math
@@ -15,31 +14,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdptoys.utils.dtensor import (
-    is_dtensor,
-    local_tensor,
-    unwrapped,
-)
+from fsdptoys.utils.dtensor import is_dtensor, local_tensor, unwrapped
 
 ALIGNMENT = 64
-"""Elements to whose multiples each state's offset is rounded up: where vector loads may start."""
+"""Each state's offset is a multiple of so many elements, for aligned vector loads."""
 
-Unit = tuple[nn.Module, list[nn.Parameter]]
+UnitParams = tuple[nn.Module, list[nn.Parameter]]
 """A module, and the parameters that its forward is the first to need."""
 
 
 @dataclass(frozen=True)
 class StateKinds:
-    """What an optimizer keeps for a parameter."""
+    """States that an optimizer keeps for a parameter."""
 
     tensors: tuple[str, ...]
     """States of the parameter's shape."""
     scalars: dict[str, Tensor]
-    """States of one number, with an example of each on the device where the optimizer wants it."""
+    """States of one number, with an example of each on the device that the optimizer uses."""
 
 
 def state_kinds(optimizer: torch.optim.Optimizer) -> StateKinds:
-    """Find out what an optimizer keeps."""
+    """Find the states of an optimizer by a step on two numbers."""
     first = local_tensor(optimizer.param_groups[0]["params"][0])
     stand_in = nn.Parameter(torch.zeros(2, dtype=first.dtype, device=first.device))
     stand_in.grad = torch.zeros_like(stand_in)
@@ -61,24 +56,24 @@ def _same_type(optimizer: torch.optim.Optimizer, params: dict[int, list[nn.Param
 
 
 def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
-    # A schedule fills a learning rate that is a tensor in place.
+    # A schedule writes to a learning-rate tensor in place.
     return {
         key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"
     }
 
 
 class Bucket:
-    """Parameters that are updated at a time.
+    """Parameters that are updated together.
 
     Args:
-        unit: index of the unit that they belong to.
+        unit: index of their unit.
         params: parameters of ``optimizer``.
         optimizer: the outer optimizer, for its type and groups.
-        kinds: what it keeps.
+        kinds: its states.
     """
 
     slab: Tensor
-    """All states, flat, where they stay between updates."""
+    """All states, flat, in the memory where they stay between updates."""
 
     def __init__(
         self, unit: int, params: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, kinds: StateKinds
@@ -95,7 +90,7 @@ class Bucket:
         self.elements = sum(self._state_elements(shape) * len(kinds.tensors) for shape in self._shapes)
         self._stand_ins = [nn.Parameter(torch.empty(0, dtype=local.dtype, device=local.device)) for local in locals_]
         self.gradients: list[Tensor | None] = []
-        """Of the parameters, between ``take`` and ``update``."""
+        """Gradients of the parameters, between ``take`` and ``update``."""
         self._scale: Tensor | None = None
         by_group: dict[int, list[nn.Parameter]] = {}
         group_of = {param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
@@ -103,12 +98,12 @@ class Bucket:
             by_group.setdefault(group_of[param], []).append(stand_in)
         self._group_indices = list(by_group)
         self._inner = _same_type(optimizer, by_group)
-        # An optimizer that counts no steps may treat its first one apart: SGD copies the gradient, and 0.9 · 0 + -0.0
-        # would not be -0.0.
+        # An optimizer without a step counter may treat its first step differently: SGD copies the gradient, while
+        # 0.9 · 0 + -0.0 would not be -0.0.
         self._without_state = set() if kinds.scalars else set(range(len(self.params)))
 
     def views(self, flat: Tensor) -> list[dict[str, Tensor]]:
-        """The states of each parameter, in its local shape, as views into a tensor laid out as ``slab``."""
+        """States of each parameter, in its local shape, as views into a tensor with the layout of ``slab``."""
         views: list[dict[str, Tensor]] = []
         offset = 0
         for shape in self._shapes:
@@ -119,12 +114,12 @@ class Bucket:
         return views
 
     def take(self, groups: list[dict[str, Any]], scale: Tensor | None, release: bool) -> bool:
-        """Fix hyperparameters and gradients for the next update; say whether there is any gradient.
+        """Fix hyperparameters and gradients for the next update; returns whether there is any gradient.
 
         Args:
-            groups: the outer optimizer's.
-            scale: a factor on the gradients that is still to be applied, on their device.
-            release: take the gradients away from the parameters, so that nothing else changes them until the update.
+            groups: of the outer optimizer.
+            scale: factor to apply to the gradients in the update, on their device.
+            release: set ``param.grad`` to None, so that nothing else changes the gradients until the update.
         """
         self.gradients = [param.grad for param in self.params]
         self._scale = scale
@@ -137,10 +132,10 @@ class Bucket:
 
     @torch.no_grad()
     def update(self, flat: Tensor) -> None:
-        """Update the parameters, and their states in ``flat``, from what was taken."""
+        """Update the parameters, and their states in ``flat``, with the taken gradients."""
         views = self.views(flat)
         first = set()
-        # The local tensors are looked up anew, since a strategy may have replaced them.
+        # A strategy may have replaced the local tensors since the last update.
         for index, (param, stand_in) in enumerate(zip(self.params, self._stand_ins, strict=True)):
             gradient = self.gradients[index]
             if gradient is None:
@@ -165,7 +160,7 @@ class Bucket:
 
     @torch.no_grad()
     def load(self, index: int, saved: dict[str, Any]) -> None:
-        """Copy the states of the parameter numbered ``index``; what is not saved becomes zero, as before any step."""
+        """Copy the states of parameter ``index``; missing ones become zero, as before the first step."""
         kept = {**self.scalars[index], **self.views(self.slab)[index]}
         if any(isinstance(saved.get(name), Tensor) for name in self._kinds.tensors):
             self._without_state.discard(index)
@@ -183,16 +178,16 @@ class Bucket:
         return -(-math.prod(shape) // ALIGNMENT) * ALIGNMENT
 
 
-def cut_buckets(
-    optimizer: torch.optim.Optimizer, units: Sequence[Unit], bucket_bytes: int, dtype: torch.dtype
+def make_buckets(
+    optimizer: torch.optim.Optimizer, units: Sequence[UnitParams], bucket_bytes: int, dtype: torch.dtype
 ) -> list[Bucket]:
-    """Cut the parameters of each unit into buckets, in the order of the units.
+    """Split the parameters of each unit into buckets, in the order of the units.
 
     Args:
-        optimizer: over all of the units' parameters and no others.
+        optimizer: over the units' parameters and no others.
         units: every parameter once.
-        bucket_bytes: states of a bucket, at most, unless those of one parameter are more.
-        dtype: number format of the states that travel.
+        bucket_bytes: limit of a bucket's states, unless one parameter has more.
+        dtype: dtype of the states while they are copied.
     """
     in_units = [param for _, params in units for param in params]
     optimized = {param for group in optimizer.param_groups for param in group["params"]}
@@ -200,22 +195,22 @@ def cut_buckets(
     kinds = state_kinds(optimizer)
     buckets: list[Bucket] = []
     for unit, (_, params) in enumerate(units):
-        cut: list[list[nn.Parameter]] = []
+        members: list[list[nn.Parameter]] = []
         size = 0
         for param in params:
             added = local_tensor(param).numel() * len(kinds.tensors) * dtype.itemsize
-            if not cut or size + added > bucket_bytes:
-                cut.append([])
+            if not members or size + added > bucket_bytes:
+                members.append([])
                 size = 0
-            cut[-1].append(param)
+            members[-1].append(param)
             size += added
-        buckets += [Bucket(unit, members, optimizer, kinds) for members in cut]
+        buckets += [Bucket(unit, each, optimizer, kinds) for each in members]
     return buckets
 
 
 @torch.no_grad()
 def sharded_like(param: Tensor, local: Tensor) -> Tensor:
-    """``local`` itself, or where ``param`` is a DTensor, a DTensor laid out likewise whose local part is ``local``.
+    """``local``, or for a DTensor ``param``, a DTensor with its placements whose local tensor is ``local``.
 
     ``DTensor.from_local`` would move it to the mesh's device.
     """

@@ -1,24 +1,24 @@
 """Buckets of optimizer states that stream through device buffers: load, update, store.
 
-A ring of buffers is all the device holds of the states: within ``step``, or for good where updates are deferred. A
-bucket takes a free buffer when it is loaded and gives it back when it is stored. One buffer makes the schedule serial;
-with more, the loads of the next buckets and the stores of the last ones run beside the update of the one between, in
-both directions at once. When an update is asked for is the caller's affair: all within ``step``, or unit by unit in the
-next forward.
+The device holds only a ring of buffers of the states: within ``step``, or permanently where updates are deferred. A
+bucket takes a free buffer when it is loaded and returns it when it is stored. One buffer makes the schedule serial;
+with more, the loads of the next buckets and the stores of the last ones overlap with the update of the one between, in
+both directions at once. The caller decides when updates happen: all within ``step``, or unit by unit in the next
+forward.
 
-What orders the streams, for a bucket b and the buffer that it uses:
+Events order the streams, for a bucket b and its buffer:
 
-- its load waits for the last store of b (host memory is whole) and for the last store out of the buffer (it is free);
-- its update, on the computing stream, waits for its load;
-- its store waits for its update.
+- the load waits for the last store of b (host memory is complete) and the last store out of the buffer (it is free);
+- the update, on the compute stream, waits for the load;
+- the store waits for the update.
 
-States in bfloat16 travel as such, are widened into one work buffer that only the computing stream touches, and are
-rounded stochastically on the way back.
+bfloat16 states are copied as such, widened into one work buffer that only the compute stream touches, and rounded
+stochastically on the way back.
 """
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -30,24 +30,24 @@ from .stochastic_rounding import round_stochastically
 from .transfers import Transfers
 
 BUFFERS = 3
-"""One bucket that is loaded, one that is updated, one that is stored."""
+"""One bucket to load, one to update, one to store."""
 
 
 class Streaming:
-    """Updates buckets in order, with those whose states are on the host passing through device buffers.
+    """Updates buckets in order; states on the host pass through device buffers.
 
     Args:
-        transfers: copies of both directions.
-        buckets: all of them; those with ``on_host`` have a ``slab`` there.
+        transfers: copies in both directions.
+        buckets: all buckets; those with ``on_host`` have a ``slab`` in host memory.
         buffers: buckets on the device at a time.
-        defers: whether updates wait until ``finish`` asks for them, unit by unit.
-        dtype: number format on the host.
-        rounding_seed: from (step, bucket) to a seed for stochastic rounding.
+        defers: whether updates wait for ``finish``, unit by unit.
+        dtype: dtype on the host.
+        rounding_seed: (step, bucket) → seed for stochastic rounding.
     """
 
     lead = 1
-    """Units updated ahead of those that a forward gathers: an update that is given to the computing stream behind a
-    unit's forward would keep the next all-gather, which waits for it, from running beside that forward."""
+    """Units updated ahead of those that a forward gathers: an update issued on the compute stream behind a unit's
+    forward would keep the next all-gather, which waits for it, from overlapping with that forward."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Streaming:
         self._updated: deque[tuple[int, Event]] = deque()
 
     def start(self, buckets: Sequence[Bucket], step: int) -> None:
-        """Begin to load what is to be updated, in this order; all that was asked for before must be finished."""
+        """Begin to load the buckets in this order; earlier ones must be finished."""
         assert not self._waiting
         self._step = step
         self._waiting.extend(buckets)
@@ -86,7 +86,7 @@ class Streaming:
         self._load_ahead()
 
     def finish(self, last_unit: int | None) -> None:
-        """Update the buckets of the units up to ``last_unit``, or all; the computing stream then has the parameters."""
+        """Update the buckets of the units up to ``last_unit``, or all, on the compute stream."""
         while self._waiting and (last_unit is None or self._waiting[0].unit <= last_unit):
             bucket = self._waiting.popleft()
             if bucket.on_host and bucket.elements:
@@ -95,25 +95,29 @@ class Streaming:
                 bucket.update(bucket.slab)
                 self._updated.append((bucket.unit, self._transfers.mark()))
         if not self.defers:
-            # Forward and backward may have the memory.
+            # Free the memory for forward and backward.
             self._free.clear()
             self._work = None
 
     def updated(self, last_unit: int) -> Event:
-        """The event at which the units up to ``last_unit`` are updated; None where nobody needs to wait any more."""
+        """The event after which the units up to ``last_unit`` are updated; None after the first call for them."""
         event = None
         while self._updated and self._updated[0][0] <= last_unit:
             event = self._updated.popleft()[1]
         return event
 
     def settle(self) -> None:
-        """Return once all states are in host memory."""
+        """Wait until all states are in host memory."""
         for bucket in self._numbers:
             self._transfers.wait_on_host(bucket.stored)
 
+    def map(self, function: Callable[[Tensor], Tensor], parts: Iterable[Tensor]) -> Iterable[Tensor]:
+        """The builtin ``map``."""
+        return map(function, parts)
+
     def _make_buffers(self) -> None:
         made = [self._transfers.device_tensor(self._largest, self._dtype) for _ in range(self._buffers)]
-        # Their memory may have been somebody's on the computing stream before.
+        # Earlier work on the compute stream may still use their memory.
         free_from = self._transfers.mark()
         self._free.extend((buffer, free_from) for buffer in made)
         if self._dtype != torch.float32:
@@ -148,7 +152,7 @@ class Streaming:
 
 
 def rounding_seeds(seed: int, rank: int) -> Callable[[int, int], int]:
-    """Seeds by (step, bucket), the same in every process that has the same seed and rank."""
+    """(step, bucket) → seed, the same in every process with the same ``seed`` and ``rank``."""
 
     def seed_of(step: int, bucket: int) -> int:
         digest = hashlib.sha256(f"{seed}/{rank}/{step}/{bucket}".encode()).digest()

@@ -1,15 +1,15 @@
 """Stochastic rounding from float32 to bfloat16, so that updates below half a unit in the last place are not lost.
 
-A bfloat16 is the upper half of a float32, so a uniform 16-bit number is added to the lower half and what is left of it
-cut off: a value is rounded up with the probability that equals its distance from the lower neighbour, and is right on
-average (arXiv:2010.06192). Infinities and NaNs stay what they are.
+A bfloat16 is the upper half of a float32: a uniform 16-bit number is added to the lower half, which is then cut off. A
+value is rounded up with a probability equal to its distance from the lower neighbor, so the mean is exact
+(arXiv:2010.06192). Infinities and NaNs are kept.
 """
 
 import torch
 from torch import Tensor
 
 CHUNK_ELEMENTS = 2**22
-"""Elements that are rounded at a time, since each needs 12 bytes of work space: 48 MiB."""
+"""Elements rounded at a time; each takes 12 bytes of scratch: 48 MiB."""
 
 
 @torch.no_grad()

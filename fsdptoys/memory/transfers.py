@@ -1,9 +1,9 @@
-"""Copies between host and device that run beside what the device computes.
+"""Copies between host and device that overlap with compute.
 
-An accelerator has a stream for each direction, made once: streams that come and go would each grow a pool of the
-allocator. What orders them is events alone, so every copy names the events that it must come after. Host memory is
-pinned, or the copies would not be asynchronous; PyTorch's allocator rounds a pinned tensor up to a power of two bytes.
-A CPU has nothing to overlap: there each copy is done when the call returns, in the order in which the calls come.
+An accelerator has a stream for each direction, made once: each new stream would grow its own pool of the allocator.
+Only events order them, so every copy names the events that it must follow. Host memory is pinned, or the copies would
+not be asynchronous; PyTorch's allocator rounds a pinned tensor up to a power of two bytes. On a CPU each copy is done
+when the call returns.
 """
 
 from collections.abc import Sequence
@@ -15,39 +15,39 @@ from fsdptoys.device import Device, Event, Stream
 
 
 class Transfers:
-    """The plain form: copies that are done at once."""
+    """Synchronous copies, for a CPU."""
 
     def __init__(self, device: Device) -> None:
         self.device = device.torch_device
 
     def host_tensor(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """Zeros in host memory that copies can reach beside computation."""
+        """Zeros in host memory for asynchronous copies."""
         return torch.zeros(elements, dtype=dtype)
 
     def device_tensor(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """Memory on the device that copies of both directions may use; it must live as long as this."""
+        """Uninitialized device memory for copies in both directions; it must live as long as this object."""
         return torch.empty(elements, dtype=dtype, device=self.device)
 
     def load(self, target: Tensor, source: Tensor, after: Sequence[Event]) -> Event:
-        """Copy from host to device once all of ``after`` have happened; return the event of its end."""
+        """Copy from host to device after all events of ``after``; return the event of its end."""
         target.copy_(source)
 
     def store(self, target: Tensor, source: Tensor, after: Sequence[Event]) -> Event:
-        """Copy from device to host once all of ``after`` have happened; return the event of its end."""
+        """Copy from device to host after all events of ``after``; return the event of its end."""
         target.copy_(source)
 
     def mark(self) -> Event:
-        """An event that happens when all that was given to the computing stream so far is done."""
+        """Record an event on the compute stream."""
 
     def wait(self, event: Event) -> None:
-        """Let what is given to the computing stream from now on come after an event."""
+        """Make later work on the compute stream wait for an event."""
 
     def wait_on_host(self, event: Event) -> None:
-        """Return once an event has happened."""
+        """Block until an event is done."""
 
 
 class StreamTransfers(Transfers):
-    """The accelerator's form."""
+    """Copies on two side streams of an accelerator."""
 
     def __init__(self, device: Device) -> None:
         super().__init__(device)
@@ -59,28 +59,28 @@ class StreamTransfers(Transfers):
         return torch.zeros(elements, dtype=dtype, pin_memory=True)
 
     def device_tensor(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """Memory of the computing stream that is not given to others before the copies on it are done."""
+        """Memory of the compute stream that is not reused before copies on it are done."""
         made = super().device_tensor(elements, dtype)
         made.record_stream(self._load_stream)
         made.record_stream(self._store_stream)
         return made
 
     def load(self, target: Tensor, source: Tensor, after: Sequence[Event]) -> Event:
-        """Copy on the loading stream."""
+        """Copy on the load stream."""
         return self._copy(self._load_stream, target, source, after)
 
     def store(self, target: Tensor, source: Tensor, after: Sequence[Event]) -> Event:
-        """Copy on the storing stream."""
+        """Copy on the store stream."""
         return self._copy(self._store_stream, target, source, after)
 
     def mark(self) -> Event:
-        """An event on the stream that is current."""
+        """Record an event on the current stream."""
         event = self._streams.event()
         event.record(self._streams.current())
         return event
 
     def wait(self, event: Event) -> None:
-        """Let the stream that is current wait."""
+        """Make the current stream wait."""
         if event is not None:
             self._streams.current().wait_event(event)
 
@@ -101,5 +101,5 @@ class StreamTransfers(Transfers):
 
 
 def transfers_for(device: Device) -> Transfers:
-    """The form that a device has."""
+    """Transfers of a device."""
     return StreamTransfers(device) if device.is_accelerator else Transfers(device)

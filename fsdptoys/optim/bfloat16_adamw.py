@@ -1,11 +1,11 @@
-"""AdamW whose two means are kept in bfloat16: 4 bytes of states for each element of a parameter instead of 8.
+"""AdamW with both moments in bfloat16: 4 bytes of states per element of a parameter instead of 8.
 
-An update makes float32 copies of one parameter's means, updates with them as PyTorch does, and rounds them to nearest.
-That needs 8 bytes for each element of the largest parameter for a moment, and its rounding is the same on all layouts.
-Rounding to nearest loses what is less than half the distance to the next number, which is why means that decay too
-slowly are refused (``optim.LARGEST_BFLOAT16_BETA``).
+An update makes float32 copies of one parameter's moments, updates with them as PyTorch does, and rounds them to
+nearest. It takes 8 bytes of scratch per element of the largest parameter, and rounds alike on all layouts. Rounding to
+nearest drops changes below half the distance to the next number, so betas too close to 1 are refused
+(``adamw.LARGEST_BFLOAT16_BETA``).
 
-Not covered: parameters that are not float32, AMSGrad, several parameters in one kernel, stochastic rounding
+Not covered: parameters not in float32, AMSGrad, several parameters in one kernel, stochastic rounding
 (``memory.offload_state_dtype`` has it).
 """
 
@@ -16,17 +16,15 @@ import torch
 from torch import nn
 from torch.optim.adamw import AdamW, adamw
 
-from fsdptoys.utils.dtensor import (
-    local_tensor,
-)
+from fsdptoys.utils.dtensor import local_tensor
 
-from .vector_adamw import Updates
+from .vector_adamw import VectorUpdate
 
-MEANS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class BFloat16AdamW(AdamW):
-    """``torch.optim.AdamW`` for dense parameters, DTensors included, with states of half the bytes."""
+    """``torch.optim.AdamW`` with bfloat16 states, for dense parameters, DTensors included."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -47,13 +45,13 @@ class BFloat16AdamW(AdamW):
         on_cpu = local.device.type == "cpu"
         if not state:
             state["step"] = torch.zeros((), device=local.device if group["fused"] else "cpu")
-            for name in MEANS:
+            for name in MOMENTS:
                 state[name] = torch.zeros_like(param, dtype=torch.bfloat16)
-        kept = [local_tensor(state[name]) for name in MEANS]
-        means = [mean.float() for mean in kept]
-        tensors = [local, local_tensor(param.grad), *means]  # type: ignore[arg-type]
+        kept = [local_tensor(state[name]) for name in MOMENTS]
+        moments = [moment.float() for moment in kept]
+        tensors = [local, local_tensor(param.grad), *moments]  # type: ignore[arg-type]
         if group["fused"] and on_cpu:
-            updates = Updates()
+            updates = VectorUpdate()
             updates.add(tensors, state["step"])
             updates.run(group)
         else:
@@ -63,13 +61,13 @@ class BFloat16AdamW(AdamW):
                 foreach=group["foreach"], fused=group["fused"], amsgrad=False, beta1=beta1, beta2=beta2,
                 lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
             )  # fmt: skip
-        for mean, rounded in zip(means, kept, strict=True):
-            rounded.copy_(mean)
+        for moment, rounded in zip(moments, kept, strict=True):
+            rounded.copy_(moment)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As PyTorch's, which casts states to the parameters' number format; here they are kept in bfloat16."""
+        """PyTorch's, which casts states to the parameters' dtype; here cast back to bfloat16."""
         super().load_state_dict(state_dict)
         for state in self.state.values():
-            for name in MEANS:
+            for name in MOMENTS:
                 if name in state:
                     state[name] = state[name].to(torch.bfloat16)

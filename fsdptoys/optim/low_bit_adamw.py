@@ -1,16 +1,15 @@
-"""AdamW whose two means are kept in 8 or 4 bits, with a scale for each block: torchao's states and torchao's update.
+"""AdamW with both moments in 8 or 4 bits and a scale for each block: torchao's states and update.
 
-An update widens one parameter's means to float32, updates with them, and keeps them as codes: of a table that is finer
-near zero (int8, arXiv:2110.02861; int4, arXiv:2309.01507), or as float8_e4m3fn. A block's largest number becomes its
-scale. The compiler makes a few kernels of all that; ``for_loop`` runs it operator by operator.
+An update widens one parameter's moments to float32, updates with them, and quantizes them: to codes of a table that is
+finer near zero (int8, arXiv:2110.02861; int4, arXiv:2309.01507), or to float8_e4m3fn. A block's largest number is its
+scale. The compiler fuses this into a few kernels; ``for_loop`` runs it operator by operator.
 
-Blocks are parts of rows, so that whoever cuts parameters between rows has the same blocks: codes and scales do not
-depend on the layout, are tensors cut like their parameter, and go into checkpoints and out on any number of ranks.
-torchao's own classes cut a rank's share into blocks from its beginning, and a checkpoint of theirs would not fit
-another number of ranks. Vectors, small matrices and those whose rows have no such blocks stay with float32 means, in
-PyTorch's AdamW.
+Blocks are parts of rows, so sharding between rows keeps them: codes and scales do not depend on the layout, are sharded
+like their parameter, and go through checkpoints on any number of ranks. torchao's own classes start blocks at the
+beginning of a rank's shard, and their checkpoints would not fit another number of ranks. Vectors, small matrices and
+those whose rows have no such blocks keep float32 moments, in PyTorch's AdamW.
 
-Not covered: parameters cut within rows, AMSGrad, stochastic rounding, torchao's states in host memory.
+Not covered: parameters sharded within rows, AMSGrad, stochastic rounding, torchao's states in host memory.
 Source: https://github.com/pytorch/ao/tree/main/torchao/optim
 """
 
@@ -27,27 +26,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdptoys.utils.dtensor import (
-    is_dtensor,
-    local_tensor,
-)
+from fsdptoys.utils.dtensor import is_dtensor, local_tensor
 
-from .matrix_optimizer import MATRICES, BesideAdamW, Groups
+from .matrix_optimizer import MATRICES, Groups, MatrixOptimizer
 
-MEANS = {"exp_avg": True, "exp_avg_sq": False}
-"""Name of a state → whether it has signs."""
+MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
+"""Name of a state → whether it is signed."""
 
 SMALLEST_ELEMENTS = 4096
-"""Of a parameter whose states are worth it, as in torchao."""
+"""Smaller parameters keep float32 states, as in torchao."""
 SMALLEST_BLOCK = 32
-"""With smaller ones, scales would take more than an eighth of what they save."""
+"""With smaller blocks, scales would take more than an eighth of the savings."""
 ELEMENTS_AT_A_TIME = 2**23
-"""Of a parameter: the update's scratch is some copies of as many, and the compiler compiles for few sizes."""
+"""Elements of a parameter updated at a time: bounds the update's scratch and the sizes to compile for."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """How states are kept."""
+    """Layout of quantized states."""
 
     codes_a_byte: int
     largest_block: int
@@ -58,7 +54,7 @@ FORMATS = {"int8": Format(1, 256), "float8": Format(1, 256), "int4": Format(2, 1
 
 
 def block_elements(format: str, shape: Sequence[int]) -> int | None:
-    """Elements of a row that share a scale, by the whole parameter's shape; None where states stay float32."""
+    """Elements of a row that share a scale, by the full parameter's shape; None where states stay float32."""
     if len(shape) < 2 or math.prod(shape) < SMALLEST_ELEMENTS:
         return None
     block = math.gcd(shape[-1], FORMATS[format].largest_block)
@@ -66,22 +62,22 @@ def block_elements(format: str, shape: Sequence[int]) -> int | None:
 
 
 def state_bytes(format: str, shape: Sequence[int], elements: int) -> tuple[int, ...]:
-    """Bytes of codes and scales, for each mean, of so many elements of a parameter that has blocks."""
+    """Bytes of codes and scales of both moments, for a number of elements of a parameter with blocks."""
     block = block_elements(format, shape)
     assert block is not None
-    return (elements // FORMATS[format].codes_a_byte, 4 * (elements // block)) * len(MEANS)
+    return (elements // FORMATS[format].codes_a_byte, 4 * (elements // block)) * len(MOMENTS)
 
 
 def is_installed() -> bool:
-    """Whether torchao is."""
+    """Whether torchao is installed."""
     return importlib.util.find_spec("torchao") is not None
 
 
-class LowBitAdamW(BesideAdamW):
-    """AdamW with states of few bits over groups that say so, and PyTorch's over the others.
+class LowBitAdamW(MatrixOptimizer):
+    """AdamW with low-bit states over groups with ``MATRICES``, PyTorch's over the others.
 
     Args:
-        groups, build_adamw: as for ``BesideAdamW``; matrices have ``block_elements``.
+        groups, build_adamw: as for ``MatrixOptimizer``; matrices have ``block_elements``.
         format: one of ``FORMATS``.
         betas, eps: AdamW's.
         compiles: whether the update is compiled.
@@ -102,11 +98,11 @@ class LowBitAdamW(BesideAdamW):
         self._tables: dict[tuple[torch.device, bool], Tensor] = {}
 
     def make_matrix_states(self, param: nn.Parameter) -> dict[str, Any]:
-        """Codes and scales, laid out as their parameter is."""
+        """Codes and scales, sharded like their parameter."""
         block, columns = block_elements(self.format, param.shape), param.shape[-1]
         assert block is not None and local_tensor(param).shape[-1] % block == 0, "a shard ends within a block"
         state: dict[str, Any] = {"step": torch.zeros(())}
-        for name in MEANS:
+        for name in MOMENTS:
             state[f"{name}_codes"] = _zeros(param, columns // FORMATS[self.format].codes_a_byte, torch.uint8)
             state[f"{name}_scales"] = _zeros(param, columns // block, torch.float32)
         return state
@@ -127,15 +123,15 @@ class LowBitAdamW(BesideAdamW):
                 kept = {key: local_tensor(value).view(-1) for key, value in state.items() if key != "step"}
                 for start in range(0, flat.numel(), ELEMENTS_AT_A_TIME):
                     stop = min(start + ELEMENTS_AT_A_TIME, flat.numel())
-                    means = [self._mean(kept, name, start, stop, block) for name in MEANS]
+                    moments = [self._moment(kept, name, start, stop, block) for name in MOMENTS]
                     update(
-                        flat[start:stop], grad[start:stop], state["step"], *means, None, rate, *self.betas,
+                        flat[start:stop], grad[start:stop], state["step"], *moments, None, rate, *self.betas,
                         group["weight_decay"], self.eps, True, False,
                     )  # fmt: skip
 
-    def _mean(self, kept: dict[str, Tensor], name: str, start: int, stop: int, block: int) -> Tensor:
-        """A part of a mean, as torchao's tensor over the memory of its codes and scales."""
-        per_byte, signed = FORMATS[self.format].codes_a_byte, MEANS[name]
+    def _moment(self, kept: dict[str, Tensor], name: str, start: int, stop: int, block: int) -> Tensor:
+        """A part of a moment, as torchao's tensor over the memory of its codes and scales."""
+        per_byte, signed = FORMATS[self.format].codes_a_byte, MOMENTS[name]
         codes = kept[f"{name}_codes"][start // per_byte : stop // per_byte]
         scales = kept[f"{name}_scales"][start // block : stop // block]
         kind = torchao_optim().states[self.format]
@@ -149,7 +145,7 @@ class LowBitAdamW(BesideAdamW):
         return kind(codes, scales, table, signed, dtype=torch.float32, **shape)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As PyTorch's, which would make float32 of codes."""
+        """PyTorch's, except that it would cast codes to float32."""
         groups = [group for group in state_dict["param_groups"] if group[MATRICES]]
         numbers = [number for group in groups for number in group["params"]]
         kept = {number: state_dict["state"][number] for number in numbers if number in state_dict["state"]}
@@ -166,20 +162,20 @@ class LowBitAdamW(BesideAdamW):
 
 @dataclass(frozen=True)
 class TorchaoOptim:
-    """What is taken of torchao."""
+    """The parts of torchao in use."""
 
     update: Callable[..., None]
-    """AdamW for one parameter, in terms of operators that the states have."""
+    """AdamW for one parameter, in operators that the states implement."""
     states: dict[str, Any]
     """Format → the class of its tensors."""
     many_sizes: Callable[[], AbstractContextManager[None]]
-    """In it, the compiler compiles for as many sizes as come."""
+    """Context without the compiler's limit on recompilations."""
 
 
 @functools.cache
 def torchao_optim() -> TorchaoOptim:
-    """Load torchao's parts; they have no public names. Found so in torchao 0.18.0 with torch 2.13."""
-    # It warns of kernels for quantised models that it cannot load, and PyTorch of what torchao could do better.
+    """Import torchao's parts, which have no public names; seen in torchao 0.18.0 with torch 2.13."""
+    # torchao warns about prebuilt kernels that it cannot load, and PyTorch about torchao's registrations.
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message="OptimState.* does not implement _stable_hash_for_caching")
@@ -195,13 +191,13 @@ def torchao_optim() -> TorchaoOptim:
 
 @functools.cache
 def choose_update(compiles: bool) -> Callable[..., Any]:
-    """The update of a part of a parameter, as the compiler makes it for each size that comes, or as it is."""
+    """The update of a part of a parameter, compiled for each size or eager."""
     update = torchao_optim().update
     return torch.compile(update, fullgraph=True, dynamic=False) if compiles else update
 
 
 def _zeros(param: nn.Parameter, columns: int, dtype: torch.dtype) -> Tensor:
-    """Zeros where the parameter is, laid out as it is, with so many columns in full."""
+    """Zeros on a parameter's device, sharded like it, with ``columns`` columns in full."""
     local = local_tensor(param)
     zeros = local.new_zeros((*local.shape[:-1], local.shape[-1] * columns // param.shape[-1]), dtype=dtype)
     if not is_dtensor(param):
@@ -211,4 +207,4 @@ def _zeros(param: nn.Parameter, columns: int, dtype: torch.dtype) -> Tensor:
     shape = torch.Size((*param.shape[:-1], columns))
     stride = torch.empty(shape, device="meta").stride()
     made = DTensor.from_local(zeros, param.device_mesh, param.placements, run_check=False, shape=shape, stride=stride)
-    return made.to(local.device)  # it was moved to the mesh's device
+    return made.to(local.device)  # from_local moves it to the mesh's device

@@ -1,7 +1,7 @@
-"""An optimizer that updates some matrices its own way and leaves all other parameters to AdamW.
+"""An optimizer with its own update for some matrices, and AdamW for all other parameters.
 
-Both are one ``torch.optim.Optimizer`` to schedules and checkpoints: AdamW is built over the other groups, whose
-settings and states it shares. What is a matrix here, the subclass's groups say.
+Both are one ``torch.optim.Optimizer`` to schedules and checkpoints: AdamW is built over the other groups, and shares
+their settings and states.
 """
 
 from abc import abstractmethod
@@ -11,46 +11,44 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdptoys.utils.dtensor import (
-    local_tensor,
-)
+from fsdptoys.utils.dtensor import local_tensor
 
 MATRICES = "matrices"
-"""Key of a parameter group: whether it is of the matrices that are updated another way."""
+"""Key of a parameter group: whether it has the matrices with their own update."""
 
 Groups = list[dict[str, Any]]
 
 
-class BesideAdamW(torch.optim.Optimizer):
-    """Its own update over groups that say so, and AdamW over the others.
+class MatrixOptimizer(torch.optim.Optimizer):
+    """Its own update over groups with ``MATRICES``, AdamW over the others.
 
     Args:
-        groups: parameter groups, each with ``lr``, ``weight_decay`` and ``MATRICES``; all others' keys are AdamW's.
+        groups: parameter groups, each with ``lr``, ``weight_decay`` and ``MATRICES``; other keys are AdamW's.
         build_adamw: constructs AdamW over the other groups.
     """
 
     def __init__(self, groups: Groups, build_adamw: Callable[[Groups], torch.optim.Optimizer]) -> None:
         others = [group for group in groups if not group[MATRICES]]
-        # It writes its settings into these groups, which both have from now on.
+        # AdamW writes its settings into these groups, which both share.
         self._adamw = build_adamw(others) if others else None
         super().__init__(groups, {})
 
     @abstractmethod
     def make_matrix_states(self, param: nn.Parameter) -> dict[str, Any]:
-        """What the first update of a matrix starts from."""
+        """Initial states of a matrix."""
 
     @abstractmethod
     def step_matrices(self, group: dict[str, Any]) -> None:
         """Update the matrices of a group that have a gradient."""
 
     def state_dict(self) -> dict[str, Any]:
-        """As PyTorch's, with the states that the first step would start from."""
+        """PyTorch's, with initial states before the first step."""
         self.make_states()
         return super().state_dict()
 
     @torch.no_grad()
     def make_states(self) -> None:
-        """Give every parameter the states that it lacks."""
+        """Create missing states."""
         for group in self.param_groups:
             for param in group["params"]:
                 state = self.state[param]
@@ -75,7 +73,7 @@ class BesideAdamW(torch.optim.Optimizer):
             if group[MATRICES]:
                 self.step_matrices(group)
         if self._adamw is not None:
-            # Loading replaces both.
+            # load_state_dict replaces both.
             self._adamw.param_groups = [group for group in self.param_groups if not group[MATRICES]]
             self._adamw.state = self.state
             self._adamw.step()

@@ -1,61 +1,151 @@
-"""Muon: the hidden matrices move by their orthogonalised momentum, all other parameters by AdamW, in one optimizer.
+"""Muon: matrices of the blocks move by their orthogonalized momentum, all other parameters by AdamW, in one optimizer.
 
-The momentum of a matrix is mostly a few directions that all its rows share. Muon makes all directions equally long
-(``newton_schulz``), for which it needs the matrix in full, and one state instead of AdamW's two.
+The momentum of a matrix is dominated by a few directions that all its rows share. Muon makes all directions equally
+long (``newton_schulz``), for which it needs the full matrix, and one state instead of AdamW's two.
 
-So the matrices are dealt out, the largest first: in a round each rank is the owner of one. Where they are sharded
-(DTensors), an all-to-all brings the shards to their owners in the number format of the products, the owners
-orthogonalise, and a second one takes the shards back: a rank holds about four whole matrices at a time, sends as many
-bytes as an all-gather and a reduce-scatter, and each matrix is orthogonalised once. Where every rank has them (DDP),
-their owners broadcast what they made: the work is shared all the same, and copies of the model cannot drift apart. The
-owner sees the very matrix that one process would see, so that its bits do not depend on the layout.
+The matrices are dealt out to ranks, the largest first: in a round each rank owns one. If they are sharded (DTensors),
+an all-to-all brings the shards to their owners in the dtype of the matmuls, the owners orthogonalize, and a second
+all-to-all returns the shards: a rank holds about four full matrices at a time, sends as many bytes as an all-gather and
+a reduce-scatter, and each matrix is orthogonalized once. If every rank has them in full (DDP), owners broadcast the
+result: the work is shared, and replicas cannot drift apart. The owner sees the same matrix as one process would, so its
+bits do not depend on the layout.
 
-Stacks are taken matrix by matrix; those that are cut between matrices need no exchange. Under HSDP each replica does
-the work of the others again.
+Stacks are updated matrix by matrix; stacks sharded between matrices need no exchange. Under HSDP each replica repeats
+the work.
 
-Not covered: parameters that are cut elsewhere than along a dim (FSDP1, the toys' ZeRO), matrices that only some ranks
-have gradients for, the next round's exchange during this one's products, one product for matrices of one shape.
+Not covered: parameters not sharded along a dim (FSDP1, the toys' ZeRO), matrices that only some ranks have gradients
+for, overlap of exchange and matmuls, batched matmuls for matrices of one shape.
 Sources: https://kellerjordan.github.io/posts/muon/; Moonlight (arXiv:2502.16982) for decay and scale.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from enum import Enum
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdptoys.utils.dtensor import (
-    is_dtensor,
-    local_tensor,
-)
+from fsdptoys.errors import ConfigError
+from fsdptoys.utils.bounds import check_at_most
+from fsdptoys.utils.dtensor import is_dtensor, local_tensor
 
-from .matrix_optimizer import BesideAdamW, Groups
-from .newton_schulz import orthogonalise
+from .adamw import AdamWSettings
+from .config import check_at_least_zero, check_momentum
+from .matrix_optimizer import MATRICES, Groups, MatrixOptimizer
+from .newton_schulz import orthogonalize
+
+MOST_NS_STEPS = 99
+"""The limit of ``torch.optim.Muon``."""
 
 
-def scale_to_adamw(rows: int, columns: int) -> float:
-    """Factor that gives an update the usual root mean square of AdamW's, 0.2, whatever the shape (arXiv:2502.16982)."""
+class MatmulDType(Enum):
+    """dtype of Newton-Schulz's matmuls, and of the exchanged shards."""
+
+    auto = "auto"
+    """bfloat16; float32 with ``train.deterministic=true``."""
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+    @property
+    def torch(self) -> torch.dtype:
+        """The torch dtype; ``auto`` must be resolved."""
+        assert self is not MatmulDType.auto
+        return torch.float32 if self is MatmulDType.float32 else torch.bfloat16
+
+
+class UpdateScale(Enum):
+    """Length of an orthogonalized update."""
+
+    match_adamw = "match_adamw"
+    """``0.2 * sqrt(max(rows, columns))``: AdamW's usual root mean square, for AdamW's learning rates."""
+    original = "original"
+    """``sqrt(max(1, rows / columns))``, for learning rates of about 0.02."""
+
+
+@dataclass
+class MuonConfig(AdamWSettings):
+    """Muon for the blocks' matrices, AdamW for everything else (https://kellerjordan.github.io/posts/muon/)."""
+
+    name: ClassVar[str] = "muon"
+    exchanges_matrices: ClassVar[bool] = True
+
+    momentum: float = 0.95
+    """Decay of the mean of the matrices' gradients."""
+    nesterov: bool = True
+    """Look ahead by one momentum step."""
+    ns_steps: int = 5
+    """Rounds of Newton-Schulz."""
+    ns_dtype: MatmulDType = MatmulDType.auto
+    """dtype of its matmuls."""
+    update_scale: UpdateScale = UpdateScale.match_adamw
+    """Length of an orthogonalized update."""
+    adamw_lr: float | None = None
+    """Highest learning rate of AdamW's part; null for ``lr``."""
+
+    def __post_init__(self) -> None:
+        """Check each value by itself."""
+        super().__post_init__()
+        check_at_most("optim", self, adamw_lr=1e6)
+        check_momentum(self.momentum, self.nesterov, fix=0.95)
+        if not 1 <= self.ns_steps <= MOST_NS_STEPS:
+            raise ConfigError(
+                f"optim.ns_steps={self.ns_steps} must be between 1 and {MOST_NS_STEPS}; set optim.ns_steps=5"
+            )
+        if self.adamw_lr is not None:
+            check_at_least_zero("adamw_lr", self.adamw_lr, fix=3e-4)
+
+    def is_matrix(self, shape: Sequence[int], in_block: bool) -> bool:
+        """Whether a parameter is orthogonalized."""
+        return in_block and len(shape) >= 2
+
+    def state_bytes(self, shape: Sequence[int], elements: int, in_block: bool) -> tuple[int, ...]:
+        """Bytes of the momentum in float32 for matrices, of AdamW's moments for the rest."""
+        return (4 * elements,) if self.is_matrix(shape, in_block) else super().state_bytes(shape, elements, in_block)
+
+    def resolve(self, deterministic: bool) -> None:
+        """Choose the dtype of the matmuls."""
+        if self.ns_dtype is MatmulDType.auto:
+            self.ns_dtype = MatmulDType.float32 if deterministic else MatmulDType.bfloat16
+
+    def build(self, params: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Construct Muon with its AdamW."""
+        for group in params:
+            of_adamw = self.lr if self.adamw_lr is None else self.adamw_lr
+            group["lr"] = self.lr if group[MATRICES] else of_adamw
+        return Muon(
+            params,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            steps=self.ns_steps,
+            dtype=self.ns_dtype.torch,
+            scale=adamw_scale if self.update_scale is UpdateScale.match_adamw else original_scale,
+            build_adamw=self.build_adamw,
+        )
+
+
+def adamw_scale(rows: int, columns: int) -> float:
+    """Factor that gives an update AdamW's usual root mean square, 0.2, for any shape (arXiv:2502.16982)."""
     return 0.2 * math.sqrt(max(rows, columns))
 
 
-def scale_of_original(rows: int, columns: int) -> float:
-    """Keller Jordan's factor: one spectral norm for all matrices but tall ones."""
+def original_scale(rows: int, columns: int) -> float:
+    """Keller Jordan's factor: one spectral norm for all but tall matrices."""
     return math.sqrt(max(1.0, rows / columns))
 
 
-class Muon(BesideAdamW):
-    """Muon over groups that say so, and AdamW over the others. A step is a collective over those who share matrices.
+class Muon(MatrixOptimizer):
+    """Muon over groups with ``MATRICES``, AdamW over the others. A step is a collective.
 
     Args:
-        groups, build_adamw: as for ``BesideAdamW``.
+        groups, build_adamw: as for ``MatrixOptimizer``.
         momentum: decay of the mean of the gradients.
         nesterov: look ahead by one momentum step.
         steps: rounds of Newton-Schulz.
-        dtype: number format of its products.
-        scale: factor of the update of a matrix with so many rows and columns.
+        dtype: dtype of its matmuls.
+        scale: ``scale(rows, columns)`` is the factor of an update.
     """
 
     def __init__(
@@ -73,7 +163,7 @@ class Muon(BesideAdamW):
         self.momentum, self.nesterov, self.steps, self.dtype, self.scale = momentum, nesterov, steps, dtype, scale
 
     def make_matrix_states(self, param: nn.Parameter) -> dict[str, Any]:
-        """The momentum."""
+        """A momentum of zeros."""
         return {"momentum_buffer": torch.zeros_like(param)}
 
     def step_matrices(self, group: dict[str, Any]) -> None:
@@ -83,23 +173,23 @@ class Muon(BesideAdamW):
             if param.grad is not None:
                 buffer = local_tensor(self.state[param]["momentum_buffer"])
                 buffer.lerp_(local_tensor(param.grad), 1 - self.momentum)
-                matrices += cut_matrices(param, buffer)
+                matrices += split_matrices(param, buffer)
         whole = [matrix for matrix in matrices if matrix.ranks == 1]
         dealt = sorted((matrix for matrix in matrices if matrix.ranks > 1), key=lambda matrix: -matrix.elements)
         for matrix in whole:
-            self._apply(matrix, self._orthogonalise(self._ahead(matrix)), group)
+            self._apply(matrix, self._orthogonalize(self._momentum_step(matrix)), group)
         while dealt:
             ranks = dealt[0].ranks
             this_round, dealt = dealt[:ranks], dealt[ranks:]
             exchange = _broadcast if dealt_whole(this_round) else _exchange
-            for matrix, update in exchange(this_round, self._ahead, self._orthogonalise, self.dtype):
+            for matrix, update in exchange(this_round, self._momentum_step, self._orthogonalize, self.dtype):
                 self._apply(matrix, update, group)
 
-    def _orthogonalise(self, update: Tensor) -> Tensor:
-        return orthogonalise(update, self.steps)
+    def _orthogonalize(self, update: Tensor) -> Tensor:
+        return orthogonalize(update, self.steps)
 
-    def _ahead(self, matrix: "Matrix") -> Tensor:
-        """What is orthogonalised, of what this rank holds."""
+    def _momentum_step(self, matrix: "Matrix") -> Tensor:
+        """This rank's part of the matrix to orthogonalize."""
         update = matrix.grad.lerp(matrix.buffer, self.momentum) if self.nesterov else matrix.buffer
         return update.to(self.dtype)
 
@@ -110,44 +200,44 @@ class Muon(BesideAdamW):
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """One matrix, and what this rank holds of it: views of parameter, gradient and momentum."""
+    """One matrix, as views of this rank's part of parameter, gradient and momentum."""
 
     shape: tuple[int, int]
     param: Tensor
     grad: Tensor
     buffer: Tensor
     dim: int | None
-    """Along which it is cut over the ranks of the group; None where each has it in full."""
+    """Sharded dim; None where each rank of the group has the matrix in full."""
     group: dist.ProcessGroup | None
-    """The ranks that share the work; None where this one does its own."""
+    """The ranks that share the work; None where this rank works alone."""
 
     @property
     def elements(self) -> int:
-        """Of the matrix in full."""
+        """Elements of the full matrix."""
         return self.shape[0] * self.shape[1]
 
     @property
     def ranks(self) -> int:
-        """That share the work."""
+        """Number of ranks that share the work."""
         return 1 if self.group is None else dist.get_world_size(self.group)
 
     def lengths(self) -> list[int]:
-        """Rows or columns that each rank holds: those of ``torch.chunk``."""
+        """Rows or columns of each rank, as ``torch.chunk`` splits them."""
         assert self.dim is not None
         size = self.shape[self.dim]
         chunk = -(-size // self.ranks)
         return [min(chunk, max(0, size - rank * chunk)) for rank in range(self.ranks)]
 
     def sizes(self) -> list[int]:
-        """Elements that each rank holds."""
+        """Elements of each rank."""
         assert self.dim is not None
         return [length * self.shape[1 - self.dim] for length in self.lengths()]
 
 
-Ahead = Callable[[Matrix], Tensor]
-"""Gives what is orthogonalised, of what this rank holds of a matrix."""
+LocalPart = Callable[[Matrix], Tensor]
+"""Returns this rank's part of the matrix to orthogonalize."""
 Work = Callable[[Tensor], Tensor]
-"""What an owner does with it in full."""
+"""An owner's work on the full matrix."""
 
 
 def dealt_whole(matrices: Sequence[Matrix]) -> bool:
@@ -157,11 +247,11 @@ def dealt_whole(matrices: Sequence[Matrix]) -> bool:
     return kinds.pop()
 
 
-def cut_matrices(param: nn.Parameter, buffer: Tensor) -> list[Matrix]:
-    """A parameter's matrices, of which a stack has several, as this rank holds them.
+def split_matrices(param: nn.Parameter, buffer: Tensor) -> list[Matrix]:
+    """This rank's part of a parameter's matrices; a stack has several.
 
     Args:
-        param: with a gradient; of two or three dims, plain or a DTensor that is sharded along one of them.
+        param: with a gradient; of two or three dims, plain or a DTensor sharded along one of them.
         buffer: this rank's momentum.
     """
     dim, group = _layout(param)
@@ -180,7 +270,7 @@ def cut_matrices(param: nn.Parameter, buffer: Tensor) -> list[Matrix]:
 
 
 def _layout(param: nn.Parameter) -> tuple[int | None, dist.ProcessGroup | None]:
-    """Along which dim a parameter is cut, and the ranks that share it or have it too, where there are several."""
+    """Sharded dim of a parameter, and the ranks that share it or replicate it, if several."""
     if not is_dtensor(param):
         shared = dist.is_initialized() and dist.get_world_size() > 1
         return None, dist.group.WORLD if shared else None
@@ -192,10 +282,12 @@ def _layout(param: nn.Parameter) -> tuple[int | None, dist.ProcessGroup | None]:
     return None, None
 
 
-def _exchange(matrices: list[Matrix], ahead: Ahead, work: Work, dtype: torch.dtype) -> Iterator[tuple[Matrix, Tensor]]:
-    """Have each rank do the work on one matrix of a round, of which all hold parts; gives this rank's parts."""
+def _exchange(
+    matrices: list[Matrix], local_part: LocalPart, work: Work, dtype: torch.dtype
+) -> Iterator[tuple[Matrix, Tensor]]:
+    """Each rank works on one matrix of a round, sharded over all; yields this rank's part of the results."""
     group, rank = matrices[0].group, dist.get_rank(matrices[0].group)
-    parts = [ahead(matrix) for matrix in matrices]
+    parts = [local_part(matrix) for matrix in matrices]
     given = [part.numel() for part in parts] + [0] * (matrices[0].ranks - len(matrices))
     mine = matrices[rank] if rank < len(matrices) else None
     taken = mine.sizes() if mine is not None else [0] * len(given)
@@ -219,10 +311,12 @@ def _exchange(matrices: list[Matrix], ahead: Ahead, work: Work, dtype: torch.dty
         yield matrix, piece.view(matrix.param.shape)
 
 
-def _broadcast(matrices: list[Matrix], ahead: Ahead, work: Work, dtype: torch.dtype) -> Iterator[tuple[Matrix, Tensor]]:
-    """Have each rank do the work on one matrix of a round, all of which all have; gives what they made."""
+def _broadcast(
+    matrices: list[Matrix], local_part: LocalPart, work: Work, dtype: torch.dtype
+) -> Iterator[tuple[Matrix, Tensor]]:
+    """Each rank works on one matrix of a round, replicated on all; yields the results."""
     group, rank = matrices[0].group, dist.get_rank(matrices[0].group)
-    mine = work(ahead(matrices[rank])) if rank < len(matrices) else None
+    mine = work(local_part(matrices[rank])) if rank < len(matrices) else None
     for owner, matrix in enumerate(matrices):
         if owner == rank:
             assert mine is not None

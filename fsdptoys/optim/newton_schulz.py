@@ -1,8 +1,8 @@
-"""Orthogonalisation by Newton-Schulz: the nearest matrix with orthonormal rows or columns, roughly, by products alone.
+"""Orthogonalization by Newton-Schulz: approximates the nearest matrix with orthonormal rows or columns, by matmuls.
 
 A matrix ``U S Vᵀ`` is scaled to singular values of at most 1, and ``a x + b x³ + c x⁵`` is applied to all of them,
-again and again. Muon's coefficients rise so steeply at 0 that five rounds are enough, and pay for it at the
-top, where values end anywhere between about 0.7 and 1.2 rather than at 1.
+round after round. Muon's coefficients are so steep at 0 that five rounds are enough, at the price that singular values
+end between about 0.7 and 1.2 rather than at 1.
 
 Source: https://kellerjordan.github.io/posts/muon/
 """
@@ -14,22 +14,22 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Keller Jordan's ``a``, ``b`` and ``c``."""
 
 EPS = 1e-7
-"""Least norm that a matrix is divided by: one of zeros stays zeros."""
+"""Lower bound of the norm that a matrix is divided by: zeros stay zeros."""
 
 
-def orthogonalise(matrix: Tensor, steps: int) -> Tensor:
+def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
     """Bring every singular value of a matrix near 1.
 
     Args:
-        matrix: 2-D, in the number format to compute in; left as it is.
+        matrix: 2-D, in the dtype to compute in; not changed.
         steps: rounds of the polynomial.
 
     Returns:
-        A contiguous matrix of the same shape and number format.
+        A contiguous matrix of the same shape and dtype.
     """
     a, b, c = COEFFICIENTS
     tall = matrix.size(0) > matrix.size(1)
-    # The product with itself is then of the shorter side. A copy of its own, so that no alignment decides about bits.
+    # The gram matrix is then of the shorter side. Copied, so that bits do not depend on alignment.
     x = (matrix.T if tall else matrix).clone(memory_format=torch.contiguous_format)
     x.div_(x.norm().clamp(min=EPS))
     for _ in range(steps):
@@ -39,7 +39,7 @@ def orthogonalise(matrix: Tensor, steps: int) -> Tensor:
     return x.T.contiguous() if tall else x
 
 
-def orthogonalise_flops(rows: int, columns: int, steps: int) -> float:
-    """Floating-point operations of the products of :func:`orthogonalise`."""
+def orthogonalize_flops(rows: int, columns: int, steps: int) -> float:
+    """FLOPs of the matmuls of :func:`orthogonalize`."""
     short, long = min(rows, columns), max(rows, columns)
     return steps * (4 * short**2 * long + 2 * short**3)

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: pure functions of the step, so that a resumed run needs nothing but its step number."""
+"""Learning-rate schedules: pure functions of the step, so a resumed run needs only its step number."""
 
 import math
 
@@ -28,7 +28,7 @@ def build_schedule(config: OptimConfig, optimizer: torch.optim.Optimizer, steps:
 
 
 def set_schedule(schedule: LambdaLR, step: int) -> None:
-    """Put a schedule where it is after ``step`` steps, learning rates included."""
+    """Set a schedule, and the learning rates, to the state after ``step`` steps."""
     rates = [base * ratio(step) for base, ratio in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate

@@ -1,12 +1,11 @@
-"""PyTorch's fused AdamW on a CPU, with every element rounded alike wherever it lies in a tensor.
+"""PyTorch's fused AdamW on a CPU, rounding every element alike wherever it is in a tensor.
 
-The fused kernel goes over parameter, gradient and states once, where PyTorch's default makes ten passes. Its loop takes
-whole vectors and then what is left of a tensor one by one, and the compiler rounds the two differently: the last
-elements of a shard would depend on where the shard ends. Here each tensor's whole vectors are updated in place, and
-what is left in a copy that is padded to whole vectors: sharded or not, the bits are the same.
+The fused kernel reads parameter, gradient and states once, where PyTorch's default makes ten passes. Its loop takes
+full vectors and then the remaining elements one by one, and the compiler rounds the two differently: the last elements
+of a shard would depend on where the shard ends. Here each tensor's full vectors are updated in place, and the remainder
+in a copy padded to full vectors, so that bits do not depend on sharding.
 
-It costs a copy of fewer than ``VECTOR_ELEMENTS`` elements for each tensor that needs it. Left out: AMSGrad, and
-gradient scalers.
+Cost: a copy of fewer than ``VECTOR_ELEMENTS`` elements per tensor. Not covered: AMSGrad, and gradient scalers.
 """
 
 from collections.abc import Callable
@@ -16,12 +15,10 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import AdamW, adamw
 
-from fsdptoys.utils.dtensor import (
-    local_tensor,
-)
+from fsdptoys.utils.dtensor import local_tensor
 
 VECTOR_ELEMENTS = 64
-"""A multiple of what a vector holds in any number format, and of where the kernel divides its work among threads."""
+"""A multiple of the vector length of any dtype, and of the kernel's split of work among threads."""
 
 
 class VectorAdamW(AdamW):
@@ -35,7 +32,7 @@ class VectorAdamW(AdamW):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            updates = Updates()
+            updates = VectorUpdate()
             for param in group["params"]:
                 if param.grad is None:
                     continue
@@ -49,17 +46,17 @@ class VectorAdamW(AdamW):
         return loss
 
 
-class Updates:
-    """One group's tensors, cut where their whole vectors end."""
+class VectorUpdate:
+    """One group's tensors, split into full vectors and padded remainders."""
 
     def __init__(self) -> None:
         self._parts: list[list[Tensor]] = []
-        """Parameter, gradient, both averages, number of steps."""
+        """Parameter, gradient, both moments, step count."""
         self._padded: list[tuple[list[Tensor], list[Tensor]]] = []
-        """Views that were copied, and their copies."""
+        """Remainders and their padded copies."""
 
     def add(self, tensors: list[Tensor], step: Tensor) -> None:
-        """One parameter's four tensors, and its number of steps, which the update raises."""
+        """Add one parameter's four tensors, and its step count, which the update increments."""
         flat = [each.reshape(-1) if each is tensors[1] else each.view(-1) for each in tensors]
         whole = flat[0].numel() // VECTOR_ELEMENTS * VECTOR_ELEMENTS
         if whole < flat[0].numel() or whole == 0:
@@ -73,7 +70,7 @@ class Updates:
             self._parts.append([*(each[:whole] for each in flat), step])
 
     def run(self, group: dict[str, Any]) -> None:
-        """Update them with a group's hyperparameters."""
+        """Update all with a group's hyperparameters."""
         if not self._parts:
             return
         params, grads, averages, squares, steps = map(list, zip(*self._parts, strict=True))

@@ -1,19 +1,43 @@
-"""Ways to spread a model over ranks, all behind one ``Strategy``."""
+"""Ways to train a model over ranks, all behind one ``Strategy``.
+
+``STRATEGIES`` is the registry: a new strategy is one file here, one YAML in ``configs/parallel``, and one line below.
+"""
 
 from .ddp import DDPConfig
-from .fsdp import FSDP1Config, FSDP2Config, ToyFSDPConfig
+from .fsdp import FSDPConfig
+from .fsdp1 import FSDP1Config
+from .fsdp2 import FSDP2Config
 from .init_weights import Fill, seed_of, seeded
 from .single import SingleConfig
 from .state import host_copy, whole_tensors
 from .strategy import ParallelConfig, ParallelContext, Strategy
 from .toy_ddp import ToyDDPConfig
+from .toy_fsdp import ToyFSDPConfig
 from .toy_zero3 import ToyZero3Config
 from .toy_zero12 import ToyZero1Config, ToyZero2Config
 
+STRATEGIES: dict[str, type[ParallelConfig]] = {
+    config.name: config
+    for config in (
+        SingleConfig,
+        DDPConfig,
+        FSDP1Config,
+        FSDP2Config,
+        ToyDDPConfig,
+        ToyFSDPConfig,
+        ToyZero1Config,
+        ToyZero2Config,
+        ToyZero3Config,
+    )
+}
+"""The word after ``parallel=`` → configuration class."""
+
 __all__ = [
+    "STRATEGIES",
     "DDPConfig",
     "FSDP1Config",
     "FSDP2Config",
+    "FSDPConfig",
     "Fill",
     "ParallelConfig",
     "ParallelContext",

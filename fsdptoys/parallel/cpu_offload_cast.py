@@ -1,13 +1,13 @@
-"""A low-precision mirror of FSDP2's offloaded parameters, so that half the bytes travel to the device.
+"""Low-precision copies of FSDP2's offloaded parameters, which halve the bytes uploaded to the device.
 
 Under CPU offload FSDP2 uploads float32 shards and casts them on the device, in the forward and again in the backward.
-Here it uploads a copy in the number format of the forward instead, which lies beside the float32 master in pinned
-memory. Casting rounds alike on both sides, so no bit changes. The master stays the parameter that the optimizer,
-checkpoints and ``full_parameters`` know; whoever updates it calls ``refresh``, and a master that was written otherwise
-in place (version counters tell) is copied anew before the next forward.
+Here it uploads a copy in the dtype of the forward instead, which lives with the float32 master in pinned memory. Casts
+round the same way on both sides, so no bit changes. The optimizer, checkpoints and ``full_parameters`` use the master;
+the optimizer calls ``refresh`` after an update, and a master that was written in place otherwise (detected by version
+counters) is copied again before the next forward.
 
-PyTorch has no public way to this. It was tried with torch 2.7.1 and 2.13; where FSDP2 does not look as it does there,
-a warning says so and float32 travels.
+PyTorch has no public way to do this. It was tried with torch 2.7.1 and 2.13; where FSDP2's internals look different, a
+warning says so and float32 is uploaded.
 """
 
 import warnings
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 
 class _Entry:
-    """One parameter: FSDP2's record of it, what it would upload, and what it uploads instead."""
+    """One parameter: FSDP2's record of it, its master, and the copy that is uploaded instead."""
 
     def __init__(self, fsdp_param: Any, dtype: torch.dtype, pin_memory: bool) -> None:
         self.fsdp_param = fsdp_param
@@ -28,10 +28,10 @@ class _Entry:
         self.versions: tuple[int, int] | None = None
 
     def install(self) -> None:
-        """Put the mirror into its place, if it is not there or stale."""
+        """Install the mirror if it is not in place, refresh it if it is stale."""
         uploaded = self.fsdp_param._sharded_param_data
         if uploaded is not self.mirror:
-            # The first forward, or loading weights made FSDP2 look its memory up again.
+            # The first forward, or loading weights, made FSDP2 look up its memory again.
             self.master = uploaded
             self.fsdp_param._sharded_param_data = self.mirror
         elif self._master_versions() == self.versions:
@@ -49,12 +49,12 @@ class _Entry:
 
 
 class Mirror:
-    """The mirror of all units of a model.
+    """Low-precision copies of the parameters of all units of a model.
 
     Args:
         modules: of the units, in the order of the forward.
         units_ahead: units after its own that a unit's forward begins to gather.
-        dtype: number format of the forward.
+        dtype: dtype of the forward.
         pin_memory: whether there is an accelerator to copy to.
     """
 
@@ -76,17 +76,17 @@ class Mirror:
 
     @torch.no_grad()
     def refresh(self, params: Sequence[nn.Parameter]) -> None:
-        """Copy parameters that were updated; any thread may do so while no forward or backward needs them."""
+        """Copy updated parameters; any thread may call it while no forward or backward needs them."""
         for param in params:
             entry = self._by_param[param]
-            # Before the first forward there is nothing to keep up with.
+            # The first forward installs and fills the mirror.
             if entry.versions is not None:
                 entry.refresh()
 
     @torch.no_grad()
     def _install(self, window: slice) -> None:
         for groups, entries in zip(self._groups[window], self._entries[window], strict=True):
-            # FSDP2 looks its memory up once more in the root's first forward.
+            # FSDP2 looks up its memory once more in the root's first forward.
             if all(group._reset_sharded_params for group in groups):
                 for entry in entries:
                     entry.install()
@@ -95,7 +95,7 @@ class Mirror:
 def mirror_parameters(
     modules: Sequence[nn.Module], units_ahead: int, dtype: torch.dtype, pin_memory: bool
 ) -> Mirror | None:
-    """Make the mirror; None, with a warning, where this torch's FSDP2 has no place for it."""
+    """Make the mirror; None, with a warning, where this torch's FSDP2 does not support it."""
     try:
         for module in modules:
             for group in _param_groups(module):

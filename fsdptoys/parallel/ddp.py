@@ -1,4 +1,4 @@
-"""DistributedDataParallel: the whole model on every rank, gradients all-reduced in buckets (arXiv:2006.15704)."""
+"""DistributedDataParallel: the full model on every rank, gradients all-reduced in buckets (arXiv:2006.15704)."""
 
 import inspect
 from collections.abc import Iterator
@@ -15,37 +15,37 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel
 from fsdptoys.utils.bounds import check_at_most
 
-from .init_weights import Fill, init_buffers, materialise
+from .init_weights import Fill, init_buffers, materialize
 from .mesh import MeshConfig
 from .precision import DType
 from .single import cast_parameters, whole_parameters, whole_units
-from .strategy import ParallelContext, ReducingConfig, Strategy, Unit
+from .strategy import ParallelContext, ReducingConfig, Strategy, UnitParams
 
 _SYNC_BUFFERS = (
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     else "broadcast_buffers"
 )
-"""The keyword that torch from 2.13 on, or before, has for broadcasting buffers in every forward."""
+"""Keyword for broadcasting buffers in every forward; renamed in torch 2.13."""
 
 
 @dataclass
 class DDPConfig(ReducingConfig):
-    """The whole model on every rank."""
+    """The full model on every rank."""
 
     name: ClassVar[str] = "ddp"
 
     bucket_cap_mb: int = 25
-    """Gradients are all-reduced in buckets of this many MiB while the backward goes on."""
+    """Gradients are all-reduced in buckets of this many MiB during the backward."""
 
     @property
     def reads_unit_by_unit(self) -> bool:
-        """Lower precision casts all parameters before the first module computes."""
+        """Whether no cast reads all parameters before the first module computes."""
         return self.param_dtype is DType.float32
 
     @property
     def gradients_held(self) -> str:
-        """Its buckets are there all the time."""
+        """Buckets are never freed."""
         return "keeps all of them in its buckets"
 
     def __post_init__(self) -> None:
@@ -57,10 +57,9 @@ class DDPConfig(ReducingConfig):
             )
 
     def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
-        """Refuse everything that shards."""
+        """Refuse sharding."""
         super().validate(world_size, mesh, device_type, cpu_offload)
         self._refuse_sharding(mesh)
-        self._refuse_cpu_offload(cpu_offload)
 
     def build(self, context: ParallelContext) -> "DDP":
         """Construct the strategy."""
@@ -78,9 +77,9 @@ class DDP(Strategy):
         self._over_microbatches: dict[nn.Parameter, Tensor] = {}
 
     def parallelize(self, model: DecoderModel, fill: Fill) -> None:
-        """Materialise and initialise on every rank alike, then wrap."""
+        """Materialize and initialize the same values on every rank, then wrap."""
         device = self.context.device
-        materialise(model, device.torch_device, fill)
+        materialize(model, device.torch_device, fill)
         init_buffers(model, device.torch_device, self.config.buffer_dtype.torch)
         self._whole = model
         self.model = self._wrap(cast_parameters(model, self.config.param_dtype))
@@ -106,7 +105,7 @@ class DDP(Strategy):
             yield
         if not self.context.deterministic or count == 1:
             return
-        # DDP would reduce what earlier micro-batches left in .grad once more, so each sum is set aside.
+        # DDP would reduce the .grad of earlier micro-batches once more, so each sum is set aside.
         for param in self._whole.parameters():
             if param.grad is None:
                 continue
@@ -117,20 +116,20 @@ class DDP(Strategy):
                 self._over_microbatches[param] = total
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The model's own."""
+        """The model's own parameters."""
         return self._whole.named_parameters()
 
-    def units(self) -> list[Unit]:
-        """Those of the model that is wrapped."""
+    def units(self) -> list[UnitParams]:
+        """Units of the wrapped model."""
         return whole_units(self._whole, self.model.module)
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """The model's own."""
+        """The model's own parameters."""
         return whole_parameters(self._whole)
 
 
 def all_reduce_in_dtype(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Communication hook: average a bucket over the default group in ``dtype``, returned in the bucket's own.
+    """Communication hook: average a bucket over the default group in ``dtype``; the result has the bucket's dtype.
 
     DDP reads the annotations of ``bucket`` and of the return value at run time: they must not be strings.
     """

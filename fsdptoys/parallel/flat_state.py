@@ -1,4 +1,4 @@
-"""The state of FSDP1, gathered and cut anew. Public functions of FSDP1, tried with torch 2.7.1 and 2.13."""
+"""FSDP1's parameters and optimizer states, resharded along the first dim, by FSDP1's public state-dict functions."""
 
 import warnings
 from collections.abc import Iterator
@@ -18,31 +18,31 @@ from .init_weights import shared_parameters
 
 
 def flat_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> "FlatState | None":
-    """That of a model; None where FSDP1 does not wrap it. A collective."""
+    """State of a model; None where FSDP1 does not wrap it. A collective."""
     return FlatState(model, optimizer) if isinstance(model, FullyShardedDataParallel) else None
 
 
 class FlatState:
-    """Parameters and optimizer states, as ``state`` names them."""
+    """Parameters and optimizer states with the names of ``state``."""
 
     def __init__(self, model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
         with _sharded_form(model):
             self._weights: dict[str, Tensor] = model.state_dict()
-            # Not torch.distributed.checkpoint's: it lets an optimizer that keeps no states take a step.
+            # torch.distributed.checkpoint's would let an optimizer without states take a step.
             self._optim: dict[str, Any] = FullyShardedDataParallel.optim_state_dict(model, optimizer)
-        # A shared weight is in model.state_dict() under each of its names, here under the first.
+        # model.state_dict() has a shared weight under each of its names; here it has the first.
         self._names = [name for group in self._optim["param_groups"] for name in group["params"]]
 
     def tensors(self) -> dict[str, Tensor]:
-        """By name; to be read, or filled in place."""
+        """Tensors by name, to read or to fill in place."""
         tensors = {f"model.{name}": self._weights[name] for name in self._names}
         for name, state in self._optim["state"].items():
             tensors |= {f"optim.{name}.{kind}": value for kind, value in state.items() if isinstance(value, Tensor)}
         return tensors
 
     def install(self) -> None:
-        """Scatter what ``tensors`` gave, after it was filled."""
+        """Scatter the filled tensors."""
         if self._weights.keys() > set(self._names):
             with FullyShardedDataParallel.summon_full_params(self._model, recurse=False, writeback=False):
                 shared = shared_parameters(self._model)
@@ -57,7 +57,7 @@ class FlatState:
 @contextmanager
 def _sharded_form(model: FullyShardedDataParallel) -> Iterator[None]:
     with warnings.catch_warnings():
-        # It is told that the functions are those of the older FSDP, and what one rank makes of sharding.
+        # FSDP1 warns that these functions are deprecated, and about sharding on one rank.
         warnings.simplefilter("ignore")
         with FullyShardedDataParallel.state_dict_type(
             model,

@@ -1,17 +1,17 @@
-"""Linear layers whose three products take float8 factors: settings, what refuses them, and torchao's conversion.
+"""Linear layers with float8 matmuls: settings, checks, and torchao's conversion.
 
-A product of two float8 matrices takes half the time of one in bf16 on hardware that has it (compute capability 8.9).
-Each factor is scaled so that its largest element is float8's largest, cast, multiplied with sums in higher precision,
-and scaled back; weights, gradients and optimizer states stay what they are elsewhere. ``tensorwise`` has one scale a
-tensor, which is the fastest; ``rowwise`` one a row, which a single outlier harms less. Finding scales and casting are
-passes over memory that only pay where the compiler fuses them (``train.compile=true``) and the matrices are large.
+A float8 matmul takes half the time of a bf16 one on hardware that has it (compute capability 8.9). Each operand is
+scaled so that its largest element is float8's largest, cast, multiplied with sums in higher precision, and scaled back;
+weights, gradients and optimizer states keep their dtypes. ``tensorwise`` has one scale per tensor, which is fastest;
+``rowwise`` one per row, which limits the damage of an outlier. Scaling and casting are passes over memory that only pay
+where the compiler fuses them (``train.compile=true``) and the matrices are large.
 
-With ``train.float8_all_gather`` FSDP2 casts shards before it gathers them, which halves what travels from bf16. The
-scale is that of the whole tensor, agreed on by the ranks: one all-reduce for all of them after each update, or one a
-tensor where updates are deferred.
+With ``train.float8_all_gather`` FSDP2 casts shards before it gathers them, which halves the traffic of bf16. The scale
+is that of the full tensor, agreed on by the ranks: one all-reduce for all tensors after each update, or one per tensor
+where updates are deferred.
 
-What is converted: the blocks' ``Linear`` layers both of whose dims 16 divides. Head, embedding, routers and experts are
-not. On a CPU torchao rounds factors to float8 and multiplies them in float32: the numerics, without the speed.
+Converted are the blocks' ``Linear`` layers both of whose dims 16 divides; head, embedding, routers and experts are not.
+On a CPU torchao rounds operands to float8 and multiplies them in float32: the numerics, without the speed.
 
 Not covered: NPUs, FSDP1, whose flat parameters torchao does not know, and float8 in attention.
 Source: https://docs.pytorch.org/ao/stable/workflows/training.html, arXiv:2209.05433
@@ -32,14 +32,17 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel
 from fsdptoys.models.linear import Linear
 
+from .precision import DType
+from .strategy import ParallelConfig
+
 MULTIPLE = 16
-"""Divides both dims of each product's factors, or the hardware does not take them."""
+"""Must divide both dims of each operand, as the hardware requires."""
 CAPABILITY = (8, 9)
-"""Of the first CUDA devices with float8 products."""
+"""Lowest CUDA compute capability with float8 matmuls."""
 
 
 class Float8(Enum):
-    """Whether products take float8 factors, and over what a scale is."""
+    """Scales of float8 matmul operands; none for bf16 or float32 matmuls."""
 
     none = "none"
     tensorwise = "tensorwise"
@@ -50,24 +53,20 @@ def check_float8(
     float8: Float8,
     all_gather: bool,
     *,
-    strategy: str,
+    parallel: ParallelConfig,
     device_type: str,
-    computes_in: str,
     tokens: int,
-    offloads: bool,
-    in_parts: bool,
+    cpu_offload: bool,
 ) -> None:
-    """Refuse what cannot be done.
+    """Check float8 settings against the rest of the configuration.
 
     Args:
         float8: ``train.float8``.
         all_gather: ``train.float8_all_gather``.
-        strategy: the word after ``parallel=``.
+        parallel: the strategy.
         device_type: ``cuda``, ``npu`` or ``cpu``.
-        computes_in: ``parallel.param_dtype``.
         tokens: of a micro-batch.
-        offloads: whether shards live in host memory.
-        in_parts: whether parts of blocks are units.
+        cpu_offload: whether shards live in host memory.
 
     Raises:
         ConfigError: naming key, value and fix.
@@ -75,30 +74,31 @@ def check_float8(
     if float8 is Float8.none:
         if all_gather:
             raise ConfigError(
-                "train.float8_all_gather=true gathers what float8 products take, of which there are none; set "
+                "train.float8_all_gather=true gathers operands of float8 matmuls, of which there are none; set "
                 "train.float8=tensorwise"
             )
         return
     key = f"train.float8={float8.value}"
-    if strategy == "fsdp1":
+    if parallel.flattens_parameters:
         raise ConfigError(
-            f"{key} is not an option of parallel=fsdp1, whose flat parameters torchao does not know; set parallel=fsdp2"
+            f"{key} is not an option of parallel={parallel.name}, whose flat parameters torchao does not know; set "
+            "parallel=fsdp2"
         )
-    if all_gather and (strategy != "fsdp2" or float8 is not Float8.tensorwise or offloads):
+    if all_gather and (not parallel.gathers_float8 or float8 is not Float8.tensorwise or cpu_offload):
         raise ConfigError(
             "train.float8_all_gather=true casts FSDP2's shards on the device with one scale a tensor; set "
             "parallel=fsdp2, train.float8=tensorwise and memory.cpu_offload=false, or train.float8_all_gather=false"
         )
-    if all_gather and in_parts and device_type == "cpu":
+    if all_gather and parallel.hooks_parts_of_blocks and device_type == "cpu":
         raise ConfigError(
             "train.float8_all_gather=true leaves parallel.wrap=block_attn_mlp with units of float8 alone, which gloo "
             "does not gather; set parallel.wrap=block"
         )
     if device_type == "npu":
-        raise ConfigError(f"{key} needs CUDA's float8 products, which an NPU does not have; set train.float8=none")
+        raise ConfigError(f"{key} needs CUDA's float8 matmuls, which an NPU does not have; set train.float8=none")
     if device_type == "cuda":
-        if computes_in != "bfloat16":
-            raise ConfigError(f"{key} replaces products of bfloat16 on a GPU; set parallel.param_dtype=bfloat16")
+        if parallel.param_dtype is not DType.bfloat16:
+            raise ConfigError(f"{key} replaces matmuls of bfloat16 on a GPU; set parallel.param_dtype=bfloat16")
         if tokens % MULTIPLE:
             raise ConfigError(
                 f"{key} multiplies over the tokens of a micro-batch, and train.batch_size times train.seq_len is "
@@ -107,11 +107,7 @@ def check_float8(
 
 
 def check_float8_here(float8: Float8, device_type: str) -> None:
-    """Refuse what this machine cannot do, which a plan for another may.
-
-    Args:
-        float8: ``train.float8``.
-        device_type: ``cuda``, ``npu`` or ``cpu``.
+    """Check that this node's device and packages support float8; predictions for other hardware skip this.
 
     Raises:
         ConfigError: naming key, value and fix.
@@ -131,7 +127,7 @@ def check_float8_here(float8: Float8, device_type: str) -> None:
 
 
 def check_even_shards(model: DecoderModel, ranks: int) -> None:
-    """Refuse shards of different sizes, which FSDP2 does not pad for who casts them before they are gathered.
+    """Refuse shards of different sizes, which FSDP2 does not pad if they are cast before the gather.
 
     Raises:
         ConfigError: with the first such layer.
@@ -146,21 +142,21 @@ def check_even_shards(model: DecoderModel, ranks: int) -> None:
 
 
 def takes_float8(module: nn.Module) -> bool:
-    """Whether a module of a block is one that is converted."""
+    """Whether a module of a block is converted."""
     return type(module) is Linear and not any(size % MULTIPLE for size in module.weight.shape)
 
 
 def convert_to_float8(model: DecoderModel, float8: Float8, all_gather: bool, device_type: str) -> int:
-    """Have the blocks' linear layers take float8 factors; before anything else is done to the blocks.
+    """Convert the blocks' linear layers to float8 matmuls; call it before any other change to the blocks.
 
     Args:
         model: on the meta device.
-        float8: whether, and with which scales.
-        all_gather: whether FSDP2 is to gather float8.
-        device_type: where there is no CUDA, float8 is emulated.
+        float8: ``train.float8``.
+        all_gather: ``train.float8_all_gather``.
+        device_type: without CUDA, float8 is emulated.
 
     Returns:
-        How many layers were converted.
+        Number of converted layers.
 
     Raises:
         ConfigError: if 16 divides the dims of none.
@@ -189,19 +185,19 @@ def convert_to_float8(model: DecoderModel, float8: Float8, all_gather: bool, dev
 
 
 def prepare_all_gathers(model: nn.Module) -> None:
-    """Agree on the scales of all weights at once, since they have changed; a collective."""
+    """Agree on the scales of all updated weights at once. A collective."""
     _torchao().precompute_float8_dynamic_scale_for_fsdp(model)
 
 
 def _torchao() -> Any:
-    with _quiet():
+    with _ignore_torchao_warnings():
         import torchao.float8
     return torchao.float8
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what torchao warns of kernels that were built for another torch, none of which float8 training takes."""
+def _ignore_torchao_warnings() -> Iterator[None]:
+    """Silence torchao's ABI warnings about prebuilt kernels; float8 training does not use them."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

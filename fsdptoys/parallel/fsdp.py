@@ -1,4 +1,4 @@
-"""Settings of FSDP1, FSDP2 and the FSDP to read, and which modules of a model become units.
+"""Settings that FSDP1, FSDP2 and the toy FSDP share, and which modules of a model become units.
 
 ZeRO-3 (arXiv:1910.02054): every rank keeps 1/N of parameters, gradients and optimizer states. A unit's parameters are
 all-gathered before its forward and again before its backward; its gradients are reduce-scattered after the backward.
@@ -15,7 +15,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.utils.bounds import check_at_most
 
 from .mesh import MeshConfig
-from .strategy import ParallelContext, ReducingConfig, Strategy
+from .strategy import ReducingConfig
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
@@ -43,6 +43,7 @@ class FSDPConfig(ReducingConfig):
     """Sharded parameters, gradients and optimizer states."""
 
     shards_parameters: ClassVar[bool] = True
+    takes_cpu_offload: ClassVar[bool] = True
 
     wrap: Wrap = Wrap.block
     """Which modules become units."""
@@ -55,7 +56,7 @@ class FSDPConfig(ReducingConfig):
 
     @property
     def hooks_parts_of_blocks(self) -> bool:
-        """Where attention and feed-forward are units of their own."""
+        """Whether attention and feed-forward are units of their own."""
         return self.wrap is Wrap.block_attn_mlp
 
     def __post_init__(self) -> None:
@@ -72,109 +73,6 @@ class FSDPConfig(ReducingConfig):
         mesh.shard_ranks(world_size)
 
 
-@dataclass
-class FSDP1Config(FSDPConfig):
-    """Flat-parameter sharding."""
-
-    name: ClassVar[str] = "fsdp1"
-    flattens_parameters: ClassVar[bool] = True
-
-    use_orig_params: bool = True
-    """Show the optimizer the model's own parameters rather than one flat parameter a unit."""
-
-    @property
-    def keeps_parameters(self) -> bool:
-        """Flat parameters mix those that decay with those that do not."""
-        return self.use_orig_params
-
-    @property
-    def compiles(self) -> bool:
-        """The compiler leaves modules with flat parameters as they are."""
-        return self.use_orig_params
-
-    @property
-    def matrices_lost(self) -> str:
-        """A shard of a flat parameter ends in the middle of a row."""
-        return "cuts elsewhere than between rows"
-
-    @property
-    def defers_updates(self) -> bool:
-        """Its streams wait for the one that updates parameters once a forward, in the root."""
-        return False
-
-    def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
-        """Refuse what FSDP1 cannot do, or does silently wrong."""
-        super().validate(world_size, mesh, device_type, cpu_offload)
-        if world_size > 1 and mesh.shard_ranks(world_size) == 1:
-            raise ConfigError(
-                "mesh.fsdp_size=1 makes FSDP1 keep whole parameters and skip the all-reduce over replicas; "
-                "set parallel=ddp, or parallel=fsdp2 to keep the mesh"
-            )
-        for name in ("forward_prefetch", "backward_prefetch"):
-            if getattr(self, name) > 1:
-                raise ConfigError(
-                    f"parallel.{name}={getattr(self, name)} is deeper than FSDP1 can prefetch; "
-                    f"set parallel.{name}=1 or parallel=fsdp2"
-                )
-        if cpu_offload and device_type == "cpu":
-            raise ConfigError(
-                "memory.cpu_offload=true needs an accelerator to offload from under parallel=fsdp1; "
-                "set parallel=fsdp2 or memory.cpu_offload=false"
-            )
-
-    def build(self, context: ParallelContext) -> Strategy:
-        """Construct the strategy."""
-        from .fsdp1 import FSDP1
-
-        return FSDP1(self, context)
-
-
-@dataclass
-class FSDP2Config(FSDPConfig):
-    """Per-parameter sharding."""
-
-    name: ClassVar[str] = "fsdp2"
-    overlaps_cpu_offload: ClassVar[bool] = True
-
-    @property
-    def gradients_held(self) -> None:
-        """A unit's are whole when it was reduced."""
-
-    def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
-        """Refuse what the installed torch cannot do."""
-        super().validate(world_size, mesh, device_type, cpu_offload)
-        replicated = mesh.shard_ranks(world_size) < world_size
-        if device_type == "cpu" and replicated and TORCH < (2, 8):
-            raise ConfigError(
-                f"mesh.fsdp_size={mesh.fsdp_size} replicates, which FSDP2 can do on a CPU from torch 2.8 on (found "
-                f"{torch.__version__}); set mesh.fsdp_size=-1 or parallel=fsdp1"
-            )
-
-    def build(self, context: ParallelContext) -> Strategy:
-        """Construct the strategy."""
-        from .fsdp2 import FSDP2
-
-        return FSDP2(self, context)
-
-
-@dataclass
-class ToyFSDPConfig(FSDPConfig):
-    """FSDP2 as in ``fsdptoys.toys.fsdp``; the next unit is gathered ahead in the forward too, even with 0 of them."""
-
-    name: ClassVar[str] = "toy_fsdp"
-
-    def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
-        """Refuse what it leaves out."""
-        super().validate(world_size, mesh, device_type, cpu_offload)
-        self._refuse_cpu_offload(cpu_offload)
-
-    def build(self, context: ParallelContext) -> Strategy:
-        """Construct the strategy."""
-        from .toy_fsdp import ToyFSDP
-
-        return ToyFSDP(self, context)
-
-
 def block_units(block: nn.Module, wrap: Wrap) -> list[str]:
-    """Names of a block's own parts that become units before the block itself does."""
+    """Names of a block's parts that become units before the block itself does."""
     return ["attn", "mlp"] if wrap is Wrap.block_attn_mlp else []

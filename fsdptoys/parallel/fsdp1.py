@@ -2,38 +2,87 @@
 
 A mesh of two axes makes it hybrid. Embedding and head are units of their own, unless they share a weight: the root then
 holds both. Construction holds one unit in full at a time, since a unit is flattened before it is sharded. With bf16
-parameters micro-batches are added up in bf16 before they are reduced, where FSDP2 and DDP add them in float32.
+parameters, micro-batches are added up in bf16 before the reduction, where FSDP2 and DDP add them in float32.
+
 Source: https://docs.pytorch.org/docs/stable/fsdp.html, arXiv:2304.11277.
 """
 
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullyShardedDataParallel,
-    MixedPrecision,
-    ShardingStrategy,
-)
 
+from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel
 
-from .fsdp import FSDP1Config, ReshardAfterForward, block_units
+from .fsdp import FSDPConfig, ReshardAfterForward, block_units
 from .init_weights import Fill, init_buffers, shared_parameters
-from .mesh import SHARD_AXIS
+from .mesh import SHARD_AXIS, MeshConfig
 from .precision import DType
-from .strategy import ParallelContext, Strategy, Unit, own_parameters
+from .strategy import ParallelContext, Strategy, UnitParams, own_parameters
+
+if TYPE_CHECKING:  # the command line composes configs without loading FSDP
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+
+@dataclass
+class FSDP1Config(FSDPConfig):
+    """Flat-parameter sharding."""
+
+    name: ClassVar[str] = "fsdp1"
+    flattens_parameters: ClassVar[bool] = True
+    # Its streams wait for the one that updates parameters once a forward, in the root.
+    defers_updates: ClassVar[bool] = False
+    # A shard of a flat parameter ends in the middle of a row.
+    matrices_lost: ClassVar[str | None] = "cuts elsewhere than between rows"
+
+    use_orig_params: bool = True
+    """Show the optimizer the model's own parameters rather than one flat parameter a unit."""
+
+    @property
+    def keeps_parameters(self) -> bool:
+        """Whether parameters that decay are kept apart from those that do not."""
+        return self.use_orig_params
+
+    @property
+    def compiles(self) -> bool:
+        """Whether the compiler sees the parameters; it skips modules with flat ones."""
+        return self.use_orig_params
+
+    def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
+        """Refuse settings that FSDP1 cannot do, or does silently wrong."""
+        super().validate(world_size, mesh, device_type, cpu_offload)
+        if world_size > 1 and mesh.shard_ranks(world_size) == 1:
+            raise ConfigError(
+                "mesh.fsdp_size=1 makes FSDP1 keep whole parameters and skip the all-reduce over replicas; "
+                "set parallel=ddp, or parallel=fsdp2 to keep the mesh"
+            )
+        for name in ("forward_prefetch", "backward_prefetch"):
+            if getattr(self, name) > 1:
+                raise ConfigError(
+                    f"parallel.{name}={getattr(self, name)} is deeper than FSDP1 can prefetch; "
+                    f"set parallel.{name}=1 or parallel=fsdp2"
+                )
+        if cpu_offload and device_type == "cpu":
+            raise ConfigError(
+                "memory.cpu_offload=true needs an accelerator to offload from under parallel=fsdp1; "
+                "set parallel=fsdp2 or memory.cpu_offload=false"
+            )
+
+    def build(self, context: ParallelContext) -> "FSDP1":
+        """Construct the strategy."""
+        return FSDP1(self, context)
 
 
 class FSDP1(Strategy):
     """PyTorch's FullyShardedDataParallel."""
 
-    model: FullyShardedDataParallel
+    model: "FullyShardedDataParallel"
 
     def __init__(self, config: FSDP1Config, context: ParallelContext) -> None:
         super().__init__(context)
@@ -43,12 +92,12 @@ class FSDP1(Strategy):
         self.frees_gradients = not context.cpu_offload
 
     def parallelize(self, model: DecoderModel, fill: Fill) -> None:
-        """Wrap from the inside out; each unit is materialised, initialised, flattened and sharded in turn."""
+        """Wrap from the inside out: materialize, initialize, flatten and shard one unit after the other."""
         names = {param: name for name, param in model.named_parameters()}
         made: dict[nn.Parameter, nn.Parameter] = {}
         device = self.context.device.torch_device
 
-        def materialise_own_parameters(module: nn.Module) -> None:
+        def materialize_own_parameters(module: nn.Module) -> None:
             for attribute, param in list(module.named_parameters(recurse=False)):
                 if param not in made:
                     made[param] = nn.Parameter(torch.empty_like(param, device=device))
@@ -56,11 +105,11 @@ class FSDP1(Strategy):
                 setattr(module, attribute, made[param])
 
         shared = bool(shared_parameters(model))
-        # On one rank FSDP1 gives the unreduced gradient of a shared weight, which may be bf16, to each of its names,
-        # which are float32, and torch refuses that (seen with 2.13). Reducing costs one rank nothing.
+        # On one rank FSDP1 assigns the unreduced gradient of a shared weight, which may be bf16, to each of its
+        # float32 names, which torch refuses (seen with 2.13). Reducing costs one rank nothing.
         self._reduces_always = shared and self.context.world_size == 1
         init_buffers(model, device, self.config.buffer_dtype.torch)
-        options = self._options() | {"param_init_fn": materialise_own_parameters}
+        options = self._options() | {"param_init_fn": materialize_own_parameters}
         policy = self.config.reshard_after_forward
 
         def wrap(owner: nn.Module, attribute: str, **more: object) -> None:
@@ -77,13 +126,17 @@ class FSDP1(Strategy):
             wrap(model.layers, str(index))
         self.model = _wrap(model, options)
 
-    def _sharding_strategy(self, policy: ReshardAfterForward) -> ShardingStrategy:
+    def _sharding_strategy(self, policy: ReshardAfterForward) -> "ShardingStrategy":
+        from torch.distributed.fsdp import ShardingStrategy
+
         never = policy is ReshardAfterForward.never
         if self.mesh.ndim == 1:
             return ShardingStrategy.SHARD_GRAD_OP if never else ShardingStrategy.FULL_SHARD
         return ShardingStrategy._HYBRID_SHARD_ZERO2 if never else ShardingStrategy.HYBRID_SHARD
 
     def _options(self) -> dict[str, object]:
+        from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision
+
         config, context = self.config, self.context
         return {
             "device_mesh": self.mesh,
@@ -115,9 +168,9 @@ class FSDP1(Strategy):
         for name, param in self.model.named_parameters():
             yield _own_name(name), param
 
-    def units(self) -> list[Unit]:
-        """FSDP1's own, the root first."""
-        modules = list(FullyShardedDataParallel.fsdp_modules(self.model))
+    def units(self) -> list[UnitParams]:
+        """FSDP1's own units, the root first."""
+        modules = self._fsdp_modules()
         return [
             (module, params)
             for module, params in zip(modules, own_parameters([[m] for m in modules]), strict=True)
@@ -126,9 +179,11 @@ class FSDP1(Strategy):
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """All-gather one unit at a time."""
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
         names = {module: _own_name(name + ".").rstrip(".") for name, module in self.model.named_modules()}
-        units = FullyShardedDataParallel.fsdp_modules(self.model)
-        # The root comes first: a child that is summoned before its root believes to be the root itself.
+        units = self._fsdp_modules()
+        # The root comes first: a child that is summoned before its root would become a root itself.
         for unit in units:
             prefix = f"{names[unit]}." if names[unit] else ""
             nested = tuple(
@@ -140,14 +195,21 @@ class FSDP1(Strategy):
                     if not full_name.startswith(nested) and not name.endswith("_flat_param"):
                         yield full_name, param.detach().to("cpu", torch.float32, copy=True)
 
-    def shard_group(self) -> dist.ProcessGroup | None:
+    def shard_group(self) -> dist.ProcessGroup:
         """The ranks along the shard axis."""
         return self.mesh.get_group(SHARD_AXIS)
 
+    def _fsdp_modules(self) -> "list[FullyShardedDataParallel]":
+        from torch.distributed.fsdp import FullyShardedDataParallel
 
-def _wrap(module: nn.Module, options: dict[str, object]) -> FullyShardedDataParallel:
+        return FullyShardedDataParallel.fsdp_modules(self.model)
+
+
+def _wrap(module: nn.Module, options: dict[str, object]) -> "FullyShardedDataParallel":
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
     with warnings.catch_warnings():
-        # One rank: FSDP1 says at every unit that it will not shard, which is what was asked for.
+        # On one rank FSDP1 warns at every unit that it does not shard.
         warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
         return FullyShardedDataParallel(module, **options)  # type: ignore[arg-type]
 

@@ -1,8 +1,8 @@
 """FSDP2: PyTorch's ``fully_shard``, which shards every parameter along its first dim as a DTensor.
 
-Stacks of experts are sharded along another dim where the ranks do not divide the number of experts.
+Stacks of experts are sharded along another dim where the ranks do not divide the number of experts. A mesh of two axes
+makes it HSDP: sharded along the second, replicated and all-reduced along the first.
 
-A mesh of two axes makes it HSDP: sharded along the second, replicated and all-reduced along the first.
 Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
 
@@ -10,42 +10,73 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 
+from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel
-from fsdptoys.utils.dtensor import (
-    unwrapped,
-)
+from fsdptoys.utils.dtensor import is_dtensor, unwrapped
 
 from .cpu_offload_cast import mirror_parameters
-from .fsdp import TORCH as TORCH
-from .fsdp import FSDPConfig, ReshardAfterForward, block_units
-from .init_weights import Fill, init_buffers, materialise, shared_parameters
-from .mesh import (
-    SHARD_AXIS,
-)
+from .fsdp import TORCH, FSDPConfig, ReshardAfterForward, block_units
+from .init_weights import Fill, init_buffers, materialize, shared_parameters
+from .mesh import SHARD_AXIS, MeshConfig
 from .precision import DType, ReduceDType
-from .strategy import ParallelContext, Strategy, Unit, own_parameters
+from .strategy import ParallelContext, Strategy, UnitParams, own_parameters
+
+if TYPE_CHECKING:  # the command line composes configs without loading DTensor
+    from torch.distributed.tensor import Shard
+
+
+@dataclass
+class FSDP2Config(FSDPConfig):
+    """Per-parameter sharding."""
+
+    name: ClassVar[str] = "fsdp2"
+    uses_dtensor: ClassVar[bool] = True
+    overlaps_cpu_offload: ClassVar[bool] = True
+    gathers_float8: ClassVar[bool] = True
+
+    @property
+    def gradients_held(self) -> None:
+        """A unit's gradients are final once it is reduced, so the backward can use them up."""
+
+    def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
+        """Refuse settings that the installed torch cannot do."""
+        super().validate(world_size, mesh, device_type, cpu_offload)
+        replicated = mesh.shard_ranks(world_size) < world_size
+        if device_type == "cpu" and replicated and TORCH < (2, 8):
+            raise ConfigError(
+                f"mesh.fsdp_size={mesh.fsdp_size} replicates, which FSDP2 can do on a CPU from torch 2.8 on (found "
+                f"{torch.__version__}); set mesh.fsdp_size=-1 or parallel=fsdp1"
+            )
+
+    def build(self, context: ParallelContext) -> "FSDP2":
+        """Construct the strategy."""
+        import torch.distributed.fsdp
+
+        return FSDP2(self, context, torch.distributed.fsdp)
 
 
 class FSDP2(Strategy):
-    """PyTorch's ``fully_shard``."""
+    """PyTorch's ``fully_shard``.
 
-    library: ClassVar[Any] = torch.distributed.fsdp
-    """Has ``fully_shard``, ``FSDPModule`` and ``MixedPrecisionPolicy``."""
+    Args:
+        config: of FSDP2 or the toy.
+        context: environment.
+        library: has ``fully_shard``, ``FSDPModule`` and ``MixedPrecisionPolicy``.
+    """
 
-    def __init__(self, config: FSDPConfig, context: ParallelContext) -> None:
+    def __init__(self, config: FSDPConfig, context: ParallelContext, library: Any) -> None:
         super().__init__(context)
-        self.config = config
+        self.config, self.library = config, library
         self.mesh = context.build_mesh()
-        # FSDP2 divides by itself in float64, and asks the collective for the mean otherwise.
         self.units_ahead = config.forward_prefetch
+        # FSDP2 divides by itself in float64, and asks the collective for the mean otherwise.
         self._averages = config.reduce_dtype is ReduceDType.float64 or averages(self.shard_group())
 
     @property
@@ -54,19 +85,19 @@ class FSDP2(Strategy):
         return super().loss_scale if self._averages else 1.0
 
     def parallelize(self, model: DecoderModel, fill: Fill) -> None:
-        """Shard each block, then norm and head together, then the root; materialise only the shards."""
-        # Blocks add what their parts return to the residual stream out of place, so that a view does no harm.
+        """Shard each block, then norm and head together, then the root; materialize only the shards."""
+        # Blocks add their parts' results to the residual stream out of place, so a view does no harm.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         tied = bool(shared_parameters(model))
         self._set_prefetch(self._shard(model, tied), tied)
         device = self.context.device.torch_device
         memory = torch.device("cpu") if self.context.cpu_offload else device
-        materialise(model, memory, fill)
+        materialize(model, memory, fill)
         init_buffers(model, device, self.config.buffer_dtype.torch)
         self.model = model
 
     def _shard(self, model: DecoderModel, tied: bool) -> list[Any]:
-        """Make the units and return them in the order in which the forward uses them."""
+        """Make the units; return them in the order of the forward."""
         config, context, library = self.config, self.context, self.library
         policies: dict[str, Any] = {}
         if context.cpu_offload:
@@ -98,19 +129,19 @@ class FSDP2(Strategy):
             shard([model.embed_tokens, model.norm, model.lm_head], outer)
         else:
             shard([model.embed_tokens], inner)
-            # The gradient of a look-up needs the indices only.
+            # The gradient of an embedding needs the indices only.
             units[0].set_unshard_in_backward(False)
         for block in model.layers:
             parts = block_units(block, config.wrap)
             for part in parts:
                 shard([block.get_submodule(part)], inner)
             shard([block], inner)
-            # A block is made after its parts, but its forward comes before theirs.
+            # A block is sharded after its parts, but its forward comes before theirs.
             units.insert(len(units) - 1 - len(parts), units.pop())
             members.insert(len(members) - 1 - len(parts), members.pop())
         if not tied:
             shard([model.norm, model.lm_head], outer)
-        # What is left to the root.
+        # The root gets the remaining parameters.
         library.fully_shard(model, mesh=self.mesh, reshard_after_forward=outer, **policies)
         # The root's forward begins before any other; its own unit is empty but for GPT-2's positions.
         self._modules: list[list[nn.Module]] = [[model], *members]
@@ -122,7 +153,7 @@ class FSDP2(Strategy):
             if ahead:
                 unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + ahead])
         if behind == 1:
-            return  # what FSDP2 does by itself
+            return  # FSDP2's default
         # The backward starts where the forward ends: with tied embeddings, in the unit of embedding and head.
         order = [*units[1:], units[0]] if tied else units
         for i, unit in enumerate(order):
@@ -140,13 +171,13 @@ class FSDP2(Strategy):
         """DTensors with the model's own names."""
         return self.model.named_parameters()
 
-    def units(self) -> list[Unit]:
-        """Those of ``fully_shard``; of several modules that are gathered together, the one that runs first."""
+    def units(self) -> list[UnitParams]:
+        """The units of ``fully_shard``; of several modules that are gathered together, the one that runs first."""
         owned = own_parameters(self._modules)
         return [(modules[0], params) for modules, params in zip(self._modules, owned, strict=True) if params]
 
     def gather_after(self, module: nn.Module, event: Any) -> None:
-        """Let the stream that copies shards into the all-gather wait."""
+        """Make the stream that copies shards into the all-gather wait."""
         stream = gathering_stream(module)
         if stream is None:
             event.synchronize()
@@ -154,7 +185,7 @@ class FSDP2(Strategy):
             stream.wait_event(event)
 
     def mirror_parameters(self) -> Callable[[list[nn.Parameter]], None] | None:
-        """Make a mirror where parameters are offloaded and the forward does not compute in float32."""
+        """Keep a mirror where parameters are offloaded and the forward does not compute in float32."""
         if not self.context.cpu_offload or self.config.param_dtype is DType.float32:
             return None
         modules = [module for module, _ in self.units()]
@@ -167,7 +198,7 @@ class FSDP2(Strategy):
         self._reshard()
         for name, param in self.named_parameters():
             on_mesh = unwrapped(param).to(self.mesh.device_type)
-            assert isinstance(on_mesh, DTensor)
+            assert is_dtensor(on_mesh)
             yield name, on_mesh.full_tensor().to("cpu", torch.float32)
 
     def _reshard(self) -> None:
@@ -180,22 +211,24 @@ class FSDP2(Strategy):
         return self.mesh.get_group(SHARD_AXIS)
 
 
-def placement(param: nn.Parameter, ranks: int) -> Shard | None:
-    """Along which dim a parameter is sharded over so many ranks; None for FSDP2's own choice, the first.
+def placement(param: nn.Parameter, ranks: int) -> "Shard | None":
+    """The dim along which N ranks shard a parameter; None for FSDP2's default, the first.
 
     Where the ranks do not divide a stack of experts (more ranks than experts never do), some would hold padding, or
     nothing else. Other dims than the first must divide evenly; gathering them costs a copy.
     """
+    from torch.distributed.tensor import Shard
+
     if param.ndim < 3 or param.shape[0] % ranks == 0:
         return None
     return next((Shard(dim) for dim in range(1, param.ndim) if param.shape[dim] % ranks == 0), None)
 
 
 def gathering_stream(module: nn.Module) -> Any:
-    """The stream on which FSDP2 reads a unit's shards for an all-gather in the forward; None where it cannot be found.
+    """The stream on which FSDP2 reads a unit's shards for an all-gather in the forward; None where it is not found.
 
-    PyTorch has no public way to it; it was found so in torch 2.7 and 2.13. FSDP2 lets it wait for the computing stream
-    in the root's forward only, and makes it there the first time.
+    PyTorch has no public way to it (private attribute, seen in torch 2.7 and 2.13). FSDP2 creates it in the root's
+    first forward, and makes it wait for the compute stream in the root's forward only.
     """
     try:
         return module._get_fsdp_state()._comm_ctx.all_gather_copy_in_stream  # type: ignore[operator]
@@ -204,7 +237,7 @@ def gathering_stream(module: nn.Module) -> Any:
 
 
 def averages(group: dist.ProcessGroup) -> bool:
-    """Whether a group's reduce-scatter divides when it is asked for the mean; gloo's adds up silently in torch 2.7."""
+    """Whether a group's reduce-scatter with ``ReduceOp.AVG`` divides; gloo's silently sums in torch 2.7."""
     if dist.get_backend(group) != "gloo":
         return True
     mean = torch.empty(1)

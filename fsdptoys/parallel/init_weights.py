@@ -1,11 +1,9 @@
-"""Initial values that do not depend on the layout, made without ever holding more than a block of rows.
+"""Initial values that do not depend on the layout, made a block of rows at a time.
 
-Each parameter, seen as a matrix of its last dim, is cut into blocks of consecutive rows, by its shape alone. The values
-of a block come from a generator seeded by (seed, parameter name, block), so every rank makes just the blocks that
-overlap its shard, and the same seed gives the same model on 1 or 1,000 ranks. A rank's peak of host memory is its shard
-plus one block.
-
-From a model on the meta device to one with memory and initial values.
+Each parameter, seen as a matrix of its last dim, is split into blocks of consecutive rows, by its shape alone. The
+values of a block come from a generator seeded by (seed, parameter name, block), so every rank makes only the blocks
+that overlap its shard, and the same seed gives the same model on 1 or 1,000 ranks. A rank's peak of host memory is its
+shard plus one block.
 """
 
 import hashlib
@@ -17,10 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdptoys.models import DecoderModel
-from fsdptoys.utils.dtensor import (
-    is_dtensor,
-    local_bounds,
-)
+from fsdptoys.utils.dtensor import is_dtensor, local_bounds
 
 BLOCK_ELEMENTS = 2**22
 """Largest block, unless one row is larger: 16 MiB of float32."""
@@ -29,12 +24,12 @@ InitRows = Callable[[str, Tensor, torch.Generator], None]
 """``init_rows(name, rows, generator)`` fills consecutive rows of the named parameter, seen as a matrix, in place."""
 
 Fill = Callable[[Tensor, str], None]
-"""``fill(param, name)`` gives a materialised parameter, or this rank's shard of it, its initial values in place."""
+"""``fill(param, name)`` writes initial values into a materialized parameter, or into this rank's shard of it."""
 
 
 def seeded(init_rows: InitRows, seed: int) -> Fill:
-    """Draw initial values from the run's seed; see :func:`initialise`."""
-    return lambda param, name: initialise(param, name, init_rows, seed)
+    """Draw initial values from the run's seed; see :func:`initialize`."""
+    return lambda param, name: initialize(param, name, init_rows, seed)
 
 
 def seed_of(*parts: object) -> int:
@@ -44,11 +39,11 @@ def seed_of(*parts: object) -> int:
 
 
 @torch.no_grad()
-def initialise(param: Tensor, name: str, init_rows: InitRows, seed: int) -> None:
-    """Fill a materialised parameter, or this rank's shard of it, with its initial values in place.
+def initialize(param: Tensor, name: str, init_rows: InitRows, seed: int) -> None:
+    """Write initial values into a materialized parameter, or into this rank's shard of it.
 
     Args:
-        param: a plain tensor, or a DTensor as :func:`~fsdptoys.parallel.mesh.local_bounds` takes it.
+        param: a plain tensor, or a DTensor that ``utils.dtensor.local_bounds`` supports.
         name: the model's own name of the parameter.
         init_rows: fills consecutive rows of the named parameter.
         seed: the run's seed for initial values.
@@ -68,7 +63,7 @@ def initialise(param: Tensor, name: str, init_rows: InitRows, seed: int) -> None
         for wanted in range(first // rows_per_block, (last - 1) // rows_per_block + 1):
             start = wanted * rows_per_block
             if wanted != block:
-                del rows  # before the next block is made, or there would be two
+                del rows  # or two blocks would be in memory
                 block, rows = wanted, torch.empty(min(rows_per_block, row_count - start), columns)
                 init_rows(name, rows, torch.Generator().manual_seed(seed_of(seed, name, block)))
             part = rows[max(first - start, 0) : last - start, first_column:last_column]
@@ -77,17 +72,17 @@ def initialise(param: Tensor, name: str, init_rows: InitRows, seed: int) -> None
 
 
 def _row_intervals(shape: tuple[int, ...], bounds: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, int]]:
-    """This rank's rows of the matrix, as intervals in the order in which its shard holds them."""
+    """Intervals of this rank's rows of the matrix, in the order of its shard."""
     *outer, (first, last) = bounds[:-1] if len(shape) > 1 else bounds
     for index in product(*(range(low, high) for low, high in outer)):
         offset = sum(i * math.prod(shape[dim + 1 : len(outer) + 1]) for dim, i in enumerate(index))
         yield offset + first, offset + last
 
 
-def materialise(model: DecoderModel, device: torch.device, fill: Fill) -> None:
-    """Give every parameter memory on ``device`` and its initial values, one after the other.
+def materialize(model: DecoderModel, device: torch.device, fill: Fill) -> None:
+    """Allocate every parameter on ``device`` and fill it with initial values.
 
-    Parameters that several modules share stay shared. Sharded parameters (DTensors) get memory for their shard only.
+    Shared parameters stay shared. Sharded parameters (DTensors) get memory for their shard only.
     """
     shared = shared_parameters(model)
     model.to_empty(device=device)
@@ -99,7 +94,7 @@ def materialise(model: DecoderModel, device: torch.device, fill: Fill) -> None:
 
 
 def shared_parameters(model: nn.Module) -> dict[str, str]:
-    """Every further name of a parameter that has several → its first name."""
+    """Second and later names of each shared parameter → its first name."""
     first: dict[nn.Parameter, str] = {}
     return {
         name: first[param]
@@ -109,7 +104,7 @@ def shared_parameters(model: nn.Module) -> dict[str, str]:
 
 
 def init_buffers(model: DecoderModel, device: torch.device, dtype: torch.dtype) -> None:
-    """Let the model compute its buffers on ``device`` and cast those of floating point."""
+    """Compute the model's buffers on ``device`` and cast floating-point ones."""
     model.init_buffers(device)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):

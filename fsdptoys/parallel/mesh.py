@@ -1,12 +1,12 @@
-"""How the ranks are laid out: one axis that shards, and a second that replicates where there is hybrid sharding.
+"""Layout of the ranks: one axis that shards, and a second that replicates under hybrid sharding.
 
-A mesh of one axis is made wherever nothing is replicated: FSDP2 treats a (1, N) mesh as hybrid and keeps every reduced
-gradient on the device until the backward ends.
+Without replicas the mesh has one axis: FSDP2 treats a (1, N) mesh as hybrid and keeps every reduced gradient on the
+device until the backward ends.
 """
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,14 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdptoys.device import Device
 from fsdptoys.errors import ConfigError
 
-if TYPE_CHECKING:
-    pass
-
 SHARD_AXIS = "shard"
 REPLICATE_AXIS = "replicate"
 
 NODE = "node"
-"""``mesh.fsdp_size`` of those who want each copy of the parameters within a machine."""
+"""``mesh.fsdp_size=node`` keeps each copy of the parameters within a node."""
 
 
 @dataclass
@@ -30,15 +27,15 @@ class MeshConfig:
     """Layout of the ranks."""
 
     fsdp_size: Any = -1
-    """Ranks that share one copy of the parameters; -1 for all, node for a machine's. The rest replicate: HSDP."""
+    """Ranks that share one copy of the parameters; -1 for all, node for a node's. The rest replicate: HSDP."""
 
     def __post_init__(self) -> None:
-        """Check the value by itself; whether it divides the world is checked once the world is known."""
+        """Check the value by itself; ``shard_ranks`` checks it against the world size."""
         if self.fsdp_size == NODE:
             return
         if type(self.fsdp_size) is not int:
             raise ConfigError(
-                f"mesh.fsdp_size={self.fsdp_size} must be a number of ranks, {NODE} for those of a machine, or -1 for "
+                f"mesh.fsdp_size={self.fsdp_size} must be a number of ranks, {NODE} for those of a node, or -1 for "
                 f"all ranks; set mesh.fsdp_size={NODE}"
             )
         if self.fsdp_size < 1 and self.fsdp_size != -1:
@@ -50,23 +47,23 @@ class MeshConfig:
         """Replace ``node`` by a number.
 
         Args:
-            world_size: ranks over all machines.
-            node_ranks: ranks of this machine; more than there are in all count as all.
+            world_size: ranks over all nodes.
+            node_ranks: ranks of this node; at most ``world_size`` count.
 
         Raises:
-            ConfigError: if the machines cannot have equally many.
+            ConfigError: if nodes have different numbers of ranks.
         """
         if self.fsdp_size == NODE:
             size = min(node_ranks, world_size)
             if world_size % size:
                 raise ConfigError(
-                    f"mesh.fsdp_size={NODE} needs equally many ranks on each machine, and {world_size} ranks are no "
+                    f"mesh.fsdp_size={NODE} needs equally many ranks on each node, and {world_size} ranks are no "
                     f"multiple of the {size} of this one; start as many on each, or set mesh.fsdp_size=-1"
                 )
             self.fsdp_size = size
 
     def shard_ranks(self, world_size: int) -> int:
-        """Ranks along the shard axis; of a configuration that was validated.
+        """Ranks along the shard axis of a resolved configuration.
 
         Raises:
             ConfigError: if they do not divide the world size.
@@ -85,16 +82,16 @@ class MeshConfig:
 
 
 def straddling(shard_ranks: int, world_size: int, node_ranks: int) -> str | None:
-    """A sentence where some groups of a shard axis cross a machine's border that a better size would not.
+    """A warning where shard groups straddle nodes although another size would avoid it.
 
-    Groups as large as one machine, a part of it or several of them begin and end where machines do.
+    Groups whose size divides a node's ranks, or is a multiple of them, begin and end with nodes.
     """
     if shard_ranks in (1, world_size) or node_ranks >= world_size:
         return None
     if shard_ranks % node_ranks == 0 or node_ranks % shard_ranks == 0:
         return None
     return (
-        f"mesh.fsdp_size={shard_ranks} on machines of {node_ranks} ranks has groups that lie across two machines, so "
+        f"mesh.fsdp_size={shard_ranks} on nodes of {node_ranks} ranks has groups that lie across two nodes, so "
         f"that every gather waits for the network between them; mesh.fsdp_size={NODE} keeps each within one"
     )
 
@@ -104,10 +101,10 @@ def build_mesh(config: MeshConfig, world_size: int, device: Device, timeout: tim
 
     Args:
         config: validated.
-        world_size: ranks over all machines.
-        device: that the ranks compute on.
-        timeout: of collectives along the axes; None for PyTorch's, half an hour with gloo. A mesh of one axis has the
-            default group's.
+        world_size: ranks over all nodes.
+        device: compute device of the ranks.
+        timeout: for collectives along the axes; None for PyTorch's default, half an hour with gloo. A mesh of one axis
+            uses the default group's.
 
     Returns:
         A mesh ``(shard,)``, or ``(replicate, shard)`` where ``mesh.fsdp_size`` is smaller than the world.
@@ -119,7 +116,7 @@ def build_mesh(config: MeshConfig, world_size: int, device: Device, timeout: tim
 
 
 def hybrid_mesh(replicas: int, shard: int, device: Device, timeout: timedelta | None) -> DeviceMesh:
-    """A mesh ``(replicate, shard)``, as ``init_device_mesh`` makes it but for the timeout, which it has no word for."""
+    """A mesh ``(replicate, shard)`` as of ``init_device_mesh``, which has no argument for the timeout."""
     world = dist.group.WORLD
     assert world is not None
     ranks = torch.arange(replicas * shard).view(replicas, shard)
@@ -130,8 +127,8 @@ def hybrid_mesh(replicas: int, shard: int, device: Device, timeout: timedelta | 
         members = axis[own].tolist()
         if len(members) == dist.get_world_size():
             groups.append(world)
-        elif world.bound_device_id is not None:  # all ranks take part in a split, and all groups of an axis come of one
+        elif world.bound_device_id is not None:  # all ranks take part in one split, which makes all groups of an axis
             groups.append(dist.split_group(split_ranks=axis.tolist(), timeout=timeout, group_desc=name))
-        else:  # a group is known to its own ranks alone, so that making it takes as long in any world
+        else:  # only a group's own ranks take part, so the cost does not grow with the world
             groups.append(dist.new_group(members, timeout=timeout, use_local_synchronization=True, group_desc=name))
     return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=(REPLICATE_AXIS, SHARD_AXIS))

@@ -1,4 +1,4 @@
-"""The number formats of a run, and the same mixed precision for models that no FSDP wraps."""
+"""dtypes of a run, and FSDP's mixed precision for models without FSDP."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -11,19 +11,19 @@ from torch import Tensor, nn
 
 
 class DType(Enum):
-    """Number formats of parameters in compute, and of buffers."""
+    """dtypes of parameters in compute, and of buffers."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
 
     @property
     def torch(self) -> torch.dtype:
-        """The torch dtype of that name."""
+        """The torch dtype."""
         return getattr(torch, self.value)
 
 
 class ReduceDType(Enum):
-    """Number formats in which gradients are summed over ranks."""
+    """dtypes in which gradients are summed over ranks."""
 
     auto = "auto"
     """float64 under ``train.deterministic``, else float32."""
@@ -32,14 +32,14 @@ class ReduceDType(Enum):
     float64 = "float64"
 
     def resolve(self, deterministic: bool) -> "ReduceDType":
-        """Replace ``auto`` by what it stands for."""
+        """Replace ``auto``."""
         if self is not ReduceDType.auto:
             return self
         return ReduceDType.float64 if deterministic else ReduceDType.float32
 
     @property
     def torch(self) -> torch.dtype:
-        """The torch dtype of that name; ``auto`` must have been resolved."""
+        """The torch dtype; ``auto`` must be resolved."""
         assert self is not ReduceDType.auto
         return getattr(torch, self.value)
 
@@ -47,10 +47,10 @@ class ReduceDType(Enum):
 class CastParameters(nn.Module):
     """Runs a model on low-precision copies of its float32 parameters, as FSDP's ``param_dtype`` does.
 
-    Gradients come back through the cast and so accumulate in float32. Each copy is made once a forward, and stands in
-    for its parameter while a module that owns it runs: also when gradient checkpointing runs it again in the backward.
-    Where a block is compiled, all its parameters are exchanged around what is compiled, which would be compiled again
-    for each block if it did that itself. The copies live until the next forward makes others.
+    Gradients flow back through the cast and accumulate in float32. Each copy is made once a forward, and replaces its
+    parameter while a module that owns it runs, including the recomputation of gradient checkpointing. A compiled
+    block's parameters are swapped around the compiled call: inside, each block would trigger a recompilation. The
+    copies live until the next forward.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
@@ -71,7 +71,7 @@ class CastParameters(nn.Module):
                 owner.register_forward_hook(functools.partial(self._swap_out, own), always_call=True)
 
     def forward(self, *args: object) -> Tensor:
-        """Call the model with its parameters cast."""
+        """Call the model with cast parameters."""
         self._copies = {param: param.to(self.dtype) for param in self.module.parameters()}
         output: Tensor = self.module(*args)
         return output

@@ -1,7 +1,7 @@
-"""One process: the oracle that every other strategy is held against.
+"""One process: the reference for every other strategy.
 
 ``parallel.simulated_ranks=R`` runs the micro-batches of R data-parallel ranks one after another, so that one process
-follows the same global batches as R ranks with the same settings.
+trains on the same global batches as R ranks with the same settings.
 """
 
 from collections.abc import Iterator
@@ -16,10 +16,10 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel
 from fsdptoys.utils.bounds import check_at_most
 
-from .init_weights import Fill, init_buffers, materialise
+from .init_weights import Fill, init_buffers, materialize
 from .mesh import MeshConfig
 from .precision import CastParameters, DType
-from .strategy import ParallelConfig, ParallelContext, Strategy, Unit
+from .strategy import ParallelConfig, ParallelContext, Strategy, UnitParams
 
 
 @dataclass
@@ -34,12 +34,12 @@ class SingleConfig(ParallelConfig):
 
     @property
     def reads_unit_by_unit(self) -> bool:
-        """Lower precision casts all parameters before the first module computes."""
+        """Whether no cast reads all parameters before the first module computes."""
         return self.param_dtype is DType.float32
 
     @property
     def gradients_held(self) -> str | None:
-        """Those of several ranks are added up."""
+        """Gradients of several simulated ranks are added up."""
         several = self.simulated_ranks > 1
         return f"adds them up with parallel.simulated_ranks={self.simulated_ranks}" if several else None
 
@@ -52,7 +52,7 @@ class SingleConfig(ParallelConfig):
             )
 
     def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
-        """Refuse several ranks, and everything that shards."""
+        """Refuse several ranks and sharding."""
         super().validate(world_size, mesh, device_type, cpu_offload)
         if world_size != 1:
             raise ConfigError(
@@ -60,7 +60,6 @@ class SingleConfig(ParallelConfig):
                 "launch.nproc_per_node=1"
             )
         self._refuse_sharding(mesh)
-        self._refuse_cpu_offload(cpu_offload)
 
     def build(self, context: ParallelContext) -> "Single":
         """Construct the strategy."""
@@ -68,7 +67,7 @@ class SingleConfig(ParallelConfig):
 
 
 class Single(Strategy):
-    """The whole model in one process."""
+    """The full model in one process."""
 
     def __init__(self, config: SingleConfig, context: ParallelContext) -> None:
         super().__init__(context)
@@ -78,9 +77,9 @@ class Single(Strategy):
         self._over_microbatches: dict[nn.Parameter, Tensor] = {}
 
     def parallelize(self, model: DecoderModel, fill: Fill) -> None:
-        """Materialise and initialise; nothing is wrapped but for mixed precision."""
+        """Materialize and initialize; only mixed precision wraps the model."""
         device = self.context.device.torch_device
-        materialise(model, device, fill)
+        materialize(model, device, fill)
         init_buffers(model, device, self.config.buffer_dtype.torch)
         self._whole = model
         self.model = cast_parameters(model, self.config.param_dtype)
@@ -108,36 +107,36 @@ class Single(Strategy):
                     self._over_microbatches[param] = total
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The model's own."""
+        """The model's own parameters."""
         return self._whole.named_parameters()
 
-    def units(self) -> list[Unit]:
+    def units(self) -> list[UnitParams]:
         """The blocks, with what comes before and after them."""
         return whole_units(self._whole, self.model)
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """The model's own."""
+        """The model's own parameters."""
         return whole_parameters(self._whole)
 
 
 def cast_parameters(model: nn.Module, dtype: DType) -> nn.Module:
-    """Wrap a model so that it computes in ``dtype``; the model itself for float32."""
+    """Wrap a model so that it computes in ``dtype``; float32 needs no wrapper."""
     return model if dtype is DType.float32 else CastParameters(model, dtype.torch)
 
 
-def whole_units(whole: DecoderModel, computing: nn.Module) -> list[Unit]:
-    """Units of a model that nothing shards.
+def whole_units(whole: DecoderModel, computing: nn.Module) -> list[UnitParams]:
+    """Units of a model without sharding.
 
     Args:
         whole: the model.
-        computing: the model, or what casts its parameters, all of them before its first part computes.
+        computing: the model, or a wrapper that casts all parameters before the first module computes.
     """
     tail = [whole.norm, whole.lm_head]
     later = {param for module in [*whole.layers, *tail] for param in module.parameters()}
     first = [param for param in whole.parameters() if param not in later]
-    # A weight that embedding and head share is needed by the embedding first.
+    # The embedding is the first to need a weight that it shares with the head.
     seen = dict.fromkeys([*first, *whole.embed_tokens.parameters()])
-    units: list[Unit] = [(whole, list(seen))]
+    units: list[UnitParams] = [(whole, list(seen))]
     units += [(layer, list(layer.parameters())) for layer in whole.layers]
     units.append((whole.norm, [param for module in tail for param in module.parameters() if param not in seen]))
     if computing is not whole:
@@ -146,6 +145,6 @@ def whole_units(whole: DecoderModel, computing: nn.Module) -> list[Unit]:
 
 
 def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters of a model that nothing shards, as float32 on the CPU."""
+    """Yield parameters of a model without sharding, as float32 on the CPU."""
     for name, param in model.named_parameters():
         yield name, param.detach().to("cpu", torch.float32)

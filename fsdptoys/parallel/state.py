@@ -1,20 +1,20 @@
-"""A run's parameters and optimizer states as tensors with plain names: what a checkpoint holds, whatever the strategy.
+"""A run's parameters and optimizer states as tensors with plain names: the contents of a checkpoint under any strategy.
 
-``model.<parameter>`` and ``optim.<parameter>.<state>``, with the names that the model has before anything wraps it; a
-shared parameter stands once, under its first name. The keys depend on model and optimizer alone, so that what one
-strategy saved on N ranks another loads on M. Buffers are derived from the configuration and left out.
+Keys are ``model.<parameter>`` and ``optim.<parameter>.<state>``, with the names of the model before it is wrapped; a
+shared parameter has its first name. They depend on model and optimizer alone, so a checkpoint of one strategy on N
+ranks loads under another on M. Buffers are derived from the configuration and left out.
 
 - Where parameters keep their shape (one process, DDP, FSDP2) the tensors are the live ones, plain or DTensors, and
-  loading writes into them: no copy is made on either way.
-- FSDP1 keeps flat shards, which no box within a parameter describes. Its own state dicts gather unit by unit and cut
-  parameters along the first dim: a copy of this rank's share, in host memory, and collectives on either way.
+  loading writes into them without a copy.
+- FSDP1's flat shards are not boxes within a parameter. Its own state dicts gather unit by unit and shard parameters
+  along the first dim: a copy of this rank's share in host memory, and collectives on save and load.
 
-An optimizer that took no step yet has states all the same: those that its first step would start from, so that a
-checkpoint of it is like any other. For a momentum without a counter of steps that is -0.0, the number that adds nothing
-to any other: PyTorch's SGD takes its first gradient as it is, and 0.0 would turn a gradient of -0.0 into 0.0.
+An optimizer before its first step gets the states that this step would start from, so that its checkpoint is like any
+other. For a momentum without a step counter they are -0.0, the neutral element of addition: PyTorch's SGD copies its
+first gradient, and 0.0 would turn a gradient of -0.0 into 0.0.
 
 Not covered: optimizer states that are not tensors, and those of another shape than their parameter or a number. An
-optimizer that is not one of PyTorch's, or made of one, must show its states before its first step.
+optimizer outside PyTorch, or not derived from one of PyTorch's, must show its states before its first step.
 Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
@@ -26,14 +26,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdptoys.device import Streams, is_accelerator
-from fsdptoys.utils.dtensor import (
-    is_dtensor,
-    local_tensor,
-    unwrapped,
-)
+from fsdptoys.utils.dtensor import is_dtensor, local_tensor, unwrapped
 
 NamedParameters = Callable[[], Iterable[tuple[str, nn.Parameter]]]
-"""Gives what the optimizer updates, by name, in the order of the model."""
+"""Returns the optimizer's parameters by name, in the order of the model."""
 Load = Callable[[dict[str, Tensor]], None]
 """Fills every tensor in place."""
 
@@ -42,16 +38,16 @@ Load = Callable[[dict[str, Tensor]], None]
 def state_tensors(
     model: nn.Module, named_parameters: NamedParameters, optimizer: torch.optim.Optimizer
 ) -> dict[str, Tensor]:
-    """Parameters and optimizer states as they are now. A collective under FSDP1.
+    """Current parameters and optimizer states. A collective under FSDP1.
 
     Args:
-        model: as a strategy wrapped it.
-        named_parameters: with the names of the model before it was wrapped, but for flat parameters.
+        model: wrapped by a strategy.
+        named_parameters: with the names before wrapping, except flat parameters.
         optimizer: over these.
 
     Returns:
-        Plain tensors, the same on all ranks, and DTensors. They may be the live ones, which the next step changes:
-        ``host_copy`` gives others.
+        Plain tensors, the same on all ranks, and DTensors. They may be live, and change in the next step;
+        ``host_copy`` copies them.
     """
     from .flat_state import flat_state
 
@@ -68,12 +64,11 @@ def load_state_tensors(
 ) -> None:
     """Replace parameters and optimizer states. A collective under FSDP1, and wherever ``load`` is one.
 
-    Hyperparameters stay those of this run, and states stay in the memory and the number format where it keeps them.
+    Hyperparameters, and the device and dtype of states, stay those of this run.
 
     Args:
         model, named_parameters, optimizer: as for ``state_tensors``.
-        load: is given tensors with the same keys and must fill each in place. Where it raises, parameters and states
-            may be half replaced.
+        load: fills tensors with the same keys in place. If it raises, parameters and states may be half replaced.
     """
     from .flat_state import flat_state
 
@@ -85,9 +80,9 @@ def load_state_tensors(
         return
     named = list(named_parameters())
     load(_live_tensors(named, optimizer))
-    # Whoever keeps copies of parameters tells by their versions that they were written.
+    # Copies of parameters (cpu_offload_cast) detect writes by version counters.
     torch.autograd.graph.increment_version([local_tensor(param) for _, param in named])
-    # The states are in place; an optimizer may keep more than them, such as how many steps it took.
+    # The states are in place; an optimizer may keep more, such as a count of its steps.
     optimizer.load_state_dict(optimizer.state_dict())
 
 
@@ -95,11 +90,10 @@ def load_state_tensors(
 def whole_tensors(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor | None]]:
     """Every tensor in full, one at a time, in the order of the names.
 
-    A collective: all ranks must exhaust it. A tensor that is gathered passes through every rank's device.
+    A collective: all ranks must exhaust it. A DTensor is gathered on every rank's device.
 
     Yields:
-        The name, and on rank 0 the tensor, on the CPU, where it may share memory with the one given; on the other ranks
-        None.
+        The name, and on rank 0 the tensor on the CPU, which may share memory with the input; None on the other ranks.
     """
     first_rank = not dist.is_initialized() or dist.get_rank() == 0
     for name, tensor in sorted(tensors.items()):
@@ -113,15 +107,15 @@ def whole_tensors(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor | No
 
 @torch.no_grad()
 def host_copy(tensors: dict[str, Tensor], into: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Copy tensors to host memory, as they are now: what is done to them after the call does not change the copies.
+    """Copy tensors to host memory.
 
     Args:
         tensors: of ``state_tensors``.
-        into: what an earlier call returned, and nobody reads any more; its memory is used again where it fits.
+        into: the unused result of an earlier call; its memory is reused where it fits.
 
     Returns:
         Plain tensors for plain ones, DTensors with the same placements for DTensors, with contiguous local parts;
-        pinned where they come from an accelerator.
+        pinned if the source is on an accelerator.
     """
     copies: dict[str, Tensor] = {}
     devices = set()
@@ -132,21 +126,21 @@ def host_copy(tensors: dict[str, Tensor], into: dict[str, Tensor] | None = None)
         local_tensor(copies[name]).copy_(source, non_blocking=True)
         if is_accelerator(source.device):
             devices.add(source.device)
-    # Each copy was given to the stream that updates its tensor, behind the updates.
+    # Each copy was issued on the stream that updates its tensor, behind the updates.
     for device in devices:
         Streams(device).current().synchronize()
     return copies
 
 
 def settle(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Have pending updates done and units resharded, and give the optimizer the states that it lacks."""
+    """Finish pending updates, reshard units, and create the optimizer's missing states."""
     from torch.distributed.fsdp import FSDPModule
 
-    optimizer.state_dict()
+    optimizer.state_dict()  # of a BucketedOptimizer: finishes updates
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # a unit stays gathered after a forward that no backward follows
-    # FSDP1 gives a rank that holds nothing of a parameter no state.
+    # FSDP1 keeps no state on a rank whose shard of a parameter is empty.
     params = [param for group in optimizer.param_groups for param in group["params"] if param.numel()]
     without = [param for param in params if not optimizer.state.get(param)]
     kinds = _kept_states(optimizer) if without else {}
@@ -160,7 +154,7 @@ def settle(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _kept_states(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """What an optimizer keeps for a parameter, with an example of each: of a step on a stand-in of two numbers."""
+    """Name → example of each state that an optimizer keeps for a parameter, from a step on two numbers."""
     bases = (base for base in type(optimizer).__mro__ if base is not torch.optim.Optimizer)
     if not any(base.__module__.startswith("torch.optim.") for base in bases):
         return {}
@@ -186,7 +180,7 @@ def _live_tensors(
 
 
 def _host_memory(tensor: Tensor) -> Tensor:
-    """Host memory for a tensor, laid out as it is, with nothing in it."""
+    """Uninitialized host memory with a tensor's layout."""
     source = local_tensor(tensor)
     local = torch.empty(source.shape, dtype=source.dtype, pin_memory=is_accelerator(source.device))
     if not is_dtensor(tensor):

@@ -1,17 +1,17 @@
-"""What the trainer asks of every way to train in parallel, and the settings that all of them share.
+"""The interface between the trainer and a way to train in parallel, and the settings that all strategies share.
 
-The order of wrapping, the same for every strategy:
+Every strategy wraps a model in the same order:
 
 1. patches of PyTorch are in place; the model is constructed on the meta device (no memory);
 2. ``train.float8`` converts linear layers, gradient checkpointing replaces the blocks' forwards, ``train.compile``
    compiles them;
-3. ``Strategy.parallelize`` wraps or shards: each block, then ``[norm, lm_head]`` together, then the root;
-4. it materialises and fills one parameter after the other, from generators seeded by name (``initialise``) or files;
-5. the optimizer is built over what the strategy left as parameters.
+3. ``Strategy.parallelize`` wraps or shards each block, then ``[norm, lm_head]`` together, then the root;
+4. it materializes and fills one parameter after the other, from generators seeded by name (``init_weights``) or files;
+5. the optimizer is built over the parameters that the strategy leaves.
 
 Gradients are summed over ranks and micro-batches, never averaged: the loss is divided by the number of valid tokens of
-the whole global batch before the backward. PyTorch's strategies average, so the loss is multiplied by the number of
-ranks (``loss_scale``), which is exact for powers of two.
+the global batch before the backward. PyTorch's strategies average, so the loss is multiplied by the number of ranks
+(``loss_scale``), which is exact for powers of two.
 
 In the deterministic mode gradients are reduced after every micro-batch in float64, rounded to float32, and added up in
 float32: the bits then depend neither on the layout nor on the order in which a collective adds.
@@ -33,31 +33,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdptoys.device import Device, float64_collectives
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel
-from fsdptoys.utils.dtensor import (
-    local_tensor,
-)
+from fsdptoys.utils.dtensor import local_tensor
 
 from . import state
 from .init_weights import Fill
-from .mesh import (
-    MeshConfig,
-    build_mesh,
-)
+from .mesh import MeshConfig, build_mesh
 from .precision import DType, ReduceDType
 
-Unit = tuple[nn.Module, list[nn.Parameter]]
+UnitParams = tuple[nn.Module, list[nn.Parameter]]
 """A module, and the parameters that its forward is the first to need."""
 
 NORM_ELEMENTS = 2**22
 """Elements of a gradient that are squared at a time."""
 CPU_NORM_ELEMENTS = 2**18
-"""The same on a CPU, which makes a float64 copy of them: 2 MiB, that stay in cache. With 32 MiB it took six times as
-long."""
+"""The same on a CPU, whose float64 copy of them, 2 MiB, stays in cache; 32 MiB took six times as long."""
 
 
 @dataclass
 class ParallelConfig(ABC):
-    """What every strategy has."""
+    """Settings of every strategy, and the facts about it that other packages ask for.
+
+    Nothing outside this package compares ``name``: a new strategy sets the facts that differ.
+    """
 
     name: ClassVar[str]
     """The word after ``parallel=``."""
@@ -67,22 +64,29 @@ class ParallelConfig(ABC):
     """Whether each of ``mesh.fsdp_size`` ranks holds a shard of every parameter, and gathers it where needed."""
     flattens_parameters: ClassVar[bool] = False
     """Whether a unit is one module whose parameters are concatenated into a flat one."""
+    uses_dtensor: ClassVar[bool] = False
+    """Whether parameters are DTensors, sharded one by one."""
+    takes_cpu_offload: ClassVar[bool] = False
+    """Whether ``memory.cpu_offload=true`` is possible."""
     overlaps_cpu_offload: ClassVar[bool] = False
     """Whether ``memory.cpu_offload_executor=overlapped`` can update offloaded parameters during the next forward."""
+    gathers_float8: ClassVar[bool] = False
+    """Whether ``train.float8_all_gather=true`` can cast shards before they are gathered."""
+    defers_updates: ClassVar[bool] = True
+    """Whether parameters may be updated as late as the next forward, unit by unit."""
+    keeps_whole_states: ClassVar[bool] = True
+    """Whether ``memory.optimizer_offload`` can move optimizer states by the parameters that they belong to."""
+    matrices_lost: ClassVar[str | None] = None
+    """Why no rank has full rows of a matrix, which Muon and low-bit states need: follows the strategy's name."""
 
     param_dtype: DType = DType.float32
-    """Number format of forward and backward; parameters and optimizer states stay float32."""
+    """dtype of forward and backward; parameters and optimizer states stay float32."""
     buffer_dtype: DType = DType.float32
-    """Number format of the model's buffers: rotary frequencies; bf16 makes the angles of late positions wrong."""
+    """dtype of the model's buffers: rotary frequencies; bf16 makes the angles of late positions wrong."""
 
     @property
     def keeps_parameters(self) -> bool:
         """Whether the optimizer sees the model's own parameters, so that they can be grouped."""
-        return True
-
-    @property
-    def defers_updates(self) -> bool:
-        """Whether parameters may be updated as late as the next forward, unit by unit."""
         return True
 
     @property
@@ -91,18 +95,8 @@ class ParallelConfig(ABC):
         return True
 
     @property
-    def keeps_whole_states(self) -> bool:
-        """Whether optimizer states can be moved by the parameters that they belong to: memory.optimizer_offload."""
-        return True
-
-    @property
-    def matrices_lost(self) -> str | None:
-        """What it does to matrices, so that rows are not whole for Muon and states of few bits; None for nothing."""
-        return None
-
-    @property
     def gradients_held(self) -> str | None:
-        """What it does with gradients, so that none can be used up in the backward; None for nothing."""
+        """Why gradients cannot be used up in the backward, as a phrase after the strategy's name; None if they can."""
         return "gives them to the optimizer after the whole backward"
 
     @property
@@ -116,20 +110,23 @@ class ParallelConfig(ABC):
         return True
 
     def resolve(self, deterministic: bool) -> None:  # noqa: B027 (not every strategy has such settings)
-        """Replace settings that say ``auto`` by what they stand for."""
+        """Replace every ``auto`` by its value."""
 
-    def validate(  # noqa: B027 (nor does every strategy refuse something)
-        self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool
-    ) -> None:
-        """Check this strategy against what else is chosen.
+    def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
+        """Check this strategy against other settings.
 
         Raises:
             ConfigError: naming key, value and fix.
         """
+        if cpu_offload and not self.takes_cpu_offload:
+            raise ConfigError(
+                f"memory.cpu_offload=true is not an option of parallel={self.name}; "
+                "set parallel=fsdp2 or memory.cpu_offload=false"
+            )
 
     @abstractmethod
     def build(self, context: "ParallelContext") -> "Strategy":
-        """Construct the strategy, once the process group is up."""
+        """Construct the strategy; the process group must be initialized."""
 
     def _refuse_sharding(self, mesh: MeshConfig) -> None:
         if mesh.fsdp_size not in (-1, 1):
@@ -138,23 +135,16 @@ class ParallelConfig(ABC):
                 "set parallel=fsdp2 or mesh.fsdp_size=-1"
             )
 
-    def _refuse_cpu_offload(self, cpu_offload: bool) -> None:
-        if cpu_offload:
-            raise ConfigError(
-                f"memory.cpu_offload=true is not an option of parallel={self.name}; "
-                "set parallel=fsdp2 or memory.cpu_offload=false"
-            )
-
 
 @dataclass
 class ReducingConfig(ParallelConfig):
-    """What every strategy of several ranks has."""
+    """Settings of every strategy of several ranks."""
 
     reduce_dtype: ReduceDType = ReduceDType.auto
-    """Number format in which gradients are summed over ranks."""
+    """dtype in which gradients are summed over ranks."""
 
     def resolve(self, deterministic: bool) -> None:
-        """Choose the number format of reductions."""
+        """Choose the dtype of reductions."""
         if deterministic and self.reduce_dtype not in (ReduceDType.auto, ReduceDType.float64):
             raise ConfigError(
                 f"parallel.reduce_dtype={self.reduce_dtype.value} contradicts train.deterministic=true, which reduces "
@@ -163,7 +153,7 @@ class ReducingConfig(ParallelConfig):
         self.reduce_dtype = self.reduce_dtype.resolve(deterministic)
 
     def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
-        """Refuse reductions that the device's collectives do not have."""
+        """Check that the device's collectives have the dtype of reductions."""
         super().validate(world_size, mesh, device_type, cpu_offload)
         if self.reduce_dtype is ReduceDType.float64 and not float64_collectives(device_type):
             raise ConfigError(
@@ -174,7 +164,7 @@ class ReducingConfig(ParallelConfig):
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """Where a strategy runs."""
+    """Environment of a strategy."""
 
     device: Device
     rank: int
@@ -184,10 +174,10 @@ class ParallelContext:
     cpu_offload: bool = False
     sum_dtype: torch.dtype = torch.float64
     timeout: timedelta | None = None
-    """Of collectives in groups that the strategy makes; None for PyTorch's own."""
+    """For collectives in groups that the strategy makes; None for PyTorch's default."""
 
     def build_mesh(self) -> DeviceMesh:
-        """The ranks laid out as ``mesh`` says."""
+        """Lay out the ranks by ``mesh``."""
         return build_mesh(self.mesh, self.world_size, self.device, self.timeout)
 
 
@@ -195,20 +185,19 @@ class Strategy(ABC):
     """One way to spread a model and its gradients over ranks."""
 
     model: nn.Module
-    """What the trainer calls; set by ``parallelize``."""
+    """The module that the trainer calls; set by ``parallelize``."""
     data_ranks: int
-    """Over how many ranks' micro-batches a gradient is summed."""
+    """Number of ranks whose micro-batches a gradient is summed over."""
     local_data_ranks: int = 1
-    """Micro-batches of how many ranks this process runs one after another."""
+    """Number of ranks whose micro-batches this process runs one after another."""
+    frees_gradients: bool = True
+    """Whether gradients may be set to None after a step, rather than to zero."""
+    units_ahead: int = 0
+    """Units after its own that a unit's forward begins to gather."""
 
     def __init__(self, context: ParallelContext) -> None:
         self.context = context
         self.data_ranks = context.world_size
-
-    frees_gradients: bool = True
-    """Whether gradients may be set to None after a step, rather than to zero."""
-    units_ahead: int = 0
-    """How many units after its own a unit's forward begins to gather."""
 
     @property
     def loss_scale(self) -> float:
@@ -217,41 +206,41 @@ class Strategy(ABC):
 
     @abstractmethod
     def parallelize(self, model: DecoderModel, fill: Fill) -> None:
-        """Wrap and materialise a model that was constructed on the meta device; ``fill`` gives it initial values."""
+        """Wrap and materialize a model on the meta device; ``fill`` gives it initial values."""
 
     @abstractmethod
     def microbatch(self, index: int, count: int) -> AbstractContextManager[None]:
-        """Surround forward and backward of the micro-batch numbered ``index`` of the step's ``count``."""
+        """Context for forward and backward of micro-batch ``index`` of the step's ``count``."""
 
     @abstractmethod
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters for the optimizer, with the model's own names where the strategy keeps them apart."""
+        """Parameters for the optimizer, with the model's own names where the strategy keeps parameters apart."""
 
     @abstractmethod
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter in full, once, as float32 on the CPU, one at a time, in any order.
+        """Yield every parameter in full, once, as float32 on the CPU, in any order.
 
         A collective: all ranks must exhaust it.
         """
 
     @abstractmethod
-    def units(self) -> list[Unit]:
+    def units(self) -> list[UnitParams]:
         """Every parameter once, by the module whose forward needs it first, in the order of the forward."""
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027 (only who shards updates must exchange them)
-        """Be told of the optimizer over ``named_parameters``, before its first step."""
+        """Receive the optimizer over ``named_parameters`` before its first step."""
 
     def gather_after(self, module: nn.Module, event: Any) -> None:  # noqa: B027 (only who gathers on streams must wait)
-        """Let what gathers parameters for ``module``'s forward wait for an event of the device's module.
+        """Make the gathering of ``module``'s parameters wait for a device event.
 
-        Where parameters are read on the computing stream, whoever updated them there has waited already.
+        Strategies that read parameters on the compute stream need no wait.
         """
 
     def mirror_parameters(self) -> Callable[[list[nn.Parameter]], None] | None:
-        """Let offloaded parameters travel in the number format of the forward, where the strategy can.
+        """Upload offloaded parameters in the dtype of the forward, where the strategy can.
 
         Returns:
-            What to call, from any thread, with parameters that were updated; None where nothing is to be kept up.
+            A function to call, from any thread, with updated parameters; None where there are no copies to refresh.
         """
         return None
 
@@ -260,16 +249,16 @@ class Strategy(ABC):
         return state.state_tensors(self.model, self.named_parameters, optimizer)
 
     def load_state_tensors(self, optimizer: torch.optim.Optimizer, load: Callable[[dict[str, Tensor]], None]) -> None:
-        """Let ``load`` fill the tensors of ``state_tensors`` in place, and install them. A collective."""
+        """Fill the tensors of ``state_tensors`` in place with ``load``, and install them. A collective."""
         state.load_state_tensors(self.model, self.named_parameters, optimizer, load)
 
     def shard_group(self) -> dist.ProcessGroup | None:
-        """The ranks whose local gradients together make one whole gradient; None where each has the whole."""
+        """The ranks whose local gradients together are one full gradient; None where each rank has it in full."""
         return None
 
     @property
     def shard_rank(self) -> int:
-        """Which shard this rank holds; 0 where each holds the whole."""
+        """Index of this rank's shard; 0 where nothing is sharded."""
         group = self.shard_group()
         return dist.get_rank(group) if group is not None else 0
 
@@ -278,7 +267,7 @@ class Strategy(ABC):
         return torch.linalg.vector_norm(part, dtype=self.context.sum_dtype)
 
     def total_norm(self, norms: list[Tensor]) -> Tensor:
-        """Norm of all gradients on all ranks, as float32, from those of this rank's parts. A collective."""
+        """Norm of all gradients on all ranks, as float32, from norms of this rank's parts. A collective."""
         device = self.context.device.torch_device
         total = torch.zeros((), dtype=self.context.sum_dtype, device=device)
         if norms:
@@ -298,12 +287,12 @@ class Strategy(ABC):
         """Scale all gradients so that their norm is at most ``max_norm``; return the norm before, as float32.
 
         The squares are added up in the context's ``sum_dtype`` and rounded once at the end: in float64 the norm is
-        then the same number however the gradients are sharded. ``max_norm`` of infinity only measures.
+        then the same number however the gradients are sharded.
 
         Args:
-            max_norm: the largest norm that is left as it is.
-            scale_by: takes the factor instead of the gradients being multiplied by it here.
-            map_parts: applies a function to parts of gradients, in order, as ``map`` does; may use threads.
+            max_norm: the largest norm that is left as it is; infinity only measures.
+            scale_by: receives the factor instead of multiplying the gradients here.
+            map_parts: like ``map``, over parts of gradients; may use threads.
         """
         grads = [local_tensor(param.grad) for _, param in self.named_parameters() if param.grad is not None]
         parts = [part for grad in grads for part in grad_parts(grad)]
@@ -314,13 +303,13 @@ class Strategy(ABC):
                 scale_by(scale)
             else:
                 for grad in grads:
-                    scale = scale.to(grad.device)  # one wait for the device, where gradients are offloaded
+                    scale = scale.to(grad.device)  # one device sync, where gradients are offloaded
                     grad.mul_(scale)
         return norm
 
 
 def grad_parts(grad: Tensor) -> list[Tensor]:
-    """What this rank holds of a gradient, cut into parts whose norms are taken at a time."""
+    """Split this rank's part of a gradient into pieces whose norms are taken one by one."""
     return [part for part in grad.flatten().split(norm_elements(grad.device.type)) if part.numel()]
 
 
@@ -330,7 +319,7 @@ def norm_elements(device_type: str) -> int:
 
 
 def own_parameters(modules: list[list[nn.Module]]) -> list[list[nn.Parameter]]:
-    """Parameters of each group of modules that no later group has; give outer modules before those within them."""
+    """Parameters of each group of modules that no later group has; outer modules must come before inner ones."""
     seen: set[nn.Parameter] = set()
     owned: list[list[nn.Parameter]] = []
     for group in reversed(modules):

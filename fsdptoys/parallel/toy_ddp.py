@@ -14,7 +14,7 @@ from .strategy import ParallelContext
 
 @dataclass
 class ToyDDPConfig(DDPConfig):
-    """The whole model on every rank, all-reduced from scratch."""
+    """The full model on every rank, all-reduced from scratch."""
 
     name: ClassVar[str] = "toy_ddp"
 

@@ -4,25 +4,37 @@ Results are those of PyTorch's, bit for bit, since reductions add the same numbe
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-
-from fsdptoys.toys import fsdp
 
 from .fsdp import FSDPConfig
 from .fsdp2 import FSDP2
 from .strategy import ParallelContext, Strategy
 
 
+@dataclass
+class ToyFSDPConfig(FSDPConfig):
+    """FSDP2 as in ``fsdptoys.toys.fsdp``; the next unit is gathered ahead in the forward too, even with 0 of them."""
+
+    name: ClassVar[str] = "toy_fsdp"
+    uses_dtensor: ClassVar[bool] = True
+    takes_cpu_offload: ClassVar[bool] = False
+
+    def build(self, context: ParallelContext) -> "ToyFSDP":
+        """Construct the strategy."""
+        from fsdptoys.toys import fsdp  # loads DTensor
+
+        return ToyFSDP(self, context, fsdp)
+
+
 class ToyFSDP(FSDP2):
     """``fully_shard`` of ``fsdptoys.toys.fsdp``."""
 
-    library: ClassVar[Any] = fsdp
-
-    def __init__(self, config: FSDPConfig, context: ParallelContext) -> None:
-        super().__init__(config, context)
+    def __init__(self, config: FSDPConfig, context: ParallelContext, library: Any) -> None:
+        super().__init__(config, context, library)
         self.units_ahead = max(1, config.forward_prefetch)
         self._averages = True  # on every device, with every version of gloo
 

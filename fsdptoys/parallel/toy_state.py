@@ -13,9 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdptoys.utils.dtensor import (
-    is_dtensor,
-)
+from fsdptoys.utils.dtensor import is_dtensor
 
 from . import state
 
@@ -77,14 +75,14 @@ class ShardedState:
         tensors: dict[str, Tensor] = {}
         for number, holding in enumerate(self.holdings):
             if self.keeps_parameters:
-                tensors[f"model.{holding.name}"] = self._cut(
+                tensors[f"model.{holding.name}"] = self._shard(
                     holding.assemble(holding.own.detach(), holding.own.dtype, self.device)
                 )
             kept = self.optimizer.state.get(holding.own, {})
             for kind, (dtype, is_whole) in self._kinds[number].items():
                 key = f"optim.{holding.name}.{kind}"
                 if is_whole:
-                    tensors[key] = self._cut(holding.assemble(kept.get(kind), dtype, self.device))
+                    tensors[key] = self._shard(holding.assemble(kept.get(kind), dtype, self.device))
                 else:
                     value = kept[kind].to(self.device) if kind in kept else torch.zeros((), dtype=dtype)
                     value = value.clone().to(self.device)
@@ -113,11 +111,11 @@ class ShardedState:
         low, high = holding.spans[dist.get_rank()]
         own.view(-1).copy_(whole.reshape(-1)[low:high])
 
-    def _cut(self, whole: Tensor) -> Tensor:
+    def _shard(self, whole: Tensor) -> Tensor:
         chunks = whole.chunk(self.mesh.size())
         rank = dist.get_rank()
         local = chunks[rank].clone() if rank < len(chunks) else whole[:0].clone()
-        from torch.distributed.tensor import DTensor, Shard  # the launcher does not need it
+        from torch.distributed.tensor import DTensor, Shard  # takes a second to import
 
         return DTensor.from_local(
             local, self.mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()

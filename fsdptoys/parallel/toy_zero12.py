@@ -1,4 +1,4 @@
-"""The toy ZeRO-1 and ZeRO-2 as strategies: whole parameters on every rank, flat slices for the optimizer."""
+"""The toy ZeRO-1 and ZeRO-2 as strategies: full parameters on every rank, flat slices for the optimizer."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,16 +24,9 @@ class ToyZero1Config(DDPConfig):
     """Optimizer states sharded."""
 
     name: ClassVar[str] = "toy_zero1"
-
-    @property
-    def keeps_whole_states(self) -> bool:
-        """Each rank has states of its pieces."""
-        return False
-
-    @property
-    def matrices_lost(self) -> str:
-        """A piece ends in the middle of a row."""
-        return "cuts elsewhere than between rows"
+    # The optimizer sees flat slices, which end in the middle of a row.
+    keeps_whole_states: ClassVar[bool] = False
+    matrices_lost: ClassVar[str | None] = "cuts elsewhere than between rows"
 
     def build(self, context: ParallelContext) -> "ToyZero1":
         """Construct the strategy."""
@@ -52,7 +45,7 @@ class ToyZero2Config(ToyZero1Config):
 
 
 class ToyZero1(ToyDDP):
-    """The toy's Zero1: DDP until the optimizer, which works on flat pieces of the parameters."""
+    """The toy's Zero1: DDP until the optimizer, which works on flat slices of the parameters."""
 
     model: Any
     kind = Zero1
@@ -77,7 +70,7 @@ class ToyZero1(ToyDDP):
         self.model.attach(optimizer)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Flat pieces, with the names of their parameters."""
+        """Flat slices, with the names of their parameters."""
         for name, param in self._whole.named_parameters():
             bucket, slot = self._slices.places[param]
             yield name, bucket.pieces[slot]

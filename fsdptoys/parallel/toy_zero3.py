@@ -1,4 +1,4 @@
-"""The toy ZeRO-3 as a strategy: whole tensors on their owners, broadcast around each block's forward and backward."""
+"""The toy ZeRO-3 as a strategy: full tensors on owner ranks, broadcast around each block's forward and backward."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from .init_weights import Fill, init_buffers
 from .mesh import MeshConfig
 from .precision import DType
 from .single import whole_units
-from .strategy import ParallelContext, ReducingConfig, Strategy, Unit
+from .strategy import ParallelContext, ReducingConfig, Strategy, UnitParams
 from .toy_state import Holding, ShardedState, load_sharded
 
 
@@ -27,26 +27,17 @@ class ToyZero3Config(ReducingConfig):
     """Parameters, gradients and optimizer states on owners."""
 
     name: ClassVar[str] = "toy_zero3"
+    keeps_whole_states: ClassVar[bool] = False
+    matrices_lost: ClassVar[str | None] = "keeps on one rank each"
 
     evenness: Evenness = Evenness.model
     """Balance the bytes of the model, or of each unit, over the ranks."""
     prefetch: bool = True
     """Gather the next block while one computes."""
 
-    @property
-    def keeps_whole_states(self) -> bool:
-        """Each rank has states of its own tensors."""
-        return False
-
-    @property
-    def matrices_lost(self) -> str:
-        """Only the owner has a parameter."""
-        return "keeps on one rank each"
-
     def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
         """Reject replicas, offloading and lower precision."""
         super().validate(world_size, mesh, device_type, cpu_offload)
-        self._refuse_cpu_offload(cpu_offload)
         if mesh.fsdp_size not in (-1, world_size):
             raise ConfigError(
                 f"mesh.fsdp_size={mesh.fsdp_size} replicates, which parallel=toy_zero3 does not; set parallel=fsdp2 or "
@@ -100,7 +91,7 @@ class ToyZero3(Strategy):
         """Yield this rank's tensors, and empty ones in place of the others."""
         yield from self._own.items()
 
-    def units(self) -> list[Unit]:
+    def units(self) -> list[UnitParams]:
         """Return the units of the wrapped model."""
         return whole_units(self._whole, self._whole)
 

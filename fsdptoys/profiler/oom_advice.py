@@ -12,15 +12,15 @@ from .live_bytes import LiveBytes
 LOGITS_BYTES = 12
 """Bytes of a logit in the loss that is not chunked, at its peak: measured with bf16 and with float32 parameters."""
 
-SHARDING = ("fsdp1", "fsdp2")
-
 
 @dataclass(frozen=True)
 class Switches:
     """The settings that decide about memory, and the sizes that they act on."""
 
-    parallel: str
-    """Strategy: ``single``, ``ddp``, ``fsdp1`` or ``fsdp2``."""
+    shards_parameters: bool
+    """Whether the strategy shards parameters over ``mesh.fsdp_size`` ranks."""
+    takes_cpu_offload: bool
+    """Whether the strategy can keep parameters in host memory."""
     world_size: int
     fsdp_size: int
     """Ranks that share one copy of the parameters; 1 where nothing is sharded."""
@@ -143,7 +143,7 @@ def _offload_savings(live: LiveBytes, states: int, now: Switches) -> list[Saving
     savings = []
     if not now.optimizer_offload:
         savings.append(Saving("memory.optimizer_offload=true", states, "the optimizer states"))
-    if now.parallel in SHARDING:
+    if now.takes_cpu_offload:
         switch = "memory.cpu_offload=true" + " memory.optimizer_offload=false" * now.optimizer_offload
         saved = live.parameters.device_bytes + live.gradients.device_bytes + states
         savings.append(Saving(switch, saved, "parameters, gradients and optimizer states"))
@@ -157,7 +157,7 @@ def _sharding_savings(live: LiveBytes, states: int, now: Switches) -> list[Savin
     kept = live.parameters.device_bytes + live.gradients.device_bytes + states
     return [
         Saving(
-            "mesh.fsdp_size=-1" if now.parallel in SHARDING else "parallel=fsdp2 mesh.fsdp_size=-1",
+            "mesh.fsdp_size=-1" if now.shards_parameters else "parallel=fsdp2 mesh.fsdp_size=-1",
             round(kept * share),
             f"{share:.0%} of parameters, gradients and states, when {now.world_size} ranks share them",
         )

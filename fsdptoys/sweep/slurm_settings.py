@@ -33,7 +33,6 @@ from fsdptoys.device import available_cores
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch.hardware import FoundHardware, find_hardware
 from fsdptoys.launch.launch import Plan, check_plan_settings, choose_experiment, plan_run
-from fsdptoys.parallel import SingleConfig
 from fsdptoys.utils.text import (
     near_miss,
     one_line,
@@ -254,7 +253,7 @@ def _find_place(words: tuple[str, ...], launcher_name: str) -> Place:
             raise ConfigError(f"{word} is for machines that are known before; leave it out, the queue chooses them")
     settings = compose([*words, "launch.rdzv_endpoint=chosen-by-the-queue"]).config
     launch = settings.launch
-    ranks = 1 if launch.nproc_per_node == -1 and isinstance(settings.parallel, SingleConfig) else launch.nproc_per_node
+    ranks = 1 if launch.nproc_per_node == -1 and settings.parallel.single_process else launch.nproc_per_node
     if launcher_name == LOCAL:
         if launch.nnodes > 1:
             raise ConfigError(

@@ -16,7 +16,6 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.launch.hardware import find_hardware
 from fsdptoys.launch.launch import CPU_RANKS, MOST_RANKS_PER_CORE, choose_experiment, plan_run
 from fsdptoys.metrics.preflight import check_writers
-from fsdptoys.parallel import SingleConfig
 
 from .fingerprint import fingerprint
 from .grid import Combination
@@ -57,7 +56,7 @@ class Here:
         unusual = launch.nproc_per_node > (hardware.devices or MOST_RANKS_PER_CORE * hardware.cores)
         ranks = launch.nproc_per_node
         if ranks == -1:
-            ranks = 1 if isinstance(settings.parallel, SingleConfig) else hardware.devices or CPU_RANKS
+            ranks = 1 if settings.parallel.single_process else hardware.devices or CPU_RANKS
         return Place(hardware.device_type, hardware.name, ranks * launch.nnodes, ranks, unusual)
 
     def check(self, words: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""What is done to a model before it is sharded, and to an optimizer after it is built, where the config asks for it."""
+"""Memory switches and compilation of the blocks before sharding, and the choice of the optimizer's updates."""
 
 import torch
 from torch import Tensor
@@ -7,8 +7,10 @@ from fsdptoys.config.schema import Config
 from fsdptoys.device import Device
 from fsdptoys.memory import (
     ActivationOffload,
+    BucketedUpdates,
     CPUOffloadExecutor,
     OptimizerInBackward,
+    Updates,
     checkpoint_blocks,
     offload_optimizer,
     overlap_cpu_offload,
@@ -16,9 +18,7 @@ from fsdptoys.memory import (
 from fsdptoys.models import DecoderModel
 from fsdptoys.parallel import Strategy
 from fsdptoys.parallel.strategy import grad_parts
-from fsdptoys.utils.dtensor import (
-    local_tensor,
-)
+from fsdptoys.utils.dtensor import local_tensor
 
 from .compile import compile_blocks
 
@@ -38,46 +38,48 @@ def prepare_blocks(model: DecoderModel, config: Config, device: Device) -> None:
         compile_blocks(model.layers, memory.checkpointing_budget, inner_hooks=config.parallel.hooks_parts_of_blocks)
 
 
-def offload(
-    optimizer: torch.optim.Optimizer, strategy: Strategy, config: Config, cpu_threads: int
-) -> torch.optim.Optimizer:
-    """Let the optimizer's states, or all its work, take place elsewhere, if that is asked for."""
+def build_updates(optimizer: torch.optim.Optimizer, strategy: Strategy, config: Config, cpu_threads: int) -> Updates:
+    """Choose where and when the optimizer's updates happen.
+
+    Args:
+        optimizer: over the strategy's parameters, before its first step.
+        strategy: after ``parallelize``.
+        config: validated.
+        cpu_threads: threads for updates in host memory.
+    """
     memory, context = config.memory, strategy.context
     if memory.optimizer_offload:
         assert config.train.init_seed is not None
-        return offload_optimizer(
-            optimizer,
-            strategy.units(),
-            memory,
-            device=context.device,
-            model=strategy.model,
-            schedule=memory.offload_schedule,
-            seed=config.train.init_seed,
-            rank=strategy.shard_rank,  # replicas must round alike, or they drift apart
-            units_ahead=strategy.units_ahead,
-            gather_after=strategy.gather_after,
+        return BucketedUpdates(
+            offload_optimizer(
+                optimizer,
+                strategy.units(),
+                memory,
+                device=context.device,
+                model=strategy.model,
+                schedule=memory.offload_schedule,
+                seed=config.train.init_seed,
+                rank=strategy.shard_rank,  # replicas must round alike, or they drift apart
+                units_ahead=strategy.units_ahead,
+                gather_after=strategy.gather_after,
+            )
         )
     if memory.cpu_offload_executor is CPUOffloadExecutor.overlapped:
-        return overlap_cpu_offload(
-            optimizer,
-            strategy.units(),
-            model=strategy.model,
-            threads=cpu_threads,
-            units_ahead=strategy.units_ahead,
-            on_updated=strategy.mirror_parameters(),
-            device=context.device,
+        return BucketedUpdates(
+            overlap_cpu_offload(
+                optimizer,
+                strategy.units(),
+                model=strategy.model,
+                threads=cpu_threads,
+                units_ahead=strategy.units_ahead,
+                on_updated=strategy.mirror_parameters(),
+                device=context.device,
+            )
         )
-    return optimizer
+    if memory.optimizer_in_backward:
 
+        def measure(grad: Tensor) -> list[Tensor]:
+            return [strategy.part_norm(part) for part in grad_parts(local_tensor(grad))]
 
-def update_in_backward(
-    optimizer: torch.optim.Optimizer, strategy: Strategy, config: Config
-) -> OptimizerInBackward | None:
-    """Let the backward take the optimizer's steps, if that is asked for."""
-    if not config.memory.optimizer_in_backward:
-        return None
-
-    def measure(grad: Tensor) -> list[Tensor]:
-        return [strategy.part_norm(part) for part in grad_parts(local_tensor(grad))]
-
-    return OptimizerInBackward(optimizer, (param for _, param in strategy.named_parameters()), measure)
+        return OptimizerInBackward(optimizer, (param for _, param in strategy.named_parameters()), measure)
+    return Updates(optimizer, cpu_threads if memory.cpu_offload else None)

@@ -2,11 +2,10 @@
 
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 
 from fsdptoys.config.schema import Config
-from fsdptoys.memory import BucketedOptimizer
+from fsdptoys.memory import Updates
 from fsdptoys.optim.matrix_optimizer import MATRICES
 from fsdptoys.profiler import LiveBytes, PlacedBytes, Situation, Switches, live_bytes
 from fsdptoys.utils.dtensor import (
@@ -21,7 +20,7 @@ def situation(
     step: int,
     phase: str,
     parameters: Iterable[Tensor] = (),
-    optimizer: torch.optim.Optimizer | None = None,
+    updates: Updates | None = None,
     *,
     on_cpu: bool = False,
     parameter_count: int = 0,
@@ -37,23 +36,23 @@ def situation(
         step: number of the step, from 1; 0 before the first.
         phase: ``construction``, ``forward``, ``backward``, ``optimizer`` or ``evaluation``.
         parameters: as the strategy left them; none before it has any.
-        optimizer: None where there is none yet.
+        updates: of the optimizer; None before it is built.
         on_cpu: whether the device is the CPU.
         parameter_count: of the whole model, for the construction.
     """
     parameters = list(parameters)
     model, memory, train = config.model, config.memory, config.train
-    shards = config.parallel.name in ("fsdp1", "fsdp2", "toy_fsdp")
-    groups = optimizer.param_groups if optimizer is not None else []
+    groups = updates.optimizer.param_groups if updates else []
     in_blocks = {param for group in groups if group.get(MATRICES) for param in group["params"]}
     states_bytes = sum(
         sum(config.optim.state_bytes(param.shape, _local_elements(param), param in in_blocks)) for param in parameters
     )
     offloads = memory.optimizer_offload or memory.cpu_offload
     switches = Switches(
-        parallel=config.parallel.name,
+        shards_parameters=config.parallel.shards_parameters,
+        takes_cpu_offload=config.parallel.takes_cpu_offload,
         world_size=world_size,
-        fsdp_size=config.mesh.shard_ranks(world_size) if shards else 1,
+        fsdp_size=config.mesh.shard_ranks(world_size) if config.parallel.shards_parameters else 1,
         batch_size=train.batch_size,
         seq_len=train.seq_len,
         grad_accum=train.grad_accum,
@@ -73,8 +72,7 @@ def situation(
         on_host = on_cpu or memory.cpu_offload
         live = LiveBytes(parameters=PlacedBytes(device_bytes=0 if on_host else planned, host_bytes=planned * on_host))
     else:
-        held = optimizer.held_gradients if isinstance(optimizer, BucketedOptimizer) else ()
-        live = live_bytes(parameters, optimizer, held)
+        live = live_bytes(parameters, updates.optimizer if updates else None, updates.held_gradients if updates else ())
     return Situation(step, phase, rank, live, switches)
 
 

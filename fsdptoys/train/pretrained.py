@@ -31,7 +31,7 @@ from fsdptoys.data.tokenizer import CHOICE, Tokenizer, open_tokenizer
 from fsdptoys.device import DEVICE_TYPES, Device, available_device_type
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel, ModelConfig, whole
-from fsdptoys.parallel.init_weights import init_buffers, materialise
+from fsdptoys.parallel.init_weights import init_buffers, materialize
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -163,7 +163,7 @@ class TrainedModel:
         kernels.resolve(device.type, compiles=False, deterministic=False)
         put_kernels(model, kernels)
         model.to(dtype).requires_grad_(False)
-        materialise(model, device.torch_device, self._fill)
+        materialize(model, device.torch_device, self._fill)
         init_buffers(model, device.torch_device, torch.float32)
         return model.eval()
 

@@ -27,10 +27,10 @@ from fsdptoys.data import BatchStream, TextConfig, TextDataset, eval_batches
 from fsdptoys.device import Device
 from fsdptoys.loss import build_loss
 from fsdptoys.loss.objective import IGNORE_INDEX, Objective
-from fsdptoys.memory import BucketedOptimizer, CPUOffloadExecutor, Workers, cpu_threads, threads_per_rank
+from fsdptoys.memory import threads_per_rank
 from fsdptoys.metrics import SpikeDetector, StepMetrics, step_metrics
 from fsdptoys.metrics.compilation import CompilationWatch
-from fsdptoys.optim.config import build_optimizer
+from fsdptoys.optim import build_optimizer
 from fsdptoys.optim.schedule import build_schedule, set_schedule
 from fsdptoys.parallel import Fill, ParallelContext, seeded
 from fsdptoys.parallel.float8 import convert_to_float8, prepare_all_gathers
@@ -38,7 +38,7 @@ from fsdptoys.parallel.precision import DType
 from fsdptoys.patches import apply_patches
 from fsdptoys.profiler import Profiler, Situation, explain_out_of_memory
 
-from .build import offload, prepare_blocks, update_in_backward
+from .build import build_updates, prepare_blocks
 from .distributed import deterministic_kernels, device_of
 from .document_flops import DocumentCounter
 from .evaluation import held_out_loss, sample_text
@@ -65,7 +65,7 @@ class Trainer:
         # 1. Where we run.
         self.device = device or device_of(config)
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-        self._cpu_threads = memory.cpu_threads or threads_per_rank(local_ranks)
+        threads = memory.cpu_threads or threads_per_rank(local_ranks)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         context = ParallelContext(
             device=self.device,
@@ -110,14 +110,14 @@ class Trainer:
 
         # 3. What is minimised, and what updates it.
         chunk_tokens = None if memory.chunk_tokens == "auto" else int(memory.chunk_tokens)
-        chunks = (memory.chunk_loss, chunk_tokens, memory.chunk_grad_dtype)
+        chunks = (memory.chunk_loss, chunk_tokens, memory.chunk_grad_dtype.torch)
         self.loss_fn = build_loss(*chunks, Objective(train.label_smoothing, train.z_loss_coef))
         self.eval_loss_fn = build_loss(*chunks)
         optimizer = build_optimizer(config.optim, self.strategy.named_parameters(), matrix_names, block_names)
         self.strategy.attach(optimizer)
         with explain_out_of_memory(self.device, constructing):
-            self.optimizer = offload(optimizer, self.strategy, config, self._cpu_threads)
-        self.in_backward = update_in_backward(self.optimizer, self.strategy, config)
+            self.updates = build_updates(optimizer, self.strategy, config, threads)
+        self.optimizer = self.updates.optimizer
         self.schedule = build_schedule(config.optim, self.optimizer, train.steps)
 
         # 4. What it learns from: this process's share of every global batch.
@@ -151,12 +151,11 @@ class Trainer:
 
     def facts(self) -> dict[str, Any]:
         """Where this run is, as JSON can hold it; with the tensors of the strategy it is all that going on needs."""
-        optimizer = self.optimizer
         return {
             "step": self.steps_done,
             "data": self.batches.state_dict(),
             "global_batch": self.batches.global_batch,
-            "optimizer_steps": optimizer.steps_taken if isinstance(optimizer, BucketedOptimizer) else None,
+            "optimizer_steps": self.updates.steps_taken,
             "skipped_steps": self.skipped_steps,
             "skipped_in_a_row": self._skipped_in_a_row,
             "spikes": self.spikes.state_dict(),
@@ -177,9 +176,7 @@ class Trainer:
         self._prepare_all_gathers()
         self.steps_done = facts["step"]
         set_schedule(self.schedule, self.steps_done)
-        if isinstance(self.optimizer, BucketedOptimizer):
-            # Whoever has run without offload so far has counted none, and has lost none by rounding.
-            self.optimizer.steps_taken = facts["optimizer_steps"] or self.optimizer.steps_taken
+        self.updates.restore(facts["optimizer_steps"])
         self.skipped_steps, self._skipped_in_a_row = facts["skipped_steps"], facts["skipped_in_a_row"]
         self.spikes.load_state_dict(facts["spikes"])
 
@@ -325,36 +322,21 @@ class Trainer:
 
     def _clip(self, max_norm: float) -> Tensor:
         """Scale the gradients down to ``max_norm``, or have them scaled by the update; return their norm before."""
-        strategy, optimizer = self.strategy, self.optimizer
-        if self.in_backward:
-            return strategy.total_norm(self.in_backward.take_norms())
-        with self._threads_for_cpu_offload():
-            if isinstance(optimizer, BucketedOptimizer):
-                map_parts = optimizer.executor.map if isinstance(optimizer.executor, Workers) else map
-                return strategy.clip_grad_norm(max_norm, optimizer.scale_gradients, map_parts)
-            return strategy.clip_grad_norm(max_norm)
+        return self.updates.clip(self.strategy, max_norm)
 
     def _update(self) -> None:
         """Take the optimizer's step, or begin it, unless the backward did."""
-        if not self.in_backward:
-            with self._threads_for_cpu_offload():
-                self.optimizer.step()
+        self.updates.step()
         self._prepare_all_gathers()
 
     def _prepare_all_gathers(self) -> None:
-        # Where updates are deferred, each unit's all-gather finds its scales by itself.
-        if self.config.train.float8_all_gather and not isinstance(self.optimizer, BucketedOptimizer):
+        # Where units are updated one by one, each unit's all-gather finds its scales by itself.
+        if self.config.train.float8_all_gather and not self.updates.unit_by_unit:
             prepare_all_gathers(self.strategy.model)
-
-    def _threads_for_cpu_offload(self) -> AbstractContextManager[None]:
-        memory = self.config.memory
-        on_cpu = memory.cpu_offload and memory.cpu_offload_executor is CPUOffloadExecutor.native
-        return cpu_threads(self._cpu_threads) if on_cpu else nullcontext()
 
     def _finish_updates(self) -> None:
         """Have the parameters as the last step left them, before anything but a forward reads them."""
-        if isinstance(self.optimizer, BucketedOptimizer):
-            self.optimizer.finish_updates()
+        self.updates.finish()
 
     def _evaluate(self, step: int) -> float:
         """Mean loss over the first batches of the held-out part, in nats a token."""
@@ -388,4 +370,4 @@ class Trainer:
 
     def _situation(self, step: int) -> Situation:
         params = (param for _, param in self.strategy.named_parameters())
-        return situation(self.config, self.world_size, self.rank, step, self._phase, params, self.optimizer)
+        return situation(self.config, self.world_size, self.rank, step, self._phase, params, self.updates)

@@ -15,7 +15,7 @@ from fsdptoys.config.compose import SCHEMAS, compose_config, compose_presets
 from fsdptoys.config.kernel_choice import KernelConfig
 from fsdptoys.config.overrides import list_choices, list_options, plain_text
 from fsdptoys.config.schema import LaunchConfig, TrainConfig
-from fsdptoys.models import FAMILIES
+from fsdptoys.models import MODELS
 from fsdptoys.profiler import DebugConfig, ProfileConfig
 
 ROOT = Path(__file__).parents[2]
@@ -102,15 +102,15 @@ def test_help_tells_each_family_with_its_presets_and_each_key_once(capsys: pytes
     section = capsys.readouterr().out.partition("\nmodel: ")[2].partition("\n\n")[0]
     base, *parts = section.split("\n with a ")
     presets = {config.name: config.family for config in compose_presets(list_choices()["model"])}
-    assert sorted(part.split()[0] for part in parts) == sorted(FAMILIES)
+    assert sorted(part.split()[0] for part in parts) == sorted(MODELS)
     for part in parts:
         heading, *lines = part.splitlines()
         family = heading.split()[0]
         names = ", ".join(name for name, of in presets.items() if of == family)
-        assert heading == f"{family} model ({names}): {FAMILIES[family].__doc__}"
+        assert heading == f"{family} model ({names}): {MODELS[family].__doc__}"
         shown = dict(line.split()[0].split("=") for line in lines)
         assert len(shown) == len(lines)
-        options = {key: plain_text(option.default) for key, option in list_options(FAMILIES[family], "model").items()}
+        options = {key: plain_text(option.default) for key, option in list_options(MODELS[family], "model").items()}
         assert dict(line.split()[0].split("=") for line in base.splitlines()[1:]) | shown == options
 
 

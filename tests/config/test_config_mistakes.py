@@ -55,20 +55,20 @@ MISTAKES = {
     "optim=muon optim.beta2=1": "optim.beta2=1.0 must be at least 0 and below 1; set optim.beta2=0.9",
     "optim=muon optim.adamw_lr=-1": "optim.adamw_lr=-1.0 must be a finite number of at least 0; set "
     "optim.adamw_lr=0.0003",
-    "optim=muon parallel=fsdp1": "optim=muon orthogonalises whole matrices, which parallel=fsdp1 cuts elsewhere than "
+    "optim=muon parallel=fsdp1": "optim=muon orthogonalizes whole matrices, which parallel=fsdp1 cuts elsewhere than "
     "between rows; set parallel=fsdp2 or optim=adamw",
-    "optim=muon parallel=toy_zero1": "optim=muon orthogonalises whole matrices, which parallel=toy_zero1 cuts "
+    "optim=muon parallel=toy_zero1": "optim=muon orthogonalizes whole matrices, which parallel=toy_zero1 cuts "
     "elsewhere than between rows; set parallel=fsdp2 or optim=adamw",
-    "optim=muon parallel=toy_zero2": "optim=muon orthogonalises whole matrices, which parallel=toy_zero2 cuts "
+    "optim=muon parallel=toy_zero2": "optim=muon orthogonalizes whole matrices, which parallel=toy_zero2 cuts "
     "elsewhere than between rows; set parallel=fsdp2 or optim=adamw",
-    "optim=muon parallel=toy_zero3": "optim=muon orthogonalises whole matrices, which parallel=toy_zero3 keeps on one "
+    "optim=muon parallel=toy_zero3": "optim=muon orthogonalizes whole matrices, which parallel=toy_zero3 keeps on one "
     "rank each; set parallel=fsdp2 or optim=adamw",
     "optim=muon parallel=fsdp2 memory.optimizer_offload=true": "memory.optimizer_offload=true is not an option of "
     "optim=muon, whose update needs whole matrices on the device; set memory.optimizer_offload=false or optim=adamw",
     "optim=muon parallel=fsdp2 memory.cpu_offload=true": "memory.cpu_offload=true is not an option of optim=muon, "
     "whose update needs whole matrices on the device; set memory.cpu_offload=false or optim=adamw",
-    "optim.state_dtype=bfloat16 optim.beta2=0.999": "optim.beta2=0.999 shrinks a mean by less than "
-    "optim.state_dtype=bfloat16 can tell, so that it would never fall; set optim.beta2=0.95 or "
+    "optim.state_dtype=bfloat16 optim.beta2=0.999": "optim.beta2=0.999 shrinks a moment by less than "
+    "optim.state_dtype=bfloat16 resolves, so that it would never fall; set optim.beta2=0.95 or "
     "optim.state_dtype=float32",
     "optim.state_dtype=bfloat16 memory.optimizer_offload=true": "optim.state_dtype=bfloat16 is of states that stay "
     "where they are, which memory.optimizer_offload=true moves; set memory.offload_state_dtype=bfloat16 and "
@@ -305,10 +305,10 @@ MISTAKES = {
     "memory.checkpointing_budget=0.5": "memory.checkpointing_budget=0.5 acts through the compiler; "
     "set train.compile=true",
     "train.compile=true memory.checkpointing_budget=0.5 memory.gradient_checkpointing=full": "memory."
-    "checkpointing_budget=0.5 lets the compiler choose what is computed again, which "
+    "checkpointing_budget=0.5 lets the compiler choose recomputations, which "
     "memory.gradient_checkpointing=full does already; set memory.gradient_checkpointing=none",
-    "memory.activation_offload=true": "memory.activation_offload=true moves what checkpointed blocks save, and none is "
-    "checkpointed; set memory.gradient_checkpointing=full",
+    "memory.activation_offload=true": "memory.activation_offload=true moves saved tensors of checkpointed blocks, and "
+    "none is checkpointed; set memory.gradient_checkpointing=full",
     "memory.offload_fraction=0.5": "memory.offload_fraction=0.5 does nothing as set; set memory.optimizer_offload=true "
     "or leave it out",
     "memory.optimizer_offload=true memory.offload_fraction=1.5": "memory.offload_fraction=1.5 must be between 0 and 1; "

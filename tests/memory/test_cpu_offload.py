@@ -12,8 +12,9 @@ from fsdptoys.config.schema import Config
 from fsdptoys.loss import cross_entropy_sum
 from fsdptoys.memory import MemoryConfig, cpu_offload
 from fsdptoys.memory.bucketed_optimizer import BucketedOptimizer
-from fsdptoys.memory.cpu_offload import Workers, cpu_threads, overlap_cpu_offload, threads_per_rank
-from fsdptoys.optim.config import AdamWConfig, Implementation, SGDConfig, WeightDecayOn
+from fsdptoys.memory.cpu_offload import Workers, overlap_cpu_offload, threads_per_rank
+from fsdptoys.memory.updates import cpu_threads
+from fsdptoys.optim import AdamWConfig, Implementation, SGDConfig, WeightDecayOn
 from fsdptoys.parallel import FSDP2Config
 from fsdptoys.parallel.cpu_offload_cast import Mirror, mirror_parameters
 from fsdptoys.parallel.fsdp import TORCH, ReshardAfterForward, Wrap

@@ -14,7 +14,7 @@ from fsdptoys.config.schema import Config
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig, OptimizerInBackward
 from fsdptoys.models import ModelConfig
-from fsdptoys.optim.config import AdamWConfig, Implementation, SGDConfig, StateDType, WeightDecayOn
+from fsdptoys.optim import AdamWConfig, Implementation, OptimStateDType, SGDConfig, WeightDecayOn
 from fsdptoys.parallel import FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.parallel.precision import DType
 from fsdptoys.train.trainer import Trainer
@@ -32,13 +32,13 @@ def config(parallel: ParallelConfig, ranks: int, in_backward: bool, **options: A
 def rows(ranks: int) -> dict[str, tuple[ParallelConfig, dict[str, Any]]]:
     half, decays = DType.bfloat16, {"weight_decay_on": WeightDecayOn.all}
     parallel: ParallelConfig = SingleConfig() if ranks == 1 else FSDP2Config()
-    low = {"optim": AdamWConfig(lr=1e-2, state_dtype=StateDType.int8), "model": WITH_BLOCKS["qwen3_moe"]}
+    low = {"optim": AdamWConfig(lr=1e-2, state_dtype=OptimStateDType.int8), "model": WITH_BLOCKS["qwen3_moe"]}
     rows: dict[str, tuple[ParallelConfig, dict[str, Any]]] = {
         "adamw, tied": (parallel, {"tie_embeddings": True}),
         "not deterministic": (parallel, {"deterministic": False}),
         "foreach": (parallel, {"optim": AdamWConfig(implementation=Implementation.foreach, **decays)}),
         "sgd": (parallel, {"optim": SGDConfig(lr=0.1, **decays), "model": TINY["gpt2"]}),
-        "states of bfloat16": (parallel, {"optim": AdamWConfig(state_dtype=StateDType.bfloat16, **decays)}),
+        "states of bfloat16": (parallel, {"optim": AdamWConfig(state_dtype=OptimStateDType.bfloat16, **decays)}),
         "states of int8": (parallel, low),
         "bfloat16": (replace(parallel, param_dtype=half), {"model": TINY["qwen3_moe"]}),
         "checkpointing, chunked loss": (

@@ -10,9 +10,9 @@ from fsdptoys.config.schema import Config
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
 from fsdptoys.memory.bucketed_optimizer import BucketedOptimizer
-from fsdptoys.memory.config import OffloadSchedule, StateDType
+from fsdptoys.memory.config import OffloadSchedule, OffloadStateDType
 from fsdptoys.memory.optimizer_offload import resolve_schedule
-from fsdptoys.optim.config import AdamWConfig, Implementation, SGDConfig, WeightDecayOn
+from fsdptoys.optim import AdamWConfig, Implementation, SGDConfig, WeightDecayOn
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.parallel.fsdp import TORCH, ReshardAfterForward, Wrap
 from fsdptoys.parallel.fsdp2 import FSDP2, gathering_stream
@@ -23,7 +23,7 @@ from tests.parallel.runs import TINY, make_config, tiny_model
 
 SERIAL, PIPELINED, LAZY = "serial", "pipelined", "lazy"
 CHECKPOINTED = MemoryConfig(gradient_checkpointing=GradientCheckpointing.full)
-BFLOAT16 = {"offload_state_dtype": StateDType.bfloat16}
+BFLOAT16 = {"offload_state_dtype": OffloadStateDType.bfloat16}
 
 SMALL = replace(tiny_model(), n_layers=2)
 

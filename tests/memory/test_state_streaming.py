@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fsdptoys.device import Device
 from fsdptoys.memory import MemoryConfig, optimizer_offload
 from fsdptoys.memory.bucketed_optimizer import BucketedOptimizer
-from fsdptoys.memory.config import OffloadSchedule, StateDType
+from fsdptoys.memory.config import OffloadSchedule, OffloadStateDType
 from fsdptoys.memory.optimizer_offload import offload_optimizer
 from fsdptoys.memory.stochastic_rounding import round_stochastically
 from fsdptoys.memory.transfers import StreamTransfers, Transfers
@@ -133,10 +133,12 @@ class Perverse(Transfers):
 
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("layers", [2, 3, 6])
-@pytest.mark.parametrize("dtype", list(StateDType), ids=lambda dtype: dtype.value)
+@pytest.mark.parametrize("dtype", list(OffloadStateDType), ids=lambda dtype: dtype.value)
 @pytest.mark.parametrize("eager", [set(), {"load"}, {"store"}], ids=["late", "early loads", "early stores"])
 @pytest.mark.parametrize("how", [SERIAL, PIPELINED, LAZY])
-def test_events_alone_keep_asynchronous_copies_right(how: str, eager: set[str], dtype: StateDType, layers: int) -> None:
+def test_events_alone_keep_asynchronous_copies_right(
+    how: str, eager: set[str], dtype: OffloadStateDType, layers: int
+) -> None:
     """Oracle: copies that are done at once; these run as early or as late as the events leave open, over 3 buffers."""
     memory = {"offload_state_dtype": dtype}
     plain, perverse = Stack(layers), Stack(layers)

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsdptoys.loss import cross_entropy_sum
-from fsdptoys.models import FAMILIES, Llama4Config, ModelConfig, RotaryConfig, choose_kernels, use_kernels
+from fsdptoys.models import MODELS, Llama4Config, ModelConfig, RotaryConfig, choose_kernels, use_kernels
 from fsdptoys.models.grouped import Looped
 from fsdptoys.models.layers import Attention
 from tests.checkpoint.folders import build, load
@@ -137,7 +137,7 @@ def test_initial_values_follow_the_config(case: str) -> None:
 
 def test_all_families_are_among_the_cases() -> None:
     """A family without a case would be held against nothing."""
-    assert {config.family for config in SMALL.values()} == set(FAMILIES)
+    assert {config.family for config in SMALL.values()} == set(MODELS)
 
 
 def test_labels_without_a_loss_function_are_refused() -> None:
@@ -148,7 +148,7 @@ def test_labels_without_a_loss_function_are_refused() -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("family", [family for family, config in FAMILIES.items() if issubclass(config, RotaryConfig)])
+@pytest.mark.parametrize("family", [family for family, config in MODELS.items() if issubclass(config, RotaryConfig)])
 def test_what_a_folder_does_not_say_is_what_transformers_takes(family: str) -> None:
     """Oracle: transformers' configuration where ``config.json`` lacks all keys that have a default here."""
     transformers = pytest.importorskip("transformers")
@@ -157,7 +157,7 @@ def test_what_a_folder_does_not_say_is_what_transformers_takes(family: str) -> N
     optional = {style.keys[name] for name in style.defaults} | {"rope_theta", "rope_scaling", "rope_parameters"}
     tree = {key: value for key, value in style.write_config(config).items() if key not in optional}
     theirs = transformers.AutoConfig.for_model(**{key: value for key, value in tree.items() if key != "architectures"})
-    ours = FAMILIES[family](**style.read_config(tree))
+    ours = MODELS[family](**style.read_config(tree))
     assert isinstance(ours, RotaryConfig)
     assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
     assert ours.head_width == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)

@@ -223,7 +223,7 @@ def test_operators_of_torch_npu_that_selective_keeps_are_those_that_are_called()
 from tests.npu_stand_ins import CALLS, DEVICE, IS_REAL, npu_operators
 with npu_operators():
     import torch
-    from fsdptoys.memory.checkpointing import SAVED_OPERATORS
+    from fsdptoys.memory.activation_checkpointing import SAVED_OPERATORS
     assert torch.ops.npu.npu_fusion_attention.default in SAVED_OPERATORS["attention"]
     assert torch.ops.npu.npu_grouped_matmul.default in SAVED_OPERATORS["grouped_mm"]
 """

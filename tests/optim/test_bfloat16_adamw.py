@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from fsdptoys.memory import MemoryConfig
-from fsdptoys.optim.config import (
+from fsdptoys.optim import (
     LARGEST_BFLOAT16_BETA,
     AdamWConfig,
     Implementation,
-    StateDType,
+    OptimStateDType,
     WeightDecayOn,
     build_optimizer,
 )
@@ -21,10 +21,10 @@ from scripts.parity import train_all
 from scripts.ranks import run_ranks
 from tests.parallel.runs import make_config
 
-MEANS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def run(kept: StateDType, implementation: Implementation) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+def run(kept: OptimStateDType, implementation: Implementation) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
     """A few steps; states that are not kept in bfloat16 are rounded to it by hand."""
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((70, 9), (5,))]
@@ -35,9 +35,9 @@ def run(kept: StateDType, implementation: Implementation) -> tuple[list[nn.Param
         for param in params:
             param.grad = torch.randn(param.shape, generator=generator)
         optimizer.step()
-        if kept is StateDType.float32:
+        if kept is OptimStateDType.float32:
             for state in optimizer.state.values():
-                for name in MEANS:
+                for name in MOMENTS:
                     state[name] = state[name].bfloat16().float()
     return params, optimizer
 
@@ -45,10 +45,12 @@ def run(kept: StateDType, implementation: Implementation) -> tuple[list[nn.Param
 @pytest.mark.parametrize("implementation", list(Implementation), ids=lambda each: each.value)
 def test_an_update_is_pytorchs_in_float32_with_states_rounded_after_it(implementation: Implementation) -> None:
     """Oracle: torch.optim.AdamW, or what stands for its fused form on a CPU, and rounding by hand: in every bit."""
-    (mine, kept), (theirs, wanted) = (run(dtype, implementation) for dtype in (StateDType.bfloat16, StateDType.float32))
+    (mine, kept), (theirs, wanted) = (
+        run(dtype, implementation) for dtype in (OptimStateDType.bfloat16, OptimStateDType.float32)
+    )
     for param, expected in zip(mine, theirs, strict=True):
         assert torch.equal(param, expected)
-        for name in MEANS:
+        for name in MOMENTS:
             assert kept.state[param][name].dtype == torch.bfloat16
             assert torch.equal(kept.state[param][name].float(), wanted.state[expected][name])
         assert kept.state[param]["step"] == 5
@@ -56,10 +58,10 @@ def test_an_update_is_pytorchs_in_float32_with_states_rounded_after_it(implement
 
 def test_loading_keeps_states_in_bfloat16() -> None:
     """Oracle: the states before; PyTorch's own loading makes float32 of them."""
-    _, optimizer = run(StateDType.bfloat16, Implementation.foreach)
-    before = {name: [state[name].clone() for state in optimizer.state.values()] for name in MEANS}
+    _, optimizer = run(OptimStateDType.bfloat16, Implementation.foreach)
+    before = {name: [state[name].clone() for state in optimizer.state.values()] for name in MOMENTS}
     optimizer.load_state_dict(optimizer.state_dict())
-    for name in MEANS:
+    for name in MOMENTS:
         for state, expected in zip(optimizer.state.values(), before[name], strict=True):
             assert state[name].dtype == torch.bfloat16 and torch.equal(state[name], expected)
 
@@ -85,7 +87,7 @@ LAYOUTS: dict[str, tuple[ParallelConfig, int, int, dict[str, Any]]] = {
 def test_states_of_bfloat16_match_a_single_process_bitwise_under_every_layout(ranks: int) -> None:
     """Oracle: one process that runs the same micro-batches in turn; deterministic mode, on real gloo ranks."""
     options: dict[str, Any] = {
-        "optim": AdamWConfig(lr=1e-2, state_dtype=StateDType.bfloat16, weight_decay_on=WeightDecayOn.all),
+        "optim": AdamWConfig(lr=1e-2, state_dtype=OptimStateDType.bfloat16, weight_decay_on=WeightDecayOn.all),
         "steps": 3,
     }
     rows = {name: row for name, row in LAYOUTS.items() if row[1] == ranks and (name != "hsdp2" or TORCH >= (2, 8))}

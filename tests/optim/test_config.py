@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdptoys.optim.config import (
+from fsdptoys.optim import (
     AdamWConfig,
     Implementation,
     OptimConfig,

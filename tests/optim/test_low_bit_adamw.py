@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from fsdptoys.memory import MemoryConfig
-from fsdptoys.optim.config import AdamWConfig, Implementation, StateDType, WeightDecayOn, build_optimizer
+from fsdptoys.optim import AdamWConfig, Implementation, OptimStateDType, WeightDecayOn, build_optimizer
 from fsdptoys.parallel import DDPConfig, FSDP2Config, ParallelConfig, SingleConfig, ToyDDPConfig, ToyFSDPConfig
 from fsdptoys.parallel.fsdp import TORCH
 from scripts.parity import train_all
 from scripts.ranks import run_ranks
 from tests.parallel.runs import WITH_BLOCKS, make_config
 
-LOW_BITS = [StateDType.int8, StateDType.float8, StateDType.int4]
+LOW_BITS = [OptimStateDType.int8, OptimStateDType.float8, OptimStateDType.int4]
 SHAPES = {"layers.0": (20, 256), "layers.1": (512, 32), "layers.2": (16, 8), "layers.3": (4100,)}
 """Rows of whole blocks, of smaller ones, of none, and a vector: matrices of few bits are the first two."""
 
@@ -35,7 +35,7 @@ def take_steps(optimizers: list[torch.optim.Optimizer], params: dict[str, nn.Par
 
 
 def ours(
-    kept: StateDType, implementation: Implementation, names: Iterable[str] = SHAPES
+    kept: OptimStateDType, implementation: Implementation, names: Iterable[str] = SHAPES
 ) -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer]:
     """After a few steps."""
     params = make_params(names)
@@ -46,13 +46,13 @@ def ours(
 
 
 @pytest.mark.parametrize("kept", LOW_BITS, ids=lambda each: each.value)
-def test_matrices_are_updated_as_torchao_does_and_the_rest_as_pytorch_does(kept: StateDType) -> None:
+def test_matrices_are_updated_as_torchao_does_and_the_rest_as_pytorch_does(kept: OptimStateDType) -> None:
     """Oracle: torchao's optimizers, uncompiled, with the same blocks, and torch.optim.AdamW: in every bit."""
     from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
 
     mine, optimizer = ours(kept, Implementation.for_loop)
-    kind = {StateDType.int8: AdamW8bit, StateDType.float8: AdamWFp8, StateDType.int4: AdamW4bit}[kept]
-    largest = 128 if kept is StateDType.int4 else 256
+    kind = {OptimStateDType.int8: AdamW8bit, OptimStateDType.float8: AdamWFp8, OptimStateDType.int4: AdamW4bit}[kept]
+    largest = 128 if kept is OptimStateDType.int4 else 256
     theirs = make_params()
     options: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
     optimizers = {
@@ -80,7 +80,7 @@ def test_the_compiled_update_differs_from_the_uncompiled_one_by_rounding_alone()
     """Oracle: the uncompiled one; a step is about the learning rate, 1e-2."""
     names = ("layers.0", "layers.3")
     implementations = (Implementation.fused, Implementation.for_loop)
-    (compiled, _), (plain, _) = (ours(StateDType.float8, each, names) for each in implementations)
+    (compiled, _), (plain, _) = (ours(OptimStateDType.float8, each, names) for each in implementations)
     start = make_params(names)
     for name, param in compiled.items():
         assert (param - start[name]).abs().max() > 1e-2
@@ -90,7 +90,7 @@ def test_the_compiled_update_differs_from_the_uncompiled_one_by_rounding_alone()
 
 
 @pytest.mark.parametrize("kept", LOW_BITS, ids=lambda each: each.value)
-def test_what_states_take_is_what_the_formula_says_and_stays_over_loading(kept: StateDType) -> None:
+def test_what_states_take_is_what_the_formula_says_and_stays_over_loading(kept: OptimStateDType) -> None:
     """Oracle: bytes of the tensors; the states before."""
     params, optimizer = ours(kept, Implementation.for_loop)
     config = AdamWConfig(state_dtype=kept)
@@ -106,10 +106,10 @@ def test_what_states_take_is_what_the_formula_says_and_stays_over_loading(kept: 
 
 
 def rows(ranks: int) -> dict[str, tuple[ParallelConfig, int, dict[str, Any]]]:
-    def adamw(kept: StateDType) -> dict[str, Any]:
+    def adamw(kept: OptimStateDType) -> dict[str, Any]:
         return {"optim": AdamWConfig(lr=1e-2, state_dtype=kept, weight_decay_on=WeightDecayOn.all)}
 
-    int8, int4 = adamw(StateDType.int8), adamw(StateDType.int4)
+    int8, int4 = adamw(OptimStateDType.int8), adamw(OptimStateDType.int4)
     if ranks == 4:
         hybrid = {"hsdp2": (FSDP2Config(), 2, int8)} if TORCH >= (2, 8) else {}
         return {"fsdp2": (FSDP2Config(), -1, int8), **hybrid}
@@ -118,7 +118,7 @@ def rows(ranks: int) -> dict[str, tuple[ParallelConfig, int, dict[str, Any]]]:
         "fsdp2": (FSDP2Config(), -1, int8),
         "fsdp2 cpu offload": (FSDP2Config(), -1, {**int8, "memory": MemoryConfig(cpu_offload=True)}),
         "fsdp2 int4": (FSDP2Config(), -1, int4),
-        "fsdp2 float8": (FSDP2Config(), -1, adamw(StateDType.float8)),
+        "fsdp2 float8": (FSDP2Config(), -1, adamw(OptimStateDType.float8)),
         "fsdp2 experts": (FSDP2Config(), -1, {**int4, "model": WITH_BLOCKS["qwen3_moe"]}),
         "toy_fsdp": (ToyFSDPConfig(), -1, int4),
         "toy_ddp": (ToyDDPConfig(), -1, int8),

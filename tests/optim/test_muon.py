@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from fsdptoys.optim.config import Implementation, MuonConfig, ProductDType, UpdateScale, build_optimizer
-from fsdptoys.optim.newton_schulz import orthogonalise
-from fsdptoys.parallel import DDPConfig, FSDP2Config, ParallelConfig, SingleConfig
-from fsdptoys.parallel.fsdp import TORCH, ToyFSDPConfig
+from fsdptoys.optim import Implementation, MatmulDType, MuonConfig, UpdateScale, build_optimizer
+from fsdptoys.optim.newton_schulz import orthogonalize
+from fsdptoys.parallel import DDPConfig, FSDP2Config, ParallelConfig, SingleConfig, ToyFSDPConfig
+from fsdptoys.parallel.fsdp import TORCH
 from fsdptoys.parallel.toy_ddp import ToyDDPConfig
 from scripts.parity import Outcome, train_all
 from scripts.ranks import run_ranks
@@ -27,7 +27,7 @@ def test_newton_schulz_brings_singular_values_near_one_and_keeps_the_directions(
     generator = torch.Generator().manual_seed(0)
     matrix = torch.randn(shape, generator=generator)
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
-    got = orthogonalise(matrix.to(dtype), 5).float()
+    got = orthogonalize(matrix.to(dtype), 5).float()
     within = left.T @ got @ right.T
     slack = 0.05 if dtype is torch.bfloat16 else 1e-5
     diagonal = within.diagonal()
@@ -41,7 +41,7 @@ def test_newton_schulz_brings_singular_values_near_one_and_keeps_the_directions(
 
 def test_a_matrix_of_zeros_stays_so() -> None:
     """Oracle: zeros."""
-    assert not orthogonalise(torch.zeros(3, 4), 5).any()
+    assert not orthogonalize(torch.zeros(3, 4), 5).any()
 
 
 def matrices(seed: int = 0) -> list[tuple[str, nn.Parameter]]:
@@ -64,7 +64,7 @@ def test_muon_matches_torch_optim_muon_bitwise(scale: UpdateScale, nesterov: boo
     """Oracle: torch.optim.Muon, in bfloat16 as it is."""
     settings: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "nesterov": nesterov, "ns_steps": 4}
     named = matrices()
-    config = MuonConfig(**settings, ns_dtype=ProductDType.bfloat16, update_scale=scale)
+    config = MuonConfig(**settings, ns_dtype=MatmulDType.bfloat16, update_scale=scale)
     names = {name for name, _ in named}
     mine = [param for _, param in named]
     take_steps(build_optimizer(config, named, names, names), mine)
@@ -87,7 +87,7 @@ def test_everything_but_the_blocks_matrices_is_updated_by_adamw_at_its_own_rate(
     mine, theirs = model(), model()
     config = MuonConfig(
         lr=0.1, adamw_lr=1e-2, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.1,
-        ns_dtype=ProductDType.float32, implementation=implementation,
+        ns_dtype=MatmulDType.float32, implementation=implementation,
     )  # fmt: skip
     blocks = {"layers.0.weight", "layers.0.bias"}
     optimizer = build_optimizer(config, mine.items(), {"embed.weight", "layers.0.weight"}, blocks)
@@ -106,7 +106,7 @@ def test_everything_but_the_blocks_matrices_is_updated_by_adamw_at_its_own_rate(
     assert not torch.equal(mine["layers.0.weight"], model()["layers.0.weight"])
 
 
-def test_each_matrix_of_a_stack_is_orthogonalised_by_itself() -> None:
+def test_each_matrix_of_a_stack_is_orthogonalized_by_itself() -> None:
     """Oracle: the same matrices as parameters of their own."""
     generator = torch.Generator().manual_seed(0)
     stack = torch.randn(3, 8, 5, generator=generator)
@@ -114,7 +114,7 @@ def test_each_matrix_of_a_stack_is_orthogonalised_by_itself() -> None:
     together, apart = nn.Parameter(stack.clone()), [nn.Parameter(each.clone()) for each in stack]
     for named in ([("layers.w", together)], [(f"layers.{i}", each) for i, each in enumerate(apart)]):
         names = {name for name, _ in named}
-        optimizer = build_optimizer(MuonConfig(lr=0.1, ns_dtype=ProductDType.float32), named, names, names)
+        optimizer = build_optimizer(MuonConfig(lr=0.1, ns_dtype=MatmulDType.float32), named, names, names)
         together.grad = grads
         for param, grad in zip(apart, grads, strict=True):
             param.grad = grad
@@ -135,10 +135,10 @@ LAYOUTS: dict[str, tuple[ParallelConfig, int, int]] = {
 
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [("llama", ProductDType.auto), ("qwen3_moe", ProductDType.auto), ("llama", ProductDType.bfloat16)],
+    [("llama", MatmulDType.auto), ("qwen3_moe", MatmulDType.auto), ("llama", MatmulDType.bfloat16)],
     ids=["llama", "qwen3_moe", "llama bfloat16"],
 )
-def test_muon_matches_a_single_process_bitwise_under_every_layout(family: str, dtype: ProductDType) -> None:
+def test_muon_matches_a_single_process_bitwise_under_every_layout(family: str, dtype: MatmulDType) -> None:
     """Oracle: one process that runs the same micro-batches in turn; deterministic mode, on real gloo ranks.
 
     Odd sizes, so that shards are uneven; the three experts of qwen3_moe are cut along another dim than the first on two

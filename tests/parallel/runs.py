@@ -12,7 +12,7 @@ from fsdptoys.data import DataConfig, SyntheticConfig
 from fsdptoys.memory import MemoryConfig
 from fsdptoys.metrics import Console, MetricsConfig
 from fsdptoys.models import GPT2Config, Llama4Config, LlamaConfig, ModelConfig, Qwen3Config, Qwen3MoEConfig
-from fsdptoys.optim.config import AdamWConfig, OptimConfig, WeightDecayOn
+from fsdptoys.optim import AdamWConfig, OptimConfig, WeightDecayOn
 from fsdptoys.parallel import ParallelConfig
 from fsdptoys.parallel.mesh import MeshConfig
 from fsdptoys.profiler import DebugConfig, ProfileConfig

@@ -9,8 +9,8 @@ import torch
 from fsdptoys.config.schema import Config
 from fsdptoys.memory import ActivationOffload, CPUOffloadExecutor, GradientCheckpointing, MemoryConfig
 from fsdptoys.memory.activation_offload import HostCopies
-from fsdptoys.models import FAMILIES
-from fsdptoys.optim.config import AdamWConfig, Implementation, SGDConfig, WeightDecayOn
+from fsdptoys.models import MODELS
+from fsdptoys.optim import AdamWConfig, Implementation, SGDConfig, WeightDecayOn
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.parallel.fsdp import TORCH, ReshardAfterForward, Wrap
 from fsdptoys.parallel.precision import DType
@@ -114,7 +114,7 @@ def test_every_family_matches_a_single_process_bitwise(family: str) -> None:
 
 def test_all_families_are_among_the_tiny_ones() -> None:
     """A family that is not would be trained under no strategy."""
-    assert {config.family for config in [tiny_model(), *TINY.values()]} == set(FAMILIES)
+    assert {config.family for config in [tiny_model(), *TINY.values()]} == set(MODELS)
 
 
 @pytest.mark.usefixtures("unmeasured")

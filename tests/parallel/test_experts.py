@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdptoys.config.schema import Config
 from fsdptoys.models import Qwen3MoEConfig
 from fsdptoys.models.moe import Router
-from fsdptoys.optim.config import SGDConfig
+from fsdptoys.optim import SGDConfig
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.parallel.fsdp import TORCH
 from fsdptoys.parallel.fsdp2 import placement

@@ -17,8 +17,17 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.launch.launch import plan_run
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
 from fsdptoys.models import LlamaConfig, Qwen3MoEConfig
-from fsdptoys.parallel import DDPConfig, FSDP2Config, ParallelConfig, SingleConfig, ToyZero3Config, host_copy
+from fsdptoys.parallel import (
+    DDPConfig,
+    FSDP1Config,
+    FSDP2Config,
+    ParallelConfig,
+    SingleConfig,
+    ToyZero3Config,
+    host_copy,
+)
 from fsdptoys.parallel.float8 import Float8, check_float8, check_float8_here, convert_to_float8
+from fsdptoys.parallel.fsdp import Wrap
 from fsdptoys.parallel.precision import DType
 from fsdptoys.train import build as prepare
 from fsdptoys.train.compile import compile_blocks
@@ -199,25 +208,23 @@ def test_only_the_blocks_linear_layers_that_16_divides_are_converted() -> None:
 GOOD: dict[str, Any] = {
     "float8": Float8.tensorwise,
     "all_gather": False,
-    "strategy": "fsdp2",
+    "parallel": FSDP2Config(param_dtype=DType.bfloat16),
     "device_type": "cuda",
-    "computes_in": "bfloat16",
     "tokens": 64,
-    "offloads": False,
-    "in_parts": False,
+    "cpu_offload": False,
 }
 GATHERS = r"train\.float8_all_gather=true .*; set "
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "fsdp1": ({"strategy": "fsdp1"}, r"train\.float8=tensorwise is not .* parallel=fsdp1.*; set parallel=fsdp2"),
+    "fsdp1": ({"parallel": FSDP1Config()}, r"train\.float8=tensorwise is not .* parallel=fsdp1.*; set parallel=fsdp2"),
     "npu": ({"device_type": "npu"}, r"train\.float8=tensorwise needs CUDA's .*; set train\.float8=none"),
-    "float32": ({"computes_in": "float32"}, r"train\.float8=tensorwise .*; set parallel\.param_dtype=bfloat16"),
+    "float32": ({"parallel": FSDP2Config()}, r"train\.float8=tensorwise .*; set parallel\.param_dtype=bfloat16"),
     "tokens": ({"tokens": 24}, r"train\.float8=tensorwise .* is 24, .*; set train\.seq_len to a multiple of 16"),
     "gather none": ({"float8": Float8.none, "all_gather": True}, GATHERS + r"train\.float8=tensorwise"),
     "gather rows": ({"float8": Float8.rowwise, "all_gather": True}, GATHERS + "parallel=fsdp2, train"),
-    "gather ddp": ({"strategy": "ddp", "all_gather": True}, GATHERS + "parallel=fsdp2, train"),
-    "gather offload": ({"offloads": True, "all_gather": True}, GATHERS + r".* memory\.cpu_offload=false"),
+    "gather ddp": ({"parallel": DDPConfig(), "all_gather": True}, GATHERS + "parallel=fsdp2, train"),
+    "gather offload": ({"cpu_offload": True, "all_gather": True}, GATHERS + r".* memory\.cpu_offload=false"),
     "gather parts": (
-        {"in_parts": True, "all_gather": True, "device_type": "cpu"},
+        {"parallel": FSDP2Config(wrap=Wrap.block_attn_mlp), "all_gather": True, "device_type": "cpu"},
         GATHERS + r"parallel\.wrap=block$",
     ),
 }

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from fsdptoys.models import LlamaConfig
 from fsdptoys.parallel import FSDP2Config
-from fsdptoys.parallel import init_weights as initialise
+from fsdptoys.parallel import init_weights as initialize
 from fsdptoys.train.trainer import Trainer
 from scripts.ranks import run_ranks
 from tests.parallel.runs import make_config
@@ -23,7 +23,7 @@ def fill(name: str, rows: torch.Tensor, generator: torch.Generator) -> None:
 
 
 def initialised(param: torch.Tensor) -> torch.Tensor:
-    initialise.initialise(param, "weight", fill, seed=3)
+    initialize.initialize(param, "weight", fill, seed=3)
     return param
 
 
@@ -33,7 +33,7 @@ def shards_unlike_the_whole(shapes: list[tuple[int, ...]], sizes: list[int]) -> 
     grid = init_device_mesh("cpu", (2, 2))
     wrong: list[Any] = []
     for shape, block_elements in product(shapes, sizes):
-        initialise.BLOCK_ELEMENTS = block_elements
+        initialize.BLOCK_ELEMENTS = block_elements
         whole = initialised(torch.empty(shape))
         assert whole.std() > 0.5
         for mesh, placements in [
@@ -60,9 +60,9 @@ def test_shards_are_cut_out_of_the_whole_whatever_the_blocks() -> None:
 
 def test_values_depend_on_seed_name_and_block() -> None:
     """Oracle: the same call with one of them changed."""
-    seeds = {initialise.seed_of(*parts) for parts in [(0, "a", 0), (1, "a", 0), (0, "b", 0), (0, "a", 1)]}
+    seeds = {initialize.seed_of(*parts) for parts in [(0, "a", 0), (1, "a", 0), (0, "b", 0), (0, "a", 1)]}
     assert len(seeds) == 4 and all(0 <= seed < 2**63 for seed in seeds)
-    assert initialise.seed_of(0, "a", 0) == initialise.seed_of(0, "a", 0)
+    assert initialize.seed_of(0, "a", 0) == initialize.seed_of(0, "a", 0)
 
 
 def peak_growth_bytes() -> tuple[int, int, int]:

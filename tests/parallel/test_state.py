@@ -16,9 +16,16 @@ from torch.distributed.tensor import DTensor
 
 from fsdptoys.config.schema import Config
 from fsdptoys.memory import MemoryConfig
-from fsdptoys.memory.config import StateDType
-from fsdptoys.optim.config import AdamWConfig, Implementation, MuonConfig, OptimConfig, SGDConfig, WeightDecayOn
-from fsdptoys.optim.config import StateDType as KeptDType
+from fsdptoys.memory.config import OffloadStateDType
+from fsdptoys.optim import (
+    AdamWConfig,
+    Implementation,
+    MuonConfig,
+    OptimConfig,
+    OptimStateDType,
+    SGDConfig,
+    WeightDecayOn,
+)
 from fsdptoys.optim.schedule import set_schedule
 from fsdptoys.parallel import (
     DDPConfig,
@@ -183,7 +190,7 @@ def test_every_strategy_goes_on_from_the_state_of_one_process_in_every_bit(ranks
         MuonConfig(lr=1e-2),
         *(
             AdamWConfig(lr=1e-2, state_dtype=kept, weight_decay_on=WeightDecayOn.all)
-            for kept in (KeptDType.bfloat16, KeptDType.int8, KeptDType.int4)
+            for kept in (OptimStateDType.bfloat16, OptimStateDType.int8, OptimStateDType.int4)
         ),
     ],
     ids=["muon", "states of bfloat16", "states of int8", "states of int4"],
@@ -220,7 +227,7 @@ def rows_on_two_ranks() -> dict[str, Row]:
     ) -> Row:
         return Row(config(parallel, 2, **{"model": replace(MODELS["llama"], n_layers=1), **more}), how, offload or {})
 
-    bf16, half = {"param_dtype": DType.bfloat16}, {"offload_state_dtype": StateDType.bfloat16}
+    bf16, half = {"param_dtype": DType.bfloat16}, {"offload_state_dtype": OffloadStateDType.bfloat16}
     sgd = {"optim": SGDConfig(lr=0.1, weight_decay_on=WeightDecayOn.all)}
     flat = FSDP1Config(use_orig_params=False)
     offloaded = {"memory": MemoryConfig(cpu_offload=True)}

@@ -15,7 +15,7 @@ from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import AttentionKind, Hardware, load_hardware
 from fsdptoys.metrics.prediction import Category, Prediction
 from fsdptoys.models import ModelConfig
-from fsdptoys.optim.config import MuonConfig, SGDConfig
+from fsdptoys.optim import MuonConfig, SGDConfig
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, SingleConfig
 from fsdptoys.plan.estimate import activations
 from fsdptoys.plan.estimate.activations import segments_of

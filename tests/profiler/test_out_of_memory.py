@@ -29,7 +29,8 @@ from scripts.ranks import run_ranks
 GIB, MIB = 2**30, 2**20
 
 DDP = Switches(
-    parallel="ddp",
+    shards_parameters=False,
+    takes_cpu_offload=False,
     world_size=4,
     fsdp_size=1,
     batch_size=4,

@@ -12,7 +12,7 @@ import yaml
 from fsdptoys.config.schema import Config
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
 from fsdptoys.metrics import StepMetrics
-from fsdptoys.optim.config import AdamWConfig, WeightDecayOn
+from fsdptoys.optim import AdamWConfig, WeightDecayOn
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.parallel.fsdp2 import FSDP2
 from fsdptoys.parallel.precision import DType

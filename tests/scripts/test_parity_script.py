@@ -9,7 +9,7 @@ from rich.console import Console
 
 from fsdptoys.config.compose import SCHEMAS, compose_config
 from fsdptoys.errors import ConfigError
-from fsdptoys.models import FAMILIES
+from fsdptoys.models import MODELS
 from scripts import parity
 
 
@@ -48,7 +48,7 @@ def test_every_toy_has_a_row_and_a_native_to_be_held_against() -> None:
 def test_a_small_model_of_every_family_is_compared() -> None:
     """Oracle: the families, and the presets there are."""
     models = parity.parse_arguments([]).models
-    assert [compose_config([f"model={model}"]).model.family for model in models] == list(FAMILIES)
+    assert [compose_config([f"model={model}"]).model.family for model in models] == list(MODELS)
 
 
 def outcome(loss: float, parameters: str = "same") -> parity.Outcome:

@@ -11,7 +11,7 @@ import pytest
 from fsdptoys.config.schema import Config, SumDType
 from fsdptoys.data import SyntheticConfig
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig, OffloadSchedule
-from fsdptoys.optim.config import AdamWConfig, Implementation, WeightDecayOn
+from fsdptoys.optim import AdamWConfig, Implementation, WeightDecayOn
 from fsdptoys.parallel import (
     DDPConfig,
     FSDP1Config,

@@ -15,7 +15,7 @@ from fsdptoys.metrics.step import (
 )
 from fsdptoys.models import DecoderModel, MoEConfig, routers
 from fsdptoys.models.moe import Router, Scores
-from fsdptoys.optim.config import SGDConfig
+from fsdptoys.optim import SGDConfig
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, SingleConfig
 from fsdptoys.train.trainer import Trainer
 from scripts.ranks import run_ranks

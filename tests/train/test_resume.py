@@ -22,9 +22,8 @@ from fsdptoys.checkpoint.retention import Series
 from fsdptoys.cli.convert import convert
 from fsdptoys.config.schema import Config
 from fsdptoys.errors import ConfigError, GivenUpError, LostRanksError
-from fsdptoys.memory import CPUOffloadExecutor, MemoryConfig, OffloadSchedule, StateDType
-from fsdptoys.optim.config import AdamWConfig, MuonConfig, SGDConfig, WeightDecayOn
-from fsdptoys.optim.config import StateDType as KeptDType
+from fsdptoys.memory import CPUOffloadExecutor, MemoryConfig, OffloadSchedule, OffloadStateDType
+from fsdptoys.optim import AdamWConfig, MuonConfig, OptimStateDType, SGDConfig, WeightDecayOn
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.parallel.precision import DType
 from fsdptoys.train.run import Run
@@ -132,9 +131,9 @@ def two_ranks() -> dict[str, tuple[Config, dict[str, Any]]]:
 
     background = {"async_save": True}
     lazy = {"optimizer_offload": True, "offload_schedule": OffloadSchedule.lazy}
-    rounded = {"optimizer_offload": True, "offload_state_dtype": StateDType.bfloat16}
-    halved = AdamWConfig(lr=1e-2, state_dtype=KeptDType.bfloat16, weight_decay_on=WeightDecayOn.all)
-    eighth = AdamWConfig(lr=1e-2, state_dtype=KeptDType.int8, weight_decay_on=WeightDecayOn.all)
+    rounded = {"optimizer_offload": True, "offload_state_dtype": OffloadStateDType.bfloat16}
+    halved = AdamWConfig(lr=1e-2, state_dtype=OptimStateDType.bfloat16, weight_decay_on=WeightDecayOn.all)
+    eighth = AdamWConfig(lr=1e-2, state_dtype=OptimStateDType.int8, weight_decay_on=WeightDecayOn.all)
     few_bits = {"optim": eighth, "model": WITH_BLOCKS["qwen3_moe"]}
     overlapped = {"cpu_offload": True, "cpu_offload_executor": CPUOffloadExecutor.overlapped, "cpu_threads": 2}
     return {
@@ -167,7 +166,7 @@ def two_ranks() -> dict[str, tuple[Config, dict[str, Any]]]:
 
 
 def four_ranks() -> dict[str, tuple[Config, dict[str, Any]]]:
-    rounded = MemoryConfig(optimizer_offload=True, offload_state_dtype=StateDType.bfloat16)
+    rounded = MemoryConfig(optimizer_offload=True, offload_state_dtype=OffloadStateDType.bfloat16)
     return {
         "fsdp2": (make_config(FSDP2Config(), 4, **SMALL), {}),
         "hsdp2": (make_config(FSDP2Config(), 4, fsdp_size=2, **SMALL), {"async_save": True}),

@@ -17,7 +17,7 @@ from fsdptoys.data import SyntheticConfig, TextConfig
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import MemoryConfig
 from fsdptoys.models import DecoderModel
-from fsdptoys.optim.config import AdamWConfig
+from fsdptoys.optim import AdamWConfig
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.parallel.ddp import DDP
 from fsdptoys.parallel.fsdp2 import FSDP2

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from fsdptoys.config.schema import Config
 from fsdptoys.device.profile import AttentionKind
 from fsdptoys.loss import build_loss
-from fsdptoys.loss.chunked import GradientDType
 from fsdptoys.loss.objective import Objective
 from fsdptoys.memory import GradientCheckpointing, checkpoint_blocks
 from fsdptoys.memory.activation_offload import MIN_BYTES
@@ -87,7 +86,7 @@ def segments_of(config: Config, model: DecoderModel, attention: AttentionKind) -
         save = tuple(memory.checkpointing_save) if mode is GradientCheckpointing.selective else ()
         blocks.append(_block(key, first[kind], common, mode, save, Uncached(model)))
     chunks = None if memory.chunk_tokens == "auto" else int(memory.chunk_tokens)
-    loss = (memory.chunk_loss, chunks, memory.chunk_grad_dtype, train.label_smoothing, train.z_loss_coef)
+    loss = (memory.chunk_loss, chunks, memory.chunk_grad_dtype.torch, train.label_smoothing, train.z_loss_coef)
     return Segments(
         embedding=_embedding(key, common, Uncached(model)),
         blocks=tuple(blocks),
@@ -178,7 +177,7 @@ def _embedding(key: str, common: _Common, source: Uncached[DecoderModel]) -> Seg
 def _head(
     key: str,
     common: _Common,
-    loss: tuple[bool, int | None, GradientDType, float, float],
+    loss: tuple[bool, int | None, torch.dtype, float, float],
     source: Uncached[DecoderModel],
 ) -> Segment:
     model = source.value

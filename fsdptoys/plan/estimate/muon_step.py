@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from fsdptoys.optim.config import MuonConfig
-from fsdptoys.optim.newton_schulz import orthogonalise_flops
+from fsdptoys.optim import MuonConfig
+from fsdptoys.optim.newton_schulz import orthogonalize_flops
 from fsdptoys.parallel.fsdp2 import placement
 
 from .memory_ledger import Ledger
@@ -96,7 +96,7 @@ class MuonUpdate(Update):
         square = self.dtype.itemsize * min(matrix.rows, matrix.columns) ** 2
         pieces = [*([held_bytes] if held_bytes else []), *[size] * 3, square, square]
         self.ledger.spike(sum(pieces), pieces=pieces)
-        flops = orthogonalise_flops(matrix.rows, matrix.columns, self.steps)
+        flops = orthogonalize_flops(matrix.rows, matrix.columns, self.steps)
         bytes = self.steps * (6 * size + 4 * square)
         self.ledger.multiply(flops, bytes, str(self.dtype).removeprefix("torch."), 3 * self.steps)
         self.ledger.move(7 * size, 4)

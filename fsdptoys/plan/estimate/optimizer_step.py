@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from fsdptoys.memory import CPUOffloadExecutor, OffloadSchedule, StateDType
+from fsdptoys.memory import CPUOffloadExecutor, OffloadSchedule, OffloadStateDType
 from fsdptoys.memory.state_streaming import BUFFERS
 from fsdptoys.metrics.prediction import Category
 from fsdptoys.optim.config import Implementation
@@ -176,7 +176,7 @@ class StreamedUpdate(Update):
     def construct(self) -> None:
         """Allocate the states that stay on the device and, for the lazy schedule, the buffers."""
         memory = self.memory
-        self.width = 2 if memory.offload_state_dtype is StateDType.bfloat16 else 4
+        self.width = 2 if memory.offload_state_dtype is OffloadStateDType.bfloat16 else 4
         self.lazy = self.holds_gradients = memory.offload_schedule is OffloadSchedule.lazy
         limit = memory.offload_bucket_mib * 2**20
         kinds = self.state_width // 4

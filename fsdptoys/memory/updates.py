@@ -1,0 +1,83 @@
+"""Interface between the trainer and an optimizer's steps: taken after the backward, bucket by bucket, or within it.
+
+``Updates`` is the plain form, with ``BucketedUpdates`` and ``OptimizerInBackward`` as subclasses. The trainer calls
+``clip`` and ``step`` once a step, and ``finish`` before anything but a forward reads parameters.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+MapParts = Callable[[Callable[[Tensor], Tensor], list[Tensor]], Iterable[Tensor]]
+"""Like the builtin ``map``, over parts of gradients."""
+
+
+class GradientNorms(Protocol):
+    """The methods of a strategy that clip gradients."""
+
+    def clip_grad_norm(
+        self, max_norm: float, scale_by: Callable[[Tensor], None] | None = None, map_parts: MapParts = map
+    ) -> Tensor:
+        """Scale gradients to ``max_norm``; return their norm before."""
+
+    def total_norm(self, norms: list[Tensor]) -> Tensor:
+        """Norm over all ranks, from norms of this rank's parts."""
+
+
+class Updates:
+    """Takes each step of an optimizer at once, after the backward.
+
+    Args:
+        optimizer: updates all parameters.
+        threads: CPU threads for norm and step, for parameters in host memory; None for the process's own number.
+    """
+
+    unit_by_unit: ClassVar[bool] = False
+    """Whether units may be updated one by one, so that all-gathers cannot share a preparation after ``step``."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, threads: int | None = None) -> None:
+        self.optimizer = optimizer
+        self._threads = threads
+
+    @property
+    def steps_taken(self) -> int | None:
+        """Steps so far, if updates depend on the count."""
+        return None
+
+    @property
+    def held_gradients(self) -> Sequence[Tensor]:
+        """Gradients of pending updates, which ``param.grad`` does not hold any more."""
+        return ()
+
+    def restore(self, steps_taken: int | None) -> None:
+        """Continue counting from a checkpoint's ``steps_taken``; None from runs that did not count."""
+
+    def clip(self, norms: GradientNorms, max_norm: float) -> Tensor:
+        """Scale the gradients of the next step down to ``max_norm``; return their norm before. A collective."""
+        with self._with_threads():
+            return norms.clip_grad_norm(max_norm)
+
+    def step(self) -> None:
+        """Take the optimizer's step, or begin it."""
+        with self._with_threads():
+            self.optimizer.step()
+
+    def finish(self) -> None:
+        """Finish pending updates: parameters are then as after the last step."""
+
+    def _with_threads(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._threads is None else cpu_threads(self._threads)
+
+
+@contextmanager
+def cpu_threads(count: int) -> Iterator[None]:
+    """Let PyTorch use ``count`` threads on the CPU within the context."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

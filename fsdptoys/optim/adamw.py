@@ -1,0 +1,135 @@
+"""AdamW (arXiv:1711.05101): settings, and the choice of its implementation by device and state dtype."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar
+
+import torch
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.utils.bounds import check_at_most
+
+from . import low_bit_adamw
+from .bfloat16_adamw import BFloat16AdamW
+from .config import Implementation, OptimConfig
+from .vector_adamw import VectorAdamW
+
+LARGEST_BFLOAT16_BETA = 1 - 2**-8
+"""Neighbors in bfloat16 are up to 2**-7 of a number apart; a decay by less than half of that is rounded back."""
+
+
+class OptimStateDType(Enum):
+    """dtype in which states are kept; the update computes in float32."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    """Half the bytes, rounded to nearest: 8 bits of each moment."""
+    int8 = "int8"
+    """A quarter: torchao's 8-bit codes, and a scale for up to 256 of them."""
+    float8 = "float8"
+    """A quarter: float8_e4m3fn, with such scales."""
+    int4 = "int4"
+    """An eighth: 4-bit codes, and a scale for up to 128 of them."""
+
+
+@dataclass
+class AdamWSettings(OptimConfig):
+    """Settings of AdamW, by itself or for a part of the parameters."""
+
+    beta1: float = 0.9
+    """Decay of the mean of the gradients."""
+    beta2: float = 0.95
+    """Decay of the mean of their squares."""
+    eps: float = 1e-8
+    """Added to the root of the mean square."""
+
+    def __post_init__(self) -> None:
+        """Check each value by itself."""
+        super().__post_init__()
+        check_at_most("optim", self, eps=1e6)
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            if not 0 <= value < 1:
+                raise ConfigError(f"optim.{name}={value} must be at least 0 and below 1; set optim.{name}=0.9")
+        if not (math.isfinite(self.eps) and self.eps > 0):
+            raise ConfigError(f"optim.eps={self.eps} must be a finite number above 0; set optim.eps=1e-08")
+
+    @property
+    def state_widths(self) -> tuple[int, ...]:
+        """Two moments in float32."""
+        return (4, 4)
+
+    def build_adamw(self, params: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Construct ``torch.optim.AdamW``; its fused form on a CPU is :class:`VectorAdamW`."""
+        on_cpu = all(param.device.type == "cpu" for group in params for param in group["params"])
+        fused_on_cpu = on_cpu and self.implementation is Implementation.fused
+        return self._construct(VectorAdamW if fused_on_cpu else torch.optim.AdamW, params)
+
+    def _construct(self, kind: type[torch.optim.AdamW], params: list[dict[str, Any]]) -> torch.optim.AdamW:
+        betas = (self.beta1, self.beta2)
+        return kind(params, lr=self.lr, betas=betas, eps=self.eps, **self.implementation.arguments)
+
+
+@dataclass
+class AdamWConfig(AdamWSettings):
+    """AdamW (arXiv:1711.05101)."""
+
+    name: ClassVar[str] = "adamw"
+
+    state_dtype: OptimStateDType = OptimStateDType.float32
+    """dtype in which the two moments are kept."""
+
+    def __post_init__(self) -> None:
+        """Check each value by itself."""
+        super().__post_init__()
+        if self.state_dtype is OptimStateDType.bfloat16:
+            for name in ("beta1", "beta2"):
+                value = getattr(self, name)
+                if value > LARGEST_BFLOAT16_BETA:
+                    raise ConfigError(
+                        f"optim.{name}={value} shrinks a moment by less than optim.state_dtype=bfloat16 resolves, so "
+                        f"that it would never fall; set optim.{name}=0.95 or optim.state_dtype=float32"
+                    )
+
+    @property
+    def state_widths(self) -> tuple[int, ...]:
+        """Two moments; with low-bit states, of the parameters that keep float32."""
+        return (2, 2) if self.state_dtype is OptimStateDType.bfloat16 else (4, 4)
+
+    @property
+    def low_bit_format(self) -> str | None:
+        """Name of torchao's format."""
+        return self.state_dtype.value if self.state_dtype.value in low_bit_adamw.FORMATS else None
+
+    @property
+    def updates_float32_copies(self) -> bool:
+        """Whether states are bfloat16, which the update widens."""
+        return self.state_dtype is OptimStateDType.bfloat16
+
+    def is_matrix(self, shape: Sequence[int], in_block: bool) -> bool:
+        """Whether a parameter's states are kept in 8 or 4 bits."""
+        format = self.low_bit_format
+        return format is not None and low_bit_adamw.block_elements(format, shape) is not None
+
+    def state_bytes(self, shape: Sequence[int], elements: int, in_block: bool) -> tuple[int, ...]:
+        """Bytes of codes and scales for matrices, of moments for the rest."""
+        if self.is_matrix(shape, in_block):
+            return low_bit_adamw.state_bytes(self.state_dtype.value, shape, elements)
+        return super().state_bytes(shape, elements, in_block)
+
+    def build(self, params: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Construct AdamW with states of ``state_dtype``."""
+        if self.low_bit_format is not None:
+            for group in params:
+                group["lr"] = self.lr
+            return low_bit_adamw.LowBitAdamW(
+                params,
+                format=self.low_bit_format,
+                betas=(self.beta1, self.beta2),
+                eps=self.eps,
+                compiles=self.implementation is not Implementation.for_loop,
+                build_adamw=self.build_adamw,
+            )
+        return self._construct(BFloat16AdamW, params) if self.updates_float32_copies else self.build_adamw(params)

@@ -1,0 +1,38 @@
+"""Stochastic gradient descent: settings of ``torch.optim.SGD``."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from .config import OptimConfig, check_momentum
+
+
+@dataclass
+class SGDConfig(OptimConfig):
+    """Stochastic gradient descent with momentum."""
+
+    name: ClassVar[str] = "sgd"
+    update_takes_scratch: ClassVar[bool] = False
+    fused_takes_shards: ClassVar[bool] = False
+
+    momentum: float = 0.9
+    """Decay of the running sum of gradients; 0 keeps none."""
+    nesterov: bool = False
+    """Look ahead by one momentum step."""
+
+    def __post_init__(self) -> None:
+        """Check each value by itself."""
+        super().__post_init__()
+        check_momentum(self.momentum, self.nesterov, fix=0.9)
+
+    @property
+    def state_widths(self) -> tuple[int, ...]:
+        """The running sum in float32, if there is momentum."""
+        return (4,) if self.momentum else ()
+
+    def build(self, params: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Construct ``torch.optim.SGD``."""
+        return torch.optim.SGD(
+            params, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov, **self.implementation.arguments
+        )
