@@ -6,7 +6,8 @@ file here, its presets in ``configs/model``, and one entry below (``docs/models.
 
 from . import npu_kernels
 from .cache import KeyValueCache
-from .decoder import DecoderModel, ModelConfig, ParameterCounts
+from .config import ModelConfig
+from .decoder import DecoderModel, ParameterCounts
 from .documents import attended_keys
 from .gpt2 import GPT2Config
 from .huggingface import HuggingFaceFormat, Piece, whole

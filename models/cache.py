@@ -1,7 +1,7 @@
-"""Keys and values that a model's attentions have seen, so that a token that follows is all that is read.
+"""Key-value cache: a forward reads only the tokens that follow those already seen.
 
-Each attention keeps its own, rotated and normalised as they were used. One that sees only its own chunk keeps no more
-than the chunk that is not yet full. Not covered: rows of different lengths in a batch, and taking tokens back.
+Each attention keeps its keys and values rotated and normalized. Attention within chunks keeps at most the current
+chunk. Not covered: rows of different lengths in a batch, and removing tokens.
 
 Shapes: B batch, T sequence, G key/value heads, K width of a head.
 """
@@ -11,20 +11,20 @@ from torch import Tensor, nn
 
 
 class KeyValueCache:
-    """What a model remembers of the tokens it was given with this; those of the next call follow them.
+    """Keys and values of the tokens seen so far; the next call's tokens follow them.
 
-    Deliberately no dataclass: wrappers of modules that cast their inputs make copies of dataclasses.
+    Not a dataclass, since module wrappers that cast their inputs copy dataclasses.
     """
 
     length: int
-    """Tokens that the whole model has seen, which is the position of the next."""
+    """Tokens seen by the full model: the position of the next."""
 
     def __init__(self) -> None:
         self.length = 0
         self._kept: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
     def extend(self, attention: nn.Module, k_BGTK: Tensor, v_BGTK: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values that an attention has kept, with those of new tokens after them."""
+        """An attention's kept keys and values, followed by those of new tokens."""
         if attention not in self._kept:
             return k_BGTK, v_BGTK
         kept_k, kept_v = self._kept[attention]

@@ -1,27 +1,27 @@
-"""Checks of values that a user sets, each with the one sentence that names key, value and fix."""
+"""Checks of model settings; each error names key, value and fix."""
 
 import math
 
 MOST_LAYERS = 10_000
-"""Blocks are built one by one, on the meta device too."""
+"""Blocks are built one by one, even on the meta device."""
 
 MOST_CHANNELS = 2**20
 """Bound of the width and the number of heads."""
 
 MOST_HIDDEN = 2**22
-"""Bound of a feed-forward's width; no weight within these bounds has more bytes than an index can count."""
+"""Bound of a feed-forward's width; within these bounds a weight's bytes fit an index."""
 
 MOST_EXPERTS = 2**16
 
 MOST_TOKENS = 2**30
-"""Bound of everything that counts the tokens of one sequence."""
+"""Bound of settings in tokens of one sequence."""
 
 
 def check_at_least_one(config: object, *names: str) -> None:
     """Refuse counts below 1.
 
     Raises:
-        ValueError: for the first of the fields that is.
+        ValueError: for the first field below 1.
     """
     for name in names:
         if getattr(config, name) < 1:
@@ -32,9 +32,9 @@ def check_at_most(config: object, prefix: str = "", **bounds: float) -> None:
     """Check numbers against upper bounds, beyond which building the model would take minutes or overflow.
 
     Args:
-        config: has the fields; a field that is None passes.
+        config: has the fields; None passes.
         prefix: of the keys, within ``model``.
-        bounds: field → largest value that it may have.
+        bounds: field → largest value.
 
     Raises:
         ValueError: for the first value over its bound.
@@ -50,10 +50,10 @@ def check_positive(*checks: tuple[str, float, float]) -> None:
     """Refuse numbers that are not finite and above 0.
 
     Args:
-        checks: key, value, and what to set it to.
+        checks: key, value, and a valid value.
 
     Raises:
-        ValueError: for the first of them.
+        ValueError: for the first such number.
     """
     for name, value, fix in checks:
         if not (math.isfinite(value) and value > 0):

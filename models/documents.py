@@ -1,13 +1,12 @@
-"""Several documents in one sequence, each of which sees nothing but itself.
+"""Several documents in one sequence, each attending only to itself.
 
-A sequence is cut out of a stream of documents, so a token can have others before it that have nothing to do with it.
-Where the id that ends every document is known, the token ids tell which belong together: attention becomes
-block-diagonal, learned positions and everything else that counts positions begin anew with each document, and the loss
-leaves out what follows an end. So a document's logits are those that it would have by itself, but for roundings.
-Rotary positions run on, since only distances count there. A sequence that begins within a document takes the rest of
-it for a document.
+A sequence is cut out of a stream of documents, so tokens of unrelated documents may precede a token. The id that ends
+every document separates them: attention becomes block-diagonal, learned positions and other position counts restart
+with each document, and the loss ignores the label after an end. A document's logits are then those that it has alone,
+up to rounding. Rotary positions run on, since only distances count. A sequence that begins within a document treats the
+rest of it as a document.
 
-Not covered: generation over a cache, which knows one document.
+Not covered: generation over a cache, which assumes one document.
 
 Shapes: B batch, T sequence.
 """
@@ -22,12 +21,12 @@ from .kernels import Kernels
 
 
 class Documents(NamedTuple):
-    """What attention has to know of the documents of a batch."""
+    """Positions and masks of the documents of a batch."""
 
     positions_BT: Tensor
-    """Of each token in its own document, int64."""
+    """Position of each token in its own document, int64."""
     seen: dict[int | None, Any]
-    """Length of an attention's chunks → who sees whom, as ``Kernels.document_attention`` wants it."""
+    """Chunk length of an attention → mask for ``Kernels.document_attention``."""
 
 
 def mask_documents(
@@ -37,8 +36,8 @@ def mask_documents(
 
     Args:
         positions_BT: of each token in its document.
-        chunk_lens: of the attentions; None for those that see the whole document.
-        kernels: what will attend.
+        chunk_lens: of the attentions; None for the full document.
+        kernels: of the attentions.
         dtype: of queries and keys.
     """
     seq_len = positions_BT.shape[1]
@@ -56,12 +55,12 @@ def document_positions(tokens_BT: Tensor, document_end: int) -> Tensor:
     places_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
     begins_BT = torch.zeros_like(tokens_BT)
     begins_BT[:, 1:] = torch.where(tokens_BT[:, :-1] == document_end, places_T[1:], 0)
-    # A running maximum rather than a sum, which CUDA adds up in any order.
+    # A running maximum rather than a sum, whose order on CUDA is not fixed.
     return places_T - begins_BT.cummax(1).values
 
 
 def attended_keys(tokens_BT: Tensor, document_end: int, chunk_len: int | None) -> int:
-    """Twice the keys that all tokens see together, each itself by half, as the causal half of a square is counted."""
+    """Twice the number of keys that all tokens see, counting itself as half, as in the causal half of a square."""
     positions_BT = document_positions(tokens_BT, document_end)
     return int((2 * (positions_BT % _within(chunk_len, tokens_BT.shape[1])) + 1).sum())
 

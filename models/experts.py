@@ -1,18 +1,18 @@
-"""The experts of a mixture-of-experts layer: every token through its K experts, none dropped, no capacity.
+"""The experts of a mixture-of-experts layer: every token through its K experts, without capacity limits.
 
 The (token, choice) pairs are sorted by expert, so that each expert's rows are contiguous, and multiplied group by group
-(``grouped.py``). Gradients are written out by hand in one autograd function, for three reasons:
+(``grouped``). One autograd function has hand-written gradients, for three reasons:
 
-- Nothing is added by scatter. Rows are gathered by the sorting permutation, and results are gathered by its inverse
-  and summed over the K choices, in the forward and in the backward; so equal inputs give equal bits, every time.
-- Little is saved for the backward: the input (N·D, held by its producer too), the gate and up projections (N·K·2F) and
-  the permutation (3·N·K of int64). Gathered rows and the hidden layer are made again.
-- A CPU works expert by expert through pieces that stay in its cache, and memory is touched once.
+- No scatter-add. Rows are gathered by the sorting permutation, and results by its inverse and summed over the K
+  choices, in forward and backward: equal inputs give equal bits.
+- Few saved tensors: the input (N·D, held by its producer too), the gate and up projections (N·K·2F) and the permutation
+  (3·N·K of int64). Gathered rows and the hidden layer are recomputed.
+- A CPU works expert by expert through pieces that stay in its cache, and reads memory once.
 
-The gradient of a weight comes from the hidden layer, in which the output is linear, so that no expert's output is kept.
-Likewise ``scale_input`` scales the gate and up projections instead of the gathered input.
+The gradient of a routing weight comes from the hidden layer, in which the output is linear, so no expert's output is
+saved. Likewise ``scale_input`` scales the gate and up projections instead of the gathered input.
 
-Not covered: gradients of gradients; ``torch.compile`` breaks the graph here; fake tensors, whose loads nobody knows.
+Not covered: second derivatives; ``torch.compile`` breaks the graph here; fake tensors, whose loads are unknown.
 Sources: arXiv:1701.06538 (experts), arXiv:2211.15841 (without dropping tokens), arXiv:2002.05202 (gated feed-forward).
 
 Shapes: N tokens, D width, E experts, K experts of a token, F width of an expert's hidden layer, R = N·K rows, M rows of
@@ -33,15 +33,15 @@ from .kernels import UsesKernels
 
 
 def _leave_uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.compiler.disable``, which imports the compiler at once: half as long as importing torch takes.
+    """``torch.compiler.disable`` without importing the compiler, which takes half as long as importing torch.
 
-    What torch uses for its own optimizers waits for the first call; it is private, and found so in torch 2.7 and 2.13.
+    torch's own optimizers use the private form, which waits for the first call (seen in torch 2.7 and 2.13).
     """
     return getattr(torch, "_disable_dynamo", torch.compiler.disable)(function)
 
 
 class Experts(UsesKernels):
-    """Gated feed-forwards, stacked."""
+    """Stacked gated feed-forwards."""
 
     def __init__(self, dim: int, ffn_dim: int, n_experts: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Experts(UsesKernels):
     def forward(
         self, hidden_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor, *, scale_input: bool = False
     ) -> Tensor:
-        """Sum each token's experts, weighted: ``sum_k w_nk · down(silu(gate(x_n)) · up(x_n))``.
+        """Weighted sum of each token's experts: ``sum_k w_nk · down(silu(gate(x_n)) · up(x_n))``.
 
         Args:
             hidden_ND: input, in the dtype of the parameters.
@@ -61,7 +61,7 @@ class Experts(UsesKernels):
             scale_input: scale an expert's input by its weight rather than its output (Llama 4).
 
         Returns:
-            (N, D), in the dtype of ``hidden_ND``, whatever autocast says.
+            (N, D), in the dtype of ``hidden_ND`` even under autocast.
 
         Raises:
             ValueError: if dtypes differ, or an id is not below E.
@@ -88,7 +88,7 @@ def apply_experts(
     *,
     scale_input: bool = False,
 ) -> Tensor:
-    """``Experts.forward`` with given matrices and a given implementation of their products (H = 2F)."""
+    """``Experts.forward`` with given matrices and matmul implementation (H = 2F)."""
     routes = _sort(experts_NK, gate_up_EHD.shape[0], product)
     return _Experts.apply(
         hidden_ND.contiguous(), weights_NK, gate_up_EHD, down_EDF, routes, product, scale_input, torch.is_grad_enabled()
@@ -96,7 +96,7 @@ def apply_experts(
 
 
 class _Routes(NamedTuple):
-    """Which row belongs to which pair of token and choice. Lengths beyond R pad the last piece."""
+    """Rows of the sorted (token, choice) pairs. Lengths beyond R pad the last piece."""
 
     pairs: Tensor
     """Row → pair n·K + k, ordered by expert."""
@@ -135,7 +135,7 @@ class _Experts(torch.autograd.Function):
         scale_input: bool,
         keep: bool,
     ) -> Tensor:
-        """``keep``: will there be a backward? Grad mode is always off in here."""
+        """``keep``: whether there will be a backward; grad mode is always off in here."""
         weights_R = weights_NK.flatten()[routes.pairs, None]
         out_RD, kept = _rows_like(hidden_ND, routes, product), []
         with _without_autocast(hidden_ND):
@@ -157,7 +157,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of input, weights and both matrices; the latter are zero for experts without a token."""
+        """Gradients of input, weights and both matrices; those of matrices are zero for experts without tokens."""
         hidden_ND, weights_NK, gate_up_EHD, down_EDF, pairs, tokens, rows_NK, *kept = ctx.saved_tensors
         product, scale_input = ctx.product, ctx.scale_input
         routes = _Routes(pairs, tokens, rows_NK, ctx.pieces)
@@ -203,7 +203,7 @@ class _Experts(torch.autograd.Function):
 
 
 def _gather(source_ND: Tensor, tokens_M: Tensor, piece: Segment) -> Tensor:
-    """Rows of the tokens; those that only pad the piece are zero, so that they add nothing to any gradient."""
+    """Rows of the tokens; padding rows are zero, so that they add nothing to any gradient."""
     rows_MD = source_ND.index_select(0, tokens_M)
     if piece.padded > piece.length:
         rows_MD[piece.length :].zero_()
@@ -211,8 +211,8 @@ def _gather(source_ND: Tensor, tokens_M: Tensor, piece: Segment) -> Tensor:
 
 
 def _gather_sum(source_RD: Tensor, rows_NK: Tensor, product: Product, weights_NK: Tensor | None = None) -> Tensor:
-    """Sum of each token's K rows, weighted where weights are given, in the order of its choices."""
-    # One pass over the rows, and no copy of them.
+    """Sum of each token's K rows, optionally weighted, in the order of its choices."""
+    # One pass over the rows without a copy.
     if product.one_pass_sums and source_RD.device.type == "cpu" and rows_NK.numel():
         return F.embedding_bag(rows_NK, source_RD, mode="sum", per_sample_weights=weights_NK)
     rows_NKD = source_RD.index_select(0, rows_NK.flatten()).view(*rows_NK.shape, source_RD.shape[1])
@@ -220,7 +220,7 @@ def _gather_sum(source_RD: Tensor, rows_NK: Tensor, product: Product, weights_NK
 
 
 def _rows_like(source_ND: Tensor, routes: _Routes, product: Product) -> Tensor:
-    """Where pieces put their rows, in order, so that what one writes beyond its end is overwritten by the next."""
+    """Output rows of all pieces, written in order: the next piece overwrites a piece's padding."""
     length = 0 if isinstance(product, Grouped) else len(routes.pairs)
     return source_ND.new_empty(length, source_ND.shape[1])
 
@@ -233,10 +233,10 @@ def _put(out_RD: Tensor, rows: slice, product: Product, a_MI: Tensor, weight: Te
 
 
 def _matrices_like(weight: Tensor, routes: _Routes, product: Product) -> Tensor:
-    """Where pieces put the gradients of their matrices; those of experts without a token are zero."""
+    """Output for the gradients of all matrices; zero for experts without tokens."""
     if not routes.pieces:
         return torch.zeros_like(weight)
-    if isinstance(product, Grouped):  # brings its own
+    if isinstance(product, Grouped):  # allocates its own
         return weight.new_empty(0)
     grad = torch.empty_like(weight, memory_format=torch.contiguous_format)
     for expert in set(range(weight.shape[0])).difference(piece.experts for piece in routes.pieces):

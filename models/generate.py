@@ -1,10 +1,10 @@
-"""Text that a model goes on with: one token a forward, which reads the tokens before from a key-value cache.
+"""Text generation: one token per forward, which reads the earlier tokens from a key-value cache.
 
-All ranks run the same forwards and draw from generators with the same seed, so that a sharded model gathers its
-parameters as in training and every rank gets the same tokens.
+All ranks run the same forwards and draw from generators with the same seed, so a sharded model gathers its parameters
+as in training and every rank gets the same tokens.
 
-Once there are more tokens than the model may see, each forward reads the last of them anew: every position has moved,
-and with it what all layers have kept. That is slow, and exact.
+Beyond the context length, each forward recomputes the last tokens without the cache, since every position has moved:
+exact, but slow.
 """
 
 from collections.abc import Collection
@@ -16,21 +16,21 @@ from torch import Tensor, nn
 from .cache import KeyValueCache
 
 PROMPT_TOKENS = 1024
-"""Of a prompt that are read at a time, since there are logits for each: 0.5 GiB in float32 for 128,256 ids."""
+"""Prompt tokens per forward, since each has logits: 0.5 GiB in float32 for 128,256 ids."""
 
 
 @dataclass(frozen=True)
 class Draw:
-    """How a token is chosen from the logits of its place."""
+    """Sampling of a token from its logits."""
 
     temperature: float = 1.0
-    """Divides the logits; 0 takes the likeliest token."""
+    """Divides the logits; 0 for greedy decoding."""
     top_k: int | None = None
-    """Only so many of the likeliest tokens are drawn from; None for all."""
+    """Sample from the K likeliest tokens; None for all."""
     top_p: float = 1.0
-    """Only the fewest of the likeliest tokens that have this probability together are drawn from."""
+    """Sample from the smallest set of likeliest tokens with this total probability."""
     seed: int = 0
-    """Of the draws."""
+    """Seed of the draws."""
 
     def choose(self, logits_V: Tensor, generator: torch.Generator) -> Tensor:
         """The next token, int64 of shape (1,).
@@ -41,7 +41,7 @@ class Draw:
         """
         if self.temperature == 0:
             return logits_V.argmax(keepdim=True)
-        # The largest logit becomes 0, so that no temperature is too low to divide by.
+        # The largest logit becomes 0, so that a low temperature cannot overflow.
         scaled_V = (logits_V - logits_V.max()) / self.temperature
         if self.top_k is not None and self.top_k < len(scaled_V):
             likeliest = scaled_V.topk(self.top_k).indices
@@ -64,13 +64,13 @@ def generate(
         model: called with tokens of shape (1, T) on the prompt's device and ``cache``, returns logits of (1, T, V).
         prompt_T: at least one token id, int64.
         count: tokens to add.
-        context: tokens that the model sees at most.
-        draw: how tokens are chosen.
-        end: ids that are the last of a text.
+        context: most tokens that the model sees.
+        draw: sampling.
+        end: ids that end a text.
 
     Returns:
-        The prompt and what follows, int64 of shape (T + count,); shorter after an ``end``, and where the model's logits
-        are not finite.
+        The prompt and its continuation, int64 of shape (T + count,); shorter after an ``end``, or where logits are not
+        finite.
     """
     generator = torch.Generator().manual_seed(draw.seed)
     tokens_T = prompt_T

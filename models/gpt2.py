@@ -1,7 +1,7 @@
 """GPT-2: learned positions, LayerNorm, GELU, biases everywhere and a head tied to the embedding.
 
-Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019); held against transformers'
-GPT2LMHeadModel in ``tests/models/test_families.py``. Not covered: dropout.
+Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019). Tested against transformers'
+GPT2LMHeadModel (``tests/models/test_families.py``). Not covered: dropout.
 
 Shapes: D width, T sequence.
 """
@@ -13,17 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from .checks import MOST_HIDDEN, check_at_least_one, check_at_most
-from .decoder import DecoderModel, ModelConfig
+from .config import ModelConfig
+from .decoder import DecoderModel
 from .huggingface import HuggingFaceFormat, Piece, whole
 from .layers import Attention, Block, GELUFeedForward
 
 
 @dataclass(frozen=True)
 class GPT2Format(HuggingFaceFormat):
-    """Hugging Face's projections are stored (in, out), and queries, keys and values side by side in one."""
+    """Hugging Face stores projections as (in, out), and queries, keys and values in one tensor."""
 
     def pieces(self, name: str, shape: tuple[int, ...]) -> list[Piece]:
-        """Transpose projections, and cut the one of queries, keys and values."""
+        """Transpose projections, and split the one of queries, keys and values."""
         parts = name.split(".")
         projection, kind = parts[-2:]
         if projection in ("q_proj", "k_proj", "v_proj"):
@@ -93,7 +94,7 @@ class GPT2Config(ModelConfig):
     tie_embeddings: bool = True
 
     def __post_init__(self) -> None:
-        """Check what holds for every GPT-2."""
+        """Check the settings of GPT-2."""
         super().__post_init__()
         if self.dim % self.n_heads:
             raise ValueError(
@@ -132,7 +133,7 @@ class GPT2Model(DecoderModel):
         self.embed_positions = nn.Embedding(config.max_seq_len, config.dim)
 
     def embed(self, tokens_BT: Tensor, start: int = 0, positions_BT: Tensor | None = None) -> Tensor:
-        """Add the embedding of each position to that of its token."""
+        """Sum of token and position embeddings."""
         positions = positions_BT
         if positions is None:
             positions = torch.arange(start, start + tokens_BT.shape[1], device=tokens_BT.device)

@@ -1,24 +1,23 @@
-"""Products of sorted rows with one matrix a group: torch's grouped product, or one product a group.
+"""Matmuls of sorted rows with one matrix per group: torch's grouped matmul, or one matmul per group.
 
-Rows that are sorted by expert form contiguous groups of unequal length. A ``Product`` multiplies all groups:
+Rows sorted by expert form contiguous groups of unequal length. A ``Product`` multiplies all groups:
 
-- ``LoopedFloat32``: the same loop by way of float32, for bf16 on CPUs that cannot multiply it (``linear``).
-- ``Grouped``: torch's own grouped product, one call for all groups and no host synchronisation. For accelerators.
-- ``Looped``: one product a group over slices, with the group ends fetched once. Work and memory follow the rows alone,
-  however uneven the groups are. For CPUs, where torch's grouped product is the same loop plus fresh buffers, and for
-  accelerators without a grouped product, where fetching the ends is one host synchronisation a layer call.
-- ``LoopedOneDNN``: the same loop with oneDNN's float32 product, for CPUs with AVX-512. torch sends float32 products to
-  MKL, which reached half of oneDNN's speed on an AMD EPYC (``benchmarks/moe.md``). Both are full float32. Not tried on
-  Intel.
+- ``Grouped``: torch's grouped matmul, one call for all groups without a device sync. For accelerators.
+- ``Looped``: one matmul per group over slices; fetching the group ends is one device sync per layer call. Work and
+  memory follow the rows, however uneven the groups. For CPUs, where torch's grouped matmul is the same loop plus fresh
+  buffers, and for accelerators without a grouped matmul.
+- ``LoopedFloat32``: the same loop through float32, for bf16 on CPUs that cannot multiply it (``linear``).
+- ``LoopedOneDNN``: the same loop with oneDNN's float32 matmul, for CPUs with AVX-512. torch uses MKL for float32, which
+  reached half of oneDNN's speed on an AMD EPYC (``benchmarks/moe.md``). Both are full float32. Not tried on Intel.
 
-oneDNN prepares code for every new number of rows. A loop may therefore lengthen its pieces to ``row_multiple``, so that
-a few lengths serve all loads; what is computed beyond a group is never used. With loads that change from step to step
-this took 10 to 13% off forward and backward.
+oneDNN prepares code for every new number of rows. A loop may therefore pad its pieces to ``row_multiple``, so that a
+few lengths serve all loads; results beyond a group are never used. With loads that change every step this took 10 to
+13% off forward and backward.
 
-Not covered: padding all groups to the longest for one ``torch.bmm``. It gained 1 to 6% in products of even groups, and
-costs E-fold when all tokens choose one expert. ``Grouped`` has been tried on CPUs alone.
+Not covered: padding all groups to the longest for one ``torch.bmm``, which gained 1 to 6% for even groups, and costs
+E-fold if all tokens choose one expert. ``Grouped`` has been tried on CPUs only.
 
-Shapes: M rows of a piece, I and O inner and outer width of a product, E experts, R rows of all experts.
+Shapes: M rows of a piece, I and O inner and outer width of a matmul, E experts, R rows of all experts.
 """
 
 import functools
@@ -33,7 +32,7 @@ from .linear import lacks_bfloat16
 
 
 class Segment(NamedTuple):
-    """Rows that are multiplied in one call, and whose matrices."""
+    """Rows multiplied in one call, and the index of their matrices."""
 
     experts: int | slice
     """Index into the leading dim of the stacked matrices."""
@@ -42,24 +41,24 @@ class Segment(NamedTuple):
     length: int
     """Number of rows that belong to ``experts``."""
     padded: int
-    """Number of rows to multiply, at least ``length``; those beyond belong to later experts, or to nobody."""
+    """Number of rows to multiply, at least ``length``; further rows belong to later experts, or are padding."""
     ends_E: Tensor | None
-    """Ends of the groups within the rows, int32, where a piece has several."""
+    """Ends of the groups within the rows, int32, if a piece has several."""
 
 
 class Looped:
-    """One ``torch.mm`` a group, written into its place."""
+    """One ``torch.mm`` per group, written in place."""
 
     one_pass_sums = True
-    """Whether a CPU may add up a token's rows in one pass, which rounds otherwise than product by product."""
+    """Whether a CPU may sum a token's rows in one pass, which rounds differently."""
 
     def __init__(self, row_multiple: int = 1) -> None:
         self.row_multiple = row_multiple
 
     def pieces(self, ends_E: Tensor, rows: int) -> Sequence[Segment]:
-        """Cut R rows into one piece an expert that has any; fetches the ends from the device.
+        """Split R rows into one piece per expert with rows; syncs with the device.
 
-        On the meta device, where nobody knows the ends, all rows are the first expert's.
+        On the meta device, where the ends are unknown, all rows are the first expert's.
         """
         ends = [rows] * ends_E.numel() if ends_E.is_meta else ends_E.tolist()
         if ends[-1] != rows:
@@ -74,7 +73,7 @@ class Looped:
         ]
 
     def linear(self, a_MI: Tensor, weight_OI: Tensor, piece: Segment, out_MO: Tensor | None = None) -> Tensor:
-        """``a @ weight.T``, like ``torch.nn.functional.linear``, into ``out_MO`` where that is given."""
+        """``a @ weight.T``, like ``torch.nn.functional.linear``, into ``out_MO`` if given."""
         return torch.mm(a_MI, weight_OI.t(), out=out_MO)
 
     def outer(self, a_MO: Tensor, b_MI: Tensor, piece: Segment, out_OI: Tensor | None) -> Tensor:
@@ -83,7 +82,7 @@ class Looped:
 
 
 class LoopedOneDNN(Looped):
-    """One float32 product a group by oneDNN, through the operator that torch.compile uses on CPUs."""
+    """One float32 matmul per group by oneDNN, through the operator that torch.compile uses on CPUs."""
 
     def linear(self, a_MI: Tensor, weight_OI: Tensor, piece: Segment, out_MO: Tensor | None = None) -> Tensor:
         """See ``Looped``."""
@@ -96,13 +95,13 @@ class LoopedOneDNN(Looped):
 
 
 class LoopedAlike(Looped):
-    """One ``torch.mm`` a group, and no way of its own on any device: what devices are compared by."""
+    """One ``torch.mm`` per group with the same arithmetic on every device, to compare devices."""
 
     one_pass_sums = False
 
 
 class LoopedFloat32(Looped):
-    """One product a group of bf16 factors, multiplied in float32, for CPUs that cannot multiply bf16."""
+    """One matmul per group of bf16 operands in float32, for CPUs without bf16 instructions."""
 
     def linear(self, a_MI: Tensor, weight_OI: Tensor, piece: Segment, out_MO: Tensor | None = None) -> Tensor:
         """See ``Looped``."""
@@ -115,7 +114,7 @@ class LoopedFloat32(Looped):
 
 
 class Grouped:
-    """torch's grouped product: all groups in one call, the results in fresh tensors."""
+    """torch's grouped matmul: all groups in one call, results in fresh tensors."""
 
     row_multiple = 1
     one_pass_sums = True
@@ -139,28 +138,28 @@ class Grouped:
 Product = Looped | Grouped
 
 ONEDNN_ROW_MULTIPLE = 32
-"""At 512 rows an expert this adds 3% of work, and 32 experts come in about five lengths rather than 32."""
+"""At 512 rows per expert this adds 3% of work, and 32 experts have about five lengths rather than 32."""
 
 
 def loop_alike(device_type: str, dtype: torch.dtype, *widths: int) -> Product:
-    """A product that does the same arithmetic on every device."""
+    """Matmuls with the same arithmetic on every device."""
     return LoopedAlike()
 
 
 def choose_product(device_type: str, dtype: torch.dtype, *widths: int) -> Product:
-    """The product to use on a type of device with a dtype: the fastest that works there, and with these widths."""
+    """The fastest implementation that works for a device type, dtype and widths."""
     product = _fastest(device_type, dtype)
-    # torch's grouped product wants rows to begin at multiples of 16 bytes.
+    # torch's grouped matmul requires rows aligned to 16 bytes.
     aligned = all(width * dtype.itemsize % 16 == 0 for width in widths)
     return product if aligned or not isinstance(product, Grouped) else Looped()
 
 
 @functools.cache
 def _fastest(device_type: str, dtype: torch.dtype) -> Product:
-    """The first product that works, in the order of speed.
+    """The first implementation that works, in the order of speed.
 
-    Tried on torch 2.13 on a CPU with AVX-512. Whatever raises or gives wrong numbers here is passed over, so that a
-    torch without the operators, or with other ones, falls back to ``Looped``.
+    Tried with torch 2.13 on a CPU with AVX-512. Implementations that raise or give wrong numbers are skipped, so a
+    torch without the operators falls back to ``Looped``.
     """
     if device_type == "meta":
         return Looped()
@@ -182,10 +181,10 @@ def _fastest(device_type: str, dtype: torch.dtype) -> Product:
 
 @torch.no_grad()
 def works(product: Product, device_type: str, dtype: torch.dtype) -> bool:
-    """Does the product give, in forward and backward and with an empty group, what multiplying and adding gives?"""
+    """Whether an implementation gives right numbers in forward and backward, with an empty group among others."""
     try:
-        # The first call may come within a selectively checkpointed block, which would keep what is tried here and hand
-        # it out for what is computed there.
+        # The first call may be within a selectively checkpointed block, which would record this trial and replay its
+        # results.
         with _without_dispatch_modes():
             return _is_right(product, device_type, dtype)
     except (RuntimeError, AttributeError, TypeError, NotImplementedError, ValueError):
@@ -193,7 +192,7 @@ def works(product: Product, device_type: str, dtype: torch.dtype) -> bool:
 
 
 def _without_dispatch_modes() -> AbstractContextManager[Any]:
-    """No mode that was entered sees what is called in here (a private function; tried on torch 2.13)."""
+    """Context without any active dispatch mode (private function; tried with torch 2.13)."""
     disable = getattr(torch.utils._python_dispatch, "_disable_current_modes", nullcontext)
     modes: AbstractContextManager[Any] = disable()
     return modes
@@ -225,7 +224,7 @@ def _group(ends: Sequence[int], expert: int) -> slice:
 
 
 def _times(a_MI: Tensor, weight_OI: Tensor) -> Tensor:
-    """``a @ weight.T`` in float32 without a matrix product, whose precision could be lowered by a global switch."""
+    """``a @ weight.T`` in float32 without a matmul, whose precision a global switch could lower."""
     return (a_MI.float()[:, None] * weight_OI.float()[None]).sum(-1)
 
 

@@ -1,26 +1,23 @@
-"""How a family's parameters and configuration are written in Hugging Face format: names and shapes, no files.
+"""A family's parameters and configuration in Hugging Face format: names and shapes, no files.
 
-A parameter of ours is cut into pieces, each of which equals a region of one of their tensors: mostly the whole under
-another name, but GPT-2 keeps one transposed tensor for queries, keys and values, and Qwen3-MoE a tensor for each
-expert. The same pieces serve to read (any part of a parameter, so that a rank reads what its shard needs) and to write.
+A parameter is split into pieces, each of which equals a region of one Hugging Face tensor: usually all of it under
+another name, but GPT-2 has one transposed tensor for queries, keys and values, and Qwen3-MoE one tensor per expert. The
+same pieces serve to read any part of a parameter, so that a rank reads only its shard, and to write.
 
-``config.json`` is read and written through tables of keys. What changes the arithmetic and is not covered by a family
-is refused by name, since a model that loads and computes something else is worse than one that does not load.
+``config.json`` is read and written through tables of keys. Settings that change the arithmetic and that a family does
+not support are refused by name, rather than computed differently.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .decoder import ModelConfig
+from typing import Any
 
 Bounds = tuple[tuple[int, int], ...]
 """First and past-the-last index of each dim."""
 
 
 def whole(shape: tuple[int, ...]) -> Bounds:
-    """The bounds of all there is."""
+    """Bounds of a full tensor."""
     return tuple((0, size) for size in shape)
 
 
@@ -32,18 +29,18 @@ class Piece:
     """
 
     region: Bounds
-    """In the parameter."""
+    """Region of the parameter."""
     tensor: str
     """Name of the Hugging Face tensor."""
     tensor_shape: tuple[int, ...]
-    """Its whole shape."""
+    """Full shape of the Hugging Face tensor."""
     tensor_region: Bounds
-    """In the Hugging Face tensor, as it is stored."""
+    """Region of the Hugging Face tensor, as stored."""
     transposed: bool = False
     """Whether the last two dims are swapped."""
 
     def narrow(self, wanted: Bounds) -> "Piece | None":
-        """The part of this piece within ``wanted`` bounds of the parameter; None where there is none."""
+        """The part of this piece within ``wanted`` bounds of the parameter; None if empty."""
         region = tuple(
             (max(low, first), min(high, last)) for (low, high), (first, last) in zip(self.region, wanted, strict=True)
         )
@@ -62,34 +59,34 @@ class Piece:
 
 @dataclass(frozen=True)
 class HuggingFaceFormat:
-    """The format of one family; a family whose parameters are cut differently overrides ``pieces``."""
+    """The format of one family; a family whose tensors are split or transposed overrides ``pieces``."""
 
     architecture: str
-    """The class that transformers loads it with, ``architectures`` in ``config.json``."""
+    """The transformers class, ``architectures`` in ``config.json``."""
     model_type: str
     """``model_type`` in ``config.json``."""
     keys: Mapping[str, str]
     """Field of our configuration → key of ``config.json``."""
     names: Mapping[str, str]
-    """Part of our parameters' names → of theirs."""
+    """Part of our parameters' names → part of theirs."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Key of ``config.json`` → the one value that the family computes; refused where another stands."""
+    """Key of ``config.json`` → the only value that the family supports."""
     written: Mapping[str, Any] = field(default_factory=dict)
-    """Key of ``config.json`` → what we write there, and do not read: dropout, which nothing here has."""
+    """Key of ``config.json`` → value to write, such as dropout; not read."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Field of our configuration → its value where ``config.json`` lacks the key."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Key of ``config.json`` → another that is read where it is missing."""
+    """Key of ``config.json`` → fallback key."""
     drops: tuple[str, ...] = ()
-    """Names of tensors that such folders may hold besides and that nothing needs; ``{}`` is the number of a layer."""
+    """Names of unused tensors in such folders; ``{}`` is the number of a layer."""
 
     def tensor_name(self, name: str) -> str:
-        """Their name of a parameter that is not cut."""
+        """Their name of an unsplit parameter."""
         head = "" if name.startswith("lm_head") else self.names[""]
         return head + ".".join(self.names.get(part, part) for part in name.split("."))
 
     def pieces(self, name: str, shape: tuple[int, ...]) -> list[Piece]:
-        """Cut a parameter.
+        """Split a parameter into pieces.
 
         Args:
             name: our name of it.
@@ -97,8 +94,8 @@ class HuggingFaceFormat:
         """
         return [Piece(whole(shape), self.tensor_name(name), shape, whole(shape))]
 
-    def write_config(self, config: "ModelConfig") -> dict[str, Any]:
-        """``config.json`` of a model, as a tree."""
+    def write_config(self, config: Any) -> dict[str, Any]:
+        """``config.json`` of a ``ModelConfig``, as a tree."""
         tree = {"architectures": [self.architecture], "model_type": self.model_type}
         tree |= {key: getattr(config, name) for name, key in self.keys.items() if getattr(config, name) is not None}
         return tree | dict(self.fixed) | dict(self.written)
@@ -107,7 +104,7 @@ class HuggingFaceFormat:
         """Fields of our configuration from a ``config.json``.
 
         Raises:
-            ValueError: in one sentence, for a key that is missing, or whose value the family does not compute.
+            ValueError: for a missing key, or a value that the family does not support.
         """
         for key, value in {"quantization_config": None, **self.fixed}.items():
             if tree.get(key, value) != value:

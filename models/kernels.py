@@ -1,18 +1,18 @@
-"""The operations that have more than one implementation, and the table of them all.
+"""Operations with more than one implementation, and the table of them.
 
-Each operation is a function of tensors. ``torch`` is the plain one, PyTorch's own operators, which every other is held
-against; ``compiled`` is the same function through ``torch.compile``; ``npu`` is torch_npu's fused kernel
-(``npu_kernels``). A layer asks its own ``kernels`` for the function, so that two models of a process may have
-different ones, and what is computed again in the backward is computed by the same.
+Each operation is a function of tensors. ``torch`` is PyTorch's own operators, the reference for the others;
+``compiled`` is the same function through ``torch.compile``; ``npu`` is torch_npu's fused kernel (``npu_kernels``). A
+layer uses the functions of its own ``kernels``, so two models in a process may differ, and recomputation in the
+backward uses the same ones.
 
-A new implementation is entered in ``IMPLEMENTATIONS``. Which one a run takes is not decided here
+New implementations go into ``IMPLEMENTATIONS``. The choice for a run is made elsewhere
 (``fsdptoys.config.kernel_choice``): these functions know tensors, not devices.
 
-Not covered: LayerNorm and GELU (GPT-2), the experts' gate, which is written out with their gradients (``experts``), the
-loss (``memory``), and attention over a cache (``masked_attention``), which is PyTorch's on every device.
+Not covered: LayerNorm and GELU (GPT-2); the experts' gate, which is part of their gradients (``experts``); the loss
+(``loss``); attention over a cache (``masked_attention``), which is PyTorch's on every device.
 
-Shapes: B batch, T sequence, S sequence with what a cache has kept before it, H query heads, G key/value heads, K width
-of a head, F feed-forward width.
+Shapes: B batch, T sequence, S sequence with the cached tokens before it, H query heads, G key/value heads, K width of a
+head, F feed-forward width.
 """
 
 import functools
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 
 class Pairs(Enum):
-    """Which two elements of a head a rotary angle turns."""
+    """The two elements of a head that a rotary angle turns."""
 
     halves = "halves"
     """i and i + K/2."""
-    neighbours = "neighbours"
+    neighbors = "neighbors"
     """2i and 2i + 1."""
 
 
@@ -52,7 +52,7 @@ def attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
 
 
 def masked_attention(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, seen: Tensor | None) -> Tensor:
-    """Attention where a mask, to be spread to (B, H, T, S), says who sees whom or is added; None: all see all."""
+    """Attention with a mask that broadcasts to (B, H, T, S), bool or added to the scores; None for no mask."""
     dtype = q_BHTK.dtype
     shares = q_BHTK.shape[1] != k_BGSK.shape[1]
     if goes_through_float32(q_BHTK):
@@ -62,9 +62,9 @@ def masked_attention(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, seen: Tenso
 
 
 def dense_mask(segments_BT: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores: 0 where a token sees another of its segment, else -inf; of shape (B, 1, T, T).
+    """Additive mask of shape (B, 1, T, T): 0 where a token sees another of its segment, else -inf.
 
-    No bool, of which each call of ``scaled_dot_product_attention`` would make this, and keep it for the backward.
+    Not bool, since each call of ``scaled_dot_product_attention`` would convert it and save it for the backward.
     """
     batch, length = segments_BT.shape
     seen_BTT = (segments_BT.unsqueeze(2) == segments_BT.unsqueeze(1)).tril_()
@@ -73,16 +73,16 @@ def dense_mask(segments_BT: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def dense_document_attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, added: Tensor) -> Tensor:
-    """Attention with what ``dense_mask`` adds."""
+    """Attention with the mask of ``dense_mask``."""
     share = q_BHTK.shape[1] // k_BGTK.shape[1]
     if share > 1 and q_BHTK.device.type != "cpu":
-        # On CUDA the memory-efficient kernel, which takes masks, shares no heads: all scores would be written out.
+        # CUDA's memory-efficient kernel, which takes masks, cannot share heads; the fallback materializes all scores.
         k_BGTK, v_BGTK = (x.repeat_interleave(share, dim=1) for x in (k_BGTK, v_BGTK))
     return masked_attention(q_BHTK, k_BGTK, v_BGTK, added)
 
 
 def block_mask(segments_BT: Tensor, dtype: torch.dtype) -> "BlockMask":
-    """Blocks of the square, of which those that nobody sees are left out."""
+    """Mask of blocks, without those that no token sees."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -93,11 +93,11 @@ def block_mask(segments_BT: Tensor, dtype: torch.dtype) -> "BlockMask":
 
 
 def flex_attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, seen: "BlockMask") -> Tensor:
-    """Attention over blocks, in a kernel that the compiler makes; by itself it would write all products out."""
+    """Attention over blocks, compiled; eager flex_attention would materialize all scores."""
     from torch.nn.attention.flex_attention import flex_attention
 
     shares = q_BHTK.shape[1] != k_BGTK.shape[1]
-    # On a CPU it has no gradients, and serves for comparison alone.
+    # On a CPU it has no gradients, and is for comparison only.
     attend: Any = flex_attention if q_BHTK.device.type == "cpu" else _compiled(flex_attention)
     out_BHTK: Tensor = attend(q_BHTK, k_BGTK, v_BGTK, block_mask=seen, enable_gqa=shares)
     return out_BHTK
@@ -133,7 +133,7 @@ def _compile(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Tensor:
-        # A block that is compiled itself takes the plain function in, and fuses it with what is around it.
+        # A compiled block inlines the plain function and fuses it with its surroundings.
         chosen = function if torch.compiler.is_compiling() else _compile(function)
         return chosen(*args, **options)
 
@@ -145,7 +145,7 @@ class DocumentAttention:
     """Causal attention within segments of a sequence."""
 
     mask: Callable[[Tensor, torch.dtype], Any]
-    """``mask(segments_BT, dtype)``: who sees whom, where tokens of a segment have the same number."""
+    """``mask(segments_BT, dtype)``: mask for tokens of equal segment numbers."""
     attend: Callable[[Tensor, Tensor, Tensor, Any], Tensor]
     """``attend(q_BHTK, k_BGTK, v_BGTK, mask)``: returns the shape of the queries."""
 
@@ -160,17 +160,17 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
     "rotary": {
         "torch": rotary,
         "compiled": _compiled(rotary),
-        "npu": lambda x, cos, sin, pairs: npu_kernels.rotary(x, cos, sin, pairs is Pairs.neighbours),
+        "npu": lambda x, cos, sin, pairs: npu_kernels.rotary(x, cos, sin, pairs is Pairs.neighbors),
     },
     "swiglu": {"torch": swiglu, "compiled": _compiled(swiglu), "npu": npu_kernels.swiglu},
     "grouped_matmul": {"torch": choose_product, "looped": loop_alike, "npu": npu_kernels.choose_product},
 }
-"""Operation → name of an implementation → the function; those of an operation take and give the same."""
+"""Operation → name of an implementation → function; those of one operation share a signature."""
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """One implementation of each operation, as layers call it."""
+    """One implementation of each operation."""
 
     attention: Callable[[Tensor, Tensor, Tensor], Tensor] = attention
     document_attention: DocumentAttention = IMPLEMENTATIONS["document_attention"]["torch"]
@@ -178,22 +178,22 @@ class Kernels:
     rotary: Callable[[Tensor, Tensor, Tensor, Pairs], Tensor] = rotary
     swiglu: Callable[[Tensor, Tensor], Tensor] = swiglu
     grouped_matmul: Callable[..., Product] = choose_product
-    """``grouped_matmul(device_type, dtype, *widths)``: what multiplies the experts there."""
+    """``grouped_matmul(device_type, dtype, *widths)``: the experts' matmuls."""
 
 
 def choose_kernels(names: Mapping[str, str]) -> Kernels:
-    """The implementations of those names; operations that are not named have PyTorch's own."""
+    """Implementations by operation and name; PyTorch's own for the other operations."""
     return Kernels(**{operation: IMPLEMENTATIONS[operation][name] for operation, name in names.items()})
 
 
 class UsesKernels(nn.Module):
-    """A layer that takes its operations from a ``Kernels``; PyTorch's own until ``use_kernels`` says otherwise."""
+    """A layer whose operations come from a ``Kernels``; PyTorch's own by default."""
 
     kernels = Kernels()
 
 
 def use_kernels(model: nn.Module, kernels: Kernels) -> None:
-    """Have all layers of a model take these implementations from now on."""
+    """Set the implementations of all layers of a model."""
     for module in model.modules():
         if isinstance(module, UsesKernels):
             module.kernels = kernels

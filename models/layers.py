@@ -1,6 +1,6 @@
 """Layers that the model families share.
 
-Shapes: B batch, T sequence, S sequence with what a cache has kept before it, D width, H query heads, G key/value heads,
+Shapes: B batch, T sequence, S sequence with the cached tokens before it, D width, H query heads, G key/value heads,
 K width of a head, F feed-forward width, V vocabulary, C tokens of a chunk, N = B·T tokens.
 """
 
@@ -21,7 +21,7 @@ LossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class RMSNorm(UsesKernels):
-    """Root-mean-square normalisation over the last dim, accumulated in float32 (arXiv:1910.07467)."""
+    """Root-mean-square normalization over the last dim, accumulated in float32 (arXiv:1910.07467)."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class RMSNorm(UsesKernels):
         self.weight = nn.Parameter(torch.empty(dim))
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
-        """Normalise; any leading shape."""
+        """Normalize; any leading shape."""
         return self.kernels.rms_norm(hidden_BTD, self.weight, self.eps)
 
 
@@ -42,15 +42,15 @@ def rope_tables(inv_freq: Tensor, seq_len: int, start: int = 0) -> tuple[Tensor,
 
 @dataclass(frozen=True)
 class AttentionTemperature:
-    """Queries at late positions are made longer, so that attention stays sharp (arXiv:2501.19399, as in Llama 4)."""
+    """Scales queries at late positions, so that attention stays sharp (arXiv:2501.19399, as in Llama 4)."""
 
     scale: float
-    """How much a query grows with the logarithm of its position."""
+    """Growth of a query with the logarithm of its position."""
     floor: int
-    """Tokens before the first growth, and between two."""
+    """Tokens before the first growth step, and between two."""
 
     def factors(self, ordinals: Tensor) -> Tensor:
-        """What queries are multiplied by, given their positions counted from one: float32 with a last dim of 1."""
+        """Factors of queries by their positions, counted from one: float32 with a last dim of 1."""
         return (torch.log1p((ordinals / self.floor).floor()) * self.scale + 1.0).unsqueeze(-1)
 
 
@@ -63,11 +63,11 @@ class Attention(UsesKernels):
         n_kv_heads: key and value heads; divides ``n_heads``.
         head_dim: width of a head.
         bias: whether the projections have biases.
-        qk_norm_eps: normalise the heads' queries and keys with weights of their own before they are rotated (Qwen3).
-        rotation: the pairs of a head that positions turn; None for not at all.
-        rotated_norm_eps: normalise queries and keys, without weights, after they are rotated (Llama 4).
-        temperature: what queries are multiplied by.
-        chunk_len: a token sees only those before it in its own chunk of so many tokens; None for all before it.
+        qk_norm_eps: normalize queries and keys of each head, with weights, before the rotation (Qwen3).
+        rotation: pairs of a head that rotary positions turn; None for no rotation.
+        rotated_norm_eps: normalize queries and keys, without weights, after the rotation (Llama 4).
+        temperature: scales queries by position.
+        chunk_len: length of the chunks within which tokens attend; None for the full sequence.
     """
 
     def __init__(
@@ -102,9 +102,9 @@ class Attention(UsesKernels):
         cache: KeyValueCache | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """Attend over positions up to each token's own, those in a cache included; returns the shape of the input.
+        """Attend over positions up to each token's own, including cached ones; returns the shape of the input.
 
-        With documents, over those of its own document.
+        With documents, only over positions of the same document.
         """
         B, T, _ = hidden_BTD.shape
         q_BTHK = self.q_norm(self.q_proj(hidden_BTD).view(B, T, self.n_heads, self.head_dim))
@@ -152,7 +152,7 @@ class Attention(UsesKernels):
         if start == 0:
             out_BHTK = self._attend(q_BHTK, k_BGTK, v_BGTK)
         elif T == 1:
-            out_BHTK = masked_attention(q_BHTK, k_BGSK, v_BGSK, None)  # what is kept is what it sees
+            out_BHTK = masked_attention(q_BHTK, k_BGSK, v_BGSK, None)  # one token sees all kept keys
         else:
             queries_T1 = torch.arange(start, end, device=q_BHTK.device).unsqueeze(1)
             keys_S = torch.arange(end - S, end, device=q_BHTK.device)
@@ -165,11 +165,11 @@ class Attention(UsesKernels):
 
     @property
     def flops_per_key(self) -> int:
-        """FLOPs of forward and backward in scores and values, for each key that a token sees."""
+        """FLOPs of forward and backward in scores and values, per key that a token sees."""
         return 12 * self.n_heads * self.head_dim
 
     def flops_per_token(self, seq_len: int) -> float:
-        """FLOPs of forward and backward a token in scores and values, over half the square of each chunk."""
+        """FLOPs of forward and backward per token in scores and values, over half the square of each chunk."""
         chunk_len = min(self.chunk_len or seq_len, seq_len)
         chunks, rest = divmod(seq_len, chunk_len)
         keys = (chunks * chunk_len**2 + rest**2) / 2 / seq_len
@@ -177,7 +177,7 @@ class Attention(UsesKernels):
 
 
 def _fold_chunks(x_BHTK: Tensor, chunk_len: int) -> Tensor:
-    """Make each chunk a sequence of its own: (B·chunks, H, C, K); zeros at the end come after all that see them."""
+    """Make each chunk a sequence of its own: (B·chunks, H, C, K); no token attends to the zeros at the end."""
     padded = F.pad(x_BHTK, (0, 0, 0, -x_BHTK.shape[2] % chunk_len))
     return padded.unflatten(2, (-1, chunk_len)).transpose(1, 2).flatten(0, 1)
 
@@ -210,7 +210,7 @@ class GELUFeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each normalised before and added to the residual stream."""
+    """Attention and feed-forward, each pre-normalized and added to the residual stream."""
 
     def __init__(self, attn_norm: nn.Module, attn: nn.Module, mlp_norm: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
@@ -234,15 +234,15 @@ class Block(nn.Module):
 class LMHead(Linear):
     """The output projection, which computes an injected loss inside its own forward.
 
-    Whoever shards this module gathers its weight for the forward and the backward, so that the loss, chunked or not,
-    never has to know whether the weight is sharded.
+    FSDP gathers the module's weight for forward and backward, so the loss, chunked or not, need not know about
+    sharding.
     """
 
     def __init__(self, dim: int, vocab_size: int) -> None:
         super().__init__(dim, vocab_size, bias=False)
 
     def forward(self, hidden_BTD: Tensor, labels_BT: Tensor | None = None, loss_fn: LossFn | None = None) -> Tensor:
-        """Logits_BTV, or ``loss_fn(hidden_ND, weight_VD, labels_N)`` where labels are given."""
+        """Logits_BTV, or ``loss_fn(hidden_ND, weight_VD, labels_N)`` if labels are given."""
         if labels_BT is None:
             return super().forward(hidden_BTD)
         if loss_fn is None:

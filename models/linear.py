@@ -1,11 +1,11 @@
-"""Linear layers, and bf16 products on CPUs that have no instructions for them.
+"""Linear layers, and bf16 matmuls on CPUs without bf16 instructions.
 
-Where a CPU cannot multiply bf16, torch's own product is a loop without vectors: on an AVX2 machine 1 to 23 GFLOP/s
-where float32 has 60 to 85. So there factors are cast to float32, multiplied, and the product is rounded to bf16, in the
-forward and in the backward: the same exact products and float32 sums, added in another order. The casts cost a copy of
-both factors while the product is made; what is kept for the backward stays bf16.
+There torch's own bf16 matmul is a loop without vectors: on an AVX2 machine 1 to 23 GFLOP/s where float32 has 60 to 85.
+So operands are cast to float32 and multiplied, and the result is rounded to bf16, in forward and backward: the same
+exact products and float32 sums, added in another order. The price is a float32 copy of both operands during the matmul;
+tensors saved for the backward stay bf16.
 
-Compiled blocks are left to the compiler, and tensors that only stand for others (fake ones, say) to torch.
+Compiled blocks are left to the compiler, and tensor subclasses (fake tensors, say) to torch.
 """
 
 import functools
@@ -26,7 +26,7 @@ class Linear(nn.Linear):
 
 
 def linear(input: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """``torch.nn.functional.linear``, by way of float32 where that is the faster way."""
+    """``torch.nn.functional.linear``, through float32 where faster."""
     if not goes_through_float32(input):
         return F.linear(input, weight_OI, bias_O)
     product: Tensor = _Float32Product.apply(input, weight_OI)
@@ -34,7 +34,7 @@ def linear(input: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Te
 
 
 def goes_through_float32(tensor: Tensor) -> bool:
-    """Whether a factor's products are made in float32."""
+    """Whether matmuls of an operand go through float32."""
     return (
         tensor.dtype == torch.bfloat16
         and tensor.device.type == "cpu"
@@ -46,13 +46,13 @@ def goes_through_float32(tensor: Tensor) -> bool:
 
 @functools.cache
 def lacks_bfloat16() -> bool:
-    """Whether this CPU has no bf16 product of oneDNN's; where nobody knows, torch is left to it."""
+    """Whether oneDNN has no bf16 matmul for this CPU; False if torch cannot say."""
     supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
     return supported is not None and not supported()
 
 
 class _Float32Product(torch.autograd.Function):
-    """``input @ weight.T`` of bf16 factors, multiplied in float32."""
+    """``input @ weight.T`` of bf16 operands, multiplied in float32."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight_OI: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Llama 2 and Llama 3: a decoder of pre-normalised blocks with RoPE, grouped-query attention and SwiGLU.
+"""Llama 2 and Llama 3: a decoder of pre-normalized blocks with RoPE, grouped-query attention and SwiGLU.
 
-Sources: arXiv:2302.13971, arXiv:2307.09288, arXiv:2407.21783; held against transformers' LlamaForCausalLM in
-``tests/models/test_families.py``. Not covered: biases, dropout.
+Sources: arXiv:2302.13971, arXiv:2307.09288, arXiv:2407.21783. Tested against transformers' LlamaForCausalLM
+(``tests/models/test_families.py``). Not covered: biases, dropout.
 """
 
 from dataclasses import dataclass

@@ -1,12 +1,12 @@
-"""Llama 4's text model: blocks with experts and without in turn, one expert a token plus a shared one, and iRoPE.
+"""Llama 4's text model: blocks with and without experts in turn, one routed and one shared expert per token, iRoPE.
 
-iRoPE: three blocks of four rotate their positions and see only their own chunk of the sequence; every fourth rotates
-nothing, sees everything, and its queries grow with the logarithm of their position. Queries and keys of the rotated
-blocks are normalised after the rotation, without weights. The router's sigmoid scales what an expert is given.
+iRoPE: three of four blocks use rotary positions and attend within chunks of the sequence; every fourth has no rotary
+positions, attends to everything, and scales its queries by the logarithm of their position. Queries and keys of the
+rotary blocks are normalized after the rotation, without weights. The router's sigmoid scales an expert's input.
 
-Source: the published ``config.json`` and implementation (https://huggingface.co/meta-llama/Llama-4-Scout-17B-16E), held
-against transformers' Llama4ForCausalLM in ``tests/models/test_families.py``. Not covered: the vision model, biases,
-dropout.
+Source: the published ``config.json`` and implementation (https://huggingface.co/meta-llama/Llama-4-Scout-17B-16E).
+Tested against transformers' Llama4ForCausalLM (``tests/models/test_families.py``). Not covered: the vision model,
+biases, dropout.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from .checks import MOST_LAYERS, MOST_TOKENS, check_at_least_one, check_at_most, check_positive
-from .decoder import ModelConfig, rms_norm
+from .decoder import rms_norm
 from .huggingface import Piece, whole
 from .kernels import Pairs
 from .layers import Attention, AttentionTemperature, Block, SwiGLU
@@ -26,7 +26,7 @@ from .rotary import ROTARY_DEFAULTS, ROTARY_KEYS, ROTARY_NAMES, RotaryConfig, Ro
 
 @dataclass(frozen=True)
 class Llama4Format(RotaryFormat):
-    """Hugging Face's experts are stacked like ours, each transposed; which blocks are special is written as lists."""
+    """Hugging Face stacks experts like ours, each transposed; ``config.json`` lists the special blocks."""
 
     def pieces(self, name: str, shape: tuple[int, ...]) -> list[Piece]:
         """Transpose the stacked parameters."""
@@ -35,8 +35,8 @@ class Llama4Format(RotaryFormat):
         transposed = (shape[0], shape[2], shape[1])
         return [Piece(whole(shape), self.tensor_name(name), transposed, whole(transposed), transposed=True)]
 
-    def write_config(self, config: ModelConfig) -> dict[str, Any]:
-        """``config.json``, with the lists that follow from our settings."""
+    def write_config(self, config: Any) -> dict[str, Any]:
+        """``config.json`` with the lists that follow from our settings."""
         assert isinstance(config, Llama4Config)
         # transformers refuses a null.
         chunk_len = config.attention_chunk_len or config.implied()["attention_chunk_len"]
@@ -46,10 +46,10 @@ class Llama4Format(RotaryFormat):
         """Fields of our configuration.
 
         Raises:
-            ValueError: also where a list says something else than every so many blocks.
+            ValueError: also for a list that is not every N-th block.
         """
         fields = super().read_config(tree)
-        fields["attention_temperature"] = bool(fields["attention_temperature"])  # Scout's says 4
+        fields["attention_temperature"] = bool(fields["attention_temperature"])  # Scout's value is 4
         for key, expected in _layer_lists(Llama4Config(**fields)).items():
             if tree.get(key, expected) != expected:
                 raise ValueError(
@@ -104,22 +104,22 @@ class Llama4Config(MoEConfig, RotaryConfig):
     n_experts: int = 16
     top_k: int = 1
     expert_ffn_dim: int = 8192
-    """Width of the hidden layer of an expert, the shared one included."""
+    """Width of an expert's hidden layer, including the shared one."""
     nope_every: int = 4
-    """Every so many blocks, the last of them does not rotate positions and sees the whole sequence."""
+    """Every N-th block has no rotary positions and attends to the full sequence."""
     attention_chunk_len: int | None = 8192
-    """Tokens of a chunk, within which the rotated blocks attend; null for the whole sequence."""
+    """Tokens of a chunk, within which the rotary blocks attend; null for the full sequence."""
     qk_norm: bool = True
-    """Normalise queries and keys of the rotated blocks."""
+    """Normalize queries and keys of the rotary blocks."""
     attention_temperature: bool = True
-    """Let queries of the unrotated blocks grow with their position."""
+    """Scale queries of the other blocks by position."""
     temperature_scale: float = 0.1
-    """How much they grow with the logarithm."""
+    """Growth with the logarithm of the position."""
     temperature_floor: int = 8192
-    """Tokens before the first growth, and between two."""
+    """Tokens before the first growth step, and between two."""
 
     def __post_init__(self) -> None:
-        """Check what holds for every Llama 4."""
+        """Check the settings of Llama 4."""
         super().__post_init__()
         self.check_experts(self.n_layers)
         check_at_most(self, nope_every=MOST_LAYERS, attention_chunk_len=MOST_TOKENS, temperature_floor=MOST_TOKENS)
@@ -133,16 +133,16 @@ class Llama4Config(MoEConfig, RotaryConfig):
             )
 
     def implied(self) -> dict[str, int]:
-        """The width of a head, and one chunk of the whole context."""
+        """The width of a head, and a chunk of the full context."""
         return super().implied() | {"attention_chunk_len": self.max_seq_len}
 
     @property
     def needs_its_context(self) -> bool:
-        """Where the whole context is one chunk."""
+        """True if the full context is one chunk."""
         return self.attention_chunk_len is None
 
     def is_cosmetic(self, key: str) -> bool:
-        """Also what is about a temperature, chunks or a feed-forward that no block has."""
+        """Also settings of a temperature, chunks or a feed-forward that no block has."""
         layers = range(self.n_layers)
         if key.startswith("temperature_"):
             return not self.attention_temperature or all(self.rotates(layer) for layer in layers)
@@ -151,7 +151,7 @@ class Llama4Config(MoEConfig, RotaryConfig):
         return super().is_cosmetic(key) or (key == "ffn_dim" and self.has_experts_everywhere(self.n_layers))
 
     def rotates(self, layer: int) -> bool:
-        """Whether the block with that index rotates positions."""
+        """Whether a block has rotary positions."""
         return (layer + 1) % self.nope_every != 0
 
     def build(self) -> "Llama4Model":
@@ -178,7 +178,7 @@ def _attention(config: Llama4Config, layer: int) -> Attention:
         config.n_heads,
         config.n_kv_heads,
         config.head_width,
-        rotation=Pairs.neighbours if rotates else None,
+        rotation=Pairs.neighbors if rotates else None,
         rotated_norm_eps=config.norm_eps if rotates and config.qk_norm else None,
         temperature=temperature if config.attention_temperature and not rotates else None,
         chunk_len=config.attention_chunk_len if rotates else None,

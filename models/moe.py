@@ -1,9 +1,9 @@
-"""Mixtures of experts: a router that sends each token to few of many feed-forwards, and the block around both.
+"""Mixtures of experts: a router that sends each token to a few of many feed-forwards, and the block around both.
 
-What keeps a router from sending everything to the same experts is a loss over the whole global batch, which a model
-cannot see: it knows no ranks. So the router leaves behind how many tokens it sent to each expert and the sums whose
-gradient the auxiliary losses are, and whoever trains fills in what that gradient is before the backward: both losses
-are linear in the sums once the global counts are known, so nothing else has to leave the block.
+Auxiliary losses over the global batch keep a router from sending everything to the same experts; but a model knows no
+ranks. So the router records its token counts per expert and the sums that the losses are functions of, and the trainer
+fills in the gradient by these sums before the backward: both losses are linear in the sums once the global counts are
+known, so nothing else leaves the block.
 
     load balancing (arXiv:2101.03961, arXiv:2501.11873):  E · Σ_e f_e · P_e, where f_e is the share of tokens sent to
         expert e (their sum is K) and P_e the mean of its probability; no gradient flows through f
@@ -11,7 +11,7 @@ are linear in the sums once the global counts are known, so nothing else has to 
 
 Not covered: capacity limits (no token is dropped), expert parallelism, bias-based balancing.
 
-Shapes: N tokens, D width, E experts, K experts a token is sent to.
+Shapes: N tokens, D width, E experts, K experts of a token.
 """
 
 from collections.abc import Sequence
@@ -29,14 +29,14 @@ from .layers import SwiGLU
 
 
 class Scores(Enum):
-    """How a router's logits become the weights of the chosen experts."""
+    """Weights of the chosen experts as a function of a router's logits."""
 
     softmax = "softmax"
-    """Over all experts."""
+    """Softmax over all experts."""
     normalised_softmax = "normalised_softmax"
-    """Over all experts, then divided by the sum of the chosen."""
+    """Softmax over all experts, divided by the sum of the chosen."""
     sigmoid = "sigmoid"
-    """Of each logit by itself; scales what the expert is given rather than what it returns (Llama 4)."""
+    """Sigmoid of each logit; scales an expert's input rather than its output (Llama 4)."""
 
 
 class Router(nn.Module):
@@ -45,16 +45,16 @@ class Router(nn.Module):
     Args:
         dim: width of the residual stream.
         n_experts: experts to choose from.
-        top_k: experts that each token is sent to.
-        scores: how logits become weights.
+        top_k: experts of each token.
+        scores: weights as a function of logits.
     """
 
     counts_E: Tensor
-    """After a forward: how many tokens went to each expert, int64."""
+    """After a forward: tokens of each expert, int64."""
     sums: Tensor
     """After a forward: the sum of each expert's probability over the tokens, and of logsumexp², float32 of (E + 1,)."""
     sums_grad: Tensor
-    """The gradient of the training loss by ``sums``; read in the backward, so it may be filled after the forward."""
+    """Gradient of the training loss by ``sums``; read in the backward, so it may be filled after the forward."""
 
     def __init__(self, dim: int, n_experts: int, top_k: int, scores: Scores) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Router(nn.Module):
         if self.scores is Scores.sigmoid:
             chosen_NK, experts_NK = logits_NE.topk(self.top_k, dim=-1)
             weights_NK = chosen_NK.float().sigmoid()
-            # Sigmoids over their sum, also where all of them are too small for float32.
+            # Sigmoids over their sum, without underflow.
             probabilities_NE = F.logsigmoid(logits_NE.float()).softmax(-1)
         else:
             probabilities_NE = F.softmax(logits_NE, dim=-1, dtype=torch.float32)
@@ -85,7 +85,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def _remember(self, experts_NK: Tensor, sums: Tensor) -> None:
-        # Neither bincount nor one_hot: both ask an accelerator for a number before they go on.
+        # Neither bincount nor one_hot: both sync with the device.
         experts_E = torch.arange(self.n_experts, device=experts_NK.device)
         self.counts_E = (experts_NK.unsqueeze(-1) == experts_E).sum((0, 1))
         self.sums = sums
@@ -94,7 +94,7 @@ class Router(nn.Module):
 
 
 class _WithGradient(torch.autograd.Function):
-    """Identity on ``carrier`` that gives ``sums`` the gradient ``sums_grad``, as it stands when the backward comes."""
+    """Identity on ``carrier`` that gives ``sums`` the gradient ``sums_grad``, read in the backward."""
 
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, sums: Tensor, sums_grad: Tensor) -> Tensor:
@@ -107,15 +107,15 @@ class _WithGradient(torch.autograd.Function):
 
 
 class MoE(nn.Module):
-    """A router, its experts, and optionally one expert that every token meets.
+    """A router, its experts, and optionally a shared expert.
 
     Args:
         dim: width of the residual stream.
         ffn_dim: width of each expert's hidden layer.
         n_experts: experts to choose from.
-        top_k: experts that each token is sent to.
-        scores: how the router's logits become weights.
-        shared_ffn_dim: hidden width of the expert that every token meets; 0 for none.
+        top_k: experts of each token.
+        scores: weights as a function of the router's logits.
+        shared_ffn_dim: hidden width of the shared expert; 0 for none.
     """
 
     def __init__(
@@ -138,27 +138,27 @@ class MoE(nn.Module):
 
     @property
     def expert_parameters(self) -> int:
-        """Parameters of all experts that tokens are routed to."""
+        """Parameters of all routed experts."""
         return sum(param.numel() for param in self.experts.parameters())
 
     @property
     def active_expert_parameters(self) -> int:
-        """Parameters of the experts that one token is sent to."""
+        """Parameters of one token's experts."""
         return self.expert_parameters // self.router.n_experts * self.router.top_k
 
 
 @dataclass
 class MoEConfig:
-    """Settings of a family with experts, beside those of its blocks."""
+    """Settings of a family with experts."""
 
     n_experts: int = 128
     """Experts of a layer."""
     top_k: int = 8
-    """Experts that each token is sent to."""
+    """Experts of each token."""
     expert_ffn_dim: int = 768
     """Width of an expert's hidden layer."""
     moe_every: int = 1
-    """Every so many blocks, the last of them has experts; the others have one feed-forward of ``ffn_dim``."""
+    """Every N-th block has experts; the others have one feed-forward of ``ffn_dim``."""
     router_aux_loss_coef: float = 0.0
     """Weight of the load-balancing loss over the global batch, a mean over the layers with experts."""
     router_z_loss_coef: float = 0.0
@@ -194,7 +194,7 @@ class MoEConfig:
         return all(self.has_experts(layer) for layer in range(n_layers))
 
     def has_experts(self, layer: int) -> bool:
-        """Whether the block with that index has experts."""
+        """Whether a block has experts."""
         return (layer + 1) % self.moe_every == 0
 
 

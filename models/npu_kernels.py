@@ -1,19 +1,19 @@
-"""torch_npu's fused kernels, as the operations of ``kernels``.
+"""torch_npu's fused kernels for the operations of ``kernels``.
 
-Each gives what the plain function gives, in the same number format. What torch_npu documents that a kernel does not
-take goes to PyTorch's own operators. What is kept for the backward:
+Each returns the same dtype as the plain function. Inputs outside a kernel's documented limits go to PyTorch's own
+operators. Tensors saved for the backward:
 
-- ``npu_fusion_attention``: inputs, output and 16 float32 statistics for each row; one causal mask of 4 MiB serves all
-  layers and lengths (``scaled_dot_product_attention`` makes and keeps one a call).
-- ``npu_rms_norm``: the input and a float32 number a row.
-- ``npu_rotary_mul``: nothing but the tables. By itself it would keep its input; but the gradient of a rotation is the
+- ``npu_fusion_attention``: inputs, output and 16 float32 statistics per row; one causal mask of 4 MiB serves all layers
+  and lengths (``scaled_dot_product_attention`` makes and saves one per call).
+- ``npu_rms_norm``: the input and one float32 number per row.
+- ``npu_rotary_mul``: only the tables. The operator itself would save its input, but the gradient of a rotation is the
   rotation by the opposite angle.
-- ``npu_swiglu``: gate and up side by side; the plain one keeps those two and ``silu(gate)``.
-- ``npu_grouped_matmul`` has no gradient, and needs none here: the experts' is written by hand (``experts``).
+- ``npu_swiglu``: gate and up side by side; the plain one saves those two and ``silu(gate)``.
+- ``npu_grouped_matmul`` has no gradient, and needs none: the experts' is hand-written (``experts``).
 
-Signatures were read in the wheel of torch_npu 2.13.0 (schemas in ``libtorch_npu.so``; layouts and limits in
-``_op_plugin_docs.py``; shapes, and the splitting of inner dims that those documents lack, in
-``op_plugin/meta/_meta_registrations.py``). They have run under torch_npu's own autograd with the arithmetic of a CPU
+Signatures are those of the torch_npu 2.13.0 wheel (schemas in ``libtorch_npu.so``; layouts and limits in
+``_op_plugin_docs.py``; shapes, and the splitting of inner dims that the docs lack, in
+``op_plugin/meta/_meta_registrations.py``). They have run under torch_npu's own autograd with CPU arithmetic
 (``tests/npu_stand_ins.py``), never on an NPU.
 
 Shapes: B batch, T sequence, H query heads, G key/value heads, K width of a head, E experts, M rows, I and O widths.
@@ -30,7 +30,7 @@ from torch import Tensor
 from .grouped import Grouped, Looped, Product, Segment, works
 
 MASK_ROWS = 2048
-"""Of the mask that stands for all causal ones under ``sparse_mode=2``, however long the sequence."""
+"""Rows of the mask that ``sparse_mode=2`` uses for any sequence length."""
 
 OPERATORS = {
     "attention": "npu_fusion_attention",
@@ -39,22 +39,22 @@ OPERATORS = {
     "swiglu": "npu_swiglu",
     "grouped_matmul": "npu_grouped_matmul",
 }
-"""Operation → the operator that it needs."""
+"""Operation → torch_npu operator."""
 
 ATTENTION_HEADS, ATTENTION_WIDTH = 256, 768
-"""The most that ``npu_fusion_attention`` takes."""
+"""Limits of ``npu_fusion_attention``."""
 ROTARY_LIMIT = 1000
-"""Below which ``npu_rotary_mul`` wants batch and heads, and for neighbours their product."""
+"""``npu_rotary_mul`` needs batch and heads below it, for neighbors their product."""
 ROTARY_WIDTH_LIMIT = 896
 
 
 def operator(name: str) -> Any:
-    """torch_npu's operator of that name; an AttributeError where there is none."""
+    """torch_npu's operator of that name; raises AttributeError if missing."""
     return getattr(torch.ops.npu, name)
 
 
 def is_there(operation: str) -> bool:
-    """Whether torch_npu, with the operator that an operation needs, has been imported, as torch does by itself."""
+    """Whether torch_npu is imported, which torch does by itself, and has the operator of an operation."""
     try:
         operator(OPERATORS[operation])
     except AttributeError:
@@ -83,59 +83,59 @@ def attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> Tensor:
 
 @functools.cache
 def causal_mask(device: torch.device) -> Tensor:
-    """True where a token is not seen."""
+    """True where attention is masked out."""
     return torch.ones((MASK_ROWS, MASK_ROWS), dtype=torch.bool, device=device).triu(1)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """See ``kernels.rms_norm``; the kernel wants a weight, in the number format of the input."""
+    """See ``kernels.rms_norm``; the kernel needs a weight in the dtype of the input."""
     if weight is None:
         weight = x.new_ones(x.shape[-1])
     if weight.dtype != x.dtype:
         return F.rms_norm(x, x.shape[-1:], weight, eps)
-    normalised: Tensor = operator("npu_rms_norm")(x, weight, eps)[0]
-    return normalised
+    normalized: Tensor = operator("npu_rms_norm")(x, weight, eps)[0]
+    return normalized
 
 
-def rotary(x_BHTK: Tensor, cos: Tensor, sin: Tensor, neighbours: bool) -> Tensor:
+def rotary(x_BHTK: Tensor, cos: Tensor, sin: Tensor, neighbors: bool) -> Tensor:
     """See ``kernels.rotary``."""
-    turned: Tensor = _Rotary.apply(x_BHTK, cos, sin, neighbours)
+    turned: Tensor = _Rotary.apply(x_BHTK, cos, sin, neighbors)
     return turned
 
 
 class _Rotary(torch.autograd.Function):
-    """A rotation, whose gradient is turned back."""
+    """A rotation, whose gradient is the opposite rotation."""
 
     @staticmethod
-    def forward(ctx: Any, x_BHTK: Tensor, cos: Tensor, sin: Tensor, neighbours: bool) -> Tensor:
+    def forward(ctx: Any, x_BHTK: Tensor, cos: Tensor, sin: Tensor, neighbors: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.neighbours = neighbours
-        return _turn(x_BHTK, cos, sin, neighbours)
+        ctx.neighbors = neighbors
+        return _turn(x_BHTK, cos, sin, neighbors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turn(gradients[0], cos, -sin, ctx.neighbours), None, None, None
+        return _turn(gradients[0], cos, -sin, ctx.neighbors), None, None, None
 
 
-def _turn(x_BHTK: Tensor, cos: Tensor, sin: Tensor, neighbours: bool) -> Tensor:
-    if neighbours:
+def _turn(x_BHTK: Tensor, cos: Tensor, sin: Tensor, neighbors: bool) -> Tensor:
+    if neighbors:
         cos, sin = (table.repeat_interleave(2, dim=-1) for table in (cos, sin))
     else:
         cos, sin = (torch.cat((table, table), dim=-1) for table in (cos, sin))
     cos, sin = cos[None, None], sin[None, None]
-    wide = x_BHTK.float()  # as precise as the tables, whose format it must have
+    wide = x_BHTK.float()  # the kernel needs the dtype of the tables
     batch, heads, _, width = x_BHTK.shape
-    within = batch * heads < ROTARY_LIMIT if neighbours else max(batch, heads) < ROTARY_LIMIT
+    within = batch * heads < ROTARY_LIMIT if neighbors else max(batch, heads) < ROTARY_LIMIT
     if within and width < ROTARY_WIDTH_LIMIT:
-        turned: Tensor = operator("npu_rotary_mul")(wide, cos, sin, "interleave" if neighbours else "half")
+        turned: Tensor = operator("npu_rotary_mul")(wide, cos, sin, "interleave" if neighbors else "half")
     else:
-        turned = wide * cos + _quarter_turn(wide, neighbours) * sin
+        turned = wide * cos + _quarter_turn(wide, neighbors) * sin
     return turned.to(x_BHTK.dtype)
 
 
-def _quarter_turn(x: Tensor, neighbours: bool) -> Tensor:
-    if neighbours:
+def _quarter_turn(x: Tensor, neighbors: bool) -> Tensor:
+    if neighbors:
         first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
         return torch.stack((-second, first), dim=-1).flatten(-2)
     first, second = x.chunk(2, dim=-1)
@@ -143,28 +143,28 @@ def _quarter_turn(x: Tensor, neighbours: bool) -> Tensor:
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """See ``kernels.swiglu``; gate and up are copied to lie side by side."""
+    """See ``kernels.swiglu``; gate and up are copied side by side."""
     product: Tensor = operator("npu_swiglu")(torch.cat((gate, up), dim=-1), -1)
     return product
 
 
 class NPUGrouped(Grouped):
-    """torch_npu's grouped product: all groups in one call, the ends stay on the device."""
+    """torch_npu's grouped matmul: all groups in one call, without a device sync."""
 
     def __init__(self) -> None:
         self.grouped_matmul = operator("npu_grouped_matmul")
 
     def linear(self, a_MI: Tensor, weight_EOI: Tensor, piece: Segment, out_MO: Tensor | None = None) -> Tensor:
         """See ``Grouped``."""
-        return self._multiply(a_MI, weight_EOI.transpose(1, 2), piece, group_type=0)  # rows are split
+        return self._multiply(a_MI, weight_EOI.transpose(1, 2), piece, group_type=0)  # splits rows
 
     def outer(self, a_MO: Tensor, b_MI: Tensor, piece: Segment, out_EOI: Tensor | None) -> Tensor:
         """See ``Grouped``."""
-        return self._multiply(a_MO.t(), b_MI, piece, group_type=2)  # the inner dim is split
+        return self._multiply(a_MO.t(), b_MI, piece, group_type=2)  # splits the inner dim
 
     def _multiply(self, left: Tensor, right: Tensor, piece: Segment, group_type: int) -> Tensor:
         assert piece.ends_E is not None
-        # Ends (type 0) rather than counts (type 1), of which it refuses a single one. split_item=3: one result.
+        # Ends (type 0), since it refuses a single count (type 1). split_item=3: one result.
         product: Tensor = self.grouped_matmul(
             [left],
             [right],
@@ -177,7 +177,7 @@ class NPUGrouped(Grouped):
 
 
 def choose_product(device_type: str, dtype: torch.dtype, *widths: int) -> Product:
-    """The grouped product where it gives right numbers, else one product a group."""
+    """The grouped matmul if it gives right numbers, else one matmul per group."""
     return _tried(device_type, dtype)
 
 

@@ -1,7 +1,7 @@
-"""Qwen3, dense: Llama's blocks with normalised queries and keys, and heads of a width of their own.
+"""Qwen3, dense: Llama's blocks with normalized queries and keys, and a head width independent of the model's.
 
-Source: arXiv:2505.09388; held against transformers' Qwen3ForCausalLM in ``tests/models/test_families.py``. Not covered:
-sliding windows, biases, dropout.
+Source: arXiv:2505.09388. Tested against transformers' Qwen3ForCausalLM (``tests/models/test_families.py``). Not
+covered: sliding windows, biases, dropout.
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class Qwen3Config(RotaryConfig):
 
 
 class Qwen3Model(RotaryModel):
-    """Qwen3 for causal language modelling, with the feed-forwards given."""
+    """Qwen3 for causal language modelling, with given feed-forwards."""
 
     def __init__(self, config: Qwen3Config, feed_forwards: list[nn.Module]) -> None:
         blocks = [

@@ -1,6 +1,6 @@
-"""Qwen3-MoE: Qwen3's blocks with experts in place of the feed-forward, chosen by a normalised softmax.
+"""Qwen3-MoE: Qwen3's blocks with experts in place of the feed-forward, chosen by a normalized softmax.
 
-Source: arXiv:2505.09388; held against transformers' Qwen3MoeForCausalLM in ``tests/models/test_families.py``. The
+Source: arXiv:2505.09388. Tested against transformers' Qwen3MoeForCausalLM (``tests/models/test_families.py``). The
 auxiliary losses are in ``moe``. Not covered: sliding windows, biases, dropout, ``mlp_only_layers``.
 """
 
@@ -18,10 +18,10 @@ from .rotary import ROTARY_DEFAULTS, ROTARY_KEYS, ROTARY_NAMES, RotaryFormat
 
 @dataclass(frozen=True)
 class Qwen3MoEFormat(RotaryFormat):
-    """Hugging Face's files hold a tensor for each expert and projection."""
+    """Hugging Face has one tensor per expert and projection."""
 
     def pieces(self, name: str, shape: tuple[int, ...]) -> list[Piece]:
-        """Cut the stacked parameters into experts, and gate from up."""
+        """Split stacked parameters into experts, and gate from up."""
         prefix, _, kind = name.rpartition(".experts.")
         if not prefix:
             return super().pieces(name, shape)
@@ -57,7 +57,7 @@ class Qwen3MoEConfig(MoEConfig, Qwen3Config):
             "router_aux_loss_coef": "router_aux_loss_coef",
         },
         names={**ROTARY_NAMES, "router": "gate"},
-        aliases={"num_experts": "num_local_experts"},  # what transformers 5 writes
+        aliases={"num_experts": "num_local_experts"},  # as transformers 5 writes it
         fixed={**QWEN3_FIXED, "mlp_only_layers": []},
         written={"attention_dropout": 0.0},
         defaults={**ROTARY_DEFAULTS, "moe_every": 1, "norm_topk_prob": False, "router_aux_loss_coef": 0.001},
@@ -68,12 +68,12 @@ class Qwen3MoEConfig(MoEConfig, Qwen3Config):
     """Divide the weights of a token's experts by their sum."""
 
     def __post_init__(self) -> None:
-        """Check what holds for every Qwen3-MoE."""
+        """Check the settings of Qwen3-MoE."""
         super().__post_init__()
         self.check_experts(self.n_layers)
 
     def is_cosmetic(self, key: str) -> bool:
-        """Also the width of feed-forwards where all blocks have experts."""
+        """Also the width of feed-forwards if all blocks have experts."""
         return super().is_cosmetic(key) or (key == "ffn_dim" and self.has_experts_everywhere(self.n_layers))
 
     def build(self) -> "Qwen3Model":

@@ -1,4 +1,4 @@
-"""Families with rotary positions: their settings, the frequencies with Llama 3's scaling, and the walk with them.
+"""Families with rotary positions: settings, frequencies with Llama 3's scaling, and the base of their models.
 
 Source: arXiv:2104.09864; the scaling is arXiv:2407.21783's, published as ``llama3``. Not covered: other scalings.
 
@@ -13,15 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checks import (
-    MOST_CHANNELS,
-    MOST_HIDDEN,
-    MOST_TOKENS,
-    check_at_least_one,
-    check_at_most,
-    check_positive,
-)
-from .decoder import DecoderModel, ModelConfig
+from .checks import MOST_CHANNELS, MOST_HIDDEN, MOST_TOKENS, check_at_least_one, check_at_most, check_positive
+from .config import ModelConfig
+from .decoder import DecoderModel
 from .huggingface import HuggingFaceFormat
 from .layers import Block, rope_tables
 
@@ -31,13 +25,13 @@ class RopeScaling:
     """Llama 3's stretching of rotary frequencies to a longer context (arXiv:2407.21783, published as ``llama3``)."""
 
     factor: float = 1.0
-    """How many times longer the low frequencies' wavelengths become; 1 switches scaling off."""
+    """Stretch of the low frequencies' wavelengths; 1 switches scaling off."""
     low_freq_factor: float = 1.0
     """Wavelengths above ``original_max_seq_len / low_freq_factor`` are stretched in full."""
     high_freq_factor: float = 4.0
     """Wavelengths below ``original_max_seq_len / high_freq_factor`` stay as they are."""
     original_max_seq_len: int = 8192
-    """Context length of the pre-training before the stretch, in tokens."""
+    """Context length of the pre-training, in tokens."""
 
     def __post_init__(self) -> None:
         """Check each value by itself."""
@@ -76,7 +70,7 @@ class RotaryConfig(ModelConfig):
     """Stretching of the rotary frequencies."""
 
     def __post_init__(self) -> None:
-        """Check what holds for every model with rotary positions."""
+        """Check the settings of models with rotary positions."""
         super().__post_init__()
         check_at_most(self, n_kv_heads=MOST_CHANNELS, head_dim=MOST_CHANNELS, ffn_dim=MOST_HIDDEN, rope_theta=1e30)
         check_at_least_one(self, "n_kv_heads", "ffn_dim")
@@ -103,11 +97,11 @@ class RotaryConfig(ModelConfig):
 
     @property
     def needs_its_context(self) -> bool:
-        """Rotary positions have no weights: a longer or shorter context uses the same ones."""
+        """False: rotary positions have no weights, so any context length uses the same ones."""
         return False
 
     def is_cosmetic(self, key: str) -> bool:
-        """Also what is about a scaling that is switched off."""
+        """Also settings of a disabled scaling."""
         if key.startswith("rope_scaling.") and key != "rope_scaling.factor":
             return self.rope_scaling.factor == 1
         return super().is_cosmetic(key)
@@ -137,7 +131,7 @@ def rope_inv_freq(head_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
 
 
 class RotaryModel(DecoderModel):
-    """A decoder whose blocks are given rotary angles."""
+    """A decoder whose blocks take rotary angles."""
 
     config: RotaryConfig
     inv_freq: Tensor
@@ -151,7 +145,7 @@ class RotaryModel(DecoderModel):
         return rope_tables(self.inv_freq, seq_len, start)
 
     def init_buffers(self, device: torch.device) -> None:
-        """Compute the rotary frequencies on the CPU and put them on ``device``."""
+        """Compute the rotary frequencies on the CPU and move them to ``device``."""
         config = self.config
         self.inv_freq = rope_inv_freq(config.head_width, config.rope_theta, config.rope_scaling).to(device)
 
@@ -177,7 +171,7 @@ ROTARY_NAMES = {
     "attn": "self_attn",
     "mlp_norm": "post_attention_layernorm",
 }
-"""Part of our parameters' names → of theirs."""
+"""Part of our parameters' names → part of theirs."""
 
 ROTARY_DEFAULTS = {"head_dim": None, "tie_embeddings": False, "init_std": 0.02}
 
@@ -191,12 +185,12 @@ _SCALING_KEYS = {
 
 @dataclass(frozen=True)
 class RotaryFormat(HuggingFaceFormat):
-    """Adds the rotary settings, which transformers 5 keeps in ``rope_parameters``, 4 in two keys of their own."""
+    """Adds the rotary settings, which transformers 5 keeps in ``rope_parameters``, transformers 4 in two other keys."""
 
     default_theta: float = 10000.0
-    """Where ``config.json`` does not say."""
+    """Base of the frequencies if ``config.json`` has none."""
 
-    def write_config(self, config: ModelConfig) -> dict[str, Any]:
+    def write_config(self, config: Any) -> dict[str, Any]:
         """``config.json`` with the rotary settings in both spellings."""
         assert isinstance(config, RotaryConfig)
         scaling: dict[str, Any] | None = None

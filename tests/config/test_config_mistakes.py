@@ -247,7 +247,7 @@ MISTAKES = {
     "plan.rows=0": "plan.rows=0 must be at least 1; set plan.rows=10",
     "plan.memory_gib=0": "plan.memory_gib=0.0 must be a finite number above 0; set plan.memory_gib=80, or null for all "
     "that the hardware has",
-    "mesh.fsdp_size=nod": "mesh.fsdp_size=nod must be a number of ranks, node for those of a machine, or -1 for all "
+    "mesh.fsdp_size=nod": "mesh.fsdp_size=nod must be a number of ranks, node for those of a node, or -1 for all "
     "ranks; set mesh.fsdp_size=node",
     "mesh.fsdp_size=1.5": "mesh.fsdp_size=1.5 must be an integer or a word; set mesh.fsdp_size=-1",
     "mesh.fsdp_size=3": "mesh.fsdp_size=3 must divide the world size 2; set mesh.fsdp_size=2 or "

@@ -74,7 +74,7 @@ def test_groups_across_machines_are_told_and_run(parallel: str, told: bool, caps
     size = 2 if parallel == "fsdp2" else -1
     where = ["launch.nproc_per_node=3", "launch.nnodes=2", "launch.rdzv_endpoint=x:1", "launch.device=cpu"]
     tell(plan_run([f"parallel={parallel}", f"mesh.fsdp_size={size}", *where], {}), {})
-    assert ("mesh.fsdp_size=2 on machines of 3 ranks has groups that lie" in capsys.readouterr().out) == told
+    assert ("mesh.fsdp_size=2 on nodes of 3 ranks has groups that lie" in capsys.readouterr().out) == told
 
 
 @pytest.mark.parametrize(

@@ -57,9 +57,9 @@ CASES: dict[str, tuple[str, Callable[[], list[Tensor]], tuple[Any, ...]]] = {
     "norm of heads": ("rms_norm", lambda: [torch.randn(2, 17, 4, 10), torch.randn(10)], (1e-6,)),
     "norm without a weight": ("rms_norm", lambda: [torch.randn(2, 17, 4, 10).transpose(1, 2)], (None, 1e-5)),
     "halves": ("rotary", lambda: _qkv(2, 4, 2, 17, 10)[:1], (*_tables(17, 10), Pairs.halves)),
-    "neighbours": ("rotary", lambda: _qkv(2, 4, 2, 17, 10)[:1], (*_tables(17, 10), Pairs.neighbours)),
+    "neighbors": ("rotary", lambda: _qkv(2, 4, 2, 17, 10)[:1], (*_tables(17, 10), Pairs.neighbors)),
     "halves, many sequences": ("rotary", lambda: [torch.randn(1000, 1, 3, 4)], (*_tables(3, 4), Pairs.halves)),
-    "neighbours, many heads": ("rotary", lambda: [torch.randn(40, 25, 3, 4)], (*_tables(3, 4), Pairs.neighbours)),
+    "neighbors, many heads": ("rotary", lambda: [torch.randn(40, 25, 3, 4)], (*_tables(3, 4), Pairs.neighbors)),
     "gate": ("swiglu", lambda: [torch.randn(2, 17, 22), torch.randn(2, 17, 22)], ()),
 }
 """What a case has → operation, its differentiable arguments, the others."""
@@ -74,7 +74,7 @@ def _run(function: Callable[..., Tensor], leaves: list[Tensor], rest: tuple[Any,
     return [out.detach(), *grads]
 
 
-COMPILED_CASES = ("norm of the stream", "norm without a weight", "halves", "neighbours", "gate")
+COMPILED_CASES = ("norm of the stream", "norm without a weight", "halves", "neighbors", "gate")
 """Few, since each is compiled in some seconds."""
 
 VARIANTS = [("npu", case, dtype) for case in CASES for dtype in (torch.float32, torch.bfloat16)]

@@ -92,7 +92,7 @@ def test_groups_across_machines_are_doubted() -> None:
     config = compose_config(["experiment=null", "plan.hardware=h100", "mesh.fsdp_size=12"])
     config.validate(24, "cuda")
     (found,) = [sentence for sentence in doubts(config, load_hardware("h100"), 24) if "across two" in sentence]
-    assert found.startswith("mesh.fsdp_size=12 on machines of 8 ranks") and found.endswith("at a node's first rank")
+    assert found.startswith("mesh.fsdp_size=12 on nodes of 8 ranks") and found.endswith("at a node's first rank")
 
 
 @pytest.mark.parametrize(
