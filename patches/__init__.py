@@ -1,4 +1,4 @@
-"""Guarded fixes of PyTorch internals, one file a patch."""
+"""Version-guarded fixes of PyTorch internals, one file per patch."""
 
 from .patch import Patch as Patch
 from .registry import PATCHES as PATCHES

@@ -3,12 +3,11 @@
 Target: ``FSDPCommContext.lazy_init`` of ``torch.distributed.fsdp._fully_shard._fsdp_param_group``, called by each root
 before its first forward.
 
-Why: each root makes four streams, and the caching allocator keeps a pool for each. With two roots (a model that is
-trained and one that is only asked, or a second run in the same process) what one root has freed the other cannot have.
-Here each root keeps its context: its order of prefetching, and the buffers that it still holds. So forwards and
-backwards of two roots may be interleaved, which PyTorch's public ``share_comm_ctx`` (from 2.10 on) does not
-allow, since it shares the order too; and it has to be called for all roots together, before their first forward. The
-price: collectives of two roots queue up behind each other.
+Why: each root makes four streams, and the caching allocator keeps a pool per stream. With two roots (a trained model
+and a frozen one, or a second run in the same process) memory freed by one root is unavailable to the other. Each root
+keeps its own context, with its prefetch order and buffers, so forwards and backwards of two roots may be interleaved,
+unlike with PyTorch's public ``share_comm_ctx`` (2.10 and later), which shares the order too, and must be called for all
+roots together before their first forward. The price: collectives of two roots queue up behind each other.
 
 Upstream: https://github.com/pytorch/pytorch/issues/154657, https://github.com/pytorch/pytorch/pull/165024
 

@@ -1,6 +1,6 @@
-"""What a patch is: a replacement of one private attribute of PyTorch, for a range of versions, that can be undone.
+"""A patch: an undoable replacement of one private attribute of PyTorch, for a range of versions.
 
-Versions are compared by their first two numbers, so that 2.13.0+cpu and 2.13.0a0+git1234 count as 2.13.
+Versions are compared by their first two numbers, so 2.13.0+cpu and 2.13.0a0+git1234 count as 2.13.
 """
 
 import re
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Undo = Callable[[], None]
-"""Puts back what was replaced."""
+"""Restores the original attribute."""
 
 
 @dataclass(frozen=True)
@@ -19,29 +19,25 @@ class Patch:
     name: str
     """The word in ``patches=[...]``."""
     strategy: str
-    """The word after ``parallel=`` whose internals are replaced."""
+    """The word after ``parallel=``: the strategy whose internals are replaced."""
     lowest: tuple[int, int]
-    """First version of torch that it applies to."""
+    """First torch version of the range."""
     below: tuple[int, int]
-    """First version that it does not apply to any more."""
+    """First torch version beyond the range."""
     effect: str
-    """What it does; follows "applied: "."""
+    """Effect, after "applied: "."""
     beyond: str
-    """What is so from ``below`` on: "not needed because" or "not applied because", with ``{torch}`` for the version."""
+    """Reason from ``below`` on: "not needed because" or "not applied because", with ``{torch}`` for the version."""
     install: Callable[[], Undo]
-    """Replaces the attribute, whatever the version is."""
+    """Replaces the attribute in any version."""
 
     @property
     def versions(self) -> str:
-        """The range in words, such as ``torch >=2.7,<2.10``."""
+        """The range, such as ``torch >=2.7,<2.10``."""
         return f"torch >={_dotted(self.lowest)},<{_dotted(self.below)}"
 
     def reason_against(self, torch_version: str) -> str | None:
-        """Why this version of torch is not patched; None where it is.
-
-        Args:
-            torch_version: as ``torch.__version__`` gives it.
-        """
+        """Why a torch version (``torch.__version__``) is not patched; None if it is."""
         version = parse_version(torch_version)
         if version < self.lowest:
             return f"not applied because torch {torch_version} is older than {_dotted(self.lowest)}"
@@ -49,10 +45,10 @@ class Patch:
 
 
 def parse_version(torch_version: str) -> tuple[int, int]:
-    """Take the first two numbers of a version.
+    """First two numbers of a version.
 
     Raises:
-        ValueError: where it does not start with two numbers.
+        ValueError: if it does not start with two numbers.
     """
     match = re.match(r"(\d+)\.(\d+)", torch_version)
     if match is None:
@@ -61,7 +57,7 @@ def parse_version(torch_version: str) -> tuple[int, int]:
 
 
 def replace(owner: Any, attribute: str, replacement: Any) -> Undo:
-    """Set an attribute of a class or module; what others have put around the replacement since is not undone."""
+    """Set an attribute of a class or module; undoing keeps later replacements by others."""
     original = getattr(owner, attribute)
     setattr(owner, attribute, replacement)
 

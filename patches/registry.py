@@ -1,12 +1,11 @@
-"""Patches by name: which ones a run takes, putting them in place, and taking them out again.
+"""Patches by name: choose those of a run, apply them, and undo them.
 
-``auto`` takes every patch that concerns the strategy and that the installed torch is in the range of. A patch that is
-named is refused, with a sentence, where it would do nothing; that needs no process group and is meant for the checks
-before any worker starts. Several holders in one process may ask for the same patch: it stays until the last one lets
-go, whatever the order.
+``auto`` takes every patch of the strategy whose range includes the installed torch. A named patch that would do nothing
+is refused; this check needs no process group and runs before any worker starts. Several holders in a process may apply
+the same patch: it stays until the last one undoes it, in any order.
 
-Patches are process-wide. They come before the model is wrapped; what a root was given before its first forward it
-keeps when the patch is undone.
+Patches are process-wide and are applied before the model is wrapped. A root keeps the streams of its first forward when
+a patch is undone.
 """
 
 import difflib
@@ -24,7 +23,7 @@ AUTO = "auto"
 PATCHES: dict[str, Patch] = {
     module.PATCH.name: module.PATCH for module in (fsdp1_stream_reuse, fsdp2_stream_reuse, fsdp2_backward_prefetch)
 }
-"""All patches, in the order in which they are put in place."""
+"""All patches, in the order of application."""
 
 NEVER_NEEDED: dict[str, str] = {
     "fsdp2_cpu_offload_clip": (
@@ -32,25 +31,25 @@ NEVER_NEEDED: dict[str, str] = {
         "gradients are offloaded, and FSDPToys does not call it, but sums up the norm on the accelerator"
     )
 }
-"""Names of what others patch, and why there is no such patch here."""
+"""Names of patches found elsewhere → why there is none here."""
 
 _holders: Counter[str] = Counter()
 _undo: dict[str, Undo] = {}
 
 
 class AppliedPatches:
-    """What one holder has put in place; a context manager that undoes it."""
+    """The patches of one holder; a context manager that undoes them."""
 
     report: list[tuple[str, str]]
-    """Name of each patch that was asked for, and what became of it: "applied: ...", or "not needed because ..." or
-    "not applied because ...", which only ``auto`` leads to."""
+    """Name and outcome of each requested patch: "applied: ...", or with ``auto`` "not needed because ..." or "not
+    applied because ..."."""
 
     def __init__(self) -> None:
         self.report = []
         self._held: list[str] = []
 
     def undo(self) -> None:
-        """Let go of the patches; PyTorch's own attributes are back when nobody holds them. Twice does no harm."""
+        """Release the patches; the last holder restores PyTorch's attributes. May be called twice."""
         while self._held:
             name = self._held.pop()
             _holders[name] -= 1
@@ -73,14 +72,14 @@ class AppliedPatches:
 
 
 def apply_patches(names: Sequence[str] | str, strategy: str) -> AppliedPatches:
-    """Put patches in place, in every worker, before the model is wrapped.
+    """Apply patches, in every worker, before the model is wrapped.
 
     Args:
         names: names of patches, or ``auto``.
         strategy: the word after ``parallel=``.
 
     Raises:
-        ValueError: as ``check_patches`` does.
+        ValueError: as ``check_patches``.
     """
     check_patches(names, strategy)
     applied = AppliedPatches()
@@ -99,14 +98,14 @@ def apply_patches(names: Sequence[str] | str, strategy: str) -> AppliedPatches:
 
 
 def check_patches(names: Sequence[str] | str, strategy: str) -> None:
-    """Refuse names that no patch has, and patches that would do nothing here.
+    """Refuse unknown names, and patches that would do nothing here.
 
     Args:
         names: names of patches, or ``auto``.
         strategy: the word after ``parallel=``.
 
     Raises:
-        ValueError: in one sentence that names key, value and fix.
+        ValueError: naming key, value and fix.
     """
     if names == AUTO:
         return

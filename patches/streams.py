@@ -1,7 +1,7 @@
-"""One stream for each purpose and device, kept as long as the process lives.
+"""One stream per purpose and device, kept for the life of the process.
 
-A caching allocator keeps what a stream has freed for that stream alone, so a new stream means a new pool. Streams that
-are kept serve roots which are made later too, in the next run of this process for instance.
+A caching allocator reuses memory that a stream freed for that stream only, so a new stream means a new pool. Kept
+streams also serve later roots, for instance in the next run of the process.
 
 On a CPU streams do nothing, but they are objects that can be counted.
 """
@@ -15,15 +15,15 @@ _kept: dict[tuple[torch.device, str, object], Any] = {}
 
 
 def share_streams(owner: Any, attributes: Iterable[str], device: torch.device) -> None:
-    """Replace an object's streams by the first that were seen under the same names.
+    """Replace an object's streams by the first streams with the same attribute names.
 
-    Streams of another priority stay apart, since a collective that has to come first must not wait in a queue of the
-    usual priority. (Those of a CPU have none, and those of an NPU do not tell it.)
+    Streams of another priority stay separate, since a high-priority collective must not wait in a queue of the default
+    priority. (CPU streams have no priority, NPU streams do not report it.)
 
     Args:
-        owner: has just made its streams, and has not used them.
+        owner: has new, unused streams.
         attributes: their names.
-        device: where the streams run.
+        device: of the streams.
     """
     for attribute in attributes:
         stream = getattr(owner, attribute)

@@ -3,7 +3,7 @@
 The logits of a training step are its largest tensor: 4,096 tokens over 128,256 classes are 1 GiB in bf16, and the plain
 loss keeps them twice more in float32. Here the forward takes a chunk of tokens at a time through one reused buffer: it
 computes their logits, replaces them by their gradient (softmax minus one-hot), and computes from it the gradients of
-hidden states and weight, which are all that is kept. The backward multiplies these by the upstream gradient. Nothing is
+hidden states and weight, and keeps only these. The backward multiplies these by the upstream gradient. Nothing is
 computed twice: three matmuls, as in the plain loss, where checkpointed chunks need four.
 
 The price: the gradient of the weight is summed over chunks, by default in float32, which for a bf16 weight is a tensor
@@ -64,7 +64,7 @@ def auto_chunk_tokens(n_tokens: int, weight_VD: Tensor, sum_bytes: int) -> int:
     - All tokens, if their logits take no more memory than the sum of the weight's gradients, which only several chunks
       need: V·D·4 bytes for a bf16 weight, so up to 2·D tokens. This is both the smallest and the fastest.
     - Otherwise logits of 256 MiB, and at least 2048 tokens, on an accelerator; 32 MiB and 512 on a CPU. Each chunk
-      reads and writes the sum once; with 2048 tokens that is 1 byte per 1536 operations.
+      reads and writes the sum once; with 2048 tokens, 1 byte per 1536 operations.
     - Chunks of nearly equal size, in multiples of 32.
 
     Args:

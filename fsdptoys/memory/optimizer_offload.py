@@ -12,7 +12,7 @@ the code:
 Parameters have the same bits as without offload, except with bfloat16 states. With ``memory.offload_fraction`` the
 states of the units that the forward needs first stay on the device, since nothing could hide their copies.
 
-Not covered: optimizers that are not element-wise. After ZeRO-Offload (arXiv:2101.06840), which updates on the host
+Not covered: other than element-wise optimizers. After ZeRO-Offload (arXiv:2101.06840), which updates on the host
 instead.
 """
 

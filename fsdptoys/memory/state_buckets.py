@@ -63,7 +63,7 @@ def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
 
 
 class Bucket:
-    """Parameters that are updated together.
+    """Parameters updated together.
 
     Args:
         unit: index of their unit.

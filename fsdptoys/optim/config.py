@@ -162,7 +162,7 @@ def build_optimizer(
 
 
 def check_at_least_zero(name: str, value: float, fix: float = 0) -> None:
-    """Refuse numbers that are negative or not finite.
+    """Refuse negative and non-finite numbers.
 
     Raises:
         ConfigError: naming key, value and fix.

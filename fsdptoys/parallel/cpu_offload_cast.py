@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 
 class _Entry:
-    """One parameter: FSDP2's record of it, its master, and the copy that is uploaded instead."""
+    """One parameter: FSDP2's record of it, its master, and the uploaded copy."""
 
     def __init__(self, fsdp_param: Any, dtype: torch.dtype, pin_memory: bool) -> None:
         self.fsdp_param = fsdp_param

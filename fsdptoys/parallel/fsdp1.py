@@ -183,7 +183,7 @@ class FSDP1(Strategy):
 
         names = {module: _own_name(name + ".").rstrip(".") for name, module in self.model.named_modules()}
         units = self._fsdp_modules()
-        # The root comes first: a child that is summoned before its root would become a root itself.
+        # The root comes first: a child summoned before its root would become a root itself.
         for unit in units:
             prefix = f"{names[unit]}." if names[unit] else ""
             nested = tuple(

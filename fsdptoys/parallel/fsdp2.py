@@ -143,7 +143,7 @@ class FSDP2(Strategy):
             shard([model.norm, model.lm_head], outer)
         # The root gets the remaining parameters.
         library.fully_shard(model, mesh=self.mesh, reshard_after_forward=outer, **policies)
-        # The root's forward begins before any other; its own unit is empty but for GPT-2's positions.
+        # The root's forward begins before any other; its own unit holds only GPT-2's positions, if anything.
         self._modules: list[list[nn.Module]] = [[model], *members]
         return units
 
@@ -172,7 +172,7 @@ class FSDP2(Strategy):
         return self.model.named_parameters()
 
     def units(self) -> list[UnitParams]:
-        """The units of ``fully_shard``; of several modules that are gathered together, the one that runs first."""
+        """The units of ``fully_shard``; for a group of modules, the one that runs first."""
         owned = own_parameters(self._modules)
         return [(modules[0], params) for modules, params in zip(self._modules, owned, strict=True) if params]
 

@@ -111,7 +111,7 @@ class Single(Strategy):
         return self._whole.named_parameters()
 
     def units(self) -> list[UnitParams]:
-        """The blocks, with what comes before and after them."""
+        """The blocks, and the modules before and after them."""
         return whole_units(self._whole, self.model)
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:

@@ -44,7 +44,7 @@ UnitParams = tuple[nn.Module, list[nn.Parameter]]
 """A module, and the parameters that its forward is the first to need."""
 
 NORM_ELEMENTS = 2**22
-"""Elements of a gradient that are squared at a time."""
+"""Elements of a gradient squared at a time."""
 CPU_NORM_ELEMENTS = 2**18
 """The same on a CPU, whose float64 copy of them, 2 MiB, stays in cache; 32 MiB took six times as long."""
 
@@ -290,7 +290,7 @@ class Strategy(ABC):
         then the same number however the gradients are sharded.
 
         Args:
-            max_norm: the largest norm that is left as it is; infinity only measures.
+            max_norm: upper bound of the norm; infinity only measures.
             scale_by: receives the factor instead of multiplying the gradients here.
             map_parts: like ``map``, over parts of gradients; may use threads.
         """
