@@ -1,8 +1,8 @@
 """AdamW with both moments in 8 or 4 bits and a scale for each block: torchao's states and update.
 
 An update widens one parameter's moments to float32, updates with them, and quantizes them: to codes of a table with
-finer steps near zero (int8, arXiv:2110.02861; int4, arXiv:2309.01507), or to float8_e4m3fn. A block's largest number is its
-scale. The compiler fuses this into a few kernels; ``for_loop`` runs it operator by operator.
+finer steps near zero (int8, arXiv:2110.02861; int4, arXiv:2309.01507), or to float8_e4m3fn. A block's largest number is
+its scale. The compiler fuses this into a few kernels; ``for_loop`` runs it operator by operator.
 
 Blocks are parts of rows, so sharding between rows keeps them: codes and scales do not depend on the layout, are sharded
 like their parameter, and go through checkpoints on any number of ranks. torchao's own classes start blocks at the
