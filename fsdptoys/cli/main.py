@@ -196,7 +196,9 @@ def _run(words: list[str], worker: bool) -> int:
         return run_as_worker(lambda: _work(words))
     from fsdptoys.launch.launch import launch, plan_run
 
-    plan = plan_run(words, os.environ)
+    from .largest_preset import choose_largest
+
+    plan = plan_run(words, os.environ, choose_largest)
     if plan.composition.config.launch.nnodes == 1:
         # With several machines, another one's rank 0 may have made the folder by now.
         _check_places(plan.composition.config)
@@ -217,7 +219,9 @@ def _work(words: list[str]) -> None:
     if handed is None:
         from fsdptoys.launch.launch import check_master, plan_run, tell
 
-        plan = plan_run(words, os.environ)
+        from .largest_preset import choose_largest
+
+        plan = plan_run(words, os.environ, choose_largest)
         check_master(os.environ)
         handed = Handed(plan.composition.config, plan.hardware, plan.local_ranks, plan.world_size)
         _prepare_data(handed.config, handed.local_ranks)  # every rank comes by here, and one of them does it
@@ -293,7 +297,9 @@ def _show(words: list[str]) -> None:
 
     from fsdptoys.launch.launch import plan_run
 
-    plan = plan_run(words, os.environ)
+    from .largest_preset import choose_largest
+
+    plan = plan_run(words, os.environ, choose_largest)
     _check_places(plan.composition.config)
     chosen = " ".join(f"{group}={name or 'null'}" for group, name in plan.composition.choices.items())
     print(f"# {chosen}\n# validated for {plan.world_size} ranks on {plan.hardware.device_type}")

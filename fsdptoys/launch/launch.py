@@ -2,12 +2,12 @@
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fsdptoys.config.compose import Composition, compose, compose_presets
-from fsdptoys.config.overrides import list_choices, plain_text
-from fsdptoys.config.plan_config import AllocatorKind, PlanConfig
+from fsdptoys.config.compose import Composition, compose
+from fsdptoys.config.overrides import plain_text
+from fsdptoys.config.plan_config import PlanConfig
 from fsdptoys.config.schema import LaunchConfig
 from fsdptoys.device import available_device_type
 from fsdptoys.device.profile import load_hardware
@@ -16,7 +16,7 @@ from fsdptoys.parallel.float8 import check_float8_here
 from fsdptoys.parallel.mesh import NODE, straddling
 from fsdptoys.utils.text import one_line, say
 
-from .hardware import FoundHardware, find_hardware, hardware_environment, profile_of_this_machine
+from .hardware import FoundHardware, find_hardware, hardware_environment
 from .supervisor import run_workers
 from .worker import Handed
 
@@ -46,12 +46,18 @@ class Plan:
     """The overrides, with the chosen experiment and device among them."""
 
 
-def plan_run(words: Sequence[str], present: Mapping[str, str]) -> Plan:
+def plan_run(
+    words: Sequence[str],
+    present: Mapping[str, str],
+    choose_preset: "Callable[[str, str, int], list[str]]" = lambda experiment, device_type, world_size: [experiment],
+) -> Plan:
     """Compose and validate the run that a command line asks for, on this machine's hardware.
 
     Args:
         words: overrides as typed; where no experiment is among them, the hardware decides.
         present: the environment; where torchrun has set its variables, its numbers count.
+        choose_preset: returns the overrides of a command without any, given an experiment's override, a device type
+            and the number of ranks; the planner's choice where the command line passes it.
 
     Raises:
         ConfigError: for the first mistake.
@@ -68,7 +74,7 @@ def plan_run(words: Sequence[str], present: Mapping[str, str]) -> Plan:
     words = list(words)
     if not any(word.startswith("experiment=") for word in words):
         experiment = f"experiment={choose_experiment(hardware.device_type, world_size)}"
-        words = [experiment, *words] if words else choose_largest(experiment, hardware.device_type, world_size)
+        words = [experiment, *words] if words else choose_preset(experiment, hardware.device_type, world_size)
     words.append(f"launch.device={hardware.device_type}")
     composition = compose(words)
     if composition.config.mesh.fsdp_size == NODE:
@@ -77,36 +83,6 @@ def plan_run(words: Sequence[str], present: Mapping[str, str]) -> Plan:
     composition.config.validate(world_size, hardware.device_type, local_ranks)
     check_float8_here(composition.config.train.float8, hardware.device_type)
     return Plan(composition, hardware, local_ranks, world_size, words)
-
-
-def choose_largest(experiment: str, device_type: str, world_size: int) -> list[str]:
-    """The words for a command that has none: on a known accelerator, the largest model that fits and what it wants.
-
-    Args:
-        experiment: the word that stands for all else.
-        device_type: that the run is on.
-        world_size: ranks.
-    """
-    profile = profile_of_this_machine()
-    if profile is None or device_type == "cpu":
-        return [experiment]
-    # The launcher of a run on a CPU, or of one that names its model, does without the planner.
-    from fsdptoys.plan.estimate.estimate import closed_form
-    from fsdptoys.plan.search.search import largest_preset
-
-    hardware = load_hardware(profile)
-    presets = [preset for preset in compose_presets(list_choices()["model"]) if not preset.name.endswith("_debug")]
-    _, best = largest_preset(
-        presets,
-        lambda words: compose(words).config,
-        [experiment],
-        hardware,
-        world_size,
-        hardware.usable_bytes,
-        AllocatorKind.expandable,
-        closed_form,
-    )
-    return list(best.words)
 
 
 def check_plan_settings(plan: PlanConfig, device_type: str) -> None:

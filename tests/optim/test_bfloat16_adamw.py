@@ -8,13 +8,13 @@ from torch import nn
 
 from fsdptoys.memory import MemoryConfig
 from fsdptoys.optim import (
-    LARGEST_BFLOAT16_BETA,
     AdamWConfig,
     Implementation,
     OptimStateDType,
     WeightDecayOn,
     build_optimizer,
 )
+from fsdptoys.optim.adamw import LARGEST_BFLOAT16_BETA
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.parallel.fsdp import TORCH
 from scripts.parity import train_all

@@ -41,7 +41,7 @@ DDP = Switches(
     vocab_size=32_000,
     param_dtype="float32",
 )
-FSDP = dataclasses.replace(DDP, parallel="fsdp2", fsdp_size=4, param_dtype="bfloat16")
+FSDP = dataclasses.replace(DDP, shards_parameters=True, takes_cpu_offload=True, fsdp_size=4, param_dtype="bfloat16")
 LIVE = LiveBytes(PlacedBytes(2 * GIB), PlacedBytes(GIB), PlacedBytes(4 * GIB))
 REST = 10 * GIB
 
