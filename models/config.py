@@ -39,11 +39,6 @@ class ModelConfig(ABC):
     """Folder in Hugging Face format with the initial weights; null draws them from train.init_seed."""
 
     def __post_init__(self) -> None:
-        """Check the settings of every family.
-
-        Raises:
-            ValueError: naming the key, its value and the fix.
-        """
         check_at_most(self, dim=MOST_CHANNELS, n_layers=MOST_LAYERS, n_heads=MOST_CHANNELS, vocab_size=2**30)
         check_at_most(self, max_seq_len=MOST_TOKENS, norm_eps=1e6, init_std=1e6)
         check_at_least_one(self, "dim", "n_layers", "n_heads", "vocab_size", "max_seq_len")

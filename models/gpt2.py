@@ -94,7 +94,6 @@ class GPT2Config(ModelConfig):
     tie_embeddings: bool = True
 
     def __post_init__(self) -> None:
-        """Check the settings of GPT-2."""
         super().__post_init__()
         if self.dim % self.n_heads:
             raise ValueError(

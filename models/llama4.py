@@ -119,7 +119,6 @@ class Llama4Config(MoEConfig, RotaryConfig):
     """Tokens before the first growth step, and between two."""
 
     def __post_init__(self) -> None:
-        """Check the settings of Llama 4."""
         super().__post_init__()
         self.check_experts(self.n_layers)
         check_at_most(self, nope_every=MOST_LAYERS, attention_chunk_len=MOST_TOKENS, temperature_floor=MOST_TOKENS)

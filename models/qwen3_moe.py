@@ -68,7 +68,6 @@ class Qwen3MoEConfig(MoEConfig, Qwen3Config):
     """Divide the weights of a token's experts by their sum."""
 
     def __post_init__(self) -> None:
-        """Check the settings of Qwen3-MoE."""
         super().__post_init__()
         self.check_experts(self.n_layers)
 

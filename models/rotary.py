@@ -34,7 +34,6 @@ class RopeScaling:
     """Context length of the pre-training, in tokens."""
 
     def __post_init__(self) -> None:
-        """Check each value by itself."""
         check_at_most(self, "rope_scaling.", factor=1e30, low_freq_factor=1e30, high_freq_factor=1e30)
         check_at_most(self, "rope_scaling.", original_max_seq_len=MOST_TOKENS)
         check_positive(
@@ -70,7 +69,6 @@ class RotaryConfig(ModelConfig):
     """Stretching of the rotary frequencies."""
 
     def __post_init__(self) -> None:
-        """Check the settings of models with rotary positions."""
         super().__post_init__()
         check_at_most(self, n_kv_heads=MOST_CHANNELS, head_dim=MOST_CHANNELS, ffn_dim=MOST_HIDDEN, rope_theta=1e30)
         check_at_least_one(self, "n_kv_heads", "ffn_dim")

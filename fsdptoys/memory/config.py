@@ -95,7 +95,6 @@ class MemoryConfig:
     """Threads of a rank's optimizer under ``cpu_offload``; null for the node's cores over its ranks."""
 
     def __post_init__(self) -> None:
-        """Check the switches among themselves."""
         if self.chunk_tokens != "auto" and not (self.chunk_tokens.isascii() and self.chunk_tokens.isdecimal()):
             raise ConfigError(
                 f"memory.chunk_tokens={self.chunk_tokens} must be auto or a number of tokens; "

@@ -46,7 +46,6 @@ class AdamWSettings(OptimConfig):
     """Added to the root of the mean square."""
 
     def __post_init__(self) -> None:
-        """Check each value by itself."""
         super().__post_init__()
         check_at_most("optim", self, eps=1e6)
         for name in ("beta1", "beta2"):
@@ -82,7 +81,6 @@ class AdamWConfig(AdamWSettings):
     """dtype in which the two moments are kept."""
 
     def __post_init__(self) -> None:
-        """Check each value by itself."""
         super().__post_init__()
         if self.state_dtype is OptimStateDType.bfloat16:
             for name in ("beta1", "beta2"):

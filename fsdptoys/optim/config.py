@@ -86,7 +86,6 @@ class OptimConfig(ABC):
     """Share of the steps in which ``wsd`` decays."""
 
     def __post_init__(self) -> None:
-        """Check each value by itself."""
         check_at_most("optim", self, lr=1e6, weight_decay=1e6, warmup_steps=MOST_STEPS)
         check_at_least_zero("lr", self.lr, fix=3e-4)
         check_at_least_zero("weight_decay", self.weight_decay)

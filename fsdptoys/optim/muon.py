@@ -86,7 +86,6 @@ class MuonConfig(AdamWSettings):
     """Highest learning rate of AdamW's part; null for ``lr``."""
 
     def __post_init__(self) -> None:
-        """Check each value by itself."""
         super().__post_init__()
         check_at_most("optim", self, adamw_lr=1e6)
         check_momentum(self.momentum, self.nesterov, fix=0.95)

@@ -22,7 +22,6 @@ class SGDConfig(OptimConfig):
     """Look ahead by one momentum step."""
 
     def __post_init__(self) -> None:
-        """Check each value by itself."""
         super().__post_init__()
         check_momentum(self.momentum, self.nesterov, fix=0.9)
 

@@ -15,11 +15,11 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel
 from fsdptoys.utils.bounds import check_at_most
 
-from .init_weights import Fill, init_buffers, materialize
+from .init_weights import Fill
 from .mesh import MeshConfig
 from .precision import DType
-from .single import cast_parameters, whole_parameters, whole_units
-from .strategy import ParallelContext, ReducingConfig, Strategy, UnitParams
+from .single import UnshardedStrategy, cast_parameters, whole_units
+from .strategy import ParallelContext, ReducingConfig, UnitParams
 
 _SYNC_BUFFERS = (
     "forward_sync_buffers"
@@ -49,7 +49,6 @@ class DDPConfig(ReducingConfig):
         return "keeps all of them in its buckets"
 
     def __post_init__(self) -> None:
-        """Check the value by itself."""
         check_at_most("parallel", self, bucket_cap_mb=2**20)
         if self.bucket_cap_mb < 1:
             raise ConfigError(
@@ -66,7 +65,7 @@ class DDPConfig(ReducingConfig):
         return DDP(self, context)
 
 
-class DDP(Strategy):
+class DDP(UnshardedStrategy):
     """PyTorch's DistributedDataParallel."""
 
     model: DistributedDataParallel
@@ -78,10 +77,7 @@ class DDP(Strategy):
 
     def parallelize(self, model: DecoderModel, fill: Fill) -> None:
         """Materialize and initialize the same values on every rank, then wrap."""
-        device = self.context.device
-        materialize(model, device.torch_device, fill)
-        init_buffers(model, device.torch_device, self.config.buffer_dtype.torch)
-        self._whole = model
+        self._materialize(model, fill, self.config.buffer_dtype.torch)
         self.model = self._wrap(cast_parameters(model, self.config.param_dtype))
 
     def _wrap(self, model: nn.Module) -> DistributedDataParallel:
@@ -115,17 +111,9 @@ class DDP(Strategy):
             if not last:
                 self._over_microbatches[param] = total
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The model's own parameters."""
-        return self._whole.named_parameters()
-
     def units(self) -> list[UnitParams]:
         """Units of the wrapped model."""
         return whole_units(self._whole, self.model.module)
-
-    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """The model's own parameters."""
-        return whole_parameters(self._whole)
 
 
 def all_reduce_in_dtype(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

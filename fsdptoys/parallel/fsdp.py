@@ -60,7 +60,6 @@ class FSDPConfig(ReducingConfig):
         return self.wrap is Wrap.block_attn_mlp
 
     def __post_init__(self) -> None:
-        """Check each value by itself."""
         check_at_most("parallel", self, forward_prefetch=10**6, backward_prefetch=10**6)
         for name in ("forward_prefetch", "backward_prefetch"):
             value = getattr(self, name)

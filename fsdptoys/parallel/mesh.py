@@ -30,7 +30,6 @@ class MeshConfig:
     """Ranks that share one copy of the parameters; -1 for all, node for a node's. The rest replicate: HSDP."""
 
     def __post_init__(self) -> None:
-        """Check the value by itself; ``shard_ranks`` checks it against the world size."""
         if self.fsdp_size == NODE:
             return
         if type(self.fsdp_size) is not int:

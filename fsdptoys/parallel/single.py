@@ -44,7 +44,6 @@ class SingleConfig(ParallelConfig):
         return f"adds them up with parallel.simulated_ranks={self.simulated_ranks}" if several else None
 
     def __post_init__(self) -> None:
-        """Check the value by itself."""
         check_at_most("parallel", self, simulated_ranks=2**16)
         if self.simulated_ranks < 1:
             raise ConfigError(
@@ -66,7 +65,29 @@ class SingleConfig(ParallelConfig):
         return Single(self, context)
 
 
-class Single(Strategy):
+class UnshardedStrategy(Strategy):
+    """A strategy whose ranks hold every parameter in full."""
+
+    _whole: DecoderModel
+    """The model before it is wrapped."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's own parameters."""
+        return self._whole.named_parameters()
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """The model's own parameters."""
+        for name, param in self._whole.named_parameters():
+            yield name, param.detach().to("cpu", torch.float32)
+
+    def _materialize(self, model: DecoderModel, fill: Fill, buffer_dtype: torch.dtype) -> None:
+        device = self.context.device.torch_device
+        materialize(model, device, fill)
+        init_buffers(model, device, buffer_dtype)
+        self._whole = model
+
+
+class Single(UnshardedStrategy):
     """The full model in one process."""
 
     def __init__(self, config: SingleConfig, context: ParallelContext) -> None:
@@ -78,10 +99,7 @@ class Single(Strategy):
 
     def parallelize(self, model: DecoderModel, fill: Fill) -> None:
         """Materialize and initialize; only mixed precision wraps the model."""
-        device = self.context.device.torch_device
-        materialize(model, device, fill)
-        init_buffers(model, device, self.config.buffer_dtype.torch)
-        self._whole = model
+        self._materialize(model, fill, self.config.buffer_dtype.torch)
         self.model = cast_parameters(model, self.config.param_dtype)
 
     @contextmanager
@@ -106,17 +124,9 @@ class Single(Strategy):
                 else:
                     self._over_microbatches[param] = total
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The model's own parameters."""
-        return self._whole.named_parameters()
-
     def units(self) -> list[UnitParams]:
         """The blocks, and the modules before and after them."""
         return whole_units(self._whole, self.model)
-
-    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """The model's own parameters."""
-        return whole_parameters(self._whole)
 
 
 def cast_parameters(model: nn.Module, dtype: DType) -> nn.Module:
@@ -142,9 +152,3 @@ def whole_units(whole: DecoderModel, computing: nn.Module) -> list[UnitParams]:
     if computing is not whole:
         return [(computing, [param for _, params in units for param in params])]
     return units
-
-
-def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters of a model without sharding, as float32 on the CPU."""
-    for name, param in model.named_parameters():
-        yield name, param.detach().to("cpu", torch.float32)
