@@ -1,13 +1,13 @@
 """The experts of a mixture-of-experts layer: every token through its K experts, without capacity limits.
 
-The (token, choice) pairs are sorted by expert, so that each expert's rows are contiguous, and multiplied group by group
-(``grouped``). One autograd function has hand-written gradients, for three reasons:
+The (token, choice) pairs are sorted by expert and multiplied group by group (``grouped``). One autograd function has
+hand-written gradients, for three reasons:
 
-- No scatter-add. Rows are gathered by the sorting permutation, and results by its inverse and summed over the K
-  choices, in forward and backward: equal inputs give equal bits.
+- No scatter-add: rows are gathered by the sorting permutation, and results by its inverse and summed over the K
+  choices, in forward and backward. Equal inputs give equal bits.
 - Few saved tensors: the input (N·D, held by its producer too), the gate and up projections (N·K·2F) and the permutation
   (3·N·K of int64). Gathered rows and the hidden layer are recomputed.
-- A CPU works expert by expert through pieces that stay in its cache, and reads memory once.
+- A CPU works through pieces that stay in its cache.
 
 The gradient of a routing weight comes from the hidden layer, in which the output is linear, so no expert's output is
 saved. Likewise ``scale_input`` scales the gate and up projections instead of the gathered input.

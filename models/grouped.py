@@ -3,16 +3,14 @@
 Rows sorted by expert form contiguous groups of unequal length. A ``Product`` multiplies all groups:
 
 - ``Grouped``: torch's grouped matmul, one call for all groups without a device sync. For accelerators.
-- ``Looped``: one matmul per group over slices; fetching the group ends is one device sync per layer call. Work and
-  memory follow the rows, however uneven the groups. For CPUs, where torch's grouped matmul is the same loop plus fresh
-  buffers, and for accelerators without a grouped matmul.
+- ``Looped``: one matmul per group; fetching the group ends is one device sync per layer call. For CPUs, where torch's
+  grouped matmul is the same loop plus fresh buffers, and for accelerators without a grouped matmul.
 - ``LoopedFloat32``: the same loop through float32, for bf16 on CPUs that cannot multiply it (``linear``).
-- ``LoopedOneDNN``: the same loop with oneDNN's float32 matmul, for CPUs with AVX-512. torch uses MKL for float32, which
-  reached half of oneDNN's speed on an AMD EPYC (``benchmarks/moe.md``). Both are full float32. Not tried on Intel.
+- ``LoopedOneDNN``: the same loop with oneDNN's float32 matmul, for CPUs with AVX-512, where torch's own (MKL) reached
+  half the speed on an AMD EPYC (``benchmarks/moe.md``). Not tried on Intel.
 
-oneDNN prepares code for every new number of rows. A loop may therefore pad its pieces to ``row_multiple``, so that a
-few lengths serve all loads; results beyond a group are never used. With loads that change every step this took 10 to
-13% off forward and backward.
+oneDNN prepares code for every new number of rows, so a loop may pad its pieces to ``row_multiple``: with loads that
+change every step this took 10 to 13% off forward and backward. Results beyond a group are never used.
 
 Not covered: padding all groups to the longest for one ``torch.bmm``, which gained 1 to 6% for even groups, and costs
 E-fold if all tokens choose one expert. ``Grouped`` has been tried on CPUs only.

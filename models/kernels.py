@@ -1,11 +1,8 @@
 """Operations with more than one implementation, and the table of them.
 
-Each operation is a function of tensors. ``torch`` is PyTorch's own operators, the reference for the others;
-``compiled`` is the same function through ``torch.compile``; ``npu`` is torch_npu's fused kernel (``npu_kernels``). A
-layer uses the functions of its own ``kernels``, so two models in a process may differ, and recomputation in the
-backward uses the same ones.
-
-New implementations go into ``IMPLEMENTATIONS``. The choice for a run is made elsewhere
+``torch`` is PyTorch's own operators, the reference for the others; ``compiled`` is the same function through
+``torch.compile``; ``npu`` is torch_npu's fused kernel (``npu_kernels``). A layer uses the functions of its own
+``kernels``, so recomputation in the backward uses the same ones. The choice for a run is made elsewhere
 (``fsdptoys.config.kernel_choice``): these functions know tensors, not devices.
 
 Not covered: LayerNorm and GELU (GPT-2); the experts' gate, which is part of their gradients (``experts``); the loss

@@ -3,18 +3,15 @@
 Each returns the same dtype as the plain function. Inputs outside a kernel's documented limits go to PyTorch's own
 operators. Tensors saved for the backward:
 
-- ``npu_fusion_attention``: inputs, output and 16 float32 statistics per row; one causal mask of 4 MiB serves all layers
-  and lengths (``scaled_dot_product_attention`` makes and saves one per call).
+- ``npu_fusion_attention``: inputs, output and 16 float32 statistics per row; one causal mask of 4 MiB for all layers.
 - ``npu_rms_norm``: the input and one float32 number per row.
-- ``npu_rotary_mul``: only the tables. The operator itself would save its input, but the gradient of a rotation is the
-  rotation by the opposite angle.
-- ``npu_swiglu``: gate and up side by side; the plain one saves those two and ``silu(gate)``.
+- ``npu_rotary_mul``: only the tables, since the gradient of a rotation is the rotation by the opposite angle.
+- ``npu_swiglu``: gate and up side by side.
 - ``npu_grouped_matmul`` has no gradient, and needs none: the experts' is hand-written (``experts``).
 
 Signatures are those of the torch_npu 2.13.0 wheel (schemas in ``libtorch_npu.so``; layouts and limits in
-``_op_plugin_docs.py``; shapes, and the splitting of inner dims that the docs lack, in
-``op_plugin/meta/_meta_registrations.py``). They have run under torch_npu's own autograd with CPU arithmetic
-(``tests/npu_stand_ins.py``), never on an NPU.
+``_op_plugin_docs.py``; shapes in ``op_plugin/meta/_meta_registrations.py``). They have run under torch_npu's own
+autograd with CPU arithmetic (``tests/npu_stand_ins.py``), never on an NPU.
 
 Shapes: B batch, T sequence, H query heads, G key/value heads, K width of a head, E experts, M rows, I and O widths.
 """

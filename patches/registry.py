@@ -1,11 +1,9 @@
 """Patches by name: choose those of a run, apply them, and undo them.
 
 ``auto`` takes every patch of the strategy whose range includes the installed torch. A named patch that would do nothing
-is refused; this check needs no process group and runs before any worker starts. Several holders in a process may apply
-the same patch: it stays until the last one undoes it, in any order.
-
-Patches are process-wide and are applied before the model is wrapped. A root keeps the streams of its first forward when
-a patch is undone.
+is refused before any worker starts. Patches are process-wide and are applied before the model is wrapped; several
+holders may apply the same one, and the last to undo restores PyTorch's attribute. A root keeps the streams of its first
+forward.
 """
 
 import difflib

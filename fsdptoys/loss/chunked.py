@@ -3,17 +3,16 @@
 The logits of a training step are its largest tensor: 4,096 tokens over 128,256 classes are 1 GiB in bf16, and the plain
 loss keeps them twice more in float32. Here the forward takes a chunk of tokens at a time through one reused buffer: it
 computes their logits, replaces them by their gradient (softmax minus one-hot), and computes from it the gradients of
-hidden states and weight, and keeps only these. The backward multiplies these by the upstream gradient. Nothing is
-computed twice: three matmuls, as in the plain loss, where checkpointed chunks need four.
+hidden states and weight, which the backward multiplies by the upstream gradient. Three matmuls, as in the plain loss,
+where checkpointed chunks need four.
 
-The price: the gradient of the weight is summed over chunks, by default in float32, which for a bf16 weight is a tensor
-of V·D·4 bytes until the backward rounds it. A bf16 sum halves that and is rounded after every chunk: the error of a
-bf16 weight's gradient, against float64, was 0.9 to 1.1 times the plain loss's with a float32 sum, and with a bf16 sum
-1.3 to 1.5 times for 8 chunks and 1.9 times for 32. A single chunk needs no such sum.
+The price: the gradient of the weight is summed over chunks, by default in float32, V·D·4 bytes until the backward. A
+bf16 sum halves that: the error of a bf16 weight's gradient, against float64, was 0.9 to 1.1 times the plain loss's with
+a float32 sum, and with a bf16 sum 1.3 to 1.5 times for 8 chunks and 1.9 times for 32. A single chunk needs no sum.
 
 - Frozen weights and frozen hidden states cost nothing, as does ``no_grad``.
-- Nothing waits for the device. On a CPU, rows with an ignored label are left out. On an accelerator their number is not
-  known in time, so they take part in the matmuls, but not in the softmax; their gradients are zero.
+- Nothing waits for the device. On a CPU, rows with an ignored label are left out. On an accelerator, where their number
+  is not known in time, they take part in the matmuls, but not in the softmax; their gradients are zero.
 - It runs inside the head's forward, where FSDP has gathered the weight.
 
 Not covered: second derivatives, which raise; forward-mode derivatives; a head with a bias; a sharded vocabulary. The

@@ -1,22 +1,17 @@
 """Activation offload: tensors that checkpointed blocks save for the backward live in host memory.
 
-Under gradient checkpointing a block saves its input, and with ``selective`` the results of some operators. In the
-forward a side stream copies them into pinned host memory while the block computes, and their device memory is freed one
-block later. In the backward, a block's request for its first tensor starts the copies of the block before it, which
-overlap with the recomputation and backward of this one. Streams wait for events, the host for nothing. About two
-blocks' worth stays on the device, at the price of two copies over PCIe a step; a block that computes for less time than
-its copies take waits for them.
+Under gradient checkpointing a block saves its input, and with ``selective`` the results of some operators. A side
+stream copies them into pinned host memory during the block's forward, and their device memory is freed one block later.
+In the backward, a block's request for its first tensor starts the copies of the block before it. Streams wait for
+events, the host for nothing. About two blocks' worth stays on the device; the price is two copies over PCIe a step.
 
-These stay on the device: parameters, tensors without gradients (rotations, which all blocks share), small ones or with
-gaps, and all tensors of the last checkpointed block, which the backward needs at once: two checkpointed blocks gain
-nothing. On a CPU the same copies are made, and save nothing.
-
-Host buffers are reused over steps. Their sizes are powers of two, to which PyTorch's pinned allocator rounds anyway, so
-up to half of that memory is idle for tensors just above one.
+On the device stay parameters, tensors without gradients, small ones or with gaps, and those of the last checkpointed
+block, which the backward needs at once. Host buffers are reused over steps; their sizes are powers of two, to which
+PyTorch's pinned allocator rounds anyway.
 
 Not covered: tensors other than inputs that a compiled block saves. Writing to kept results in place is refused.
-Sources: https://docs.pytorch.org/docs/stable/autograd.html#saved-tensors-hooks-doc; arXiv:1602.08124, which offloads
-activations and prefetches them; arXiv:2104.07857, which offloads those of checkpointing.
+Sources: https://docs.pytorch.org/docs/stable/autograd.html#saved-tensors-hooks-doc; arXiv:1602.08124 (offload with
+prefetch); arXiv:2104.07857 (offload of checkpoints).
 """
 
 import functools

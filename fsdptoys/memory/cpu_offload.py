@@ -3,11 +3,10 @@
 FSDP itself uploads parameters and downloads gradients. One of two executors updates them:
 
 - ``native``: the optimizer runs after the backward, while the device waits;
-- ``overlapped`` (FSDP2): ``step`` submits bucket after bucket to worker threads, in the order in which the next forward
-  needs them, and the forward of a unit waits for its own buckets only. Clipping stays exact, so no update begins before
-  the norm is known: updates overlap with the forward only. The same threads sum the norm on the host in the same order
-  as ``native``; gradients are scaled within the update. If the model computes in bfloat16, its parameters are uploaded
-  from a bfloat16 mirror, which the threads refresh after each update (``parallel.cpu_offload_cast``).
+- ``overlapped`` (FSDP2): ``step`` submits buckets to worker threads in the order of the next forward, whose units wait
+  for their own buckets only. No update begins before the norm is known, which the same threads sum on the
+  host; gradients are scaled within the update. A bfloat16 model's parameters are uploaded from a bfloat16 mirror, which
+  the threads refresh after each update (``parallel.cpu_offload_cast``).
 
 torchrun's ``OMP_NUM_THREADS=1`` would leave the optimizer one thread, so both set the number: ``native`` around the
 step, ``overlapped`` in the workers. Source: ZeRO-Offload (arXiv:2101.06840).

@@ -1,8 +1,8 @@
 """Updates each parameter in the backward, as soon as its gradient is final, and frees the gradient at once.
 
-Otherwise all gradients of a model exist when the optimizer begins. Here few do at a time: in one process those of an
-operator, under FSDP2 the shards of a unit, which it reduces and updates on its reduce stream during the backward. Every
-bit equals the ordinary step's, since the supported optimizers work on one element, or one parameter, at a time.
+Few gradients exist at a time: in one process those of an operator, under FSDP2 the shards of a unit, which it reduces
+and updates on its reduce stream during the backward. Every bit equals the ordinary step's, since the supported
+optimizers work on one element, or one parameter, at a time.
 
 The price: gradients are gone before all are known, so they cannot be scaled by their norm, skipped because another one
 is not finite, or accumulated. The norm is still reported, from the sums of squares of each gradient.

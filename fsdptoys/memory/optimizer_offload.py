@@ -1,8 +1,7 @@
 """Optimizer offload: states live in host memory and stream through the device bucket by bucket.
 
-Parameters and gradients stay on the device, which updates them; AdamW's two float32 states, twice the bytes of the
-parameters, do not. The price is two copies of them a step, and three buckets of device memory. Three schedules share
-the code:
+Parameters and gradients stay on the device, which updates them. The price is two copies of the states a step (AdamW's
+are twice the bytes of the parameters), and three buckets of device memory. Three schedules share the code:
 
 - ``serial``: in ``step``, load, update and store one bucket after the other;
 - ``pipelined``: in ``step``, loads and stores of neighboring buckets overlap with each update;
@@ -10,10 +9,9 @@ the code:
   gradients live until then. Not with FSDP1.
 
 Parameters have the same bits as without offload, except with bfloat16 states. With ``memory.offload_fraction`` the
-states of the units that the forward needs first stay on the device, since nothing could hide their copies.
+states of the first units stay on the device, since nothing could hide their copies.
 
-Not covered: other than element-wise optimizers. After ZeRO-Offload (arXiv:2101.06840), which updates on the host
-instead.
+Not covered: other than element-wise optimizers. After ZeRO-Offload (arXiv:2101.06840), which updates on the host.
 """
 
 from collections.abc import Callable, Sequence

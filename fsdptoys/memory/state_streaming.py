@@ -1,10 +1,8 @@
 """Buckets of optimizer states that stream through device buffers: load, update, store.
 
-The device holds only a ring of buffers of the states: within ``step``, or permanently where updates are deferred. A
-bucket takes a free buffer when it is loaded and returns it when it is stored. One buffer makes the schedule serial;
-with more, the loads of the next buckets and the stores of the last ones overlap with the update of the one between, in
-both directions at once. The caller decides when updates happen: all within ``step``, or unit by unit in the next
-forward.
+A bucket takes a free buffer of a ring when it is loaded and returns it when it is stored. One buffer makes the schedule
+serial; with more, the loads of the next buckets and the stores of the last ones overlap with an update. The caller
+decides when updates happen: all within ``step``, or unit by unit in the next forward.
 
 Events order the streams, for a bucket b and its buffer:
 
@@ -12,8 +10,8 @@ Events order the streams, for a bucket b and its buffer:
 - the update, on the compute stream, waits for the load;
 - the store waits for the update.
 
-bfloat16 states are copied as such, widened into one work buffer that only the compute stream touches, and rounded
-stochastically on the way back.
+bfloat16 states are widened into one work buffer that only the compute stream touches, and rounded stochastically on the
+way back.
 """
 
 import hashlib

@@ -1,14 +1,10 @@
 """Muon: matrices of the blocks move by their orthogonalized momentum, all other parameters by AdamW, in one optimizer.
 
-The momentum of a matrix is dominated by a few directions that all its rows share. Muon makes all directions equally
-long (``newton_schulz``), for which it needs the full matrix, and one state instead of AdamW's two.
-
-The matrices are dealt out to ranks, the largest first: in a round each rank owns one. If they are sharded (DTensors),
-an all-to-all brings the shards to their owners in the dtype of the matmuls, the owners orthogonalize, and a second
-all-to-all returns the shards: a rank holds about four full matrices at a time, sends as many bytes as an all-gather and
-a reduce-scatter, and each matrix is orthogonalized once. If every rank has them in full (DDP), owners broadcast the
-result: the work is shared, and replicas cannot drift apart. The owner sees the same matrix as one process would, so its
-bits do not depend on the layout.
+Matrices are dealt out to ranks, the largest first: in a round each rank owns one. If they are sharded (DTensors), an
+all-to-all brings the shards to their owners in the dtype of the matmuls, the owners orthogonalize (``newton_schulz``),
+and a second all-to-all returns the shards: a rank holds about four full matrices at a time, and sends as many bytes as
+an all-gather and a reduce-scatter. If every rank has them in full (DDP), owners broadcast the result, so replicas
+cannot drift apart. The owner sees the same matrix as one process would: bits do not depend on the layout.
 
 Stacks are updated matrix by matrix; stacks sharded between matrices need no exchange. Under HSDP each replica repeats
 the work.

@@ -1,17 +1,16 @@
 """Linear layers with float8 matmuls: settings, checks, and torchao's conversion.
 
-A float8 matmul takes half the time of a bf16 one on hardware that has it (compute capability 8.9). Each operand is
-scaled so that its largest element is float8's largest, cast, multiplied with sums in higher precision, and scaled back;
-weights, gradients and optimizer states keep their dtypes. ``tensorwise`` has one scale per tensor, which is fastest;
-``rowwise`` one per row, which limits the damage of an outlier. Scaling and casting are passes over memory that only pay
-where the compiler fuses them (``train.compile=true``) and the matrices are large.
+A float8 matmul takes half the time of a bf16 one from compute capability 8.9 on. Each operand is scaled so that its
+largest element is float8's largest, cast, multiplied with sums in higher precision, and scaled back. ``tensorwise`` has
+one scale per tensor, which is fastest; ``rowwise`` one per row, which limits the damage of an outlier. Scaling and
+casting pay only where the compiler fuses them (``train.compile=true``) and the matrices are large.
 
 With ``train.float8_all_gather`` FSDP2 casts shards before it gathers them, which halves the traffic of bf16. The scale
-is that of the full tensor, agreed on by the ranks: one all-reduce for all tensors after each update, or one per tensor
-where updates are deferred.
+is that of the full tensor: one all-reduce for all tensors after each update, or one per tensor where updates are
+deferred.
 
 Converted are the blocks' ``Linear`` layers both of whose dims 16 divides; head, embedding, routers and experts are not.
-On a CPU torchao rounds operands to float8 and multiplies them in float32: the numerics, without the speed.
+On a CPU torchao emulates the numerics, without the speed.
 
 Not covered: NPUs, FSDP1, whose flat parameters torchao does not know, and float8 in attention.
 Source: https://docs.pytorch.org/ao/stable/workflows/training.html, arXiv:2209.05433

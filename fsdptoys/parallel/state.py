@@ -1,20 +1,19 @@
 """A run's parameters and optimizer states as tensors with plain names: the contents of a checkpoint under any strategy.
 
-Keys are ``model.<parameter>`` and ``optim.<parameter>.<state>``, with the names of the model before it is wrapped; a
-shared parameter has its first name. They depend on model and optimizer alone, so a checkpoint of one strategy on N
-ranks loads under another on M. Buffers are derived from the configuration and left out.
+Keys are ``model.<parameter>`` and ``optim.<parameter>.<state>``, with the names of the model before it is wrapped (of a
+shared parameter the first), so a checkpoint of one strategy on N ranks loads under another on M. Buffers are left out.
 
 - Where parameters keep their shape (one process, DDP, FSDP2) the tensors are the live ones, plain or DTensors, and
   loading writes into them without a copy.
-- FSDP1's flat shards are not boxes within a parameter. Its own state dicts gather unit by unit and shard parameters
-  along the first dim: a copy of this rank's share in host memory, and collectives on save and load.
+- FSDP1's flat shards are not boxes within a parameter. Its own state dicts reshard parameters along the first dim: a
+  copy of this rank's share in host memory, and collectives on save and load.
 
-An optimizer before its first step gets the states that this step would start from, so that its checkpoint is like any
-other. For a momentum without a step counter they are -0.0, the neutral element of addition: PyTorch's SGD copies its
-first gradient, and 0.0 would turn a gradient of -0.0 into 0.0.
+An optimizer before its first step gets the states that this step would start from. For a momentum without a step
+counter they are -0.0, the neutral element of addition: PyTorch's SGD copies its first gradient, and 0.0 would turn a
+gradient of -0.0 into 0.0.
 
-Not covered: optimizer states that are not tensors, and those of another shape than their parameter or a number. An
-optimizer outside PyTorch, or not derived from one of PyTorch's, must show its states before its first step.
+Not covered: optimizer states that are not tensors, or of another shape than their parameter or a number. An optimizer
+not derived from one of PyTorch's must show its states before its first step.
 Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
