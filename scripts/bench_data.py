@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
-from fsdptoys.data import BatchStream, PreparedConfig, Request, find_sources, open_encoder, prepare
+from fsdptoys.data import BatchStream, PreparedConfig, Request, find_sources, open_encoder, prepare_folder
 from fsdptoys.data.dataset_index import Index
 from fsdptoys.data.packing import Packing
 from fsdptoys.data.permutation import EndlessShuffle
@@ -109,7 +109,7 @@ def prepare_seconds(
     for number in range(repeats):
         request = Request("files", sources, encoder, folder / f"{processes}-{number}", processes=processes)
         started, before = time.perf_counter(), _cpu_seconds()
-        index = prepare(request)
+        index = prepare_folder(request)
         took.append(time.perf_counter() - started)
         cpu.append(_cpu_seconds() - before)
     return statistics.median(took), statistics.median(cpu), index.tokens("train")
@@ -182,7 +182,8 @@ def preparing_table(folder: Path, args: argparse.Namespace) -> list[str]:
 
 def waiting_table(folder: Path, args: argparse.Namespace) -> list[str]:
     """Rows of a training on the bytes of the standard library."""
-    prepare(Request("files", find_sources("files", ["stdlib"]), open_encoder("bytes", None, "", ""), folder / "text"))
+    sources, encoder = find_sources("files", ["stdlib"]), open_encoder("bytes", None, "", "")
+    prepare_folder(Request("files", sources, encoder, folder / "text"))
     lines = ["| data.workers | median step, ms | waiting for data |", "|---:|---:|---:|"]
     for workers in (0, 1):
         with unit(f"waiting, data.workers={workers}") as done:

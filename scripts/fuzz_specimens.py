@@ -20,8 +20,8 @@ import yaml
 
 from fsdptoys.checkpoint import write_hugging_face
 from fsdptoys.checkpoint.safetensors_io import slices
-from fsdptoys.data import find_sources, open_encoder, prepare, read_index
-from fsdptoys.data.packing import make_plan
+from fsdptoys.data import find_sources, open_encoder, prepare_folder, read_index
+from fsdptoys.data.packing import pack_rows
 from fsdptoys.data.prepare import Request
 from fsdptoys.data.shard_writer import ShardsWriter
 from fsdptoys.device.profile import dump_hardware, load_hardware
@@ -129,9 +129,9 @@ def _make_data(folder: Path) -> None:
     _make_tokenizer(folder / "tokenizer")
     (folder / "a.txt").write_text("one two\n" * 50)
     encoder = open_encoder(str(folder / "tokenizer"), None, "--tokenizer", "--document-end")
-    prepare(Request("FILE", find_sources("FILE", [str(folder / "a.txt")]), encoder, folder / "out"))
+    prepare_folder(Request("FILE", find_sources("FILE", [str(folder / "a.txt")]), encoder, folder / "out"))
     index = read_index(str(folder / "out"), "data.folder=out")
-    make_plan(folder / "cache", str(folder / "out"), index, "train", SEQ_LEN)
+    pack_rows(folder / "cache", str(folder / "out"), index, "train", SEQ_LEN)
     writer = ShardsWriter(folder / "half", "request", "uint16", 1000)
     writer.add("train", torch.arange(9).numpy().astype("uint16"), torch.tensor([4, 5]).numpy())
     writer.read(2, 0)

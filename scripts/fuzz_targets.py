@@ -21,7 +21,7 @@ from fsdptoys.config.saved import read_tree
 from fsdptoys.data import find_sources, open_encoder, read_index
 from fsdptoys.data.dataset_index import check_folder
 from fsdptoys.data.document_reader import read_documents
-from fsdptoys.data.packing import make_plan
+from fsdptoys.data.packing import pack_rows
 from fsdptoys.data.shard_writer import ShardsWriter
 from fsdptoys.data.tokenizer import open_tokenizer
 from fsdptoys.device.profile import load_hardware
@@ -166,7 +166,7 @@ def read_data(copy: Path) -> None:
     """A prepared folder and the plan of its rows."""
     index = read_index(str(copy / "out"), "data.folder=out")
     check_folder(str(copy / "out"))
-    plan = make_plan(copy / "cache", str(copy / "out"), index, "train", SEQ_LEN)
+    plan = pack_rows(copy / "cache", str(copy / "out"), index, "train", SEQ_LEN)
     for number in range(min(plan.rows, 3)):
         plan.row(number)
 

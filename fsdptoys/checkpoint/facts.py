@@ -1,14 +1,14 @@
 """The facts that a checkpoint keeps besides tensors: ``state.json`` of all ranks, ``rank-00000.json`` of one.
 
-Sums prove that these files are as they were written, and not by whom, or by which version. So whoever saves them gives
-a schema too, and they are checked once, here, where they are read: nothing that uses them later meets a value of
-another type or range.
+Checksums prove that these files are as they were written, but not by which version. So the caller names a
+dataclass of their types and ranges, against which they are checked once, where they are read.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-from fsdptoys.utils.schema import Check, SchemaError
+from fsdptoys.utils.foreign import ForeignError
+from fsdptoys.utils.from_tree import build
 
 from .manifest import MANIFEST_FILE, STATE_FILE, Manifest, NotWholeError, read_facts, step_of, world_size_of
 from .storage import Storage
@@ -16,18 +16,14 @@ from .storage import Storage
 Facts = dict[str, Any]
 
 
-def _accept(value: Any, key: str) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class Schema:
-    """Checks of facts."""
+    """Dataclasses with the types and ranges of facts (``utils.from_tree``); None accepts any."""
 
-    state: Check = _accept
-    """Of those of all ranks, without ``step`` and ``world_size``."""
-    own: Check = _accept
-    """Of those of one rank."""
+    state: type | None = None
+    """Facts of all ranks, without ``step`` and ``world_size``."""
+    own: type | None = None
+    """Facts of one rank."""
 
 
 ANY = Schema()
@@ -61,9 +57,10 @@ def read_own(storage: Storage, manifest: Manifest, path: str, schema: Schema) ->
     return _checked(read_facts(storage, manifest, path), path, schema.own)
 
 
-def _checked(facts: Facts, path: str, check: Check) -> Facts:
+def _checked(facts: Facts, path: str, schema: type | None) -> Facts:
     try:
-        check(facts, "")
-    except SchemaError as error:
+        if schema is not None:
+            build(schema, facts, skip_unknown=True)
+    except ForeignError as error:
         raise NotWholeError(f"holds facts that this version does not read ({path}: {error})") from error
     return facts

@@ -12,7 +12,7 @@ from typing import Any
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import ModelConfig
-from fsdptoys.utils.text import one_line
+from fsdptoys.utils.text import one_line, value_text
 
 EXPECTED = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 
@@ -128,8 +128,8 @@ def check_same(chosen: ModelConfig, wanted: ModelConfig, holder: str, teller: st
     for key, (mine, theirs) in found.items():
         rest = f" ({teller} tells the other {len(found) - 1} too)" if len(found) > 1 else ""
         raise ConfigError(
-            f"model.{key}={_plain(mine)} is not {_plain(theirs)}, with which the weights of {holder} were made; "
-            f"set model.{key}={_plain(theirs)}{rest}"
+            f"model.{key}={value_text(mine)} is not {value_text(theirs)}, with which the weights of {holder} were "
+            f"made; set model.{key}={value_text(theirs)}{rest}"
         )
 
 
@@ -142,11 +142,3 @@ def _flatten(config: Any, prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + field.name] = value
     return flat
-
-
-def _plain(value: Any) -> str:
-    return (
-        {None: "null", True: "true", False: "false"}[value]
-        if value is None or isinstance(value, bool)
-        else one_line(value)
-    )

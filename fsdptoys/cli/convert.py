@@ -20,15 +20,12 @@ from fsdptoys.checkpoint import (
     write_hugging_face,
 )
 from fsdptoys.config.compose import compose_presets
-from fsdptoys.config.overrides import list_choices, plain_text, schema_name
+from fsdptoys.config.overrides import list_choices, schema_name
 from fsdptoys.config.schema import TrainConfig
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import ModelConfig
 from fsdptoys.train.pretrained import DTYPES, open_weights
-from fsdptoys.utils.text import (
-    near_miss,
-    printable,
-)
+from fsdptoys.utils.text import near_miss, printable, value_text
 
 from .help import (
     CONVERT,
@@ -129,10 +126,10 @@ def training_words(config: ModelConfig, path: str) -> list[str]:
             f"{path} holds a {config.family} model, and configs/model has no preset of that family; add one"
         )
     preset = min(changes, key=lambda name: (len(changes[name]), name))
-    settings = [f"model.{key}={plain_text(wanted)}" for key, (_, wanted) in changes[preset].items()]
+    settings = [f"model.{key}={value_text(wanted, quote=True)}" for key, (_, wanted) in changes[preset].items()]
     if config.max_seq_len < TrainConfig().seq_len:
         settings.append(f"train.seq_len={config.max_seq_len}")
-    quoted = plain_text(path) if "'" not in path else "'" + path.replace("'", "\\'") + "'"
+    quoted = value_text(path, quote=True) if "'" not in path else "'" + path.replace("'", "\\'") + "'"
     return ["fsdptoys", "train", f"model={preset}", *settings, f"model.init_from={quoted}"]
 
 

@@ -23,7 +23,7 @@ from fsdptoys.data import (
     files_of,
     find_sources,
     open_encoder,
-    prepare,
+    prepare_folder,
     read_index,
 )
 from fsdptoys.device import available_cores
@@ -106,7 +106,7 @@ def _prepare(words: Sequence[str]) -> int:
         processes=processes,
     )
     with Display("preparing") as display:
-        index = prepare(request, display.show)
+        index = prepare_folder(request, display.show)
     print(_told(str(out), index))
     return 0
 

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from fsdptoys.checkpoint import CheckpointConfig
-from fsdptoys.data import BinConfig, HFConfig, PreparedConfig, SyntheticConfig, TextConfig
+from fsdptoys.data import DATASETS
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import MemoryConfig
 from fsdptoys.metrics import MetricsConfig
@@ -46,13 +46,7 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "parallel": dict(STRATEGIES),
     "mesh": {"default": MeshConfig},
     "memory": {"default": MemoryConfig},
-    "data": {
-        "synthetic": SyntheticConfig,
-        "text": TextConfig,
-        "bin": BinConfig,
-        "prepared": PreparedConfig,
-        "hf": HFConfig,
-    },
+    "data": dict(DATASETS),
     "optim": dict(OPTIMIZERS),
     "checkpoint": {"default": CheckpointConfig},
     "metrics": {"default": MetricsConfig},

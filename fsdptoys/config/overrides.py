@@ -25,9 +25,7 @@ from hydra.errors import HydraException
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.foreign import parse_yaml
 from fsdptoys.utils.paths import check_text
-from fsdptoys.utils.text import (
-    near_miss,
-)
+from fsdptoys.utils.text import near_miss, value_text
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -159,7 +157,7 @@ def check_groups(
         if choice in names or (choice is None and group == "experiment"):
             continue
         near = near_miss(choice, names) if isinstance(choice, str) else None
-        fix = f"did you mean {group}={near}?" if near else f"set {group}={plain_text(defaults[group])}"
+        fix = f"did you mean {group}={near}?" if near else f"set {group}={value_text(defaults[group], quote=True)}"
         listed = "a preset that fsdptoys models lists" if group == "model" else _one_of(names)
         raise ConfigError(f"{typed} must be {listed}{' or null' if group == 'experiment' else ''}; {fix}")
 
@@ -366,21 +364,9 @@ def _without_none(annotation: Any) -> tuple[Any, bool]:
     return annotation, False
 
 
-def plain_text(value: Any) -> str:
-    """A value as it is typed on the command line."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, Enum):
-        return value.name
-    if isinstance(value, list):
-        return f"[{','.join(map(plain_text, value))}]"
-    text = str(value)
-    return text if re.fullmatch(r"[\w.:/+-]+", text) else f"'{text}'"
-
-
 def _example(key: str, options: Mapping[str, Option]) -> str:
     default = options[key].default
-    return f"{key}={'VALUE' if default is dataclasses.MISSING else plain_text(default)}"
+    return f"{key}={'VALUE' if default is dataclasses.MISSING else value_text(default, quote=True)}"
 
 
 def _one_of(names: Sequence[str]) -> str:

@@ -1,19 +1,18 @@
-"""What a run directory's files say, read back: trees of plain values, and the configuration that wrote them."""
+"""Read a run directory's files back: trees of plain values, and the configuration of the run."""
 
 import dataclasses
 import typing
 from collections.abc import Iterable, Mapping
-from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fsdptoys.checkpoint import CheckpointConfig, model_config_of
-from fsdptoys.data import DataConfig, SyntheticConfig
+from fsdptoys.data import DATASETS, DataConfig, SyntheticConfig
 from fsdptoys.errors import ConfigError
 from fsdptoys.optim import OptimConfig
 from fsdptoys.parallel import ParallelConfig
 from fsdptoys.utils.foreign import ForeignError, parse_json, parse_yaml
-from fsdptoys.utils.from_tree import typed
+from fsdptoys.utils.from_tree import build
 from fsdptoys.utils.regular_file import read_regular
 from fsdptoys.utils.text import one_line
 
@@ -25,10 +24,10 @@ T = TypeVar("T")
 
 
 def read_tree(path: Path) -> dict[str, Any]:
-    """A YAML or JSON file that a run wrote.
+    """Read a YAML or JSON file of a run.
 
     Raises:
-        ConfigError: if it cannot be read, or holds no mapping.
+        ConfigError: if it cannot be read, or holds no mapping with text as keys.
     """
     try:
         text = read_regular(path, LARGEST_FILE_BYTES)
@@ -46,7 +45,7 @@ def read_tree(path: Path) -> dict[str, Any]:
 
 
 def _check_keys(tree: Any) -> None:
-    """Refuse keys that are not text, which YAML has, since settings are named ``section.key``."""
+    """Refuse keys that are not text, which YAML allows, since settings are named ``section.key``."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             if not isinstance(key, str):
@@ -58,34 +57,30 @@ def _check_keys(tree: Any) -> None:
 
 
 def read_config(tree: dict[str, Any], where: str) -> Config:
-    """The configuration that a run wrote, as far as it decides how long a step takes.
+    """The configuration of a run, as far as it decides the time of a step.
 
-    Keys that are missing have been added since, and get what they stand at when nothing is said.
+    Missing keys are newer than the run and get their defaults.
 
     Args:
         tree: of its ``config.yaml``.
-        where: the file, for sentences.
+        where: the file, for messages.
 
     Raises:
-        ConfigError: for a key that nothing here reads, and for a value that cannot be.
+        ConfigError: for an unknown key, and for a value of another type.
     """
-    kinds = typing.get_type_hints(Config)
     sections: dict[str, Any] = {
         "model": dataclasses.replace(model_config_of(tree.get("model"), where, "leave the run out"), init_from=None),
-        "parallel": _build(_kind(ParallelConfig, tree, "parallel", where), tree["parallel"], where, "parallel"),
-        "optim": _build(_kind(OptimConfig, tree, "optim", where), tree["optim"], where, "optim"),
+        "parallel": _build_named(_by_name(ParallelConfig), tree, "parallel", where),
+        "optim": _build_named(_by_name(OptimConfig), tree, "optim", where),
         "data": SyntheticConfig(),
         "checkpoint": CheckpointConfig(),
         "patches": tree.get("patches", "auto"),
     }
-    for name, kind in kinds.items():
+    for name, kind in typing.get_type_hints(Config).items():
         if name not in sections:
-            values = tree.get(name, {})
-            if not isinstance(values, dict):
-                raise ConfigError(f"{where} says {name}={values}, which must be a mapping; correct it")
-            sections[name] = _build(kind, values, where, name)
+            sections[name] = _build(kind, tree.get(name, {}), where, name)
     config = Config(**sections)
-    # What this machine may not have, and the run is not asked for again.
+    # This machine may lack what these need, and the run is not repeated here.
     config.train.eval_every = 0
     config.memory.cpu_threads = None
     config.launch.max_restarts = 0
@@ -94,20 +89,13 @@ def read_config(tree: dict[str, Any], where: str) -> Config:
 
 
 def read_data_config(tree: Mapping[str, Any], where: str) -> DataConfig:
-    """The part of a run's configuration that says what it was trained on; otherwise as :func:`read_config`."""
-    kind = _kind(DataConfig, tree, "data", where, fix="use the file that the run wrote")
-    config: DataConfig = _build(kind, tree["data"], where, "data")
+    """The ``data`` section of a run's configuration; otherwise as :func:`read_config`."""
+    config: DataConfig = _build_named(DATASETS, tree, "data", where, fix="use the file that the run wrote")
     return config
 
 
-def _kind(base: type, tree: Mapping[str, Any], section: str, where: str, fix: str = "leave the run out") -> type:
-    """The class that a section names."""
-    values = tree.get(section)
-    name = values.get("name") if isinstance(values, dict) else None
-    kinds = {getattr(kind, "name", None): kind for kind in _subclasses(base)}
-    if name is None or name not in kinds:
-        raise ConfigError(f"{where} says {section}.name={name}, which nothing here knows; {fix}")
-    return kinds[name]
+def _by_name(base: type) -> dict[str, type]:
+    return {kind.name: kind for kind in _subclasses(base) if hasattr(kind, "name")}
 
 
 def _subclasses(base: type) -> Iterable[type]:
@@ -117,38 +105,19 @@ def _subclasses(base: type) -> Iterable[type]:
         yield from _subclasses(kind)
 
 
-def _build(kind: type[T], values: Mapping[str, Any], where: str, key: str) -> T:
-    """A dataclass out of plain values; ``name`` has said which."""
-    hints = typing.get_type_hints(kind)
-    fields = {field.name for field in dataclasses.fields(kind) if field.init}  # type: ignore[arg-type]
-    built = {}
-    for name, value in values.items():
-        if name == "name" and name not in fields:
-            continue
-        if name not in fields:
-            raise ConfigError(f"{where} says {key}.{name}={value}, which nothing here reads; remove it")
-        built[name] = _typed(hints[name], value, where, f"{key}.{name}")
-    try:
-        return kind(**built)
-    except TypeError as mistake:
-        raise ConfigError(f"{where} lacks a setting of {key} ({mistake}); leave the run out") from mistake
+def _build_named(
+    kinds: Mapping[str, type[T]], tree: Mapping[str, Any], section: str, where: str, fix: str = "leave the run out"
+) -> T:
+    """A section whose ``name`` selects the dataclass."""
+    values = tree.get(section)
+    name = values.get("name") if isinstance(values, dict) else None
+    if not isinstance(values, dict) or not isinstance(name, str) or name not in kinds:
+        raise ConfigError(f"{where} says {section}.name={name}, which nothing here knows; {fix}")
+    return _build(kinds[name], {key: value for key, value in values.items() if key != "name"}, where, section)
 
 
-def _typed(annotation: Any, value: Any, where: str, key: str) -> Any:
-    kinds = [kind for kind in (typing.get_args(annotation) or (annotation,)) if isinstance(kind, type)]
-    for kind in kinds:
-        if issubclass(kind, Enum):
-            try:
-                return kind(value)
-            except (ValueError, TypeError):  # TypeError: of a list, which has no hash
-                continue
-        if dataclasses.is_dataclass(kind) and isinstance(value, dict):
-            return _build(kind, value, where, key)
-    enums = [kind for kind in kinds if issubclass(kind, Enum)]
-    if value is not None and enums:
-        choices = " | ".join(str(choice.value) for choice in enums[0])
-        raise ConfigError(f"{where} says {key}={value}, which must be {choices}; correct it")
+def _build(kind: type[T], values: Any, where: str, section: str) -> T:
     try:
-        return typed(annotation, value, key)
+        return build(kind, values, section)
     except ForeignError as mistake:
-        raise ConfigError(f"{where} cannot be read ({mistake}); correct it") from mistake
+        raise ConfigError(f"{where} cannot be read ({mistake}); correct it, or leave the run out") from mistake

@@ -7,7 +7,7 @@ import ast
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .overrides import plain_text
+from fsdptoys.utils.text import value_text
 
 
 @dataclass
@@ -95,13 +95,13 @@ def _default(node: ast.expr | None) -> str:
     if node is None:
         return ""
     if isinstance(node, ast.Constant):
-        return plain_text(node.value)
+        return value_text(node.value, quote=True)
     if isinstance(node, ast.Attribute):
         return node.attr
     if isinstance(node, ast.Call) and node.keywords:  # field(default_factory=...)
         factory = node.keywords[0].value
         listed = factory.body.elts if isinstance(factory, ast.Lambda) and isinstance(factory.body, ast.List) else []
         if listed and all(isinstance(item, ast.Constant) for item in listed):
-            return plain_text([item.value for item in listed if isinstance(item, ast.Constant)])
+            return value_text([item.value for item in listed if isinstance(item, ast.Constant)], quote=True)
         return "[]" if ast.unparse(node).endswith("=list)") else "[...]"
     return ast.unparse(node)

@@ -1,8 +1,8 @@
-"""Where tokens come from: a synthetic source, bytes of text, binary token files, prepared folders; and their order.
+"""Training data: a synthetic source, bytes of text, binary token files, and prepared folders of tokens.
 
-``DataConfig.build`` gives a ``TokenDataset`` of numbered samples; ``BatchStream`` turns them into batches, in an order
-that is a pure function of the seed and of the number of samples already seen. ``prepare`` turns text into folders of
-tokens, of which several can be mixed by weight. Not covered: reading over a network.
+``DataConfig.build`` returns a ``TokenDataset`` of numbered samples; ``BatchStream`` turns them into batches in an order
+that is a pure function of the seed and the number of samples seen. ``prepare_folder`` turns text into a folder of
+tokens; several folders can be mixed by weight. Not covered: reading over a network.
 """
 
 from .bin import BinConfig, TokenDType
@@ -12,7 +12,7 @@ from .dataset_index import TOKENIZER_FILE, Index, check_folder, files_of, read_e
 from .document_reader import find_sources
 from .hf import HFConfig
 from .loader import check_shared_memory
-from .prepare import MOST_PROCESSES, SHARD_TOKENS, Request, prepare
+from .prepare import MOST_PROCESSES, SHARD_TOKENS, Request, prepare_folder
 from .prepared import PreparedConfig
 from .progress import Display
 from .sampler import BatchStream, eval_batches
@@ -20,8 +20,14 @@ from .synthetic import SyntheticConfig
 from .text_encoder import explain_package_errors, open_encoder, read_tokenizer
 from .token_windows import check_eval_fraction
 
+DATASETS: dict[str, type[DataConfig]] = {
+    kind.name: kind for kind in (SyntheticConfig, TextConfig, BinConfig, PreparedConfig, HFConfig)
+}
+"""Registry: the name after ``data=`` → the dataclass that ``configs/data/NAME.yaml`` starts from."""
+
 __all__ = [
     "BYTES",
+    "DATASETS",
     "IGNORE_INDEX",
     "MOST_PROCESSES",
     "SHARD_TOKENS",
@@ -50,7 +56,7 @@ __all__ = [
     "files_of",
     "find_sources",
     "open_encoder",
-    "prepare",
+    "prepare_folder",
     "read_ends",
     "read_index",
     "read_tokenizer",

@@ -1,7 +1,7 @@
-"""Files of token ids, one after the other and without a header, as nanoGPT's ``train.bin``.
+"""``data=bin``: files of token ids without a header, as nanoGPT's ``train.bin``.
 
-Any tokenizer can have made them; little-endian, 16 or 32 bits a token. Several files make one stream, in the order
-given (a glob's files by their paths), and a sample may cross from one into the next.
+Ids are little-endian, 16 or 32 bits, of any tokenizer. Several files are one stream, in the given order (a glob's files
+by path), and a sample may cross from one into the next.
 """
 
 import os
@@ -18,7 +18,7 @@ from .token_windows import FileDataset, WindowSamples, check_eval_fraction, spli
 
 
 class TokenDType(Enum):
-    """Number format of a token in a file."""
+    """dtype of a token in a file."""
 
     uint16 = "uint16"
     """Vocabularies up to 65,536."""
@@ -35,13 +35,13 @@ class BinConfig(DataConfig):
     files: list[str] = field(default_factory=list)
     """Paths or globs (``**`` for any depth)."""
     dtype: TokenDType = TokenDType.uint16
-    """Number format of a token, in all files."""
+    """dtype of a token, in all files."""
     document_end: int | None = None
-    """The id that is the last of every document; null where there is none."""
+    """The last id of every document; null if there is none."""
     eval_files: list[str] = field(default_factory=list)
-    """Paths or globs of files that are held out."""
+    """Paths or globs of held-out files."""
     eval_fraction: float = 0.0
-    """Share of ``files`` held out, from the end; 0 for none. Excludes ``eval_files``."""
+    """Share of ``files`` held out, at their end; 0 for none. Excludes ``eval_files``."""
 
     def __post_init__(self) -> None:
         """Check each value by itself."""
@@ -55,16 +55,16 @@ class BinConfig(DataConfig):
 
     @property
     def has_eval(self) -> bool:
-        """Whether files, or a share of them, are held out."""
+        """Whether files or a share of them are held out."""
         return bool(self.eval_files) or self.eval_fraction > 0
 
     @property
     def tells_documents(self) -> bool:
-        """Whether somebody said which id ends a document."""
+        """Whether the id that ends a document is configured."""
         return self.document_end is not None
 
     def validate(self, seq_len: int, vocab_size: int) -> None:
-        """Check that the files are there, whole and long enough, and that the first MiB of each fits the vocabulary."""
+        """Check that the files exist and are long enough, and that the first MiB of each fits the vocabulary."""
         if self.document_end is not None and not 0 <= self.document_end < vocab_size:
             raise ConfigError(
                 f"data.document_end={self.document_end} is no id below model.vocab_size={vocab_size}; set "
@@ -75,7 +75,7 @@ class BinConfig(DataConfig):
                 part.stream.check_heads()
 
     def build(self, seq_len: int, vocab_size: int, seed: int) -> FileDataset:
-        """Find the files and lay them out."""
+        """Open the files."""
         train, held_out = self._open(seq_len, vocab_size)
         return FileDataset(self.name, train, held_out, seed, self.document_end)
 
@@ -108,6 +108,6 @@ class BinConfig(DataConfig):
                 raise ConfigError(
                     f"{key}=[{file.path}] has {file.size_bytes} bytes, which is not a multiple of the "
                     f"{dtype.itemsize} bytes of data.dtype={self.dtype.value}; write it again or set data.dtype to "
-                    "what it was written in"
+                    "its own"
                 )
         return FileStream(key, without_repeats(files), dtype, vocab_size)

@@ -1,13 +1,13 @@
-"""What every kind of data has: its part of the configuration, and numbered samples of one length.
+"""Base classes of all data: the ``data`` section of the configuration, and numbered samples of one length.
 
-A sample is a window of ``seq_len`` tokens with the token after each as its label. Samples are looked up by number and
-never read in sequence, so that any rank can start at any step, and the order is somebody else's business (``stream``).
+A sample is a window of ``seq_len`` tokens; the label of each is the next token. Samples are looked up by number, so any
+rank can start at any step; ``sampler`` decides the order.
 """
 
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar, Protocol
 
@@ -15,14 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdptoys.errors import ConfigError
+from fsdptoys.utils.bounds import between, check_bounds
 
 from .content_sample import SampledFiles
 
 IGNORE_INDEX = -100
-"""Label of positions that do not count, as in ``torch.nn.functional.cross_entropy``."""
+"""Label of ignored positions, as in ``torch.nn.functional.cross_entropy``."""
 
 MOST_WORKERS = 64
-"""Background processes of a rank; each holds a Python interpreter."""
+"""Background processes of a rank, each a Python interpreter."""
 
 Tokens = NDArray[np.int64]
 
@@ -31,31 +32,30 @@ class Samples(Protocol):
     """Numbered samples of one length."""
 
     endless: bool
-    """Every sample is as good as any other and there are more than will be asked for: no epochs, no shuffling."""
+    """Samples are interchangeable and inexhaustible: no epochs, no shuffling."""
 
     def __len__(self) -> int:
         """Number of samples."""
 
     def __getitem__(self, index: int) -> tuple[Tokens, Tokens]:
-        """Tokens and labels of one sample, each of shape (T,); a label of ``IGNORE_INDEX`` does not count."""
+        """Tokens and labels of one sample, each of shape (T,)."""
 
 
 class TokenDataset(ABC):
-    """Data that is ready to be read."""
+    """Training and held-out samples."""
 
     train: Samples
-    """What the model learns from."""
     eval: Samples | None
-    """The held-out part, or None."""
+    """The held-out samples, if any."""
     fingerprint: str
-    """Hash of what decides the training samples and their order: a checkpoint must not go on where it differs."""
+    """Hash of everything that decides the training samples and their order; a run must not resume if it differs."""
     document_end: int | None = None
-    """The id that is the last of every document; None where there is none, or nobody said which."""
+    """The last id of every document; None if unknown."""
     conditional_entropy_nats: float | None = None
-    """Lowest loss that any model can reach, where it is known."""
+    """Lowest loss that a model can reach, if known."""
 
     def sample_files(self) -> SampledFiles | None:
-        """Read sampled blocks of the files that decide the training samples; None where there are no files.
+        """Read sampled blocks of the training files; None if the data has no files.
 
         Raises:
             ConfigError: if a file cannot be read.
@@ -68,7 +68,7 @@ class TokenDataset(ABC):
         self.fingerprint = fingerprint
 
     def end_labels_with_documents(self) -> int:
-        """Have no label for the first token of a document, which nothing before it in its document foretells.
+        """Ignore the label after each document's end, since it cannot be predicted from its own document.
 
         Returns:
             The id that ends a document.
@@ -81,10 +81,7 @@ class TokenDataset(ABC):
 
     @cached_property
     def unigram_entropy_nats(self) -> float | None:
-        """Loss of a model that knows only how frequent each token of the training part is; computed at first use.
-
-        Of files no more than the first 256 MiB of the training part are counted.
-        """
+        """Loss of a model that knows only the token frequencies of the training part, of files the first 256 MiB."""
         return self._unigram_entropy_nats()
 
     @abstractmethod
@@ -93,7 +90,7 @@ class TokenDataset(ABC):
 
 
 class LabelsWithinDocuments:
-    """Samples without the labels that follow the end of a document."""
+    """Samples whose labels after the end of a document are ``IGNORE_INDEX``."""
 
     def __init__(self, samples: Samples, document_end: int) -> None:
         self.samples = samples
@@ -110,32 +107,28 @@ class LabelsWithinDocuments:
 
 @dataclass(kw_only=True)
 class DataConfig(ABC):
-    """What every kind of data has."""
+    """Settings of all data."""
 
     name: ClassVar[str]
-    """The word after ``data=``."""
+    """The name after ``data=``."""
     reads_files: ClassVar[bool] = True
     """Whether samples are read from files, which takes time."""
 
     eval_fix: ClassVar[str] = "data.eval_fraction=0.05"
-    """The override that holds a part out."""
+    """Override that holds a part out."""
     documents_fix: ClassVar[str] = ""
-    """The override that tells which id ends a document, where that is not known."""
+    """Override that names the id that ends a document, where it is unknown."""
     plain_texts: ClassVar[bool] = False
-    """Whether texts became ids as ``encoding`` has it: nothing put around them, nothing in them special."""
+    """Whether texts were encoded by ``text_encoder``: without special ids around or within them."""
 
-    workers: int = 0
-    """Processes on each rank that make batches ahead of the loop; 0 to make each when it is its turn."""
+    workers: int = field(default=0, metadata=between(0, MOST_WORKERS))
+    """Processes on each rank that make batches ahead of the loop; 0 to make each batch in the loop."""
     mask_documents: bool = False
-    """Let each document of a sequence see nothing but itself, and leave out the label after its end."""
+    """Restrict attention to the own document, and ignore the label after its end."""
 
     def __post_init__(self) -> None:
         """Check each value by itself."""
-        if not 0 <= self.workers <= MOST_WORKERS:
-            raise ConfigError(
-                f"data.workers={self.workers} must be at least 0 and at most {MOST_WORKERS}; "
-                f"set data.workers={0 if self.workers < 0 else MOST_WORKERS}"
-            )
+        check_bounds("data", self)
 
     @property
     @abstractmethod
@@ -144,32 +137,32 @@ class DataConfig(ABC):
 
     @property
     def tells_documents(self) -> bool:
-        """Whether the dataset will know which id ends a document."""
+        """Whether the dataset will know the id that ends a document."""
         return True
 
     def find_tokenizer(self) -> str | None:
-        """What the ids mean: ``bytes``, or the path of a ``tokenizer.json``; None where nothing that is left says it.
+        """The data's tokenizer: ``bytes``, or the path of a ``tokenizer.json``; None if unknown.
 
         Raises:
-            ConfigError: if what says it cannot be read, or is not what it was.
+            ConfigError: if it cannot be read, or has changed.
         """
         return None
 
     def check_documents(self) -> None:
-        """Refuse to keep documents apart where nobody knows them.
+        """Refuse ``mask_documents`` for data without known ends of documents.
 
         Raises:
             ConfigError: naming key, value and fix.
         """
         if self.mask_documents and not self.tells_documents:
             raise ConfigError(
-                f"data.mask_documents=true must know which id ends a document, which data={self.name} does not tell as "
+                f"data.mask_documents=true needs the id that ends a document, which data={self.name} does not know as "
                 f"set; set {self.documents_fix} or data.mask_documents=false"
             )
 
     @abstractmethod
     def validate(self, seq_len: int, vocab_size: int) -> None:
-        """Check all that can be checked cheaply, before any worker starts.
+        """Run the cheap checks, before any rank starts.
 
         Args:
             seq_len: tokens a sample.
@@ -179,8 +172,8 @@ class DataConfig(ABC):
             ConfigError: naming key, value and fix.
         """
 
-    def prepare(self, seq_len: int, vocab_size: int) -> None:  # noqa: B027  # most kinds have nothing to make
-        """Make what ``build`` reads, where that takes long: once on each machine, before any rank joins the others.
+    def prepare(self, seq_len: int, vocab_size: int) -> None:  # noqa: B027  # most data needs no preparation
+        """Make the files that ``build`` reads: once on each node, before the process group, since it may take long.
 
         Args:
             seq_len: tokens a sample.
@@ -197,7 +190,7 @@ class DataConfig(ABC):
         Args:
             seq_len: tokens a sample.
             vocab_size: the model's number of token ids.
-            seed: decides synthetic data, and is part of the fingerprint of all.
+            seed: decides synthetic data, and is part of every fingerprint.
 
         Raises:
             ConfigError: naming key, value and fix.
@@ -205,7 +198,7 @@ class DataConfig(ABC):
 
 
 def hash_of(*parts: object, contents: bytes = b"") -> str:
-    """SHA-256, in hexadecimal, of plain values and of bytes."""
+    """SHA-256, in hexadecimal, of plain values and bytes."""
     digest = hashlib.sha256(json.dumps(parts).encode())
     digest.update(contents)
     return digest.hexdigest()

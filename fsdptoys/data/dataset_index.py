@@ -1,26 +1,25 @@
-"""A folder of tokens, as ``fsdptoys data prepare`` writes it, and what its index says.
+"""The index of a folder of tokens, as ``fsdptoys data prepare`` writes it.
 
-- ``index.json``: the number format, what the ids mean, where they came from, and size and sums of every shard.
-- ``shard-00000.bin``: ids, little-endian, 16 bits each where the vocabulary allows it and 32 otherwise. Whole
-  documents, one after the other, each with the id after it that ends a document.
+- ``index.json``: dtype, meaning and source of the ids, and size and checksums of every shard.
+- ``shard-00000.bin``: ids, little-endian, 16 bits each if the vocabulary allows it, else 32. Whole documents, one after
+  the other, each with the end-of-document id behind it.
 - ``shard-00000.ends``: the position behind each document's last id in that shard, little-endian, 64 bits each.
-- ``tokenizer.json``: a copy of the tokenizer's file, where there was one, for whoever uses what was trained on the
-  folder. Training does without; folders of earlier versions have none.
+- ``tokenizer.json``: a copy of the tokenizer's file, if there is one, for users of the trained model. Training does not
+  read it; folders of earlier versions have none.
 
-A shard belongs to one split, ``train`` or ``eval``. The index is written last, into a folder that gets its name after
-that (``writing``), so a folder with an index is whole. Opening one reads the index and the sizes of the files; only
+A shard belongs to one split, ``train`` or ``eval``. The index is written last, into a folder that is renamed after that
+(``shard_writer``), so a folder with an index is complete. Opening one reads the index and the sizes of the files; only
 ``check_folder`` reads the files themselves.
 """
 
 import dataclasses
 import hashlib
 import json
-import math
 import os
 import re
 import stat
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.utils.foreign import parse_json
+from fsdptoys.utils.bounds import between
+from fsdptoys.utils.foreign import ForeignError, parse_json
+from fsdptoys.utils.from_tree import build
 from fsdptoys.utils.regular_file import NotRegularFileError, open_regular, read_regular
 
 from .dataset import hash_of
@@ -43,17 +44,17 @@ ENDS_DTYPE = np.dtype("<i8")
 MOST_IDS = 2**32
 BLOCK_BYTES = 2**20
 MOST_INDEX_BYTES = 2**28
-"""More than an index of a million shards has."""
+"""More than the index of a million shards."""
 MOST_TOKENIZER_BYTES = 2**30
 MOST_COUNT = 2**53
-"""Of ids, documents or bytes; files of more could not be read."""
+"""Of ids, documents or bytes."""
 
 
 class UnusableFolderError(ConfigError):
-    """A folder lacks files or is damaged; preparing it again helps, which errors of the system need not mean."""
+    """A folder lacks files or is damaged, so that preparing it again helps; errors of the system are others."""
 
     reason: str
-    """A clause for a sentence that names the folder."""
+    """Predicate of a sentence about the folder."""
 
 
 def _unusable(owner: str, reason: str, fix: str) -> UnusableFolderError:
@@ -64,12 +65,12 @@ def _unusable(owner: str, reason: str, fix: str) -> UnusableFolderError:
 
 @dataclass(frozen=True)
 class Shard:
-    """Two files: ids, and where documents end."""
+    """Two files: ids, and ends of documents."""
 
     name: str
     split: str
-    tokens: int
-    documents: int
+    tokens: int = field(metadata=between(1, MOST_COUNT))
+    documents: int = field(metadata=between(1, MOST_COUNT))
     sha256: str
     """Of the ids, in hexadecimal."""
     ends_sha256: str
@@ -77,32 +78,32 @@ class Shard:
 
 @dataclass(frozen=True)
 class Source:
-    """What was read."""
+    """A file that was prepared."""
 
     name: str
-    bytes: int
+    bytes: int = field(metadata=between(0, MOST_COUNT))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Index:
-    """All that is known of a folder without reading it."""
+    """Contents of ``index.json``."""
 
     dtype: str
-    vocab_size: int
+    vocab_size: int = field(metadata=between(1, MOST_IDS))
     """Ids are below it."""
-    document_end: int
+    document_end: int = field(metadata=between(0, MOST_IDS - 1))
     """The id after each document."""
     tokenizer: str
     """``bytes``, or the name of the tokenizer's file."""
     tokenizer_sha256: str
-    """Of what the ids mean, the end of a document included; folders that differ in it cannot be mixed."""
-    tokenizer_file_sha256: str | None
-    """Of the copy of the tokenizer's file that the folder keeps; None where it keeps none."""
+    """Of the meaning of the ids, including the end of a document; folders that differ in it cannot be mixed."""
+    tokenizer_file_sha256: str | None = None
+    """Of the folder's copy of the tokenizer's file; None where it has none."""
     field: str
-    """Of records: the one that was taken."""
-    eval_fraction: float
-    """Share of the documents that was to be held out."""
-    left_out: int
+    """Of records: the one that was used."""
+    eval_fraction: float = dataclasses.field(metadata=between(0, 1))
+    """Requested share of held-out documents."""
+    left_out: int = dataclasses.field(metadata=between(0, MOST_COUNT))
     """Documents without text."""
     sources: tuple[Source, ...]
     shards: tuple[Shard, ...]
@@ -120,24 +121,24 @@ class Index:
         return sum(shard.documents for shard in self.of(split))
 
     def fingerprint(self, split: str) -> str:
-        """Hash of a split's contents, made of its shards' sums."""
+        """Hash of a split's contents, made of its shards' checksums."""
         return hash_of(self.dtype, self.document_end, [[shard.tokens, shard.sha256] for shard in self.of(split)])
 
     def to_json(self) -> str:
-        """The file's text, the same for the same contents."""
+        """The file's text, a function of the contents."""
         tree = {"format": FORMAT, "version": VERSION} | dataclasses.asdict(self)
-        return json.dumps(tree, indent=1) + "\n"  # escaped, for a file's name may be no text
+        return json.dumps(tree, indent=1) + "\n"  # escaped, since a file's name may not be UTF-8
 
 
 def read_index(folder: str, owner: str) -> Index:
-    """Read a folder's index, and hold the sizes of its files against it.
+    """Read a folder's index and compare the sizes of its files with it.
 
     Args:
-        folder: where it is.
-        owner: how the user named it, ``data.folder=corpus``, for messages.
+        folder: path.
+        owner: the folder as the user named it, ``data.folder=corpus``, for messages.
 
     Raises:
-        UnusableFolderError: if it is no such folder, or not what it was.
+        UnusableFolderError: if it is no such folder, or damaged.
         ConfigError: if the system refuses to read it.
     """
     root = Path(folder).expanduser()
@@ -208,19 +209,8 @@ def shard_name(number: int) -> str:
 
 
 def is_shard_name(name: Any) -> bool:
-    """Whether ``shard_name`` may have made it; a name with a slash would reach other folders."""
+    """Whether ``shard_name`` can return it; a name with a slash would reach other folders."""
     return isinstance(name, str) and re.fullmatch(r"shard-[0-9]{5,9}", name) is not None
-
-
-def checked_count(value: Any) -> int:
-    """A number of ids, documents or bytes out of a file.
-
-    Raises:
-        ValueError: if it is none.
-    """
-    if type(value) is not int or not 0 <= value <= MOST_COUNT:
-        raise ValueError(f"{value!r:.40} is no count")
-    return value
 
 
 def read_ends(folder: str, shard: Shard) -> NDArray[np.int64]:
@@ -230,14 +220,14 @@ def read_ends(folder: str, shard: Shard) -> NDArray[np.int64]:
 
 
 def check_folder(folder: str, advance: Callable[[int], None] = lambda count: None) -> tuple[Index, list[str]]:
-    """Read every byte of a folder and hold it against its index.
+    """Read every byte of a folder and compare it with the index.
 
     Args:
-        folder: where it is.
-        advance: told of bytes that were read.
+        folder: path.
+        advance: called with the number of bytes of each read.
 
     Returns:
-        The index, and a sentence for every file that is damaged.
+        The index, and a sentence for every damaged file.
 
     Raises:
         ConfigError: if the index cannot be read or files are missing.
@@ -266,17 +256,17 @@ def check_folder(folder: str, advance: Callable[[int], None] = lambda count: Non
         try:
             ends = read_ends(folder, shard)
         except OSError:
-            continue  # told above
+            continue  # reported above
         if len(ends) and not (ends[0] > 0 and ends[-1] == shard.tokens and (np.diff(ends) > 0).all()):
             damages.append(f"{ends_file(shard.name)} does not fit its {shard.tokens} ids")
     return index, damages
 
 
 def kept_tokenizer(folder: str, index: Index) -> Path | None:
-    """The folder's copy of its tokenizer's file; None where it keeps none.
+    """The folder's copy of its tokenizer's file; None where it has none.
 
     Raises:
-        ConfigError: if it is gone, or not what was written.
+        ConfigError: if it is missing or damaged.
     """
     root = Path(folder).expanduser()
     damage = _check_tokenizer(root, index)
@@ -286,7 +276,7 @@ def kept_tokenizer(folder: str, index: Index) -> Path | None:
 
 
 def _check_tokenizer(root: Path, index: Index) -> str | None:
-    """What is wrong with the copy of the tokenizer's file, if anything is."""
+    """The damage of the tokenizer's copy, if any."""
     if index.tokenizer_file_sha256 is None:
         return None
     path = root / TOKENIZER_FILE
@@ -296,15 +286,13 @@ def _check_tokenizer(root: Path, index: Index) -> str | None:
         return f"{path} cannot be read ({error.strerror or error})"
     except ValueError as error:
         return f"{path} is not what was written: {error}"
-    return (
-        None
-        if found == index.tokenizer_file_sha256
-        else f"{path} is not what was written: its SHA-256 is {found[:12]}…"
-    )
+    if found != index.tokenizer_file_sha256:
+        return f"{path} is not what was written: its SHA-256 is {found[:12]}…"
+    return None
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the names in a folder on the disk; where a system cannot, it is left to it."""
+    """Flush a folder's entries to the disk, where the system supports it."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:  # Windows opens no folders
@@ -318,47 +306,27 @@ def sync_folder(folder: Path) -> None:
 
 
 def _from_tree(tree: Any) -> Index:
-    """The index that a file holds.
+    """Build the index from a file's content.
 
     Raises:
-        ValueError: saying what is wrong with it.
+        ValueError: with the mistake.
     """
     if not isinstance(tree, dict) or tree.get("format") != FORMAT:
-        raise ValueError(f"it is not of the format {FORMAT!r}")
+        raise ForeignError(f"it is not of the format {FORMAT!r}")
     if tree.get("version") != VERSION:
-        raise ValueError(f"it is of version {tree.get('version')}, and this program reads version {VERSION}")
-    kinds = {"dtype": str, "vocab_size": int, "document_end": int, "tokenizer": str, "tokenizer_sha256": str}
-    kinds |= {"field": str, "eval_fraction": float, "left_out": int}
-    values = {name: _value(tree, name, kind) for name, kind in kinds.items()}
-    copy = "tokenizer_file_sha256"  # which earlier versions did not write
-    values[copy] = None if tree.get(copy) is None else _value(tree, copy, str)
-    sources = [Source(_value(each, "name", str), _value(each, "bytes", int)) for each in _value(tree, "sources", list)]
-    shards = [
-        Shard(**{field.name: _value(each, field.name, field.type) for field in dataclasses.fields(Shard)})
-        for each in _value(tree, "shards", list)
-    ]
-    index = Index(**values, sources=tuple(sources), shards=tuple(shards))
-    if index.dtype not in DTYPES or not 0 <= index.document_end < index.vocab_size <= MOST_IDS:
-        raise ValueError("number format, vocabulary and end of document do not fit each other")
-    if not (math.isfinite(index.eval_fraction) and 0 <= index.eval_fraction < 1):
-        raise ValueError(f"eval_fraction is {index.eval_fraction}")
-    for count in (index.left_out, *(source.bytes for source in index.sources)):
-        checked_count(count)
+        raise ForeignError(f"it is of version {tree.get('version')}, and this program reads version {VERSION}")
+    index = build(Index, tree, skip_unknown=True)
+    if index.dtype not in DTYPES or index.document_end >= index.vocab_size:
+        raise ForeignError("dtype, vocabulary and end of document do not fit each other")
+    if index.eval_fraction == 1:
+        raise ForeignError("eval_fraction is 1")
     _check_shards(index.shards)
     return index
 
 
 def _check_shards(shards: Sequence[Shard]) -> None:
     if len({shard.name for shard in shards}) < len(shards):
-        raise ValueError("it lists a shard twice")
+        raise ForeignError("it lists a shard twice")
     for shard in shards:
-        named = is_shard_name(shard.name) and shard.split in SPLITS
-        if not named or not 0 < shard.documents <= shard.tokens <= MOST_COUNT:
-            raise ValueError(f"it describes shard {shard.name!r:.40} wrongly")
-
-
-def _value(tree: Any, name: str, kind: Any) -> Any:
-    value = tree.get(name) if isinstance(tree, dict) else None
-    if type(value) is not kind and not (kind is float and type(value) is int):
-        raise ValueError(f"{name} is {value!r:.40}" if value is not None else f"{name} is missing")
-    return value
+        if not is_shard_name(shard.name) or shard.split not in SPLITS or shard.documents > shard.tokens:
+            raise ForeignError(f"it describes shard {shard.name!r:.40} wrongly")

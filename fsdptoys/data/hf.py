@@ -1,11 +1,11 @@
-"""Training straight from files of text, JSON lines, Parquet or Arrow: they are prepared at the first use.
+"""``data=hf``: train from text, JSON lines, Parquet or Arrow, which are tokenized at the first use.
 
-What ``fsdptoys data prepare`` would write goes into a folder of the cache, named by a hash of the tokenizer, the
-options and the files' places, sizes and times; later runs find it there. After that it is ``data=prepared``. The
-launcher prepares before it starts any rank; under torchrun the first rank that comes does, and the others wait for its
-lock. With several machines each prepares for itself, unless they share the cache: then one does.
+The result of ``fsdptoys data prepare`` goes into a cache folder named by a hash of the tokenizer, the options and the
+files' paths, sizes and times, where later runs find it; from then on it is ``data=prepared``. The launcher prepares
+before it starts any rank; under torchrun the first rank does, and the others wait for its lock. Each node prepares for
+itself, unless the nodes share the cache.
 
-For a corpus that takes hours, prepare it beforehand: accelerators would stand idle meanwhile.
+Prepare a corpus that takes hours beforehand; accelerators would be idle meanwhile.
 """
 
 import dataclasses
@@ -15,15 +15,15 @@ from pathlib import Path
 
 from fsdptoys.device import available_cores
 from fsdptoys.errors import ConfigError
-from fsdptoys.utils.text import one_line
+from fsdptoys.utils.text import one_line, say
 
 from .dataset import DataConfig, TokenDataset
 from .dataset_index import INDEX_FILE, TOKENIZER_FILE, UnusableFolderError, kept_tokenizer, read_index
 from .document_reader import find_sources
 from .packing import Packing
-from .prepare import MOST_PROCESSES, Request, cache_folder, prepare
+from .prepare import MOST_PROCESSES, Request, cache_folder, prepare_folder
 from .prepared import Fixes, PreparedConfig
-from .progress import Display, tell
+from .progress import Display
 from .text_encoder import ByteEncoder, Encoder, open_encoder
 from .token_windows import check_eval_fraction
 
@@ -38,7 +38,7 @@ FIXES = Fixes(
 
 @dataclass
 class HFConfig(DataConfig):
-    """Text files, JSON lines, Parquet, Arrow, or a folder of datasets, tokenised at the first use."""
+    """Text files, JSON lines, Parquet, Arrow, or a folder of datasets, tokenized at the first use."""
 
     name = "hf"
     plain_texts = True
@@ -50,15 +50,15 @@ class HFConfig(DataConfig):
     document_end: str | None = None
     """Token that ends a document; null for the tokenizer's own."""
     text_field: str = "text"
-    """Of records, the one that holds the text."""
+    """Field of a record that holds the text."""
     eval_fraction: float = 0.0
     """Share of the documents held out, by a hash of their text; 0 for none."""
     packing: Packing = Packing.none
     """How documents become samples."""
     processes: int = -1
-    """Processes that tokenise; -1 for one a core."""
+    """Processes that tokenize; -1 for one a core."""
     cache: str | None = None
-    """Folder that prepared data is kept in; null for fsdptoys/data in $XDG_CACHE_HOME or ~/.cache."""
+    """Folder of prepared data; null for fsdptoys/data in $XDG_CACHE_HOME or ~/.cache."""
 
     def __post_init__(self) -> None:
         """Check each value by itself."""
@@ -72,29 +72,29 @@ class HFConfig(DataConfig):
 
     @property
     def has_eval(self) -> bool:
-        """Whether a share of the documents is held out; of prepared ones, whether one fell into it."""
+        """Whether a share of the documents is held out; once prepared, whether it has any document."""
         if not self.eval_fraction:
             return False
-        with suppress(ConfigError):  # of files or a tokenizer that are not here
+        with suppress(ConfigError):  # files or tokenizer are missing
             return self._prepared(self._request()).has_eval
         return True
 
     @property
     def eval_fix(self) -> str:  # type: ignore[override]
-        """A share above the one that held nothing out."""
+        """A higher share."""
         return f"data.eval_fraction above {self.eval_fraction}" if self.eval_fraction else "data.eval_fraction=0.01"
 
     def find_tokenizer(self) -> str:
-        """The file that is configured, or else its copy in the cache."""
+        """The configured file, or else its copy in the cache."""
         place = Path(self.tokenizer).expanduser()
         if self.tokenizer == "bytes" or (place / TOKENIZER_FILE if place.is_dir() else place).is_file():
             return self.tokenizer
-        # A folder's name is a hash of the tokenizer among others, and its index tells that tokenizer.
+        # A folder's name is a hash of the tokenizer among others, and its index names that tokenizer.
         with suppress(ConfigError):
             request = self._request_of(ByteEncoder())
             for path in sorted(cache_folder(self.cache).glob(f"*/{INDEX_FILE}")):
                 folder = str(path.parent)
-                with suppress(ConfigError):  # of a damaged folder, which may be that of other data
+                with suppress(ConfigError):  # a damaged folder, maybe of other data
                     index = read_index(folder, folder)
                     wanted = request.fingerprint_with(index.tokenizer_sha256, index.document_end)
                     kept = kept_tokenizer(folder, index) if path.parent.name == wanted[:KEY_LENGTH] else None
@@ -103,7 +103,7 @@ class HFConfig(DataConfig):
         raise ConfigError(f"data.tokenizer={self.tokenizer} is not there, and nor is a copy in the cache; put it back")
 
     def validate(self, seq_len: int, vocab_size: int) -> None:
-        """Check files, tokenizer and vocabulary, and the prepared folder, if there is one that is not damaged."""
+        """Check files, tokenizer, vocabulary and, unless missing or damaged, the prepared folder."""
         request = self._request()
         if request.encoder.vocab_size > vocab_size:
             raise ConfigError(
@@ -115,23 +115,23 @@ class HFConfig(DataConfig):
             self._prepared(request).validate(seq_len, vocab_size)
 
     def prepare(self, seq_len: int, vocab_size: int) -> None:
-        """Fill the cache, if nobody has, and replace a folder of it that is damaged."""
+        """Prepare the folder, unless the cache has it undamaged."""
         request = self._request()
         if not _is_prepared(request):
             with Display("preparing the data") as display:
-                index = prepare(
+                index = prepare_folder(
                     request,
                     display.show,
-                    wait=lambda holder: tell(f"process {holder} prepares the data; waiting"),
-                    replace=lambda reason: tell(f"{request.folder} {one_line(reason)}; the data is prepared again"),
+                    wait=lambda holder: say(f"process {holder} prepares the data; waiting"),
+                    replace=lambda reason: say(f"{request.folder} {one_line(reason)}; the data is prepared again"),
                 )
-            tell(f"{index.documents('train'):,} documents to train on, prepared in {request.folder}")
+            say(f"{index.documents('train'):,} documents to train on, prepared in {request.folder}")
         prepared = self._prepared(request)
         prepared.validate(seq_len, vocab_size)
         prepared.prepare(seq_len, vocab_size)
 
     def build(self, seq_len: int, vocab_size: int, seed: int) -> TokenDataset:
-        """Map what was prepared."""
+        """Open the prepared folder."""
         return self._prepared(self._request()).build(seq_len, vocab_size, seed)
 
     def _request(self) -> Request:
@@ -144,7 +144,7 @@ class HFConfig(DataConfig):
         return dataclasses.replace(request, folder=cache_folder(self.cache) / request.fingerprint[:KEY_LENGTH])
 
     def _request_of(self, encoder: Encoder) -> Request:
-        """What is asked for, but where."""
+        """The request without its folder."""
         return Request(
             key="data.files",
             sources=find_sources("data.files", self.files),
@@ -162,10 +162,10 @@ class HFConfig(DataConfig):
 
 
 def _is_prepared(request: Request) -> bool:
-    """Whether the cache holds the folder, with an index that can be used and files of the right sizes.
+    """Whether the cache has the folder, with a valid index and files of the right sizes.
 
     Raises:
-        ConfigError: if the system refuses to read it, which preparing it again would not mend.
+        ConfigError: if the system refuses to read it, so that preparing it again would not help.
     """
     try:
         read_index(str(request.folder), str(request.folder))

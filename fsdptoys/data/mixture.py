@@ -1,13 +1,12 @@
-"""Samples of several sources in fixed proportions, in an order that is a function of the seed and the place alone.
+"""Mix samples of several sources in fixed proportions; the order is a function of the seed and the position.
 
-The weights become whole numbers of places in a block, the smallest that keep the proportions: 3 and 1 make blocks of
-four samples, three of the one source and one of the other. Every block has these numbers exactly, spread as evenly as
-they go, and begins at another place of that pattern, so that no rank meets one source alone. The samples that a source
-gives, over all blocks, are its own places: it goes through its own epochs, each with each of its samples once, whatever
-the others do. Nothing is kept from one place to the next.
+Weights become whole numbers of positions in a block, the smallest in the same proportions: weights 3 and 1 make blocks
+of four samples. Every block has exactly these counts, spread evenly, and starts at its own rotation of the pattern, so
+that no rank always meets the same source. Each source goes through its own epochs, independent of the others. No state
+is kept between positions.
 
-Shares that are no ratio of small numbers (sizes of corpora, 1/3) are rounded to 1/10,000. The held-out parts are read
-in the same proportions, in a fixed order, until the first of them ends.
+Shares that are no ratio of small numbers (sizes of corpora, 1/3) are rounded to 1/10,000. Held-out parts are read in
+the same proportions, in a fixed order, until the first of them ends.
 """
 
 import bisect
@@ -22,13 +21,13 @@ from .dataset import Samples, Tokens
 from .permutation import EndlessShuffle, Shuffle
 
 BLOCK = 10_000
-"""Places of a block at most."""
+"""Largest block."""
 ENDLESS = 2**62
-"""More places than any run asks for."""
+"""More samples than any run takes."""
 
 
 class Pattern:
-    """Which source stands where in a block, spread evenly.
+    """Order of the sources in a block, spread evenly.
 
     Args:
         weights: of the sources, above 0.
@@ -36,17 +35,17 @@ class Pattern:
 
     def __init__(self, weights: Sequence[float]) -> None:
         self.counts = _places(weights)
-        """Places of each source in a block."""
+        """Positions of each source in a block."""
         owners = np.repeat(np.arange(len(self.counts)), self.counts)
-        # The j-th of n places of a source would best be at (j + 1/2) / n of the block.
+        # The best place for the j-th of n positions of a source is (j + 1/2) / n of the block.
         best = np.concatenate([(np.arange(count) + 0.5) / count for count in self.counts])
         order = np.argsort(best, kind="stable")
         self.owners: list[int] = owners[order].tolist()
         self.ranks: list[int] = np.concatenate([np.arange(count) for count in self.counts])[order].tolist()
-        """Of each place: how many places of the same source come before it."""
+        """Of each position: the number of earlier ones of the same source."""
 
         self.spots: list[list[int]] = [[] for _ in self.counts]
-        """Of each source."""
+        """Positions of each source."""
         for spot, owner in enumerate(self.owners):
             self.spots[owner].append(spot)
 
@@ -54,7 +53,7 @@ class Pattern:
         return len(self.owners)
 
     def rotated(self, first: int, place: int) -> tuple[int, int]:
-        """The source of a place in a block that begins with spot ``first``, and how many of its own come before it."""
+        """Source of a place in a block rotated to start at ``first``, and the number of its own earlier places."""
         spot = (first + place) % len(self)
         owner = self.owners[spot]
         skipped = bisect.bisect_left(self.spots[owner], first)
@@ -62,7 +61,7 @@ class Pattern:
 
 
 class MixedSamples:
-    """Samples of several sources without end.
+    """Endless samples of several sources.
 
     Args:
         sources: their samples, at least one each.
@@ -84,7 +83,7 @@ class MixedSamples:
         return ENDLESS
 
     def locate(self, place: int) -> tuple[int, int]:
-        """The source of a place, and the number of its sample there."""
+        """Source of a place, and the number of its sample there."""
         block, place = divmod(place, len(self.pattern))
         if block != self._block:
             self._first, self._block = Shuffle(len(self.pattern), "mixture", self._seed, block)[0], block
@@ -97,7 +96,7 @@ class MixedSamples:
 
 
 class MixedHeldOut:
-    """Held-out samples of several sources, until one has no more.
+    """Held-out samples of several sources, up to the end of the first.
 
     Args:
         sources: their samples, at least one each.
@@ -127,10 +126,10 @@ class MixedHeldOut:
 
 
 def _places(weights: Sequence[float]) -> list[int]:
-    """Places of each source in the smallest block that has the proportions to within half a place in ``BLOCK``.
+    """Positions of each source in the smallest block with the proportions, to within half a position in ``BLOCK``.
 
     Raises:
-        ConfigError: if a share is too small to have a place.
+        ConfigError: if a share is below one position.
     """
     total = math.fsum(weights)
     shares = [weight / total for weight in weights]
@@ -155,7 +154,7 @@ def _block_sizes(shares: Sequence[float]) -> list[int]:
 
 
 def _rounded(shares: Sequence[float], size: int) -> list[int]:
-    """Whole numbers that add up to ``size``, by the largest remainder."""
+    """Integers that add up to ``size``, by the largest remainder."""
     counts = [math.floor(share * size + 1e-9 * size) for share in shares]
     behind = sorted(range(len(shares)), key=lambda number: counts[number] - shares[number] * size)
     for number in behind[: size - sum(counts)]:

@@ -1,17 +1,16 @@
-"""Rows of whole documents: which documents share a row, so that none is cut and little is padded.
+"""Rows of whole documents (``data.packing=best_fit``): no document is cut, and little is padded.
 
-A row has room for ``seq_len + 1`` ids, the last of which is a label alone. Documents go into rows by best fit, the
-longest first: each into the fullest row that still has room for it, or into a new one ("Fewer truncations improve
-language modeling", arXiv:2404.10830). A document that is longer than a row is cut into rows of its own, each of which
-begins with the id that the one before ended with, so that every id is predicted once; its rest is packed as a
-document.
+A row holds ``seq_len + 1`` ids, the last of which is only a label. Best fit, longest document first: each goes into the
+fullest row with room for it, or into a new one ("Fewer truncations improve language modeling", arXiv:2404.10830). A
+document longer than a row is cut into rows of its own, each starting with the last id of the one before, so that every
+id is predicted once; the rest is packed like a document.
 
-The fit is found in groups of ``GROUP`` documents, in their order, so that memory does not grow with their number, and
-is kept as a plan of three files in the cache: made once for a folder, a split and a length, by the launcher or by the
-first rank that needs it, and mapped by the others. It is 12 bytes a document and 8 a row.
+Documents are fitted in groups of ``GROUP``, in order, so that memory does not grow with their number. The result is
+kept in the cache, in three files that all ranks map: packed once for a folder, a split and a length, by the launcher or
+the first rank that needs it, at 12 bytes a document and 8 a row.
 
-What is padded has the end-of-document id and labels that do not count. The label of the id that ends a document is the
-first id of the next one in its row, as in a stream of windows.
+Padding has the end-of-document id, and labels that do not count. The label of an end-of-document id is the first id of
+the next document in its row, as in windows.
 """
 
 import itertools
@@ -19,6 +18,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,24 +27,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.utils.file_lock import alone
+from fsdptoys.utils.bounds import between
+from fsdptoys.utils.file_lock import hold_lock
 from fsdptoys.utils.foreign import parse_json
+from fsdptoys.utils.from_tree import build
 from fsdptoys.utils.regular_file import NotRegularFileError, read_regular
 from fsdptoys.utils.text import one_line
 
 from .dataset import IGNORE_INDEX, Tokens, hash_of
-from .dataset_index import Index, checked_count, ends_file, read_ends, sync_folder
+from .dataset_index import MOST_COUNT, Index, ends_file, read_ends, sync_folder
 from .token_files import FileStream
 
 GROUP = 2**16
 """Documents that are fitted together."""
-PLAN_VERSION = 1
-PLAN_FILE = "plan.json"
-MOST_PLAN_BYTES = 2**12
-STARTS, LENGTHS, ROWS = (np.dtype(kind) for kind in ("<i8", "<i4", "<i8"))
+ROWS_VERSION = 1
+COUNTS_FILE = "plan.json"
+MOST_COUNTS_BYTES = 2**12
+FILES: dict[str, "np.dtype[Any]"] = {"starts": np.dtype("<i8"), "lengths": np.dtype("<i4"), "rows": np.dtype("<i8")}
+"""Start in the stream and length of each piece, and the number of pieces up to the end of each row."""
 KEY_LENGTH = 24
 SHORTEST = 2
-"""Ids of a document with its end, at least; less room than that is none."""
+"""Ids of the shortest document with its end; less room is never filled."""
 
 
 class Packing(Enum):
@@ -53,19 +56,22 @@ class Packing(Enum):
     none = "none"
     """Windows of the stream, which cross from one document into the next."""
     best_fit = "best_fit"
-    """Rows of whole documents; what is left of a row is padded."""
+    """Rows of whole documents; the rest of a row is padded."""
 
 
 def best_fit(lengths: NDArray[Any], capacity: int) -> list[list[int]]:
-    """Numbers of the pieces in each row, the pieces in order.
+    """Assign pieces to rows.
 
     Args:
-        lengths: of the pieces, at least ``SHORTEST`` and at most ``capacity``.
+        lengths: of the pieces, from ``SHORTEST`` to ``capacity``.
         capacity: of a row.
+
+    Returns:
+        Numbers of the pieces of each row, ascending.
     """
     rows: list[list[int]] = []
     with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
-    rooms = 0  # bit r: some row has room for just r more
+    rooms = 0  # bit r: some row has room for exactly r more
     sizes = lengths.tolist()
     for piece in np.argsort(-lengths, kind="stable").tolist():
         size = sizes[piece]
@@ -87,44 +93,55 @@ def best_fit(lengths: NDArray[Any], capacity: int) -> list[list[int]]:
 
 
 def cut(starts: Tokens, lengths: Tokens, seq_len: int) -> tuple[Tokens, Tokens]:
-    """Pieces of documents that each fit a row: starts and lengths of documents in, those of pieces out."""
+    """Cut documents into pieces that each fit a row; returns starts and lengths of the pieces."""
     counts = np.maximum(1, -(-(lengths - 1) // seq_len))
     owners = np.repeat(np.arange(len(lengths)), counts)
     before = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
     return starts[owners] + before * seq_len, np.minimum(seq_len + 1, lengths[owners] - before * seq_len)
 
 
-class Plan:
-    """Which ids make which row, mapped.
+@dataclass
+class _Counts:
+    """Of packed rows, as ``COUNTS_FILE`` has them."""
+
+    rows: int = field(metadata=between(0, MOST_COUNT))
+    pieces: int = field(metadata=between(0, MOST_COUNT))
+    ids: int = field(metadata=between(0, MOST_COUNT))
+    """In all rows, without padding; an id between two pieces of a document counts twice."""
+
+
+class PackedRows:
+    """The ids of each row, mapped from the files of a folder.
 
     Args:
-        folder: that ``make_plan`` has made.
+        folder: made by ``pack_rows``.
+
+    Raises:
+        ValueError: if the files do not fit each other.
+        OSError: from the system.
     """
 
-    _maps: tuple[NDArray[Any], NDArray[Any], NDArray[Any]] | None = None
+    _maps: tuple[NDArray[Any], ...] | None = None
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        notes = parse_json(read_regular(folder / PLAN_FILE, MOST_PLAN_BYTES))
-        counts = [notes.get(name) if isinstance(notes, dict) else None for name in ("rows", "pieces", "ids")]
-        self.rows, self.pieces, self.ids = (checked_count(count) for count in counts)
-        """Of ids: in all rows, without padding; the ids between two parts of a document count twice."""
-        for name, (kind, count) in self._files().items():
-            if (folder / name).stat().st_size != count * kind.itemsize:
-                raise ValueError(f"{name} has not the size that {PLAN_FILE} says")
+        counts = build(_Counts, parse_json(read_regular(folder / COUNTS_FILE, MOST_COUNTS_BYTES)), skip_unknown=True)
+        self.ids = counts.ids
+        self._lengths = {"starts": counts.pieces, "lengths": counts.pieces, "rows": counts.rows}
+        for name, dtype in FILES.items():
+            if (folder / name).stat().st_size != self._lengths[name] * dtype.itemsize:
+                raise ValueError(f"{name} does not have the size that {COUNTS_FILE} gives")
 
-    def _files(self) -> "dict[str, tuple[np.dtype[Any], int]]":
-        """Number format and length of each file."""
-        return {"starts": (STARTS, self.pieces), "lengths": (LENGTHS, self.pieces), "rows": (ROWS, self.rows)}
+    def __len__(self) -> int:
+        return self._lengths["rows"]
 
     def row(self, number: int) -> list[tuple[int, int]]:
         """Position in the stream and length of each piece of a row."""
         if self._maps is None:
-            starts, lengths, rows = (
-                np.memmap(self.folder / name, kind, "r", shape=(count,)).view(np.ndarray)
-                for name, (kind, count) in self._files().items()
+            self._maps = tuple(
+                np.memmap(self.folder / name, dtype, "r", shape=(self._lengths[name],)).view(np.ndarray)
+                for name, dtype in FILES.items()
             )
-            self._maps = starts, lengths, rows
         starts, lengths, rows = self._maps
         first, last = int(rows[number - 1]) if number else 0, int(rows[number])
         return list(zip(starts[first:last].tolist(), lengths[first:last].tolist(), strict=True))
@@ -134,35 +151,35 @@ class Plan:
 
 
 class PackedSamples:
-    """Rows of whole documents.
+    """Rows of whole documents as samples.
 
     Args:
         stream: all documents of a split.
-        plan: of its rows.
+        rows: packed from it.
         seq_len: tokens a sample.
-        padding: id of what is left of a row.
+        padding: id that fills the rest of a row.
     """
 
     endless = False
 
-    def __init__(self, stream: FileStream, plan: Plan, seq_len: int, padding: int) -> None:
+    def __init__(self, stream: FileStream, rows: PackedRows, seq_len: int, padding: int) -> None:
         self.stream = stream
-        self.plan = plan
+        self.rows = rows
         self.seq_len = seq_len
         self.padding = padding
 
     def __len__(self) -> int:
-        return self.plan.rows
+        return len(self.rows)
 
     def __getitem__(self, index: int) -> tuple[Tokens, Tokens]:
         if not 0 <= index < len(self):
             raise IndexError(index)
         ids, used = np.full(self.seq_len + 1, self.padding, np.int64), 0
-        for start, length in self.plan.row(index):
+        for start, length in self.rows.row(index):
             if not (0 < length <= len(ids) - used and 0 <= start <= len(self.stream) - length):
                 raise ConfigError(
-                    f"data.packing=best_fit has a damaged plan in {self.plan.folder} (row {index}); remove that "
-                    "folder, so that it is made again"
+                    f"data.packing=best_fit has damaged rows in {self.rows.folder} (row {index}); remove that folder, "
+                    "so that they are packed again"
                 )
             ids[used : used + length] = self.stream.read(start, length)
             used += length
@@ -171,56 +188,63 @@ class PackedSamples:
         return ids[:-1], labels_T
 
 
-def make_plan(
-    cache: Path, folder: str, index: Index, split: str, seq_len: int, tell: Callable[[str], None] = lambda text: None
-) -> Plan:
-    """The plan of a split's rows, made if it is not there.
+def pack_rows(
+    cache: Path,
+    folder: str,
+    index: Index,
+    split: str,
+    seq_len: int,
+    report: Callable[[str], object] = lambda text: None,
+) -> PackedRows:
+    """The rows of a split, packed unless the cache holds them.
 
     Args:
-        cache: where plans are kept.
+        cache: folder of packed rows.
         folder: of the data.
-        index: of it.
-        split: which.
+        index: of that folder.
+        split: ``train`` or ``eval``.
         seq_len: tokens a sample.
-        tell: told what takes time.
+        report: receives a sentence on each wait, repair and result.
 
     Raises:
-        ConfigError: if it cannot be written.
+        ConfigError: if the cache cannot be written.
     """
     ends = [shard.ends_sha256 for shard in index.of(split)]
-    place = cache / f"packing-{hash_of(PLAN_VERSION, GROUP, seq_len, ends)[:KEY_LENGTH]}"
+    place = cache / f"packing-{hash_of(ROWS_VERSION, GROUP, seq_len, ends)[:KEY_LENGTH]}"
     try:
-        plan, _ = _open_plan(place)
-        if plan is None:
-            cache.mkdir(parents=True, exist_ok=True)
-            waiting = f"waiting for process {{}}, which packs {folder}"
-            with alone(place.with_name(f"{place.name}.lock"), str(place), lambda pid: tell(waiting.format(pid))):
-                plan, damage = _open_plan(place)
-                if plan is None:
-                    if damage:
-                        tell(f"{place} is damaged ({damage}); {folder} is packed again")
-                    _write_plan(place, folder, index, split, seq_len)
-                    plan = Plan(place)
-                    padded = 1 - plan.ids / (plan.rows * (seq_len + 1))
-                    tell(f"packed the {split} part of {folder} into {plan.rows:,} rows, {padded:.2%} of them padding")
-        return plan
+        rows, _ = _open_rows(place)
+        if rows is not None:
+            return rows
+        cache.mkdir(parents=True, exist_ok=True)
+        waiting = f"waiting for process {{}}, which packs {folder}"
+        with hold_lock(place.with_name(f"{place.name}.lock"), str(place), lambda pid: report(waiting.format(pid))):
+            rows, damage = _open_rows(place)
+            if rows is not None:
+                return rows
+            if damage:
+                report(f"{place} is damaged ({damage}); {folder} is packed again")
+            _write_rows(place, folder, index, split, seq_len)
+            rows = PackedRows(place)
+            padded = 1 - rows.ids / (len(rows) * (seq_len + 1))
+            report(f"packed the {split} part of {folder} into {len(rows):,} rows, {padded:.2%} of them padding")
+            return rows
     except ConfigError:
         raise
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"data.packing=best_fit cannot keep its plan in {place} ({error}); set data.cache to a folder that can be "
+            f"data.packing=best_fit cannot keep its rows in {place} ({error}); set data.cache to a folder that can be "
             "written, or remove this one"
         ) from error
 
 
-def _open_plan(place: Path) -> tuple[Plan | None, str | None]:
-    """The plan in a folder, if it can be used; else why not, if there is anything.
+def _open_rows(place: Path) -> tuple[PackedRows | None, str | None]:
+    """The rows in a folder, or the damage; neither where nothing is there.
 
     Raises:
-        OSError: if the system refuses to read it.
+        OSError: from the system.
     """
     try:
-        return Plan(place), None
+        return PackedRows(place), None
     except (FileNotFoundError, NotADirectoryError):
         return None, "files are missing" if os.path.lexists(place) else None
     except NotRegularFileError as error:
@@ -229,19 +253,19 @@ def _open_plan(place: Path) -> tuple[Plan | None, str | None]:
         return None, one_line(error)
 
 
-def _write_plan(place: Path, folder: str, index: Index, split: str, seq_len: int) -> None:
+def _write_rows(place: Path, folder: str, index: Index, split: str, seq_len: int) -> None:
     part = place.with_name(f"{place.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
     pieces = rows_before = ids = 0
-    files = [open(part / name, "wb") for name in ("starts", "lengths", "rows")]  # noqa: SIM115
+    files: list[BinaryIO] = [open(part / name, "wb") for name in FILES]  # noqa: SIM115
     try:
         for starts, lengths in _groups(folder, index, split, seq_len):
             rows = best_fit(lengths, seq_len + 1)
             order = np.fromiter(itertools.chain.from_iterable(rows), np.int64, len(lengths))
             stops = pieces + np.cumsum([len(row) for row in rows])
-            for file, values in zip(files, (starts[order], lengths[order], stops), strict=True):
-                _append(file, values)
+            for file, dtype, values in zip(files, FILES.values(), (starts[order], lengths[order], stops), strict=True):
+                file.write(values.astype(dtype).data)
             pieces, rows_before, ids = pieces + len(order), rows_before + len(rows), ids + int(lengths.sum())
         for file in files:
             file.flush()
@@ -249,19 +273,14 @@ def _write_plan(place: Path, folder: str, index: Index, split: str, seq_len: int
     finally:
         for file in files:
             file.close()
-    (part / PLAN_FILE).write_text(json.dumps({"rows": rows_before, "pieces": pieces, "ids": ids}))
+    (part / COUNTS_FILE).write_text(json.dumps({"rows": rows_before, "pieces": pieces, "ids": ids}))
     sync_folder(part)
     shutil.rmtree(place, ignore_errors=True)
     part.rename(place)
 
 
-def _append(file: BinaryIO, values: NDArray[Any]) -> None:
-    kind = {"starts": STARTS, "lengths": LENGTHS, "rows": ROWS}[Path(file.name).name]
-    file.write(values.astype(kind).data)
-
-
 def _groups(folder: str, index: Index, split: str, seq_len: int) -> Iterator[tuple[Tokens, Tokens]]:
-    """Pieces of the documents, a group at a time: where each begins in the stream, and its length."""
+    """Starts in the stream and lengths of the documents' pieces, one group at a time."""
     waiting, last, before = np.empty(0, np.int64), 0, 0
     for shard in index.of(split):
         try:

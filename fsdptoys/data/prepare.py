@@ -1,15 +1,12 @@
-"""Files of text in, a folder of tokens out: what ``fsdptoys data prepare`` and ``data=hf`` do.
+"""Turn files of text into a folder of tokens, for ``fsdptoys data prepare`` and ``data=hf``.
 
-One process reads documents and writes shards; others turn groups of documents into ids. Groups come back in the order
-in which they went out, and where a shard ends depends on the ids alone, so the folder has the same bytes whatever the
-number of processes. No more than a few groups are under way for each of them, so memory does not grow with the corpus.
+One process reads documents and writes shards; the others encode groups of documents. Groups are written in the order in
+which they were read, and the end of a shard depends on the ids alone, so the folder has the same bytes for any number
+of processes. Each process has a few groups at most, so memory does not grow with the corpus. The single reader and
+writer is the bottleneck beyond some tens of processes.
 
-A document is held out where a hash of its text falls below ``eval_fraction``: the same text is always on the same
-side, however often and in whatever files it stands, so that training and evaluation never share a document.
-
-The price of one process that reads and writes: beyond some tens of others it is what holds them up.
-
-Where this machine keeps what can be made again from the data.
+A document is held out if a hash of its text falls below ``eval_fraction``: equal texts are always on the same side, so
+that training and evaluation never share a document.
 """
 
 import hashlib
@@ -33,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.utils.file_lock import alone
+from fsdptoys.utils.file_lock import hold_lock
 
 from .dataset import Tokens, hash_of
 from .dataset_index import DTYPES, VERSION, Index, Source, UnusableFolderError, read_index
@@ -43,24 +40,24 @@ from .shard_writer import ShardsWriter
 from .text_encoder import Encoder
 
 SHARD_TOKENS = 2**27
-"""Of a shard, if nothing else is asked for: 256 MiB in 16 bits."""
+"""Default size of a shard: 256 MiB in 16 bits."""
 GROUP_CHARACTERS = 2**18
-"""Text that a process takes at a time."""
+"""Text of a group."""
 GROUPS_AHEAD = 4
-"""Groups under way, for each process."""
+"""Groups in flight for each process."""
 MOST_PROCESSES = 1024
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for."""
+    """Input, output and options of a preparation."""
 
     key: str
-    """How the user names the files, for messages."""
+    """The files as the user named them, for messages."""
     sources: list[SourceData]
     encoder: Encoder
     folder: Path
-    """That is to be; must not exist."""
+    """The result."""
     field: str = "text"
     eval_fraction: float = 0.0
     shard_tokens: int = SHARD_TOKENS
@@ -68,11 +65,11 @@ class Request:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of all that decides the bytes, with sizes and times of the files instead of their contents."""
+        """Hash of everything that decides the bytes, with sizes and times of the files instead of their contents."""
         return self.fingerprint_with(self.encoder.sha256, self.encoder.document_end)
 
     def fingerprint_with(self, tokenizer_sha256: str, document_end: int) -> str:
-        """The same with another tokenizer."""
+        """The fingerprint with another tokenizer."""
         files = []
         for source in self.sources:
             paths = sorted(Path(source.path).glob("*")) if source.is_folder else [Path(source.path)]
@@ -85,10 +82,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Advance:
-    """How far it has come."""
+    """Progress so far."""
 
     done_bytes: float
-    """Of the sources, compressed where they are."""
+    """Of the sources, compressed if they are."""
     total_bytes: int
     documents: int
     tokens: int
@@ -100,34 +97,35 @@ class _Group:
 
     texts: list[str]
     documents: int
-    """With those that are left out."""
+    """Including those without text."""
     done_bytes: float
     long: LongText | None = None
-    """A document behind the texts, which is written in this process and not encoded by another."""
+    """A document behind the texts, which this process writes itself."""
 
 
 @dataclass(frozen=True)
 class _Encoded:
-    """Their ids by split: of all documents one after the other, and how many each has."""
+    """Ids of a group by split: of all documents, one after the other, and the length of each."""
 
     splits: dict[str, tuple[NDArray[Any], Tokens]]
     left_out: int
 
 
-def prepare(
+def prepare_folder(
     request: Request,
     advance: Callable[[Advance], None] = lambda advance: None,
-    wait: Callable[[str], None] | None = None,
-    replace: Callable[[str], None] | None = None,
+    wait: Callable[[str], object] | None = None,
+    replace: Callable[[str], object] | None = None,
 ) -> Index:
-    """Make the folder, or go on with making it; where somebody else has made it meanwhile, take it as it is.
+    """Prepare a folder, or continue an interrupted preparation.
 
     Args:
-        request: what to make.
-        advance: told how far it has come.
-        wait: told who makes it already, whose end is then waited for; None to refuse instead.
-        replace: receives the reason why a folder that exists cannot be used, before a new one takes its place; None to
-            refuse instead.
+        request: input, output and options.
+        advance: receives the progress.
+        wait: receives the id of a process that prepares the folder already, before waiting for its end; None to refuse
+            instead.
+        replace: receives the damage of an existing folder, before a new one replaces it; an undamaged one is used. None
+            to refuse an existing folder.
 
     Raises:
         ConfigError: if a document cannot be read, the folder cannot be written, or another process writes it.
@@ -135,7 +133,7 @@ def prepare(
     folder, owner = request.folder, str(request.folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with alone(folder.with_name(f"{folder.name}.lock"), owner, wait):
+        with hold_lock(folder.with_name(f"{folder.name}.lock"), owner, wait):
             if os.path.lexists(folder):
                 if replace is None:
                     raise ConfigError(f"{owner} exists already; name another folder, or remove it")
@@ -158,7 +156,7 @@ def prepare(
 
 
 def _remove(path: Path) -> None:
-    """Remove a file, a link or a folder, if it is there and can be removed."""
+    """Remove a file, a link or a folder, if possible."""
     with suppress(OSError):
         path.unlink()
         return
@@ -209,14 +207,14 @@ def _write(request: Request, advance: Callable[[Advance], None]) -> Index:
 
 
 def _long_split(text: LongText, eval_fraction: float) -> str | None:
-    """The split that a long text belongs to; None where it has no ids."""
+    """Split of a long text; None if it has no ids."""
     if not any(text.blocks()):
         return None
     return "eval" if _is_drawn(text.blocks(), eval_fraction) else "train"
 
 
 def _groups(request: Request, skip: int) -> Iterator[_Group]:
-    """All documents but the first ``skip``, in groups."""
+    """Group all documents except the first ``skip``."""
     texts: list[str] = []
     documents = characters = 0
     before = 0.0
@@ -249,14 +247,14 @@ def _encode_all(groups: Iterable[_Group], request: Request) -> Iterator[tuple[_G
     if request.processes == 1:
         yield from ((group, _encode(encoder, fraction, group.texts)) for group in groups)
         return
-    # A fork has the tokenizer and all modules at once; nothing here has threads, or has touched an accelerator.
+    # A fork has the tokenizer and all modules at once; this process has no threads and no accelerator context.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     executor = ProcessPoolExecutor(request.processes, context, _begin_process, (encoder, fraction))
     under_way: deque[tuple[_Group, Future[_Encoded]]] = deque()
     try:
         for group in groups:
             under_way.append((group, executor.submit(_encode_here, group.texts)))
-            if group.long is not None:  # no two of them at once
+            if group.long is not None:  # two at once could exceed the memory
                 for first, future in under_way:
                     yield first, future.result()
                 under_way.clear()
@@ -282,7 +280,7 @@ _fraction_here: float
 def _begin_process(encoder: Encoder, fraction: float) -> None:
     global _encoder_here, _fraction_here
     _encoder_here, _fraction_here = encoder, fraction
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     end_with_parent()
 
 
@@ -291,8 +289,8 @@ def _encode_here(texts: list[str]) -> _Encoded:
 
 
 def _encode(encoder: Encoder, fraction: float, texts: list[str]) -> _Encoded:
-    """Ids of documents, each with the end after it, by split."""
-    # Half of a surrogate pair, which JSON can hold, is no text.
+    """Ids of documents by split, each document with its end."""
+    # JSON can hold half of a surrogate pair, which UTF-8 cannot.
     texts = [text if text.isascii() else text.encode("utf-8", "replace").decode() for text in texts]
     dtype = DTYPES[encoder.dtype]
     all_ids: dict[str, list[NDArray[Any]]] = {}
@@ -318,8 +316,8 @@ def _encode(encoder: Encoder, fraction: float, texts: list[str]) -> _Encoded:
 
 
 def is_held_out(text: str, fraction: float) -> bool:
-    """Whether a document belongs to the held-out share."""
-    return bool(fraction) and _is_drawn([text.encode().replace(b"\0", b"")], fraction)  # bytes leave zeros out
+    """Whether a document is held out."""
+    return bool(fraction) and _is_drawn([text.encode().replace(b"\0", b"")], fraction)  # as in byte ids, without zeros
 
 
 def _is_drawn(blocks: Iterable[bytes], fraction: float) -> bool:
@@ -332,6 +330,6 @@ def _is_drawn(blocks: Iterable[bytes], fraction: float) -> bool:
 
 
 def cache_folder(chosen: str | None) -> Path:
-    """The folder that was chosen, or ``fsdptoys/data`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    """The chosen cache folder, or ``fsdptoys/data`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(chosen or f"{home}/fsdptoys/data").expanduser()

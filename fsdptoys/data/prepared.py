@@ -1,13 +1,11 @@
-"""Folders that ``fsdptoys data prepare`` has made: one, or several mixed by weight (``mixture``).
+"""``data=prepared``: folders made by ``fsdptoys data prepare``, one or several mixed by weight (``mixture``).
 
 A split's shards are one stream, cut into windows of ``seq_len`` that may cross from one document into the next, or
-packed into rows of whole documents (``packing``). The shards are mapped into memory, not read: a window costs one copy
-of its tokens, and the operating system keeps what is used. A rank, or a worker of it, holds the maps of up to
-``MOST_MAPS`` shards open.
+packed into rows of whole documents (``packing``). Shards are mapped, not read: a window costs one copy of its tokens,
+and the page cache keeps the used parts. A rank, or each of its workers, keeps up to ``MOST_MAPS`` maps open.
 
-What a run depends on is the index: vocabulary, what the ids mean, and the shards' sums, which are the data's
-fingerprint, so that nothing is scanned at the start. Whoever shortens a mapped file kills the run (SIGBUS): make a new
-folder instead.
+The data's fingerprint comes from the checksums in the index, so that nothing is scanned at the start. Truncating a
+mapped file kills the run (SIGBUS): make a new folder instead.
 """
 
 import math
@@ -22,26 +20,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdptoys.errors import ConfigError
+from fsdptoys.utils.text import say
 
 from .content_sample import SampledFiles
 from .dataset import DataConfig, Samples, TokenDataset, hash_of
 from .dataset_index import DTYPES, Index, kept_tokenizer, read_index, tokens_file
 from .mixture import MixedHeldOut, MixedSamples, Pattern
-from .packing import PackedSamples, Packing, make_plan
+from .packing import PackedSamples, Packing, pack_rows
 from .permutation import ORDER
 from .prepare import cache_folder
-from .progress import tell
 from .text_encoder import ByteEncoder
 from .token_files import FileStream, SourceFile
 from .token_windows import WindowSamples, entropy_nats, token_shares
 
 MOST_MAPS = 256
-"""Shards of all sources mapped at a time; each map holds a file descriptor, of which a process may have 1024."""
+"""Shards of all sources mapped at a time; each map takes a file descriptor, of which a process may have 1024."""
 
 
 @dataclass(frozen=True)
 class Fixes:
-    """What the user can do, by whoever prepares the folders."""
+    """Ends of error messages; ``data=hf`` has others."""
 
     more_text: str = "prepare more text"
     hold_out_less: str = "prepare it with a lower --eval-fraction"
@@ -51,25 +49,25 @@ class Fixes:
 
 @dataclass
 class PreparedConfig(DataConfig):
-    """Folders of tokens that fsdptoys data prepare has made, one or several mixed."""
+    """Folders of tokens made by fsdptoys data prepare, one or several mixed."""
 
     name = "prepared"
     eval_fix = "data.folder to one that was prepared with --eval-fraction 0.01"
     plain_texts = True
     known_as = ""
-    """How the user knows the folder, if not by its name; like the next, nothing that is configured."""
+    """The folder's name in messages, if not its path; not a setting, as ``fixes``."""
     fixes = Fixes()
 
     folder: str | None = None
-    """The folder; null where several are mixed."""
+    """The folder; null if several are mixed."""
     sources: list[str] = field(default_factory=list)
     """Folders to mix, prepared with the same tokenizer."""
     weights: list[float] = field(default_factory=list)
-    """Of the sources: their shares of the samples; [] for shares by size."""
+    """Shares of the samples of each source; [] for shares by size."""
     packing: Packing = Packing.none
     """How documents become samples."""
     cache: str | None = None
-    """Folder for plans of data.packing; null for fsdptoys/data in $XDG_CACHE_HOME or ~/.cache."""
+    """Folder for packed rows; null for fsdptoys/data in $XDG_CACHE_HOME or ~/.cache."""
 
     def __post_init__(self) -> None:
         """Check each value by itself."""
@@ -100,7 +98,7 @@ class PreparedConfig(DataConfig):
         return all(index.of("eval") for _, _, index in self._read())
 
     def find_tokenizer(self) -> str | None:
-        """The copy in the first folder that keeps one."""
+        """The copy in the first folder that has one."""
         for _, folder, index in self._read():
             if index.tokenizer_sha256 == ByteEncoder.sha256:
                 return "bytes"
@@ -110,12 +108,12 @@ class PreparedConfig(DataConfig):
         return None
 
     def validate(self, seq_len: int, vocab_size: int) -> None:
-        """Check that the folders are whole and alike, long enough, and fit the vocabulary; and the weights."""
+        """Check that the folders are complete, compatible, long enough and fit the vocabulary; and the weights."""
         parts = self._open(seq_len, vocab_size)
         Pattern(self._shares(parts))
 
     def prepare(self, seq_len: int, vocab_size: int) -> None:
-        """Pack documents into rows, if nobody has."""
+        """Pack documents into rows, unless the cache has them."""
         for part in self._open(seq_len, vocab_size):
             self._pack(part, seq_len)
 
@@ -134,7 +132,7 @@ class PreparedConfig(DataConfig):
             part.pack(cache_folder(self.cache), seq_len)
 
     def _read(self) -> list[tuple[str, str, Index]]:
-        """How the user names each folder, where it is, and its index."""
+        """Name in messages, path and index of each folder."""
         if self.folder is not None:
             named = [(self.known_as or f"data.folder={self.folder}", self.folder)]
         else:
@@ -144,7 +142,7 @@ class PreparedConfig(DataConfig):
                 "data=prepared needs a folder that fsdptoys data prepare has made; set data.folder=FOLDER, or "
                 "data.sources=[FOLDER,FOLDER]"
             )
-        # A folder of the cache is not in the configuration, so that its errors have to name it.
+        # The configuration does not name a folder of the cache, so its errors must.
         return [(owner, folder, read_index(folder, folder if self.known_as else owner)) for owner, folder in named]
 
     def _open(self, seq_len: int, vocab_size: int) -> list["Part"]:
@@ -171,7 +169,7 @@ class Part:
     """One folder's samples: windows, which ``pack`` replaces by rows.
 
     Raises:
-        ConfigError: if its ids do not fit the vocabulary, or a split has no whole window where there must be one.
+        ConfigError: if its ids do not fit the vocabulary, or a split is shorter than a window.
     """
 
     train: Samples
@@ -208,20 +206,20 @@ class Part:
         self.train, self.eval = train, held_out
 
     def share_maps(self, sharers: int) -> None:
-        """Be one of so many parts that are read side by side."""
+        """Share ``MOST_MAPS`` with other parts."""
         for windows in (self.train, self.eval):
             if isinstance(windows, WindowSamples) and isinstance(windows.stream, MappedStream):
                 windows.stream.sharers = sharers
 
     def pack(self, cache: Path, seq_len: int) -> None:
-        """Have rows of whole documents instead of windows."""
+        """Replace windows by rows of whole documents."""
         self.train = self._rows(cache, "train", self.windows.stream, seq_len)
         if isinstance(self.eval, WindowSamples):
             self.eval = self._rows(cache, "eval", self.eval.stream, seq_len)
 
     def _rows(self, cache: Path, split: str, stream: FileStream, seq_len: int) -> PackedSamples:
-        plan = make_plan(cache, self.folder, self.index, split, seq_len, tell)
-        return PackedSamples(stream, plan, seq_len, self.index.document_end)
+        rows = pack_rows(cache, self.folder, self.index, split, seq_len, say)
+        return PackedSamples(stream, rows, seq_len, self.index.document_end)
 
     def _windows(self, split: str, seq_len: int, vocab_size: int) -> WindowSamples | None:
         shards = self.index.of(split)
@@ -235,10 +233,10 @@ class Part:
 
 
 class MappedStream(FileStream):
-    """Tokens of files that are mapped into memory, each when it is first read from."""
+    """Tokens of files that are mapped at the first read."""
 
     sharers = 1
-    """Streams that are read side by side, over which the maps are shared out."""
+    """Streams that share ``MOST_MAPS``."""
     _maps: "OrderedDict[int, NDArray[Any]] | None" = None
 
     def _read_file(self, index: int, offset: int, count: int) -> NDArray[Any]:
@@ -270,7 +268,7 @@ class MappedStream(FileStream):
 
 
 class PreparedDataset(TokenDataset):
-    """Samples of one folder, or of several mixed."""
+    """Samples of one or several mixed folders."""
 
     def __init__(
         self,

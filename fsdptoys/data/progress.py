@@ -1,32 +1,25 @@
-"""What a person sees while data is prepared or checked: a bar on a terminal, else a line now and then."""
+"""Progress of preparing or checking data: a bar on a terminal, else a line every few seconds."""
 
 import sys
 from time import monotonic
 from types import TracebackType
 from typing import IO, Any
 
-from fsdptoys.utils.text import say
-
 from .prepare import Advance
 
 LINE_SECONDS = 10.0
-"""From one line to the next where there is no terminal."""
-
-
-def tell(text: str) -> None:
-    """Say something on a line of its own."""
-    say(text)
+"""Between two lines without a terminal."""
 
 
 class Display:
     """A bar, or lines, on standard error."""
 
-    def __init__(self, what: str, stream: IO[str] | None = None) -> None:
-        self.what = what
-        self._stream: IO[str] | None = stream or sys.stderr  # None where it was closed when this process started
+    def __init__(self, title: str, stream: IO[str] | None = None) -> None:
+        self.title = title
+        self._stream: IO[str] | None = stream or sys.stderr  # None if it was closed when this process started
         self._bar: Any = None
         self._task: Any = None
-        self._begun = self._told = monotonic()
+        self._begun = self._shown = monotonic()
 
     def __enter__(self) -> "Display":
         if self._stream is not None and self._stream.isatty():
@@ -47,12 +40,12 @@ class Display:
                 BarColumn(bar_width=None, table_column=Column(ratio=1)),
                 DownloadColumn(table_column=whole),
                 TransferSpeedColumn(table_column=whole),
-                TextColumn("{task.fields[told]}", table_column=whole),
+                TextColumn("{task.fields[detail]}", table_column=whole),
                 TimeRemainingColumn(table_column=whole),
             )
-            # Drawn by whoever tells how far it is: a thread of its own must not be there when processes are forked.
+            # Refreshed by the caller: a thread must not run when processes are forked.
             self._bar = Progress(*columns, console=console, auto_refresh=False, expand=True)
-            self._task = self._bar.add_task(self.what, total=None, told="")
+            self._task = self._bar.add_task(self.title, total=None, detail="")
             self._bar.start()
             console.show_cursor(True)
         return self
@@ -64,24 +57,24 @@ class Display:
             self._bar.stop()
 
     def show(self, advance: Advance) -> None:
-        """Tell how far it has come."""
-        told = f"{advance.tokens / 1e6:,.1f}M tokens" if advance.tokens else ""
-        self.show_bytes(advance.done_bytes, advance.total_bytes, told)
+        """Show the progress of a preparation."""
+        detail = f"{advance.tokens / 1e6:,.1f}M tokens" if advance.tokens else ""
+        self.show_bytes(advance.done_bytes, advance.total_bytes, detail)
 
-    def show_bytes(self, done: float, total: int, told: str = "") -> None:
-        """Tell how far it has come, of so many bytes."""
+    def show_bytes(self, done: float, total: int, detail: str = "") -> None:
+        """Show progress in bytes."""
         now = monotonic()
         if self._bar is not None:
-            self._bar.update(self._task, completed=done, total=total, told=told)
-            if now - self._told >= 0.2 or done >= total:
-                self._told = now
+            self._bar.update(self._task, completed=done, total=total, detail=detail)
+            if now - self._shown >= 0.2 or done >= total:
+                self._shown = now
                 self._bar.refresh()
-        elif self._stream is not None and now - self._told >= LINE_SECONDS:
-            self._told = now
+        elif self._stream is not None and now - self._shown >= LINE_SECONDS:
+            self._shown = now
             speed = done / (now - self._begun) / 1e6
-            more = f", {told}" if told else ""
+            more = f", {detail}" if detail else ""
             share = done / max(1, total)
             try:
-                print(f"{self.what}: {share:.0%}, {speed:.1f} MB/s{more}", file=self._stream, flush=True)
-            except (OSError, ValueError):  # the disk of a log is full, or its reader gone
+                print(f"{self.title}: {share:.0%}, {speed:.1f} MB/s{more}", file=self._stream, flush=True)
+            except (OSError, ValueError):  # the log's disk is full, or its reader is gone
                 self._stream = None

@@ -1,8 +1,8 @@
-"""Shards being written, in a folder that is not yet a data set, and where an interrupted writing goes on.
+"""Write token shards, resumably, into a folder that becomes a dataset when it is complete.
 
-Everything goes into ``NAME.part``, which becomes ``NAME`` by one rename when its index is on the disk. Every few MiB a
-``progress.json`` says how many documents were read and how long each file was then; who comes back cuts the files to
-that length and goes on after these documents, so that the result has the bytes of one that was never interrupted.
+Everything goes into ``NAME.part``, which is renamed to ``NAME`` once its index is on the disk. Every few MiB a
+``progress.json`` records the documents read and the length of each file. The next start cuts the files to that length
+and continues after these documents, so that the result has the bytes of an uninterrupted one.
 """
 
 import dataclasses
@@ -11,14 +11,17 @@ import json
 import os
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdptoys.utils.foreign import parse_json
+from fsdptoys.utils.atomic_write import write_atomically
+from fsdptoys.utils.bounds import between
+from fsdptoys.utils.foreign import ForeignError, parse_json
+from fsdptoys.utils.from_tree import build
 from fsdptoys.utils.regular_file import open_regular, read_regular
 
 from .dataset import Tokens
@@ -27,12 +30,12 @@ from .dataset_index import (
     DTYPES,
     ENDS_DTYPE,
     INDEX_FILE,
+    MOST_COUNT,
     MOST_INDEX_BYTES,
     SPLITS,
     TOKENIZER_FILE,
     Index,
     Shard,
-    checked_count,
     ends_file,
     is_shard_name,
     shard_name,
@@ -42,53 +45,72 @@ from .dataset_index import (
 
 PROGRESS_FILE = "progress.json"
 SAVE_TOKENS = 2**24
-"""So many ids from one note of the progress to the next."""
+"""Ids between two records of the progress."""
+
+
+@dataclass
+class ShardProgress:
+    """A shard as far as it is on the disk."""
+
+    name: str
+    split: str
+    tokens: int = field(metadata=between(0, MOST_COUNT))
+    documents: int = field(metadata=between(0, MOST_COUNT))
+    closed: bool
+
+    def __post_init__(self) -> None:
+        """Check name and split."""
+        if not (is_shard_name(self.name) and self.split in SPLITS):
+            raise ForeignError("a shard has no valid name or split")
 
 
 @dataclass
 class Progress:
-    """What has been read."""
+    """Content of ``progress.json``."""
 
-    documents: int = 0
-    """Of all sources, from the first on."""
-    left_out: int = 0
+    request: str
+    """Fingerprint of the request."""
+    documents: int = field(metadata=between(0, MOST_COUNT))
+    """Documents read, of all sources, from the first on."""
+    left_out: int = field(metadata=between(0, MOST_COUNT))
     """Documents without text among them."""
+    shards: list[ShardProgress]
+    """As of the last ``save``."""
 
 
 class ShardsWriter:
-    """Documents go in, shards come out.
+    """Writes documents into shards.
 
     Args:
-        folder: of the data set that is to be; what is written goes beside it.
-        request: hash of what is asked for: another's rest is thrown away.
-        dtype: number format of an id, as the index calls it.
-        shard_tokens: a shard ends with the document that brings it to so many.
+        folder: of the dataset to be; files go into ``NAME.part`` beside it.
+        request: fingerprint of the request; the part of another request is deleted.
+        dtype: of an id, as the index names it.
+        shard_tokens: a shard ends with the document that brings it to this many ids.
     """
 
     def __init__(self, folder: Path, request: str, dtype: str, shard_tokens: int) -> None:
         self.folder = folder
         self.part = folder.with_name(folder.name + ".part")
-        self.request = request
         self.shard_tokens = shard_tokens
-        self.progress = Progress()
+        self.progress = Progress(request, 0, 0, [])
         self._dtype = DTYPES[dtype]
         self._shards: list[_OpenShard] = []
         self._unsaved = 0
         self.resumed = self._resume()
-        """Whether there was something to go on from."""
+        """Whether an interrupted writing continues."""
 
     @property
     def tokens(self) -> int:
-        """Ids so far, of all splits."""
+        """Ids so far, over all splits."""
         return sum(shard.tokens for shard in self._shards)
 
     def add(self, split: str, ids: NDArray[Any], lengths: Tokens) -> None:
         """Append documents to a split.
 
         Args:
-            split: whose.
-            ids: of all of them, one after the other, ends of documents included.
-            lengths: of each.
+            split: ``train`` or ``eval``.
+            ids: of all documents, one after the other, with the end of each.
+            lengths: of each document.
         """
         stops = np.cumsum(lengths)
         first = 0
@@ -107,8 +129,8 @@ class ShardsWriter:
         """Append one document to a split.
 
         Args:
-            split: whose.
-            blocks: its ids, the end of the document included, some at a time.
+            split: ``train`` or ``eval``.
+            blocks: its ids with the end of the document, in parts.
         """
         shard = self._open(split)
         before = shard.tokens
@@ -120,36 +142,35 @@ class ShardsWriter:
         self._unsaved += shard.tokens - before
 
     def read(self, documents: int, left_out: int) -> None:
-        """Note that so many documents are done with: all that was added came from these and earlier ones."""
+        """Count documents as done: everything added so far came from these and earlier ones."""
         self.progress.documents += documents
         self.progress.left_out += left_out
         if self._unsaved >= SAVE_TOKENS:
             self.save()
 
     def save(self) -> None:
-        """Have all that went in on the disk, and note how far it goes."""
+        """Flush everything added so far to the disk and record it as progress."""
         for shard in self._shards:
             shard.flush()
         self._unsaved = 0
-        notes = {"request": self.request} | dataclasses.asdict(self.progress)
-        notes["shards"] = [shard.note() for shard in self._shards]
-        _write(self.part / PROGRESS_FILE, json.dumps(notes).encode())
+        self.progress.shards = [shard.progress() for shard in self._shards]
+        write_atomically(self.part / PROGRESS_FILE, json.dumps(dataclasses.asdict(self.progress)), sync=True)
 
     def finish(self, index: Index, tokenizer: bytes | None = None) -> Index:
-        """Turn what was written into a data set.
+        """Turn the part into a dataset.
 
         Args:
-            index: all but its shards, the number of documents that were left out, and the sum of the tokenizer's file.
-            tokenizer: content of that file, of which the folder keeps a copy.
+            index: complete except for its shards, ``left_out`` and ``tokenizer_file_sha256``.
+            tokenizer: content of the tokenizer's file, of which the folder keeps a copy.
         """
         if tokenizer is not None:
-            _write(self.part / TOKENIZER_FILE, tokenizer)
+            write_atomically(self.part / TOKENIZER_FILE, tokenizer, sync=True)
             index = dataclasses.replace(index, tokenizer_file_sha256=hashlib.sha256(tokenizer).hexdigest())
         for shard in self._shards:
             shard.close()
         shards = tuple(shard.entry() for shard in self._shards)
         index = dataclasses.replace(index, left_out=self.progress.left_out, shards=shards)
-        _write(self.part / INDEX_FILE, index.to_json().encode())
+        write_atomically(self.part / INDEX_FILE, index.to_json(), sync=True)
         (self.part / PROGRESS_FILE).unlink(missing_ok=True)
         sync_folder(self.part)
         self.part.rename(self.folder)
@@ -157,7 +178,7 @@ class ShardsWriter:
         return index
 
     def close(self) -> None:
-        """Let go of the files; what was not saved may be lost."""
+        """Close the files; ids since the last ``save`` may be lost."""
         for shard in self._shards:
             shard.abandon()
 
@@ -170,15 +191,14 @@ class ShardsWriter:
 
     def _resume(self) -> bool:
         try:
-            notes = parse_json(read_regular(self.part / PROGRESS_FILE, MOST_INDEX_BYTES))
-            if notes["request"] == self.request:
-                progress = Progress(checked_count(notes["documents"]), checked_count(notes["left_out"]))
-                for note in notes["shards"]:
-                    self._shards.append(_OpenShard.again(self.part, note, self._dtype))
+            progress = build(Progress, parse_json(read_regular(self.part / PROGRESS_FILE, MOST_INDEX_BYTES)))
+            if progress.request == self.progress.request:
+                for noted in progress.shards:
+                    self._shards.append(_OpenShard.reopen(self.part, noted, self._dtype))
                 self._remove_unnoted()
                 self.progress = progress
                 return True
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError):
             self.close()
             self._shards = []
         if self.part.is_symlink():
@@ -196,7 +216,7 @@ class ShardsWriter:
 
 
 class _OpenShard:
-    """Two files and their sums so far."""
+    """Two files and their checksums so far."""
 
     def __init__(self, folder: Path, name: str, split: str, dtype: "np.dtype[Any]", mode: str = "xb") -> None:
         self.name, self.split = name, split
@@ -209,16 +229,14 @@ class _OpenShard:
         self._sums = [hashlib.sha256(), hashlib.sha256()]
 
     @classmethod
-    def again(cls, folder: Path, note: dict[str, Any], dtype: "np.dtype[Any]") -> "_OpenShard":
-        """The shard as it was when it was noted.
+    def reopen(cls, folder: Path, noted: ShardProgress, dtype: "np.dtype[Any]") -> "_OpenShard":
+        """Restore a shard to its recorded progress.
 
         Raises:
-            ValueError: if its files are shorter than that, or the note is not one of ``note``.
+            ValueError: if its files are shorter.
         """
-        if not (is_shard_name(note["name"]) and note["split"] in SPLITS and type(note["closed"]) is bool):
-            raise ValueError("a shard has no valid name or split")
-        shard = cls(folder, note["name"], note["split"], dtype, "r+b")
-        shard.tokens, shard.documents = checked_count(note["tokens"]), checked_count(note["documents"])
+        shard = cls(folder, noted.name, noted.split, dtype, "r+b")
+        shard.tokens, shard.documents = noted.tokens, noted.documents
         sizes = (shard.tokens * dtype.itemsize, shard.documents * ENDS_DTYPE.itemsize)
         for file, digest, size in zip(shard._files, shard._sums, sizes, strict=True):
             if os.fstat(file.fileno()).st_size < size:
@@ -226,12 +244,12 @@ class _OpenShard:
             file.truncate(size)
             while block := file.read(BLOCK_BYTES):
                 digest.update(block)
-        if note["closed"]:
+        if noted.closed:
             shard.close()
         return shard
 
     def append(self, ids: NDArray[Any], stops: Tokens) -> None:
-        """Add documents, given their ids and where each ends among these."""
+        """Add documents: their ids, and the end of each among these."""
         parts = (ids.astype(self._dtype, copy=False), (stops + self.tokens).astype(ENDS_DTYPE))
         for file, digest, part in zip(self._files, self._sums, parts, strict=True):
             file.write(part.data)
@@ -240,18 +258,18 @@ class _OpenShard:
         self.documents += len(stops)
 
     def extend(self, ids: NDArray[Any]) -> None:
-        """Add ids of a document that ``end_document`` ends."""
+        """Add ids of a document; ``end_document`` ends it."""
         part = ids.astype(self._dtype, copy=False)
         self._files[0].write(part.data)
         self._sums[0].update(part.data)
         self.tokens += len(ids)
 
     def end_document(self) -> None:
-        """Note the end of a document that ``extend`` has added."""
+        """Record the end of a document that ``extend`` has added."""
         self.append(np.empty(0, self._dtype), np.zeros(1, np.int64))
 
     def flush(self) -> None:
-        """Have it on the disk."""
+        """Flush it to the disk."""
         for file in self._files:
             if not file.closed:
                 file.flush()
@@ -263,27 +281,16 @@ class _OpenShard:
         self.abandon()
 
     def abandon(self) -> None:
-        """Close its files as they are."""
+        """Close its files without a flush to the disk."""
         self.closed = True
         for file in self._files:
             file.close()
 
-    def note(self) -> dict[str, Any]:
-        """What ``again`` needs."""
-        names = ("name", "split", "tokens", "documents", "closed")
-        return {name: getattr(self, name) for name in names}
+    def progress(self) -> ShardProgress:
+        """The argument of ``reopen``."""
+        return ShardProgress(self.name, self.split, self.tokens, self.documents, self.closed)
 
     def entry(self) -> Shard:
-        """What the index says of it."""
+        """Its entry in the index."""
         sha256, ends_sha256 = (digest.hexdigest() for digest in self._sums)
         return Shard(self.name, self.split, self.tokens, self.documents, sha256, ends_sha256)
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Put a small file in place at once, whole."""
-    part = path.with_name(path.name + ".new")
-    with open_regular(part, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)

@@ -1,32 +1,31 @@
-"""A Markov source whose entropy is known: what a model can reach is a formula, not a measurement.
+"""A Markov source of known entropy, so that the lowest loss of a model is a formula.
 
-Each token is one of the ``branching`` ids that follow the one before it, all equally likely, counted around the
-vocabulary. So the lowest loss is log(branching) nats a token, and that of a model which ignores the context is
-log(vocab_size), since every id is equally frequent at every position. A sample is a function of the seed and its number
-alone, made of NumPy's raw Philox bits, which stay the same from version to version. Nothing is read from anywhere.
+Each token is one of the ``branching`` ids after the previous one (modulo the vocabulary), all equally likely. So the
+lowest loss is log(branching) nats a token, and that of a model without context log(vocab_size), since all ids are
+equally frequent at every position. A sample is a function of the seed and its number, made from NumPy's raw Philox
+bits, which are stable across versions.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.utils.bounds import check_at_most
+from fsdptoys.utils.bounds import at_least, between
 
 from .dataset import IGNORE_INDEX, DataConfig, TokenDataset, Tokens, hash_of
 
 TRAIN_SAMPLES = 2**40
-"""More than any run asks for."""
-
+"""More than any run takes."""
 
 DOCUMENT_END = 0
-"""The id that is taken to end a document: about every vocab_size-th token is one."""
+"""Taken as the end of a document: about one token in vocab_size."""
 
 
 class Part(IntEnum):
-    """Which samples; part of their seed, so that the held-out ones are none of the training's."""
+    """Split of the samples; part of their seed, so that no held-out sample is a training sample."""
 
     train = 0
     eval = 1
@@ -39,22 +38,14 @@ class SyntheticConfig(DataConfig):
     name = "synthetic"
     reads_files = False
     eval_fix = "data.eval_samples=256"
+    reads_files = False
 
-    branching: int = 8
-    """Ids that can follow each id, equally likely: the lowest loss is log(branching) nats."""
+    branching: int = field(default=8, metadata=at_least(1))
+    """Equally likely successors of each id; the lowest loss is log(branching) nats."""
     ragged: bool = False
-    """End each sequence at a random place, uniform over 1 to seq_len valid labels; token 0 pads the rest."""
-    eval_samples: int = 256
+    """Draw each sequence's valid labels from 1 to seq_len, uniformly; token 0 pads the rest."""
+    eval_samples: int = field(default=256, metadata=between(0, TRAIN_SAMPLES))
     """Sequences held out; 0 for none."""
-
-    def __post_init__(self) -> None:
-        """Check each value by itself."""
-        super().__post_init__()
-        check_at_most("data", self, eval_samples=TRAIN_SAMPLES)
-        if self.branching < 1:
-            raise ConfigError(f"data.branching={self.branching} must be at least 1; set data.branching=8")
-        if self.eval_samples < 0:
-            raise ConfigError(f"data.eval_samples={self.eval_samples} must be at least 0; set data.eval_samples=0")
 
     @property
     def has_eval(self) -> bool:
@@ -62,7 +53,7 @@ class SyntheticConfig(DataConfig):
         return self.eval_samples > 0
 
     def validate(self, seq_len: int, vocab_size: int) -> None:
-        """Check that an id has as many different followers as asked for."""
+        """Check that the vocabulary has enough successors."""
         if self.branching > vocab_size:
             raise ConfigError(
                 f"data.branching={self.branching} must be at most model.vocab_size={vocab_size}; "
@@ -70,7 +61,7 @@ class SyntheticConfig(DataConfig):
             )
 
     def build(self, seq_len: int, vocab_size: int, seed: int) -> "SyntheticDataset":
-        """Construct the source."""
+        """Build the source."""
         self.validate(seq_len, vocab_size)
         return SyntheticDataset(self, seq_len, vocab_size, seed)
 
@@ -92,7 +83,7 @@ class SyntheticDataset(TokenDataset):
 
 
 class MarkovSamples:
-    """Samples drawn from the source, each from its own random numbers."""
+    """Samples of the source, each from its own random numbers."""
 
     def __init__(self, config: SyntheticConfig, seq_len: int, vocab_size: int, seed: int, part: Part) -> None:
         self.endless = part is Part.train

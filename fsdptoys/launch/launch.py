@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdptoys.config.compose import Composition, compose
-from fsdptoys.config.overrides import plain_text
 from fsdptoys.config.plan_config import PlanConfig
 from fsdptoys.config.schema import LaunchConfig
 from fsdptoys.device import available_device_type
@@ -14,7 +13,7 @@ from fsdptoys.device.profile import load_hardware
 from fsdptoys.errors import ConfigError
 from fsdptoys.parallel.float8 import check_float8_here
 from fsdptoys.parallel.mesh import NODE, straddling
-from fsdptoys.utils.text import one_line, say
+from fsdptoys.utils.text import one_line, say, value_text
 
 from .hardware import FoundHardware, find_hardware, hardware_environment
 from .supervisor import run_workers
@@ -100,7 +99,8 @@ def check_plan_settings(plan: PlanConfig, device_type: str) -> None:
         value, default = getattr(plan, name), getattr(PlanConfig(), name)
         if value != default:
             raise ConfigError(
-                f"plan.{name}={plain_text(value)} is for fsdptoys plan and does nothing in a run; leave it out"
+                f"plan.{name}={value_text(value, quote=True)} is for fsdptoys plan and does nothing in a run; leave "
+                "it out"
             )
 
 

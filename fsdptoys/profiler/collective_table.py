@@ -8,8 +8,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from fsdptoys.utils.text import size_text
+
 from .collectives import Call, over_ranks
-from .live_bytes import in_words
 
 LONGEST_PATTERN = 4
 COLUMNS = ("#", "phase", "collective", "dtype", "size", "this rank gives", "gets", "ranks", "of", "called by")
@@ -124,9 +125,9 @@ def _rows(folded: Fold, calls: Sequence[Call]) -> list[tuple[str, ...]]:
                 f"{first.phase} {first.microbatch}" if several_microbatches and first.microbatch else first.phase,
                 first.collective.replace("_", "-") + (f" × {folded.times}" if folded.times > 1 else ""),
                 first.dtype,
-                in_words(first.size_bytes),
-                in_words(first.gives_bytes),
-                in_words(first.gets_bytes),
+                size_text(first.size_bytes),
+                size_text(first.gives_bytes),
+                size_text(first.gets_bytes),
                 str(first.ranks),
                 of if of == of_last else f"{of} … {of_last}",
                 first.site,
@@ -144,7 +145,7 @@ def _sums(calls: Sequence[Call]) -> list[tuple[str, ...]]:
 
 def _sum(label: str, calls: Sequence[Call]) -> tuple[str, ...]:
     size, sent = sum(call.size_bytes for call in calls), sum(call.sends_bytes for call in calls)
-    return (label, str(len(calls)), in_words(size), in_words(round(sent)))
+    return (label, str(len(calls)), size_text(size), size_text(round(sent)))
 
 
 def _align(rows: Sequence[tuple[str, ...]], right: Sequence[int]) -> list[str]:

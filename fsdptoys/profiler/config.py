@@ -9,6 +9,7 @@ from enum import Enum
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.bounds import MOST_STEPS, check_at_most
+from fsdptoys.utils.text import value_text
 
 
 class NPULevel(Enum):
@@ -61,7 +62,7 @@ class ProfileConfig:
                 raise ConfigError(f"profile.{name}={value} must be at least {bound}; set profile.{name}={bound}")
         if not self.ranks or min(self.ranks) < 0 or len(set(self.ranks)) < len(self.ranks):
             raise ConfigError(
-                f"profile.ranks={_shown(self.ranks)} must name at least one rank, each once and from 0; "
+                f"profile.ranks={value_text(self.ranks)} must name at least one rank, each once and from 0; "
                 "set profile.ranks=[0]"
             )
         self._refuse_without_switch()
@@ -79,7 +80,7 @@ class ProfileConfig:
         """
         if (self.enabled or self.snapshot) and max(self.ranks) >= world_size:
             raise ConfigError(
-                f"profile.ranks={_shown(self.ranks)} names rank {max(self.ranks)}, and the last of {world_size} is "
+                f"profile.ranks={value_text(self.ranks)} names rank {max(self.ranks)}, and the last of {world_size} is "
                 f"{world_size - 1}; set profile.ranks=[0]"
             )
         if self.snapshot and device_type == "cpu":
@@ -124,7 +125,9 @@ class ProfileConfig:
         for name, (on, switch) in switches.items():
             value = getattr(self, name)
             if not on and value != defaults[name]:
-                raise ConfigError(f"profile.{name}={_shown(value)} does nothing as set; set {switch} or leave it out")
+                raise ConfigError(
+                    f"profile.{name}={value_text(value)} does nothing as set; set {switch} or leave it out"
+                )
 
 
 def _window_fix(steps: int, active_steps: int) -> str:
@@ -134,15 +137,6 @@ def _window_fix(steps: int, active_steps: int) -> str:
     return (
         f"set profile.skip_steps={steps - active - warmup} profile.warmup_steps={warmup} profile.active_steps={active}"
     )
-
-
-def _shown(value: object) -> str:
-    """A value as the command line takes it."""
-    if isinstance(value, Enum):
-        return str(value.value)
-    if isinstance(value, list):
-        return f"[{','.join(str(item) for item in value)}]"
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @dataclass

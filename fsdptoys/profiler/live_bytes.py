@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdptoys.device import GIB
 from fsdptoys.utils.dtensor import (
     is_dtensor,
 )
@@ -89,14 +88,3 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
         for item in value:
             yield from _tensors(item)
-
-
-MIB, KIB = 2**20, 2**10
-
-
-def in_words(count: int) -> str:
-    """``count`` bytes in the largest binary unit that leaves something before the point."""
-    for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
-        if abs(count) >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count} bytes"

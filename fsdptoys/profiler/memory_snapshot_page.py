@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .live_bytes import in_words as _size
+from fsdptoys.utils.text import size_text
 
 POINTS = 2000
 """Points of the drawn timeline; of the events between two of them the highest counts."""
@@ -128,8 +128,8 @@ def render_snapshot(
             f'<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>',
             f"<style>{_STYLE}</style></head>",
             f"<body><h1>Device memory: {html.escape(title)}</h1>",
-            f"<p>Live tensors: {_size(now)} at the end, {_size(peak)} at the peak of the history. "
-            f"Reserved by the allocator at the end: {_size(reserved)}. Sizes are what tensors asked for.</p>",
+            f"<p>Live tensors: {size_text(now)} at the end, {size_text(peak)} at the peak of the history. "
+            f"Reserved by the allocator at the end: {size_text(reserved)}. Sizes are what tensors asked for.</p>",
             f"<h2>Live bytes after each of {len(timeline.live_bytes) - 1:,} events</h2>",
             _draw(timeline),
             f"<h2>Who held the memory at the peak</h2>{_holders_table(timeline, peak)}",
@@ -191,7 +191,7 @@ def _draw(timeline: Timeline) -> str:
     )
     ticks = "".join(
         f'<text x="{left - 6}" y="{height - share * height + 4:.0f}" text-anchor="end">'
-        f"{_size(round(top * share))}</text>"
+        f"{size_text(round(top * share))}</text>"
         f'<line x1="{left}" x2="{width}" y1="{height - share * height:.0f}" y2="{height - share * height:.0f}" '
         'stroke="#ddd"/>'
         for share in (0, 0.25, 0.5, 0.75, 1)
@@ -208,7 +208,7 @@ def _holders_table(timeline: Timeline, peak: int) -> str:
     for holder in timeline.holders[:HOLDERS]:
         stack = html.escape("\n".join(map(_frame, holder.frames)) or UNKNOWN)
         rows.append(
-            f"<tr><td>{_size(holder.live_bytes)}</td><td>{holder.live_bytes / max(peak, 1):.1%}</td>"
+            f"<tr><td>{size_text(holder.live_bytes)}</td><td>{holder.live_bytes / max(peak, 1):.1%}</td>"
             f"<td>{holder.tensors:,}</td><td><details><summary>{html.escape(_place(holder.frames))}</summary>"
             f"<pre>{stack}</pre></details></td></tr>"
         )
@@ -216,7 +216,7 @@ def _holders_table(timeline: Timeline, peak: int) -> str:
     if left_out:
         rest = sum(holder.live_bytes for holder in left_out)
         rows.append(
-            f"<tr><td>{_size(rest)}</td><td>{rest / max(peak, 1):.1%}</td>"
+            f"<tr><td>{size_text(rest)}</td><td>{rest / max(peak, 1):.1%}</td>"
             f"<td>{sum(holder.tensors for holder in left_out):,}</td><td>{len(left_out):,} other stacks</td></tr>"
         )
     return f"<table><tr><th>bytes</th><th>share</th><th>tensors</th><th>allocated in</th></tr>{''.join(rows)}</table>"
@@ -251,7 +251,7 @@ def _unfold(branch: Branch, least_bytes: int) -> str:
                 break
             names.append(called)
             inner = only
-        label = f"{_size(inner.total_bytes)} {html.escape(' › '.join(names))}"
+        label = f"{size_text(inner.total_bytes)} {html.escape(' › '.join(names))}"
         below = _unfold(inner, least_bytes)
         parts.append(f"<details open><summary>{label}</summary>{below}</details>" if below else f"<div>{label}</div>")
     return "".join(parts)

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from fsdptoys.device import Device, highest_resident_set_bytes
+from fsdptoys.utils.text import size_text
 
-from .live_bytes import LiveBytes, in_words
+from .live_bytes import LiveBytes
 from .oom_advice import Switches, device_savings, host_savings
 
 HOST_WORDS = ("DefaultCPUAllocator", "not enough memory: you tried to allocate", "Malloc pin memory failed")
@@ -131,21 +132,23 @@ def out_of_memory_report(failure: Failure, situation: Situation, device_type: st
     lines = [
         *_headline(failure, situation, device_type),
         f"{'planned' if constructing else 'live'} in {memory} of this rank:",
-        *(f"  {row}" for row in _columns([(in_words(count), what) for count, what in rows])),
+        *(f"  {row}" for row in _columns([(size_text(count), what) for count, what in rows])),
     ]
     if not failure.on_host and live.on_host().device_bytes:
-        lines.append(f"  and in host memory {in_words(live.on_host().device_bytes)} of the first three")
+        lines.append(f"  and in host memory {size_text(live.on_host().device_bytes)} of the first three")
     if situation.phase != "optimizer" and switches.states_bytes > (
         live.states.device_bytes or held.states.device_bytes
     ):
-        lines.append(f"  still to come in the first step of the optimizer: {in_words(switches.states_bytes)} of states")
+        lines.append(
+            f"  still to come in the first step of the optimizer: {size_text(switches.states_bytes)} of states"
+        )
     if failure.on_host and not on_cpu:
         savings = host_savings(live, switches)
     else:
         savings = device_savings(held, rest_bytes, situation.phase, switches, to_host=not on_cpu)
     if savings:
         lines.append("what would make room, each by itself and at most:")
-        cells = [(in_words(saving.saved_bytes), saving.switch, saving.why) for saving in savings]
+        cells = [(size_text(saving.saved_bytes), saving.switch, saving.why) for saving in savings]
         lines += [f"  {row}" for row in _columns(cells)]
     else:
         lines.append("no switch is left that would make room; use a smaller model, shorter sequences or more ranks")
@@ -160,7 +163,7 @@ def _headline(failure: Failure, situation: Situation, device_type: str) -> list[
         "resident in this process at most" if failure.on_host else "allocated": failure.allocated_bytes,
         "reserved": failure.reserved_bytes,
     }
-    known = [f"{in_words(count)} {what}" for what, count in numbers.items() if count is not None]
+    known = [f"{size_text(count)} {what}" for what, count in numbers.items() if count is not None]
     when = "construction" if situation.phase == "construction" else f"{situation.phase} of step {situation.step}"
     return [
         f"{where} ran out on rank {situation.rank} in the {when}",

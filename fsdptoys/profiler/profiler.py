@@ -6,9 +6,9 @@ from pathlib import Path
 from types import TracebackType
 
 from fsdptoys.device import Device
+from fsdptoys.utils.text import size_text
 
 from .config import ProfileConfig
-from .live_bytes import in_words
 from .memory_snapshot import Snapshot
 from .oom_report import is_out_of_memory
 from .trace import TopOp, Trace
@@ -110,7 +110,7 @@ def top_ops_table(ops: list[TopOp]) -> str:
         ("self device time", lambda op: _time(op.self_device_us)),
         ("self CPU time", lambda op: _time(op.self_cpu_us)),
         ("CPU time with what it calls", lambda op: _time(op.cpu_us)),
-        ("self memory", lambda op: None if op.self_memory_bytes is None else in_words(op.self_memory_bytes)),
+        ("self memory", lambda op: None if op.self_memory_bytes is None else size_text(op.self_memory_bytes)),
     ]
     columns = [column for column in columns if any(column[1](op) is not None for op in ops)]
     rows = [

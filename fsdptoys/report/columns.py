@@ -12,9 +12,10 @@ from fsdptoys.metrics.results import (
 )
 from fsdptoys.sweep import JobStatus
 from fsdptoys.train.recorded_run import RecordedRun
+from fsdptoys.utils.text import value_text
 
 from .runs_table import Record
-from .setting_diff import Settings, heading, own_key, plain
+from .setting_diff import Settings, heading, own_key
 
 NOTHING = "–"
 """Stands where a row has no value."""
@@ -138,7 +139,7 @@ FORECASTS = (
 
 def name_column(records: Sequence[Record]) -> Column:
     """What the rows are called."""
-    return Column("run", "Run", [Cell(record.name, plain(record.name)) for record in records], False, STAYS)
+    return Column("run", "Run", [Cell(record.name, value_text(record.name)) for record in records], False, STAYS)
 
 
 def status_column(records: Sequence[Record]) -> Column:
@@ -281,4 +282,4 @@ def _number(value: float, digits: int) -> str:
 
 def _shown(value: Any) -> str:
     """A setting in a cell: a switch as yes or no."""
-    return ("yes" if value else "no") if isinstance(value, bool) else plain(value)
+    return ("yes" if value else "no") if isinstance(value, bool) else value_text(value)

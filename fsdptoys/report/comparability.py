@@ -6,8 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from fsdptoys.utils.text import value_text
+
 from .runs_table import Record
-from .setting_diff import plain
 
 PARTS = {
     "device": ("device", "name"),
@@ -49,7 +50,7 @@ def source_notes(records: Sequence[Record]) -> list[str]:
     for part in PARTS:
         values: dict[str, list[str]] = {}
         for name, source in sources.items():
-            values.setdefault(plain(str(source[part])), []).append(name)
+            values.setdefault(value_text(str(source[part])), []).append(name)
         if len(values) > 1:
             differences.append(f"{part} " + ", ".join(f"{value} ({', '.join(rows)})" for value, rows in values.items()))
     if not differences:

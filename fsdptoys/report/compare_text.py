@@ -8,10 +8,9 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from fsdptoys.utils.text import encodable, printable
+from fsdptoys.utils.text import encodable, printable, value_text
 
 from .compare import Comparison, Course, Difference
-from .setting_diff import plain
 from .setting_effects import Effect
 
 REASONS = {
@@ -40,11 +39,11 @@ def print_comparison(found: Comparison, names: tuple[str, str], console: Console
         console: where to.
     """
     _line(verdict(found), console, "bold")
-    for sentence in [*_ends(found, names), *_not_finite(found), *map(plain, found.notes)]:
+    for sentence in [*_ends(found, names), *_not_finite(found), *map(value_text, found.notes)]:
         _line(sentence, console)
     console.print()
     for letter, name in zip("AB", names, strict=True):
-        _line(f"{letter}: {plain(name)}", console)
+        _line(f"{letter}: {value_text(name)}", console)
     console.print()
     _print_courses([COURSE_HEAD, *map(_course_row, found.courses)], console)
     changes = [(effect, [each for each in found.changes if each.effect is effect]) for effect in Effect]
@@ -56,7 +55,7 @@ def print_comparison(found: Comparison, names: tuple[str, str], console: Console
                 [
                     ("", "A", "B"),
                     *(
-                        (plain(each.key.removesuffix(".name")), _shown(each.first), _shown(each.second))
+                        (value_text(each.key.removesuffix(".name")), _shown(each.first), _shown(each.second))
                         for each in group
                     ),
                 ],
@@ -66,7 +65,8 @@ def print_comparison(found: Comparison, names: tuple[str, str], console: Console
         console.print()
         _line("Where they ran", console, "bold")
         _grid(
-            [("", "A", "B"), *((plain(key), _shown(old), _shown(new)) for key, old, new in found.environment)], console
+            [("", "A", "B"), *((value_text(key), _shown(old), _shown(new)) for key, old, new in found.environment)],
+            console,
         )
     if not found.changes and not found.environment:
         console.print()
@@ -95,7 +95,7 @@ def _ends(found: Comparison, names: tuple[str, str]) -> list[str]:
     for steps, letter, name in ((found.only_first, "A", names[0]), (found.only_second, "B", names[1])):
         if steps:
             span = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps):,} steps, {steps[0]} to {steps[-1]},"
-            told.append(f"{letter} ({plain(name)}) has {span} that the other has not.")
+            told.append(f"{letter} ({value_text(name)}) has {span} that the other has not.")
     return told
 
 
@@ -142,7 +142,7 @@ def _short(value: float) -> str:
 
 
 def _shown(value: Any) -> str:
-    return plain(value) if value is not None else "-"
+    return value_text(value) if value is not None else "-"
 
 
 def _print_courses(rows: Sequence[Sequence[str]], console: Console) -> None:

@@ -10,6 +10,7 @@ from fsdptoys.plan.search.ranking import (
 )
 from fsdptoys.sweep import JobStatus
 from fsdptoys.train.recorded_run import RecordedRun
+from fsdptoys.utils.text import value_text
 
 from . import columns
 from .comparison_figures import draw_comparison
@@ -27,7 +28,7 @@ from .page_parts import (
 )
 from .plot_inputs import Shown, measure_of
 from .runs_table import Collection, Record
-from .setting_diff import as_word, differing, own_key, plain
+from .setting_diff import as_word, differing, own_key
 from .table import (
     make_table,
 )
@@ -105,7 +106,7 @@ def short_names(records: Sequence[Record]) -> list[str]:
     for words, record in zip(traits_of, records, strict=True):
         varied = record.varied or {}
         more = " ".join(as_word(key, value) for key, value in varied.items() if not words or key in telling)
-        own = plain(f"{record.name} {words if len(alike) > 1 or not more else ''} {more}")
+        own = value_text(f"{record.name} {words if len(alike) > 1 or not more else ''} {more}")
         count = names.count(own)
         names.append(f"{own} ({count + 1})" if count else own)
     return names
@@ -182,7 +183,7 @@ def _shown(cell: columns.Cell, record: Record, rows: Table) -> Cell:
 
 
 def _key(value: object) -> float | str:
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else plain(value)
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value_text(value)
 
 
 def _differences(names: Sequence[str], settings: Sequence[dict], keys: Sequence[str]) -> str:
@@ -191,7 +192,13 @@ def _differences(names: Sequence[str], settings: Sequence[dict], keys: Sequence[
     rows: list[list[Cell | str]] = []
     for name, own in zip(names, settings, strict=True):
         rows.append(
-            [name, *(Cell(plain(own[key]), _key(own[key])) if key in own else Cell("—", mark="quiet") for key in keys)]
+            [
+                name,
+                *(
+                    Cell(value_text(own[key]), _key(own[key])) if key in own else Cell("—", mark="quiet")
+                    for key in keys
+                ),
+            ]
         )
     count = len({key for own in settings for key in own})
     caption = (

@@ -25,9 +25,10 @@ from fsdptoys.metrics import StepMetrics
 from fsdptoys.metrics.config import RESUMES_FILE
 from fsdptoys.metrics.resume_log import read_resumes
 from fsdptoys.train.recorded_run import RecordedRun
+from fsdptoys.utils.text import value_text
 
 from .runs_table import Record
-from .setting_diff import Settings, plain
+from .setting_diff import Settings
 from .setting_effects import Effect, bits_of, effect_of, held_out_samples, rounds_coarsely, training_of
 
 HELD_OUT = "held-out loss"
@@ -105,8 +106,9 @@ class Disagreement:
         shown = f"{self.difference:.1e} relative" if math.isfinite(self.difference) else "they are not both finite"
         allowed = f"rounding explains {self.allowed:.1e}" if self.allowed else "they must be equal"
         return (
-            f"{plain(self.name)} does not agree with {plain(self.reference)}, which trains the same: from step "
-            f"{self.step} on, its {self.quantity} is {self.value:.8g} and not {self.expected:.8g} ({shown}; {allowed})."
+            f"{value_text(self.name)} does not agree with {value_text(self.reference)}, which trains the same: from "
+            f"step {self.step} on, its {self.quantity} is {self.value:.8g} and not {self.expected:.8g} ({shown}; "
+            f"{allowed})."
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -181,7 +183,7 @@ def _key(run: RecordedRun) -> str | None:
 
 
 def _texts(settings: Settings) -> list[tuple[str, str]]:
-    return [(key, plain(value)) for key, value in settings.items()]
+    return [(key, value_text(value)) for key, value in settings.items()]
 
 
 def _keeps_its_training(run: RecordedRun) -> bool:

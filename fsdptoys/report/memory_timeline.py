@@ -26,9 +26,8 @@ import numpy as np
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.foreign import parse_json
-from fsdptoys.utils.from_tree import shown
 from fsdptoys.utils.regular_file import open_regular
-from fsdptoys.utils.text import one_line
+from fsdptoys.utils.text import one_line, short_text
 
 LARGEST_TRACE_BYTES = 2**26
 """Of the packed file; larger ones take minutes to read."""
@@ -225,7 +224,7 @@ def _checked(value: float) -> float:
         ValueError: if it is too large, or none.
     """
     if type(value) not in (int, float) or not abs(value) <= LARGEST_NUMBER:
-        raise ValueError(f"{shown(value)} is no number of bytes or microseconds")
+        raise ValueError(f"{short_text(value)} is no number of bytes or microseconds")
     return value
 
 

@@ -5,6 +5,7 @@ from fsdptoys.metrics.config import PROFILE_FOLDER, RESUMES_FILE
 from fsdptoys.metrics.resume_log import Resume, flatten, read_resumes
 from fsdptoys.metrics.run_environment import hardware_line
 from fsdptoys.train.recorded_run import RecordedRun
+from fsdptoys.utils.text import value_text
 
 from .figures import Picture
 from .html import Cell, escape, table
@@ -21,7 +22,6 @@ from .page_parts import (
 from .result_file import read_operators
 from .run_figures import draw_run, is_profiled, run_timeline
 from .runs_table import Record
-from .setting_diff import plain
 
 
 def run_page(record: Record, run: RecordedRun, folder: str) -> tuple[list[Section], list[Picture]]:
@@ -153,7 +153,7 @@ def _starts(run: RecordedRun) -> str:
     if isinstance(checkpoint, dict):
         every = checkpoint.get("every")
         parts.append(
-            f"<p>Checkpoints: every {every:,} steps, {escape(plain(checkpoint.get('form')))}.</p>"
+            f"<p>Checkpoints: every {every:,} steps, {escape(value_text(checkpoint.get('form')))}.</p>"
             if isinstance(every, int) and every
             else "<p>No checkpoints were asked for (checkpoint.every=0), but for those on a signal.</p>"
         )
@@ -161,7 +161,9 @@ def _starts(run: RecordedRun) -> str:
 
 
 def _resume_row(resume: Resume) -> list[Cell | str]:
-    changed = "; ".join(f"{key}: {plain(old)} → {plain(new)}" for key, (old, new) in (resume.changed or {}).items())
+    changed = "; ".join(
+        f"{key}: {value_text(old)} → {value_text(new)}" for key, (old, new) in (resume.changed or {}).items()
+    )
     ranks = str(resume.world_size)
     if resume.world_size_before not in (None, resume.world_size):
         ranks = f"{resume.world_size_before} → {ranks}"
@@ -176,7 +178,7 @@ def _resume_row(resume: Resume) -> list[Cell | str]:
 
 
 def _settings(run: RecordedRun) -> str:
-    rows = [[key, plain(value)] for key, value in flatten(run.tree)]
+    rows = [[key, value_text(value)] for key, value in flatten(run.tree)]
     caption = "Every setting of the run, from config.yaml."
     told = table("settings-table", caption, ("setting", "value"), rows, filterable=True, keys=True)
     return f"<details><summary>All settings</summary>{told}</details>"

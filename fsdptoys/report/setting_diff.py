@@ -10,7 +10,7 @@ from typing import Any
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics.resume_log import flatten
 from fsdptoys.sweep.folder import JOB_FILE, read_job
-from fsdptoys.utils.text import one_line
+from fsdptoys.utils.text import value_text
 
 from .runs_table import Record
 
@@ -112,21 +112,12 @@ def own_key(key: str) -> str:
 
 def heading(key: str) -> str:
     """What a setting is called above its column."""
-    return HEADINGS.get(key, plain(key.removesuffix(".name")))
+    return HEADINGS.get(key, value_text(key.removesuffix(".name")))
 
 
 def as_word(key: str, value: Any) -> str:
     """A setting as it is typed."""
-    return f"{plain(key.removesuffix('.name'))}={plain(value)}"
-
-
-def plain(value: Any) -> str:
-    """A value as it is typed, on one line."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, (list, tuple)):
-        return f"[{','.join(map(plain, value))}]"
-    return one_line(value, longest=None)
+    return f"{value_text(key.removesuffix('.name'))}={value_text(value)}"
 
 
 def _is_off(flat: Settings, key: str, pattern: str, switch: str) -> bool:
@@ -135,14 +126,18 @@ def _is_off(flat: Settings, key: str, pattern: str, switch: str) -> bool:
 
 def _differs(rows: Sequence[Settings], key: str) -> bool:
     if key.startswith("model.") and key != "model.name":
-        names = {plain(row.get("model.name")) for row in rows}
-        same_name = ([row for row in rows if key in row and plain(row.get("model.name")) == name] for name in names)
+        names = {_model_name(row) for row in rows}
+        same_name = ([row for row in rows if key in row and _model_name(row) == name] for name in names)
         return any(_several(row[key] for row in alike) for alike in same_name)
     return _several(row[key] for row in rows if key in row)
 
 
+def _model_name(row: Settings) -> str:
+    return value_text(row.get("model.name"))
+
+
 def _several(values: Any) -> bool:
-    return len({plain(value) for value in values}) > 1
+    return len({value_text(value) for value in values}) > 1
 
 
 def _follows(rows: Sequence[Settings], key: str, found: Sequence[str]) -> bool:
@@ -151,8 +146,8 @@ def _follows(rows: Sequence[Settings], key: str, found: Sequence[str]) -> bool:
     if leader is None or leader not in found:
         return False
     having = [row for row in rows if key in row and leader in row]
-    values = {plain(row[leader]) for row in having}
-    return not any(_several(row[key] for row in having if plain(row[leader]) == value) for value in values)
+    values = {value_text(row[leader]) for row in having}
+    return not any(_several(row[key] for row in having if value_text(row[leader]) == value) for value in values)
 
 
 def _typed(word: str) -> tuple[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from fsdptoys.sweep import JobStatus
 from fsdptoys.train.recorded_run import RecordedRun
+from fsdptoys.utils.text import value_text
 
 from .columns import (
     Cell,
@@ -24,7 +25,7 @@ from .columns import (
 from .comparability import source_notes
 from .loss_agreement import Disagreement, find_disagreements
 from .runs_table import Collection, Record
-from .setting_diff import HEADINGS, Settings, as_word, differing, own_key, plain, settings_of
+from .setting_diff import HEADINGS, Settings, as_word, differing, own_key, settings_of
 from .table_data import MARK, Table
 
 
@@ -40,7 +41,7 @@ def make_table(collection: Collection) -> Table:
     everything = [name_column(records), *chosen, status_column(records), *measured]
     shown, everywhere = _fold(everything, records)
     return Table(
-        title=plain(collection.title),
+        title=value_text(collection.title),
         records=list(records),
         settings=settings,
         columns=[_mark(column, records, disagreements) for column in shown],
@@ -50,9 +51,13 @@ def make_table(collection: Collection) -> Table:
         notes=[
             *_how(records, shown, everywhere, step),
             *source_notes(records),
-            *(plain(note) for record in records if record.run is not None for note in record.run.notes),
+            *(value_text(note) for record in records if record.run is not None for note in record.run.notes),
             *(found.sentence for found in disagreements.values()),
-            *(f"{plain(each.name)} {each.status.value}: {plain(each.reason)}" for each in records if each.reason),
+            *(
+                f"{value_text(each.name)} {each.status.value}: {value_text(each.reason)}"
+                for each in records
+                if each.reason
+            ),
         ],
         disagreements=disagreements,
         skipped=list(collection.skipped),
@@ -127,7 +132,7 @@ def _how(records: Sequence[Record], shown: Sequence[Column], everywhere: Sequenc
             f"Step time, tokens/s and MFU are medians over {over} step{'s' * (counts[-1] != 1)} of a row, without the "
             f"first {first} of each start; in brackets the 10th and the 90th percentile."
         )
-        profiled = [plain(each.name) for each in records if each.run is not None and _is_profiled(each.run)]
+        profiled = [value_text(each.name) for each in records if each.run is not None and _is_profiled(each.run)]
         if profiled:
             notes.append(
                 f"Steps under the profiler (profile.enabled=true) are slower, and are in the medians of "

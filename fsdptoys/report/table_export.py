@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fsdptoys.train.recorded_run import RecordedRun
-from fsdptoys.utils.text import printable
+from fsdptoys.utils.text import printable, value_text
 
 from .columns import FORECASTS, MEASURES, Column, forecast_difference, measured_steps, spread_of
 from .comparability import source_fingerprint, source_of
-from .setting_diff import as_word, plain, words_of
+from .setting_diff import as_word, words_of
 
 if TYPE_CHECKING:
     from .table_data import (
@@ -28,7 +28,7 @@ def to_markdown(table: "Table") -> str:
     """Title, what is the same everywhere, the rows, and the sentences about them."""
     parts = [f"# {escape(table.title)}"]
     if table.commands:
-        parts.append("\n".join(f"    {plain(command)}" for command in table.commands))
+        parts.append("\n".join(f"    {value_text(command)}" for command in table.commands))
     if table.everywhere:
         parts.append(f"Everywhere: {'; '.join(map(escape, table.everywhere))}")
     if table.records:
@@ -74,7 +74,7 @@ def to_json(table: "Table") -> str:
 
 def escape(text: str) -> str:
     """Text on one line that Markdown shows as it is."""
-    marked = re.sub(r"([\\|*`\[\]<>~$])", r"\\\1", plain(text))
+    marked = re.sub(r"([\\|*`\[\]<>~$])", r"\\\1", value_text(text))
     return re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", marked).replace("&", "&amp;")
 
 
@@ -143,7 +143,7 @@ def _deep_row(table: "Table", index: int) -> dict[str, Any]:
 
 
 def _plain_cell(value: Any) -> Any:
-    return plain(value) if isinstance(value, (bool, list)) else value
+    return value_text(value) if isinstance(value, (bool, list)) else value
 
 
 def _defused(value: Any) -> Any:

@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from fsdptoys.utils.text import encodable, printable
+from fsdptoys.utils.text import encodable, printable, value_text
 
 from .columns import STAYS, Cell, Column
-from .setting_diff import as_word, plain
+from .setting_diff import as_word
 
 if TYPE_CHECKING:
     from .table_data import (
@@ -52,7 +52,7 @@ def print_table(table: "Table", console: Console) -> None:
         _line(sentence, console)
     for skipped in table.skipped:
         words = " ".join(as_word(key, value) for key, value in skipped.varied.items())
-        _line(f"skipped {words}: {plain(skipped.reason)}", console)
+        _line(f"skipped {words}: {value_text(skipped.reason)}", console)
 
 
 def fit(columns: Sequence[Column], width: int) -> tuple[list[Column], list[Column]]:

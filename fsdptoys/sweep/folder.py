@@ -23,9 +23,9 @@ from typing import Any
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.atomic_write import write_atomically
 from fsdptoys.utils.foreign import ForeignError, parse_json
-from fsdptoys.utils.from_tree import build, shown
+from fsdptoys.utils.from_tree import build
 from fsdptoys.utils.regular_file import read_regular
-from fsdptoys.utils.text import one_line
+from fsdptoys.utils.text import one_line, short_text
 
 SWEEP_FILE = "sweep.json"
 JOBS_FOLDER = "jobs"
@@ -213,7 +213,7 @@ def read_job(folder: Path) -> Job:
 
 def _check_name(name: str) -> None:
     if not JOB_NAME.fullmatch(name):
-        raise ForeignError(f"{shown(name)} is no number of a job")
+        raise ForeignError(f"{short_text(name)} is no number of a job")
 
 
 def write_job(folder: Path, job: Job) -> None:

@@ -9,13 +9,15 @@ reads beyond the array. So positions are checked here, before either gets one.
 
 import base64
 import random
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
 from fsdptoys.device import Device
-from fsdptoys.utils.schema import SchemaError, array, integer, nullable, number, record, word
+from fsdptoys.utils.bounds import at_least, between, max_length
+from fsdptoys.utils.foreign import ForeignError
 
 STATE_NUMBERS = 624
 """Of a Mersenne Twister, in numpy, torch and Python alike."""
@@ -27,39 +29,39 @@ TORCH_STATE_BYTES = (5048, 5056)
 """Of torch's generator on the CPU, in whose layout ``_check_torch_state`` knows its way; tried on torch 2.13."""
 
 
-def _encoded(value: Any, key: str) -> None:
-    word(LONGEST_STATE)(value, key)
-    _decode(value, key)
+@dataclass
+class _NumpyState:
+    keys: str = field(metadata=max_length(LONGEST_STATE))
+    position: int = field(metadata=between(0, STATE_NUMBERS))
+    has_gauss: int = field(metadata=between(0, 1))
+    cached: float
+
+    def __post_init__(self) -> None:
+        size = len(_decode(self.keys, "numpy.keys"))
+        if size != 4 * STATE_NUMBERS:
+            raise ForeignError(f"numpy.keys holds {size} bytes, not {4 * STATE_NUMBERS}")
 
 
-def _numpy_keys(value: Any, key: str) -> None:
-    _encoded(value, key)
-    if len(_decode(value, key)) != 4 * STATE_NUMBERS:
-        raise SchemaError(f"{key} holds {len(_decode(value, key))} bytes, not {4 * STATE_NUMBERS}")
+@dataclass
+class _PythonState:
+    version: int = field(metadata=at_least(0))
+    internal: list[int] = field(metadata=between(0, 2**32 - 1, longest=10 * STATE_NUMBERS))
+    gauss: float | None
 
 
-RANDOM_STATES = record(
-    {
-        "torch": _encoded,
-        "device": nullable(_encoded),
-        "numpy": record(
-            {
-                "keys": _numpy_keys,
-                "position": integer(0, STATE_NUMBERS),
-                "has_gauss": integer(0, 1),
-                "cached": number(),
-            }
-        ),
-        "python": record(
-            {
-                "version": integer(),
-                "internal": array(integer(0, 2**32 - 1), 0, 10 * STATE_NUMBERS),
-                "gauss": nullable(number()),
-            }
-        ),
-    }
-)
-"""Of what ``random_states`` returns."""
+@dataclass
+class RandomStates:
+    """Types and ranges of the result of ``random_states``."""
+
+    torch: str = field(metadata=max_length(LONGEST_STATE))
+    device: str | None = field(metadata=max_length(LONGEST_STATE))
+    numpy: _NumpyState
+    python: _PythonState
+
+    def __post_init__(self) -> None:
+        """Check that both texts are base 64."""
+        _decode(self.torch, "torch")
+        _decode(self.device or "", "device")
 
 
 def random_states(device: Device) -> dict[str, Any]:
@@ -84,7 +86,7 @@ def restore_random_states(states: dict[str, Any] | None, device: Device, seed: i
     """Put the generators back to what :func:`random_states` returned, or else to what the seed says.
 
     Args:
-        states: checked by ``RANDOM_STATES``; None for those of the seed.
+        states: checked against ``RandomStates``; None for those of the seed.
         device: of this process.
         seed: of the run's initial values.
         step: after which the states were saved.
@@ -146,7 +148,7 @@ def _decode(text: str, key: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except ValueError as error:
-        raise SchemaError(f"{key} is not text in base 64 ({error})") from None
+        raise ForeignError(f"{key} is not text in base 64 ({error})") from None
 
 
 def _tensor(text: str, key: str) -> torch.Tensor:

@@ -8,6 +8,7 @@ version, or one that somebody edited, is passed over or refused like a damaged o
 """
 
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,40 +19,75 @@ from fsdptoys.checkpoint import RUN_FOLDER, Schema, check_same, model_config_of,
 from fsdptoys.config.schema import Config
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics import run_dir_path
-from fsdptoys.utils.schema import array, flag, integer, nullable, number, record, table, word
+from fsdptoys.utils.bounds import at_least, between, max_length
+from fsdptoys.utils.from_tree import LARGEST_INTEGER
 
 from .launch_env import (
     launch_folder,
     restart_count,
 )
-from .random_states import RANDOM_STATES
+from .random_states import RandomStates
 
 LARGEST_STEP = 10**15 - 1
 """The name of a checkpoint's folder has no more digits."""
 
-FACTS = Schema(
-    state=record(
-        {
-            "config": record(
-                {
-                    "model": table(lambda value, key: None, 1000),
-                    "optim": record({"name": word()}, {"state_dtype": word()}),
-                    "memory": record({"offload_state_dtype": word(), "optimizer_offload": flag()}),
-                    "train": record({"steps": integer(1, LARGEST_STEP)}),
-                }
-            ),
-            "data": record({"samples": integer(), "fingerprint": word()}, {"order": nullable(word())}),
-            "global_batch": integer(1),
-            "optimizer_steps": nullable(integer(0, LARGEST_STEP)),
-            "skipped_steps": integer(0, LARGEST_STEP),
-            "skipped_in_a_row": integer(0, LARGEST_STEP),
-            "spikes": record({"losses": array(number(), 0, 10_000), "in_a_row": integer(0, LARGEST_STEP)}),
-            "metrics": table(integer(), 100),
-        }
-    ),
-    own=RANDOM_STATES,
-)
-"""What every checkpoint of a run has to say; ``step`` and ``world_size`` are those of its manifest."""
+LONGEST_WORD = 1000
+
+
+@dataclass
+class _Optim:
+    name: str = field(metadata=max_length(LONGEST_WORD))
+    state_dtype: str = field(default="", metadata=max_length(LONGEST_WORD))
+
+
+@dataclass
+class _Memory:
+    offload_state_dtype: str = field(metadata=max_length(LONGEST_WORD))
+    optimizer_offload: bool
+
+
+@dataclass
+class _Train:
+    steps: int = field(metadata=between(1, LARGEST_STEP))
+
+
+@dataclass
+class _Config:
+    model: dict[str, Any] = field(metadata=max_length(1000))
+    optim: _Optim
+    memory: _Memory
+    train: _Train
+
+
+@dataclass
+class _Data:
+    samples: int = field(metadata=at_least(0))
+    fingerprint: str = field(metadata=max_length(LONGEST_WORD))
+    order: str | None = field(default=None, metadata=max_length(LONGEST_WORD))
+
+
+@dataclass
+class _Spikes:
+    losses: list[float] = field(metadata=max_length(10_000))
+    in_a_row: int = field(metadata=between(0, LARGEST_STEP))
+
+
+@dataclass
+class RunFacts:
+    """Types and ranges of the facts of all ranks; ``step`` and ``world_size`` are checked against the manifest."""
+
+    config: _Config
+    data: _Data
+    global_batch: int = field(metadata=at_least(1))
+    optimizer_steps: int | None = field(metadata=between(0, LARGEST_STEP))
+    skipped_steps: int = field(metadata=between(0, LARGEST_STEP))
+    skipped_in_a_row: int = field(metadata=between(0, LARGEST_STEP))
+    spikes: _Spikes
+    metrics: dict[str, int] = field(metadata=between(0, LARGEST_INTEGER, longest=100))
+
+
+FACTS = Schema(RunFacts, RandomStates)
+"""The facts that every checkpoint of a run must have."""
 
 
 def checkpoint_folder(config: Config, run_dir: Path | None) -> str | None:

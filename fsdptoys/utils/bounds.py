@@ -1,21 +1,72 @@
-"""Upper bounds of the numbers in a configuration, each declared by the class that has the field.
+"""Ranges of fields, declared in the field's metadata: ``field(default=4, metadata=at_least(1))``.
 
-A bound is generous: it lies beyond any real run and below the values that overflow an index, fill the memory or keep
-the machine busy before the first message.
+``check_bounds`` checks a section of the configuration, ``from_tree.build`` a file. Upper bounds of settings are
+generous: beyond any real run, and below values that overflow an index, fill the memory or keep the machine busy before
+the first message.
 """
 
+import dataclasses
 import math
+from typing import Any, NamedTuple
 
 from fsdptoys.errors import ConfigError
 
 MOST_STEPS = 10**12
-"""Bound of everything that counts optimizer steps."""
+"""Bound of counts of optimizer steps."""
 
 MOST_SECONDS = 30 * 24 * 3600
-"""Bound of a collective's time: longer than any, and no more than the integers of timers hold."""
+"""Bound of a collective's timeout, which timers hold in integers."""
 
 MOST_TOKENS = 2**30
-"""Bound of everything that counts the tokens of one sequence."""
+"""Bound of the tokens of one sequence."""
+
+
+class Bounds(NamedTuple):
+    """Range of a field's numbers, and of the length of its text, list or mapping; both ends are included."""
+
+    least: float = -math.inf
+    most: float = math.inf
+    longest: float = math.inf
+
+
+def at_least(least: float) -> dict[str, Bounds]:
+    """Field metadata: each number is finite and at least ``least``."""
+    return {"bounds": Bounds(least)}
+
+
+def at_most(most: float) -> dict[str, Bounds]:
+    """Field metadata: each number is finite and at most ``most``."""
+    return {"bounds": Bounds(most=most)}
+
+
+def between(least: float, most: float, longest: float = math.inf) -> dict[str, Bounds]:
+    """Field metadata: each number is from ``least`` to ``most``; a list of them has at most ``longest``."""
+    return {"bounds": Bounds(least, most, longest)}
+
+
+def max_length(longest: int) -> dict[str, Bounds]:
+    """Field metadata: at most so many printable characters, elements or keys."""
+    return {"bounds": Bounds(longest=longest)}
+
+
+def bounds_of(field: "dataclasses.Field[Any]") -> Bounds:
+    """The bounds in a field's metadata."""
+    found: Bounds = field.metadata.get("bounds", Bounds())
+    return found
+
+
+def check_bounds(section: str, config: Any) -> None:
+    """Check a section of the configuration against the bounds of its fields; None passes.
+
+    Raises:
+        ConfigError: for the first number outside.
+    """
+    for field in dataclasses.fields(config):
+        bounds, value = bounds_of(field), getattr(config, field.name)
+        if bounds.most < math.inf:
+            check_at_most(section, config, **{field.name: bounds.most})
+        if bounds.least > -math.inf and value is not None:
+            check_at_least(f"{section}.{field.name}", value, bounds.least)
 
 
 def check_at_most(section: str, config: object, **bounds: float) -> None:
@@ -23,8 +74,8 @@ def check_at_most(section: str, config: object, **bounds: float) -> None:
 
     Args:
         section: first part of the keys.
-        config: has the fields; a field that is None passes.
-        bounds: field → largest value that it may have.
+        config: has the fields; None passes.
+        bounds: field → largest value.
 
     Raises:
         ConfigError: for the first value over its bound.
@@ -42,5 +93,5 @@ def check_at_least(key: str, value: float, least: float) -> None:
     Raises:
         ConfigError: if it is below, infinite or nan.
     """
-    if not (math.isfinite(value) and value >= least):
+    if not least <= value < math.inf:
         raise ConfigError(f"{key}={value} must be at least {least}; set {key}={least}")

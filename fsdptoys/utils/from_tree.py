@@ -1,61 +1,68 @@
-"""Dataclasses made of plain values that someone else may have written, checked against their annotations.
+"""Dataclasses built from foreign plain values (JSON, YAML), checked against annotations and ``bounds`` metadata.
 
-Understood are ``bool``, ``int``, ``float``, ``str``, ``Any``, enums by value, dataclasses, ``X | None``, lists, tuples
-of one kind and dicts. Ints have 64 bits and floats are finite, so that arithmetic on them cannot overflow. What one
-reader alone knows, as that a duration is above 0, it checks itself.
+Supported annotations: ``bool``, ``int``, ``float``, ``str``, ``Any``, enums by value, dataclasses, ``X | None``, lists,
+tuples of one type and dicts. Integers have 64 bits and floats are finite, so that arithmetic on them cannot overflow.
+A rule that joins fields belongs into ``__post_init__`` of the dataclass, or to the caller.
 """
 
 import dataclasses
 import functools
 import math
-import reprlib
 import types
 import typing
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any, TypeVar
 
+from .bounds import Bounds, bounds_of
 from .foreign import ForeignError
-from .text import one_line
+from .text import one_line, short_text
 
 LARGEST_INTEGER = 2**63 - 1
 
 T = TypeVar("T")
 
 
-def build(kind: type[T], tree: Any, name: str = "it") -> T:
-    """A dataclass out of a mapping.
+def build(kind: type[T], tree: Any, name: str = "", *, skip_unknown: bool = False) -> T:
+    """A dataclass built from a mapping.
 
     Args:
         kind: the dataclass.
         tree: field → plain value.
-        name: of the mapping, for sentences.
+        name: the mapping's name in messages.
+        skip_unknown: skip keys that are no fields, which a later version may have added, instead of refusing them.
 
     Raises:
-        ForeignError: if the mapping is none, lacks a field without default, has a key that is no field, or a value
-            that is not of its field's kind.
+        ForeignError: if ``tree`` is no mapping, lacks a field without default, or has an unknown key or a value of
+            another type or range.
     """
     if not isinstance(tree, dict):
-        raise ForeignError(f"{name} is {shown(tree)}, which must be a mapping")
+        raise ForeignError(f"{name or 'it'} is {short_text(tree)}, not a mapping")
     fields = {field.name: field for field in dataclasses.fields(kind) if field.init}  # type: ignore[arg-type]
     unknown = next((key for key in tree if key not in fields), None)
-    if unknown is not None:
-        raise ForeignError(f"{name} has the key {shown(unknown)}, which is not one of this version")
+    if unknown is not None and not skip_unknown:
+        raise ForeignError(f"{name or 'it'} has the key {short_text(unknown)}, which this version does not read")
     values, hints = {}, _hints(kind)  # type: ignore[arg-type]  # a class has a hash
     for key, field in fields.items():
+        full_name = f"{name}.{key}" if name else key
         if key in tree:
-            values[key] = typed(hints[key], tree[key], key if name == "it" else f"{name}.{key}")
+            values[key] = _typed(hints[key], tree[key], full_name, bounds_of(field), skip_unknown)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise ForeignError(f"{name} lacks the key {key}")
+            raise ForeignError(f"{full_name} is missing")
     return kind(**values)
 
 
 def typed(kind: Any, value: Any, name: str) -> Any:
-    """A value of an annotation's kind; lists become tuples where the annotation is one, ints floats likewise.
+    """A value of an annotation's type; lists become tuples and integers floats where the annotation says so.
 
     Raises:
-        ForeignError: if it is of another kind or out of range.
+        ForeignError: if it has another type, or is too large or not finite.
     """
+    return _typed(kind, value, name, Bounds(), False)
+
+
+def _typed(kind: Any, value: Any, name: str, bounds: Bounds, skip_unknown: bool) -> Any:
+    inner = functools.partial(_typed, bounds=bounds._replace(longest=math.inf), skip_unknown=skip_unknown)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return value
@@ -65,36 +72,55 @@ def typed(kind: Any, value: Any, name: str) -> Any:
         others = [each for each in arguments if each is not type(None)]
         for each in others[:-1]:
             try:
-                return typed(each, value, name)
+                return _typed(each, value, name, bounds, skip_unknown)
             except ForeignError:
                 continue
-        return typed(others[-1], value, name)
-    if origin in (list, tuple) and isinstance(value, (list, tuple)):
-        parts = [typed(arguments[0], each, f"{name}[{index}]") for index, each in enumerate(value)]
+        return _typed(others[-1], value, name, bounds, skip_unknown)
+    if origin in (list, tuple) and isinstance(value, (list, tuple)) and len(value) <= bounds.longest:
+        parts = [inner(arguments[0], each, f"{name}[{index}]") for index, each in enumerate(value)]
         return parts if origin is list else tuple(parts)
-    if origin in (dict, Mapping) and isinstance(value, dict):
+    if origin in (dict, Mapping) and isinstance(value, dict) and len(value) <= bounds.longest:
         return {
-            typed(arguments[0], key, f"a key of {name}"): typed(arguments[1], each, f"{name}.{key}")
+            typed(arguments[0], key, f"a key of {name}"): inner(arguments[1], each, f"{name}.{key}")
             for key, each in value.items()
         }
-    if isinstance(kind, type):
-        if dataclasses.is_dataclass(kind):
-            return build(kind, value, name)
-        if issubclass(kind, Enum):
-            found = next((each for each in kind if each.value == value and type(each.value) is type(value)), None)
-            if found is not None:
-                return found
-        elif kind is float:
-            if math.isfinite(value) if type(value) is float else _is_integer(value):
-                return float(value)
-        elif type(value) is kind if kind is not int else _is_integer(value):
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        return build(kind, value, name, skip_unknown=skip_unknown)
+    if origin is None and issubclass(kind, Enum):
+        found = next((each for each in kind if each.value == value and type(each.value) is type(value)), None)
+        if found is not None:
+            return found
+    elif kind is int and _is_integer(value) and bounds.least <= value <= bounds.most:
+        return value
+    elif kind is float and (math.isfinite(value) if type(value) is float else _is_integer(value)):
+        if bounds.least <= value <= bounds.most:
+            return float(value)
+    elif kind is str and isinstance(value, str):
+        if bounds.longest == math.inf or (len(value) <= bounds.longest and value.isprintable()):
             return value
-    raise ForeignError(f"{one_line(name)} is {shown(value)}, which cannot be")
+    elif kind is bool and isinstance(value, bool):
+        return value
+    raise ForeignError(f"{one_line(name)} is {short_text(value)}, not {_describe(kind, bounds)}")
 
 
-def shown(value: object) -> str:
-    """A foreign value for a sentence: short, on one line."""
-    return one_line(reprlib.repr(value))
+def _describe(kind: Any, bounds: Bounds) -> str:
+    """The values that an annotation and its bounds allow."""
+    most = "" if bounds.longest == math.inf else f" of at most {bounds.longest}"
+    origin = typing.get_origin(kind) or kind
+    if origin in (list, tuple):
+        return f"a list{most}"
+    if origin in (dict, Mapping):
+        return f"a mapping{most}"
+    if kind is str:
+        return f"a line{most} printable characters" if most else "text"
+    if kind is bool:
+        return "true or false"
+    if issubclass(kind, Enum):
+        return " | ".join(str(each.value) for each in kind)
+    noun = "an integer" if kind is int else "a finite number"
+    if bounds.most < math.inf:
+        return f"{noun} from {bounds.least} to {bounds.most}"
+    return f"{noun} of at least {bounds.least}" if bounds.least > -math.inf else noun
 
 
 def _is_integer(value: object) -> bool:

@@ -1,53 +1,86 @@
-"""Text that this project prints and did not write itself, and printing to a console that may be gone."""
+"""Text for people: printable foreign text, values and sizes as text, and printing to a console that may be gone."""
 
 import contextlib
 import difflib
+import re
+import reprlib
 import sys
 from collections.abc import Sequence
-from typing import IO
+from enum import Enum
+from typing import IO, Any
+
+LONGEST_LINE = 300
 
 
 def near_miss(word: str, names: Sequence[str], cutoff: float = 0.6) -> str | None:
-    """The name that the word was most likely meant to be; ``cutoff`` is the least likeness, 0 to 1."""
+    """The closest of the names, if one is at least as similar as ``cutoff``, 0 to 1."""
     matches = difflib.get_close_matches(word, names, n=1, cutoff=cutoff)
     return matches[0] if matches else None
 
 
-LONGEST_LINE = 300
+def value_text(value: Any, *, quote: bool = False) -> str:
+    """A setting's value as typed on the command line.
+
+    Args:
+        value: None, a bool, a number, text, an enum's member, or a list of them.
+        quote: return text unchanged, in quotes where the command line would parse it, instead of on one line.
+    """
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Enum):
+        return str(value.value)
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(value_text(each, quote=quote) for each in value)}]"
+    if quote:
+        return str(value) if re.fullmatch(r"[\w.:/+-]+", str(value)) else f"'{value}'"
+    return one_line(value, longest=None)
+
+
+def short_text(value: object) -> str:
+    """A foreign value of any type, shortened to fit into a sentence."""
+    return one_line(reprlib.repr(value))
+
+
+def size_text(count: int) -> str:
+    """``count`` bytes in the largest binary unit that leaves something before the point."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(count) >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count} bytes"
 
 
 def printable(text: str, stream: "IO[str] | None" = None) -> str:
     """Text without characters that steer a terminal: escape sequences, carriage returns, right-to-left marks.
 
     Args:
-        text: from anywhere; a model may write anything, and so may the author of a file.
-        stream: where it goes; what its encoding cannot hold is escaped too.
+        text: foreign text, such as a model's output or a name in a file.
+        stream: destination; characters that its encoding lacks are escaped too.
 
     Returns:
         The text with each such character as Python would write it (``\\x1b``); newlines and tabs stay.
     """
-    shown = "".join(
+    escaped = "".join(
         char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode() for char in text
     )
     if stream is None:
-        return shown
+        return escaped
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    return shown.encode(encoding, "backslashreplace").decode(encoding)
+    return escaped.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def one_line(text: object, longest: int | None = LONGEST_LINE) -> str:
-    """The same on one line of limited length, for a sentence that quotes it or a cell of a table.
+    """Printable text on one line, for a sentence that quotes it or a cell of a table.
 
     Args:
         text: a string, or an exception.
         longest: characters of the line; None for any number.
     """
-    shown = printable(" ".join(str(text).split()))
-    return shown if longest is None or len(shown) <= longest else f"{shown[: longest - 1]}…"
+    line = printable(" ".join(str(text).split()))
+    return line if longest is None or len(line) <= longest else f"{line[: longest - 1]}…"
 
 
 def encodable(text: str, stream: "IO[str] | None") -> str:
-    """Text of the same length that a stream's encoding can hold, for what is laid out in columns already."""
+    """Text of the same length in a stream's encoding, for columns that are aligned already."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     try:
         text.encode(encoding)
@@ -57,11 +90,11 @@ def encodable(text: str, stream: "IO[str] | None") -> str:
 
 
 def say(sentence: str, *, stdout: bool = False) -> bool:
-    """Print ``fsdptoys: SENTENCE``, and go on where nobody can read it: disk full, pipe without reader, stream closed.
+    """Print ``fsdptoys: SENTENCE``; a full disk, a pipe without reader or a closed stream raises nothing.
 
     Args:
         sentence: may quote foreign text.
-        stdout: print it there, and not on stderr.
+        stdout: print to stdout instead of stderr.
 
     Returns:
         Whether it was printed.
@@ -72,7 +105,7 @@ def say(sentence: str, *, stdout: bool = False) -> bool:
     try:
         print(f"fsdptoys: {printable(sentence, stream)}", file=stream, flush=True)
     except (OSError, ValueError):  # ValueError: the stream has been closed since
-        # What stays in the buffer would fail again when the interpreter ends, which turns its status into 120.
+        # The rest of the buffer would fail again when the interpreter ends, which turns its status into 120.
         with contextlib.suppress(OSError, ValueError):
             stream.close()
         return False

@@ -13,10 +13,11 @@ import fsdptoys
 from fsdptoys.cli.main import COMMANDS, main
 from fsdptoys.config.compose import SCHEMAS, compose_config, compose_presets
 from fsdptoys.config.kernel_choice import KernelConfig
-from fsdptoys.config.overrides import list_choices, list_options, plain_text
+from fsdptoys.config.overrides import list_choices, list_options
 from fsdptoys.config.schema import LaunchConfig, TrainConfig
 from fsdptoys.models import MODELS
 from fsdptoys.profiler import DebugConfig, ProfileConfig
+from fsdptoys.utils.text import value_text
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,6 +36,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     code = f"""
 import sys
 from fsdptoys.__main__ import main
+from fsdptoys.utils.text import value_text
 for line in {[*HELP, PLAN]}:
     main(line.split())
     print("loaded", line, *(name for name in {SLOW} if name in sys.modules), sep="|")
@@ -91,7 +93,7 @@ def test_help_lists_every_key_with_its_default(capsys: pytest.CaptureFixture[str
     sections.append(("kernels", KernelConfig))
     for section, schema in [*schemas, *sections]:
         for key, option in list_options(schema, section).items():
-            value = "[...]" if key == "data.files" and option.default else plain_text(option.default)
+            value = "[...]" if key == "data.files" and option.default else value_text(option.default, quote=True)
             lines = [line for line in shown.splitlines() if line.startswith(f"  {key}={value} ")]
             assert lines and all(len(line.split(maxsplit=1)) == 2 for line in lines), f"{key}={value}"
 
@@ -110,7 +112,9 @@ def test_help_tells_each_family_with_its_presets_and_each_key_once(capsys: pytes
         assert heading == f"{family} model ({names}): {MODELS[family].__doc__}"
         shown = dict(line.split()[0].split("=") for line in lines)
         assert len(shown) == len(lines)
-        options = {key: plain_text(option.default) for key, option in list_options(MODELS[family], "model").items()}
+        options = {
+            key: value_text(option.default, quote=True) for key, option in list_options(MODELS[family], "model").items()
+        }
         assert dict(line.split()[0].split("=") for line in base.splitlines()[1:]) | shown == options
 
 

@@ -94,7 +94,7 @@ def kinds_of_data(folder: Path) -> dict[str, DataConfig]:
     choice = prepared.save_tokenizer(folder / "tokenizer", None)
     lines = prepared.write_lines(folder / "a.jsonl", prepared.documents(80))
     for name, tokenizer in (("words", choice), ("bytes", "bytes")):
-        prepared.prepare(prepared.request(folder / name, lines, tokenizer=tokenizer, eval_fraction=0.3))
+        prepared.prepare_folder(prepared.request(folder / name, lines, tokenizer=tokenizer, eval_fraction=0.3))
     torch.randint(1, 67, (1500,), dtype=torch.int16).numpy().tofile(folder / "ids.bin")
     (folder / "text").write_bytes(bytes(torch.randint(32, 127, (2000,)).tolist()))
     return {

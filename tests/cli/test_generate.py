@@ -166,7 +166,7 @@ def test_a_runs_own_tokenizer_is_used_where_no_other_is_named(
     data: DataConfig = HFConfig(files=["a.jsonl"], tokenizer=str(tokenizer), cache="cache", processes=1)
     if "folder" in kind:
         for name in ("out", "other"):
-            prepared.prepare(prepared.request(places / name, "a.jsonl", tokenizer=str(tokenizer)))
+            prepared.prepare_folder(prepared.request(places / name, "a.jsonl", tokenizer=str(tokenizer)))
         data = PreparedConfig(folder="out") if kind == "folder" else PreparedConfig(sources=["other", "out"])
         tree = json.loads((places / "other" / "index.json").read_text())
         (places / "other" / "index.json").write_text(json.dumps(tree | {"tokenizer_file_sha256": None}))
@@ -183,7 +183,7 @@ def test_a_runs_own_tokenizer_is_used_where_no_other_is_named(
 def test_runs_on_bytes_take_bytes(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the same with the tokenizer named, for every kind of data that may be bytes."""
     prepared.write_lines(places / "a.jsonl", ["one two"])
-    prepared.prepare(prepared.request(places / "out", "a.jsonl"))
+    prepared.prepare_folder(prepared.request(places / "out", "a.jsonl"))
     words = ["run", "--tokens", "5", "--prompt", "abc"]
     wanted = made(capsys, *words, "--tokenizer", "bytes")
     for data in (TextConfig(), PreparedConfig(folder="out"), HFConfig(files=["gone"])):

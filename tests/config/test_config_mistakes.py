@@ -191,8 +191,8 @@ MISTAKES = {
     "model.init_from=missing": "model.init_from=missing does not exist, where a folder in Hugging Face format is "
     "expected; name one that holds config.json and safetensors files",
     # Values that do not go together.
-    "data=bin data.files=[stream.bin] data.mask_documents=true": "data.mask_documents=true must know which id ends a "
-    "document, which data=bin does not tell as set; set data.document_end=ID or data.mask_documents=false",
+    "data=bin data.files=[stream.bin] data.mask_documents=true": "data.mask_documents=true needs the id that ends a "
+    "document, which data=bin does not know as set; set data.document_end=ID or data.mask_documents=false",
     "data=bin data.files=[stream.bin] data.document_end=300": "data.document_end=300 is no id below "
     "model.vocab_size=256; set data.document_end to the id that ends documents in the files, or to null",
     "data.mask_documents=true kernels.document_attention=flex": "kernels.document_attention=flex is PyTorch's "

@@ -23,7 +23,7 @@ from fsdptoys.data import (
     content_sample as sampled,
 )
 from fsdptoys.data.content_sample import BLOCK_BYTES, SampledFiles, sampled_offsets
-from fsdptoys.data.prepare import prepare
+from fsdptoys.data.prepare import prepare_folder
 from fsdptoys.data.token_files import SourceFile
 from fsdptoys.errors import ConfigError
 from fsdptoys.train.run import Run
@@ -48,7 +48,7 @@ def write_text(folder: Path) -> tuple[DataConfig, Path]:
 
 def write_prepared(folder: Path) -> tuple[DataConfig, Path]:
     lines = write_lines(folder / "a.jsonl", documents(900))
-    prepare(request(folder / "tokens", lines, shard_tokens=60_000))
+    prepare_folder(request(folder / "tokens", lines, shard_tokens=60_000))
     return PreparedConfig(folder=str(folder / "tokens")), folder / "tokens" / "shard-00000.bin"
 
 

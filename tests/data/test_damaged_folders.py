@@ -11,7 +11,7 @@ import pytest
 
 from fsdptoys.data import HFConfig, PreparedConfig
 from fsdptoys.data.packing import Packing
-from fsdptoys.data.prepare import prepare
+from fsdptoys.data.prepare import prepare_folder
 from fsdptoys.data.shard_writer import PROGRESS_FILE, ShardsWriter
 from fsdptoys.errors import ConfigError
 from tests.data.test_prepare import contents, documents, request, save_tokenizer, write_lines
@@ -92,7 +92,7 @@ def test_a_damaged_folder_of_the_user_s_is_named_and_left_alone(
 ) -> None:
     """Oracle: a sentence with the path and ``prepare``; the names of files stay."""
     folder = tmp_path / "tokens"
-    prepare(request(folder, write_lines(tmp_path / "a.jsonl", documents(50))))
+    prepare_folder(request(folder, write_lines(tmp_path / "a.jsonl", documents(50))))
     damage(folder)
     before = sorted(tmp_path.rglob("*"))
     for look in (lambda config: config.validate(16, 256), lambda config: config.build(16, 256, 0)):
@@ -170,7 +170,7 @@ def test_a_damaged_plan_of_packing_is_made_again(
     damage: Callable[[Path], object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: the bytes of before, and one sentence that names the plan's folder."""
-    prepare(request(tmp_path / "tokens", write_lines(tmp_path / "a.jsonl", documents(50))))
+    prepare_folder(request(tmp_path / "tokens", write_lines(tmp_path / "a.jsonl", documents(50))))
     cache = tmp_path / "cache"
     config = PreparedConfig(folder=str(tmp_path / "tokens"), packing=Packing.best_fit, cache=str(cache))
     config.prepare(64, 256)
@@ -188,12 +188,12 @@ def test_a_damaged_plan_of_packing_is_made_again(
 def test_noise_in_a_plan_or_in_ends_is_a_sentence(tmp_path: Path) -> None:
     """Oracle: the sentences; noise of the right size is seen where it is used."""
     folder = tmp_path / "tokens"
-    prepare(request(folder, write_lines(tmp_path / "a.jsonl", documents(50))))
+    prepare_folder(request(folder, write_lines(tmp_path / "a.jsonl", documents(50))))
     config = PreparedConfig(folder=str(folder), packing=Packing.best_fit, cache=str(tmp_path / "cache"))
     dataset = config.build(64, 256, 0)
     (place,) = (tmp_path / "cache").iterdir()
     (place / "starts").write_bytes(b"\xff" * (place / "starts").stat().st_size)
-    with pytest.raises(ConfigError, match=rf"damaged plan in {place} \(row 3\); remove that folder"):
+    with pytest.raises(ConfigError, match=rf"damaged rows in {place} \(row 3\); remove that folder"):
         dataset.train[3]
     (folder / "shard-00000.ends").write_bytes(b"\x7f" * (folder / "shard-00000.ends").stat().st_size)
     with pytest.raises(ConfigError, match=rf"shard-00000\.ends does not fit .* ids of its shard; remove {folder} and"):
@@ -246,8 +246,8 @@ def test_a_link_in_the_place_of_a_file_is_not_written_through(name: str, tmp_pat
         (tmp_path / "out.part/shard-00000.ends").write_bytes(b"\0" * 64)
         notes = note() | {"request": wanted.fingerprint}
         (tmp_path / "out.part" / PROGRESS_FILE).write_text(json.dumps(notes))
-        prepare(wanted)
+        prepare_folder(wanted)
     else:
-        with pytest.raises(ConfigError, match=r"cannot be written|is a symbolic link"):
-            prepare(wanted)
+        with pytest.raises(ConfigError, match=r"not a regular file; remove it$|cannot be written"):
+            prepare_folder(wanted)
     assert (tmp_path / "precious").read_bytes() == b"keep this" * 9

@@ -10,7 +10,7 @@ from fsdptoys.cli import main as __main__
 from fsdptoys.config.schema import Config
 from fsdptoys.data import HFConfig, PreparedConfig
 from fsdptoys.data import prepare as preparing
-from fsdptoys.data.prepare import prepare
+from fsdptoys.data.prepare import prepare_folder
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch import launch
 from fsdptoys.parallel import FSDP2Config
@@ -51,7 +51,7 @@ def test_it_is_what_the_command_prepares():
     config().validate(16, 256)
     assert not Path("cache").exists(), "checking prepares nothing"
     config().prepare(16, 256)
-    prepare(request(Path("out"), "a.jsonl", field="body", eval_fraction=0.2))
+    prepare_folder(request(Path("out"), "a.jsonl", field="body", eval_fraction=0.2))
     (cached,) = Path("cache").iterdir()
     assert contents(cached) == contents(Path("out"))
     dataset, other = config().build(16, 256, 0), PreparedConfig(folder="out").build(16, 256, 0)

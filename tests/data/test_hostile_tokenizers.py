@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fsdptoys.data import open_encoder, prepare
+from fsdptoys.data import open_encoder, prepare_folder
 from fsdptoys.data.text_encoder import Encoder
 from fsdptoys.data.tokenizer import open_tokenizer
 from fsdptoys.errors import ConfigError
@@ -69,7 +69,7 @@ def test_a_text_that_the_package_cannot_encode_is_a_sentence(
     wanted = request(tmp_path / "out", tmp_path / "a.txt", processes=processes)
     wanted = dataclasses.replace(wanted, encoder=open_it(folder))
     with pytest.raises(ConfigError, match=rf"^data\.tokenizer={folder} cannot turn a document into ids \(.*\); name"):
-        prepare(wanted)
+        prepare_folder(wanted)
     with pytest.raises(ConfigError, match=r"tokenizer\.json cannot turn the text into ids \(.*\); name"):
         open_tokenizer(folder, 256).encode(text)
 

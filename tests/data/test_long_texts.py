@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdptoys.data import HFConfig, PreparedConfig, TextConfig, find_sources, prepare
+from fsdptoys.data import HFConfig, PreparedConfig, TextConfig, find_sources, prepare_folder
 from fsdptoys.data import document_reader as documents
 from fsdptoys.data.document_reader import read_documents
 from fsdptoys.errors import ConfigError
@@ -37,10 +37,10 @@ def test_long_texts_give_the_folder_that_short_ones_give(
     # A long text ends its group, as texts from LONG_BYTES on do.
     monkeypatch.setattr("fsdptoys.data.prepare.GROUP_CHARACTERS", 500)
     changes = {"eval_fraction": eval_fraction, "shard_tokens": 9000}
-    short = prepare(request(tmp_path / "short", *files, **changes))
+    short = prepare_folder(request(tmp_path / "short", *files, **changes))
     monkeypatch.setattr(documents, "LONG_BYTES", 500)
     monkeypatch.setattr(documents, "BLOCK_BYTES", 64)
-    long = prepare(request(tmp_path / "long", *files, **changes, processes=processes))
+    long = prepare_folder(request(tmp_path / "long", *files, **changes, processes=processes))
     assert contents(tmp_path / "long") == contents(tmp_path / "short")
     assert long == short and long.left_out > 0 and len(long.shards) > 3
 
@@ -58,7 +58,7 @@ def test_what_is_no_utf_8_is_named_by_its_byte(
     with pytest.raises(UnicodeDecodeError) as expected:
         content.decode()
     with pytest.raises(ConfigError, match=rf"holds no text in UTF-8 \(byte {expected.value.start}\)"):
-        prepare(request(tmp_path / "out", tmp_path / "a.txt"))
+        prepare_folder(request(tmp_path / "out", tmp_path / "a.txt"))
 
 
 def test_a_long_text_is_held_once(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_a_long_text_is_held_once(tmp_path: Path) -> None:
     wanted = request(tmp_path / "out", tmp_path / "a.txt.gz", tmp_path / "b.txt.gz")
     tracemalloc.start()
     try:
-        index = prepare(wanted)
+        index = prepare_folder(wanted)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -77,7 +77,7 @@ def test_a_long_text_is_held_once(tmp_path: Path) -> None:
     assert peak < 1.5 * size
 
 
-@pytest.mark.parametrize("where", ["documents._open", "preparing._encode"])
+@pytest.mark.parametrize("where", ["document_reader._open", "prepare._encode"])
 def test_a_document_that_does_not_fit_into_memory_is_a_sentence(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,7 +119,7 @@ def test_rows_with_what_nobody_reads_and_halves_of_surrogates_are_taken(tmp_path
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
     (source,) = find_sources("data.files", [str(tmp_path / "a.jsonl")])
     assert [text for text, _ in read_documents("data.files", source, "text")] == ["a", "b\ud800", "c"]
-    assert prepare(request(tmp_path / "out", tmp_path / "a.jsonl")).documents("train") == 3
+    assert prepare_folder(request(tmp_path / "out", tmp_path / "a.jsonl")).documents("train") == 3
 
 
 @pytest.mark.parametrize("name", ["pipe", "/dev/zero", "folder", "saved"])

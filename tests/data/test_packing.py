@@ -94,7 +94,7 @@ def test_documents_longer_than_a_row_are_all_there(tmp_path):
     samples = config(folder, tmp_path / "cache").build(50, 256, 0).train
     index = read_index(folder, "")
     labels = [samples[number][1] for number in range(len(samples))]
-    joined = sum(len(samples.plan.row(number)) - 1 for number in range(len(samples)))
+    joined = sum(len(samples.rows.row(number)) - 1 for number in range(len(samples)))
     valid = sum(int((each != IGNORE_INDEX).sum()) for each in labels)
     assert valid - joined == index.tokens("train") - index.documents("train")
 
@@ -105,14 +105,14 @@ def build(wanted: PreparedConfig) -> int:
 
 def test_a_plan_is_made_once_and_is_another_for_other_lengths(tmp_path, monkeypatch):
     """Oracle: a log of who has planned, among ranks that come at once and those that come later."""
-    write, log = packing._write_plan, tmp_path / "log"
+    write, log = packing._write_rows, tmp_path / "log"
 
     def logged(*args):
         with log.open("a") as opened:
             print(os.getpid(), file=opened)
         write(*args)
 
-    monkeypatch.setattr(packing, "_write_plan", logged)
+    monkeypatch.setattr(packing, "_write_rows", logged)
     wanted = config(make(tmp_path / "out", eval_fraction=0.0), tmp_path / "cache")
     assert len(set(run_ranks(3, build, wanted))) == 1
     wanted.prepare(64, 256)
@@ -129,7 +129,7 @@ def test_packing_is_part_of_the_data_s_fingerprint_and_pickles_carry_no_maps(tmp
     assert dataset.fingerprint != plain.build(64, 256, 0).fingerprint
     dataset.train[0]
     sent = pickle.loads(pickle.dumps(dataset.train))
-    assert dataset.train.plan._maps is not None and sent.plan._maps is None
+    assert dataset.train.rows._maps is not None and sent.rows._maps is None
     for part, other in zip(sent[3], dataset.train[3], strict=True):
         np.testing.assert_array_equal(part, other)
     assert dataset.unigram_entropy_nats == plain.build(64, 256, 0).unigram_entropy_nats
@@ -155,6 +155,6 @@ def test_a_cache_that_cannot_be_written_is_told(tmp_path):
     """Oracle: the sentence."""
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(
-        ConfigError, match=r"^data\.packing=best_fit cannot keep its plan in .*; set data\.cache to a fold"
+        ConfigError, match=r"^data\.packing=best_fit cannot keep its rows in .*; set data\.cache to a fold"
     ):
         config(make(tmp_path / "out"), tmp_path / "cache").prepare(64, 256)

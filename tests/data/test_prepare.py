@@ -22,7 +22,7 @@ from fsdptoys.data import (
     Request,
     find_sources,
     open_encoder,
-    prepare,
+    prepare_folder,
     read_ends,
     read_index,
 )
@@ -85,7 +85,7 @@ def test_every_document_is_there_once_in_order_with_its_end(tmp_path):
     """Oracle: the texts; shards end with the first document that brings them to 2,000 ids, and none is empty."""
     texts = documents(200)
     write_lines(tmp_path / "a.jsonl", [*texts[:120], None, "", *texts[120:]])
-    index = prepare(request(tmp_path / "out", tmp_path / "a.jsonl", shard_tokens=2000))
+    index = prepare_folder(request(tmp_path / "out", tmp_path / "a.jsonl", shard_tokens=2000))
     assert read_split(tmp_path / "out", "train") == [text.encode() for text in texts]
     assert index == read_index(str(tmp_path / "out"), "out")
     assert (index.documents("train"), index.left_out, index.of("eval")) == (200, 2, [])
@@ -107,7 +107,7 @@ def test_the_result_does_not_depend_on_the_number_of_processes(tmp_path, monkeyp
     for processes in (1, 2, 3):
         out = tmp_path / f"out{processes}"
         files = (tmp_path / "a.jsonl", tmp_path / "b.txt")
-        prepare(request(out, *files, shard_tokens=3000, eval_fraction=0.2, processes=processes))
+        prepare_folder(request(out, *files, shard_tokens=3000, eval_fraction=0.2, processes=processes))
         made.append(contents(out))
     assert made[0] == made[1] == made[2] and len(made[0]) > 10
 
@@ -117,7 +117,7 @@ def test_no_document_is_on_both_sides(tmp_path):
     texts = documents(500)
     write_lines(tmp_path / "a.jsonl", texts)
     write_lines(tmp_path / "b.jsonl", texts[::-1])
-    prepare(request(tmp_path / "out", tmp_path / "a.jsonl", tmp_path / "b.jsonl", eval_fraction=0.2))
+    prepare_folder(request(tmp_path / "out", tmp_path / "a.jsonl", tmp_path / "b.jsonl", eval_fraction=0.2))
     train, held_out = (read_split(tmp_path / "out", split) for split in ("train", "eval"))
     assert not set(train) & set(held_out)
     assert sorted(train + held_out) == sorted(2 * [text.encode() for text in texts])
@@ -136,7 +136,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(tmp_path, monkeypatch, aft
     monkeypatch.setattr("fsdptoys.data.shard_writer.SAVE_TOKENS", 1500)
     write_lines(tmp_path / "a.jsonl", documents(300))
     settings = {"shard_tokens": 3000, "eval_fraction": 0.2}
-    prepare(request(tmp_path / "whole", tmp_path / "a.jsonl", **settings))
+    prepare_folder(request(tmp_path / "whole", tmp_path / "a.jsonl", **settings))
     seen = []
 
     def stop(advance):
@@ -145,10 +145,10 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(tmp_path, monkeypatch, aft
             raise StoppedError
 
     with pytest.raises(StoppedError):
-        prepare(request(tmp_path / "out", tmp_path / "a.jsonl", **settings), stop)
+        prepare_folder(request(tmp_path / "out", tmp_path / "a.jsonl", **settings), stop)
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.part" / "index.json").exists()
     begun = []
-    prepare(
+    prepare_folder(
         request(tmp_path / "out", tmp_path / "a.jsonl", **settings), lambda advance: begun.append(advance.documents)
     )
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
@@ -166,10 +166,10 @@ def test_the_rest_of_another_request_is_thrown_away(tmp_path, monkeypatch):
             raise StoppedError
 
     with pytest.raises(StoppedError):
-        prepare(request(tmp_path / "out", tmp_path / "a.jsonl", eval_fraction=0.5), stop)
+        prepare_folder(request(tmp_path / "out", tmp_path / "a.jsonl", eval_fraction=0.5), stop)
     assert (tmp_path / "out.part" / "progress.json").exists()
     for out in ("out", "fresh"):
-        prepare(request(tmp_path / out, tmp_path / "a.jsonl", eval_fraction=0.2))
+        prepare_folder(request(tmp_path / out, tmp_path / "a.jsonl", eval_fraction=0.2))
     assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
 
 
@@ -177,8 +177,8 @@ SLOW = """
 import sys, time
 from pathlib import Path
 from tests.data.test_prepare import request
-from fsdptoys.data import prepare
-from fsdptoys.data.encoding import ByteEncoder
+from fsdptoys.data import prepare_folder
+from fsdptoys.data.text_encoder import ByteEncoder
 
 class Slow(ByteEncoder):
     def encode(self, texts):
@@ -186,10 +186,10 @@ class Slow(ByteEncoder):
         return super().encode(texts)
 
 import dataclasses
-room, writing = (sys.modules[f"fsdptoys.data.{name}"] for name in ("preparing", "writing"))
+room, writing = (sys.modules[f"fsdptoys.data.{name}"] for name in ("prepare", "shard_writer"))
 room.GROUP_CHARACTERS, writing.SAVE_TOKENS = 500, 1000
 wanted = dataclasses.replace(request(Path(sys.argv[1]), sys.argv[2], processes=2), encoder=Slow())
-prepare(wanted, lambda advance: print(advance.documents, flush=True))
+prepare_folder(wanted, lambda advance: print(advance.documents, flush=True))
 """
 
 
@@ -203,7 +203,7 @@ def test_a_killed_run_leaves_no_process_and_no_lock(tmp_path):
     try:
         assert run.stdout is not None and int(run.stdout.readline()) > 0
         with pytest.raises(ConfigError, match=rf"out is being written by another process \(pid {run.pid}\); wait"):
-            prepare(request(tmp_path / "out", tmp_path / "a.jsonl"))
+            prepare_folder(request(tmp_path / "out", tmp_path / "a.jsonl"))
         assert int(run.stdout.readline()) > 0
     finally:
         run.kill()
@@ -212,7 +212,7 @@ def test_a_killed_run_leaves_no_process_and_no_lock(tmp_path):
     while any(_group(path) == run.pid for path in Path("/proc").glob("[0-9]*/stat")):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    prepare(request(tmp_path / "out", tmp_path / "a.jsonl"))
+    prepare_folder(request(tmp_path / "out", tmp_path / "a.jsonl"))
     assert read_split(tmp_path / "out", "train") == [text.encode() for text in documents(300)]
 
 
@@ -233,7 +233,7 @@ def test_a_killed_process_is_told_and_is_no_hang(tmp_path, monkeypatch):
     write_lines(tmp_path / "a.jsonl", documents(5))
     monkeypatch.setattr("fsdptoys.data.prepare._encode_here", kill_itself)
     with pytest.raises(ConfigError, match=r"^a process that turns text into ids has ended: .* with 1 processes$"):
-        prepare(request(tmp_path / "out", tmp_path / "a.jsonl", processes=2))
+        prepare_folder(request(tmp_path / "out", tmp_path / "a.jsonl", processes=2))
 
 
 def test_every_kind_of_file_gives_the_same_documents(tmp_path):
@@ -257,7 +257,7 @@ def test_every_kind_of_file_gives_the_same_documents(tmp_path):
     counts |= {"saved": 50, "stream.arrow": 25, "parts/second": 3}
     for number, (name, count) in enumerate(counts.items()):
         advances = []
-        prepare(request(tmp_path / f"out{number}", tmp_path / name, field="body"), advances.append)
+        prepare_folder(request(tmp_path / f"out{number}", tmp_path / name, field="body"), advances.append)
         assert read_split(tmp_path / f"out{number}", "train") == expected[:count], name
         assert advances[-1].done_bytes == advances[-1].total_bytes
     with pytest.raises(ConfigError, match=r"holds several parts \(first, second\); name one of them, .*parts/first$"):
@@ -270,7 +270,7 @@ def test_a_tokenizer_s_ids_are_its_own_and_ends_are_no_text(tmp_path, own):
     pytest.importorskip("tokenizers")
     choice = save_tokenizer(tmp_path / "tokenizer", own)
     write_lines(tmp_path / "a.jsonl", ["one two one two", "two <|endoftext|> one", "\ud800 one"])
-    index = prepare(request(tmp_path / "out", tmp_path / "a.jsonl", tokenizer=choice))
+    index = prepare_folder(request(tmp_path / "out", tmp_path / "a.jsonl", tokenizer=choice))
     end = 4 if own else 1
     ids = np.fromfile(tmp_path / "out" / "shard-00000.bin", "<u2").tolist()
     assert ids == [2, 3, 2, 3, end, 3, 5, 7, 6, 2, end, 0, 2, end]
@@ -280,7 +280,7 @@ def test_a_tokenizer_s_ids_are_its_own_and_ends_are_no_text(tmp_path, own):
     ):
         request(tmp_path / "other", tmp_path / "a.jsonl", tokenizer=choice, end="four")
     with pytest.raises(ConfigError, match=r"^a document holds id 2, which is to end documents; name a special token"):
-        prepare(request(tmp_path / "other", tmp_path / "a.jsonl", tokenizer=choice, end="one"))
+        prepare_folder(request(tmp_path / "other", tmp_path / "a.jsonl", tokenizer=choice, end="one"))
 
 
 def test_a_vocabulary_over_16_bits_takes_32(tmp_path, monkeypatch):
@@ -289,7 +289,7 @@ def test_a_vocabulary_over_16_bits_takes_32(tmp_path, monkeypatch):
     wide.vocab_size = 2**16 + 1
     (tmp_path / "a.txt").write_text("ab")
     asked = Request("FILE", find_sources("FILE", [str(tmp_path / "a.txt")]), wide, tmp_path / "out")
-    assert prepare(asked).dtype == "uint32"
+    assert prepare_folder(asked).dtype == "uint32"
     assert np.fromfile(tmp_path / "out" / "shard-00000.bin", "<u4").tolist() == [97, 98, 0]
 
 
@@ -312,7 +312,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, sentence):
         pytest.importorskip("datasets")
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError) as caught:
-        prepare(request(tmp_path / "out", tmp_path / name))
+        prepare_folder(request(tmp_path / "out", tmp_path / name))
     assert str(caught.value).startswith(f"FILE=[{tmp_path / name}] {sentence}")
     assert not (tmp_path / "out").exists()
 
@@ -322,15 +322,15 @@ def test_a_full_disk_is_told_and_the_same_command_goes_on(tmp_path, monkeypatch)
     monkeypatch.setattr("fsdptoys.data.prepare.GROUP_CHARACTERS", 500)
     monkeypatch.setattr("fsdptoys.data.shard_writer.SAVE_TOKENS", 1000)
     write_lines(tmp_path / "a.jsonl", documents(100))
-    prepare(request(tmp_path / "whole", tmp_path / "a.jsonl"))
+    prepare_folder(request(tmp_path / "whole", tmp_path / "a.jsonl"))
 
     def fill(advance):
         if advance.documents > 60:
             raise OSError(28, "No space left on device")
 
     with pytest.raises(ConfigError, match=r"out cannot be written \(No space left on device\); make room or name"):
-        prepare(request(tmp_path / "out", tmp_path / "a.jsonl"), fill)
-    prepare(request(tmp_path / "out", tmp_path / "a.jsonl"))
+        prepare_folder(request(tmp_path / "out", tmp_path / "a.jsonl"), fill)
+    prepare_folder(request(tmp_path / "out", tmp_path / "a.jsonl"))
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
@@ -390,7 +390,7 @@ def test_a_folder_of_an_earlier_version_is_read(tmp_path, capsys):
     pytest.importorskip("tokenizers")
     choice = save_tokenizer(tmp_path / "tokenizer", None)
     write_lines(tmp_path / "a.jsonl", ["one two one two", "two three"])
-    prepare(request(tmp_path / "out", tmp_path / "a.jsonl", tokenizer=choice))
+    prepare_folder(request(tmp_path / "out", tmp_path / "a.jsonl", tokenizer=choice))
     config = PreparedConfig(folder=str(tmp_path / "out"))
     dataset = config.build(4, 8, 0)
     path = tmp_path / "out" / "index.json"
@@ -484,18 +484,21 @@ def test_mistakes_are_told_in_a_sentence(tmp_path, monkeypatch, words, sentence)
     [
         ({"format": "other"}, "it is not of the format 'fsdptoys tokens'"),
         ({"version": 2}, "it is of version 2, and this program reads version 1"),
-        ({"dtype": "int8"}, "number format, vocabulary and end of document do not fit each other"),
-        ({"vocab_size": True}, "vocab_size is True"),
-        ({"tokenizer_file_sha256": 5}, "tokenizer_file_sha256 is 5"),
-        ({"document_end": 256}, "number format, vocabulary and end of document do not fit each other"),
+        ({"dtype": "int8"}, "dtype, vocabulary and end of document do not fit each other"),
+        ({"vocab_size": True}, "vocab_size is True, not an integer from 1 to 4294967296"),
+        ({"tokenizer_file_sha256": 5}, "tokenizer_file_sha256 is 5, not text"),
+        ({"document_end": 256}, "dtype, vocabulary and end of document do not fit each other"),
         ({"shards": [{"name": "../shard-00000"}]}, "it describes shard '../shard-00000' wrongly"),
-        ({"shards": [{"tokens": 0}]}, "it describes shard 'shard-00000' wrongly"),
+        (
+            {"shards": [{"tokens": 0}]},
+            "shards[0].tokens is 0, not an integer from 1 to 9007199254740992",
+        ),
     ],
 )
 def test_an_index_that_cannot_be_used_is_refused(tmp_path, change, sentence):
     """Oracle: the sentence; a shard's name that leads elsewhere is not followed."""
     (tmp_path / "a.txt").write_text("abc")
-    prepare(request(tmp_path / "out", tmp_path / "a.txt"))
+    prepare_folder(request(tmp_path / "out", tmp_path / "a.txt"))
     path = tmp_path / "out" / "index.json"
     tree = json.loads(path.read_text())
     shards = [tree["shards"][0] | each for each in change.pop("shards", [{}])]

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from fsdptoys.cli.data import run_data
-from fsdptoys.data import PreparedConfig, find_sources, open_encoder, prepare
+from fsdptoys.data import PreparedConfig, find_sources, open_encoder, prepare_folder
 from fsdptoys.data.packing import Packing
 from fsdptoys.data.text_encoder import ByteEncoder
 from fsdptoys.errors import ConfigError
@@ -34,10 +34,10 @@ def test_a_rest_that_cannot_be_tidied_is_begun_anew(tmp_path: Path, monkeypatch:
             raise StoppedError
 
     with pytest.raises(StoppedError):
-        prepare(request(tmp_path / "out", lines), stop)
+        prepare_folder(request(tmp_path / "out", lines), stop)
     (tmp_path / "out.part" / "thumbnails").mkdir()
     for out in ("out", "fresh"):
-        prepare(request(tmp_path / out, lines))
+        prepare_folder(request(tmp_path / out, lines))
     assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
 
 
@@ -57,7 +57,7 @@ def test_a_file_s_name_need_be_no_text(tmp_path: Path, capsys: pytest.CaptureFix
         Path(os.fsdecode(name)).write_text("a text")
     except OSError:
         pytest.skip("this file system has no such names")
-    prepare(request(tmp_path / "out", os.fsdecode(name)))
+    prepare_folder(request(tmp_path / "out", os.fsdecode(name)))
     assert read_split(tmp_path / "out", "train") == [b"a text"]
     assert run_data(["show", str(tmp_path / "out"), "--json"]) == 0
     (shown,) = json.loads(capsys.readouterr().out)
@@ -80,7 +80,7 @@ def test_a_folder_that_may_not_be_opened_is_told_in_a_sentence(tmp_path: Path) -
     """Oracle: the sentences, of a folder of data and of files to prepare."""
     lines = write_lines(tmp_path / "a.jsonl", documents(9))
     folder = str(tmp_path / "out")
-    prepare(request(Path(folder), lines))
+    prepare_folder(request(Path(folder), lines))
     tmp_path.chmod(0o700)
     with as_nobody():
         with pytest.raises(ConfigError) as caught:
@@ -97,7 +97,7 @@ def test_a_check_goes_on_past_a_file_that_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: str
 ) -> None:
     """Oracle: a sentence for that file, and one for another that is damaged."""
-    prepare(request(tmp_path / "out", write_lines(tmp_path / "a.jsonl", documents(99)), shard_tokens=3000))
+    prepare_folder(request(tmp_path / "out", write_lines(tmp_path / "a.jsonl", documents(99)), shard_tokens=3000))
     with open(tmp_path / "out" / "shard-00001.bin", "r+b") as damaged:
         damaged.write(b"\x01\x00\x02\x00")
 
@@ -118,7 +118,7 @@ def test_data_that_cannot_be_read_is_not_taken_for_a_cache_that_cannot_be_writte
 ) -> None:
     """Oracle: the sentence names the folder of the data."""
     folder = str(tmp_path / "out")
-    prepare(request(Path(folder), write_lines(tmp_path / "a.jsonl", documents(99))))
+    prepare_folder(request(Path(folder), write_lines(tmp_path / "a.jsonl", documents(99))))
 
     def refuse(*_: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
@@ -141,20 +141,20 @@ def test_a_damaged_arrow_file_is_told_in_a_sentence(tmp_path: Path, offset: int)
     content[offset : offset + 64] = b"\xff" * 64
     arrow.write_bytes(content)
     with pytest.raises(ConfigError, match=r" cannot be read by datasets \(.*; save it again or leave it out$"):
-        prepare(request(tmp_path / "out", tmp_path / "saved"))
+        prepare_folder(request(tmp_path / "out", tmp_path / "saved"))
 
 
 def test_json_that_goes_too_deep_is_told_in_a_sentence(tmp_path: Path) -> None:
     """Oracle: the sentence, with the line."""
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' + "[" * 200_000 + "\n")
     with pytest.raises(ConfigError, match=r"a\.jsonl\] has no JSON object in line 2 \("):
-        prepare(request(tmp_path / "out", tmp_path / "a.jsonl"))
+        prepare_folder(request(tmp_path / "out", tmp_path / "a.jsonl"))
 
 
 def test_texts_of_the_same_ids_are_on_the_same_side(tmp_path: Path) -> None:
     """Oracle: sets of documents; half of the texts differ from the others in a zero byte, which bytes leave out."""
     texts: list[str | None] = [f"document {number}" + "\0" * zeros for number in range(200) for zeros in (0, 1)]
-    prepare(request(tmp_path / "out", write_lines(tmp_path / "a.jsonl", texts), eval_fraction=0.3))
+    prepare_folder(request(tmp_path / "out", write_lines(tmp_path / "a.jsonl", texts), eval_fraction=0.3))
     train, held_out = (set(read_split(tmp_path / "out", split)) for split in ("train", "eval"))
     assert len(train) + len(held_out) == 200 and len(held_out) > 30
 
@@ -169,7 +169,7 @@ def test_ids_of_bytes_take_a_byte_each_until_they_are_written() -> None:
 def test_data_is_prepared_without_a_stderr(tmp_path: Path, redirection: str) -> None:
     """Oracle: the folder of a preparation that is heard; a line comes with every group, and none can be printed."""
     lines = write_lines(tmp_path / "a.jsonl", documents(30))
-    prepare(request(tmp_path / "heard", lines))
+    prepare_folder(request(tmp_path / "heard", lines))
     program = (
         "from fsdptoys.data import HFConfig, display; display.LINE_SECONDS = 0.0; "
         f"HFConfig(files=[{str(lines)!r}], cache={str(tmp_path / 'cache')!r}, processes=1).prepare(16, 256)"

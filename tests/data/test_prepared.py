@@ -11,7 +11,7 @@ import torch
 
 from fsdptoys.data import IGNORE_INDEX, BatchStream, PreparedConfig, eval_batches
 from fsdptoys.data.mixture import BLOCK, MixedHeldOut, MixedSamples, Pattern
-from fsdptoys.data.prepare import prepare
+from fsdptoys.data.prepare import prepare_folder
 from fsdptoys.errors import ConfigError
 from scripts.ranks import run_ranks
 from tests.data.test_prepare import documents, request, save_tokenizer, write_lines
@@ -20,7 +20,7 @@ from tests.data.test_sampler import SEQ_LEN, NumberedSamples, take_numbers
 
 def make(folder: Path, count: int = 150, seed: int = 0, **changes) -> str:
     lines = write_lines(folder.with_suffix(".jsonl"), [f"{folder.name} {text}" for text in documents(count, seed)])
-    prepare(request(folder, lines, **({"shard_tokens": 1000, "eval_fraction": 0.2} | changes)))
+    prepare_folder(request(folder, lines, **({"shard_tokens": 1000, "eval_fraction": 0.2} | changes)))
     return str(folder)
 
 

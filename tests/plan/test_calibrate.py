@@ -260,9 +260,14 @@ def test_a_mistake_in_the_command_is_one_sentence(tmp_path: Path, config: Config
 @pytest.mark.parametrize(
     ("section", "key", "value", "sentence"),
     [
-        ("memory", "magic", 1, "a.yaml says memory.magic=1, which nothing here reads; remove it"),
+        (
+            "memory",
+            "magic",
+            1,
+            "a.yaml cannot be read (memory has the key 'magic', which this version does not read); ",
+        ),
         ("parallel", "name", "zero4", "a.yaml says parallel.name=zero4, which nothing here knows; leave the run out"),
-        ("memory", "gradient_checkpointing", "some", "must be none | full | selective; correct it"),
+        ("memory", "gradient_checkpointing", "some", "is 'some', not none | full | selective); correct it"),
     ],
 )
 def test_settings_that_cannot_be_read_are_named(

@@ -25,7 +25,8 @@ from fsdptoys.plan.search.candidates import EVERYTHING, SENSIBLE, Space, shard_s
 from fsdptoys.plan.search.frontier_plot import check_picture, draw_frontier
 from fsdptoys.plan.search.ranking import Candidate, frontier, label
 from fsdptoys.plan.search.search import SearchResult, largest_preset, search
-from fsdptoys.plan.search.switches import as_typed, overrides_between, read, validate_switches, vary
+from fsdptoys.plan.search.switches import overrides_between, read, validate_switches, vary
+from fsdptoys.utils.text import value_text
 
 MODEL = ["model=llama2_7b", "train.seq_len=2048", "parallel.param_dtype=bfloat16"]
 
@@ -71,7 +72,7 @@ def formula(config: Config, hardware: Hardware, world_size: int, allocator: Allo
     kept *= 0.3 if memory.activation_offload else 1
     tokens = train.batch_size * train.seq_len
     state = {True: 4, False: 16}[memory.optimizer_offload] * (not memory.cpu_offload) * parameters / shards
-    gathered = 2 * parameters if as_typed(read(config, "parallel.reshard_after_forward")) == "never" else 0
+    gathered = 2 * parameters if value_text(read(config, "parallel.reshard_after_forward")) == "never" else 0
     whole = (0 if parallel.name.startswith("fsdp") else 2) * parameters
     logits = (1 if memory.chunk_loss else 10) * tokens * model.vocab_size
     reserved = int(state + gathered + whole + kept * tokens * model.dim * model.n_layers + logits + GIB)

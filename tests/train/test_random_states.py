@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from fsdptoys.device import Device
-from fsdptoys.train.random_states import RANDOM_STATES, random_states, restore_random_states
-from fsdptoys.utils.schema import SchemaError
+from fsdptoys.train.random_states import RandomStates, random_states, restore_random_states
+from fsdptoys.utils.foreign import ForeignError
+from fsdptoys.utils.from_tree import build
 
 DEVICE = Device("cpu")
 
@@ -42,7 +43,7 @@ def test_generators_go_on_where_they_were(count: int) -> None:
         np.random.standard_normal()
         torch.rand(1)
     states = json.loads(json.dumps(random_states(DEVICE)))
-    RANDOM_STATES(states, "")
+    build(RandomStates, states)
     expected = draws()
     seed_all(6)
     assert restore_random_states(states, DEVICE, seed=0, step=1, rank=0) is None
@@ -80,7 +81,7 @@ def test_states_of_another_version_give_way_to_the_seed(case: str) -> None:
     torch.rand(10)
     states = random_states(DEVICE)
     edit(states)
-    RANDOM_STATES(states, "")
+    build(RandomStates, states)
     told = restore_random_states(states, DEVICE, seed=3, step=4, rank=1)
     assert told is not None and reason in told
     found = draws()
@@ -93,8 +94,8 @@ def test_a_place_outside_of_numpys_numbers_is_refused(position: object) -> None:
     """Oracle: the sentence; numpy takes such places, and crashes or returns foreign memory."""
     states = random_states(DEVICE)
     states["numpy"]["position"] = position
-    with pytest.raises(SchemaError, match=r"^numpy\.position is .*, not an integer of 0 to 624$"):
-        RANDOM_STATES(states, "")
+    with pytest.raises(ForeignError, match=r"^numpy\.position is .*, not an integer of 0 to 624$"):
+        build(RandomStates, states)
 
 
 @pytest.mark.parametrize(
@@ -111,5 +112,5 @@ def test_numpy_gets_no_state_that_it_does_not_check(key: str, value: object, sen
     """Oracle: the sentence."""
     states = random_states(DEVICE)
     states["numpy"][key] = value
-    with pytest.raises(SchemaError, match=f"^{sentence}$"):
-        RANDOM_STATES(states, "")
+    with pytest.raises(ForeignError, match=f"^{sentence}$"):
+        build(RandomStates, states)

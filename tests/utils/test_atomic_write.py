@@ -8,7 +8,7 @@ import pytest
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.atomic_write import write_atomically
-from fsdptoys.utils.file_lock import HeldError, alone, is_held, lock_file, lock_folder, unlock_file
+from fsdptoys.utils.file_lock import HeldError, hold_lock, is_held, lock_file, lock_folder, unlock_file
 
 
 @pytest.mark.parametrize("where", ["file", ".file.{pid}.part"])
@@ -59,7 +59,7 @@ def test_the_lock_of_prepared_data_is_a_regular_file(tmp_path: Path) -> None:
     """Oracle: the sentence, and the file that the link leads to."""
     (tmp_path / "precious").write_text("precious")
     (tmp_path / "lock").symlink_to("precious")
-    with pytest.raises(ConfigError) as told, alone(tmp_path / "lock", "data.cache=x", None):
+    with pytest.raises(ConfigError) as told, hold_lock(tmp_path / "lock", "data.cache=x", None):
         raise AssertionError
     assert str(told.value) == (
         f"data.cache=x is locked by a file, and {tmp_path}/lock is a symbolic link and not a regular file; remove it"

@@ -10,8 +10,9 @@ from typing import Any
 from fsdptoys.config.schema import Config
 from fsdptoys.memory import CPUOffloadExecutor
 from fsdptoys.metrics.prediction import Prediction
+from fsdptoys.utils.text import value_text
 
-from .switches import STRATEGIES, Changes, as_typed
+from .switches import STRATEGIES, Changes
 
 
 def label(config: Config) -> str:
@@ -39,7 +40,7 @@ def traits(config: Config) -> list[str]:
     if memory.cpu_offload:
         words.append("cpu-offload" + "+overlapped" * (memory.cpu_offload_executor is CPUOffloadExecutor.overlapped))
     for name, plain in (("wrap", "block"), ("reshard_after_forward", "default")):
-        value = as_typed(getattr(parallel, name, plain))
+        value = value_text(getattr(parallel, name, plain))
         if value != plain:
             words.append({"block_attn_mlp": "attn-mlp"}.get(value, f"reshard-{value}"))
     return words

@@ -9,7 +9,6 @@ import copy
 import dataclasses
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING
-from enum import Enum
 from typing import Any
 
 from fsdptoys.config.schema import Config
@@ -18,6 +17,7 @@ from fsdptoys.device.profile import Hardware
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
+from fsdptoys.utils.text import value_text
 
 Changes = Mapping[str, Any]
 """Key → value, as typed except for the value's type; ``parallel`` names the strategy."""
@@ -71,7 +71,7 @@ def overrides_between(base: Config, config: Config) -> list[str]:
             words.append(f"parallel={new.name}")
         expected = type(new)(**_shared(old, type(new)))
         words += [
-            f"{section}.{name}={as_typed(getattr(new, name))}"
+            f"{section}.{name}={value_text(getattr(new, name))}"
             for name in _names(type(new))
             if getattr(new, name) != getattr(expected, name)
         ]
@@ -132,15 +132,6 @@ def count_switches(config: Config) -> int:
         for field in dataclasses.fields(section)
         if field.name not in formats
     )
-
-
-def as_typed(value: Any) -> str:
-    """A switch's value as typed."""
-    if isinstance(value, Enum):
-        return value.name
-    if isinstance(value, list):
-        return f"[{','.join(map(as_typed, value))}]"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _default_of(field: dataclasses.Field[Any]) -> Any:
