@@ -1,7 +1,7 @@
 """Training data: a synthetic source, bytes of text, binary token files, and prepared folders of tokens.
 
 ``DataConfig.build`` returns a ``TokenDataset`` of numbered samples; ``BatchStream`` turns them into batches in an order
-that is a pure function of the seed and the number of samples seen. ``prepare_folder`` turns text into a folder of
+determined by the seed and the number of samples seen. ``prepare_folder`` turns text into a folder of
 tokens; several folders can be mixed by weight. Not covered: reading over a network.
 """
 

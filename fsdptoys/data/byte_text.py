@@ -1,12 +1,11 @@
-"""Text files as bytes: token ids 0 to 255, no tokenizer.
+"""``data=text``: text files as bytes, token ids 0 to 255, without a tokenizer.
 
-The documents stand in the order of a hash of their names, so that the held-out end of the stream is a random sample of
-them, with one zero byte between each and the next. The word ``stdlib`` stands for the source of the running Python's
-standard library: about 12 MB of text that is there without a download, though it varies by Python's version.
+Documents are ordered by a hash of their names, so that the held-out end of the stream is a random sample, with one zero
+byte between them. ``stdlib`` is the source of the running Python's standard library: about 12 MB of text without a
+download, though it depends on Python's version.
 """
 
 import hashlib
-import math
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.utils.bounds import check_at_most
+from fsdptoys.utils.bounds import at_least, between
 
 from .dataset import DataConfig, Tokens
 from .token_files import FileStream, SourceFile, match_files, source_file, without_repeats
@@ -24,10 +23,10 @@ from .token_windows import FileDataset, check_eval_fraction, split_windows
 BYTES = 256
 """Ids of a byte-level vocabulary."""
 SEPARATOR = 0
-"""Byte between two documents; text hardly ever has it."""
+"""Byte between two documents, rare in text."""
 STDLIB = "stdlib"
 STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
-"""Directories that are not the library's own text, or hold odd encodings on purpose."""
+"""Directories of other packages, or of files in odd encodings."""
 
 
 @dataclass
@@ -39,26 +38,21 @@ class TextConfig(DataConfig):
     files: list[str] = field(default_factory=lambda: [STDLIB])
     """Paths or globs (``**`` for any depth); ``stdlib`` is the source of Python's standard library."""
     eval_fraction: float = 0.05
-    """Share of the bytes held out: whole files, and a part of the one at the cut; 0 for none."""
-    sample_tokens: int = 300
-    """Tokens that the trained model goes on with after the prompt; 0 for no sample."""
+    """Share of the bytes held out: whole files, and part of the one at the cut; 0 for none."""
+    sample_tokens: int = field(default=300, metadata=between(0, 2**20))
+    """Tokens that the trained model generates after the prompt; 0 for no sample."""
     sample_prompt: str = "def read(self, size=-1):"
-    """Text that the sample starts with."""
-    sample_temperature: float = 0.85
-    """Divides the logits before a token is drawn; 0 takes the likeliest."""
+    """Start of the sample."""
+    sample_temperature: float = field(default=0.85, metadata=at_least(0))
+    """Divides the logits before sampling; 0 is greedy."""
 
     def __post_init__(self) -> None:
         """Check each value by itself."""
         super().__post_init__()
         check_eval_fraction(self.eval_fraction)
-        check_at_most("data", self, sample_tokens=2**20)
-        for name in ("sample_tokens", "sample_temperature"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"data.{name}={value} must be at least 0; set data.{name}=0")
         if self.sample_tokens and not self.sample_prompt:
             raise ConfigError(
-                "data.sample_prompt='' gives the model nothing to go on from; "
+                "data.sample_prompt='' gives the model nothing to continue; "
                 "set data.sample_prompt='def read(self, size=-1):'"
             )
 
@@ -68,15 +62,15 @@ class TextConfig(DataConfig):
         return self.eval_fraction > 0
 
     def find_tokenizer(self) -> str:
-        """Bytes."""
+        """``bytes``."""
         return "bytes"
 
     def validate(self, seq_len: int, vocab_size: int) -> None:
-        """Check that the files are there and long enough, and that a byte fits the vocabulary."""
+        """Check that the files exist and are long enough, and that a byte fits the vocabulary."""
         split_windows(self._open(vocab_size), seq_len, self.eval_fraction)
 
     def build(self, seq_len: int, vocab_size: int, seed: int) -> "TextDataset":
-        """Find the files and lay them out."""
+        """Open the files."""
         train, held_out = split_windows(self._open(vocab_size), seq_len, self.eval_fraction)
         return TextDataset(self.name, train, held_out, seed, SEPARATOR)
 
@@ -91,20 +85,20 @@ class TextConfig(DataConfig):
         files: list[SourceFile] = []
         for pattern in self.files:
             files += stdlib_files() if pattern == STDLIB else match_files("data.files", pattern)
-        # Empty files that a glob matches, such as many an __init__.py, are no documents.
+        # Empty files, such as many an __init__.py, are no documents.
         documents = sorted((file for file in without_repeats(files) if file.size_bytes), key=_hash_of_name)
         return FileStream("data.files", documents, np.dtype(np.uint8), BYTES, SEPARATOR)
 
 
 class TextDataset(FileDataset):
-    """Samples of bytes, and the way from text to bytes and back."""
+    """Samples of bytes, and conversion between text and bytes."""
 
     def encode(self, text: str) -> Tokens:
         """Bytes of a text in UTF-8, shape (T,)."""
         return encode_bytes(text)
 
     def decode(self, tokens: Sequence[int] | Tokens) -> str:
-        """Text of UTF-8 bytes; ids that are no byte, and bytes that are no text, become U+FFFD."""
+        """Text of UTF-8 bytes; invalid ids and bytes become U+FFFD."""
         return decode_bytes(tokens)
 
 
@@ -114,7 +108,7 @@ def encode_bytes(text: str) -> Tokens:
 
 
 def decode_bytes(tokens: Sequence[int] | Tokens) -> str:
-    """Text of UTF-8 bytes; ids that are no byte, and bytes that are no text, become U+FFFD."""
+    """Text of UTF-8 bytes; invalid ids and bytes become U+FFFD."""
     tokens_T = np.asarray(tokens, dtype=np.int64)
     never_in_utf8 = 0xFF
     in_range = (tokens_T >= 0) & (tokens_T < BYTES)
@@ -122,10 +116,10 @@ def decode_bytes(tokens: Sequence[int] | Tokens) -> str:
 
 
 def stdlib_files() -> list[SourceFile]:
-    """Python source of the running interpreter's standard library, without tests and installed packages.
+    """Source of the running Python's standard library, without tests and installed packages.
 
     Raises:
-        ConfigError: if this interpreter keeps it elsewhere than in files.
+        ConfigError: if this interpreter has no source files.
     """
     root = sysconfig.get_paths()["stdlib"]
     files = [source_file("data.files", path, root) for path in _python_files(root)]
@@ -140,7 +134,7 @@ def _python_files(root: str) -> Iterator[str]:
     for directory, subdirectories, names in os.walk(root):
         subdirectories[:] = sorted(set(subdirectories) - STDLIB_LEFT_OUT)
         paths = (os.path.join(directory, name) for name in sorted(names) if name.endswith(".py"))
-        yield from (path for path in paths if os.path.isfile(path))  # distributions leave dangling links
+        yield from (path for path in paths if os.path.isfile(path))  # some distributions have dangling links
 
 
 def _hash_of_name(file: SourceFile) -> bytes:

@@ -1,15 +1,15 @@
-"""Digests of sampled blocks of the data's files, by which a resumed run notices that a file has changed.
+"""Digests of sampled blocks of the data's files, so that a resumed run detects changed files.
 
-Hashing a corpus takes minutes; reading a few of its blocks takes milliseconds. Of each file the first and the last
-4 KiB are read, and between them one block for every 16 MiB, at least 16: each at a pseudo-random place of its own
-stretch, a function of the file's size alone, so that every process looks at the same places. A file of up to 72 KiB is
-read whole. Over all files at most 16,384 blocks are read besides the first and the last ones; more files or larger
-ones get fewer each, and at least one. Times and inodes do not count, so that a copy is the same data.
+Hashing a corpus takes minutes, reading a few of its blocks milliseconds. Of each file the first and last 4 KiB are
+read, and between them one block for every 16 MiB, at least 16, each at a pseudo-random place of its own stretch; the
+places are a function of the file's size. A file of up to 72 KiB is read completely. All files together have at most
+16,384 blocks besides their first and last ones, at least one each. Times and inodes do not count: a copy is the same
+data.
 
-Not covered: a change that misses every sampled block. The probability that a changed stretch is seen is about its
-length divided by the distance of two blocks: 1 in 4096 for a single byte in the middle of a large file.
+Not covered: a change that misses every sampled block. The probability of detection is about the length of the change
+divided by the distance of two blocks: 1 in 4096 for a single byte in the middle of a large file.
 
-A checkpoint keeps up to 256 digests; where there are more files, each digest is that of several neighbors.
+A checkpoint keeps up to 256 digests; with more files each digest covers several neighbors.
 """
 
 import hashlib
@@ -24,25 +24,25 @@ from fsdptoys.utils.regular_file import open_regular
 from .token_files import SourceFile
 
 VERSION = 1
-"""Of the choice of blocks; digests of another are not compared."""
+"""Of the choice of blocks; digests of other versions are not compared."""
 BLOCK_BYTES = 4096
 STRIDE_BYTES = 16 * 2**20
-"""One block for each."""
+"""Of a file for each block."""
 LEAST_BLOCKS = 16
-"""Of a file, besides its first and its last."""
+"""Of a file, besides its first and last."""
 MOST_BLOCKS = 2**14
-"""Of all files together, besides the first and the last of each."""
+"""Of all files together, besides the first and last of each."""
 MOST_DIGESTS = 256
 DIGEST_CHARACTERS = 16
 
 
 class SampledFiles:
-    """The files that decide the training samples, as they are now.
+    """Sampled contents of the training files.
 
     Args:
         key: the configuration's key, for messages.
         files: in the order of the data.
-        fix: for a file that has changed, an imperative.
+        fix: imperative in the message about a changed file.
 
     Raises:
         ConfigError: if a file cannot be read.
@@ -60,18 +60,18 @@ class SampledFiles:
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON can hold it."""
+        """Digests for a checkpoint, as JSON values."""
         return {"version": VERSION, "digests": self._sums}
 
     def check_unchanged(self, state: Any) -> None:
         """Compare the files with those of a checkpoint.
 
         Args:
-            state: of ``state_dict``. None, which earlier versions wrote, and the digests of another choice of blocks
-                or number of files are not compared.
+            state: from ``state_dict``. None (of earlier versions) and digests of another choice of blocks or number of
+                files are not compared.
 
         Raises:
-            ConfigError: naming the first file that has changed, or the few that it is one of.
+            ConfigError: naming the first changed file, or the few that share its digest.
         """
         if not isinstance(state, dict) or state.get("version") != VERSION:
             return
@@ -91,7 +91,7 @@ class SampledFiles:
 
 
 def sampled_offsets(size_bytes: int, blocks: int) -> list[int]:
-    """Where the sampled blocks of a file begin, from the first to the last.
+    """Offsets of the sampled blocks of a file, ascending.
 
     Args:
         size_bytes: of the file.

@@ -7,9 +7,9 @@
 - ``tokenizer.json``: a copy of the tokenizer's file, if there is one, for users of the trained model. Training does not
   read it; folders of earlier versions have none.
 
-A shard belongs to one split, ``train`` or ``eval``. The index is written last, into a folder that is renamed after that
-(``shard_writer``), so a folder with an index is complete. Opening one reads the index and the sizes of the files; only
-``check_folder`` reads the files themselves.
+A shard belongs to one split, ``train`` or ``eval``. The index is written last, into a folder that gets its name after
+that (``shard_writer``), so a folder with an index is complete. Opening one reads the index and the sizes of the files;
+only ``check_folder`` reads the files themselves.
 """
 
 import dataclasses
@@ -78,7 +78,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Source:
-    """A file that was prepared."""
+    """A prepared file."""
 
     name: str
     bytes: int = field(metadata=between(0, MOST_COUNT))
@@ -100,7 +100,7 @@ class Index:
     tokenizer_file_sha256: str | None = None
     """Of the folder's copy of the tokenizer's file; None where it has none."""
     field: str
-    """Of records: the one that was used."""
+    """Field of a record with the text."""
     eval_fraction: float = dataclasses.field(metadata=between(0, 1))
     """Requested share of held-out documents."""
     left_out: int = dataclasses.field(metadata=between(0, MOST_COUNT))

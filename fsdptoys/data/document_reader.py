@@ -1,12 +1,11 @@
-"""Documents out of files, one after the other, holding no more than one of them, or one group of rows, in memory.
+"""Read documents from files, with one document or one group of rows in memory at a time.
 
-The name says what a file holds: ``.jsonl``, ``.ndjson`` and ``.json`` an object a line, ``.parquet`` and ``.arrow``
-tables, anything else one document of text in UTF-8. All but tables may be compressed (``.gz``, ``.zst``). A folder
-that ``datasets.Dataset.save_to_disk`` has left is read too. The order is that of the files, then that within each.
+The file's name decides: ``.jsonl``, ``.ndjson`` and ``.json`` hold one object a line, ``.parquet`` and ``.arrow``
+tables, other files one document of text in UTF-8. All except tables may be compressed (``.gz``, ``.zst``). Folders of
+``datasets.Dataset.save_to_disk`` are read too. Documents come in the order of the files, then in that of each file.
 
-Parquet and zstd are read by pyarrow, which comes with ``datasets``; Arrow files and folders by ``datasets`` itself,
-which maps them. Nothing is downloaded. Not covered: one JSON array a file, nested fields, tables that are compressed
-as a whole.
+Parquet and zstd are read by pyarrow, which comes with ``datasets``; Arrow files and folders are mapped by ``datasets``.
+Nothing is downloaded. Not covered: one JSON array a file, nested fields, compressed tables.
 """
 
 import gzip
@@ -21,7 +20,7 @@ from typing import IO, Any, cast
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.regular_file import open_regular
-from fsdptoys.utils.text import one_line
+from fsdptoys.utils.text import one_line, short_text
 
 from .byte_text import STDLIB, stdlib_files
 from .token_files import SourceFile, match_files, without_repeats
@@ -31,31 +30,31 @@ TABLES = (".parquet", ".arrow")
 SAVED_MARKS = ("state.json", "dataset_info.json")
 DICT_MARK = "dataset_dict.json"
 ROWS = 1000
-"""Rows of a table that are read at a time."""
+"""Rows of a table read at a time."""
 
 LONG_BYTES = 8 * 2**20
-"""From here on a text is held once, as bytes, if its reader can do with them."""
+"""A longer text is held once, as bytes, if the encoder takes bytes."""
 BLOCK_BYTES = 2**20
 
 
 class LongText:
-    """A long text in UTF-8 that is held once: as bytes, and neither decoded nor copied."""
+    """A long text as bytes of UTF-8, neither decoded nor copied."""
 
     def __init__(self, content: bytearray) -> None:
         self._content = content
 
     def blocks(self) -> Iterator[bytes]:
-        """The bytes, 1 MiB at a time, without zero bytes."""
+        """The bytes without zeros, 1 MiB at a time."""
         for start in range(0, len(self._content), BLOCK_BYTES):
             yield bytes(self._content[start : start + BLOCK_BYTES]).replace(b"\0", b"")
 
     def release(self) -> None:
-        """Free the memory, whoever else still refers to the text."""
+        """Free the memory, even while others refer to the text."""
         self._content = bytearray()
 
 
 Read = Iterator[tuple["str | LongText | None", float]]
-"""Texts (None or empty where a record has none), each with the share of its file that was read by then."""
+"""Texts (None or empty for a record without text), each with the share of its file read so far."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class SourceData(SourceFile):
 
     @property
     def kind(self) -> str:
-        """lines, parquet, arrow, folder or text."""
+        """``lines``, ``parquet``, ``arrow``, ``folder`` or ``text``."""
         if self.is_folder:
             return "folder"
         suffix = os.path.splitext(self.path.removesuffix(".gz").removesuffix(".zst"))[1].lower()
@@ -76,15 +75,15 @@ class SourceData(SourceFile):
 
     @property
     def needs_datasets(self) -> bool:
-        """Whether the extra is needed to read it."""
+        """Whether the package ``datasets`` is needed to read it."""
         return self.kind in ("parquet", "arrow", "folder") or self.path.endswith(".zst")
 
 
 def find_sources(key: str, patterns: Sequence[str]) -> list[SourceData]:
-    """The files and folders that paths and globs name, each once.
+    """The files and folders of paths and globs, each once.
 
     Raises:
-        ConfigError: if one is not there or cannot be read, or its kind needs a package that is not installed.
+        ConfigError: if one is missing or cannot be read, or needs a package that is not installed.
     """
     files: list[SourceFile] = []
     for pattern in patterns:
@@ -99,13 +98,13 @@ def find_sources(key: str, patterns: Sequence[str]) -> list[SourceData]:
             )
         elif all(os.path.isfile(folder / mark) for mark in SAVED_MARKS):
             for path in folder.iterdir():
-                if not path.is_file():  # datasets would wait for the writer of a pipe
+                if not path.is_file():  # datasets would block on a pipe
                     raise ConfigError(f"{key}=[{pattern}] holds {path.name}, which is no regular file; take it out")
             size = sum(path.stat().st_size for path in folder.glob("*.arrow"))
             files.append(SourceData(str(folder), folder.name, size, is_folder=True))
         else:
             files += match_files(key, pattern)
-    files = [file for file in files if file.size_bytes]  # a glob may match empty ones
+    files = [file for file in files if file.size_bytes]  # globs may match empty files
     if not files:
         raise ConfigError(f"{key}=[{','.join(patterns)}] finds nothing to read; name files that hold text")
     sources = [
@@ -119,7 +118,7 @@ def find_sources(key: str, patterns: Sequence[str]) -> list[SourceData]:
 
 
 def require_datasets(owner: str) -> None:
-    """Refuse what only the extra can read, where it is not installed.
+    """Check that the package ``datasets`` is installed.
 
     Raises:
         ConfigError: if it is not.
@@ -138,11 +137,11 @@ def read_documents(key: str, source: SourceData, field: str, *, long_texts: bool
     Args:
         key: the configuration's key, for messages.
         source: file or folder.
-        field: of records, the one that holds the text.
-        long_texts: whether the reader takes files of text from ``LONG_BYTES`` on as ``LongText``.
+        field: of a record, holds the text.
+        long_texts: yield files of text from ``LONG_BYTES`` on as ``LongText``.
 
     Raises:
-        ConfigError: if it cannot be read, has no such field, or a document does not fit into memory.
+        ConfigError: if it cannot be read or has no such field, or a document does not fit into memory.
     """
     owner = f"{key}=[{source.path}]"
     readers = {"lines": _lines, "parquet": _parquet, "arrow": _arrow, "folder": _arrow}
@@ -160,11 +159,7 @@ def read_documents(key: str, source: SourceData, field: str, *, long_texts: bool
 
 
 def no_memory(owner: str) -> ConfigError:
-    """The sentence for a document that does not fit into memory.
-
-    Args:
-        owner: files, as the user named them.
-    """
+    """The error for a document that does not fit into memory; ``owner`` is the files as the user named them."""
     return ConfigError(
         f"{owner} holds a document that does not fit into this machine's memory; split it into several documents, or "
         "run fsdptoys data prepare where there is more memory and train with data=prepared"
@@ -174,7 +169,7 @@ def no_memory(owner: str) -> ConfigError:
 def _text(owner: str, source: SourceData, long_texts: bool) -> Read:
     content = bytearray()
     with _open(source)[0] as file:
-        while block := file.read(BLOCK_BYTES):  # a gzip file that is read at once holds its content twice
+        while block := file.read(BLOCK_BYTES):  # reading a gzip file at once holds its content twice
             content += block
     start = 0
     try:
@@ -197,7 +192,7 @@ def _text(owner: str, source: SourceData, long_texts: bool) -> Read:
 
 
 def _character_start(content: bytearray, place: int) -> int:
-    """The last place up to the given one where a character may begin, if the content is UTF-8."""
+    """The last start of a UTF-8 character up to a place."""
     if place >= len(content):
         return len(content)
     return next((start for start in range(place, place - 4, -1) if content[start] & 0xC0 != 0x80), place)
@@ -210,14 +205,13 @@ def _lines(owner: str, source: SourceData, field: str) -> Read:
             if line.isspace():
                 continue
             try:
-                # Nothing but the one field is looked at, so that what the others hold, and how deep, does not matter;
-                # parse_json checks them too, and takes eight times as long for it.
+                # Only one field is used, so the others need no bounds; parse_json checks them in eight times the time.
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise ConfigError(
                     f"{owner} has no JSON object in line {number} ({one_line(error)}); write one object a line"
                 ) from error
-            del line  # or a long document is held twice
+            del line  # or a long document would be held twice
             if not isinstance(record, dict) or field not in record:
                 found = sorted(record) if isinstance(record, dict) else []
                 raise _no_field(owner, field, found, f" in line {number}")
@@ -261,8 +255,8 @@ def _arrow(owner: str, source: SourceData, field: str) -> Read:
 
 
 def _open(source: SourceData) -> tuple[IO[bytes], IO[bytes]]:
-    """The contents, and the file on disk below them, which tells how far it was read."""
-    raw = open_regular(source.path)  # closed with the first of the two, or with the process
+    """The content, and the file on disk, whose position is the progress."""
+    raw = open_regular(source.path)  # closed with the content, or with the process
     if source.path.endswith(".gz"):
         return cast(IO[bytes], gzip.GzipFile(fileobj=raw)), raw
     if source.path.endswith(".zst"):
@@ -275,11 +269,7 @@ def _open(source: SourceData) -> tuple[IO[bytes], IO[bytes]]:
 def _checked(owner: str, field: str, value: Any, where: str) -> str | None:
     if value is None or isinstance(value, str):
         return value
-    try:
-        shown = one_line(repr(value))[:40]
-    except RecursionError:
-        shown = f"a deep {type(value).__name__}"
-    raise ConfigError(f"{owner} has {shown} as {field}{where}, which is no text; name a field of text")
+    raise ConfigError(f"{owner} has {short_text(value)} as {field}{where}, which is no text; name a field of text")
 
 
 def _no_field(owner: str, field: str, found: Sequence[str], where: str = "") -> ConfigError:

@@ -39,7 +39,7 @@ from .dataset_index import MOST_COUNT, Index, ends_file, read_ends, sync_folder
 from .token_files import FileStream
 
 GROUP = 2**16
-"""Documents that are fitted together."""
+"""Documents fitted together."""
 ROWS_VERSION = 1
 COUNTS_FILE = "plan.json"
 MOST_COUNTS_BYTES = 2**12

@@ -1,24 +1,22 @@
-"""A permutation of any number of places that is computed place by place, and so takes no memory.
+"""A pseudo-random permutation computed by position, without memory.
 
-It is a Feistel network over two digits, l in base a and r in base b, with a·b just over the number of places n: each
-round adds a hash of one digit to the other, modulo its base, which can be undone, so the rounds are a permutation of
-a·b numbers (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002, method 3). Numbers from n to a·b, at
-most about √n of them, are walked on from until one is below n, which leaves a permutation of n (cycle walking, method
-2 there). The hash is the finalizer of MurmurHash3 on 64 bits with a key for each round, out of BLAKE2b of the words
-that name the permutation: integers alone, so that the order is the same on every machine and for every version of a
-library.
+A Feistel network over two digits, l in base a and r in base b, with a·b just above the number of positions n: each
+round adds a hash of one digit to the other, modulo its base, which is invertible, so the rounds permute a·b numbers
+(Black and Rogaway, "Ciphers with arbitrary finite domains", 2002, method 3). Results from n to a·b (about √n of them)
+are permuted again until one is below n, which leaves a permutation of n (cycle walking, method 2). The hash is the
+64-bit finalizer of MurmurHash3 with a key for each round, from BLAKE2b of the permutation's key: integers only, so that
+the order is the same on every machine and with every version of a library.
 
-What the randomness is worth: eight rounds are enough that no test in ``tests/data/test_permutation.py`` tells it from a
-random one (where a place goes, distances of neighbours, one epoch or seed against another). It is no cipher. It
-reaches few of the n! orders: at most 2^512, as any that starts from a key does, and for a dozen places or less not all
-of them equally often.
+Quality: with eight rounds no test in ``tests/data/test_permutation.py`` distinguishes it from a random permutation
+(positions, distances of neighbors, correlation between epochs or seeds). It is not a cipher. It reaches at most 2^512
+of the n! orders, and for a dozen positions or fewer not all of them equally often.
 """
 
 import hashlib
 import math
 
 ORDER = "feistel-8"
-"""Name of the order; a checkpoint of another must not go on in this one."""
+"""Name of the order; a checkpoint of another order cannot resume."""
 
 ROUNDS = 8
 WORD = 2**64 - 1
@@ -28,8 +26,8 @@ class Shuffle:
     """A pseudo-random permutation of ``range(count)``.
 
     Args:
-        count: places, at least one.
-        key: what the permutation is a function of.
+        count: positions, at least one.
+        key: selects the permutation.
     """
 
     def __init__(self, count: int, *key: object) -> None:
@@ -55,11 +53,11 @@ class Shuffle:
 
 
 class EndlessShuffle:
-    """Places without end: one permutation after the other, each epoch's own.
+    """Endless positions: one permutation after the other, one for each epoch.
 
     Args:
-        count: places of an epoch.
-        key: what all of them are a function of.
+        count: positions of an epoch.
+        key: selects the permutations.
     """
 
     def __init__(self, count: int, *key: object) -> None:

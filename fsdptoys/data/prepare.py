@@ -93,7 +93,7 @@ class Advance:
 
 @dataclass(frozen=True)
 class _Group:
-    """Documents that are encoded together."""
+    """Documents encoded together."""
 
     texts: list[str]
     documents: int

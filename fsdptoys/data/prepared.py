@@ -233,7 +233,7 @@ class Part:
 
 
 class MappedStream(FileStream):
-    """Tokens of files that are mapped at the first read."""
+    """Tokens of mapped files; each is mapped at its first read."""
 
     sharers = 1
     """Streams that share ``MOST_MAPS``."""

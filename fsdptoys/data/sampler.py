@@ -1,12 +1,11 @@
-"""The order in which samples are trained on: a pure function of the seed and of how many were seen before.
+"""The order of the training samples: a pure function of the seed and the number of samples seen.
 
-All samples of a step, over every rank and micro-batch, are consecutive places of a seeded permutation, a new one each
-epoch; where an epoch ends within a step, the next one's permutation goes on, so that nothing is left out or seen
-twice. Place (micro-batch · ranks + rank) · batch_size + row of the step belongs to that row: as long as the product of
-ranks, micro-batches and batch size stays the same, so does every step, and a checkpoint needs one number and no rank's
-state. The permutation is computed place by place (``shuffle``), so that it costs no memory however many samples there
-are. A step is read when it is asked for, or, with workers, before that: since the order is a function, neither the
-batches nor the state can tell which.
+The samples of a step, over all ranks and micro-batches, are consecutive positions of a seeded permutation, a new one
+each epoch; an epoch that ends within a step continues with the next permutation, so that no sample is skipped or
+repeated. Row r of a micro-batch takes position (micro-batch · ranks + rank) · batch_size + r of the step: while the
+product of ranks, micro-batches and batch size stays the same, so does every step, and a checkpoint needs one number
+for all ranks. The permutation is computed by position (``permutation``) and takes no memory. With workers a step is
+read ahead, without any effect on batches or state.
 """
 
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from .permutation import ORDER, EndlessShuffle
 
 
 class StepReader:
-    """Makes the batches of this process's ranks for any step, in whatever process it is."""
+    """Makes the batches of any step for this process's ranks; runs in the rank or in a worker."""
 
     def __init__(
         self, samples: Samples, batch_size: int, microbatches: int, ranks: range, data_ranks: int, seed: int
@@ -42,7 +41,7 @@ class StepReader:
         self._shuffle = EndlessShuffle(len(samples), seed)
 
     def read(self, place: int) -> Tensor:
-        """Tokens and labels of the step whose first sample is at a place of the order.
+        """Tokens and labels of the step whose first sample is at a position of the order.
 
         Returns:
             int64 of shape (micro-batches · own ranks, 2, B, T).
@@ -83,20 +82,20 @@ class BatchStream:
         """Start at the first step.
 
         Args:
-            samples: what to take batches from.
+            samples: of the training split.
             batch_size: sequences a micro-batch on each rank.
             microbatches: micro-batches a step on each rank.
-            ranks: those whose batches this process takes, out of ``range(data_ranks)``.
-            data_ranks: ranks that share a step's samples.
+            ranks: whose batches this process takes, out of ``range(data_ranks)``.
+            data_ranks: number of ranks that share a step's samples.
             seed: decides the order.
-            fingerprint: of the data, so that a checkpoint of other data is refused.
-            workers: background processes that read ahead; they start with the first step that is taken.
-            files: of the data as they are now, so that a checkpoint of files that have changed since is refused.
+            fingerprint: of the data; a checkpoint of other data is refused.
+            workers: background processes that read ahead, started with the first step.
+            files: sampled contents of the data; a checkpoint is refused if they have changed since.
         """
         self.fingerprint = fingerprint
         self._files = files
         self.samples_seen = 0
-        """Samples of all steps that were taken so far, over all ranks."""
+        """Samples of all steps so far, over all ranks."""
         self._reader = StepReader(samples, batch_size, microbatches, ranks, data_ranks, seed)
         self._order = None if samples.endless else ORDER
         self._workers = workers
@@ -106,8 +105,7 @@ class BatchStream:
         """Take the next step's batches.
 
         Returns:
-            ``(tokens_BT, labels_BT)``, int64 on the CPU, for each micro-batch and within it for each of this process's
-            ranks.
+            ``(tokens_BT, labels_BT)``, int64 on the CPU, for each micro-batch and each rank of this process in it.
 
         Raises:
             ConfigError: if the data can no longer be read.
@@ -123,7 +121,7 @@ class BatchStream:
         return [(tokens_BT, labels_BT) for tokens_BT, labels_BT in step]
 
     def close(self) -> None:
-        """End the workers, if there are any; the next step that is taken would start them again."""
+        """End the workers, if any; the next step would start new ones."""
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
@@ -134,15 +132,15 @@ class BatchStream:
         return self._reader.stride
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to go on, the same on every rank."""
+        """The state to resume from, the same on every rank."""
         state = {"samples": self.samples_seen, "fingerprint": self.fingerprint, "order": self._order}
         return state if self._files is None else state | {"files": self._files.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the samples that were seen before.
+        """Continue after the samples seen before.
 
         Raises:
-            ConfigError: if the data is not what it was, or would come in another order.
+            ConfigError: if the data or its order has changed.
         """
         if state.get("order") != self._order:
             raise ConfigError(
@@ -158,7 +156,7 @@ class BatchStream:
                 f"{state['fingerprint'][:12]}), so the order cannot go on; set data.*, train.seq_len and "
                 "train.data_seed to what they were and put the same files back, or start a new run"
             )
-        self.close()  # what was made ahead of the old place
+        self.close()  # drop the batches prefetched from the old position
         self.samples_seen = int(state["samples"])
 
 
@@ -167,8 +165,8 @@ def eval_batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield one rank's share of the first ``batches * data_ranks * batch_size`` samples, in order.
 
-    Every rank gets the same number of batches, so that collectives stay aligned: where the samples end early, there are
-    fewer batches, the last of them filled up with rows whose labels are all ``IGNORE_INDEX``.
+    Every rank gets the same number of batches, so that collectives stay aligned. If the samples end early, there are
+    fewer batches, the last padded with rows whose labels are all ``IGNORE_INDEX``.
 
     Returns:
         ``(tokens_BT, labels_BT)``, int64 on the CPU.

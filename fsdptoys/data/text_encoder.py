@@ -1,8 +1,8 @@
-"""From text to ids, when data is prepared: the bytes of UTF-8, or a file of the package ``tokenizers``.
+"""Encoders of text while data is prepared: bytes of UTF-8, or a file of the package ``tokenizers``.
 
-No special ids are put around a text, and text that looks like one ("<|endoftext|>" in an article on tokenizers) becomes
-ordinary ids, so that the id which ends a document stands nowhere else. For bytes that is 0, as between the documents of
-``data=text``; zero bytes of a text are left out.
+No special ids are added, and text that looks like one ("<|endoftext|>" in an article on tokenizers) becomes ordinary
+ids, so that the end-of-document id occurs nowhere else. For bytes it is 0, as in ``data=text``; zero bytes of a text
+are dropped.
 """
 
 import hashlib
@@ -27,30 +27,30 @@ from .dataset_index import DTYPES, MOST_TOKENIZER_BYTES, TOKENIZER_FILE
 SETTINGS_FILE = "tokenizer_config.json"
 MOST_SETTINGS_BYTES = 2**26
 USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-"""Where neither the user nor the folder says which token ends a document."""
+"""Candidates for the end of a document, if neither the user nor the folder names one."""
 
 
 class Encoder(ABC):
-    """What the ids are to mean; is pickled once for each process."""
+    """Turns texts into ids; pickled once for each process."""
 
     name: str
     sha256: str
-    """Decides every id."""
+    """Of everything that decides the ids."""
     file: bytes | None = None
-    """The tokenizer's file as it was read, if it has one."""
+    """Content of the tokenizer's file, if it has one."""
     vocab_size: int
     document_end: int
     ids_are_bytes = False
-    """Whether the ids of a text are the bytes of its UTF-8 without zeros, so that it need not be held as a whole."""
+    """Whether ids are the bytes of UTF-8 without zeros, so that a long text can be encoded in parts."""
 
     @property
     def dtype(self) -> str:
-        """Number format that holds every id, as the index calls it."""
+        """Smallest dtype for the ids, as the index names it."""
         return "uint16" if self.vocab_size <= 2**16 else "uint32"
 
     @abstractmethod
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """Ids of each text, without the end of the document, in no more bytes than that takes."""
+        """Ids of each text in the smallest dtype, without the end of the document."""
 
 
 class ByteEncoder(Encoder):
@@ -72,10 +72,10 @@ class FileEncoder(Encoder):
     """A ``tokenizer.json``.
 
     Args:
-        choice: the file, or the folder that holds it.
-        end: the token that ends a document; None for the folder's own, or a usual one.
-        owner: how the user named the tokenizer, for messages.
-        end_owner: how the user names the end.
+        choice: the file or its folder.
+        end: token that ends a document; None for the folder's own, or one of ``USUAL_ENDS``.
+        owner: the tokenizer as the user named it, for messages.
+        end_owner: the option for ``end``, for messages.
 
     Raises:
         ConfigError: if it cannot be read, or has no such token.
@@ -94,15 +94,15 @@ class FileEncoder(Encoder):
         self.vocab_size = 1 + max(ids)
         end = end or _own_end(file.parent, end_owner) or next(filter(self._knows, USUAL_ENDS), None)
         if end is None or not self._knows(end):
-            told = f"has no token {end!r}" if end else "does not say which token ends a document"
-            raise ConfigError(f"{owner} {told}; set {end_owner} to one of its tokens")
+            mistake = f"has no token {end!r}" if end else "does not say which token ends a document"
+            raise ConfigError(f"{owner} {mistake}; set {end_owner} to one of its tokens")
         self.document_end = int(self._reader.token_to_id(end))
         self.file = read_file(file)
         self.sha256 = hashlib.sha256(self.file + end.encode()).hexdigest()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state
-        self._reader.encode_special_tokens = True  # which is not pickled
+        self._reader.encode_special_tokens = True  # not part of the pickle
 
     def _knows(self, token: str) -> bool:
         return self._reader.token_to_id(token) is not None
@@ -115,32 +115,32 @@ class FileEncoder(Encoder):
 
 
 @contextmanager
-def explain_package_errors(what: str, fix: str = "name another tokenizer, or mend this one") -> Iterator[None]:
-    """Report errors of the package ``tokenizers`` in a sentence, among them the panics of its Rust code.
+def explain_package_errors(failure: str, fix: str = "name another tokenizer, or mend this one") -> Iterator[None]:
+    """Report errors of the package ``tokenizers``, including panics of its Rust code, in one sentence.
 
     Args:
-        what: cannot be done.
-        fix: an imperative.
+        failure: start of the sentence.
+        fix: its end, an imperative.
 
     Raises:
-        ConfigError: instead of the package's own classes.
+        ConfigError: instead of the package's own errors.
     """
     try:
         yield
     except (ConfigError, MemoryError):
         raise
     except BaseException as error:
-        # PanicException is no Exception, and its module cannot be imported.
+        # PanicException is not an Exception, and its module cannot be imported.
         if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
             raise
-        raise ConfigError(f"{what} ({one_line(error) or type(error).__name__}); {fix}") from None
+        raise ConfigError(f"{failure} ({one_line(error) or type(error).__name__}); {fix}") from None
 
 
 def read_file(file: Path) -> bytes:
     """Content of a tokenizer's file.
 
     Raises:
-        ConfigError: if it cannot be read, is no regular file or too large for a tokenizer.
+        ConfigError: if it cannot be read, is not a regular file, or is too large.
     """
     try:
         return read_regular(file, MOST_TOKENIZER_BYTES)
@@ -152,7 +152,7 @@ def read_file(file: Path) -> bytes:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Have the package start no threads: whole processes share the work, and ranks may be forked of this one."""
+    """Disable the package's threads: processes share the work, and ranks may be forked from this one."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
@@ -165,18 +165,18 @@ def _one_thread() -> Iterator[None]:
 
 
 def read_tokenizer(file: Path, owner: str, extra: str, instead: str, missing: str, *, plain: bool) -> Any:
-    """A ``tokenizers.Tokenizer`` from its file.
+    """Read a ``tokenizers.Tokenizer``.
 
     Args:
-        file: ``tokenizer.json``, or one like it.
-        owner: how the user named it.
-        extra: of this project, that installs the package.
-        instead: what the user can do without it.
-        missing: the sentence for a file that is not there.
-        plain: whether text is taken as it is: none of it special, cut off or filled up, whatever the file asks for.
+        file: ``tokenizer.json``, or one of its format.
+        owner: the tokenizer as the user named it.
+        extra: of this project, installs the package.
+        instead: alternative to the package, an imperative.
+        missing: the sentence for a missing file.
+        plain: ignore special tokens in the text, and the file's truncation and padding.
 
     Raises:
-        ConfigError: if it cannot be read, or the package is not there.
+        ConfigError: if the file cannot be read, or the package is missing.
     """
     try:
         from tokenizers import Tokenizer
@@ -198,16 +198,14 @@ def read_tokenizer(file: Path, owner: str, extra: str, instead: str, missing: st
 
 
 def open_encoder(choice: str, end: str | None, owner: str, end_owner: str) -> Encoder:
-    """What a word names.
+    """Open the named encoder.
 
     Args:
         choice: ``bytes``, or the path of a ``tokenizer.json`` or its folder.
-        end: the token that ends a document; None for the usual one.
-        owner: how the user named the tokenizer, for messages.
-        end_owner: how the user names the end.
+        end, owner, end_owner: as for ``FileEncoder``.
 
     Raises:
-        ConfigError: if there is none.
+        ConfigError: if it does not exist.
     """
     if choice == "bytes":
         if end is not None:
@@ -217,10 +215,10 @@ def open_encoder(choice: str, end: str | None, owner: str, end_owner: str) -> En
 
 
 def _own_end(folder: Path, end_owner: str) -> str | None:
-    """The token that a folder in Hugging Face format names as the end, if it has one.
+    """The end-of-sequence token of a Hugging Face folder, if it names one.
 
     Raises:
-        ConfigError: if the file for it cannot be read.
+        ConfigError: if its settings cannot be read.
     """
     path = folder / SETTINGS_FILE
     try:

@@ -1,8 +1,7 @@
-"""Many files read as one long stream of tokens, without holding any of it in memory.
+"""Many files as one stream of tokens, none of it held in memory.
 
-A stream knows where each file begins and reads just the window that is asked for, from the files it crosses. Files are
-opened for each read and closed again: nothing has to be kept open, mapped, or carried over a fork, and the operating
-system's page cache does the rest. Every token that is read is checked against the vocabulary.
+A read opens the files that the window crosses and closes them again: no file is kept open, mapped or passed through a
+fork, and the page cache does the rest. Every token read is checked against the vocabulary.
 """
 
 import bisect
@@ -20,30 +19,30 @@ from numpy.typing import NDArray
 from fsdptoys.errors import ConfigError
 
 HEAD_BYTES = 2**20
-"""Start of each file that is checked before workers start."""
+"""Start of each file, checked before ranks start."""
 SAMPLE_BYTES = 4096
-"""Start and end of each file that count for the fingerprint."""
+"""Start and end of each file in the fingerprint."""
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file to read."""
+    """An input file."""
 
     path: str
     name: str
-    """Path below the directory that the pattern starts from: the same wherever the data lies."""
+    """Path below the pattern's directory, independent of the location of the data."""
     size_bytes: int
 
 
 def match_files(key: str, pattern: str) -> list[SourceFile]:
-    """Find the files that a path or a glob (``**`` for any depth) names, sorted by path.
+    """Find the files of a path or a glob (``**`` for any depth), sorted by path.
 
     Args:
         key: the configuration's key, for messages.
-        pattern: a path that exists is taken as it is, whatever characters it has.
+        pattern: an existing path is never a glob, whatever characters it has.
 
     Raises:
-        ConfigError: if nothing matches, or a named file is no readable, non-empty file.
+        ConfigError: if nothing matches, or a file is empty, not regular or not readable.
     """
     path = os.path.expanduser(pattern)
     magic = re.search(r"[*?\[]", path)
@@ -62,10 +61,10 @@ def match_files(key: str, pattern: str) -> list[SourceFile]:
 
 
 def source_file(key: str, path: str, root: str) -> SourceFile:
-    """Look at one file, named by its path below ``root``.
+    """Check one file, named by its path below ``root``.
 
     Raises:
-        ConfigError: if it is missing, a directory, not a regular file or not readable.
+        ConfigError: if it is missing, not regular or not readable.
     """
     if os.path.isdir(path):
         raise ConfigError(
@@ -87,14 +86,14 @@ def require_content(key: str, file: SourceFile) -> None:
     """Refuse an empty file.
 
     Raises:
-        ConfigError: if it is one.
+        ConfigError: if it is empty.
     """
     if not file.size_bytes:
         raise ConfigError(f"{key}=[{file.path}] is an empty file; take it out of {key} or write it again")
 
 
 def without_repeats(files: Iterable[SourceFile]) -> list[SourceFile]:
-    """Each file once, in the order of its first mention: a repeat could end up in both parts of a split."""
+    """Each file once, at its first mention; a repeat could be in both splits."""
     by_path: dict[str, SourceFile] = {}
     for file in files:
         by_path.setdefault(os.path.realpath(file.path), file)
@@ -112,14 +111,14 @@ class FileStream:
         vocab_size: int,
         separator: int | None = None,
     ) -> None:
-        """Lay out the files.
+        """Compute the position of each file.
 
         Args:
             key: the configuration's key, for messages.
-            files: none of them empty, each a whole number of tokens.
-            dtype: number format of a token.
+            files: not empty, each a whole number of tokens.
+            dtype: of a token.
             vocab_size: tokens must be below it.
-            separator: token put between one file and the next; None for none.
+            separator: token between two files; None for none.
         """
         self.key = key
         self.files = files
@@ -135,10 +134,10 @@ class FileStream:
         return self.starts[-1] + self.file_tokens[-1] if self.files else 0
 
     def read(self, start: int, count: int) -> NDArray[Any]:
-        """Read ``count`` tokens from position ``start`` of the stream on; both must lie within it.
+        """Read ``count`` tokens from position ``start`` on, all within the stream.
 
         Raises:
-            ConfigError: if a file has vanished or shrunk, or has a token outside the vocabulary.
+            ConfigError: if a file is gone or shorter, or has a token outside the vocabulary.
         """
         assert start >= 0 and start + count <= len(self)
         tokens = np.full(count, self.separator or 0, self.dtype)
@@ -147,7 +146,7 @@ class FileStream:
         while index < len(self.files) and self.starts[index] < stop:
             file_start = self.starts[index]
             low, high = max(start, file_start), min(stop, file_start + self.file_tokens[index])
-            if low < high:  # else the window begins on the separator after this file
+            if low < high:  # else the window starts at the separator after this file
                 tokens[low - start : high - start] = self._read_file(index, low - file_start, high - low)
             index += 1
         return tokens
@@ -156,13 +155,13 @@ class FileStream:
         """Read the first MiB of every file.
 
         Raises:
-            ConfigError: if a file cannot be read or has a token outside the vocabulary there.
+            ConfigError: if a file cannot be read, or has a token outside the vocabulary.
         """
         for index, tokens in enumerate(self.file_tokens):
             self._read_file(index, 0, min(tokens, HEAD_BYTES // self.dtype.itemsize))
 
     def content_sample(self) -> bytes:
-        """Start and end of every file, for a fingerprint that is cheap: changes in between go unseen."""
+        """Start and end of every file, for a cheap fingerprint without the bytes between them."""
         sample = bytearray()
         tokens_each = SAMPLE_BYTES // self.dtype.itemsize
         for index, tokens in enumerate(self.file_tokens):
@@ -188,10 +187,10 @@ class FileStream:
         return tokens
 
     def check_tokens(self, index: int, offset: int, tokens: NDArray[Any]) -> None:
-        """Hold what was read of a file from an offset on against the vocabulary.
+        """Check tokens of a file against the vocabulary.
 
         Raises:
-            ConfigError: if a token is outside.
+            ConfigError: naming the first outside.
         """
         if len(tokens) and int(tokens.max()) >= self.vocab_size:
             first = int(np.flatnonzero(tokens >= self.vocab_size)[0])

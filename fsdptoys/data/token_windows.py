@@ -1,7 +1,7 @@
-"""A stream of files cut into samples, with a part held out.
+"""Cut a stream of files into windows, with a part held out.
 
-Sample i covers the positions i·T to i·T + T, both included: inputs never overlap, and the last label of one sample is
-the first input of the next. The held-out part is the end of the stream, or a stream of its own; no window crosses over.
+Sample i covers positions i·T to i·T + T, both included: inputs never overlap, and the last label of one sample is the
+first input of the next. The held-out part is the end of the stream, or a stream of its own; no window is in both.
 """
 
 import numpy as np
@@ -14,12 +14,12 @@ from .dataset import TokenDataset, Tokens, hash_of
 from .token_files import FileStream
 
 ENTROPY_BYTES = 256 * 2**20
-"""Start of the training part whose token frequencies are counted."""
+"""Start of the training part, in which token frequencies are counted."""
 CHUNK_TOKENS = 2**22
 
 
 class WindowSamples:
-    """Disjoint windows of the positions ``start`` to ``stop`` (not included) of a stream."""
+    """Disjoint windows of the positions ``start`` to ``stop`` (excluded) of a stream."""
 
     endless = False
 
@@ -42,8 +42,8 @@ class WindowSamples:
         """Check that there is at least one sample.
 
         Args:
-            part: what these samples are, for the message.
-            fix: what the user can do, beside shorter sequences.
+            part: name of these samples in the message.
+            fix: alternative to shorter sequences, an imperative.
 
         Raises:
             ConfigError: if the stream is too short.
@@ -58,7 +58,7 @@ class WindowSamples:
 
 
 def check_eval_fraction(eval_fraction: float) -> None:
-    """Refuse a share that leaves nothing to train on.
+    """Check a held-out share.
 
     Raises:
         ConfigError: unless it is in [0, 1).
@@ -70,7 +70,7 @@ def check_eval_fraction(eval_fraction: float) -> None:
 
 
 def split_windows(stream: FileStream, seq_len: int, eval_fraction: float) -> tuple[WindowSamples, WindowSamples | None]:
-    """Cut a stream into training samples and, from its last ``eval_fraction``, held-out ones (None where that is 0).
+    """Cut a stream into training windows and, from its last ``eval_fraction``, held-out ones (None if that is 0).
 
     Raises:
         ConfigError: if either part is too short for one sample.
@@ -88,7 +88,7 @@ def split_windows(stream: FileStream, seq_len: int, eval_fraction: float) -> tup
 
 
 class FileDataset(TokenDataset):
-    """Samples from files."""
+    """Windows of files."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class FileDataset(TokenDataset):
 
 
 def token_shares(windows: WindowSamples, parts: int = 1) -> NDArray[np.float64]:
-    """How frequent each token is in the start of some windows, one of so many parts of the data, shape (V,)."""
+    """Token frequencies, shape (V,), in the first ``ENTROPY_BYTES / parts`` of some windows."""
     stream = windows.stream
     counts = np.zeros(stream.vocab_size, dtype=np.int64)
     stop = min(windows.stop, windows.start + ENTROPY_BYTES // parts // stream.dtype.itemsize)
@@ -127,6 +127,6 @@ def token_shares(windows: WindowSamples, parts: int = 1) -> NDArray[np.float64]:
 
 
 def entropy_nats(shares_V: NDArray[np.float64]) -> float:
-    """Entropy of a distribution."""
+    """Entropy of a distribution, shape (V,), in nats."""
     shares_V = shares_V[shares_V > 0]
     return float(-(shares_V * np.log(shares_V)).sum())

@@ -1,8 +1,8 @@
-"""From text to token ids and back, for whoever uses a trained model: bytes, a tokenizer's file, or the ids themselves.
+"""Tokenizers of trained models, for generation and evaluation: bytes, a tokenizer's file, or plain ids.
 
-A model's weights do not say what its ids mean. What a run was trained on does where that was text, and a folder in
-Hugging Face format does where it has a ``tokenizer.json``, which the package ``tokenizers`` reads. For all others the
-user says it. Not covered: tokenizers in other files (``tokenizer.model``), chat templates.
+A model's weights do not define the meaning of its ids. A run's data does if it is text, and a Hugging Face folder does
+if it has a ``tokenizer.json``, which the package ``tokenizers`` reads; otherwise the user names one. Not covered:
+tokenizers in other files (``tokenizer.model``), chat templates.
 """
 
 from abc import ABC, abstractmethod
@@ -21,10 +21,10 @@ CHOICE = "--tokenizer bytes, --tokenizer ids, or --tokenizer with a folder that 
 
 
 class Tokenizer(ABC):
-    """What the ids of a model mean."""
+    """Converts between text and ids."""
 
     has_bytes = True
-    """Whether there are bytes behind the ids."""
+    """Whether ids stand for bytes of text."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -42,7 +42,7 @@ class Tokenizer(ABC):
         """Ids of a file.
 
         Raises:
-            ConfigError: if it holds no text in UTF-8, or one without ids.
+            ConfigError: if it is not UTF-8, or its text has no ids.
         """
         try:
             return self.encode(content.decode("utf-8"))
@@ -62,12 +62,12 @@ class ByteTokenizer(Tokenizer):
         return decode_bytes(ids)
 
     def encode_file(self, content: bytes, path: str) -> list[int]:
-        """See ``Tokenizer``; of whatever bytes."""
+        """See ``Tokenizer``; accepts any bytes."""
         return np.frombuffer(content, dtype=np.uint8).tolist()
 
 
 class IdTokenizer(Tokenizer):
-    """Text is ids in decimal digits, with blanks between them."""
+    """Text is ids in decimal digits, separated by blanks."""
 
     has_bytes = False
 
@@ -87,11 +87,11 @@ class FileTokenizer(Tokenizer):
     """A ``tokenizer.json``.
 
     Args:
-        path: the file, or the folder that holds it.
-        plain: whether text is taken as prepared data has it (``data.encoding``), rather than as the file says.
+        path: the file or its folder.
+        plain: encode text as prepared data is (``data.text_encoder``), rather than as the file says.
 
     Raises:
-        ConfigError: if it cannot be read, or the package for it is not there.
+        ConfigError: if it cannot be read, or the package ``tokenizers`` is missing.
     """
 
     def __init__(self, path: Path, plain: bool) -> None:
@@ -102,7 +102,7 @@ class FileTokenizer(Tokenizer):
         self._file = file
 
     def encode(self, text: str) -> list[int]:
-        """See ``Tokenizer``; with the special ids that the file puts around a text, if it does, unless plain."""
+        """See ``Tokenizer``; with the file's special ids around the text, unless plain."""
         with explain_package_errors(f"{self._file} cannot turn the text into ids"):
             return list(self._reader.encode(text, add_special_tokens=not self._plain).ids)
 
@@ -113,15 +113,15 @@ class FileTokenizer(Tokenizer):
 
 
 def open_tokenizer(choice: str, vocab_size: int, *, plain: bool = False) -> Tokenizer:
-    """The tokenizer that a word names.
+    """Open the named tokenizer.
 
     Args:
         choice: ``bytes``, ``ids``, or the path of a ``tokenizer.json`` or its folder.
         vocab_size: of the model.
-        plain: whether a file's own special ids, cutting and padding are left out, as in prepared data.
+        plain: ignore a file's special ids, truncation and padding, as prepared data does.
 
     Raises:
-        ConfigError: if there is none, or it is not for the model.
+        ConfigError: if it does not exist, or does not fit the model.
     """
     if choice == "ids":
         return IdTokenizer()
@@ -135,10 +135,10 @@ def open_tokenizer(choice: str, vocab_size: int, *, plain: bool = False) -> Toke
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, owner: str) -> None:
-    """Refuse ids that a model has not.
+    """Check that ids are below the model's vocabulary size.
 
     Raises:
-        ConfigError: naming the first.
+        ConfigError: naming the first that is not.
     """
     for position, token in enumerate(ids):
         if token >= vocab_size:

@@ -1,4 +1,4 @@
-"""One Device for CUDA, NPU and CPU: collectives, streams, memory, random numbers, environment and peak FLOP/s."""
+"""One interface to CUDA, NPU and CPU: collectives, streams, memory, random states, environment and peak FLOP/s."""
 
 from .device import Device, MemoryStats, device_name
 from .environment import DETERMINISTIC, check_allocator_settings, device_environment

@@ -1,8 +1,7 @@
-"""What to tell where ``import torch`` itself fails, since a backend that it loads by itself cannot be loaded.
+"""Explain failures of ``import torch`` itself; nothing here imports torch.
 
-PyTorch imports every installed distribution with an entry point in the group ``torch.backends``, as torch_npu's; where
-CANN's libraries are not found the whole import ends in a traceback. So does one under a ``LOGLEVEL`` that is none.
-Nothing here imports torch.
+PyTorch imports every installed distribution with an entry point in the group ``torch.backends``, such as torch_npu;
+without CANN's libraries the import ends in a traceback. So does an import with an invalid ``LOGLEVEL``.
 """
 
 import logging
@@ -14,7 +13,7 @@ from fsdptoys.utils.text import one_line
 
 
 def check_log_level(environment: Mapping[str, str]) -> None:
-    """Check the level that torch's elastic agent sets for its log when it is imported.
+    """Check ``LOGLEVEL``, which torch's elastic agent uses at import.
 
     Raises:
         ConfigError: if logging has no such level.
@@ -28,7 +27,7 @@ def check_log_level(environment: Mapping[str, str]) -> None:
 
 
 def explain_autoload(error: BaseException) -> str | None:
-    """A sentence with the backend, the reason and what to do; None for an error of another kind."""
+    """A sentence with backend, reason and fix; None for other errors."""
     named = re.search(r"Failed to load the backend extension: (\S+?)\.? ", f"{error} ")
     if not isinstance(error, RuntimeError) or named is None or error.__cause__ is None:
         return None

@@ -1,8 +1,7 @@
 """The device of this process.
 
-``torch.accelerator`` serves CUDA and NPU alike; what it lacks, and what a plain CPU has not, is answered here, so that
-no other room asks which hardware it runs on. On a CPU the process's resident set, read from ``/proc``, stands for its
-memory.
+Extends ``torch.accelerator``, which serves CUDA and NPU, so that no other package asks for the type of hardware. On a
+CPU the process's resident set, read from ``/proc``, stands for device memory.
 """
 
 from dataclasses import dataclass
@@ -33,10 +32,10 @@ class Device:
 
     Args:
         device_type: ``cuda``, ``npu`` or ``cpu``.
-        local_rank: index of the device on this machine.
+        local_rank: index of the device on this node.
 
     Raises:
-        ConfigError: if this machine has no such device.
+        ConfigError: if this node has no such device.
     """
 
     def __init__(self, device_type: str, local_rank: int = 0) -> None:
@@ -66,30 +65,30 @@ class Device:
 
     @property
     def name(self) -> str:
-        """The name that its maker gave it."""
+        """The maker's name."""
         return device_name(self.type, self.torch_device.index or 0)
 
     @property
     def peak_flops(self) -> float | None:
-        """Peak dense bf16 FLOP/s, or None where it is not known."""
+        """Peak dense bf16 FLOP/s; None if unknown."""
         return peak_flops(self.name) if self.is_accelerator else None
 
     def supports_bfloat16(self) -> bool:
-        """Whether the device computes in bfloat16, be it slowly."""
+        """Whether the device computes in bfloat16, even if slowly."""
         asked = getattr(self._module, "is_bf16_supported", None)
         return asked is None or bool(asked())
 
     @property
     def bound_device(self) -> torch.device | None:
-        """The device that a process group is bound to, so that it connects at once and can be split.
+        """The device for ``init_process_group``, so that the group connects at once and can be split.
 
-        NCCL's can, HCCL's cannot: there PyTorch 2.13 would refuse a mesh of two axes, and gloo's group for checkpoints.
+        None for HCCL, which cannot split: PyTorch 2.13 would refuse a mesh of two axes, and gloo's checkpoint group.
         """
         return self.torch_device if KINDS[self.type].splits_groups else None
 
     @property
     def barrier_devices(self) -> list[int] | None:
-        """What ``dist.barrier`` is told, which would guess the device where the group is not bound to one."""
+        """``device_ids`` of ``dist.barrier``, which guesses the device of an unbound group."""
         return [self.torch_device.index] if self.is_accelerator else None
 
     # Streams and host memory.
@@ -101,18 +100,18 @@ class Device:
 
     @property
     def pins_memory(self) -> bool:
-        """Whether copies from and to the host want pinned memory, to go on beside what the device computes."""
+        """Whether copies from and to the host need pinned memory to overlap with computation."""
         return self.is_accelerator
 
     def make_current(self) -> None:
-        """Let this thread work on this device; a thread starts with device 0, which may be another rank's."""
+        """Make this the thread's current device; a thread starts with device 0, maybe another rank's."""
         if self.is_accelerator:
             torch.accelerator.set_device_index(self.torch_device.index)
 
     def synchronize(self) -> None:
-        """Wait for what was given to the computing stream; a CPU has nothing to wait for.
+        """Wait for the compute stream; does nothing on a CPU.
 
-        Copies on other streams that nothing on it waits for yet go on: they belong to what comes next.
+        Copies on other streams continue, unless the compute stream waits for them.
         """
         if self.is_accelerator:
             self.streams.current().synchronize()
@@ -121,23 +120,23 @@ class Device:
 
     @property
     def total_memory_bytes(self) -> int:
-        """Memory of the device, or of the machine for a CPU."""
+        """Memory of the device, or of the node for a CPU."""
         if self.is_accelerator:
             return int(self._module.get_device_properties(self.torch_device).total_memory)
         return host_memory_bytes()
 
     @property
     def memory_history(self) -> Any:
-        """The module that records every allocation: ``torch.cuda.memory``, ``torch.npu.memory``."""
+        """The module of the allocator's history: ``torch.cuda.memory`` or ``torch.npu.memory``."""
         return self._module.memory
 
     def reset_peak_memory(self) -> None:
-        """Start a new peak."""
+        """Reset the peak to the memory in use."""
         if self.is_accelerator:
             self._module.reset_peak_memory_stats()
 
     def memory(self) -> MemoryStats:
-        """Memory of an accelerator in use now, at its peak, and reserved by the allocator."""
+        """Memory of an accelerator: allocated, at its peak, and reserved."""
         assert self.is_accelerator
         module = self._module
         return MemoryStats(module.memory_allocated(), module.max_memory_allocated(), module.memory_reserved())
@@ -145,18 +144,18 @@ class Device:
     # Random numbers; ``torch.manual_seed`` seeds the generators of all devices.
 
     def rng_state(self) -> torch.Tensor | None:
-        """State of the device's own generator, in host memory; None for a CPU, whose generator is PyTorch's."""
+        """State of the device's generator, in host memory; None for a CPU, which has PyTorch's default one."""
         state: torch.Tensor | None = self._module.get_rng_state() if self.is_accelerator else None
         return state
 
     def restore_rng_state(self, state: torch.Tensor | None) -> None:
-        """Put the device's own generator back; a state of another kind of device is left alone."""
+        """Restore the device's generator, if both device and state have one."""
         if self.is_accelerator and state is not None:
             self._module.set_rng_state(state)
 
 
 def device_name(device_type: str, index: int = 0) -> str:
-    """The name that its maker gave a device, without becoming one that works on it."""
+    """The maker's name of a device, without making it current."""
     if device_type == "cpu":
         return cpu_name()
     return str(torch.get_device_module(device_type).get_device_name(index))

@@ -1,4 +1,4 @@
-"""The machine around the device: cores, memory, and what a process has of it."""
+"""Cores and memory of the node, and this process's share."""
 
 import contextlib
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def available_cores() -> int:
-    """Physical cores that this process may use: its affinity, hyper-threads counted once, and its container's quota."""
+    """Physical cores available to this process, by affinity and the container's quota; hyper-threads count once."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     cores = set()
@@ -23,19 +23,19 @@ def available_cores() -> int:
 
 
 def host_memory_bytes() -> int:
-    """Memory of the machine."""
+    """Memory of the node."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def resident_set_bytes() -> int:
-    """Memory of this process that is in RAM; 0 where the system has no ``/proc``."""
+    """Resident memory of this process; 0 without ``/proc``."""
     with contextlib.suppress(OSError), open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
 
 
 def highest_resident_set_bytes() -> int | None:
-    """Highest ``resident_set_bytes`` since the process started; None where the system does not tell."""
+    """Peak of ``resident_set_bytes`` since the process started; None without ``/proc``."""
     with contextlib.suppress(OSError), open("/proc/self/status") as status:
         for line in status:
             if line.startswith("VmHWM:"):
@@ -44,7 +44,7 @@ def highest_resident_set_bytes() -> int | None:
 
 
 def cpu_name() -> str:
-    """The processor's name as its maker gave it."""
+    """The maker's name of the processor."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as cpuinfo:
         for line in cpuinfo:
             if line.startswith("model name"):

@@ -1,7 +1,7 @@
-"""The kinds of devices, which of them this machine has, and why one that is asked for is not there.
+"""Device types, their presence on this node, and the reason for a missing one.
 
-``torch_npu`` is imported where an NPU is asked for and PyTorch has not loaded it by itself
-(``TORCH_DEVICE_BACKEND_AUTOLOAD=0``), and nowhere else.
+``torch_npu`` is imported only if an NPU is requested and PyTorch has not loaded it
+(``TORCH_DEVICE_BACKEND_AUTOLOAD=0``).
 """
 
 import importlib
@@ -20,14 +20,14 @@ NPU_PACKAGE = "torch_npu"
 
 @dataclass(frozen=True)
 class Kind:
-    """What all devices of a type have in common."""
+    """Properties of a device type."""
 
     backend: str
-    """Of collectives over tensors on the device."""
+    """Of collectives on device tensors."""
     float64_collectives: bool = True
-    """Whether collectives reduce float64; HCCL's do not."""
+    """Whether collectives reduce float64; not with HCCL."""
     splits_groups: bool = False
-    """Whether a communicator can be made of a larger one; torch_npu 2.13.0 has no such thing for HCCL."""
+    """Whether communicators can be split; not with HCCL in torch_npu 2.13.0."""
 
 
 KINDS = {
@@ -40,13 +40,13 @@ DEVICE_TYPES = tuple(KINDS)
 
 
 def available_device_type() -> str:
-    """``cuda``, ``npu`` or ``cpu``: the first that has a device here, without touching it."""
+    """The first of ``cuda``, ``npu`` and ``cpu`` with a device here, without initializing it."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator.type if accelerator is not None and accelerator.type in DEVICE_TYPES else "cpu"
 
 
 def device_count(device_type: str) -> int:
-    """Number of devices of a type on this machine; 1 for a CPU."""
+    """Number of devices of a type on this node; 1 for a CPU."""
     if device_type == "cpu":
         return 1
     _load_module(device_type)
@@ -59,7 +59,7 @@ def float64_collectives(device_type: str) -> bool:
 
 
 def missing_device(device_type: str) -> ConfigError:
-    """Why ``launch.device`` names a type that has no device here, and what to do."""
+    """The error for a ``launch.device`` without a device here."""
     asked, found = f"launch.device={device_type}", available_device_type()
     if device_type != "npu":
         return ConfigError(f"{asked} finds no such device on this machine; set launch.device={found}")
@@ -83,16 +83,16 @@ def missing_device(device_type: str) -> ConfigError:
 
 
 def check_visible_devices(present: str) -> None:
-    """Refuse a value of ``ASCEND_RT_VISIBLE_DEVICES`` of which CANN would read a part, or nothing.
+    """Check ``ASCEND_RT_VISIBLE_DEVICES``, of which CANN silently ignores invalid parts.
 
-    It reads up to the first character that is neither digit nor comma, and wants the numbers in ascending order
-    (hiascend.com, CANN's environment variables, ASCEND_RT_VISIBLE_DEVICES).
+    CANN reads up to the first character that is neither digit nor comma, and expects ascending numbers (hiascend.com,
+    CANN's environment variables, ASCEND_RT_VISIBLE_DEVICES).
 
     Args:
         present: the variable's value.
 
     Raises:
-        ConfigError: with the value that was probably meant.
+        ConfigError: with a valid value.
     """
     numbers = [int(number) for number in re.findall(r"\d+", present)]
     meant = ",".join(map(str, sorted(set(numbers))))
@@ -104,16 +104,16 @@ def check_visible_devices(present: str) -> None:
 
 
 def _release() -> str:
-    """This PyTorch's version, without what it was built for."""
+    """PyTorch's version without its build suffix."""
     return re.split(r"[+a-z]", str(torch.__version__))[0].rstrip(".")
 
 
 def _load_module(device_type: str) -> str | None:
-    """Import what brings a device type along, where it is not there; return what went wrong."""
+    """Import the package of a device type, if needed; return the failure."""
     if device_type != "npu" or hasattr(torch, "npu"):
         return None
     try:
         importlib.import_module(NPU_PACKAGE)
-    except Exception as error:  # whatever its native libraries make of a machine without CANN
+    except Exception as error:  # native libraries raise anything without CANN
         return str(error).splitlines()[0] if str(error) else type(error).__name__
     return None

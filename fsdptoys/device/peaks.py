@@ -1,4 +1,4 @@
-"""Peak FLOP/s of accelerators by the name that they give themselves."""
+"""Peak FLOP/s of accelerators by device name."""
 
 import re
 
@@ -23,14 +23,14 @@ PEAK_FLOPS = {
     "RTX 4090": 165e12,
     "RTX 3090": 71e12,
     # Huawei's figure (jdc.huawei.com, viewthread 1175654): 20 cores × 8,192 FLOP a cycle × 1.91 GHz. The other variants
-    # of the 910B differ in cores and clock, and no such figure of theirs is known to us: they have no peak here.
+    # of the 910B differ in cores and clock and have no published figure.
     "Ascend910B3": 313e12,
 }
-"""Words of the device's name → peak; the longest that occur in the name count."""
+"""Part of the device's name → peak; the longest match counts."""
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Peak dense bf16 FLOP/s of a device by its name, or None where it is not known."""
+    """Peak dense bf16 FLOP/s of a device; None if unknown."""
     if re.search(r"\b(MIG|Laptop)\b", device_name):
         return None
     known = sorted((words for words in PEAK_FLOPS if re.search(rf"\b{words}\b", device_name)), key=len)

@@ -6,7 +6,6 @@ by measured ones. A custom profile is a copy of one of these files.
 """
 
 import dataclasses
-import difflib
 import math
 import re
 from collections.abc import Sequence
@@ -21,12 +20,12 @@ import fsdptoys.configs
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.foreign import parse_yaml
 from fsdptoys.utils.regular_file import read_regular
-from fsdptoys.utils.text import one_line
+from fsdptoys.utils.text import near_miss, one_line
 
 PROFILES = Path(fsdptoys.configs.__file__).parent / "hardware"
 LARGEST_PROFILE_BYTES = 2**16
 DEVICE_TYPES = ("cuda", "npu", "cpu")
-"""As in ``fsdptoys.device``, which would import torch."""
+"""As in ``kinds``, which imports torch."""
 
 
 class AttentionKind(Enum):
@@ -207,10 +206,9 @@ def _check_keys(tree: dict[str, Any], wanted: dict[str, Any], where: str) -> Non
     for key in tree:
         if key not in wanted:
             missing = [name for name in wanted if name not in tree]
-            near = difflib.get_close_matches(str(key), missing or list(wanted), n=1)
-            raise ConfigError(
-                f"{where} has the key {key}, which none has; " + (f"did you mean {near[0]}?" if near else "delete it")
-            )
+            near = near_miss(str(key), missing or list(wanted))
+            fix = f"did you mean {near}?" if near else "delete it"
+            raise ConfigError(f"{where} has the key {key}, which none has; {fix}")
     for key in wanted:
         if key not in tree:
             raise ConfigError(f"{where} lacks {key}; add it as the profiles of configs/hardware have it")
@@ -243,5 +241,5 @@ def _choice(value: object, key: str, choices: Sequence[str], where: str) -> str:
 
 
 def _fix(prefix: str, value: str, choices: Sequence[str]) -> str:
-    near = difflib.get_close_matches(value, choices, n=1)
-    return f"did you mean {prefix}{near[0]}?" if near else f"set {prefix}{' | '.join(choices)}"
+    near = near_miss(value, choices)
+    return f"did you mean {prefix}{near}?" if near else f"set {prefix}{' | '.join(choices)}"

@@ -1,4 +1,4 @@
-"""Streams and events of an accelerator, through its own module (``torch.cuda``, ``torch.npu``)."""
+"""Streams and events of an accelerator, from its module (``torch.cuda``, ``torch.npu``)."""
 
 from contextlib import AbstractContextManager
 from typing import Any
@@ -9,14 +9,14 @@ Stream = Any
 """A stream of the device's module; CUDA's and NPU's have the same methods."""
 
 Event = Any
-"""An event of the device's module; None where there is nothing to wait for."""
+"""An event of the device's module; None for nothing to wait for."""
 
 
 class Streams:
-    """Makes streams and events of one accelerator.
+    """Creates streams and events of one accelerator.
 
     Args:
-        device: with its index.
+        device: with an index.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -24,23 +24,23 @@ class Streams:
         self._module: Any = torch.get_device_module(device)
 
     def new(self) -> Stream:
-        """A stream beside the computing one; make few and keep them, since each has a pool of the allocator."""
+        """A new stream; create few and keep them, since each has its own pool in the allocator."""
         return self._module.Stream(device=self._device)
 
     def event(self) -> Event:
-        """An event without a time."""
+        """An event without timing."""
         return self._module.Event()
 
     def current(self) -> Stream:
-        """The stream that this thread's work is given to."""
+        """This thread's current stream."""
         return self._module.current_stream(self._device)
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Give the work of the body to another stream."""
+        """Context in which a stream is current."""
         context: AbstractContextManager[Any] = self._module.stream(stream)
         return context
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether a device has streams, and memory of its own that pinned host memory is copied to beside computation."""
+    """Whether a device has streams and memory of its own."""
     return device.type != "cpu"

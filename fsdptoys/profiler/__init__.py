@@ -1,4 +1,4 @@
-"""Where time and memory go: traces of a few steps, memory snapshots, and what to do when memory runs out."""
+"""Profiling: traces of a few steps, memory snapshots, and out-of-memory reports."""
 
 from .config import DebugConfig, NPULevel, ProfileConfig
 from .live_bytes import LiveBytes, PlacedBytes, live_bytes

@@ -1,10 +1,9 @@
-"""Who called a collective, and whose parameters it moves.
+"""Find the caller of a collective and the parameters that it moves.
 
-The call stack tells the first, and often the second: where a unit, a bucket or a share is gathered or reduced, it is
-among the variables of one of the functions on the way. Where it is not, the addresses of the tensors may tell, if
-parameters lie in them. What is not found so stays unnamed.
+The call stack shows the caller, and often the parameters: the gathered or reduced unit, bucket or share is a variable
+of one of the functions. Otherwise the addresses of the tensors may match parameters; else they stay unnamed.
 
-PyTorch's own FSDP has no public way from a collective to its unit; ``_native_names`` is the one place that looks.
+PyTorch's FSDP has no public way from a collective to its unit; only ``_native_names`` reads private attributes.
 """
 
 import sys
@@ -17,12 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdptoys.utils.dtensor import (
-    is_dtensor,
-)
+from fsdptoys.utils.dtensor import is_dtensor
 
 WRAPPERS = ("module", "_fsdp_wrapped_module", "_orig_mod")
-"""Parts of a parameter's name that only say what is wrapped around the model."""
+"""Parts of a parameter's name that come from wrappers around the model."""
 PASSED_BY = (
     "torch.distributed.distributed_c10d",
     "torch.distributed.c10d_logger",
@@ -37,27 +34,27 @@ PASSED_BY = (
     "contextlib",
     "fsdptoys.profiler.collectives",
 )
-"""Modules, and those within them, that are on the way to a collective but do not decide it."""
+"""Modules and packages between the caller and the collective."""
 CARRIERS = ("share", "bucket", "handle", "fsdp_params", "unit", "self")
-"""Variables that may hold what is gathered or reduced, the most exact first."""
+"""Variables that may hold the gathered or reduced parameters, the most exact first."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a collective was called."""
+    """Caller of a collective."""
 
     site: str
-    """``module.function``, of the module's name the last part."""
+    """``module.function``, with the last part of the module's name."""
     phase: str
     parameters: list[str]
 
 
 class Origins:
-    """Knows a model's parameters by name.
+    """Finds callers, and names a model's parameters.
 
     Args:
-        model: as the strategy has wrapped it.
-        within: function → the phase of what is called within it.
+        model: as wrapped by the strategy.
+        within: function → phase of the calls within it.
     """
 
     def __init__(self, model: nn.Module, within: dict[CodeType, str]) -> None:
@@ -67,10 +64,10 @@ class Origins:
         self._modules = {module: _own_name(name) for name, module in model.named_modules()}
 
     def find(self, phase: str) -> Origin:
-        """Read the stack of whoever called the caller.
+        """Read the stack above the caller.
 
         Args:
-            phase: the trainer's; outside of forward and backward the functions on the stack decide.
+            phase: the trainer's; outside forward and backward the functions on the stack decide.
         """
         site, found, parameters, in_autograd = "", None, None, False
         frame: FrameType | None = sys._getframe(2)
@@ -87,7 +84,7 @@ class Origins:
 
     @torch.no_grad()
     def stored_in(self, sets: Iterable[list[Tensor]]) -> list[str]:
-        """Parameters that lie within tensors."""
+        """Parameters stored within tensors."""
         spans = [
             (tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size())
             for tensors in sets
@@ -102,7 +99,7 @@ class Origins:
         return found
 
     def _carried(self, frame: FrameType) -> list[str]:
-        """Parameters of what a function works on."""
+        """Parameters in a function's variables."""
         if not set(CARRIERS).intersection(frame.f_code.co_varnames):
             return []
         values = frame.f_locals
@@ -116,7 +113,7 @@ class Origins:
         return []
 
     def _names_of(self, params: Any, indices: list[int] | None = None) -> list[str]:
-        """Names of parameters, or of what says in which modules a parameter has its homes."""
+        """Names of parameters, or of objects with ``homes``: a parameter's modules and names there."""
         if not isinstance(params, list):
             return []
         names = []
@@ -129,7 +126,7 @@ class Origins:
         return [name for name in names if name]
 
     def _native_names(self, value: Any) -> list[str]:
-        """Names that PyTorch's FSDP keeps of a unit's parameters, in private attributes of torch 2.7 to 2.13."""
+        """Names of a unit's parameters from private attributes of PyTorch's FSDP, torch 2.7 to 2.13."""
         try:
             flat = getattr(value, "flat_param", None)
             if isinstance(flat, nn.Parameter):  # FSDP1's handle of a unit

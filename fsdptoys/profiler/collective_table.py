@@ -1,7 +1,7 @@
-"""The collectives of a step as people read them: identical ones folded, sums below.
+"""A table of a step's collectives: identical ones folded, sums below.
 
-A run of calls that differ only in whose parameters they move is one line, ``× 12``; so is a pattern of up to four calls
-that repeats, as an all-gather and a reduce-scatter in each block's backward.
+Consecutive calls that differ only in their parameters are one line, ``× 12``; so is a repeated pattern of up to four
+calls, such as an all-gather and a reduce-scatter in each block's backward.
 """
 
 import json
@@ -15,24 +15,24 @@ from .collectives import Call, over_ranks
 LONGEST_PATTERN = 4
 COLUMNS = ("#", "phase", "collective", "dtype", "size", "this rank gives", "gets", "ranks", "of", "called by")
 RIGHT = (0, 4, 5, 6, 7)
-"""Columns that are aligned to the right."""
+"""Right-aligned columns."""
 
 
 @dataclass(frozen=True)
 class Fold:
-    """Calls that are a pattern, repeated."""
+    """A repeated pattern of calls."""
 
     calls: Sequence[Call]
     period: int
 
     @property
     def times(self) -> int:
-        """How often the pattern comes."""
+        """Number of repetitions."""
         return len(self.calls) // self.period
 
 
 def fold(calls: Sequence[Call]) -> list[Fold]:
-    """Cut a sequence into repeated patterns, at each place that which covers the most calls."""
+    """Cut a sequence into repeated patterns, greedily by the number of calls covered."""
     kinds = [_kind(call) for call in calls]
     folds, here = [], 0
     while here < len(calls):
@@ -55,7 +55,7 @@ def render(calls: Sequence[Call], title: str) -> str:
 
     Args:
         calls: all of a step.
-        title: whose they are.
+        title: first line.
     """
     shown = over_ranks(calls)
     alone = len(calls) - len(shown)
@@ -74,19 +74,19 @@ def to_lines(calls: Sequence[Call], step: int) -> str:
 
 
 def describe(names: Sequence[str], everything: Sequence[str] = ()) -> str:
-    """A few words on a set of parameters: the blocks or modules that they are of.
+    """The blocks or modules of a set of parameters.
 
     Args:
         names: of the parameters.
-        everything: all names there are; where given, blocks of which only a part is among them are marked with ~.
+        everything: all names of the model; if given, incomplete blocks are marked with ~.
     """
     modules: dict[str, int] = {}
     for name in names:
         modules[block_of(name)] = modules.get(block_of(name), 0) + 1
-    whole: dict[str, int] = {}
+    total: dict[str, int] = {}
     for name in everything:
-        whole[block_of(name)] = whole.get(block_of(name), 0) + 1
-    shown = [module + "~" * (count < whole.get(module, 0)) for module, count in modules.items()]
+        total[block_of(name)] = total.get(block_of(name), 0) + 1
+    shown = [module + "~" * (count < total.get(module, 0)) for module, count in modules.items()]
     if len(shown) > 3:
         return f"{shown[0]} … {shown[-1]} ({len(names)} tensors)"
     return ", ".join(shown) or "-"
@@ -99,7 +99,7 @@ def block_of(name: str) -> str:
 
 
 def _kind(call: Call) -> tuple[object, ...]:
-    """What calls must have in common to be folded: everything but their numbers and parameters."""
+    """Equal for calls that may be folded: all fields except number and parameters."""
     return (
         call.phase, call.microbatch, call.collective, call.dtype, call.size_bytes, call.gives_bytes, call.gets_bytes,
         call.ranks, call.group, call.site,
@@ -107,7 +107,7 @@ def _kind(call: Call) -> tuple[object, ...]:
 
 
 def _rows(folded: Fold, calls: Sequence[Call]) -> list[tuple[str, ...]]:
-    """The lines of a fold: one for each call of its pattern."""
+    """One row for each call of the pattern."""
     everything = list(dict.fromkeys(name for call in calls for name in call.parameters))
     several_microbatches = any(call.microbatch not in (None, 1) for call in calls)
     rows: list[tuple[str, ...]] = []

@@ -1,18 +1,17 @@
-"""Every collective of one step, in the order in which this rank issues them, whoever does.
+"""Record every collective of one step, in the order in which this rank issues them.
 
-A dispatch mode lies around the step. PyTorch shows it each operator before it runs, with its tensors and its process
-group: those that Python calls, those of DDP's reducer in C++, and those that autograd's threads issue in a backward,
-which inherit the mode. Nothing is replaced, so the step computes what it would have; it takes longer, since every other
-operator passes by as well.
+A dispatch mode around the step sees each operator before it runs, with its tensors and process group: those called from
+Python, those of DDP's reducer in C++, and those of autograd's threads in a backward, which inherit the mode. Nothing is
+replaced, so results are unchanged; the step is slower, since the mode sees all other operators, too.
 
-What is written down is the asking: when a collective is issued, not when it is done. With overlap that may be a whole
-layer later; a profiler's trace shows it.
+Recorded is when a collective is issued, not when it completes. With overlap that may be a layer later; a profiler's
+trace shows it.
 
-Bytes are those of the algorithms in the textbooks: on a ring of N ranks an all-gather or a reduce-scatter of S bytes
-has each rank send S·(N−1)/N, an all-reduce twice that. A broadcast or a reduce passes S from rank to rank, N−1 times,
-which is S·(N−1)/N on average. Libraries may choose other ways; what arrives where is the same.
+Bytes are those of ring algorithms: with N ranks each sends S·(N−1)/N in an all-gather or reduce-scatter of S bytes, and
+twice that in an all-reduce. A broadcast or reduce passes S from rank to rank, N−1 times: S·(N−1)/N on average.
+Libraries may choose other algorithms with the same result.
 
-Left out: what libraries exchange to find each other; objects of Python are seen as the tensors that carry them.
+Not covered: the libraries' own rendezvous. Python objects appear as the tensors that carry them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -39,45 +38,45 @@ FUNCTIONAL = {
 """Operators of ``_c10d_functional``, whose variants end in ``_``, ``_out`` or ``_coalesced``."""
 MESSAGES = {"send": "send", "recv_": "receive", "recv_any_source_": "receive", "barrier": "barrier"}
 PHASES = ("forward", "backward")
-"""Of the trainer's; in its ``optimizer``, who called decides."""
+"""Phases taken from the trainer; in its ``optimizer`` phase the caller decides."""
 OTHER = "other"
 
 
 @dataclass
 class Call:
-    """One collective, as one rank sees it."""
+    """One collective of one rank."""
 
     number: int
     phase: str
     microbatch: int | None
-    """Within the step, from 1; None outside of forward and backward."""
+    """Within the step, from 1; None outside forward and backward."""
     collective: str
     dtype: str
     size_bytes: int
-    """Of the whole tensor: what an all-gather makes, what a reduce-scatter takes."""
+    """Of the full tensor: an all-gather's output, a reduce-scatter's input."""
     gives_bytes: int
-    """What this rank puts in."""
+    """Input of this rank."""
     gets_bytes: int
-    """What it has afterwards that it did not have."""
+    """New data on this rank afterwards."""
     sends_bytes: float
-    """What a rank sends on average, on a ring."""
+    """Sent by a rank on average, on a ring."""
     ranks: int
     group: str
     """The description of the process group."""
     site: str
-    """The innermost function that called it, outside of torch.distributed's own."""
+    """Innermost calling function outside torch.distributed."""
     parameters: list[str] = field(default_factory=list)
-    """Whose values or gradients it moves, where that is known."""
+    """Parameters whose values or gradients it moves, if known."""
 
 
 class CollectiveTrace(TorchDispatchMode):
-    """Watches one step.
+    """Records the collectives of one step.
 
     Args:
-        step: which.
-        model: whose parameters collectives are told by.
-        within: phase → functions in whose calls it is that one, for what the trainer calls ``optimizer``.
-        done: called with all collectives after the step.
+        step: its number.
+        model: names the parameters.
+        within: function → phase of the calls within it, for the trainer's phase ``optimizer``.
+        done: receives all collectives after the step.
     """
 
     def __init__(
@@ -89,13 +88,13 @@ class CollectiveTrace(TorchDispatchMode):
         self._origins = Origins(model, within)
         self._phase, self._microbatch = OTHER, 0
         self._reduced: list[tuple[Call, list[Tensor]]] = []
-        """All-reduces of the backward with their tensors, in which gradients may lie once it has ended."""
+        """All-reduces of the backward with their tensors, which may hold gradients after it."""
 
     calls: list[Call]
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """Surround each step."""
+        """Wrap each step."""
         if step != self.step:
             yield
             return
@@ -104,7 +103,7 @@ class CollectiveTrace(TorchDispatchMode):
         self._done(self.calls)
 
     def enter(self, step: int, phase: str) -> None:
-        """Be told of a phase of the trainer's."""
+        """Set the trainer's phase."""
         if step == self.step:
             self._phase = phase
             self._microbatch += phase == "forward"
@@ -112,16 +111,16 @@ class CollectiveTrace(TorchDispatchMode):
                 self._name_gradients()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Write down a collective, and run whatever it is."""
+        """Record the operator if it is a collective, and run it."""
         kwargs = kwargs or {}
         if DTensor in types:
-            return NotImplemented  # a DTensor's operator calls those that count
+            return NotImplemented  # the operators of the local tensors follow
         name = _collective(func)
         if name is not None:
-            self._write_down(name, func, args, kwargs)
+            self._record(name, func, args, kwargs)
         return func(*args, **kwargs)
 
-    def _write_down(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _record(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         values = {argument.name: value for argument, value in given(arguments_of(func), args, kwargs)}
         group = _group(values)
         ranks, rank = group.size(), group.rank()
@@ -154,7 +153,7 @@ class CollectiveTrace(TorchDispatchMode):
             self._reduced.append((call, sets[0]))
 
     def _name_gradients(self) -> None:
-        """Find the gradients that lie in what was all-reduced."""
+        """Find the gradients stored in all-reduced tensors."""
         named = [(name, param.grad) for name, param in self._origins.named if param.grad is not None]
         local = [(name, grad.to_local() if isinstance(grad, DTensor) else grad) for name, grad in named]
         for call, tensors in self._reduced:
@@ -167,9 +166,9 @@ def ring_bytes(collective: str, size: int, ranks: int) -> float:
     """Bytes that a rank sends on average, on a ring.
 
     Args:
-        collective: as ``all_gather``.
-        size: bytes of the whole tensor.
-        ranks: that take part.
+        collective: such as ``all_gather``.
+        size: bytes of the full tensor.
+        ranks: size of the group.
     """
     once = size * (ranks - 1) / ranks
     if collective == "all_reduce":
@@ -180,7 +179,7 @@ def ring_bytes(collective: str, size: int, ranks: int) -> float:
 
 
 def _exchanged(name: str, size: int, ranks: int, is_root: bool) -> tuple[int, int]:
-    """Bytes that this rank puts in, and gets."""
+    """``gives_bytes`` and ``gets_bytes`` of this rank."""
     part = size // ranks
     return {
         "all_gather": (part, size),
@@ -196,7 +195,7 @@ def _exchanged(name: str, size: int, ranks: int, is_root: bool) -> tuple[int, in
 
 
 def _collective(func: Any) -> str | None:
-    """What an operator does over ranks; None for all others."""
+    """Name of an operator's collective; None for other operators."""
     if func.namespace == "c10d":
         name = func._schema.name.partition("::")[2]
         return COLLECTIVES.get(name) or MESSAGES.get(name)
@@ -215,17 +214,17 @@ def _group(values: dict[str, Any]) -> dist.ProcessGroup:
 
 
 def traced_step(first: int, last: int) -> int:
-    """Which step of a run is watched: the third that it takes, or its last.
+    """The recorded step: the third of the run, or its last.
 
-    In the first one, and at the beginning of the second, DDP's reducers and FSDP's units learn their order.
+    DDP's reducers and FSDP's units learn their order in the first step and at the start of the second.
 
     Args:
-        first: number of the first step that the run takes.
-        last: of its last.
+        first: number of the run's first step.
+        last: number of its last.
     """
     return min(first + 2, last)
 
 
 def over_ranks(calls: Sequence[Call]) -> list[Call]:
-    """Those between ranks: one rank alone sends nothing, but its program calls the same."""
+    """Calls in groups of several ranks; a group of one rank sends nothing."""
     return [call for call in calls if call.ranks > 1]

@@ -1,65 +1,57 @@
-"""Settings of ``configs/profile``: which steps and ranks are looked at, and how closely.
-
-Settings of ``debug``: what a run can be asked to tell of itself.
-"""
+"""Sections ``profile`` (steps and ranks to profile, level of detail) and ``debug`` of the configuration."""
 
 import dataclasses
 from dataclasses import dataclass, field
 from enum import Enum
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.utils.bounds import MOST_STEPS, check_at_most
+from fsdptoys.utils.bounds import MOST_STEPS, between, check_bounds
 from fsdptoys.utils.text import value_text
 
 
 class NPULevel(Enum):
-    """How much torch_npu's profiler collects."""
+    """Detail of torch_npu's profiler."""
 
     level0 = "level0"
     """Operators and their kernels."""
     level1 = "level1"
-    """Also communication, AscendCL calls and the use of the compute units, which the table of operators needs."""
+    """Also communication, AscendCL calls and utilization of compute units; needed for the operator table."""
     level2 = "level2"
-    """Also what the runtime and the host's operator queue do."""
+    """Also the runtime and the host's operator queue."""
 
 
 @dataclass
 class ProfileConfig:
-    """Where the time and the memory of a few steps go."""
+    """Traces and memory snapshots of a few steps."""
 
     enabled: bool = False
     """Trace a few steps with torch.profiler (torch_npu.profiler on NPU): a Chrome trace and a table of operators."""
     snapshot: bool = False
-    """Record every allocation on the device around a few steps, and when memory runs out; CUDA and NPU."""
+    """Record device allocations around a few steps, and when memory runs out; CUDA and NPU."""
     ranks: list[int] = field(default_factory=lambda: [0])
-    """Ranks that are looked at; the others pay nothing."""
-    skip_steps: int = 3
-    """Steps before the profiler wakes up: the first ones allocate, choose kernels and compile."""
-    warmup_steps: int = 1
-    """Steps that are traced and thrown away, since starting to trace is slow itself."""
-    active_steps: int = 3
+    """Profiled ranks; the others have no overhead."""
+    skip_steps: int = field(default=3, metadata=between(0, MOST_STEPS))
+    """Steps before the profiler starts: the first ones allocate, choose kernels and compile."""
+    warmup_steps: int = field(default=1, metadata=between(0, MOST_STEPS))
+    """Traced steps to discard, since starting a trace is slow."""
+    active_steps: int = field(default=3, metadata=between(1, MOST_STEPS))
     """Steps in the trace."""
     stacks: bool = False
-    """Python's call stack of every operator; makes steps much slower and traces larger."""
+    """Python call stack of every operator; steps are much slower and traces larger."""
     shapes: bool = False
     """Shapes of every operator's inputs."""
     memory: bool = False
-    """What every operator allocates and frees."""
+    """Allocations of every operator."""
     npu_level: NPULevel = NPULevel.level1
-    """How much torch_npu's profiler collects; other devices have no such levels."""
-    snapshot_first_step: int = 1
+    """Detail of torch_npu's profiler; NPU only."""
+    snapshot_first_step: int = field(default=1, metadata=between(1, MOST_STEPS))
     """First step of the snapshot's history, from 1."""
-    snapshot_steps: int = 3
+    snapshot_steps: int = field(default=3, metadata=between(1, MOST_STEPS))
     """Steps in the snapshot's history."""
 
     def __post_init__(self) -> None:
         """Check each value by itself."""
-        least = {"skip_steps": 0, "warmup_steps": 0, "active_steps": 1, "snapshot_first_step": 1, "snapshot_steps": 1}
-        check_at_most("profile", self, **dict.fromkeys(least, MOST_STEPS))
-        for name, bound in least.items():
-            value = getattr(self, name)
-            if value < bound:
-                raise ConfigError(f"profile.{name}={value} must be at least {bound}; set profile.{name}={bound}")
+        check_bounds("profile", self)
         if not self.ranks or min(self.ranks) < 0 or len(set(self.ranks)) < len(self.ranks):
             raise ConfigError(
                 f"profile.ranks={value_text(self.ranks)} must name at least one rank, each once and from 0; "
@@ -68,15 +60,15 @@ class ProfileConfig:
         self._refuse_without_switch()
 
     def validate(self, world_size: int, device_type: str, steps: int) -> None:
-        """Refuse ranks and steps that the run does not have, and what its device cannot record.
+        """Check ranks, steps and options against the run and its device.
 
         Args:
-            world_size: ranks over all machines.
+            world_size: number of ranks.
             device_type: ``cuda``, ``npu`` or ``cpu``.
             steps: optimizer steps of the run.
 
         Raises:
-            ConfigError: in one sentence naming key, value and fix.
+            ConfigError: naming key, value and fix.
         """
         if (self.enabled or self.snapshot) and max(self.ranks) >= world_size:
             raise ConfigError(
@@ -109,7 +101,7 @@ class ProfileConfig:
             )
 
     def _refuse_without_switch(self) -> None:
-        """Refuse options that would do nothing as the switch that they belong to is set."""
+        """Refuse options whose switch is off."""
         switches = {
             **dict.fromkeys(
                 ("skip_steps", "warmup_steps", "active_steps", "stacks", "shapes", "memory", "npu_level"),
@@ -131,7 +123,7 @@ class ProfileConfig:
 
 
 def _window_fix(steps: int, active_steps: int) -> str:
-    """Settings with which the window fits into ``steps``, as far back as that allows."""
+    """Settings for a window at the end of ``steps``."""
     active = min(active_steps, steps)
     warmup = min(1, steps - active)
     return (
@@ -141,13 +133,13 @@ def _window_fix(steps: int, active_steps: int) -> str:
 
 @dataclass
 class DebugConfig:
-    """What a run tells of its inside."""
+    """Diagnostics of a run."""
 
     trace_collectives: bool = False
     """Print every collective of one step with its sizes, and write them to ``collectives.jsonl``."""
 
     def validate(self, compiles: bool, compiles_kernels: bool) -> None:
-        """Refuse where it cannot work.
+        """Refuse combinations that cannot work.
 
         Args:
             compiles: ``train.compile``.

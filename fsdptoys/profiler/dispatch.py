@@ -1,7 +1,6 @@
-"""What a dispatch mode can tell of a call that it sees: arguments by their names, tensors among them, collectives.
+"""Helpers for dispatch modes: an operator's arguments by name, their tensors, and collectives.
 
-PyTorch shows every operator to a ``TorchDispatchMode`` with its schema, whoever called it: Python, autograd, or the C++
-of DDP's reducer. All here is read off schema and arguments.
+A ``TorchDispatchMode`` sees every operator with its schema, called from Python, autograd or the C++ of DDP's reducer.
 """
 
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 OVERWRITES = ("copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "_foreach_copy_", "_foreach_zero_")
-"""Operators that do not read what they write to."""
+"""Operators that do not read their output."""
 
 COLLECTIVES = {
     "allreduce_": "all_reduce",
@@ -28,11 +27,11 @@ COLLECTIVES = {
     "alltoall_": "all_to_all",
     "alltoall_base_": "all_to_all",
 }
-"""Operators of ``c10d`` → what they do. A barrier moves nothing."""
+"""Operator of ``c10d`` → collective; a barrier, which moves nothing, is none."""
 
 
 class Argument(NamedTuple):
-    """What an operator does with one of its arguments."""
+    """Access of an operator to one argument."""
 
     name: str
     reads: bool
@@ -40,7 +39,7 @@ class Argument(NamedTuple):
 
 
 def arguments_of(func: Any) -> list[Argument]:
-    """The arguments of an operator, by its schema."""
+    """The arguments in an operator's schema."""
     name = func._schema.name.partition("::")[2]
     arguments = []
     for argument in func._schema.arguments:
@@ -51,7 +50,7 @@ def arguments_of(func: Any) -> list[Argument]:
 
 
 def given(arguments: list[Argument], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Argument, Any]]:
-    """Those arguments that a call gives, with their values."""
+    """The arguments of a call, with their values."""
     yield from zip(arguments, args, strict=False)
     for argument in arguments[len(args) :]:
         if argument.name in kwargs:
@@ -68,5 +67,5 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """As ``bfloat16``."""
+    """Such as ``bfloat16``."""
     return str(tensor.dtype).removeprefix("torch.")

@@ -1,7 +1,4 @@
-"""How many bytes of parameters, gradients and optimizer states are live, on the device and in host memory.
-
-Bytes in words.
-"""
+"""Live bytes of parameters, gradients and optimizer states, on the device and in host memory."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -10,14 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdptoys.utils.dtensor import (
-    is_dtensor,
-)
+from fsdptoys.utils.dtensor import is_dtensor
 
 
 @dataclass(frozen=True)
 class PlacedBytes:
-    """Bytes by where they are; on a CPU all are in host memory."""
+    """Bytes by memory; a CPU has host memory only."""
 
     device_bytes: int = 0
     host_bytes: int = 0
@@ -25,7 +20,7 @@ class PlacedBytes:
 
 @dataclass(frozen=True)
 class LiveBytes:
-    """What a rank keeps between steps: its shards where a strategy shards."""
+    """Bytes that a rank keeps between steps; shards if the strategy shards."""
 
     parameters: PlacedBytes = field(default_factory=PlacedBytes)
     gradients: PlacedBytes = field(default_factory=PlacedBytes)
@@ -33,26 +28,26 @@ class LiveBytes:
 
     @property
     def device_bytes(self) -> int:
-        """All of it that is on the device."""
+        """Sum on the device."""
         return self.parameters.device_bytes + self.gradients.device_bytes + self.states.device_bytes
 
     def on_host(self) -> "LiveBytes":
-        """What is in host memory, as if that were the device: for a CPU it is."""
+        """The part in host memory, with host memory as the device, as on a CPU."""
         return LiveBytes(*(PlacedBytes(part.host_bytes) for part in (self.parameters, self.gradients, self.states)))
 
 
 def live_bytes(
     parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer | None, held_gradients: Iterable[Tensor] = ()
 ) -> LiveBytes:
-    """Count what is allocated now.
+    """Count the allocated bytes.
 
-    A storage counts once, whole, for the first of parameters, gradients and states that has it. Of sharded parameters
-    this rank's shard counts; what a strategy gathers for the forward, and gradients not reduced yet, do not.
+    A storage counts once, fully, for the first of parameters, gradients and states that uses it. Sharded parameters
+    count with this rank's shard; gathered parameters and unreduced gradients do not count.
 
     Args:
-        parameters: as the strategy left them.
-        optimizer: whose states count, wherever in ``optimizer.state`` they are; None before there is one.
-        held_gradients: those that are no parameter's any more, and that the optimizer still needs.
+        parameters: as the strategy returns them.
+        optimizer: its states, at any depth of ``optimizer.state``; None before it exists.
+        held_gradients: gradients detached from their parameters that the optimizer still needs.
     """
     parameters = list(parameters)
     seen: set[tuple[torch.device, int]] = set()

@@ -1,11 +1,10 @@
-"""A memory snapshot as one HTML page that needs no network and no script.
+"""A memory snapshot as one HTML page without network or scripts.
 
-PyTorch's interactive timeline (``torch.cuda._memory_viz.trace_plot``) loads MemoryViz.js and d3 from two content
-networks, and no wheel ships them. So this page holds what PyTorch's visualiser makes without them: its summary of
-segments, and the lines that it feeds to a flame graph, shown as a tree that unfolds. A drawn timeline and the stacks
-that held the memory at its peak are computed here from the same history.
+PyTorch's interactive timeline (``torch.cuda._memory_viz.trace_plot``) loads MemoryViz.js and d3 from the network, and
+no wheel ships them. This page shows the parts of PyTorch's visualizer that need no script: its summary of segments, and
+its flame graph as a tree that unfolds; and, computed here, a timeline and the stacks that held the memory at its peak.
 
-Sizes are what tensors asked for, before the allocator rounds them.
+Sizes are requested sizes, before the allocator rounds them.
 
 Source of the format: https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
 """
@@ -20,11 +19,11 @@ import torch
 from fsdptoys.utils.text import size_text
 
 POINTS = 2000
-"""Points of the drawn timeline; of the events between two of them the highest counts."""
+"""Points of the timeline, each the highest of its events."""
 HOLDERS = 30
-"""Stacks in the table of who held the memory at its peak."""
+"""Stacks in the table of the peak."""
 LEAST_SHARE = 0.002
-"""Branches of the tree that hold less of the whole are left out."""
+"""Smallest share of a branch in the tree."""
 
 Frames = list[dict[str, Any]]
 UNKNOWN = "allocated before the history began"
@@ -32,7 +31,7 @@ UNKNOWN = "allocated before the history began"
 
 @dataclass
 class Holder:
-    """Tensors that one call stack had live."""
+    """Live tensors of one call stack."""
 
     frames: Frames
     live_bytes: int = 0
@@ -44,28 +43,28 @@ class Timeline:
     """Live bytes after each event of a device's history."""
 
     live_bytes: list[int]
-    """The first is before the first event."""
+    """The first value is from before the first event."""
     out_of_memory: list[int]
     """Indices into ``live_bytes`` of the events that failed."""
     peak_index: int
     holders: list[Holder]
-    """Who held the memory at the peak, the largest first."""
+    """Holders of the memory at the peak, the largest first."""
 
 
 @dataclass
 class Branch:
-    """One frame of the tree, and what was called from it."""
+    """One frame of the tree and its callees."""
 
     total_bytes: int = 0
     calls: dict[str, "Branch"] = field(default_factory=dict)
 
 
 def read_timeline(snapshot: dict[str, Any], device_index: int) -> Timeline:
-    """Walk a device's history, from what it left live at its end back to its start, then forward.
+    """Walk a device's history back from the live blocks at its end, then forward.
 
     Args:
         snapshot: of ``torch.cuda.memory._snapshot()``.
-        device_index: which of its devices.
+        device_index: the device.
     """
     traces = snapshot.get("device_traces", [])
     events = traces[device_index] if device_index < len(traces) else []
@@ -78,7 +77,7 @@ def read_timeline(snapshot: dict[str, Any], device_index: int) -> Timeline:
     totals.reverse()
     peak = max(range(len(totals)), key=lambda index: totals[index])
 
-    # A free knows its own stack alone; that of its allocation comes from the history where it reaches back so far.
+    # A free has only its own stack; that of its allocation is in the history if it goes back far enough.
     allocated_by: dict[int, Frames] = {}
     owners: list[Frames] = []
     for event in events:
@@ -112,10 +111,10 @@ def render_snapshot(
 
     Args:
         snapshot: of ``torch.cuda.memory._snapshot()``.
-        device_index: which of its devices.
-        title: what it is of.
-        pickle_name: file beside the page that holds the snapshot.
-        interactive_name: file beside the page that holds PyTorch's interactive timeline.
+        device_index: the device.
+        title: steps or event of the snapshot.
+        pickle_name: file with the snapshot, in the same folder.
+        interactive_name: file with PyTorch's interactive timeline, in the same folder.
     """
     own = {**snapshot, "segments": [seg for seg in snapshot["segments"] if seg.get("device", 0) == device_index]}
     timeline = read_timeline(snapshot, device_index)
@@ -129,7 +128,7 @@ def render_snapshot(
             f"<style>{_STYLE}</style></head>",
             f"<body><h1>Device memory: {html.escape(title)}</h1>",
             f"<p>Live tensors: {size_text(now)} at the end, {size_text(peak)} at the peak of the history. "
-            f"Reserved by the allocator at the end: {size_text(reserved)}. Sizes are what tensors asked for.</p>",
+            f"Reserved by the allocator at the end: {size_text(reserved)}. Sizes are requested sizes.</p>",
             f"<h2>Live bytes after each of {len(timeline.live_bytes) - 1:,} events</h2>",
             _draw(timeline),
             f"<h2>Who held the memory at the peak</h2>{_holders_table(timeline, peak)}",
@@ -151,7 +150,7 @@ def _live_blocks(snapshot: dict[str, Any], device_index: int) -> Iterable[tuple[
             continue
         address = segment["address"]
         for block in segment["blocks"]:
-            if block["state"] != "inactive":  # a block that waits for a stream to be done with it is not free yet
+            if block["state"] != "inactive":  # a block that waits for another stream is not free yet
                 size = block.get("requested_size", block["size"])
                 yield block.get("address", address), (size, block.get("frames", []))
             address += block["size"]
@@ -166,7 +165,7 @@ def _frame(frame: dict[str, Any]) -> str:
 
 
 def _place(frames: Frames) -> str:
-    """The innermost frame outside PyTorch, which says more than the operator's own."""
+    """The innermost frame outside PyTorch."""
     if not frames:
         return UNKNOWN
     outside = [frame for frame in frames if "/torch/" not in frame["filename"] and frame["filename"] != "??"]
@@ -175,7 +174,7 @@ def _place(frames: Frames) -> str:
 
 
 def _draw(timeline: Timeline) -> str:
-    """The timeline as an SVG; each point is the highest of its events, so that no peak is lost."""
+    """The timeline as an SVG."""
     values = timeline.live_bytes
     stride = -(-len(values) // POINTS)
     heights = [max(values[start : start + stride]) for start in range(0, len(values), stride)]
@@ -223,7 +222,7 @@ def _holders_table(timeline: Timeline, peak: int) -> str:
 
 
 def _tree(snapshot: dict[str, Any]) -> str:
-    """What PyTorch's visualiser feeds to its flame graph, as a tree of stacks."""
+    """The data of PyTorch's flame graph as a tree of stacks."""
     lines = torch.cuda._memory_viz.memory(snapshot, format_flamegraph=str)
     root = Branch()
     for line in lines.splitlines():
@@ -247,7 +246,7 @@ def _unfold(branch: Branch, least_bytes: int) -> str:
         names = [name]
         while len(inner.calls) == 1:
             called, only = next(iter(inner.calls.items()))
-            if only.total_bytes < inner.total_bytes:  # the caller holds something itself
+            if only.total_bytes < inner.total_bytes:  # the caller holds memory itself
                 break
             names.append(called)
             inner = only

@@ -1,8 +1,7 @@
-"""Which switches would make room, and how much, from a run's own numbers.
+"""Estimate how much memory each switch would save, from a run's own numbers.
 
-Estimates are upper bounds: "the rest" of the device memory, which is neither parameters nor gradients nor optimizer
-states, is activations for the most part, but parameters that are gathered just then and temporaries too. Savings of two
-switches overlap, so they must not be added up.
+Estimates are upper bounds: "the rest" of the device memory (no parameters, gradients or optimizer states) is mostly
+activations, but also gathered parameters and temporaries. Savings of two switches overlap and must not be added.
 """
 
 from dataclasses import dataclass
@@ -10,12 +9,12 @@ from dataclasses import dataclass
 from .live_bytes import LiveBytes
 
 LOGITS_BYTES = 12
-"""Bytes of a logit in the loss that is not chunked, at its peak: measured with bf16 and with float32 parameters."""
+"""Peak bytes of a logit in the unchunked loss, measured with bf16 and float32 parameters."""
 
 
 @dataclass(frozen=True)
 class Switches:
-    """The settings that decide about memory, and the sizes that they act on."""
+    """Memory settings of a run, and the sizes that they act on."""
 
     shards_parameters: bool
     """Whether the strategy shards parameters over ``mesh.fsdp_size`` ranks."""
@@ -23,7 +22,7 @@ class Switches:
     """Whether the strategy can keep parameters in host memory."""
     world_size: int
     fsdp_size: int
-    """Ranks that share one copy of the parameters; 1 where nothing is sharded."""
+    """Ranks that share one copy of the parameters; 1 without sharding."""
     batch_size: int
     """Sequences a micro-batch on each rank."""
     seq_len: int
@@ -33,7 +32,7 @@ class Switches:
     n_layers: int
     vocab_size: int
     param_dtype: str
-    """Number format of forward and backward: ``float32`` or ``bfloat16``."""
+    """dtype of forward and backward: ``float32`` or ``bfloat16``."""
     chunk_loss: bool = False
     gradient_checkpointing: str = "none"
     """``none``, ``full`` or ``selective``."""
@@ -41,40 +40,40 @@ class Switches:
     optimizer_offload: bool = False
     cpu_offload: bool = False
     states_bytes: int = 0
-    """What the optimizer's states take on this rank's device once all are there; its first step makes them."""
+    """Bytes of all optimizer states on this rank's device; the first optimizer step allocates them."""
 
 
 @dataclass(frozen=True)
 class Saving:
-    """What one switch would save on the device of this rank."""
+    """Saving of one switch on this rank's device."""
 
     switch: str
-    """As it is typed."""
+    """As typed on the command line."""
     saved_bytes: int
     why: str
-    """How the number was made."""
+    """Source of the number."""
 
 
 def device_savings(live: LiveBytes, rest_bytes: int, phase: str, now: Switches, to_host: bool = True) -> list[Saving]:
-    """Switches that are not yet on and would save device memory, the one that saves most first.
+    """Switches to turn on for less device memory, the largest saving first.
 
     Args:
         live: parameters, gradients and optimizer states.
-        rest_bytes: what else was allocated on the device.
-        phase: ``forward``, ``backward`` or another; only in these two are there activations.
-        now: the settings of the run.
-        to_host: whether host memory is another memory than the device's.
+        rest_bytes: other allocated bytes on the device.
+        phase: of the step; only ``forward`` and ``backward`` have activations.
+        now: the run's settings.
+        to_host: whether the host has memory of its own, unlike on a CPU.
     """
     savings = _activation_savings(rest_bytes, now, to_host) if phase in ("forward", "backward") else []
     states = live.states.device_bytes
-    if phase == "optimizer":  # it may have failed over making them
+    if phase == "optimizer":  # the allocation of states may have failed
         states = max(states, now.states_bytes)
     savings += (_offload_savings(live, states, now) if to_host else []) + _sharding_savings(live, states, now)
     return _largest_first(savings)
 
 
 def host_savings(live: LiveBytes, now: Switches) -> list[Saving]:
-    """Switches that are on and fill the host memory of a run on an accelerator."""
+    """Switches to turn off for less host memory, for a run on an accelerator."""
     savings = []
     if now.cpu_offload:
         kept = live.parameters.host_bytes + live.gradients.host_bytes + live.states.host_bytes
@@ -123,7 +122,7 @@ def _activation_savings(rest_bytes: int, now: Switches, to_host: bool) -> list[S
             )
         )
     if now.batch_size > 1:
-        # The largest divisor but itself keeps the global batch exactly.
+        # The largest proper divisor keeps the global batch.
         fewer = next(size for size in range(now.batch_size // 2, 0, -1) if now.batch_size % size == 0)
         savings.append(
             Saving(
@@ -133,7 +132,7 @@ def _activation_savings(rest_bytes: int, now: Switches, to_host: bool) -> list[S
             )
         )
     if now.param_dtype == "float32":
-        savings.append(Saving("parallel.param_dtype=bfloat16", rest_bytes // 2, "half of the rest, but for the logits"))
+        savings.append(Saving("parallel.param_dtype=bfloat16", rest_bytes // 2, "half of the rest, except the logits"))
     return savings
 
 
@@ -165,7 +164,7 @@ def _sharding_savings(live: LiveBytes, states: int, now: Switches) -> list[Savin
 
 
 def _block_inputs(now: Switches) -> int:
-    """Bytes of the inputs of all blocks, which checkpointing keeps."""
+    """Bytes of all blocks' inputs, which checkpointing keeps."""
     return now.batch_size * now.seq_len * now.dim * now.n_layers * _bytes(now.param_dtype)
 
 

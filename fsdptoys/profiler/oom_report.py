@@ -1,8 +1,7 @@
-"""What to say when memory runs out: what was live, by category, and which switch would save how much.
+"""The out-of-memory report: live bytes by category, and the saving of each switch.
 
-The allocator's own message has the numbers of the moment in which it failed; while the error travels up, tensors are
-freed already. So they are read from there, and from the device where a message of another form does not have them.
-(Forms read from torch 2.7.1 and 2.13, CUDA and CPU, and from torch_npu 2.13.)
+Numbers come from the allocator's message, since tensors are freed while the exception propagates, or from the device if
+the message lacks them. Formats are those of torch 2.7.1 and 2.13 (CUDA and CPU) and torch_npu 2.13.
 """
 
 import contextlib
@@ -25,17 +24,17 @@ UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "Pi
 
 
 class ExplainedOutOfMemoryError(RuntimeError):
-    """Memory ran out; the message says what was live and what would make room."""
+    """Memory ran out; the message is ``out_of_memory_report``."""
 
 
 @dataclass(frozen=True)
 class Situation:
-    """What the run was doing, and what it held."""
+    """Phase of the run, and its live bytes."""
 
     step: int
-    """Number of the step, from 1; none in the construction."""
+    """From 1; meaningless in the construction."""
     phase: str
-    """``construction``, where ``live`` is what is planned, or ``forward``, ``backward``, ``optimizer``, …"""
+    """``construction``, with the expected bytes as ``live``, or ``forward``, ``backward``, ``optimizer``, …"""
     rank: int
     live: LiveBytes
     switches: Switches
@@ -43,26 +42,26 @@ class Situation:
 
 @dataclass(frozen=True)
 class Failure:
-    """An allocation that failed; None where nobody tells."""
+    """A failed allocation; None for unknown numbers."""
 
     on_host: bool
-    """Whether it was host memory, which on a CPU is all there is."""
+    """Whether host memory ran out, as always on a CPU."""
     asked_bytes: int | None
     total_bytes: int | None
-    """Of the device, or of the machine."""
+    """Of the device, or of the node."""
     allocated_bytes: int | None
-    """In tensors, when it failed; for host memory the largest resident set of this process."""
+    """In tensors at the failure; for host memory the largest resident set of this process."""
     reserved_bytes: int | None
-    """Held by the device's allocator, when it failed."""
+    """By the device's allocator at the failure."""
 
 
 @contextlib.contextmanager
 def explain_out_of_memory(device: Device, situation: Callable[[], Situation]) -> Iterator[None]:
-    """Turn an allocation that failed within into an ``ExplainedOutOfMemoryError``; other errors pass untouched.
+    """Turn a failed allocation into an ``ExplainedOutOfMemoryError``; other errors pass.
 
     Args:
         device: of this rank.
-        situation: called after the failure alone.
+        situation: called only after a failure.
 
     Raises:
         ExplainedOutOfMemoryError: from the allocator's own error.
@@ -77,14 +76,14 @@ def explain_out_of_memory(device: Device, situation: Callable[[], Situation]) ->
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, on the device or on the host."""
+    """Whether an error means that device or host memory ran out."""
     if isinstance(error, (torch.OutOfMemoryError, ExplainedOutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in HOST_WORDS + DEVICE_WORDS)
 
 
 def read_failure(error: BaseException, device: Device) -> Failure:
-    """Read the numbers from an allocator's message, and those that it lacks from the device."""
+    """Read the numbers from an allocator's message, or else from the device."""
     text = str(error)
     asked = _size_after(text, "(?:ried to|Unable to) allocate")
     on_host = isinstance(error, MemoryError) or any(words in text for words in HOST_WORDS)
@@ -108,11 +107,11 @@ def read_failure(error: BaseException, device: Device) -> Failure:
 
 
 def out_of_memory_report(failure: Failure, situation: Situation, device_type: str) -> str:
-    """What was live and what would make room, in a few lines.
+    """Live bytes and the switches that would make room, in a few lines.
 
     Args:
-        failure: the allocation that failed.
-        situation: what the run was doing, and what it held.
+        failure: the failed allocation.
+        situation: phase and live bytes of the run.
         device_type: ``cuda``, ``npu`` or ``cpu``.
     """
     live, switches = situation.live, situation.switches
@@ -132,7 +131,7 @@ def out_of_memory_report(failure: Failure, situation: Situation, device_type: st
     lines = [
         *_headline(failure, situation, device_type),
         f"{'planned' if constructing else 'live'} in {memory} of this rank:",
-        *(f"  {row}" for row in _columns([(size_text(count), what) for count, what in rows])),
+        *(f"  {row}" for row in _columns([(size_text(count), name) for count, name in rows])),
     ]
     if not failure.on_host and live.on_host().device_bytes:
         lines.append(f"  and in host memory {size_text(live.on_host().device_bytes)} of the first three")
@@ -163,7 +162,7 @@ def _headline(failure: Failure, situation: Situation, device_type: str) -> list[
         "resident in this process at most" if failure.on_host else "allocated": failure.allocated_bytes,
         "reserved": failure.reserved_bytes,
     }
-    known = [f"{size_text(count)} {what}" for what, count in numbers.items() if count is not None]
+    known = [f"{size_text(count)} {name}" for name, count in numbers.items() if count is not None]
     when = "construction" if situation.phase == "construction" else f"{situation.phase} of step {situation.step}"
     return [
         f"{where} ran out on rank {situation.rank} in the {when}",
@@ -172,7 +171,7 @@ def _headline(failure: Failure, situation: Situation, device_type: str) -> list[
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Rows with the first column to the right, the last as it is, and the others to the left."""
+    """Align the first column right, and the others except the last one left."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

@@ -1,4 +1,4 @@
-"""The one thing that the trainer talks to: a trace and a memory snapshot of this rank, or nothing at no cost."""
+"""The trainer's interface: trace and memory snapshot of this rank; no cost where both are off."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -15,15 +15,15 @@ from .trace import TopOp, Trace
 
 
 class Profiler:
-    """Context manager around a run's steps, on every rank; ranks that are not chosen do nothing.
+    """Context manager around a run's steps, on every rank; does nothing on ranks that ``config`` does not choose.
 
     Args:
         config: validated for this run.
         device: of this rank.
-        rank: of all machines.
-        folder: where files go, made by the first rank that writes; the same path on every rank.
-        first_step: number of the first step that will be taken.
-        message: told, on the chosen ranks, where files were written; None for nobody.
+        rank: global rank.
+        folder: of the files, created by the first rank that writes; the same path on every rank.
+        first_step: number of the first step.
+        message: receives the paths of written files, on the chosen ranks.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Profiler:
         self._snapshot: Snapshot | None = None
         if rank not in config.ranks or not (config.enabled or config.snapshot):
             return
-        assert folder is not None, "a rank that writes needs to know where"
+        assert folder is not None, "a rank that writes needs a folder"
         say = message or (lambda _: None)
         if config.enabled:
             self._trace = Trace(config, device.type, rank, folder, first_step, say)
@@ -70,7 +70,7 @@ class Profiler:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        with ExitStack() as closing:  # each, whatever happens to the other
+        with ExitStack() as closing:  # each, even if the other fails
             if self._trace:
                 closing.callback(self._trace.close, error is not None)
             if self._snapshot:
@@ -79,14 +79,14 @@ class Profiler:
                     self._snapshot.out_of_memory()
 
     def step(self, step: int) -> None:
-        """Say that the step of that number is done."""
+        """Report a completed step."""
         if self._trace:
             self._trace.step(step)
         if self._snapshot:
             self._snapshot.step(step)
 
     def summary_markdown(self) -> str | None:
-        """What this rank wrote and the operators that took most time, as Markdown below a heading; None if nothing."""
+        """This rank's files and slowest operators as Markdown below a heading; None without any."""
         if self._is_on and self._rank not in self._ranks:
             others = ", ".join(map(str, self._ranks))
             return f"Chosen were the ranks {others}, which wrote into `profile/`; rank {self._rank} was not."
@@ -103,7 +103,7 @@ class Profiler:
 
 
 def top_ops_table(ops: list[TopOp]) -> str:
-    """The operators as a Markdown table, with the columns that the profiler filled; times add up over the steps."""
+    """The operators as a Markdown table of the columns with values; times are sums over the steps."""
     columns: list[tuple[str, Callable[[TopOp], str | None]]] = [
         ("operator", lambda op: f"`{op.name}`"),
         ("calls", lambda op: f"{op.calls:,}"),

@@ -1,11 +1,11 @@
 """A trace of a few steps by ``torch.profiler``, or by ``torch_npu.profiler`` on NPU, and a table of operators.
 
-The profiler sleeps for ``skip_steps``, traces and throws away ``warmup_steps``, keeps ``active_steps``, writes the file
-and is gone. A run that ends within the window keeps what was traced until then.
+The profiler waits for ``skip_steps``, traces and discards ``warmup_steps``, keeps ``active_steps``, and writes the
+file. If the run ends within the window, the trace up to then is kept.
 
-torch_npu's profiler has the same phases and calls; it writes through its own handler, logs its errors rather than raise
-them, and has no ``key_averages``: its table is read from the CSV that its analysis leaves. Its names and keywords were
-held against the Python of the torch_npu 2.13.0 wheel; it has not been run on an NPU.
+torch_npu's profiler has the same phases and calls; it writes through its own handler, logs its errors instead of
+raising them, and has no ``key_averages``: its table is read from the CSV of its analysis. Its names and keywords were
+compared with the Python of the torch_npu 2.13.0 wheel; it has not been run on an NPU.
 
 Source: https://docs.pytorch.org/docs/stable/profiler.html
 """
@@ -28,29 +28,29 @@ TOP_OPS = 20
 
 @dataclass(frozen=True)
 class TopOp:
-    """One operator over all traced steps; times in microseconds, None where the profiler does not tell."""
+    """One operator over all traced steps; times in microseconds, None if the profiler has none."""
 
     name: str
     calls: int
     self_cpu_us: float | None
-    """Without the operators that it called."""
+    """Without its callees."""
     cpu_us: float | None
     self_device_us: float | None
-    """Of the kernels that it launched itself; None on a CPU."""
+    """Of its own kernels; None on a CPU."""
     self_memory_bytes: int | None
-    """Allocated less freed, on the device or on a CPU; None unless memory was recorded."""
+    """Allocated minus freed, on the device or on a CPU; None unless memory was recorded."""
 
 
 class Trace:
-    """Traces the window of steps that ``config`` names, on this rank.
+    """Traces a window of steps on this rank.
 
     Args:
-        config: which steps, and how closely.
+        config: steps and level of detail.
         device_type: ``cuda``, ``npu`` or ``cpu``.
         rank: for the file's name.
-        folder: where the file goes; made if missing.
-        first_step: the number of the first step that ``step`` will report.
-        message: told where the trace was written, or why it was not.
+        folder: of the file; created if missing.
+        first_step: number of the first step that ``step`` will report.
+        message: receives the path of the trace, or the reason why there is none.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Trace:
         message: Callable[[str], None],
     ) -> None:
         self._config = config
-        # An NPU without torch_npu is a simulated one, whose operators run on the host.
+        # An NPU without torch_npu is simulated: its operators run on the host.
         simulated = device_type == "npu" and "torch_npu" not in sys.modules
         self._device_type = "cpu" if simulated else device_type
         self._folder = folder
@@ -76,42 +76,42 @@ class Trace:
         self._is_empty = False
         self._worker_name = f"rank{rank}"
         self.path: Path | None = None
-        """The trace once it is written: a file, or torch_npu's folder."""
+        """The written trace: a file, or torch_npu's folder."""
         self.traced_steps: tuple[int, int] | None = None
-        """First and last step of the trace once it is written."""
+        """First and last step of the written trace."""
         self.top_ops: list[TopOp] = []
-        """Operators with the largest self time once the trace is written, the largest first."""
+        """Operators of the written trace with the largest self time, descending."""
 
     def start(self) -> None:
-        """Make the profiler, in the phase of ``first_step``."""
+        """Start the profiler, in the phase of ``first_step``."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self._profiler = self._build_npu() if self._device_type == "npu" else self._build()
         self._profiler.start()
-        # The profiler counts calls from 0, and its marks should bear the numbers of our steps; none was traced yet.
+        # The profiler counts calls from 0, and its marks should have the numbers of our steps.
         self._profiler.step_num = self._first_step - 1
         self._profiler.step()
 
     def step(self, step: int) -> None:
-        """Say that the step of that number is done."""
+        """Report a completed step."""
         if self._profiler is None:
             return
         self._last_done = step
-        self._profiler.step()  # after the last step of the window it writes
+        self._profiler.step()  # writes after the last step of the window
         if step >= self._last_step:
             profiler, self._profiler = self._profiler, None
             profiler.stop()
 
     def close(self, within_step: bool) -> None:
-        """Write what was traced of a window that the run did not finish, or say that it was not reached.
+        """Write the trace of an unfinished window, or report that it was not reached.
 
         Args:
-            within_step: whether the run ended in a step, by an error, rather than between two.
+            within_step: whether the run ended within a step, by an error.
         """
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
         self._is_empty = self._last_done + within_step < self._first_traced
-        profiler.stop()  # writes if the window has begun, and tells where it could not
+        profiler.stop()  # writes if the window has begun, and reports failures
         if self._is_empty:
             self._message(
                 f"nothing was traced: the run ended after step {self._last_done}, and profile.skip_steps and "
@@ -119,7 +119,7 @@ class Trace:
             )
 
     def _options(self) -> dict[str, Any]:
-        """What both profilers take under the same names."""
+        """Keywords of both profilers."""
         config = self._config
         return {
             "record_shapes": config.shapes,
@@ -175,12 +175,12 @@ class Trace:
         )
 
     def _write(self, profiler: Any) -> None:
-        """Export what ``torch.profiler`` traced."""
+        """Export the trace of ``torch.profiler``."""
         if self._is_empty:
             return
         path = self._folder / f"{self._worker_name}.json.gz"
-        with suppress(OSError):  # told below
-            path.unlink(missing_ok=True)  # of an earlier start, or a link that leads elsewhere
+        with suppress(OSError):  # reported below
+            path.unlink(missing_ok=True)  # from an earlier start, or a link to elsewhere
         try:
             profiler.export_chrome_trace(str(path))
         except OSError as error:
@@ -190,10 +190,10 @@ class Trace:
         self._done(path, "open it at https://ui.perfetto.dev or in chrome://tracing")
 
     def _find_npu_files(self) -> None:
-        """Find what torch_npu's handler wrote, which does not tell."""
+        """Find the files of torch_npu's handler, which does not return them."""
         folders = sorted(self._folder.glob(f"{self._worker_name}_*_ascend_pt"), key=lambda path: path.stat().st_mtime)
         output = folders[-1] / "ASCEND_PROFILER_OUTPUT" if folders else None
-        if output is None or not output.is_dir():  # its analysis makes it; without, there are notes on the run at most
+        if output is None or not output.is_dir():  # the analysis creates it
             where = folders[-1] if folders else self._folder
             self._message(f"torch_npu's profiler left no trace in {where}; its own messages say why")
             return
@@ -203,14 +203,14 @@ class Trace:
 
     def _done(self, path: Path, how: str) -> None:
         last = min(self._last_step, self._last_done)
-        # An exception may leave the first traced step unfinished: then that step is all there is.
+        # After an exception the trace may hold only the unfinished first step.
         self.traced_steps = (self._first_traced, max(self._first_traced, last))
         self.path = path
         self._message(f"trace of {self.window}: {path} ({how})")
 
     @property
     def window(self) -> str:
-        """The traced steps, in words."""
+        """The traced steps as text."""
         assert self.traced_steps is not None
         first, last = self.traced_steps
         steps = f"steps {first} to {last}" if last > first else f"step {first}"
@@ -218,17 +218,17 @@ class Trace:
 
 
 def top_ops(averages: Any, on_device: bool, with_memory: bool, count: int = TOP_OPS) -> list[TopOp]:
-    """The operators with the largest self time: of their kernels on an accelerator, else of the CPU.
+    """The operators with the largest self time, of their kernels on an accelerator, else on the CPU.
 
     Args:
-        averages: of ``profile.key_averages()``.
+        averages: from ``profile.key_averages()``.
         on_device: whether operators launch kernels.
         with_memory: whether allocations were recorded.
-        count: rows at most.
+        count: most rows.
     """
     ops = [
         TopOp(
-            # The mark of a step: its self time is what no operator accounts for.
+            # The mark of a step: its self time is outside all operators.
             name="Python, outside operators" if event.key.startswith("ProfilerStep") else event.key,
             calls=event.count,
             self_cpu_us=event.self_cpu_time_total,
@@ -239,7 +239,7 @@ def top_ops(averages: Any, on_device: bool, with_memory: bool, count: int = TOP_
             else None,
         )
         for event in averages
-        # Kernels have rows of their own beside the operators that launched them; adding both would count them twice.
+        # Kernels also have rows of their own; adding both would count them twice.
         if event.device_type == DeviceType.CPU
     ]
     ops.sort(key=lambda op: -((op.self_device_us if on_device else op.self_cpu_us) or 0))
@@ -247,7 +247,7 @@ def top_ops(averages: Any, on_device: bool, with_memory: bool, count: int = TOP_
 
 
 def npu_top_ops(op_statistic: str, count: int = TOP_OPS) -> list[TopOp]:
-    """The same from the text of ``op_statistic.csv``, which CANN writes from ``level1`` on; it knows kernels alone."""
+    """The same from the text of ``op_statistic.csv``, which CANN writes from ``level1`` on, of kernels only."""
     ops = [
         TopOp(row["OP Type"], int(row["Count"]), None, None, float(row["Total Time(us)"]), None)
         for row in csv.DictReader(op_statistic.splitlines())

@@ -1,1 +1,1 @@
-"""Helpers without a package of their own: files, foreign text and what is printed."""
+"""Shared helpers: files and locks, foreign input, text, bounds and DTensors."""

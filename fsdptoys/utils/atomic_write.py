@@ -1,4 +1,4 @@
-"""Replace a file as a whole: readers see the old content or the new one; no symbolic link is written through."""
+"""Replace a file atomically: readers see the old content or the new one; symbolic links are not followed."""
 
 import contextlib
 import os
@@ -11,19 +11,19 @@ def write_atomically(path: "str | os.PathLike[str]", content: "str | bytes", *, 
     """Write a new file under a hidden name in the same folder and rename it to ``path``.
 
     Args:
-        path: the file; a symbolic link in its place is replaced, its target stays as it was.
+        path: the file; a symbolic link in its place is replaced, not its target.
         content: text is written as UTF-8.
         sync: flush the content to the disk before the rename.
 
     Raises:
-        OSError: as the system refuses; the old file stays, and no part of the new one.
+        OSError: from the system; the old file stays, without a part of the new one.
     """
     path = Path(path)
     data = content.encode("utf-8") if isinstance(content, str) else content
-    # The process id keeps writers of the same file apart.
+    # The process id separates writers of the same file.
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        part.unlink(missing_ok=True)  # of a process that was killed, or a link that leads elsewhere
+        part.unlink(missing_ok=True)  # from a killed process, or a link to elsewhere
         with open_regular(part, "xb") as file:
             file.write(data)
             if sync:

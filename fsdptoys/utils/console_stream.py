@@ -1,10 +1,10 @@
 """Standard output and error that cannot end the program: a full disk, a pipe without reader, a closed stream.
 
 A training run prints for hours into a log, ``tee`` or ``ssh`` that may go away, and no print is worth the steps since
-the last checkpoint. So the two streams get a descriptor below their buffers that drops what the system refuses and
-remembers the first reason. That covers every writer in the process: ``print``, rich and its thread, warnings, logging,
-tracebacks, and the flush at the interpreter's exit, whose failure would change the exit status to 120. Each write is
-tried again, so a disk that has room later gets the later lines.
+the last checkpoint. So the raw descriptor below each stream's buffer drops failed writes and remembers the first
+reason. That covers every writer in the process: ``print``, rich and its thread, warnings, logging, tracebacks, and the
+flush at the interpreter's exit, whose failure would change the exit status to 120. Every write is attempted, so a disk
+that has room later gets the later lines.
 
 Commands whose output is their result (``report``, ``plan``, ``--cfg job``) keep the exceptions of stdout: an incomplete
 table must not end with status 0.
@@ -25,7 +25,7 @@ _lost: dict[int, int] = {}
 """Descriptor → number of the first error."""
 
 _replaced_streams: list[Any] = []
-"""Kept, since a stream that is collected may close its descriptor."""
+"""Kept, since a collected stream may close its descriptor."""
 
 _stdout_may_end = False
 
@@ -33,8 +33,8 @@ _stdout_may_end = False
 def install_streams() -> None:
     """Replace ``sys.stdout`` and ``sys.stderr``, and occupy descriptors 0 to 2 where they are closed.
 
-    A file that opens later would get the number of a closed stream, and everything that is printed. Streams that are
-    not those of the process (of a test, of a notebook) stay.
+    Otherwise the next opened file would get the descriptor of a closed stream, and all output. Other streams (of a
+    test, of a notebook) stay.
     """
     global _stdout_may_end
     _stdout_may_end = False
@@ -44,30 +44,30 @@ def install_streams() -> None:
 
 
 def reopen_streams() -> None:
-    """Give a fork streams of its own, as a new interpreter has them, without what its parent has buffered or lost."""
+    """Give a fork new streams, without its parent's buffers and lost output."""
     _lost.clear()
     hold_descriptors()
     sys.stdout, sys.stderr = os.fdopen(STDOUT, "w", closefd=False), os.fdopen(STDERR, "w", closefd=False)
 
 
 def let_stdout_end() -> None:
-    """From here on the loss of stdout is remembered and raises nothing, as that of stderr."""
+    """From now on, remember failures of stdout instead of raising them, as for stderr."""
     global _stdout_may_end
     _stdout_may_end = True
 
 
 def lost_output() -> dict[str, str]:
-    """Name of each stream of which output was lost → the first reason, as the system words it."""
+    """Name of each stream with lost output → the first reason, in the system's words."""
     return {NAMES[number]: _reason(code) for number, code in sorted(_lost.items())}
 
 
 def hold_descriptors() -> set[int]:
-    """Occupy those of the descriptors 0 to 2 that are closed, with /dev/null.
+    """Open /dev/null on closed descriptors among 0 to 2.
 
-    It is opened for reading only: a child process that inherits it still finds that nothing can be printed.
+    It is opened for reading only, so that a child process still sees that it cannot print.
 
     Returns:
-        The descriptors that were closed.
+        The previously closed descriptors.
     """
     held = set()
     for number in range(3):
@@ -84,7 +84,7 @@ def hold_descriptors() -> set[int]:
 
 
 class _Descriptor(io.FileIO):
-    """A standard descriptor whose writes succeed, whatever becomes of them."""
+    """A standard descriptor whose writes never fail."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number, "w", closefd=False)
@@ -93,14 +93,14 @@ class _Descriptor(io.FileIO):
     def write(self, data: Any) -> int:
         left = memoryview(data).cast("B")
         try:
-            while left:  # of a short write, python -u would lose the rest
+            while left:  # python -u would lose the rest of a short write
                 written = super().write(left)
-                if written is None:  # a pipe that someone has made non-blocking is full
+                if written is None:  # a non-blocking pipe is full
                     select.select([], [self], [])
                 left = left[written or 0 :]
         except OSError as error:
             _lost.setdefault(self._number, error.errno or errno.EIO)
-            # A stream that was closed from the start is the user's choice, as with a plain print.
+            # A stream closed from the start is the user's choice, as with a plain print.
             if self._number == STDOUT and not _stdout_may_end and error.errno != errno.EBADF:
                 raise
         return len(data)

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Local parts of DTensors and of torchao's float8 wrappers."""
 
 import sys
 from typing import TYPE_CHECKING, TypeGuard
@@ -11,26 +11,26 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard["DTensor"]:
-    """Whether a tensor is spread over a mesh."""
-    module = sys.modules.get("torch.distributed.tensor")  # takes a second to import, and is there where one was made
+    """Whether a tensor is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")  # a second to import, and imported if a DTensor exists
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, sharing its memory."""
-    with torch.no_grad():  # or the local part would come as a view that autograd knows
+    """This rank's part of a tensor, sharing its memory."""
+    with torch.no_grad():  # else the local part would be a view in the autograd graph
         held = tensor.to_local() if is_dtensor(tensor) else tensor.detach()
         inner: Tensor = held._tensor.detach() if is_wrapped(held) else held  # type: ignore[attr-defined]
         return inner
 
 
 def is_wrapped(tensor: Tensor) -> bool:
-    """Whether a tensor is one of torchao's, around another with its values, for FSDP2 to gather as float8."""
+    """Whether a tensor is torchao's wrapper, which FSDP2 gathers as float8."""
     return type(tensor).__name__ == "WeightWithDynamicFloat8CastTensor"
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
-    """A tensor that nothing is wrapped around, sharing its memory; plain where it is plain, else a DTensor."""
+    """The tensor or DTensor without torchao's wrapper, sharing its memory."""
     tensor = tensor.detach()
     if not is_dtensor(tensor) or not is_wrapped(tensor.to_local()):
         return tensor
@@ -45,10 +45,10 @@ def unwrapped(tensor: Tensor) -> Tensor:
 
 
 def local_bounds(param: Tensor) -> tuple[tuple[int, int], ...]:
-    """First and past-the-last index, in each dim of the full tensor, of what this rank holds.
+    """First and past-the-last index of this rank's part, in each dim of the full tensor.
 
     Args:
-        param: a plain tensor, or a DTensor whose placements shard evenly-chunked dims (``torch.chunk``) or replicate.
+        param: a plain tensor, or a DTensor with placements ``Shard`` (as by ``torch.chunk``) or ``Replicate``.
     """
     bounds = [(0, size) for size in param.shape]
     if is_dtensor(param):

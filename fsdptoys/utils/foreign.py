@@ -1,8 +1,8 @@
-"""Parsers for JSON and YAML that someone else may have written: bounded in depth and size, with one kind of error.
+"""Parsers of foreign JSON and YAML, bounded in depth and size, with one error class.
 
-Python's and PyYAML's own parsers run no code either (``yaml.safe_load``), and still let a file of 1 KB take all memory
-(nested aliases, "billion laughs"), a number of 600 KB take minutes (``1:59:59:…``, base 60), and nesting end in a
-``RecursionError``, here or in the caller's next loop over the tree.
+With Python's and PyYAML's safe parsers a file of 1 KB can take all memory (nested aliases, "billion laughs"), a number
+of 600 KB minutes (``1:59:59:…``, base 60), and deep nesting ends in a ``RecursionError``, there or in the caller's next
+loop over the tree.
 """
 
 import itertools
@@ -16,7 +16,7 @@ import yaml
 from .text import one_line
 
 MAX_DEPTH = 50
-"""Mappings and lists within each other; a configuration of this project has five."""
+"""Nested mappings and lists; a configuration of this project has five."""
 
 MAX_YAML_BYTES = 2**20
 """PyYAML reads about 0.3 MB/s in Python and 3 MB/s with libyaml; a run's config.yaml holds 10 KB."""
@@ -24,13 +24,13 @@ MAX_YAML_BYTES = 2**20
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 _HUGE_NUMBER = re.compile(r"[0-9]{300}|[0-9][eE]\+?[0-9]{3}")
-"""As a number may begin that a float cannot hold; json makes ``1e400`` infinite."""
+"""Start of a number beyond a float's range; json returns infinity for ``1e400``."""
 
 _LibYaml: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class ForeignError(ValueError):
-    """A text that is not what it should be; the message is one line without control characters."""
+    """Invalid foreign input; the message is one line without control characters."""
 
 
 def parse_json(
@@ -41,18 +41,17 @@ def parse_json(
     unique_keys: bool = False,
     surrogates: bool = False,
 ) -> Any:
-    """A JSON value.
+    """Parse JSON.
 
     Args:
-        text: UTF-8 if bytes. Its size is the caller's to bound, where the file is read.
-        max_depth: objects and arrays within each other.
-        non_finite: accept ``NaN``, ``Infinity`` and ``-Infinity``, which the standard does not have.
-        unique_keys: refuse an object with the same key twice instead of keeping the last; takes twice the time.
-        surrogates: accept halves of surrogate pairs, by which Python writes names of files that are not UTF-8.
+        text: UTF-8 if bytes; the caller bounds its size.
+        max_depth: nested objects and arrays.
+        non_finite: accept ``NaN``, ``Infinity`` and ``-Infinity``, which are not standard.
+        unique_keys: refuse repeated keys instead of keeping the last; twice the time.
+        surrogates: accept halves of surrogate pairs, as in Python's names of non-UTF-8 files.
 
     Raises:
-        ForeignError: if it is not valid JSON, is nested too deeply, holds a number that a float cannot, or text that
-            UTF-8 cannot.
+        ForeignError: for invalid JSON, deep nesting, a number beyond a float's range, or text that is not UTF-8.
     """
     try:
         if isinstance(text, bytes):
@@ -72,26 +71,26 @@ def parse_json(
         raise ForeignError(f"it is nested more than {max_depth} deep") from None
     except ForeignError:
         raise
-    except ValueError as error:  # of json, of the decoder, of int() for thousands of digits
+    except ValueError as error:  # from json, the decoder, or int() for thousands of digits
         raise ForeignError(one_line(error)) from None
     return tree
 
 
 def parse_yaml(text: "str | bytes", *, unique_keys: bool = False) -> Any:
-    """A YAML document of plain values: no tags, no aliases; dates and numbers in base 60 stay text.
+    """Parse YAML without tags and aliases; dates and numbers in base 60 stay text.
 
     Args:
         text: UTF-8 if bytes; at most ``MAX_YAML_BYTES``.
-        unique_keys: refuse a mapping with the same key twice instead of keeping the last.
+        unique_keys: refuse repeated keys instead of keeping the last.
 
     Raises:
-        ForeignError: if it is anything else, or nested more than ``MAX_DEPTH`` deep.
+        ForeignError: for anything else, and for more than ``MAX_DEPTH`` levels.
     """
     if len(text) > MAX_YAML_BYTES:
         raise ForeignError(f"it is longer than {MAX_YAML_BYTES} bytes")
     depth = 0
     try:
-        # The events are read first: libyaml's own composer recurses, and expands aliases, where Python cannot look.
+        # Events are checked first, since libyaml's composer recurses and expands aliases without limit.
         for event in yaml.parse(text, Loader=_LibYaml):
             if isinstance(event, yaml.AliasEvent):
                 raise ForeignError(f"it has an alias (*{event.anchor}) in line {_line_of(event)}")
@@ -109,16 +108,16 @@ def parse_yaml(text: "str | bytes", *, unique_keys: bool = False) -> Any:
         return tree
     except ForeignError:
         raise
-    # ValueError: numbers and dates that are none; TypeError: keys that cannot be hashed; OverflowError: years
+    # ValueError: invalid numbers and dates; TypeError: unhashable keys; OverflowError: years
     except (yaml.YAMLError, ValueError, TypeError, OverflowError, RecursionError, AttributeError, LookupError) as error:
         raise ForeignError(one_line(error)) from None
 
 
 def check_depth(tree: Any, max_depth: int = MAX_DEPTH) -> None:
-    """Check a tree of dicts and lists, so that a caller may recurse through it.
+    """Check that a tree of dicts and lists is safe to recurse through.
 
     Raises:
-        ForeignError: if it is nested more deeply.
+        ForeignError: if it has more levels.
     """
     level = [tree]
     for _ in range(max_depth + 1):
@@ -130,7 +129,7 @@ def check_depth(tree: Any, max_depth: int = MAX_DEPTH) -> None:
 
 
 def _check_numbers(tree: Any, non_finite: bool) -> None:
-    """Refuse integers that a float cannot hold, on which the next division would fail, and maybe infinite floats."""
+    """Refuse integers beyond a float's range, which fail in divisions, and optionally infinite floats."""
     level = [tree]
     while level:
         children: list[Any] = []
@@ -162,11 +161,11 @@ def _line_of(event: yaml.Event) -> int:
 
 
 class _Loader(_LibYaml):
-    """The safe loader without dates and numbers in base 60: ``1:30`` is text."""
+    """The safe loader without dates and base 60: ``1:30`` is text."""
 
 
 class _UniqueLoader(_Loader):
-    """The same, which refuses a key that stands twice in one mapping."""
+    """Refuses repeated keys in a mapping."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys: set[str] = set()
@@ -180,7 +179,7 @@ class _UniqueLoader(_Loader):
 
 
 def _read_number(loader: Any, node: yaml.ScalarNode, construct: Any) -> Any:
-    """Leave numbers in base 60 as text: 600 KB of ``1:59:59…`` take minutes."""
+    """Keep numbers in base 60 as text: 600 KB of ``1:59:59…`` take minutes."""
     return node.value if ":" in node.value else construct(loader, node)
 
 

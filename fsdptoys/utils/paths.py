@@ -1,4 +1,4 @@
-"""Checks of text and paths in a configuration, before anything is opened, printed or written."""
+"""Checks of text and paths in a configuration, before they are used."""
 
 import os
 
@@ -7,18 +7,18 @@ from fsdptoys.errors import ConfigError
 from .text import printable
 
 FILE_BYTES = 200
-"""Bytes that the longest path of a file in a run directory takes beyond that of the directory."""
+"""Longest path of a file relative to its run directory."""
 
 
 def check_text(key: str, text: str) -> None:
-    """Check that text can be written to a file in UTF-8 and passed to the system.
+    """Check that text can be encoded in UTF-8 and passed to the system.
 
     Args:
-        key: names the text.
-        text: bytes of the command line that are not UTF-8 are surrogates in it.
+        key: of the text.
+        text: has surrogates for invalid bytes of the command line.
 
     Raises:
-        ConfigError: if it is not valid UTF-8, or holds a NUL character.
+        ConfigError: if it is not valid UTF-8, or has a NUL character.
     """
     shown = f"{key}={printable(text)}" if key else printable(text)
     try:
@@ -30,14 +30,14 @@ def check_text(key: str, text: str) -> None:
 
 
 def check_home(key: str, path: str) -> None:
-    """Check that the home folder a path starts with is known.
+    """Check that a leading ``~`` or ``~user`` can be expanded.
 
     Args:
-        key: names the path.
+        key: of the path.
         path: may start with ``~`` or ``~user``.
 
     Raises:
-        ConfigError: if the system does not know that user, or HOME is not set and this user has no home folder.
+        ConfigError: if there is no such user or home folder.
     """
     if path.startswith("~") and os.path.expanduser(path) == path:
         user = path.partition("/")[0]
@@ -45,15 +45,15 @@ def check_home(key: str, path: str) -> None:
 
 
 def check_length(key: str, path: str | os.PathLike[str], directory: str | os.PathLike[str]) -> None:
-    """Check that a directory's path is short enough for the file system, with room for the files in it.
+    """Check that a directory's path leaves room for its files' names.
 
     Args:
-        key: names the path, with its value.
+        key: of the path, with its value.
         path: absolute; need not exist.
-        directory: the nearest one above it that exists.
+        directory: the nearest existing one above it.
 
     Raises:
-        ConfigError: if a name in it, or all of it, is too long.
+        ConfigError: if a name or the path is too long.
     """
     longest_name, longest_path = os.pathconf(directory, "PC_NAME_MAX"), os.pathconf(directory, "PC_PATH_MAX")
     encoded = os.fsencode(path)

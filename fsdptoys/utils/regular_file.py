@@ -1,12 +1,12 @@
-"""Open regular files only: no named pipe that blocks, no device, and no symbolic link where something is written.
+"""Open regular files only: no named pipes, no devices, and no symbolic links for writing.
 
-A run directory may come from elsewhere. A FIFO in the place of ``metrics.jsonl`` blocks ``open`` until a writer comes,
-which may be never, and a symbolic link in the place of a log lets the run append to any file of its user. So files that
-others may have put there are opened with ``O_NONBLOCK`` (without effect on regular files), then looked at through the
-open descriptor, which cannot be exchanged in between, and for writing with ``O_NOFOLLOW`` besides.
+A run directory may come from elsewhere. ``open`` blocks on a FIFO named ``metrics.jsonl`` until a writer comes, and a
+symbolic link named like a log lets the run append to any file of its user. So files are opened with ``O_NONBLOCK`` (no
+effect on regular files) and, for writing, ``O_NOFOLLOW``, and checked through the open descriptor, which excludes a
+race.
 
-Links are followed where a file is read: the Hugging Face hub's cache consists of them. Folders on the way to a file may
-be links in either case: a run directory on another disk is a common one.
+Links are followed for reading, since the Hugging Face hub's cache consists of them. Folders of a path may be links in
+both cases: a run directory on another disk is common.
 """
 
 import errno
@@ -37,7 +37,7 @@ class NotRegularFileError(OSError):
         self._made_of = (path, mode)
 
     def __reduce__(self) -> "tuple[Any, ...]":
-        # OSError's own passes what OSError was constructed with; ranks send each other their errors.
+        # OSError's own passes the arguments of OSError; ranks send each other their errors.
         return type(self), self._made_of
 
 
@@ -45,13 +45,13 @@ def open_regular(path: "str | os.PathLike[str]", mode: str = "rb", **options: An
     """``open`` for regular files.
 
     Args:
-        path: the file; created where ``mode`` says so.
-        mode: as for ``open``. Any mode that writes refuses a symbolic link as the last part of the path.
+        path: the file.
+        mode: as for ``open``; modes that write refuse a symbolic link as the last part of the path.
         options: as for ``open``: ``encoding``, ``buffering``, …
 
     Raises:
-        NotRegularFileError: for anything else than a regular file.
-        OSError: as the system refuses.
+        NotRegularFileError: for any other type of file.
+        OSError: from the system.
     """
     writes = any(letter in mode for letter in "wax+")
     opened = -1
@@ -73,11 +73,11 @@ def open_descriptor(
         path: the file.
         flags: as for ``os.open``.
         follow: whether the last part of the path may be a symbolic link.
-        permissions: of a file that is created, before the umask.
+        permissions: of a new file, before the umask.
 
     Raises:
-        NotRegularFileError: for anything else than a regular file.
-        OSError: as the system refuses.
+        NotRegularFileError: for any other type of file.
+        OSError: from the system.
     """
     # Windows has none of these, nor FIFOs in folders.
     flags |= getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
@@ -86,7 +86,7 @@ def open_descriptor(
     try:
         descriptor = os.open(path, flags, permissions)
     except OSError as error:
-        # ELOOP: a link; ENXIO: a pipe without reader, or a socket; EISDIR: a folder that would be written
+        # ELOOP: a link; ENXIO: a pipe without reader, or a socket; EISDIR: a folder opened for writing
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.EMLINK):
             kind = _mode_of(path)
             if kind is not None and not stat.S_ISREG(kind):
@@ -103,9 +103,9 @@ def read_regular(path: "str | os.PathLike[str]", largest_bytes: int) -> bytes:
     """The content of a regular file of limited size.
 
     Raises:
-        NotRegularFileError: for anything else than a regular file.
+        NotRegularFileError: for any other type of file.
         ValueError: if it is larger.
-        OSError: as the system refuses.
+        OSError: from the system.
     """
     with open_regular(path, "rb") as file:
         content: bytes = file.read(largest_bytes + 1)
@@ -115,10 +115,10 @@ def read_regular(path: "str | os.PathLike[str]", largest_bytes: int) -> bytes:
 
 
 def check_regular(path: "str | os.PathLike[str]") -> None:
-    """Check that nothing, or a regular file, has this name; a symbolic link is not followed.
+    """Check that a path is a regular file or does not exist; links are not followed.
 
     Raises:
-        NotRegularFileError: for anything else.
+        NotRegularFileError: for any other type of file.
     """
     mode = _mode_of(path)
     if mode is not None and not stat.S_ISREG(mode):
@@ -126,7 +126,7 @@ def check_regular(path: "str | os.PathLike[str]") -> None:
 
 
 def kind_of(path: "str | os.PathLike[str]") -> str | None:
-    """What has this name, in words; None for nothing. A symbolic link is not followed."""
+    """Type of a file, with an article; None if it does not exist. Links are not followed."""
     mode = _mode_of(path)
     return None if mode is None else KINDS.get(stat.S_IFMT(mode), "something else")
 

@@ -216,7 +216,7 @@ MISTAKES = {
     "data.sample_tokens=5": "data.sample_tokens=5 is not an option of data=synthetic, it belongs to text; "
     "set data=text or leave it out",
     "data=text data.sample_tokens=-1": "data.sample_tokens=-1 must be at least 0; set data.sample_tokens=0",
-    "data=text data.sample_prompt=''": "data.sample_prompt='' gives the model nothing to go on from; "
+    "data=text data.sample_prompt=''": "data.sample_prompt='' gives the model nothing to continue; "
     "set data.sample_prompt='def read(self, size=-1):'",
     "data=bin data.files=[missing.bin]": "data.files=[missing.bin] does not exist; set data.files to files that do, "
     f"as seen from {Path.cwd()}",

@@ -1,4 +1,4 @@
-"""Dataclasses out of foreign plain values."""
+"""Dataclasses built from foreign plain values."""
 
 from dataclasses import dataclass, field
 from enum import Enum
