@@ -94,7 +94,7 @@ def test_a_place_outside_of_numpys_numbers_is_refused(position: object) -> None:
     """Oracle: the sentence; numpy takes such places, and crashes or returns foreign memory."""
     states = random_states(DEVICE)
     states["numpy"]["position"] = position
-    with pytest.raises(ForeignError, match=r"^numpy\.position is .*, not an integer of 0 to 624$"):
+    with pytest.raises(ForeignError, match=r"^numpy\.position is .*, not an integer from 0 to 624$"):
         build(RandomStates, states)
 
 
@@ -103,7 +103,7 @@ def test_a_place_outside_of_numpys_numbers_is_refused(position: object) -> None:
     [
         ("keys", "AAAA", r"numpy\.keys holds 3 bytes, not 2496"),
         ("keys", "=!", r"numpy\.keys is not text in base 64 \(.*\)"),
-        ("has_gauss", 2, r"numpy\.has_gauss is 2, not an integer of 0 to 1"),
+        ("has_gauss", 2, r"numpy\.has_gauss is 2, not an integer from 0 to 1"),
         ("cached", float("nan"), r"numpy\.cached is nan, not a finite number"),
         ("cached", "\x1b]0;x", r"numpy\.cached is '\\x1b\]0;x', not a finite number"),
     ],
