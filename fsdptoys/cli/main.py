@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fsdptoys import __version__
-from fsdptoys.device.autoload import check_log_level, explain_autoload
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch.exit_record import Outcome, leave_outcome
 from fsdptoys.utils.console_stream import install_streams, let_stdout_end, lost_output
 from fsdptoys.utils.text import say
 
 from .system_errors import check_current_folder, explain_environment
+from .torch_errors import check_log_level, explain_autoload
 
 if TYPE_CHECKING:
     from fsdptoys.config.schema import Config

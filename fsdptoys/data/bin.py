@@ -108,6 +108,6 @@ class BinConfig(DataConfig):
                 raise ConfigError(
                     f"{key}=[{file.path}] has {file.size_bytes} bytes, which is not a multiple of the "
                     f"{dtype.itemsize} bytes of data.dtype={self.dtype.value}; write it again or set data.dtype to "
-                    "its own"
+                    "that of the file"
                 )
         return FileStream(key, without_repeats(files), dtype, vocab_size)

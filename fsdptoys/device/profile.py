@@ -22,10 +22,10 @@ from fsdptoys.utils.foreign import parse_yaml
 from fsdptoys.utils.regular_file import read_regular
 from fsdptoys.utils.text import near_miss, one_line
 
+from .kinds import DEVICE_TYPES
+
 PROFILES = Path(fsdptoys.configs.__file__).parent / "hardware"
 LARGEST_PROFILE_BYTES = 2**16
-DEVICE_TYPES = ("cuda", "npu", "cpu")
-"""As in ``kinds``, which imports torch."""
 
 
 class AttentionKind(Enum):

@@ -123,7 +123,7 @@ def folder(tmp_path, monkeypatch):
         (
             {"files": ["odd.bin"]},
             "data.files=[odd.bin] has 3 bytes, which is not a multiple of the 2 bytes of data.dtype=uint16; "
-            "write it again or set data.dtype to what it was written in",
+            "write it again or set data.dtype to that of the file",
         ),
         (
             {"files": ["short.bin", "high.bin"]},
