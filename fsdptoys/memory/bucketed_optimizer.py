@@ -55,7 +55,7 @@ class BucketedOptimizer(torch.optim.Optimizer):
 
     Args:
         optimizer: an element-wise optimizer; both share its parameter groups.
-        units: modules with their parameters, in the order of the forward.
+        units: every parameter once, by the module whose forward needs it first, in the order of the forward.
         buckets: of these units, in order, each with its ``slab``.
         executor: updates the buckets.
         model: contains all modules.

@@ -121,12 +121,8 @@ def overlap_cpu_offload(
 
     Args:
         optimizer: AdamW or SGD, over all parameters, before its first step.
-        units: every parameter once, by the module whose forward needs it first, in the order of the forward.
-        model: contains all units.
-        threads: PyTorch threads of all workers together.
-        units_ahead: units after its own that a unit's forward begins to gather.
-        on_updated: called in a worker with updated parameters.
-        device: of this rank.
+        units, model, units_ahead: as for ``BucketedOptimizer``.
+        threads, on_updated, device: as for ``Workers``.
     """
     assert not optimizer.state
     buckets = make_buckets(optimizer, units, BUCKET_BYTES, torch.float32)

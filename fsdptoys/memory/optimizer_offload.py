@@ -76,15 +76,12 @@ def offload_optimizer(
 
     Args:
         optimizer: AdamW or SGD, over all parameters, before its first step.
-        units: every parameter once, by the module whose forward needs it first, in the order of the forward.
+        units, model, units_ahead, gather_after: as for ``BucketedOptimizer``.
         config: with ``optimizer_offload``.
         device: of parameters and gradients.
-        model: contains all units.
         schedule: not ``auto``.
         seed: seeds stochastic rounding.
         rank: seeds stochastic rounding together with ``seed``; shards need different streams, replicas the same one.
-        units_ahead: units after its own that a unit's forward begins to gather.
-        gather_after: makes the gathering for a module's forward wait for an event.
         transfers: copies between host and device; None for the device's own.
     """
     assert schedule is not OffloadSchedule.auto and not optimizer.state

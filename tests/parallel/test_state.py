@@ -197,7 +197,7 @@ def test_every_strategy_goes_on_from_the_state_of_one_process_in_every_bit(ranks
 )
 def test_other_optimizers_go_on_on_another_number_of_ranks_in_every_bit(optim: OptimConfig, ranks: int) -> None:
     """Oracle: one process that went on; states too, read back right after loading and at the end; with experts."""
-    few_bits = isinstance(optim, AdamWConfig) and optim.state_dtype.is_low_bit
+    few_bits = optim.low_bit_format is not None
     options: dict[str, Any] = {"model": (WITH_BLOCKS if few_bits else MODELS)["qwen3_moe"], "optim": optim}
     (saved,) = run_ranks(1, run_saved, [config(SingleConfig(simulated_ranks=ranks), 1, **options)])[0]
     names = ["ddp", "fsdp2", *(["hsdp2"] if ranks == 4 else [])] + (
