@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The one test command, which continuous integration runs too: `bash scripts/test.sh [arguments for pytest]`.
 #
-# In order, stopping at the first failure: ruff, import floors, mypy, pytest, most of it under coverage. With no arguments
+# In order, stopping at the first failure: ruff, import layers, mypy, pytest, most of it under coverage. With no arguments
 # the whole suite runs, three processes at a time, and at least 90% of the lines must be covered; with arguments
 # (`tests/data -k resume`) one process runs what they name, and coverage is only told. CHAOS_KILLS=10 kills real runs too.
 #
@@ -209,7 +209,7 @@ report_coverage() {
 
 part 'ruff check' "$python" -m ruff check .
 part 'ruff format' "$python" -m ruff format --check .
-part 'import floors' "$python" -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
+part 'import layers' "$python" -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
 part 'mypy' "$python" -m mypy
 if [[ $# == 0 ]]; then
   part 'pytest' run_shares
