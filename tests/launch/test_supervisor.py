@@ -244,7 +244,7 @@ def launched(tmp_path: Path) -> Iterator[Any]:
 
 
 def launch(folder: Path, how: str, ranks: int, options: dict[str, Any]) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the last is ignored under nohup
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     for stream, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), stream)
