@@ -98,7 +98,10 @@ def _default(node: ast.expr | None) -> str:
         return value_text(node.value, quote=True)
     if isinstance(node, ast.Attribute):
         return node.attr
-    if isinstance(node, ast.Call) and node.keywords:  # field(default_factory=...)
+    if isinstance(node, ast.Call) and node.keywords:  # field(default=..., metadata=...) or field(default_factory=...)
+        given = {keyword.arg: keyword.value for keyword in node.keywords}
+        if "default" in given:
+            return _default(given["default"])
         factory = node.keywords[0].value
         listed = factory.body.elts if isinstance(factory, ast.Lambda) and isinstance(factory.body, ast.List) else []
         if listed and all(isinstance(item, ast.Constant) for item in listed):
