@@ -171,7 +171,7 @@ def test_data_is_prepared_without_a_stderr(tmp_path: Path, redirection: str) -> 
     lines = write_lines(tmp_path / "a.jsonl", documents(30))
     prepare_folder(request(tmp_path / "heard", lines))
     program = (
-        "from fsdptoys.data import HFConfig, display; display.LINE_SECONDS = 0.0; "
+        "from fsdptoys.data import HFConfig, progress; progress.LINE_SECONDS = 0.0; "
         f"HFConfig(files=[{str(lines)!r}], cache={str(tmp_path / 'cache')!r}, processes=1).prepare(16, 256)"
     )
     subprocess.run(["bash", "-c", f"exec {sys.executable} -c {shlex.quote(program)} {redirection}"], check=True)

@@ -114,7 +114,7 @@ def test_number_outside_the_part_is_an_index_error():
     [
         ({"branching": 0}, "data.branching=0 must be at least 1; set data.branching=1"),
         ({"eval_samples": -1}, "data.eval_samples=-1 must be at least 0; set data.eval_samples=0"),
-        ({"branching": 64}, "data.branching=64 must be at most model.vocab_size=32; set data.branching=1"),
+        ({"branching": 64}, "data.branching=64 must be at most model.vocab_size=32; set data.branching=8"),
     ],
 )
 def test_mistakes_are_told_in_a_sentence(settings, sentence):
