@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from fsdptoys.utils.text import size_text
+from fsdptoys.utils.text import align_columns, size_text
 
 from .collectives import Call, over_ranks
 
@@ -63,8 +63,8 @@ def render(calls: Sequence[Call], title: str) -> str:
     if not shown:
         return f"{title}: none" + (f" but {left_out}" if left_out else "")
     rows = [COLUMNS, *(row for each in fold(shown) for row in _rows(each, calls))]
-    table = _align(rows, RIGHT)
-    sums = _align([("in all", "calls", "size", "sent by a rank on a ring"), *_sums(shown)], (1, 2, 3))
+    table = align_columns(rows, RIGHT)
+    sums = align_columns([("in all", "calls", "size", "sent by a rank on a ring"), *_sums(shown)], (1, 2, 3))
     return "\n".join([f"{title}:", *table, "", *sums, *([f"left out: {left_out}"] if left_out else [])])
 
 
@@ -146,14 +146,3 @@ def _sums(calls: Sequence[Call]) -> list[tuple[str, ...]]:
 def _sum(label: str, calls: Sequence[Call]) -> tuple[str, ...]:
     size, sent = sum(call.size_bytes for call in calls), sum(call.sends_bytes for call in calls)
     return (label, str(len(calls)), size_text(size), size_text(round(sent)))
-
-
-def _align(rows: Sequence[tuple[str, ...]], right: Sequence[int]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

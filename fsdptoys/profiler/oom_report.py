@@ -6,13 +6,13 @@ the message lacks them. Formats are those of torch 2.7.1 and 2.13 (CUDA and CPU)
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from fsdptoys.device import Device, highest_resident_set_bytes
-from fsdptoys.utils.text import size_text
+from fsdptoys.utils.text import align_columns, size_text
 
 from .live_bytes import LiveBytes
 from .oom_advice import Switches, device_savings, host_savings
@@ -131,7 +131,7 @@ def out_of_memory_report(failure: Failure, situation: Situation, device_type: st
     lines = [
         *_headline(failure, situation, device_type),
         f"{'planned' if constructing else 'live'} in {memory} of this rank:",
-        *(f"  {row}" for row in _columns([(size_text(count), name) for count, name in rows])),
+        *(f"  {row}" for row in align_columns([(size_text(count), name) for count, name in rows])),
     ]
     if not failure.on_host and live.on_host().device_bytes:
         lines.append(f"  and in host memory {size_text(live.on_host().device_bytes)} of the first three")
@@ -148,7 +148,7 @@ def out_of_memory_report(failure: Failure, situation: Situation, device_type: st
     if savings:
         lines.append("what would make room, each by itself and at most:")
         cells = [(size_text(saving.saved_bytes), saving.switch, saving.why) for saving in savings]
-        lines += [f"  {row}" for row in _columns(cells)]
+        lines += [f"  {row}" for row in align_columns(cells)]
     else:
         lines.append("no switch is left that would make room; use a smaller model, shorter sequences or more ranks")
     return "\n".join(lines)
@@ -167,21 +167,6 @@ def _headline(failure: Failure, situation: Situation, device_type: str) -> list[
     return [
         f"{where} ran out on rank {situation.rank} in the {when}",
         *([", ".join(known)] if known else []),
-    ]
-
-
-def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Align the first column right, and the others except the last one left."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            [
-                row[0].rjust(widths[0]),
-                *(cell.ljust(width) for cell, width in zip(row[1:-1], widths[1:-1], strict=True)),
-                row[-1],
-            ]
-        )
-        for row in rows
     ]
 
 

@@ -49,6 +49,18 @@ def size_text(count: int) -> str:
     return f"{count} bytes"
 
 
+def align_columns(rows: Sequence[Sequence[str]], right: Sequence[int] = (0,)) -> list[str]:
+    """Lines of a table, two spaces between columns; ``right`` are the right-aligned ones."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
 def printable(text: str, stream: "IO[str] | None" = None) -> str:
     """Text without characters that steer a terminal: escape sequences, carriage returns, right-to-left marks.
 
