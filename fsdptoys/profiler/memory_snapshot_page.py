@@ -121,6 +121,7 @@ def render_snapshot(
     reserved = sum(segment["total_size"] for segment in own["segments"])
     peak = timeline.live_bytes[timeline.peak_index]
     now = timeline.live_bytes[-1]
+    segments = html.escape(str(torch.cuda._memory_viz.segsum(own)))
     return "\n".join(
         [
             "<!DOCTYPE html>",
@@ -134,7 +135,7 @@ def render_snapshot(
             f"<h2>Who held the memory at the peak</h2>{_holders_table(timeline, peak)}",
             "<h2>Who holds the memory at the end, from the outermost call inwards</h2>",
             _tree(own),
-            f"<h2>Segments of the allocator at the end</h2><pre>{html.escape(_segments(own))}</pre>",
+            f"<h2>Segments of the allocator at the end</h2><pre>{segments}</pre>",
             f'<p>The same history, to zoom and point into: <a href="{html.escape(interactive_name)}">'
             f"{html.escape(interactive_name)}</a> loads PyTorch's scripts over the network; or drop "
             f"<code>{html.escape(pickle_name)}</code> on pytorch.org/memory_viz.</p>",
@@ -254,11 +255,6 @@ def _unfold(branch: Branch, least_bytes: int) -> str:
         below = _unfold(inner, least_bytes)
         parts.append(f"<details open><summary>{label}</summary>{below}</details>" if below else f"<div>{label}</div>")
     return "".join(parts)
-
-
-def _segments(snapshot: dict[str, Any]) -> str:
-    """PyTorch's summary of the allocator's segments."""
-    return str(torch.cuda._memory_viz.segsum(snapshot))
 
 
 _STYLE = (

@@ -25,5 +25,5 @@ def test_yaml_holds_every_field_at_its_default(schema):
 
 
 def test_ignored_label_is_the_loss_s():
-    """Oracle: the memory room's constant, which must be the same though the rooms do not know each other."""
+    """Oracle: the same constant of the memory package, which data does not import."""
     assert fsdptoys.data.IGNORE_INDEX == IGNORE_INDEX

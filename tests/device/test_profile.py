@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from fsdptoys.device import DEVICE_TYPES as DEVICE_TYPES_OF_DEVICE
 from fsdptoys.device.profile import (
-    DEVICE_TYPES,
     PROFILES,
     Hardware,
     Quantity,
@@ -77,11 +75,6 @@ def test_a_profile_that_is_written_reads_the_same(name: str, tmp_path: Path) -> 
 def test_a_device_finds_its_profile_by_its_name(device_name: str, device_type: str, profile: str | None) -> None:
     """Oracle: names as the drivers give them; forms that differ in speed or memory have no profile."""
     assert hardware_for(device_name, device_type) == profile
-
-
-def test_device_types_are_those_of_the_device_room() -> None:
-    """Oracle: ``fsdptoys.device``, which this room must not import."""
-    assert DEVICE_TYPES == DEVICE_TYPES_OF_DEVICE
 
 
 def broken(tmp_path: Path, changes: dict[str, Any]) -> str:
