@@ -112,7 +112,7 @@ def load_hardware(name_or_path: str | Path) -> Hardware:
     text = str(name_or_path)
     if not (isinstance(name_or_path, Path) or text.endswith((".yaml", ".yml")) or "/" in text):
         if text not in list_hardware():
-            raise ConfigError(f"plan.hardware={text} is no profile; {_fix('plan.hardware=', text, list_hardware())}")
+            raise ConfigError(f"plan.hardware={text} is not a profile; {_fix('plan.hardware=', text, list_hardware())}")
         name_or_path = PROFILES / f"{text}.yaml"
     path = Path(name_or_path)
     tree = _read(path)
@@ -198,7 +198,7 @@ def _read(path: Path) -> dict[str, Any]:
             f"plan.hardware={path} cannot be read as YAML ({one_line(error)}); start from a copy of a profile"
         ) from error
     if not isinstance(tree, dict):
-        raise ConfigError(f"plan.hardware={path} is no profile; start from a copy of one of configs/hardware")
+        raise ConfigError(f"plan.hardware={path} is not a profile; start from a copy of one in configs/hardware")
     return tree
 
 
@@ -208,10 +208,10 @@ def _check_keys(tree: dict[str, Any], wanted: dict[str, Any], where: str) -> Non
             missing = [name for name in wanted if name not in tree]
             near = near_miss(str(key), missing or list(wanted))
             fix = f"did you mean {near}?" if near else "delete it"
-            raise ConfigError(f"{where} has the key {key}, which none has; {fix}")
+            raise ConfigError(f"{where} has an unknown key {key}; {fix}")
     for key in wanted:
         if key not in tree:
-            raise ConfigError(f"{where} lacks {key}; add it as the profiles of configs/hardware have it")
+            raise ConfigError(f"{where} lacks {key}; add it as in the profiles of configs/hardware")
 
 
 def _quantity(value: object, key: str, where: str) -> Quantity:
@@ -219,16 +219,14 @@ def _quantity(value: object, key: str, where: str) -> Quantity:
         raise ConfigError(f"{where} has {key}={value}; write {{value: NUMBER, source: WHERE IT IS FROM}}")
     number, source = value["value"], value["source"]
     if not isinstance(source, str) or not source.strip():
-        raise ConfigError(
-            f"{where} gives no source of {key}; write where its value {number} is from, or 'assumed: WHY'"
-        )
+        raise ConfigError(f"{where} has no source for {key}; write the source of its value {number}, or 'assumed: WHY'")
     if isinstance(number, str) and re.fullmatch(r"[\d.]+[eE]\d+", number):
         # YAML 1.1 reads 3.35e12 as text.
-        raise ConfigError(f"{where} has {key}.value={number}, a text to YAML; write {float(number):.6e}")
+        raise ConfigError(f"{where} has {key}.value={number}, which YAML reads as text; write {float(number):.6e}")
     if isinstance(number, bool) or not isinstance(number, (int, float)) or not (math.isfinite(number) and number > 0):
         raise ConfigError(f"{where} has {key}.value={number}; give a finite number above 0")
     if key.endswith("_efficiency") and number > 1:
-        raise ConfigError(f"{where} has {key}.value={number}, a share of what is possible; give a number up to 1")
+        raise ConfigError(f"{where} has {key}.value={number}, an efficiency; give a number up to 1")
     if key == "devices_per_node" and number != int(number):
         raise ConfigError(f"{where} has {key}.value={number}; give a whole number")
     return Quantity(float(number), source)

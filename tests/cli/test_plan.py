@@ -21,7 +21,7 @@ MISTAKES = {
     "search --png": "--png has no value; write --png FILE",
     "--jsn plan.hardware=h100": "--jsn is not an option, since settings have no dashes before them; "
     "see fsdptoys train --help for all keys",
-    "plan.hardware=h300": "plan.hardware=h300 is no profile; did you mean plan.hardware=h200?",
+    "plan.hardware=h300": "plan.hardware=h300 is not a profile; did you mean plan.hardware=h200?",
     "plan.hardware=h100 plan.world_size=64 mesh.fsdp_size=48": "mesh.fsdp_size=48 must divide the world size 64; set "
     "mesh.fsdp_size=32 or plan.world_size=48",
     "plan.hardware=h100 plan.rows=3": "plan.rows=3 is read by fsdptoys plan search alone; leave it out",

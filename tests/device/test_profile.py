@@ -88,12 +88,12 @@ def broken(tmp_path: Path, changes: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"kernel_seconds": None}, "lacks kernel_seconds; add it as the profiles of configs/hardware have it"),
+        ({"kernel_seconds": None}, "lacks kernel_seconds; add it as in the profiles of configs/hardware"),
         (
             {"kernel_seconds": None, "kernel_second": {"value": 1, "source": "me"}},
-            "has the key kernel_second, which none has; did you mean kernel_seconds?",
+            "has an unknown key kernel_second; did you mean kernel_seconds?",
         ),
-        ({"zzz": 1}, "has the key zzz, which none has; delete it"),
+        ({"zzz": 1}, "has an unknown key zzz; delete it"),
         ({"kernel_seconds": 2e-6}, "has kernel_seconds=2e-06; write {value: NUMBER, source: WHERE IT IS FROM}"),
         (
             {"kernel_seconds": {"value": 2e-6}},
@@ -101,11 +101,11 @@ def broken(tmp_path: Path, changes: dict[str, Any]) -> str:
         ),
         (
             {"kernel_seconds": {"value": 2e-6, "source": " "}},
-            "gives no source of kernel_seconds; write where its value 2e-06 is from, or 'assumed: WHY'",
+            "has no source for kernel_seconds; write the source of its value 2e-06, or 'assumed: WHY'",
         ),
         (
             {"memory_bandwidth": {"value": "3.35e12", "source": "me"}},
-            "has memory_bandwidth.value=3.35e12, a text to YAML; write 3.350000e+12",
+            "has memory_bandwidth.value=3.35e12, which YAML reads as text; write 3.350000e+12",
         ),
         (
             {"memory_bandwidth": {"value": -1, "source": "me"}},
@@ -117,7 +117,7 @@ def broken(tmp_path: Path, changes: dict[str, Any]) -> str:
         ),
         (
             {"memory_efficiency": {"value": 85, "source": "me"}},
-            "has memory_efficiency.value=85, a share of what is possible; give a number up to 1",
+            "has memory_efficiency.value=85, an efficiency; give a number up to 1",
         ),
         ({"devices_per_node": {"value": 7.5, "source": "me"}}, "has devices_per_node.value=7.5; give a whole number"),
         ({"attention": "flesh"}, "has attention=flesh; did you mean attention: flash?"),
@@ -146,9 +146,9 @@ def test_a_mistake_in_a_profile_is_one_sentence(tmp_path: Path, changes: dict[st
 
 def test_what_is_no_profile_is_refused(tmp_path: Path) -> None:
     """Oracle: the sentences, word for word."""
-    with pytest.raises(ConfigError, match=r"^plan.hardware=h1000 is no profile; did you mean plan.hardware=h100\?$"):
+    with pytest.raises(ConfigError, match=r"^plan.hardware=h1000 is not a profile; did you mean plan.hardware=h100\?$"):
         load_hardware("h1000")
-    with pytest.raises(ConfigError, match=r"^plan.hardware=xyz is no profile; set plan.hardware=4090 \| a100 \| "):
+    with pytest.raises(ConfigError, match=r"^plan.hardware=xyz is not a profile; set plan.hardware=4090 \| a100 \| "):
         load_hardware("xyz")
     path = tmp_path / "mine.yaml"
     with pytest.raises(
@@ -157,7 +157,7 @@ def test_what_is_no_profile_is_refused(tmp_path: Path) -> None:
         load_hardware(str(path))
     for text, reason in [
         ("a: [", "cannot be read as YAML"),
-        ("- 1", "is no profile; start from a copy"),
+        ("- 1", "is not a profile; start from a copy"),
         ("[" * 5000, "cannot be read as YAML"),
         ("# " + "x" * 2**16, r"cannot be read as YAML \(it is longer than 65536 bytes\)"),
     ]:
