@@ -114,9 +114,11 @@ def mend_checkpoints(copy: Path) -> None:
     for place in (copy / "checkpoints").glob("step-*"):
         manifest = place / MANIFEST_FILE
         try:
+            if manifest.is_symlink() or not manifest.is_file():
+                continue
             said = json.loads(manifest.read_bytes())
             own = said.pop("sha256")
-            if own != hashlib.sha256(json.dumps(said).encode()).hexdigest() or manifest.is_symlink():
+            if own != hashlib.sha256(json.dumps(said).encode()).hexdigest():
                 continue
             sums = {}
             for name in said["files"]:
