@@ -165,12 +165,12 @@ def read_hugging_face(copy: Path) -> None:
 
 
 def read_data(copy: Path) -> None:
-    """A prepared folder and the plan of its rows."""
+    """A prepared folder and its packed rows."""
     index = read_index(str(copy / "out"), "data.folder=out")
     check_folder(str(copy / "out"))
-    plan = pack_rows(copy / "cache", str(copy / "out"), index, "train", SEQ_LEN)
-    for number in range(min(plan.rows, 3)):
-        plan.row(number)
+    packed = pack_rows(copy / "cache", str(copy / "out"), index, "train", SEQ_LEN)
+    for number in range(min(len(packed), 3)):
+        packed.row(number)
 
 
 def read_tokenizers(copy: Path) -> None:
