@@ -53,7 +53,20 @@ def write_shards(folder: Path, tokens: int, shards: int, wide: bool) -> str:
         ids[np.cumsum(lengths) - 1] = 0
         writer.add("train", ids, lengths)
         left -= len(ids)
-    writer.finish(Index(dtype, VOCAB, 0, "none", "0" * 64, None, "text", 0.0, 0, (), ()))
+    writer.finish(
+        Index(
+            dtype=dtype,
+            vocab_size=VOCAB,
+            document_end=0,
+            tokenizer="none",
+            tokenizer_sha256="0" * 64,
+            field="text",
+            eval_fraction=0.0,
+            left_out=0,
+            sources=(),
+            shards=(),
+        )
+    )
     writer.close()
     return str(folder)
 

@@ -178,7 +178,7 @@ def test_a_pipe_that_does_not_block_loses_nothing(unbuffered: str) -> None:
 FORKS = """
 import os, sys
 from pathlib import Path
-from fsdptoys.forked import ForkedProcess
+from fsdptoys.launch.forked_process import ForkedProcess
 from fsdptoys.utils.console_stream import install_streams
 
 install_streams()

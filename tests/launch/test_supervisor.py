@@ -57,14 +57,14 @@ def worse():
 def group(seconds=600):
     import torch.distributed as dist
     from datetime import timedelta
-    from fsdptoys.rank_store import open_rank_store
+    from fsdptoys.train.rank_store import open_rank_store
     world_size, timeout = int(os.environ["WORLD_SIZE"]), timedelta(seconds=seconds)
     store = open_rank_store(world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     return dist
 
 def fail():
-    from fsdptoys.signals import StopRequest
+    from fsdptoys.train.stop import StopRequest
     leave(f"ready{rank}", str(os.getpid()))
     with StopRequest():
         dist = group()
@@ -82,7 +82,7 @@ def mistake():
 
 def stop():
     import torch
-    from fsdptoys.signals import StopRequest
+    from fsdptoys.train.stop import StopRequest
     dist = group()
     with StopRequest() as request:
         dist.barrier()
@@ -98,7 +98,7 @@ def stop():
 
 def hang():
     import torch
-    from fsdptoys.signals import StopRequest
+    from fsdptoys.train.stop import StopRequest
     dist = group()
     with StopRequest():
         dist.barrier()
@@ -108,8 +108,8 @@ def hang():
         time.sleep(600)
 
 def lose():
-    from fsdptoys.heartbeat import Heartbeat, explain_lost_ranks
-    from fsdptoys.worker import remember_run_dir
+    from fsdptoys.train.heartbeat import Heartbeat, explain_lost_ranks
+    from fsdptoys.train.launch_env import remember_run_dir
     remember_run_dir(Path("run"))
     beats = Path("run/heartbeats")
     heartbeat = Heartbeat(beats, rank)
@@ -124,9 +124,9 @@ def lose():
         dist.barrier()
 
 def wait():
-    from fsdptoys.heartbeat import Heartbeat, explain_lost_ranks
-    from fsdptoys.signals import StopRequest
-    from fsdptoys.worker import remember_run_dir
+    from fsdptoys.train.heartbeat import Heartbeat, explain_lost_ranks
+    from fsdptoys.train.stop import StopRequest
+    from fsdptoys.train.launch_env import remember_run_dir
     remember_run_dir(Path("run"))
     beats = Path("run/heartbeats")
     heartbeat = Heartbeat(beats, rank)
@@ -141,7 +141,7 @@ def wait():
             dist.barrier()
 
 def asked():
-    from fsdptoys.signals import StopRequest
+    from fsdptoys.train.stop import StopRequest
     dist = group()
     with StopRequest() as request:
         dist.barrier()
@@ -167,7 +167,7 @@ def semaphores():
     time.sleep(600)
 
 def again():
-    from fsdptoys.worker import remember_run_dir, remembered_run_dir, restart_count
+    from fsdptoys.train.launch_env import remember_run_dir, remembered_run_dir, restart_count
     assert restart_count() == start
     dist = group()
     if start == 0:
@@ -192,7 +192,7 @@ INTERPRETERS = ("sleep", "deaf", "environment", "exit", "worse", "semaphores")
 WORKER += f"""
 if sys.argv[1] in {INTERPRETERS}:
     sys.exit(globals()[sys.argv[1]]())
-from fsdptoys.worker import run_as_worker
+from fsdptoys.launch.worker import run_as_worker
 sys.exit(run_as_worker(globals()[sys.argv[1]]))
 """
 
