@@ -135,20 +135,29 @@ MISTAKES: list[tuple[str, Callable[[], object], str]] = [
                 (change, f"holds facts that this version does not read (state.json: {problem})")
                 for change, problem in (
                     (("config",), "config is missing"),
-                    (("config.optim", []), "config.optim is a list of 0, not an object"),
+                    (("config.optim", []), "config.optim is [], not a mapping"),
                     (
                         ("config.optim.name", "\x1b]0;x"),
                         "config.optim.name is '\\x1b]0;x', not a line of at most 1000 printable characters",
                     ),
-                    (("config.train.steps", "3"), "config.train.steps is '3', not an integer of 1 to 999999999999999"),
+                    (
+                        ("config.train.steps", "3"),
+                        "config.train.steps is '3', not an integer from 1 to 999999999999999",
+                    ),
                     (("config.memory.optimizer_offload", 0), "config.memory.optimizer_offload is 0, not true or false"),
-                    (("data", None), "data is null, not an object"),
+                    (("data", None), "data is None, not a mapping"),
                     (("data.samples", -1), "data.samples is -1, not an integer of at least 0"),
-                    (("data.samples", 10**200), "data.samples is an integer of 665 bits, not an integer of at least 0"),
+                    (
+                        ("data.samples", 10**200),
+                        "data.samples is 100000000000000000...0000000000000000000, not an integer of at least 0",
+                    ),
                     (("global_batch",), "global_batch is missing"),
-                    (("skipped_steps", True), "skipped_steps is true, not an integer of 0 to 999999999999999"),
-                    (("spikes.losses", [1.0, None]), "spikes.losses[1] is null, not a finite number"),
-                    (("metrics", {"metrics.jsonl": "0"}), "metrics.metrics.jsonl is '0', not an integer of at least 0"),
+                    (("skipped_steps", True), "skipped_steps is True, not an integer from 0 to 999999999999999"),
+                    (("spikes.losses", [1.0, None]), "spikes.losses[1] is None, not a finite number"),
+                    (
+                        ("metrics", {"metrics.jsonl": "0"}),
+                        "metrics.metrics.jsonl is '0', not an integer from 0 to 9223372036854775807",
+                    ),
                 )
             ),
         )
