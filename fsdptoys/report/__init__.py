@@ -1,1 +1,1 @@
-"""What runs and sweeps have left behind, side by side: tables, pictures and comparisons."""
+"""Tables, figures and comparisons of recorded runs and sweeps."""

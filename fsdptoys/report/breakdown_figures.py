@@ -1,6 +1,6 @@
-"""Bars of several runs: what a step's time and memory consist of.
+"""Stacked bars that break down step time and memory of several runs.
 
-A run measures totals; the parts are those of the prediction that was made before it. Runs without one have a grey bar.
+A run measures totals only; the parts come from its prediction. Runs without a prediction get one gray bar.
 """
 
 import functools
@@ -20,11 +20,11 @@ from .plot_inputs import Shown
 
 MIB = 2**20
 LEAST_SHARE = 1e-6
-"""Of the largest bar: smaller parts are rounding, and no part."""
+"""Share of the longest bar below which a part is dropped as rounding noise."""
 
 
 def draw_time_split(shown: Sequence[Shown]) -> Picture | None:
-    """Bars of what a step does and waits for, as predicted, beside the time that was measured."""
+    """Draw predicted compute and wait times of a step as bars, with the measured median."""
     kinds = [kind.value for kind in KernelKind]
     parts: dict[str, Callable[[TimePrediction], float]] = {
         **{kind: functools.partial(_of_kind, kind) for kind in kinds},
@@ -63,7 +63,7 @@ def _of_kind(kind: str, time: TimePrediction) -> float:
 
 
 def draw_memory_split(shown: Sequence[Shown]) -> Picture | None:
-    """Bars of what memory is for at a step's peak, as predicted, beside the peak that was measured."""
+    """Draw predicted memory by category at a step's peak as bars, with the measured peak."""
     foretold = [one for one in shown if one.run.prediction is not None]
     on_device = [one for one in shown if one.run.results.memory_peak_gib is not None]
     peaks = [sum(one.run.prediction.memory.categories.values()) for one in foretold]  # type: ignore[union-attr]
@@ -126,11 +126,11 @@ def _split_picture(
     measured_caption: str,
     spreads: Sequence[tuple[float, float]] = (),
 ) -> Picture | None:
-    """Stacked bars of what was foretold, marks of what was measured; bars of that where nothing was foretold.
+    """Draw predictions as stacked bars and measurements as marks, or as bars where a run has no prediction.
 
     Args:
-        caption: where there are both.
-        measured_caption: where nothing was foretold.
+        caption: used where at least one run has a prediction.
+        measured_caption: used where none has.
     """
     names = tuple(one.name for one in shown)
     highest = max((sum(sizes) for sizes in zip(*split.values(), strict=True)), default=0.0)

@@ -1,4 +1,4 @@
-"""The columns of a table: what each is called, its cells raw and as shown, and which stay where room is short."""
+"""Columns of a table: headings, raw and formatted cells, and the order in which narrow terminals drop them."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from .runs_table import Record
 from .setting_diff import Settings, heading, own_key
 
 NOTHING = "–"
-"""Stands where a row has no value."""
+"""Shown in cells without a value."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Cell:
     """One value of a row."""
 
     value: Any
-    """Raw, in the unit that the column's name tells; None where there is none."""
+    """Raw, in the unit given by the column's name; None if the row has none."""
     text: str
-    """As shown, in the unit of the heading."""
+    """Formatted, in the unit of the heading."""
     brief: str | None = None
-    """As shown where room is short."""
+    """Shorter text for narrow terminals."""
 
 
 EMPTY = Cell(None, NOTHING)
@@ -38,18 +38,18 @@ EMPTY = Cell(None, NOTHING)
 
 @dataclass(frozen=True)
 class Column:
-    """One number or word of every row, in the order of the rows."""
+    """One cell per row, in row order."""
 
     name: str
-    """For programs, with the unit of the values."""
+    """Key in CSV and JSON; its suffix is the unit of the raw values."""
     heading: str
-    """For people, with the unit of the texts."""
+    """Displayed; names the unit of the formatted texts."""
     cells: list[Cell]
     numeric: bool
     weight: int
-    """Where room is short the lightest go first; those from ``STAYS`` on never do."""
+    """Narrow terminals drop the lightest columns first, and never those of ``STAYS`` or more."""
     setting: bool = False
-    """Whether it was chosen rather than measured."""
+    """Whether it holds a setting and not a measurement."""
 
     @property
     def values(self) -> list[Any]:
@@ -63,25 +63,25 @@ class Column:
 
 
 STAYS = 100
-"""Weight of what a table cannot do without."""
+"""Weight of columns that are never dropped."""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """A number of every run."""
+    """A measured quantity of a run."""
 
     name: str
     heading: str
     read: Callable[[RecordedRun], float | Spread | None]
     weight: int
     factor: float = 1.0
-    """From the unit of the value to that of the heading."""
+    """Converts the raw unit to the unit of the heading."""
     shows_spread: bool = False
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """A number that was predicted, and what it is held against."""
+    """A predicted quantity of a run and its measured counterpart."""
 
     name: str
     heading: str
@@ -138,17 +138,17 @@ FORECASTS = (
 
 
 def name_column(records: Sequence[Record]) -> Column:
-    """What the rows are called."""
+    """Names of the rows."""
     return Column("run", "Run", [Cell(record.name, value_text(record.name)) for record in records], False, STAYS)
 
 
 def status_column(records: Sequence[Record]) -> Column:
-    """How the rows ended."""
+    """Status of each row."""
     return Column("status", "Status", [Cell(each.status.value, each.status.value) for each in records], False, STAYS)
 
 
 def setting_column(key: str, settings: Sequence[Settings], records: Sequence[Record]) -> Column:
-    """One setting of every row; of those that wrote nothing, what a sweep varies and its words say."""
+    """One setting of every row; rows without a recorded run fall back to the overrides of their sweep job."""
     cells = []
     for row, record in zip(settings, records, strict=True):
         typed = {own_key(word): text for word, text in (record.varied or {}).items()}
@@ -162,23 +162,28 @@ def setting_column(key: str, settings: Sequence[Settings], records: Sequence[Rec
 
 
 def measured_columns(records: Sequence[Record]) -> list[Column]:
-    """Medians and memory; the resident set where the device is the host, or something is offloaded to it."""
+    """Medians and memory; resident set columns only if a run uses a CPU device or offloads to the host."""
     columns = {measure.name: _measured(measure, records) for measure in MEASURES}
     runs = [record.run for record in records if record.run is not None]
     if not any(not _on_device(run) or _offloads(run) for run in runs):
         del columns["resident_set_gib"], columns["resident_set_peak_gib"]
     elif all(run.results.resident_set_peak_gib is not None for run in runs):
-        del columns["resident_set_gib"]  # what the peak tells better
+        del columns["resident_set_gib"]  # the peak is more informative
     return list(columns.values())
 
 
 def forecast_columns(records: Sequence[Record]) -> list[Column]:
-    """What was predicted, with its share over what was measured."""
+    """Predictions, each with its relative error."""
     return [_foretold(forecast, records) for forecast in FORECASTS]
 
 
 def loss_columns(records: Sequence[Record], step: int | None) -> list[Column]:
-    """The loss of one step, which all finished rows have done, and the last on the held-out part."""
+    """Loss at ``step``, and the last held-out loss.
+
+    Args:
+        records: the rows.
+        step: from :func:`common_step`; None omits the loss column.
+    """
     columns = []
     if step is not None:
         losses = [_number_cell(_loss_at(record, step), 4) for record in records]
@@ -190,14 +195,14 @@ def loss_columns(records: Sequence[Record], step: int | None) -> list[Column]:
 
 
 def common_step(records: Sequence[Record]) -> int | None:
-    """The fewest steps of a finished row, or of any where none has finished."""
+    """Last step of the shortest finished row, or of the shortest row if none has finished."""
     runs = [record.run for record in records if record.run is not None and record.run.steps]
     done = [record.run for record in records if record.status is JobStatus.done and record.run in runs]
     return min((run.steps[-1].step for run in done or runs if run is not None), default=None)
 
 
 def measured_steps(run: RecordedRun) -> int:
-    """How many steps medians are over: those that made an update, after the warm-up of each start."""
+    """Number of steps in the medians: not skipped, and after the warm-up of each start."""
     results = run.results
     return sum(
         not metrics.skipped and not _warms_up(metrics, results.starts, results.warmup_steps) for metrics in run.steps
@@ -205,13 +210,13 @@ def measured_steps(run: RecordedRun) -> int:
 
 
 def spread_of(run: RecordedRun, name: str) -> Spread | None:
-    """Median and percentiles of a measure that has them."""
+    """Median and percentiles of a measure; None for one with a single value."""
     value = next(measure.read(run) for measure in MEASURES if measure.name == name)
     return value if isinstance(value, Spread) else None
 
 
 def forecast_difference(run: RecordedRun, name: str) -> float | None:
-    """Share of what was measured by which a prediction is over it."""
+    """Relative error of a prediction, ``predicted / measured - 1``."""
     forecast = next(forecast for forecast in FORECASTS if forecast.name == name)
     predicted, measured = forecast.predicted(run), forecast.measured(run)
     return predicted / measured - 1 if predicted is not None and measured else None
@@ -271,7 +276,7 @@ def _number_cell(value: float | None, digits: int) -> Cell:
 
 
 def _digits(values: Sequence[float | None]) -> int:
-    """Decimals with which the smallest of the numbers has three digits that count, three at most."""
+    """Decimals that give the smallest number three significant digits, at most three."""
     smallest = min((abs(value) for value in values if value and math.isfinite(value)), default=1.0)
     return min(3, max(0, 2 - math.floor(math.log10(smallest))))
 
@@ -281,5 +286,4 @@ def _number(value: float, digits: int) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A setting in a cell: a switch as yes or no."""
     return ("yes" if value else "no") if isinstance(value, bool) else value_text(value)

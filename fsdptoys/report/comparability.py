@@ -1,4 +1,4 @@
-"""Where rows come from: machine, device and versions, and whether their times and memory compare at all."""
+"""Machine, device and versions of each row, which decide whether times and memory are comparable."""
 
 import hashlib
 import json
@@ -23,11 +23,11 @@ PARTS = {
     "fsdptoys": ("versions", "fsdptoys"),
     "commit": ("versions", "fsdptoys_commit"),
 }
-"""What decides about speed and memory beside the settings → its place in ``environment.json``."""
+"""Factors of speed and memory other than settings → section and key in ``environment.json``."""
 
 
 def source_of(environment: dict[str, Any]) -> dict[str, Any]:
-    """What of an environment decides whether numbers compare; None where it does not tell."""
+    """Values of ``PARTS`` in an environment; None for missing ones."""
     found = {}
     for name, (section, key) in PARTS.items():
         part = environment.get(section)
@@ -39,12 +39,12 @@ def source_of(environment: dict[str, Any]) -> dict[str, Any]:
 
 
 def source_fingerprint(environment: dict[str, Any]) -> str:
-    """The same number for rows whose times and memory compare."""
+    """Hash of :func:`source_of`, equal for rows with comparable times and memory."""
     return hashlib.sha256(json.dumps(source_of(environment), sort_keys=True).encode()).hexdigest()[:12]
 
 
 def source_notes(records: Sequence[Record]) -> list[str]:
-    """One sentence where rows come from different places, with who comes from where."""
+    """One sentence listing the differences between the sources of rows; empty if there are none."""
     sources = {record.name: source_of(record.run.environment) for record in records if record.run is not None}
     differences = []
     for part in PARTS:

@@ -1,10 +1,9 @@
-"""Two runs step by step: where they first differ, by how much, and which settings could explain it.
+"""Compare two runs step by step: first difference, its size, and the settings that could explain it.
 
-Steps are held against each other by their numbers. A run that has steps which the other has not is not the same, even
-if all that both have is equal; nor is one of whose lines some cannot be read. Held-out losses are compared at the steps
-at which both have one, if they are over the same samples. What could explain a difference is ordered by what a setting
-can do: first those that make it another training, and among these the ones that act at the point of the step where the
-difference shows first.
+Steps are matched by number. Runs with unequal step numbers or unreadable lines are never the same, even if all common
+steps are equal. Held-out losses are compared at common steps if they are over the same samples. Possible causes are
+sorted by strength: settings that change the training come first, and among equals those that act nearest to the stage
+of the step in which the difference first shows.
 """
 
 import math
@@ -30,7 +29,7 @@ UNTOLD_OF_ENVIRONMENT = ("started_at", "command", "world_size")
 
 @dataclass(frozen=True)
 class Difference:
-    """One step of one quantity."""
+    """Values of one quantity at one step."""
 
     step: int
     first: float
@@ -38,35 +37,35 @@ class Difference:
 
     @property
     def absolute(self) -> float:
-        """How far apart; infinite where they are not both finite."""
+        """Absolute difference; infinite unless both values are finite."""
         apart = abs(self.first - self.second)
         return apart if math.isfinite(apart) else math.inf
 
     @property
     def relative(self) -> float:
-        """Share of the larger."""
+        """Difference relative to the larger magnitude."""
         return relative_difference(self.first, self.second)
 
 
 @dataclass(frozen=True)
 class Course:
-    """One quantity over the steps that both runs have."""
+    """One quantity over the common steps."""
 
     quantity: str
     steps: int
-    """Compared."""
+    """Number of steps compared."""
     differing: int
-    """Further apart than the tolerance."""
+    """Number of steps beyond the tolerance."""
     first: Difference | None
     largest: Difference | None
-    """By its share, of all steps; None where all are equal in every bit."""
+    """Largest relative difference over all steps; None if all are bitwise equal."""
     not_finite: tuple[int, int]
-    """Steps of the first and of the second run whose value is NaN or infinite."""
+    """Number of NaN or infinite values of the first and the second run."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A setting that the runs do not share; None where a run does not have it."""
+    """A setting that differs; its value is None in a run without it."""
 
     key: str
     first: Any
@@ -76,25 +75,25 @@ class Change:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two runs have in common, and what not."""
+    """Result of comparing two runs."""
 
     tolerance: float
     courses: list[Course]
     only_first: list[int]
-    """Steps that the second run does not have."""
+    """Steps missing in the second run."""
     only_second: list[int]
     changes: list[Change]
-    """The likeliest to explain a difference first."""
+    """Most likely causes first."""
     environment: list[tuple[str, Any, Any]]
-    """Part, of the first run, of the second."""
+    """Key, value of the first run, value of the second."""
     notes: list[str]
-    """Sentences on what could not be read, or not be compared."""
+    """Sentences about unreadable lines and quantities left out."""
     unread: bool
-    """Whether a run has lines of steps that cannot be read."""
+    """Whether a run has unreadable metrics lines."""
 
     @property
     def first_difference(self) -> tuple[Course, Difference] | None:
-        """The earliest step at which anything differs; within it, what the step decides first."""
+        """The earliest differing step; at equal steps, the quantity that comes first in ``QUANTITIES``."""
         found = [(course.first.step, index) for index, course in enumerate(self.courses) if course.first is not None]
         if not found:
             return None
@@ -104,15 +103,15 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Whether both have the same steps, all of them can be read, and these are within the tolerance."""
+        """Whether both have the same steps, all readable and within the tolerance."""
         return self.first_difference is None and not (self.only_first or self.only_second or self.unread)
 
 
 def open_run(path: Path) -> RecordedRun:
-    """Read a run directory, or that of a sweep's job folder.
+    """Read a run directory, or the run in a sweep's job folder.
 
     Raises:
-        ConfigError: if there is none, or it has no step.
+        ConfigError: if the path holds no run, or the run has no step.
     """
     if not path.exists():
         raise ConfigError(f"{path} does not exist; give a folder that fsdptoys train has written, as runs/NAME")
@@ -129,15 +128,15 @@ def open_run(path: Path) -> RecordedRun:
 
 
 def compare_runs(first: RecordedRun, second: RecordedRun, tolerance: float = 0.0) -> Comparison:
-    """Hold two runs against each other.
+    """Compare two runs.
 
     Args:
-        first: the one run.
-        second: the other.
-        tolerance: relative difference up to which numbers count as equal; 0 for every bit.
+        first: run A.
+        second: run B.
+        tolerance: relative difference up to which numbers count as equal; 0 requires bitwise equality.
 
     Raises:
-        ConfigError: where they have no step in common.
+        ConfigError: if they have no step in common.
     """
     ours, theirs = ({metrics.step: metrics for metrics in run.steps} for run in (first, second))
     common = sorted(ours.keys() & theirs.keys())
@@ -177,7 +176,7 @@ def _course(
     pairs: Sequence[tuple[StepMetrics, StepMetrics]],
     tolerance: float,
 ) -> Course | None:
-    """None where there is no step at which both have the quantity."""
+    """Compare one quantity; None if no step has it in both runs."""
     values = [(one.step, read(one), read(other)) for one, other in pairs]
     differences = [Difference(step, a, b) for step, a, b in values if a is not None and b is not None]
     if not differences:
@@ -210,11 +209,11 @@ def _changes(first: RecordedRun, second: RecordedRun, courses: Sequence[Course])
 
 
 def _stage(courses: Sequence[Course]) -> Stage:
-    """Where in a step the runs first differ, as far as that can be told."""
+    """Estimate the stage of a step in which the runs first differ."""
     steps = {
         course.quantity: course.first.step
         for course in courses
-        if course.first is not None and course.quantity != HELD_OUT  # it is taken after the update
+        if course.first is not None and course.quantity != HELD_OUT  # evaluated after the optimizer step
     }
     if "learning rate" in steps and steps["learning rate"] <= min(steps.values()):
         return Stage.update

@@ -1,4 +1,4 @@
-"""What ``fsdptoys compare`` prints."""
+"""Text output of ``fsdptoys compare``."""
 
 import math
 from collections.abc import Sequence
@@ -24,19 +24,19 @@ REASONS = {
 COURSE_HEAD = ("", "first", "A", "B", "apart", "relative", "steps", "most", "at step")
 
 DISPENSABLE = ("apart", "steps", "relative", "at step", "most")
-"""Of these columns the first go where a line has no room: numbers are never broken."""
+"""Columns to drop, in this order, from lines wider than the terminal; numbers are never wrapped."""
 
 GAP = 2
 """Spaces between columns."""
 
 
 def print_comparison(found: Comparison, names: tuple[str, str], console: Console) -> None:
-    """Print the verdict, the numbers behind it, and what could explain it.
+    """Print the verdict, the numbers behind it, and possible causes.
 
     Args:
-        found: what was compared.
-        names: of the two runs.
-        console: where to.
+        found: result of :func:`~fsdptoys.report.compare.compare_runs`.
+        names: names of the two runs.
+        console: destination.
     """
     _line(verdict(found), console, "bold")
     for sentence in [*_ends(found, names), *_not_finite(found), *map(value_text, found.notes)]:
@@ -74,7 +74,7 @@ def print_comparison(found: Comparison, names: tuple[str, str], console: Console
 
 
 def verdict(found: Comparison) -> str:
-    """One sentence."""
+    """Summarize the comparison in one sentence."""
     steps = f"{found.courses[0].steps:,} step{'s' * (found.courses[0].steps != 1)}"
     how = f"within {found.tolerance:g} relative" if found.tolerance else "equal in every bit"
     first = found.first_difference
@@ -146,7 +146,7 @@ def _shown(value: Any) -> str:
 
 
 def _print_courses(rows: Sequence[Sequence[str]], console: Console) -> None:
-    """Lines of numbers, with as many columns as there is room for."""
+    """Print rows of numbers with as many columns as fit."""
     columns = list(zip(*rows, strict=True))
     widths = {column[0]: max(map(len, column)) for column in columns}
     for name in DISPENSABLE:

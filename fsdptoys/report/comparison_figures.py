@@ -1,4 +1,4 @@
-"""The pictures of several runs: which is faster, which takes less, what their time and memory consist of."""
+"""Figures that compare runs: speed against memory, breakdowns, loss curves, and predictions against measurements."""
 
 import dataclasses
 import itertools
@@ -19,7 +19,7 @@ from .run_figures import STEP, step_times, wide
 
 MIB = 2**20
 SAME_WORK = 0.01
-"""Share by which the tokens of a step may differ for step times to be compared as they are."""
+"""Relative difference in tokens a step up to which step times are compared directly."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class _Point:
 
 
 def draw_comparison(shown: Sequence[Shown]) -> list[Picture]:
-    """All pictures of several runs."""
+    """Draw all figures of several runs."""
     found = [
         draw_tradeoff(shown),
         draw_time_split(shown),
@@ -48,7 +48,7 @@ def draw_comparison(shown: Sequence[Shown]) -> list[Picture]:
 
 
 def draw_tradeoff(shown: Sequence[Shown]) -> Picture | None:
-    """Memory against time, with a line through the runs that nothing beats."""
+    """Draw memory against time with the Pareto frontier; time per 1,000 tokens if tokens a step differ."""
     measure = measure_of([one.run for one in shown])
     timed = [one for one in shown if one.run.results.step_time_seconds is not None]
     if measure is None or not timed:
@@ -118,7 +118,7 @@ def draw_tradeoff(shown: Sequence[Shown]) -> Picture | None:
 
 
 def _with_labels(picture: Picture, looks: Sequence[int], important: set[int]) -> Picture:
-    """Names beside the points that have room for them, those of the frontier first."""
+    """Label points where there is room, those of the frontier first."""
     ranges = picture.ranges
     assert ranges is not None
     (left, right), (bottom, top) = ranges

@@ -1,4 +1,4 @@
-"""The parts of the page of several runs."""
+"""Sections of the HTML page of several runs."""
 
 import math
 from collections.abc import Sequence
@@ -39,11 +39,11 @@ from .table_data import (
 
 
 def comparison_page(collection: Collection, folder: str) -> tuple[list[Section], list[Picture]]:
-    """The parts and the pictures.
+    """Build the sections and figures.
 
     Args:
-        collection: of several rows, or of one that has done nothing.
-        folder: of the PNGs, as a link.
+        collection: several rows, or one without steps.
+        folder: folder of the PNGs, as a relative link.
     """
     rows = make_table(collection)
     settings = rows.settings
@@ -92,9 +92,9 @@ def comparison_page(collection: Collection, folder: str) -> tuple[list[Section],
 
 
 def short_names(records: Sequence[Record]) -> list[str]:
-    """A name for each row that says what is special about it, in words that a chart can show.
+    """Unique chart labels of the rows.
 
-    A job's number with what is switched on; where that does not tell the rows of a sweep apart, with what it varies.
+    Jobs of a sweep get their number and the enabled features, plus their varied settings where features are equal.
     """
     traits_of = [_traits(record.run) if record.varied is not None else "" for record in records]
     alike: dict[str, list[dict[str, str]]] = {}

@@ -1,8 +1,7 @@
-"""What a picture shows, said once: two renderers draw it, one to point into and zoom, one as a PNG.
+"""Renderer-independent description of a figure, drawn interactively by plotly and as a PNG by matplotlib.
 
-A picture has two axes, series over them, lines and bands that mark places, and words for those who do not see it. Which
-color, marker and dashes a series gets follows from its number, so that a run looks the same in every picture. Nothing
-here knows HTML, plotly or matplotlib.
+A :class:`Picture` has two axes, series, rules and bands that mark places, and a text alternative. Color, marker and
+dashes of a series follow from its number, so a run looks the same in every figure.
 """
 
 import math
@@ -13,14 +12,14 @@ from enum import Enum
 import numpy as np
 
 COLORS = ("#2f7fc6", "#d9622b", "#2b9a74", "#c2569f", "#a6830f", "#7a6fd0", "#d1495b", "#4d8f2f", "#2a97ab", "#8a7462")
-"""Each has a contrast of 3:1 at least against the page in light and in dark."""
+"""Each has a contrast of at least 3:1 against the light and the dark page."""
 GREY = "#7d8791"
 MARKERS = ("circle", "square", "diamond", "triangle-up", "cross", "triangle-down", "x")
 DASHES = ("solid", "dash", "dot", "dashdot")
 HATCHES = ("", "/", ".", "x", "-", "\\", "+", "|")
 
 MOST_POINTS = 1200
-"""Of one line of a picture; see :func:`thin`."""
+"""Points of one line; see :func:`thin`."""
 
 
 Numbers = Sequence[float] | np.ndarray
@@ -31,25 +30,25 @@ class Shape(Enum):
 
     line = "line"
     steps = "steps"
-    """A line that goes across first, then up or down."""
+    """A staircase: horizontal first, then vertical."""
     points = "points"
     bars = "bars"
-    """Across; those of one category stand end to end."""
+    """Horizontal; bars of one category are stacked."""
     area = "area"
-    """Stacked on the areas before it."""
+    """Stacked on the previous areas."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One side of a picture."""
+    """One axis of a figure."""
 
     title: str
     unit: str = ""
     log: bool = False
     whole: bool = False
-    """Whether only whole numbers are ticked."""
+    """Whether ticks are integers only."""
     categories: tuple[str, ...] = ()
-    """Names in place of numbers, from the top."""
+    """Names that replace numbers, from the top."""
     from_zero: bool = False
 
     @property
@@ -60,24 +59,24 @@ class Axis:
 
 @dataclass(frozen=True)
 class Series:
-    """Numbers that belong together; what is not finite leaves a gap."""
+    """Data of one line, area or set of points or bars; non-finite values leave a gap."""
 
     name: str
     shape: Shape
     x: Numbers
     y: Numbers | Sequence[str]
-    """Categories under a picture of bars."""
+    """Numbers, or categories of a bar chart."""
     look: int | None
-    """Number of its color, marker and dashes; None for grey."""
+    """Index of color, marker and dashes; None for gray."""
     hover: tuple[str, ...] = ()
-    """Of each point: lines of text."""
+    """Text of each point, of one or more lines."""
     low: tuple[float, ...] = ()
     high: tuple[float, ...] = ()
     """Ends of each point's spread along x."""
     faint: bool = False
-    """Whether it stands behind another that says the same more clearly."""
+    """Whether it is background of a clearer series, as raw losses behind their running mean."""
     ink: bool = False
-    """Whether it is drawn in the color of the text, as diamonds."""
+    """Whether it is drawn as diamonds in the text color."""
 
     @property
     def color(self) -> str:
@@ -96,18 +95,18 @@ class Series:
 
     @property
     def hatch(self) -> str:
-        """Pattern of its bars and areas."""
+        """Pattern of bars and areas."""
         return HATCHES[(self.look or 0) % len(HATCHES)]
 
     @property
     def marked(self) -> bool:
-        """Whether a line has its points marked: with many they would hide it."""
+        """Whether a line shows markers; many of them would hide it."""
         return len(self.x) <= 30
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A straight line across the picture."""
+    """A straight line across the figure."""
 
     at: float
     text: str
@@ -116,7 +115,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Band:
-    """A stretch of the x axis that is shaded."""
+    """A shaded interval of the x axis."""
 
     start: float
     end: float
@@ -124,40 +123,40 @@ class Band:
 
 @dataclass(frozen=True)
 class Label:
-    """Words beside a point."""
+    """Text next to a point."""
 
     x: float
     y: float
     text: str
     side: str
-    """``right``, ``left``, ``above`` or ``below`` of it."""
+    """``right``, ``left``, ``above`` or ``below`` the point."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """All of one picture."""
+    """One figure."""
 
     name: str
-    """Of its file, without the ending."""
+    """File name without the suffix."""
     title: str
     caption: str
-    """Sentences: what is shown, how it was made, what was left out."""
+    """Sentences about content, method and omissions."""
     alt: str
-    """What one sees, for those who do not."""
+    """Text alternative for screen readers."""
     x: Axis
     y: Axis
     series: tuple[Series, ...]
     rules: tuple[Rule, ...] = ()
     bands: tuple[Band, ...] = ()
     bands_text: str = ""
-    """What the bands are."""
+    """Legend of the bands."""
     labels: tuple[Label, ...] = ()
     diagonal: bool = False
-    """Whether a line shows where both axes are the same."""
+    """Whether to draw the line y = x."""
 
     @property
     def ranges(self) -> tuple[tuple[float, float], tuple[float, float]] | None:
-        """Ends of both axes where both are numbers, with room about the outermost points; None where there is none."""
+        """Limits of both axes, padded; None for categories, or without finite values."""
         if self.y.categories:
             return None
         ends = []
@@ -174,7 +173,7 @@ class Picture:
 
 
 def room_about(low: float, high: float, axis: Axis, share: float = 0.08) -> tuple[float, float]:
-    """Ends of an axis that leave some of it free beyond the outermost values."""
+    """Axis limits with padding beyond the extreme values."""
     if axis.log:
         factor = max((high / low) ** share, 1.15)
         return low / factor, high * factor
@@ -185,15 +184,15 @@ def room_about(low: float, high: float, axis: Axis, share: float = 0.08) -> tupl
 
 
 def thin(x: np.ndarray, *ys: np.ndarray, most: int = MOST_POINTS) -> tuple[np.ndarray, list[np.ndarray], int]:
-    """Leave out points of a long line, but no extreme: of every so many the lowest and the highest stay.
+    """Downsample a long line, keeping the minimum and maximum of each window.
 
     Args:
-        x: rising.
-        ys: with the same length; the first decides which points stay. What is not finite in it stays a gap.
-        most: points, about.
+        x: ascending.
+        ys: each as long as x; the first selects the points. Its non-finite values stay as gaps.
+        most: approximate number of points to keep.
 
     Returns:
-        x, the ys, and of how many points two are shown; 1 where all are.
+        x, the ys, and the window's width in points; 1 if nothing was removed.
     """
     if len(x) <= most:
         return x, list(ys), 1
@@ -212,7 +211,7 @@ def thin(x: np.ndarray, *ys: np.ndarray, most: int = MOST_POINTS) -> tuple[np.nd
 
 
 def thinned_words(width: int) -> str:
-    """What to say of lines that :func:`thin` has made shorter; nothing where it has not."""
+    """Caption sentence for lines shortened by :func:`thin`; empty if nothing was removed."""
     return f"Of every {width:,} points the lowest and the highest are drawn." if width > 1 else ""
 
 
@@ -226,16 +225,16 @@ def place_labels(
     obstacles: Sequence[Box] = (),
     letter: tuple[float, float] = (0.0085, 0.05),
 ) -> list[tuple[int, str, str]]:
-    """Put words beside points so that none covers another, a point, or leaves the picture; some may find no room.
+    """Place labels next to points without overlaps and inside the figure; labels without room are dropped.
 
     Args:
-        points: in shares of the picture's width and height.
-        texts: index of a point and its words, the most important first.
-        obstacles: what is not to be covered either.
-        letter: width of a letter and height of a line, in the same shares.
+        points: x and y, each from 0 to 1 across the figure.
+        texts: index of a point and its label, the most important first.
+        obstacles: further boxes to keep free.
+        letter: width of a letter and height of a line, in the same unit.
 
     Returns:
-        Index, words and side of those that found room.
+        Index, text and side of each placed label.
     """
     taken = [(x - 0.008, y - 0.018, x + 0.008, y + 0.018) for x, y in points] + list(obstacles)
     placed = []
