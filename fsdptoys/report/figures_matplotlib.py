@@ -1,4 +1,4 @@
-"""Pictures as PNG files through matplotlib, for papers, mails and chats; in light colors, with a legend."""
+"""Render figures as PNG files with matplotlib, in light colors and with a legend."""
 
 import dataclasses
 import io
@@ -34,11 +34,11 @@ OFFSETS = {
 }
 LONGEST_NAME = 48
 MOST_BARS = 250
-"""Rows of one PNG: more are unreadable, and from 1,214 on higher than matplotlib can draw."""
+"""Rows of one PNG: more are unreadable, and matplotlib cannot draw the height of 1,214 or more."""
 
 
 def draw_png(picture: Picture, path: Path) -> None:
-    """Draw a picture, without a display and without pyplot's global state."""
+    """Write a figure as PNG; needs no display and leaves pyplot's global state alone."""
     from matplotlib.figure import Figure  # 0.7 s to import
 
     picture = _first_bars(picture)
@@ -89,7 +89,7 @@ def draw_png(picture: Picture, path: Path) -> None:
 
 
 def _first_bars(picture: Picture) -> Picture:
-    """The picture, or of one with too many rows the first; its title tells so."""
+    """Truncate a bar chart to ``MOST_BARS`` rows, with a note in the title."""
     rows = picture.y.categories
     if len(rows) <= MOST_BARS:
         return picture
@@ -103,7 +103,6 @@ def _first_bars(picture: Picture) -> Picture:
 
 
 def _of_rows(series: Series, rows: frozenset[str]) -> Series:
-    """What a series says of these rows."""
     at = [index for index, name in enumerate(series.y) if name in rows]
     return dataclasses.replace(
         series,

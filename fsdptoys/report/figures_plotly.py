@@ -1,7 +1,7 @@
-"""Pictures to point into and zoom, through plotly: a figure as JSON, which the page's script gives to plotly.js.
+"""Render figures interactively with plotly: JSON that the page's script passes to plotly.js.
 
-Colors of axes, grid and text are the page's, set by its script when it switches between light and dark; so are the
-legends, which are buttons that a keyboard reaches, as plotly's own are not.
+The page's script sets the colors of axes, grid and text when it switches between light and dark. It also makes the
+legends, as buttons, because plotly's own legends cannot be reached by keyboard.
 """
 
 import html
@@ -14,23 +14,23 @@ from fsdptoys.errors import ConfigError
 from .figures import Axis, Picture, Series, Shape
 
 HEIGHT, BAR_HEIGHT = 420, 30
-"""Pixels of a picture, and of each bar."""
+"""Pixels: height of a figure, and of each bar."""
 INK = "black"
-"""Stands for the color of the text, which the page's script puts in its place."""
+"""Placeholder that the page's script replaces with the text color."""
 SIDES = {
     "right": {"xanchor": "left", "xshift": 9},
     "left": {"xanchor": "right", "xshift": -9},
     "above": {"yanchor": "bottom", "yshift": 8},
     "below": {"yanchor": "top", "yshift": -8},
 }
-"""Where a label's words are, from its point."""
+"""Position of a label relative to its point."""
 
 
 def check_plotly() -> None:
-    """Refuse to go on without plotly.
+    """Check that plotly is installed.
 
     Raises:
-        ConfigError: naming what installs it.
+        ConfigError: if it is missing; names the extra to install.
     """
     try:
         import plotly  # noqa: F401
@@ -41,15 +41,15 @@ def check_plotly() -> None:
 
 
 def plotly_script() -> str:
-    """Plotly's own JavaScript, as its Python package ships it."""
+    """The plotly.js bundle shipped with the Python package."""
     from plotly.offline import get_plotlyjs
 
     return str(get_plotlyjs())
 
 
 def figure(picture: Picture) -> dict[str, Any]:
-    """Data and layout of a picture, checked by plotly."""
-    import plotly.graph_objects as go  # most of a second
+    """Data and layout of a figure as a JSON tree, validated by plotly."""
+    import plotly.graph_objects as go  # most of a second to import
 
     traces = [trace for series in picture.series for trace in _traces(go, picture, series)]
     made = go.Figure(traces, _layout(picture))
@@ -199,7 +199,7 @@ def _layout(picture: Picture) -> dict[str, Any]:
 
 
 def _log_ticks(low: float, high: float) -> dict[str, Any]:
-    """Whole numbers at the ticks, where plotly would write the last digit alone."""
+    """Write full numbers at minor ticks, where plotly shows only the leading digit."""
     decades = math.log10(high / low)
     digits = (1,) if decades > 4 else (1, 2, 5) if decades > 0.8 else (1, 1.5, 2, 3, 4, 5, 6, 8)
     powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
@@ -208,7 +208,13 @@ def _log_ticks(low: float, high: float) -> dict[str, Any]:
 
 
 def _axis(axis: Axis, ends: tuple[float, float] | None, fixed: bool) -> dict[str, Any]:
-    """Settings of an axis, with its ends where they are not plotly's to choose."""
+    """Plotly's settings of an axis.
+
+    Args:
+        axis: the description.
+        ends: lowest and highest value, if known.
+        fixed: whether the axis spans exactly ``ends`` instead of plotly's choice.
+    """
     made: dict[str, Any] = {"title": {"text": html.escape(axis.text), "standoff": 8}, "automargin": True}
     if axis.categories:
         names = [html.escape(name) for name in axis.categories]

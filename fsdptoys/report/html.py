@@ -1,4 +1,4 @@
-"""Tables and texts as HTML; everything that comes from a run is escaped here and nowhere else."""
+"""Tables and texts as HTML, with all text from runs escaped."""
 
 import html
 import re
@@ -10,31 +10,31 @@ from fsdptoys.utils.text import printable
 
 @dataclass(frozen=True)
 class Cell:
-    """What one cell shows, and what it is sorted by."""
+    """Text and sort key of one cell."""
 
     text: str
     sort: float | str | None = None
-    """None for what comes last in any order; the text where a cell is given as one."""
+    """Sort key; None sorts last in either direction."""
     mark: str = ""
-    """Class: ``warn`` for what to look at, ``quiet`` for what is the same everywhere."""
+    """CSS classes: ``warn`` highlights, ``quiet`` dims, ``nowrap`` keeps the text on one line."""
 
 
 def escape(text: object) -> str:
-    """For elements and attributes; control characters and lone surrogates are shown as Python would write them."""
+    """Escape for elements and attributes; control characters and lone surrogates appear as in Python's ``repr``."""
     return html.escape(printable(str(text)))
 
 
 def rich(text: str) -> str:
-    """Escaped, with what stands in backticks or between two pairs of asterisks as code or strong.
+    """Escape, and convert Markdown's code and strong marks.
 
-    For our own words alone: names of runs may have such characters.
+    For text of this package only: names of runs may contain these characters.
     """
     marked = re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(text))
     return re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", marked)
 
 
 def bullets(text: str) -> str:
-    """A Markdown list of one level."""
+    """Convert a flat Markdown list."""
     return f"<ul>{''.join(f'<li>{rich(line[2:])}</li>' for line in text.splitlines() if line.startswith('- '))}</ul>"
 
 
@@ -48,16 +48,16 @@ def table(
     filterable: bool = False,
     keys: bool = False,
 ) -> str:
-    """A table in a box of its own, in which it scrolls where it is wider than the page.
+    """A table in a box that scrolls horizontally if the table is wider than the page.
 
     Args:
-        name: its id.
-        caption: what it holds.
-        headings: of its columns; the cells of the first are headings of their rows.
-        rows: texts, or cells, shown as they are.
-        sortable: whether its headings are buttons that sort.
-        filterable: whether a field above it hides rows.
-        keys: whether it has a few columns alone, of keys and long values, which wrap.
+        name: element id.
+        caption: title.
+        headings: column headings; cells of the first column are row headings.
+        rows: cells, or plain texts that are their own sort key; escaped here.
+        sortable: whether headings are buttons that sort.
+        filterable: whether a field above the table filters rows.
+        keys: whether the table has few columns, of keys and long values that wrap.
     """
     numeric = [
         any(isinstance(row[column], Cell) and isinstance(row[column].sort, (int, float)) for row in rows)  # type: ignore[union-attr]

@@ -1,8 +1,8 @@
-"""``report.html``: one page of a run, or of many side by side, that needs neither server nor network.
+"""``report.html``: a self-contained page of one or several runs that needs neither server nor network.
 
-Everything is in the file: plotly's script, the page's own, its style, the numbers of the pictures. A content security
-policy forbids the browser to load anything else. Each picture also lies beside the page as a PNG, drawn from the same
-description. The price is plotly.js, 4.8 MB of every page; pictures of long runs are thinned out and say so.
+The file holds plotly.js (4.8 MB of every page), the page's script, its style and the data of the figures; a content
+security policy forbids loading anything else. PNGs of the figures, drawn from the same descriptions, are written next
+to the page. Curves of long runs are downsampled, and their captions say so.
 """
 
 import json
@@ -30,14 +30,14 @@ POLICY = (
 
 
 def check_page(path: Path, named: str = "--out") -> None:
-    """Refuse a place where no page can be written, or a page that cannot be made, before anything is read.
+    """Check the page's path and that plotly is installed, before any run is read.
 
     Args:
-        path: of the page.
-        named: what the sentence calls it: the option, where that was typed.
+        path: path of the page.
+        named: name of the path in the message, such as the option that set it.
 
     Raises:
-        ConfigError: naming it.
+        ConfigError: for another suffix than .html or .htm, a path that cannot be written, or missing plotly.
     """
     if path.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(
@@ -50,23 +50,23 @@ def check_page(path: Path, named: str = "--out") -> None:
 
 
 def pictures_folder(path: Path) -> Path:
-    """Where the PNGs of a page go: beside it."""
+    """Folder of a page's PNGs, next to the page."""
     return path.with_name(f"{path.stem}_pictures")
 
 
 def write_page(collection: Collection, path: Path, title: str | None = None) -> list[Path]:
-    """Write the page and its pictures.
+    """Write the page and its PNGs.
 
     Args:
-        collection: what is reported; of a single run with steps, and no more, it becomes the page of that run.
-        path: of the page, which ends in ``.html``; one that is there already is replaced.
-        title: heading of the page; the collection's, if none is given.
+        collection: runs to report; a single run with steps gets the page of one run.
+        path: path of the page, ending in ``.html`` or ``.htm``; an existing file is replaced.
+        title: heading of the page; the collection's title by default.
 
     Returns:
-        What was written: the page first.
+        Paths of the written files, the page first.
 
     Raises:
-        ConfigError: if plotly is missing, or nothing can be written there.
+        ConfigError: if plotly is missing, or the files cannot be written.
     """
     check_page(path, "the page")
     folder = pictures_folder(path)
@@ -91,7 +91,7 @@ def write_page(collection: Collection, path: Path, title: str | None = None) -> 
 
 
 def render_page(title: str, subtitle: str, sections: Sequence[Section], pictures: Sequence[Picture]) -> str:
-    """The page's text."""
+    """The page as HTML text."""
     own = files("fsdptoys.report")
     style, script = (own.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     figures = [{"name": picture.name, **figure(picture)} for picture in pictures]
@@ -124,7 +124,7 @@ def render_page(title: str, subtitle: str, sections: Sequence[Section], pictures
 
 
 def embed_json(value: object) -> str:
-    """JSON that can stand in a script: nothing in it ends one."""
+    """JSON that is safe inside a ``<script>`` element: it cannot close the element."""
     return (
         json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c").replace("\u2028", "\\u2028")
     )

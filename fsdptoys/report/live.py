@@ -1,8 +1,8 @@
-"""Follow a job in the terminal from outside: the run's own files are read, again and again, until it has ended.
+"""Follow a run or sweep from another terminal by polling its files until it ends.
 
-On a terminal a picture is drawn anew each time; elsewhere there is a line for each step that the plain console of the
-run would print. A sweep is followed job by job. What a file system hides, as locks on another machine, cannot be seen:
-there a run counts as going on while its ranks' heartbeats are fresh.
+A terminal gets a live display; other outputs get the lines that the plain console of the run would print. A sweep is
+followed job by job. Where locks are not visible, as on another node's file system, a run counts as running while the
+heartbeats of its ranks are fresh.
 """
 
 import os
@@ -29,23 +29,23 @@ from .result_file import read_ending
 POLL_SECONDS = 1.0
 
 GRACE_SECONDS = 60.0
-"""A job of a sweep may be without ranks for so long: while they start, and until its end is written down."""
+"""Longest time without ranks for a job of a sweep: during its start, and until its status is written."""
 
 
 def follow(run_dir: Path, console: Console, poll_seconds: float = POLL_SECONDS) -> int:
-    """Follow a run, a sweep's job, or a sweep, until it has ended or Ctrl-C is pressed.
+    """Follow a run, a job of a sweep, or a sweep until it ends or Ctrl-C is pressed.
 
     Args:
         run_dir: run directory, job folder or sweep folder.
-        console: where it is shown.
-        poll_seconds: time between two looks.
+        console: output.
+        poll_seconds: time between two polls.
 
     Returns:
-        An exit status: 0 where the run has come to its planned end, or the watching was ended; 1 where it was killed,
-        stopped by a signal, or failed.
+        Exit status: 0 after the planned end or Ctrl-C; 1 if the run was killed, stopped by a signal, or failed. A sweep
+        returns 0 once every job has ended.
 
     Raises:
-        ConfigError: where there is none of these.
+        ConfigError: if ``run_dir`` is missing or is none of these.
     """
     follower = _Follower(console, poll_seconds)
     try:
@@ -70,22 +70,20 @@ def follow(run_dir: Path, console: Console, poll_seconds: float = POLL_SECONDS) 
 
 @dataclass
 class _Follower:
-    """Where it is shown, and how often it is looked."""
-
     console: Console
     poll_seconds: float
 
     @property
     def draws(self) -> bool:
-        """Whether lines can be drawn over."""
+        """Whether the console can redraw lines."""
         return self.console.is_terminal and os.environ.get("TERM") not in ("dumb", "unknown")
 
     def say(self, text: str) -> None:
-        """Print a line of its own."""
+        """Print one line."""
         self.console.print(Text(printable(text, self.console.file)), soft_wrap=True)
 
     def follow_sweep(self, path: Path) -> int:
-        """Follow one job after the other, until none is left."""
+        """Follow the jobs one after another until all have ended."""
         told, idle_since = None, time.monotonic()
         while True:
             sweep = read_sweep(path)
@@ -111,7 +109,7 @@ class _Follower:
             time.sleep(self.poll_seconds)
 
     def follow_job(self, folder: Path) -> int:
-        """Follow one job of a sweep, from when it starts."""
+        """Wait for a job of a sweep to start, and follow it."""
         if read_job(folder).status is JobStatus.waiting:
             self.say(f"{folder} waits for its turn")
         while read_job(folder).status is JobStatus.waiting:
@@ -119,7 +117,7 @@ class _Follower:
         return 0 if self._follow_job(folder, "").status is JobStatus.done else 1
 
     def _follow_job(self, folder: Path, heading: str) -> Job:
-        """Follow the run of a job that has started; returns how the job stands then."""
+        """Follow the run of a started job; return the job's final state."""
         alive = time.monotonic()
 
         def may_go_on(run: FollowedRun) -> bool:
@@ -140,9 +138,12 @@ class _Follower:
         """Follow one run.
 
         Args:
-            path: its directory.
-            heading: what stands before its name.
-            may_go_on: whether ranks may come (again), where none write.
+            path: run directory.
+            heading: prefix of the run's name.
+            may_go_on: whether ranks may still (re)start, called once no rank is running.
+
+        Returns:
+            0 after the planned end, else 1.
         """
         run = FollowedRun(path)
         run.poll()
@@ -159,10 +160,9 @@ class _Follower:
         return 1
 
     def _draw(self, run: FollowedRun, heading: str, may_go_on: Callable[[FollowedRun], bool]) -> State:
-        """Draw the run over and over."""
         with Live(console=self.console, auto_refresh=False, vertical_overflow="crop") as live:
             while True:
-                state = run.state()  # before the steps are read, so that none comes after its end was seen
+                state = run.state()  # read before the steps, so that no step is missed once the end is seen
                 run.poll()
                 live.update(draw_run(run, state, self.console, heading), refresh=True)
                 if state in (State.ended, State.gone) and not may_go_on(run):
@@ -170,7 +170,7 @@ class _Follower:
                 time.sleep(self.poll_seconds)
 
     def _print_lines(self, run: FollowedRun, heading: str, may_go_on: Callable[[FollowedRun], bool]) -> State:
-        """Print the lines of the plain console, from the latest step that is there on."""
+        """Print the lines of the plain console, starting at the latest step."""
         self.say(f"{heading}{run.settings.title} in {run.path}")
         if len(run.steps) > 1:
             self.say(f"steps up to {run.steps[-1].step} are done; from here on there is a line as the console has it")
@@ -197,7 +197,7 @@ class _Follower:
             time.sleep(self.poll_seconds)
 
     def _print_way_back(self, shown: int, stands: int, run: FollowedRun) -> int:
-        """Say that steps are done again, where they are; returns how many that were shown still stand."""
+        """Report a return to an earlier step; return how many of the shown steps remain valid."""
         if stands < shown:
             after = run.steps[stands - 1].step if stands else 0
             self.say(f"the run was taken up again after step {after}; later steps are done again")

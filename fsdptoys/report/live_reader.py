@@ -1,8 +1,8 @@
-"""A run as it is being written: its lines read as they come, and whether somebody still writes them.
+"""Read a run while it is being written: new metrics lines, and whether ranks are still running.
 
-Nothing is written and no lock is held for longer than it takes to look. A line that is not whole yet is waited for.
-Where a run goes on from a checkpoint its file gets shorter and grows again, maybe past where we were: the last line
-that was read is looked at each time, and if it is another one, all of them are read anew.
+Nothing is written, locks are held only while testing them, and incomplete lines are left for the next poll. When a run
+resumes from a checkpoint its metrics file is truncated and grows again, maybe past the old offset: each poll compares
+the last line read with the file, and reads the whole file again if it changed.
 """
 
 import contextlib
@@ -35,27 +35,27 @@ from fsdptoys.utils.file_lock import is_locked
 from fsdptoys.utils.regular_file import open_regular
 
 LARGEST_READ_BYTES = 2**26
-"""Of lines at a time; a line that is longer than that is none of a run's."""
+"""Bytes read at once, and the limit of a line's length."""
 
 MOST_STEPS = 2**53
 
 LATE_SECONDS = 5.0
-"""A rank behind the others for so long, and for three steps' time, is late."""
+"""A rank is late if it stays behind the others for this long and for three step times."""
 
 
 class State(Enum):
-    """How a run stands."""
+    """State of a run."""
 
     starting = "starting"
     running = "running"
     ended = "ended"
     gone = "ended without a summary"
-    """Killed, or failed."""
+    """Killed or failed."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What of the files that are written once at each start is shown."""
+    """Displayed contents of the files that each start of a run writes once."""
 
     title: str
     planned_steps: int | None
@@ -67,7 +67,7 @@ class Settings:
 
 
 class FollowedRun:
-    """What there is of a run; ``poll`` brings it up to date."""
+    """Recorded steps, resumes and settings of a run; :meth:`poll` updates them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -79,7 +79,7 @@ class FollowedRun:
         self._last_line = b""
 
     def poll(self) -> int:
-        """Read what has come; returns how many steps of before still stand, which is all unless the run went back."""
+        """Read new lines; return how many earlier steps remain valid: all, unless the run resumed before the last."""
         names = (CONFIG_FILE, ENVIRONMENT_FILE, PREDICTION_FILE, RESUMES_FILE)
         seen = {name: _version(self.path / name) for name in names}
         if seen != self._seen:
@@ -99,7 +99,7 @@ class FollowedRun:
                     self._offset += len(whole)
                     self._last_line = lines[-1]
                     file.seek(self._offset)
-        except OSError:  # not there yet, or moved aside
+        except OSError:  # missing, or moved aside by a new start
             self.steps, self._offset, self._last_line = [], 0, b""
             return 0
         self.steps = self.steps + added if added else self.steps
@@ -109,21 +109,21 @@ class FollowedRun:
         return next((index for index, (old, new) in enumerate(pairs) if old != new), min(len(before), len(self.steps)))
 
     def state(self) -> State:
-        """How the run stands now."""
+        """Current state of the run."""
         if is_written(self.path):
             return State.running if self.steps else State.starting
         return State.ended if (self.path / SUMMARY_FILE).exists() else State.gone
 
     def signs(self) -> dict[int, Sign]:
-        """The last sign of each rank of the newest start."""
+        """Latest heartbeat of each rank of the newest start."""
         return newest_signs(self.path)
 
     def results(self) -> RunResults:
-        """What the steps add up to so far."""
+        """Summary of the steps so far."""
         return summarize(self.steps, self.settings.warmup_steps, starts(self.resumes))
 
     def seconds_left(self) -> float | None:
-        """Of the steps that are planned still, at the median time of the last fifty; nothing but steps counts."""
+        """Time of the remaining steps at the median of the last 50; excludes evaluations and checkpoints."""
         planned = self.settings.planned_steps
         if planned is None or not self.steps:
             return None
@@ -131,14 +131,14 @@ class FollowedRun:
         return max(0, planned - self.steps[-1].step) * times[len(times) // 2]
 
     def late_ranks(self, signs: dict[int, Sign], now: float) -> dict[object, str]:
-        """A sentence for each rank that has ended, is stopped, or stays behind; none where all go on.
+        """Describe each rank that has ended, is stopped, or is late, and the ranks without a heartbeat.
 
         Args:
-            signs: the last of each rank.
+            signs: latest heartbeat of each rank.
             now: seconds since 1970.
 
         Returns:
-            What tells a sight from the next, though the sentence's age changes → the sentence.
+            Key that identifies the event, so that it is printed once → sentence, which includes its age.
         """
         if not signs:
             return {}
@@ -154,24 +154,24 @@ class FollowedRun:
             elif sign.place < foremost and now - sign.time > patience:
                 told[rank, sign.place] = f"rank {rank} is late; its last sign is of {sign.described(now)}"
         silent = [rank for rank in range(self.settings.world_size or 0) if rank not in signs]
-        ending = any(sign.phase == "end" for sign in signs.values())  # ranks take their files away when they end
+        ending = any(sign.phase == "end" for sign in signs.values())  # ranks remove their files when they end
         if silent and not ending and now - max(sign.time for sign in signs.values()) > patience:
             told["silent", len(silent)] = f"{ranks_in_words(silent)} gave no sign yet"
         return told
 
 
 def is_startable(path: Path) -> bool:
-    """Whether there is a run, or something that writes one."""
+    """Whether a directory holds a run, or a run has locked it."""
     return (path / CONFIG_FILE).is_file() or (path / METRICS_FILE).is_file() or is_locked(path)
 
 
 def _read_settings(path: Path) -> Settings:
-    """What can be read of it; a file that is being written is read a moment later."""
+    """Read settings from files that may be missing or half written; the next poll reads changed files again."""
     config, environment = _read_tree(path / CONFIG_FILE), _read_tree(path / ENVIRONMENT_FILE)
     train, metrics = _below(config, "train"), _below(config, "metrics")
     names = [_below(config, "model").get("name"), _below(config, "parallel").get("name")]
     prediction, device = None, _below(environment, "device").get("name")
-    with contextlib.suppress(ValueError):  # of another version, or not there
+    with contextlib.suppress(ValueError):  # another version, or missing
         prediction = Prediction.from_dict(read_tree(path / PREDICTION_FILE))
     return Settings(
         title="-".join(str(name) for name in names if name) or path.name,
@@ -197,7 +197,7 @@ def _below(tree: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _number(value: Any, most: int = MOST_STEPS) -> int | None:
-    """A number above 0; None where it is none."""
+    """A positive integer up to ``most``; otherwise None."""
     return value if type(value) is int and 0 < value <= most else None
 
 
@@ -213,7 +213,7 @@ def _step_of(line: bytes) -> StepMetrics | None:
 
 
 def _version(path: Path) -> tuple[int, int] | None:
-    """When a file was written last, and its length; None where it is not there."""
+    """Modification time in nanoseconds and size in bytes; None if the file is missing."""
     try:
         stat = path.stat()
     except OSError:

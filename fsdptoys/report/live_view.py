@@ -1,4 +1,4 @@
-"""How a run that goes on is drawn in a terminal: everything that is known of it, in as many columns as there are."""
+"""Terminal display of a running run, fitted to the terminal's width."""
 
 import math
 import time
@@ -28,13 +28,13 @@ STYLES = {State.running: "green", State.starting: "yellow", State.ended: "bold",
 
 
 def draw_run(run: FollowedRun, state: State, console: Console, heading: str = "") -> RenderableType:
-    """Everything that is known of a run.
+    """Draw progress, metrics, loss curve, summary and ranks of a run.
 
     Args:
-        run: brought up to date.
-        state: how it stands.
-        console: whose width and encoding count.
-        heading: what stands before the run's own name, as the job of a sweep.
+        run: polled run.
+        state: current state.
+        console: provides width and encoding.
+        heading: prefix of the run's name, such as the job of a sweep.
     """
     width, settings = console.width, run.settings
 
@@ -63,12 +63,12 @@ def draw_run(run: FollowedRun, state: State, console: Console, heading: str = ""
 
 
 def draw_chart(values: Sequence[float], width: int, label: str) -> list[str]:
-    """A curve as columns of blocks, with its highest and lowest value at the left; what is not finite leaves a gap.
+    """Draw a curve in block characters, with its highest and lowest value on the left; non-finite values leave gaps.
 
     Args:
-        values: one after the other; where they are more than columns, a column is the mean of its part.
-        width: columns that there are.
-        label: name of what is drawn.
+        values: the curve; if longer than the columns, each column shows the mean of its part.
+        width: characters of a line.
+        label: name of the curve.
     """
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
@@ -93,7 +93,7 @@ def draw_chart(values: Sequence[float], width: int, label: str) -> list[str]:
 
 
 def _means(values: Sequence[float], columns: int) -> list[float | None]:
-    """Mean of what is finite in each of so many parts; where the values are fewer, each is a part."""
+    """Mean of the finite values in each of at most ``columns`` equal parts; None for a part without any."""
     count = min(columns, len(values))
     means: list[float | None] = []
     for index in range(count):
@@ -126,7 +126,7 @@ def _facts(run: FollowedRun, results: RunResults, console: Console) -> Table:
 
 
 def fact_rows(run: FollowedRun, results: RunResults) -> list[tuple[str, str]]:
-    """What the steps so far add up to, in a few rows of a name and a text."""
+    """Summary of the steps so far, as rows of name and text."""
     rows = [
         ("step time", _spread(results.step_time_seconds, 1e3, 1, " ms")),
         ("tokens/s", _spread(results.tokens_per_second, 1, 0, "")),
@@ -161,7 +161,7 @@ def fact_rows(run: FollowedRun, results: RunResults) -> list[tuple[str, str]]:
 
 
 def _rank_lines(run: FollowedRun, state: State, console: Console) -> list[Text]:
-    """Where the ranks are, while they are anywhere, and who is late."""
+    """Positions of the ranks, and sentences about late ones; empty after the end."""
     signs, now = run.signs(), time.time()
     if state is State.ended or not signs:
         return []
