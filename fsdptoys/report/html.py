@@ -54,7 +54,7 @@ def table(
         name: element id.
         caption: title.
         headings: column headings; cells of the first column are row headings.
-        rows: cells, or plain texts that are their own sort key; escaped here.
+        rows: cells, or texts sorted as they are; escaped here.
         sortable: whether headings are buttons that sort.
         filterable: whether a field above the table filters rows.
         keys: whether the table has few columns, of keys and long values that wrap.

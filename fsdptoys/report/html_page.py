@@ -124,7 +124,7 @@ def render_page(title: str, subtitle: str, sections: Sequence[Section], pictures
 
 
 def embed_json(value: object) -> str:
-    """JSON that is safe inside a ``<script>`` element: it cannot close the element."""
+    """Serialize JSON for a ``<script>`` element, escaped so that it cannot close the element."""
     return (
         json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c").replace("\u2028", "\\u2028")
     )

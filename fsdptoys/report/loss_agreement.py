@@ -1,16 +1,13 @@
-"""Losses that should agree and do not: rows that train the same, in another layout or with other memory switches.
+"""Find rows whose losses should agree and do not: the same training with another layout or other memory switches.
 
-Rows are held against each other where model, data and their order, optimizer, schedule, seeds, number formats, samples
-of a step, device and PyTorch are the same. Their learning rates and valid tokens must then be equal, and losses and
-gradient norms closer than rounding explains. How far that goes was measured (``FINE``, ``COARSE``). Rounding grows with
-the steps, since Adam divides by gradients that are small, so what is allowed grows with the step, and a mistake that
-shows late must be larger to be seen. Losses alone would miss a gradient of the wrong size, to which clipping and Adam
-are blind; its norm does not.
+Rows are compared if model, data and its order, optimizer, schedule, seeds, dtypes, samples a step, device, PyTorch and
+Python are the same. Learning rates and valid tokens must then be equal; losses and gradient norms may differ by
+rounding, within measured tolerances (``FINE``, ``COARSE``). Rounding differences grow with the steps, since Adam
+divides by small gradients, so tolerances grow too and a bug that shows late must be larger to be found. Gradient norms
+are compared because clipping and Adam hide a gradient of the wrong scale from the losses.
 
-Held-out losses are compared where both rows have one over the same samples.
-
-Rows are not compared where it is not known what they did before: those that went on from a checkpoint of other settings
-or of another folder.
+Held-out losses are compared if both rows have them over the same samples. Runs with an unknown past are left out: those
+that resumed from a checkpoint of other settings or another folder.
 """
 
 import math
@@ -36,19 +33,19 @@ HELD_OUT = "held-out loss"
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Relative differences that rounding explains: at the start, growing with the steps, and at most."""
+    """Relative differences attributed to rounding: initial value, growth with the steps, and maximum."""
 
     loss: float
     grad_norm: float
     grows_over: float
-    """Steps after which as much again is allowed as at the start."""
+    """Steps after which the initial tolerance is added again."""
     most_loss: float
     most_grad_norm: float
 
     def at(self, quantity: str, step: int) -> float:
-        """What is allowed at a step; nothing of what is no sum."""
+        """Tolerance of a quantity at a step; 0 for learning rates and valid tokens."""
         if quantity == HELD_OUT:
-            quantity, step = "loss", step + 1  # it is taken after the update
+            quantity, step = "loss", step + 1  # evaluated after the optimizer step
         base, most = {
             "loss": (self.loss, self.most_loss),
             "gradient norm": (self.grad_norm, self.most_grad_norm),
@@ -57,21 +54,22 @@ class Tolerance:
 
 
 EXACT = Tolerance(0.0, 0.0, 1.0, 0.0, 0.0)
-"""Of runs with ``train.deterministic=true``, whose kernels see the same micro-batches."""
+"""Zero tolerance, for runs that must be bitwise equal (see :func:`~fsdptoys.report.setting_effects.bits_of`)."""
 
 FINE = Tolerance(loss=1e-5, grad_norm=1e-4, grows_over=5.0, most_loss=0.01, most_grad_norm=0.1)
-"""Of sums of float32 numbers.
+"""For sums in float32.
 
-Measured on CPUs, with chunked loss, fused AdamW, other micro-batches: 2e-7 in losses and 2e-6 in norms after 100 steps,
-8e-6 and 9e-5 after 300 (0.1M parameters, learning rate 4e-3); 2e-6 and 1e-5 after 10 for other micro-batches of a
-larger model. A learning rate 1% too high is 1e-4 off after 3 steps, a gradient of twice the size at once in its norm.
+Measured on CPUs with chunked loss, fused AdamW and other micro-batches: 2e-7 in losses and 2e-6 in norms after 100
+steps, 8e-6 and 9e-5 after 300 (0.1M parameters, learning rate 4e-3); 2e-6 and 1e-5 after 10 for other micro-batches of
+a larger model. For comparison: a learning rate 1% too high differs by 1e-4 after 3 steps, and a doubled gradient shows
+in the first norm.
 """
 
 COARSE = Tolerance(loss=1e-3, grad_norm=1.5e-2, grows_over=1.0, most_loss=0.1, most_grad_norm=0.5)
-"""Where bfloat16 numbers are added up, or rounded at random, and where a token may go to another expert by a last bit.
+"""For bfloat16 sums, stochastic rounding, float8, and experts, whose routing one bit can change.
 
-Measured likewise: 7e-3 in losses and 9e-2 in norms after 300 steps; with a learning rate of 1e-2 and no warm-up 2e-3
-and 2e-2 after 4, 5e-3 and 5e-2 after 10, 2e-2 and 1.4e-1 after 60.
+Measured in the same way: 7e-3 in losses and 9e-2 in norms after 300 steps; with a learning rate of 1e-2 and no warm-up
+2e-3 and 2e-2 after 4, 5e-3 and 5e-2 after 10, 2e-2 and 1.4e-1 after 60.
 """
 
 QUANTITIES: dict[str, Callable[[StepMetrics], float | None]] = {
@@ -81,28 +79,28 @@ QUANTITIES: dict[str, Callable[[StepMetrics], float | None]] = {
     "gradient norm": lambda step: step.grad_norm,
     HELD_OUT: lambda step: step.eval_loss,
 }
-"""What is compared, in the order in which a step decides it; None where a step has none."""
+"""Compared quantities, in the order in which a step determines them; None for a step without the value."""
 
 
 @dataclass(frozen=True)
 class Disagreement:
-    """Where a row first differs from the rows that it should agree with."""
+    """First difference between a row and the reference that it should agree with."""
 
     name: str
     reference: str
-    """The row that it is held against: the first of those that most others agree with."""
+    """Name of the first row with which most others agree."""
     quantity: str
     step: int
     value: float
     expected: float
-    """The reference's."""
+    """Value of the reference."""
     difference: float
-    """Relative; infinite where one of the two is not a number."""
+    """Relative; infinite if one value is not finite."""
     allowed: float
 
     @property
     def sentence(self) -> str:
-        """For people."""
+        """The disagreement as one sentence."""
         shown = f"{self.difference:.1e} relative" if math.isfinite(self.difference) else "they are not both finite"
         allowed = f"rounding explains {self.allowed:.1e}" if self.allowed else "they must be equal"
         return (
@@ -112,36 +110,36 @@ class Disagreement:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """Fields as a dict for JSON."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class _Row:
-    """A row with all that pairs of rows ask for, made once."""
+    """A row with arrays computed once for all pairs."""
 
     name: str
     steps: dict[int, StepMetrics]
     bits: str | None
-    """The same for rows whose bits are equal; None for one that promises none."""
+    """Equal for rows that must be bitwise equal; None without ``train.deterministic``."""
     quantities: tuple[str, ...]
     numbers: npt.NDArray[np.int64]
-    """Of its steps, ascending."""
+    """Step numbers, ascending."""
     values: npt.NDArray[np.float64]
-    """A line each step, a column each quantity."""
+    """[steps, quantities]; NaN for a missing value."""
     known: npt.NDArray[np.bool_]
-    """Where there is a value."""
+    """[steps, quantities]: whether there is a value."""
     allowed: npt.NDArray[np.float64]
-    """Where bits are not equal."""
+    """[steps, quantities]: tolerance for rows that need not be bitwise equal."""
 
     @property
     def content(self) -> tuple[object, ...]:
-        """The same for rows that no row can tell apart."""
+        """Equal for rows with identical comparisons to all others."""
         return self.bits, self.numbers.tobytes(), self.values.tobytes(), self.known.tobytes()
 
 
 def find_disagreements(records: Sequence[Record]) -> list[Disagreement]:
-    """Every row that differs from those that it should agree with."""
+    """Find every row that differs from its reference, in the order of the records."""
     groups: dict[str, list[_Row]] = {}
     held_out: dict[tuple[str, tuple[Any, Any]], list[_Row]] = {}
     training = tuple(quantity for quantity in QUANTITIES if quantity != HELD_OUT)
@@ -156,14 +154,14 @@ def find_disagreements(records: Sequence[Record]) -> list[Disagreement]:
                 held_out.setdefault((key, samples), []).append(_row(record.name, record.run, (HELD_OUT,)))
     found = {each.name: each for group in groups.values() for each in _in_group(group)}
     for rows in held_out.values():
-        # Apart from the others: a row without held-out losses of these samples agrees with all that have some.
+        # Grouped separately: a row without held-out losses on these samples would agree with all rows.
         rest = [row for row in rows if row.name not in found]
         found |= {each.name: each for each in (_in_group(rest) if rest else [])}
     return [found[record.name] for record in records if record.name in found]
 
 
 def relative_difference(value: float, expected: float) -> float:
-    """How far two numbers are apart, as a share of the larger; two that are no numbers are as good as equal."""
+    """Difference relative to the larger magnitude; 0 for two NaNs, infinite if otherwise not both are finite."""
     if value == expected or (math.isnan(value) and math.isnan(expected)):
         return 0.0
     if not (math.isfinite(value) and math.isfinite(expected)):
@@ -172,12 +170,12 @@ def relative_difference(value: float, expected: float) -> float:
 
 
 def _key(run: RecordedRun) -> str | None:
-    """The same for runs that should agree; None for one whose past is not known."""
+    """Equal for runs that should agree; None for a run with an unknown past."""
     settings = training_of(run.tree, run.world_size)
     if settings is None or run.steps[0].step != 1 or not _keeps_its_training(run):
         return None
     versions = run.environment.get("versions")
-    # The text of Python's own library is data too (data.files=[stdlib]).
+    # Python's version matters because its library can be training data (data.files=[stdlib]).
     parts = [versions.get(name) for name in ("torch", "python")] if isinstance(versions, dict) else []
     return repr(([*sorted(_texts(settings))], run.device_type, run.device_name, parts))
 
@@ -187,10 +185,10 @@ def _texts(settings: Settings) -> list[tuple[str, str]]:
 
 
 def _keeps_its_training(run: RecordedRun) -> bool:
-    """Whether every start of the run went on with settings that round alike at most."""
+    """Whether no resume changed the world size, or a setting with more effect than rounding."""
     for resume in read_resumes(run.path / RESUMES_FILE):
         if resume.step == 0:
-            continue  # all that is recorded came after it
+            continue  # all recorded steps are later
         if resume.changed is None or resume.world_size_before not in (None, resume.world_size):
             return False
         if any(effect_of(key) <= Effect.format for key in resume.changed):
@@ -217,7 +215,7 @@ def _row(name: str, run: RecordedRun, quantities: tuple[str, ...]) -> _Row:
 
 
 def _in_group(group: Sequence[_Row]) -> list[Disagreement]:
-    """Of rows that should all agree, those that do not agree with the one that most others agree with."""
+    """Compare rows that should all agree with the one that most others agree with."""
     alike: dict[tuple[object, ...], list[_Row]] = {}
     for row in group:
         alike.setdefault(row.content, []).append(row)

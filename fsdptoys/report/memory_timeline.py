@@ -1,15 +1,14 @@
-"""Memory over the steps that were profiled, told apart by what it was for, from what the profiler has left behind.
+"""Memory over the profiled steps by category, from the profiler's traces and memory snapshots.
 
-Neither a trace nor a memory snapshot says what a block of memory is for. But both say when it came and went, and a step
-has phases: what a forward allocates and the backward frees are activations; what a backward allocates and that outlives
-it are gradients; what comes and goes within a phase is temporary. So blocks are told apart by the phases in which they
-were allocated and freed, which is measured and needs no guess; the names of :class:`Lifetime` say just that.
+Neither a trace nor a snapshot states the purpose of a block, but both record its allocation and free, and a step has
+phases. Blocks allocated in a forward and freed in its backward are activations; blocks allocated in a backward that
+outlive it are gradients; blocks freed in the phase of their allocation are temporary. :class:`Lifetime` names these
+pairs of measured phases.
 
-What was live before the first step of a trace is in a CUDA trace as one sum, and not at all in one of a CPU, whose
-profiler counts from its own start.
+Memory allocated before the first traced step is a single sum in CUDA traces and missing in CPU traces, whose profiler
+counts from its own start.
 
-Pickles of snapshots are read by an unpickler that makes plain lists and dicts and refuses everything else, since a
-pickle from somebody else could otherwise run code.
+Snapshots are read by an unpickler limited to plain lists and dicts, since foreign pickles could run code.
 """
 
 import bisect
@@ -30,14 +29,14 @@ from fsdptoys.utils.regular_file import open_regular
 from fsdptoys.utils.text import one_line, short_text
 
 LARGEST_TRACE_BYTES = 2**26
-"""Of the packed file; larger ones take minutes to read."""
+"""Limit of the compressed file; larger ones take minutes to read."""
 
 LARGEST_UNPACKED_BYTES = 2**30
 
 LARGEST_SNAPSHOT_BYTES = 2**29
 
 LARGEST_NUMBER = 2**62
-"""Of bytes and of microseconds since 1970."""
+"""Limit of bytes and of microseconds since 1970."""
 
 MISTAKES = (
     OSError,
@@ -53,11 +52,11 @@ MISTAKES = (
     zlib.error,
     pickle.UnpicklingError,
 )
-"""What a file raises that is no trace or snapshot: its values are used as they come, and there may be millions."""
+"""Exceptions of malformed files. Values, maybe millions, are not validated one by one before use."""
 
 
 class Lifetime(Enum):
-    """From which phase to which a block lived."""
+    """Phases between which a block was live."""
 
     before = "live before the first event"
     kept = "allocated in an update and kept (optimizer states)"
@@ -74,18 +73,18 @@ class Block:
     bytes: int
     begin: float
     end: float
-    """Infinite where it outlives the history; -infinite for a begin before it."""
+    """Infinite if the block outlives the history; ``begin`` is -infinite if it predates it."""
 
 
 @dataclass(frozen=True)
 class Phases:
-    """When which phase begins: ``forward``, ``backward``, ``update``."""
+    """Start and name of each phase: ``forward``, ``backward``, ``update``."""
 
     moments: list[float]
     names: list[str]
 
     def at(self, moment: float) -> tuple[int, str]:
-        """Number and name of the phase in which a moment lies."""
+        """Index and name of the phase at a moment."""
         index = max(bisect.bisect_right(self.moments, moment) - 1, 0)
         return (index, self.names[index]) if self.names else (0, "forward")
 
@@ -97,30 +96,30 @@ class Timeline:
     file: str
     moments: np.ndarray
     unit: str
-    """Of the moments: ``ms``, or none for numbers of events."""
+    """``ms``, or empty if moments are event numbers."""
     layers: dict[Lifetime, np.ndarray]
     backwards: list[tuple[float, float]]
-    """From when to when."""
+    """Start and end of each backward."""
     device: str
-    """What memory it is."""
+    """Kind of memory, as an axis title."""
     knows_before: bool
-    """Whether what was live before is part of it."""
+    """Whether memory allocated before the history is included."""
 
     @property
     def total(self) -> np.ndarray:
-        """Bytes of all lifetimes."""
+        """Bytes over all lifetimes."""
         return np.sum(list(self.layers.values()), axis=0)
 
 
 def read_timeline(folder: Path, device_type: str) -> Timeline | None:
-    """The memory history of one rank, the lowest that has one; None where the run left none.
+    """Memory history of the first rank that recorded one, preferring snapshots to traces; None if there is none.
 
     Args:
-        folder: ``profile`` of a run directory.
+        folder: ``profile`` folder of a run directory.
         device_type: ``cuda``, ``npu`` or ``cpu``.
 
     Raises:
-        ConfigError: for a file that cannot be read, in a sentence.
+        ConfigError: for an unreadable file.
     """
     for path in sorted(folder.glob("memory-rank*.pickle")):
         return read_snapshot(path)
@@ -130,7 +129,11 @@ def read_timeline(folder: Path, device_type: str) -> Timeline | None:
 
 
 def read_trace(path: Path, device_type: str) -> Timeline | None:
-    """From a trace by ``torch.profiler``; None where it was made without ``profile.memory=true``."""
+    """Read a trace of ``torch.profiler``; None if it was taken without ``profile.memory=true``.
+
+    Raises:
+        ConfigError: for an unreadable or too large file.
+    """
     try:
         return _trace_timeline(path, device_type)
     except MISTAKES as mistake:
@@ -148,7 +151,7 @@ def _trace_timeline(path: Path, device_type: str) -> Timeline | None:
     if len(text) > LARGEST_UNPACKED_BYTES:
         raise ValueError(f"it holds more than {LARGEST_UNPACKED_BYTES // 2**20} MiB")
     events = parse_json(text, non_finite=True)["traceEvents"]
-    wanted = 0 if device_type == "cpu" else 1  # c10's numbers of device types; an NPU writes no such trace
+    wanted = 0 if device_type == "cpu" else 1  # c10's device type numbers; NPUs write no such trace
     memory = sorted(
         (e for e in events if e.get("name") == "[memory]" and e["args"]["Device Type"] == wanted),
         key=lambda e: (_checked(e["ts"]), _checked(e["args"].get("Ev Idx", 0))),
@@ -171,7 +174,11 @@ def _trace_timeline(path: Path, device_type: str) -> Timeline | None:
 
 
 def read_snapshot(path: Path) -> Timeline | None:
-    """From a memory snapshot of a device; its moments are numbers of events, since not all have a time."""
+    """Read a memory snapshot; moments are event numbers, since not all events have a time.
+
+    Raises:
+        ConfigError: for an unreadable or too large file.
+    """
     try:
         return _snapshot_timeline(path)
     except MISTAKES as mistake:
@@ -198,7 +205,7 @@ def _snapshot_timeline(path: Path) -> Timeline | None:
     names = [phase_of_stack(e.get("frames", [])) for e in events]
     if not changes:
         return None
-    # A free in the middle of a phase may come from anywhere; only allocations tell which phase has begun.
+    # Only allocations mark the start of a phase: a free inside one can come from anywhere.
     moments: list[float] = []
     phases: list[str] = []
     for (moment, _, bytes), name in zip(changes, names, strict=True):
@@ -218,10 +225,10 @@ def _snapshot_timeline(path: Path) -> Timeline | None:
 
 
 def _checked(value: float) -> float:
-    """A number that sums and pictures can hold.
+    """Check that a value is a number of at most ``LARGEST_NUMBER``.
 
     Raises:
-        ValueError: if it is too large, or none.
+        ValueError: if it is not.
     """
     if type(value) not in (int, float) or not abs(value) <= LARGEST_NUMBER:
         raise ValueError(f"{short_text(value)} is no number of bytes or microseconds")
@@ -233,9 +240,9 @@ def _reason(mistake: BaseException) -> str:
 
 
 def phase_of_stack(frames: Sequence[dict[str, Any]]) -> str:
-    """The phase in which an allocation was made, by Python's stack of it.
+    """Phase of an allocation, by its Python stack.
 
-    Autograd's own thread has no Python below its hooks, so that a stack without the trainer is a backward's.
+    Autograd's thread has no Python frames below its hooks, so a stack without the trainer belongs to a backward.
     """
     names = [frame["name"] for frame in frames if frame["filename"].endswith("fsdptoys/train/trainer.py")]
     if any(name in ("_update", "_finish_updates") for name in names):
@@ -245,7 +252,7 @@ def phase_of_stack(frames: Sequence[dict[str, Any]]) -> str:
 
 
 def _phases_of_trace(events: Iterable[dict[str, Any]]) -> Phases:
-    """A forward begins with the look-up of tokens, a backward with autograd's first function after one."""
+    """Phases of a trace: a forward begins with the token embedding, a backward with autograd's next function."""
     marks: list[tuple[float, str]] = []
     for event in events:
         name = event.get("name", "")
@@ -282,12 +289,12 @@ def _blocks(changes: Sequence[tuple[float, Any, int]]) -> list[Block]:
 
 
 def lifetime(block: Block, phases: Phases) -> Lifetime:
-    """What a block was for, as far as the phases of its begin and its end tell."""
+    """Classify a block by the phases of its allocation and its free."""
     if block.begin == -np.inf:
         return Lifetime.before
     begun, first = phases.at(block.begin)
     if block.end == np.inf:
-        # What the end of the history cuts off counts as what it is in the steps before.
+        # Blocks cut off by the end of the history are classified as in earlier steps.
         return {"update": Lifetime.kept, "backward": Lifetime.gradients}.get(first, Lifetime.other)
     ended, last = phases.at(block.end)
     if begun == ended:
@@ -309,7 +316,7 @@ def _timeline(
     device: str,
     knows_before: bool,
 ) -> Timeline:
-    """Add up the blocks of each lifetime, moment by moment."""
+    """Sum the blocks of each lifetime at every moment."""
     order = np.unique(np.asarray(moments, dtype=float))
     sums = {kind: np.zeros(len(order) + 1) for kind in Lifetime}
     for block in blocks:
@@ -324,7 +331,7 @@ def _timeline(
 
 
 class _Plain(pickle.Unpickler):
-    """Makes what a snapshot is made of: dicts, lists, texts and numbers."""
+    """Restricted to the types of a snapshot: dicts, lists, texts and numbers."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, and a snapshot holds plain values alone")

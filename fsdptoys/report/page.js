@@ -4,7 +4,7 @@
   const figures = JSON.parse(document.getElementById("figures").textContent);
   const NARROW = 600;
 
-  // Colors: those of the page, so that pictures follow it from light to dark.
+  // Figures take the page's colors, so they follow its light and dark themes.
   function color(name) { return getComputedStyle(root).getPropertyValue("--" + name).trim(); }
 
   function isDark() {
@@ -48,7 +48,7 @@
       if (shape.name === "band") shape.fillcolor = color("shade");
       else shape.line = Object.assign({}, shape.line, { color: soft });
     }
-    // Names beside points need room; on a narrow screen the legend has them.
+    // Labels need room; narrow screens rely on the legend.
     layout.annotations = (layout.annotations || []).filter((note) => !(narrow && note.name === "label"));
     for (const note of layout.annotations) note.font = { color: note.name === "label" ? ink : soft, size: narrow ? 10 : 11.5 };
     return layout;
@@ -68,7 +68,7 @@
     });
   }
 
-  // Legends are buttons: a keyboard reaches them, and their words wrap on a small screen.
+  // Legends are buttons, which are reachable by keyboard and wrap on small screens.
   const PATHS = {
     circle: "M14 3a4 4 0 1 0 .01 0Z", square: "M10 3h8v8h-8Z", diamond: "M14 2l5 5l-5 5l-5-5Z",
     "triangle-up": "M14 2l5 9h-10Z", "triangle-down": "M14 12l5-9h-10Z",
@@ -141,7 +141,7 @@
       if (onlyTurned && narrow === wasNarrow) continue;
       entry[2] = narrow;
       const layout = layoutFor(figure, width);
-      for (const name of ["xaxis", "yaxis"]) {  // what was zoomed into stays
+      for (const name of ["xaxis", "yaxis"]) {  // keep the zoom
         const now = plot.layout[name];
         if (now && now.autorange === false && now.range) layout[name].range = now.range.slice();
       }
@@ -149,7 +149,7 @@
     }
   }
 
-  // Light and dark.
+  // Switch between light and dark.
   const button = document.getElementById("theme");
   function name() {
     button.textContent = isDark() ? "Light" : "Dark";
@@ -161,7 +161,7 @@
   addEventListener("resize", () => redraw(true));
   name();
 
-  // Sorting: numbers before texts, empty cells last either way; a third press brings the first order back.
+  // Sort numbers before texts, with empty cells last in both directions; a third press restores the original order.
   for (const table of document.querySelectorAll("table[data-sortable]")) {
     const body = table.tBodies[0], original = [...body.rows];
     const heads = [...table.tHead.rows[0].cells];
@@ -197,7 +197,7 @@
     });
   }
 
-  // One picture at a time, so that a long page can be scrolled while it is being drawn.
+  // Draw one figure at a time, so that a long page can be scrolled meanwhile.
   const waiting = figures.slice();
   (function next() {
     const figure = waiting.shift();

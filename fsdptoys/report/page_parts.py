@@ -1,4 +1,4 @@
-"""What the pages of one run and of several have in common: cards, figures, environments, predictions, definitions."""
+"""Parts shared by both HTML pages: cards, figures, environments, predictions, definitions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ NOT_PREDICTED = (
 )
 
 OF_EACH_RUN = ("started_at", "command")
-"""Of an environment: never the same, and no difference."""
+"""Keys of an environment that always differ and are not compared."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page, with a heading that can be linked to."""
+    """A section of a page, with a linkable heading."""
 
     name: str
     heading: str
@@ -32,7 +32,11 @@ class Section:
 
 
 def cards(entries: Sequence[tuple[str, str, str]]) -> str:
-    """Numbers to see first: what, value, and a line below it."""
+    """Cards of the main numbers.
+
+    Args:
+        entries: title, value and a smaller line below it.
+    """
     return (
         '<dl class="cards">'
         + "".join(
@@ -44,11 +48,11 @@ def cards(entries: Sequence[tuple[str, str, str]]) -> str:
 
 
 def figure_html(picture: Picture, folder: str) -> str:
-    """The place of a picture, with what there is to read about it.
+    """Element of a figure: title, link to the PNG, placeholder and caption.
 
     Args:
-        picture: to be drawn by the page's script.
-        folder: where its PNG is, as a link from the page.
+        picture: drawn by the page's script.
+        folder: folder of the PNG, as a link from the page.
     """
     return (
         f'<figure id="{picture.name}"><h3>{escape(picture.title)} '
@@ -59,12 +63,12 @@ def figure_html(picture: Picture, folder: str) -> str:
 
 
 def figures_html(pictures: Sequence[Picture], folder: str) -> str:
-    """Pictures below one another, those of curves two in a row where there is room."""
+    """Elements of several figures; see :func:`figure_html`."""
     return "".join(figure_html(picture, folder) for picture in pictures)
 
 
 def environment_section(runs: Sequence[tuple[str, RecordedRun]]) -> Section:
-    """What the runs ran on; what is not the same everywhere is marked and told run by run."""
+    """Environments of the runs; values that differ come first, marked and listed by run."""
     flats = [(name, dict(flatten(run.environment))) for name, run in runs]
     keys = list(dict.fromkeys(key for _, flat in flats for key in flat if key not in OF_EACH_RUN or len(flats) == 1))
     single = len(flats) == 1
@@ -83,7 +87,7 @@ def environment_section(runs: Sequence[tuple[str, RecordedRun]]) -> Section:
 
 
 def group_by_value(flats: Sequence[tuple[str, Mapping[str, Any]]], key: str) -> dict[str, list[str]]:
-    """Value, as text → names of those that have it."""
+    """Value as text → names of the runs with it."""
     values: dict[str, list[str]] = {}
     for name, flat in flats:
         value = flat.get(key)
@@ -92,7 +96,7 @@ def group_by_value(flats: Sequence[tuple[str, Mapping[str, Any]]], key: str) -> 
 
 
 def prediction_table(runs: Sequence[tuple[str, RecordedRun]]) -> str:
-    """What was predicted beside what was measured; nothing where nothing was predicted."""
+    """Table of predicted and measured values; empty without predictions."""
     rows: list[list[Cell | str]] = []
     several = len(runs) > 1
     for name, run in runs:
@@ -115,7 +119,7 @@ def prediction_table(runs: Sequence[tuple[str, RecordedRun]]) -> str:
 
 
 def number(value: float | None, digits: int = 4, unit: str = "") -> Cell:
-    """A number with so many significant digits, sorted by its exact value."""
+    """Cell of a number with ``digits`` significant digits, sorted by its exact value."""
     if value is None:
         return Cell("")
     if value != value:
@@ -125,7 +129,7 @@ def number(value: float | None, digits: int = 4, unit: str = "") -> Cell:
 
 
 def definitions_section(runs: Sequence[RecordedRun]) -> Section:
-    """How each number was made."""
+    """Definitions of the numbers."""
     warmups = sorted({run.results.warmup_steps for run in runs})
     text = definitions(
         warmups[0] if warmups else 0,
@@ -140,5 +144,5 @@ def definitions_section(runs: Sequence[RecordedRun]) -> Section:
 
 
 def notes_html(runs: Sequence[RecordedRun]) -> str:
-    """What could not be read."""
+    """Notes on unreadable files of the runs."""
     return "".join(f'<p class="note">{escape(note)}.</p>' for run in runs for note in run.notes)

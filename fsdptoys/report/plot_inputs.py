@@ -1,4 +1,4 @@
-"""Runs as pictures show them, and the memory that they can be compared by."""
+"""Inputs of the comparison figures: labeled runs, and the memory measure they have in common."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,19 +11,19 @@ from fsdptoys.train.recorded_run import RecordedRun
 
 @dataclass(frozen=True)
 class Shown:
-    """A run with steps, under the name that it has in pictures."""
+    """A run with steps and its label in figures."""
 
     name: str
     run: RecordedRun
     settings: tuple[str, ...]
-    """``key=value`` of what makes it another than the others."""
+    """``key=value`` of the settings that differ among the runs."""
     done: bool = True
-    """Whether it came to its end; what ended early has numbers, and is no winner."""
+    """Whether it finished; unfinished runs are drawn but not ranked."""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """Memory that runs can be compared by."""
+    """A memory measure for comparing runs."""
 
     title: str
     of: Callable[[RunResults], float | None]
@@ -50,6 +50,6 @@ MEASURES = (
 
 
 def measure_of(runs: Sequence[RecordedRun]) -> Measure | None:
-    """What memory most of the runs can be compared by: the device's where there is one."""
+    """The measure that most runs have, device memory first; None if no run has any."""
     counts = [sum(measure.of(run.results) is not None for run in runs) for measure in MEASURES]
     return MEASURES[counts.index(max(counts))] if max(counts, default=0) else None

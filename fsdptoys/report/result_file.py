@@ -1,4 +1,4 @@
-"""What only ``summary.md`` of a run says: why it ended, the references of its loss, and the profiler's operators."""
+"""Read facts found only in ``summary.md``: why a run ended, reference losses, and the profiler's operators."""
 
 import math
 import re
@@ -19,15 +19,15 @@ GAVE_UP = re.compile(r"not finite \(train\.max_skipped")
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run that has summed itself up came to its end."""
+    """How a run with a summary ended."""
 
     status: JobStatus
     text: str | None
-    """As the summary tells it; None where it does not."""
+    """The summary's text, with steps and reason; None if it has none."""
 
 
 def read_ending(run_dir: Path) -> Ending:
-    """Why a run that has written its summary took no further step; one that does not say so is done."""
+    """Why a run with a summary ended; done if the summary states no reason."""
     told = [row[1] for row in read_table(run_dir, "What came out") if len(row) > 1 and row[0] == "steps"]
     match = STEPS.fullmatch(told[0]) if told else None
     if match is None:
@@ -42,7 +42,7 @@ def read_ending(run_dir: Path) -> Ending:
 
 
 def read_references(run_dir: Path) -> dict[str, float]:
-    """Label → nats a token, as the summary tells; none where there is no summary, or no such row."""
+    """Label → nats per token of the reference losses; empty without a summary or such rows."""
     references = {}
     for row in read_table(run_dir, "What came out")[1:]:
         named = REFERENCE.fullmatch(row[0])
@@ -57,12 +57,12 @@ def read_references(run_dir: Path) -> dict[str, float]:
 
 
 def read_operators(run_dir: Path) -> list[list[str]]:
-    """Heading and rows of the operators that took most time; nothing where the run was not profiled."""
+    """Heading and rows of the most expensive operators; empty for a run without a profile."""
     return read_table(run_dir, "Where the time and the memory went")
 
 
 def read_table(run_dir: Path, heading: str) -> list[list[str]]:
-    """The first table below a heading, without the line below its own heading and without marks of code."""
+    """First Markdown table below a heading, without separator line and backticks; empty if there is none."""
     try:
         text = read_regular(run_dir / SUMMARY_FILE, LARGEST_FILE_BYTES).decode("utf-8")
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The pictures of one run: its curves, and what its memory consisted of."""
+"""Figures of one run: its curves, and its memory by category."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,16 +18,16 @@ from .result_file import read_references
 MIB = 2**20
 STEP = Axis("optimizer step", whole=True)
 WIDE = 20
-"""Ratio of the highest to the lowest number from which on an axis is logarithmic."""
+"""Ratio of the highest to the lowest value above which an axis is logarithmic."""
 WARMUP_WORDS = "warm-up, left out of medians"
 
 
 def draw_run(run: RecordedRun, timeline: Timeline | None) -> list[Picture]:
-    """All pictures of a run that has done steps.
+    """Draw all figures of a run.
 
     Args:
-        run: with steps.
-        timeline: of its profile, where there is one; see :func:`run_timeline`.
+        run: run with at least one step.
+        timeline: memory history of its profile, if any; see :func:`run_timeline`.
     """
     found = [
         _loss(run),
@@ -51,7 +51,7 @@ def draw_run(run: RecordedRun, timeline: Timeline | None) -> list[Picture]:
 
 
 def run_timeline(run: RecordedRun) -> Timeline | None:
-    """The memory history that its profiler has left; see :func:`~fsdptoys.report.memory_timeline.read_timeline`."""
+    """Memory history of the run; see :func:`~fsdptoys.report.memory_timeline.read_timeline`."""
     return read_timeline(run.path / PROFILE_FOLDER, run.device_type)
 
 
@@ -116,7 +116,7 @@ def _curve(
 
 
 def step_times(runs: Sequence[tuple[str, RecordedRun]]) -> Picture | None:
-    """Step time against the step, of one run or several; the number of a run's place is its look."""
+    """Draw step times of one or several runs; a run's index is the look of its series."""
     series, widths, all_finite = [], [1], []
     for look, (name, run) in enumerate(runs):
         steps, seconds = _numbers(run.steps, lambda m: m.step_time_seconds)
@@ -224,9 +224,8 @@ def _routing(run: RecordedRun) -> Picture | None:
 
 
 def draw_timeline(timeline: Timeline) -> Picture:
-    """Stacked areas of what memory was for, event by event."""
+    """Draw memory by lifetime as stacked areas."""
     x, (total, *layers), width = thin(timeline.moments, timeline.total, *timeline.layers.values(), most=1600)
-    # Small traces in MiB, large ones in GiB.
     unit, size = ("GiB", GIB) if total.max() >= GIB else ("MiB", MIB)
     looks = {kind: look for look, kind in enumerate(Lifetime)}
     series = tuple(
@@ -257,13 +256,13 @@ def draw_timeline(timeline: Timeline) -> Picture:
 
 
 def wide(values: np.ndarray) -> bool:
-    """Whether numbers are so far apart that an axis should be logarithmic."""
+    """Whether positive values span a ratio above ``WIDE``, which calls for a logarithmic axis."""
     finite = values[np.isfinite(values)]
     return bool(finite.size and finite.min() > 0 and finite.max() / finite.min() > WIDE)
 
 
 def is_profiled(run: RecordedRun) -> bool:
-    """Whether the profiler traced some of its steps."""
+    """Whether the profiler was enabled."""
     profile = run.tree.get("profile")
     return isinstance(profile, dict) and profile.get("enabled") is True
 

@@ -1,4 +1,4 @@
-"""The parts of the page of one run."""
+"""Sections of the HTML page of one run."""
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics.config import PROFILE_FOLDER, RESUMES_FILE
@@ -25,12 +25,12 @@ from .runs_table import Record
 
 
 def run_page(record: Record, run: RecordedRun, folder: str) -> tuple[list[Section], list[Picture]]:
-    """The parts and the pictures.
+    """Build the sections and figures.
 
     Args:
-        record: of the run.
-        run: with steps.
-        folder: of the PNGs, as a link.
+        record: name and status of the run.
+        run: run with at least one step.
+        folder: folder of the PNGs, as a relative link.
     """
     problem = ""
     try:
@@ -130,7 +130,7 @@ UNITS = {"ms": 1.0, "bytes": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30
 
 
 def _size(text: str) -> float | str | None:
-    """What a time or a size with its unit is sorted by."""
+    """Sort key of a time or size with a unit."""
     value, _, unit = text.replace(",", "").partition(" ")
     try:
         return float(value) * UNITS.get(unit, 1.0)

@@ -1,4 +1,4 @@
-"""The rows of every table and picture: runs, whether they stand alone or in a sweep, with how each of them ended."""
+"""Rows of tables and figures: single runs and jobs of sweeps, each with its status."""
 
 import dataclasses
 import os
@@ -17,41 +17,41 @@ from .result_file import read_ending
 
 @dataclass(frozen=True)
 class Record:
-    """One configuration, and what became of it."""
+    """One configuration with its status and its recorded run."""
 
     name: str
-    """No other record's of the collection: a job's number, or a run's folder, after folders above where it must be."""
+    """Unique in the collection: a job's number, or a run's folder, with parent folders if needed."""
     path: Path
-    """The run directory, which may not be there where a job failed early."""
+    """The run directory; may be missing if a job failed early."""
     status: JobStatus
     run: RecordedRun | None
-    """None where nothing was written, or it cannot be read."""
+    """None if nothing was written, or it cannot be read."""
     reason: str | None = None
-    """A sentence, where it is not done."""
+    """Why it is not done."""
     varied: dict[str, str] | None = None
-    """Key → value, as typed, of what a sweep varies; None for a run that stands alone."""
+    """Key → value, as typed, of the settings that a sweep varies; None for a single run."""
 
 
 @dataclass(frozen=True)
 class Collection:
-    """What is reported together."""
+    """Runs and sweeps of one report."""
 
     title: str
     records: list[Record]
     skipped: list[Skipped]
-    """Combinations of sweeps that were not run."""
+    """Combinations that the sweeps skipped."""
     commands: list[str]
-    """That started the sweeps."""
+    """Commands that started the sweeps."""
 
 
 def gather(paths: Sequence[Path]) -> Collection:
     """Read runs and sweeps.
 
     Args:
-        paths: run directories, sweep folders, and folders that hold some of these.
+        paths: run directories, sweep folders, and folders that contain some of these.
 
     Raises:
-        ConfigError: for a path that holds none of them.
+        ConfigError: for a path without runs and sweeps, or a named run or sweep that cannot be read.
     """
     records: list[Record] = []
     skipped: list[Skipped] = []
@@ -78,7 +78,7 @@ def gather(paths: Sequence[Path]) -> Collection:
 
 
 def _found(paths: Sequence[Path]) -> dict[Path, bool]:
-    """Run directories and sweep folders, each once → whether it was named itself, and not the folder above."""
+    """Run directories and sweep folders, without duplicates → whether the path itself was given, not its parent."""
     found: dict[Path, tuple[Path, bool]] = {}
     for path in paths:
         is_named = is_sweep_dir(path) or is_run_dir(path)
@@ -108,7 +108,7 @@ def _of_sweep(sweep: Sweep, prefix: str) -> list[Record]:
             is_there = is_run_dir(path) or (status is JobStatus.done and path.is_dir())
             run = read_recorded_run(path) if is_there else None
         except ConfigError as mistake:
-            # Nothing came of it that could be told, whatever its launcher said.
+            # Without a readable run the job failed, whatever status its launcher recorded.
             status = JobStatus.failed if status is JobStatus.done else status
             reason = f"{reason}; {mistake}" if reason else str(mistake)
         records.append(Record(prefix + job.name, path, status, run, reason, job.varied))
@@ -116,7 +116,7 @@ def _of_sweep(sweep: Sweep, prefix: str) -> list[Record]:
 
 
 def _of_run(path: Path, name: str) -> Record:
-    is_going_on = is_written(path)  # asked first: a run that ends while it is read is not one that was killed
+    is_going_on = is_written(path)  # checked first: a run that ends while being read was not killed
     run = read_recorded_run(path)
     if is_going_on:
         return Record(name, path, JobStatus.running, run, "it has not ended yet")
@@ -127,7 +127,7 @@ def _of_run(path: Path, name: str) -> Record:
 
 
 def _own_names(paths: Sequence[Path]) -> list[str]:
-    """The name of each folder, after those of so many folders above as tell it from the others."""
+    """Name of each folder, with as many parent folders as needed to make it unique."""
     parts = [_parts(path) for path in paths]
     counts = [1] * len(paths)
     while True:
@@ -143,12 +143,12 @@ def _own_names(paths: Sequence[Path]) -> list[str]:
 
 
 def _parts(path: Path) -> list[str]:
-    """Names of the folders from the root on; of the root, its own."""
+    """Folder names from the root on; one empty name for the root itself."""
     return os.path.abspath(path).strip("/").split("/")
 
 
 def _numbered(records: list[Record]) -> list[Record]:
-    """The same, with a number after the name where an earlier one has it, as where a run is named like a job."""
+    """Append numbers to duplicate names, as of a run named like a job."""
     taken: set[str] = set()
     numbered = []
     for record in records:

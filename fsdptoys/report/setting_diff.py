@@ -1,6 +1,6 @@
-"""Settings of rows side by side: which of them differ, and what they are called in a table.
+"""Compare settings of rows: which differ, and their headings in tables.
 
-A setting whose switch is off, as the buckets of an offload that is not there, counts as one that a row does not have.
+A setting whose switch is off, such as the buckets of a disabled offload, counts as missing.
 """
 
 import re
@@ -15,7 +15,7 @@ from fsdptoys.utils.text import value_text
 from .runs_table import Record
 
 RANKS = "ranks"
-"""Stands beside the keys: ranks over all machines, which the launch decides."""
+"""Pseudo-key for the world size, which the launch determines."""
 
 HEADINGS = {
     "model.name": "Model",
@@ -32,13 +32,13 @@ HEADINGS = {
     "memory.optimizer_offload": "Optimizer Offloading",
     "memory.cpu_offload": "CPU Offloading",
 }
-"""Settings that every table tells, in its columns or above them; the last five are those of the classic tables."""
+"""Settings that every table shows, as columns or above them."""
 
 UNTOLD = (
     *("metrics.run_dir", "launch.device", "launch.nproc_per_node", "launch.nnodes", "launch.rdzv_endpoint"),
     "launch.rdzv_token_file",
 )
-"""Another one for each row, or told by what the row ran on."""
+"""Settings left out: unique to each row, or implied by its hardware."""
 
 FOLLOWS = {
     "parallel.reduce_dtype": "train.deterministic",
@@ -47,7 +47,7 @@ FOLLOWS = {
     "train.data_seed": "train.seed",
     "train.sample_seed": "train.seed",
 }
-"""Setting → another one that decides it where nothing is said."""
+"""Setting → the setting that determines its default."""
 
 _SWITCHES = (
     (r"memory\.chunk_(tokens|grad_dtype)", "memory.chunk_loss"),
@@ -62,7 +62,7 @@ Settings = dict[str, Any]
 
 
 def settings_of(record: Record) -> Settings:
-    """Every setting of a row that means something; where nothing was written, what its words say."""
+    """Effective settings of a row; the command-line overrides of its job if no run was recorded."""
     if record.run is not None:
         return {RANKS: record.run.world_size} | effective(record.run.tree)
     settings = dict(_typed(word) for word in words_of(record) if "=" in word)
@@ -73,7 +73,7 @@ def settings_of(record: Record) -> Settings:
 
 
 def words_of(record: Record) -> list[str]:
-    """The words that started a job of a sweep; of a run that stands alone its environment tells the command."""
+    """Overrides that started a job of a sweep; empty for a single run, whose environment records the command."""
     if record.varied is None:
         return []
     try:
@@ -83,7 +83,7 @@ def words_of(record: Record) -> list[str]:
 
 
 def effective(tree: Mapping[str, Any]) -> Settings:
-    """Dotted keys and values of a configuration, without those whose switch is off."""
+    """Dotted keys and values of a configuration, without settings whose switch is off."""
     flat = dict(flatten(dict(tree)))
     kept = {key: value for key, value in flat.items() if not any(_is_off(flat, key, *switch) for switch in _SWITCHES)}
     if kept.get("memory.gradient_checkpointing") != "selective":
@@ -92,13 +92,13 @@ def effective(tree: Mapping[str, Any]) -> Settings:
 
 
 def differing(rows: Sequence[Settings], varied: Sequence[str] = ()) -> list[str]:
-    """Keys that do not have one value wherever they are there, in the order of the settings.
+    """Keys with several values among the rows that have them, in the order of the settings.
 
-    Of models with another name only what differs under one name counts, since a name stands for dozens of sizes.
+    Settings of models are compared within rows of one model name, since a name stands for dozens of sizes.
 
     Args:
         rows: settings of each row.
-        varied: keys that count though a setting that they follow differs too.
+        varied: keys to include even if a differing setting determines them (``FOLLOWS``).
     """
     keys = list(dict.fromkeys(key for row in rows for key in row))
     found = [key for key in keys if key not in UNTOLD and _differs(rows, key)]
@@ -106,17 +106,17 @@ def differing(rows: Sequence[Settings], varied: Sequence[str] = ()) -> list[str]
 
 
 def own_key(key: str) -> str:
-    """The setting that a word of the command line sets: a group's choice is its name."""
+    """Setting of a command-line key: a group, such as ``model``, stands for its ``name``."""
     return f"{key}.name" if "." not in key and f"{key}.name" in (*HEADINGS, "data.name", "optim.name") else key
 
 
 def heading(key: str) -> str:
-    """What a setting is called above its column."""
+    """Column heading of a setting."""
     return HEADINGS.get(key, value_text(key.removesuffix(".name")))
 
 
 def as_word(key: str, value: Any) -> str:
-    """A setting as it is typed."""
+    """A setting as typed on the command line."""
     return f"{value_text(key.removesuffix('.name'))}={value_text(value)}"
 
 
@@ -141,7 +141,7 @@ def _several(values: Any) -> bool:
 
 
 def _follows(rows: Sequence[Settings], key: str, found: Sequence[str]) -> bool:
-    """Whether a key has one value for each value of the one that decides it."""
+    """Whether a key has one value for each value of the setting that determines it."""
     leader = FOLLOWS.get(key)
     if leader is None or leader not in found:
         return False

@@ -1,8 +1,8 @@
-"""What a setting can do to losses: make it another training, round it otherwise, or nothing.
+"""Effect of each setting on losses: another training, other rounding, or none.
 
-Layouts and memory switches change no more than the order in which numbers are added (``docs/architecture.md``, "Which
-bits are equal"; ``docs/memory.md``), and most of them not even that. So runs that differ in nothing else should have
-the same losses: a difference that rounding cannot explain is a mistake somewhere.
+Layouts and memory switches change at most the order of summation (``docs/architecture.md``, "Which bits are equal";
+``docs/memory.md``). So runs that differ only in these should have the same losses: a difference larger than rounding is
+a bug.
 """
 
 import math
@@ -13,31 +13,31 @@ from typing import Any
 from .setting_diff import RANKS, Settings, effective
 
 GLOBAL_BATCH = "sequences of a step"
-"""Stands for ranks, micro-batches and batch size, whose product decides which samples a step sees."""
+"""Pseudo-key for the product of ranks, micro-batches and batch size, which selects the samples of a step."""
 
 
 class Effect(IntEnum):
-    """The most that another value of a setting does, the strongest first."""
+    """Largest effect of changing a setting, strongest first."""
 
     training = 0
-    """Another model, other data, another update: other losses."""
+    """Other losses: another model, data or optimizer."""
     format = 1
-    """Another number format: close losses, no closer than it rounds."""
+    """Another dtype: losses are close, within its rounding."""
     rounding = 2
-    """Another order of adding, another kernel: the last bits."""
+    """Another order of summation or kernel: the last bits."""
     none = 3
-    """No bit."""
+    """Bitwise equal losses."""
 
 
 class Stage(IntEnum):
-    """Where in a step a setting acts first."""
+    """Stage of a step in which a setting first acts."""
 
     forward = 0
-    """The loss of the first step shows it."""
+    """Shows in the loss of the first step."""
     gradient = 1
-    """The first step's gradient shows it, its loss does not."""
+    """Shows in the gradient of the first step, not in its loss."""
     update = 2
-    """The second step shows it."""
+    """Shows in the second step."""
 
 
 FORMATS = (
@@ -55,7 +55,7 @@ USUAL_FORMATS: Settings = {
     "train.float8": "none",
     "train.float8_all_gather": False,
 }
-"""What a run without the switch of these formats computes in."""
+"""Values that apply if the switch of a format is off."""
 
 ROUNDING = (
     RANKS,
@@ -80,14 +80,14 @@ ROUNDING = (
         for operation in ("attention", "document_attention", "rms_norm", "rotary", "swiglu", "grouped_matmul")
     ),
 )
-"""The layout is here for its default mode; ``train.deterministic=true`` makes all layouts equal."""
+"""Includes the layout, which matters by default; with ``train.deterministic=true`` layouts are bitwise equal."""
 
 NEUTRAL_SECTIONS = ("memory", "parallel", "mesh", "checkpoint", "metrics", "profile", "debug", "launch", "plan")
-"""What is not named here of these changes no bit."""
+"""Sections whose settings change no bit, unless listed above."""
 
 NEUTRAL = (
     "model.name",
-    "train.seed",  # stands in init_seed, data_seed and sample_seed
+    "train.seed",  # contained in init_seed, data_seed and sample_seed
     "train.sample_seed",
     "train.max_seconds",
     "train.eval_every",
@@ -119,11 +119,11 @@ UPDATE = (
 
 
 def effect_of(key: str, same_batch: bool = True) -> Effect:
-    """The most that another value of a setting does to losses.
+    """Largest effect of changing a setting on losses.
 
     Args:
-        key: dotted.
-        same_batch: whether a step of both has equally many sequences.
+        key: dotted key.
+        same_batch: whether both runs have the same number of sequences a step.
     """
     if key in (RANKS, "train.batch_size", "train.grad_accum", "parallel.simulated_ranks") and not same_batch:
         return Effect.training
@@ -137,27 +137,27 @@ def effect_of(key: str, same_batch: bool = True) -> Effect:
 
 
 def stage_of(key: str) -> Stage:
-    """Where in a step a setting acts first."""
+    """Stage of a step in which a setting first acts."""
     if key in UPDATE or key.startswith("optim."):
         return Stage.update
     return Stage.gradient if key in GRADIENT else Stage.forward
 
 
 def global_batch(settings: Mapping[str, Any]) -> int | None:
-    """Sequences of a step over all ranks and micro-batches; None where a setting is not there."""
+    """Sequences of a step over all ranks and micro-batches; None if a setting is missing."""
     parts = [settings.get(key) for key in (RANKS, "train.batch_size", "train.grad_accum")]
     return _product([*parts, settings.get("parallel.simulated_ranks", 1)])
 
 
 def training_of(tree: dict[str, Any], world_size: int) -> Settings | None:
-    """All settings that decide losses up to rounding; runs that share them should agree.
+    """Settings that determine losses up to rounding; runs that share them should agree.
 
     Args:
-        tree: of ``config.yaml``.
-        world_size: ranks.
+        tree: contents of ``config.yaml``.
+        world_size: number of ranks.
 
     Returns:
-        None where settings are missing that every run has.
+        The settings; None if one needed for the global batch is missing.
     """
     settings = {RANKS: world_size} | effective(tree)
     batch = global_batch(settings)
@@ -170,30 +170,33 @@ def training_of(tree: dict[str, Any], world_size: int) -> Settings | None:
     )
     kept = USUAL_FORMATS | kept
     if settings.get("optim.schedule") == "constant":
-        kept.pop("train.steps", None)  # the learning rate does not know the end
+        kept.pop("train.steps", None)  # the learning rate does not depend on the last step
     if settings.get("model.router_aux_loss_coef"):
-        # A backward balances by the micro-batches so far (arXiv:2501.11873).
+        # Expert loads are balanced over the micro-batches so far (arXiv:2501.11873).
         kept["train.grad_accum"] = settings["train.grad_accum"]
     return kept
 
 
 def rounds_coarsely(settings: Mapping[str, Any]) -> bool:
-    """Whether numbers of 16 bits are added up, or a last bit can become another float8, or a token go elsewhere."""
+    """Whether sums are in bfloat16, or one bit can change a float8 value or the routing of a token."""
     formats = (settings.get(key) for key in (*FORMATS, "parallel.reduce_dtype"))
     return "model.n_experts" in settings or "bfloat16" in formats or settings.get("train.float8", "none") != "none"
 
 
 def held_out_samples(tree: dict[str, Any], world_size: int) -> tuple[Any, Any] | None:
-    """The same for runs whose held-out losses are over the same samples; None where settings are missing."""
+    """Key equal for runs that evaluate the same held-out samples; None if settings are missing."""
     settings = effective(tree)
     asked = _product([settings.get("train.eval_batches"), settings.get("train.batch_size"), world_size])
     return None if asked is None else (asked, settings.get("data.eval_samples"))
 
 
 def bits_of(tree: dict[str, Any], world_size: int, device_type: str) -> Settings | None:
-    """What decides every bit under ``train.deterministic=true``; None for a run that promises none.
+    """Settings that, with :func:`training_of`, determine every bit of a deterministic run.
 
-    Where the device is the host, an optimizer on the host is the one that the others have too.
+    ``memory.cpu_offload`` is left out on CPU devices, where the optimizer runs on the host anyway.
+
+    Returns:
+        The settings; None without ``train.deterministic=true``, or if the ranks are not a power of two.
     """
     settings = {RANKS: world_size} | effective(tree)
     ranks = _product([world_size, settings.get("parallel.simulated_ranks", 1)])
@@ -205,11 +208,11 @@ def bits_of(tree: dict[str, Any], world_size: int, device_type: str) -> Settings
     kept = {key: settings.get(key) for key in keys if key not in ("memory.cpu_threads", "patches")}
     if device_type == "cpu":
         kept.pop("memory.cpu_offload", None)
-    for decided in ("parallel.reduce_dtype", "train.sum_dtype"):  # by the deterministic mode and the device
+    for decided in ("parallel.reduce_dtype", "train.sum_dtype"):  # set by the deterministic mode and the device
         kept.pop(decided, None)
     return kept | {RANKS: ranks}
 
 
 def _product(parts: Sequence[Any]) -> int | None:
-    """Of whole numbers; None where one of them is none."""
+    """Product of integers; None if a part is not an integer."""
     return math.prod(parts) if all(type(part) is int for part in parts) else None

@@ -1,7 +1,7 @@
-"""The table of a sweep, or of any runs: a row each, what varies among them, and what came out.
+"""Build the table of a sweep or of any runs: one row each, with the varying settings and the results.
 
-What is the same in all rows stands above the table, what no row has is left out. CSV and JSON keep everything, raw,
-with units in the names. Numbers of rows that did not finish are those of the steps that they did.
+Values equal in all rows are listed above the table, and empty columns are left out; CSV and JSON keep all columns, with
+raw values and units in the names. Numbers of unfinished rows cover the steps they completed.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from .table_data import MARK, Table
 
 
 def make_table(collection: Collection) -> Table:
-    """Set the rows of a collection beside one another."""
+    """Build the table of a collection."""
     records = collection.records
     settings = [settings_of(record) for record in records]
     step = common_step(records)
@@ -66,7 +66,7 @@ def make_table(collection: Collection) -> Table:
 
 
 def _chosen(settings: Sequence[Settings], varied: Sequence[str], records: Sequence[Record]) -> list[Column]:
-    """Settings that every table tells and those that differ, in that order."""
+    """Columns of the settings in ``HEADINGS``, then of varied and differing ones; empty columns are left out."""
     known = [row for row, record in zip(settings, records, strict=True) if record.run is not None]
     keys = [*HEADINGS, *(key for key in [*varied, *differing(known, varied)] if key not in HEADINGS)]
     columns = [setting_column(key, settings, records) for key in dict.fromkeys(keys)]
@@ -74,7 +74,7 @@ def _chosen(settings: Sequence[Settings], varied: Sequence[str], records: Sequen
 
 
 def _fold(columns: Sequence[Column], records: Sequence[Record]) -> tuple[list[Column], list[str]]:
-    """Columns that differ among the rows, and words for those that do not."""
+    """Split columns into those that differ among the rows, and texts for those that do not."""
     shown, settings, numbers = [], [], []
     for column in columns:
         told = [cell for cell, record in zip(column.cells, records, strict=True) if _is_told(cell, record)]
@@ -96,7 +96,7 @@ def _fold(columns: Sequence[Column], records: Sequence[Record]) -> tuple[list[Co
 
 
 def _is_told(cell: Cell, record: Record) -> bool:
-    """Whether a row says anything of a column: one that wrote nothing does not contradict the others."""
+    """Whether a row counts in comparisons: a row without a recorded run and without a value does not."""
     return cell.value is not None or record.run is not None
 
 
@@ -111,14 +111,14 @@ def _mark(column: Column, records: Sequence[Record], disagreements: dict[str, Di
 
 
 def _is_profiled(run: RecordedRun) -> bool:
-    """Whether its medians have steps that may be slower for it."""
+    """Whether the medians may include slower steps under the profiler."""
     profile = run.tree.get("profile")
     measured = run.results.step_time_seconds is not None
     return measured and isinstance(profile, dict) and profile.get("enabled") is True
 
 
 def _how(records: Sequence[Record], shown: Sequence[Column], everywhere: Sequence[str], step: int | None) -> list[str]:
-    """How the numbers of the table were made."""
+    """Notes on the definitions of the numbers."""
     runs = [record.run for record in records if record.run is not None and record.run.steps]
     counts = sorted({measured_steps(run) for run in runs if run.results.step_time_seconds is not None})
     warmups = sorted({run.results.warmup_steps for run in runs})

@@ -1,4 +1,4 @@
-"""TODO."""
+"""A table of runs, with its output formats."""
 
 from dataclasses import dataclass, field
 
@@ -16,44 +16,44 @@ from .table_export import to_csv, to_json, to_markdown
 from .table_terminal import print_table
 
 MARK = " ≠"
-"""Behind the name of a row whose losses are not those that they should be."""
+"""Appended to the name of a row whose losses disagree with its reference."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows and columns, and sentences about them."""
+    """Rows, columns and notes."""
 
     title: str
     records: list[Record]
     settings: list[Settings]
-    """Of each row, all of them."""
+    """All effective settings of each row."""
     columns: list[Column]
-    """What is shown."""
+    """Displayed columns."""
     everything: list[Column]
-    """With what is the same in all rows, and what is empty."""
+    """All columns, including empty ones and those equal in all rows."""
     everywhere: list[str]
-    """What is the same in all rows."""
+    """Values equal in all rows, as texts."""
     loss_step: int | None
-    """Of the losses that are compared."""
+    """Step of the loss column; None if no row has steps."""
     notes: list[str]
-    """Sentences: how numbers were made, what does not compare, what failed."""
+    """Sentences on definitions, comparability, disagreements and failures."""
     disagreements: dict[str, Disagreement] = field(default_factory=dict)
-    """Row → in what its losses differ from those they should be equal to."""
+    """Row name → first difference from its reference."""
     skipped: list[Skipped] = field(default_factory=list)
     commands: list[str] = field(default_factory=list)
 
     def print(self, console: Console) -> None:
-        """Print for a terminal, without the columns for which it has no room."""
+        """Print to a terminal, dropping columns that do not fit."""
         print_table(self, console)
 
     def markdown(self) -> str:
-        """The same as Markdown."""
+        """Format as Markdown."""
         return to_markdown(self)
 
     def csv(self) -> str:
-        """A line each row, raw numbers."""
+        """Format as CSV: one line per row, raw numbers."""
         return to_csv(self)
 
     def json(self) -> str:
-        """All that is known of each row."""
+        """Format as JSON: all columns, settings and environments."""
         return to_json(self)

@@ -1,4 +1,4 @@
-"""A table as Markdown for people, and as CSV and JSON for programs, which keep every column and every number raw."""
+"""Export tables as Markdown, and as CSV and JSON with all columns and raw numbers."""
 
 import csv
 import io
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     )
 
 WITH_SPREAD = ("step_time_seconds", "tokens_per_second", "mfu")
-"""Measures of which there are percentiles."""
+"""Measures with percentiles."""
 
 
 def to_markdown(table: "Table") -> str:
-    """Title, what is the same everywhere, the rows, and the sentences about them."""
+    """Format title, common values, rows, notes and skipped combinations as Markdown."""
     parts = [f"# {escape(table.title)}"]
     if table.commands:
         parts.append("\n".join(f"    {value_text(command)}" for command in table.commands))
@@ -45,9 +45,9 @@ def to_markdown(table: "Table") -> str:
 
 
 def to_csv(table: "Table") -> str:
-    """A line each row; empty where there is no value.
+    """Format one line per row, with empty cells for missing values.
 
-    Words are on one line, and those that a spreadsheet would take for a formula begin with an apostrophe.
+    Line breaks become spaces, and texts that a spreadsheet would run as a formula get an apostrophe in front.
     """
     file = io.StringIO()
     flat = [_flat_row(table, index) for index in range(len(table.records))]
@@ -59,7 +59,7 @@ def to_csv(table: "Table") -> str:
 
 
 def to_json(table: "Table") -> str:
-    """All that is known of each row, in ASCII, which every terminal can hold; what is not a finite number is null."""
+    """Format all data of each row as JSON in ASCII, which every terminal can print; non-finite numbers become null."""
     tree = {
         "title": table.title,
         "commands": table.commands,
@@ -73,7 +73,7 @@ def to_json(table: "Table") -> str:
 
 
 def escape(text: str) -> str:
-    """Text on one line that Markdown shows as it is."""
+    """Escape text for Markdown, on one line."""
     marked = re.sub(r"([\\|*`\[\]<>~$])", r"\\\1", value_text(text))
     return re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", marked).replace("&", "&amp;")
 
@@ -106,7 +106,7 @@ def _flat_row(table: "Table", index: int) -> dict[str, Any]:
 
 
 def _measured(run: RecordedRun | None) -> dict[str, Any]:
-    """Numbers of a run, each with its unit in its name."""
+    """Numbers of a run, named with their units."""
     numbers: dict[str, Any] = {
         "steps": run.results.steps if run else None,
         "measured_steps": measured_steps(run) if run else None,
@@ -147,7 +147,7 @@ def _plain_cell(value: Any) -> Any:
 
 
 def _defused(value: Any) -> Any:
-    """A cell without characters that steer a terminal or a spreadsheet."""
+    """Neutralize control characters and spreadsheet formulas."""
     if not isinstance(value, str):
         return value
     text = printable(re.sub(r"\s", " ", value))

@@ -1,4 +1,4 @@
-"""A table in a terminal: the columns that it has room for, and words for those that it has not."""
+"""Print tables to a terminal, dropping or merging columns that do not fit."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -23,16 +23,16 @@ GAP = 2
 """Spaces between columns."""
 
 LEAST_WORDS = 32
-"""Characters that a column of words gets, where it has so many."""
+"""Minimum width in characters of the merged column of settings, if its texts are that long."""
 
 WANTED = 70
-"""Columns of this weight are worth more than a column for each setting."""
+"""Columns of this weight or more are kept in preference to one column per setting."""
 
 SETTINGS = "settings"
 
 
 def print_table(table: "Table", console: Console) -> None:
-    """Print title, what is the same everywhere, the rows, and the sentences about them."""
+    """Print title, common values, rows, notes and skipped combinations."""
     _line(table.title, console, "bold")
     if table.everywhere:
         _line(f"Everywhere: {'; '.join(table.everywhere)}", console)
@@ -56,10 +56,10 @@ def print_table(table: "Table", console: Console) -> None:
 
 
 def fit(columns: Sequence[Column], width: int) -> tuple[list[Column], list[Column]]:
-    """The columns that fit, and those that do not.
+    """Split columns into those that fit and those left out.
 
-    First percentiles go, then the lightest columns. Before one goes that everybody looks at, the settings share a
-    column of words, which wraps and says only what is not as in most rows.
+    Percentiles are dropped first, then the lightest columns. Before a column of weight ``WANTED`` or more goes, all
+    settings are merged into one wrapping column that lists each row's deviations from the most common values.
     """
     kept = list(columns)
     if width_of(kept) <= width:
@@ -76,12 +76,12 @@ def fit(columns: Sequence[Column], width: int) -> tuple[list[Column], list[Colum
 
 
 def width_of(columns: Sequence[Column]) -> int:
-    """Characters that columns need beside one another."""
+    """Characters needed by columns side by side, gaps included."""
     return sum(_column_width(column) for column in columns) + GAP * (len(columns) - 1)
 
 
 def _column_width(column: Column) -> int:
-    """Of the widest cell, or the longest word of the heading, which may wrap; of a column of words, the least."""
+    """Width of the widest cell or heading word, since headings wrap; the minimum for the column of settings."""
     texts = [cell.text for cell in column.cells]
     if column.name == SETTINGS:
         return max(len(column.heading), min(LEAST_WORDS, max(map(len, texts))))
@@ -93,7 +93,7 @@ def _briefly(column: Column) -> Column:
 
 
 def _with_settings_in_one(columns: Sequence[Column]) -> list[Column]:
-    """The same with one column for what is set otherwise than in most rows."""
+    """Merge settings into one column that lists deviations from the most common values."""
     settings = [column for column in columns if column.setting]
     if not settings:
         return list(columns)
@@ -110,7 +110,7 @@ def _with_settings_in_one(columns: Sequence[Column]) -> list[Column]:
 
 
 def _usual_words(settings: Sequence[Column]) -> list[str]:
-    """What each setting is in most rows."""
+    """Most common value of each setting, as ``key=value``."""
     words = ([as_word(column.name, value) for value in column.values if value is not None] for column in settings)
     return [Counter(each).most_common(1)[0][0] for each in words if each]
 
