@@ -128,9 +128,7 @@ def _split_picture(
 ) -> Picture | None:
     """Draw predictions as stacked bars and measurements as marks, or as bars where a run has no prediction.
 
-    Args:
-        caption: used where at least one run has a prediction.
-        measured_caption: used where none has.
+    ``measured_caption`` replaces ``caption`` if no run has a prediction.
     """
     names = tuple(one.name for one in shown)
     highest = max((sum(sizes) for sizes in zip(*split.values(), strict=True)), default=0.0)

@@ -178,12 +178,7 @@ def forecast_columns(records: Sequence[Record]) -> list[Column]:
 
 
 def loss_columns(records: Sequence[Record], step: int | None) -> list[Column]:
-    """Loss at ``step``, and the last held-out loss.
-
-    Args:
-        records: the rows.
-        step: from :func:`common_step`; None omits the loss column.
-    """
+    """Loss at ``step`` (from :func:`common_step`; None omits the column), and the last held-out loss."""
     columns = []
     if step is not None:
         losses = [_number_cell(_loss_at(record, step), 4) for record in records]

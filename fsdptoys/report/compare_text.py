@@ -146,7 +146,6 @@ def _shown(value: Any) -> str:
 
 
 def _print_courses(rows: Sequence[Sequence[str]], console: Console) -> None:
-    """Print rows of numbers with as many columns as fit."""
     columns = list(zip(*rows, strict=True))
     widths = {column[0]: max(map(len, column)) for column in columns}
     for name in DISPENSABLE:

@@ -208,13 +208,7 @@ def _log_ticks(low: float, high: float) -> dict[str, Any]:
 
 
 def _axis(axis: Axis, ends: tuple[float, float] | None, fixed: bool) -> dict[str, Any]:
-    """Plotly's settings of an axis.
-
-    Args:
-        axis: the description.
-        ends: lowest and highest value, if known.
-        fixed: whether the axis spans exactly ``ends`` instead of plotly's choice.
-    """
+    """Settings of an axis for plotly; if ``fixed``, it spans exactly ``ends``, else plotly chooses."""
     made: dict[str, Any] = {"title": {"text": html.escape(axis.text), "standoff": 8}, "automargin": True}
     if axis.categories:
         names = [html.escape(name) for name in axis.categories]

@@ -197,7 +197,6 @@ def _below(tree: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _number(value: Any, most: int = MOST_STEPS) -> int | None:
-    """A positive integer up to ``most``; otherwise None."""
     return value if type(value) is int and 0 < value <= most else None
 
 

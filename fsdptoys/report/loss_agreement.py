@@ -110,7 +110,7 @@ class Disagreement:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Fields as a dict for JSON."""
+        """Fields for JSON."""
         return asdict(self)
 
 
@@ -256,7 +256,6 @@ def _first_difference(row: _Row, reference: _Row) -> Disagreement | None:
 def _relative_differences(
     values: npt.NDArray[np.float64], expected: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
-    """:func:`relative_difference` of each pair."""
     with np.errstate(all="ignore"):
         shares = np.abs(values - expected) / np.maximum(np.abs(values), np.abs(expected))
     shares[~(np.isfinite(values) & np.isfinite(expected))] = math.inf

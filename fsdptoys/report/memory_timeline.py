@@ -129,11 +129,7 @@ def read_timeline(folder: Path, device_type: str) -> Timeline | None:
 
 
 def read_trace(path: Path, device_type: str) -> Timeline | None:
-    """Read a trace of ``torch.profiler``; None if it was taken without ``profile.memory=true``.
-
-    Raises:
-        ConfigError: for an unreadable or too large file.
-    """
+    """Read a trace of ``torch.profiler``; None if it was taken without ``profile.memory=true``."""
     try:
         return _trace_timeline(path, device_type)
     except MISTAKES as mistake:
@@ -174,11 +170,7 @@ def _trace_timeline(path: Path, device_type: str) -> Timeline | None:
 
 
 def read_snapshot(path: Path) -> Timeline | None:
-    """Read a memory snapshot; moments are event numbers, since not all events have a time.
-
-    Raises:
-        ConfigError: for an unreadable or too large file.
-    """
+    """Read a memory snapshot; moments are event numbers, since not all events have a time."""
     try:
         return _snapshot_timeline(path)
     except MISTAKES as mistake:
@@ -225,11 +217,7 @@ def _snapshot_timeline(path: Path) -> Timeline | None:
 
 
 def _checked(value: float) -> float:
-    """Check that a value is a number of at most ``LARGEST_NUMBER``.
-
-    Raises:
-        ValueError: if it is not.
-    """
+    """Raise ValueError unless a value is a number of at most ``LARGEST_NUMBER``."""
     if type(value) not in (int, float) or not abs(value) <= LARGEST_NUMBER:
         raise ValueError(f"{short_text(value)} is no number of bytes or microseconds")
     return value
@@ -316,7 +304,6 @@ def _timeline(
     device: str,
     knows_before: bool,
 ) -> Timeline:
-    """Sum the blocks of each lifetime at every moment."""
     order = np.unique(np.asarray(moments, dtype=float))
     sums = {kind: np.zeros(len(order) + 1) for kind in Lifetime}
     for block in blocks:

@@ -32,11 +32,7 @@ class Section:
 
 
 def cards(entries: Sequence[tuple[str, str, str]]) -> str:
-    """Cards of the main numbers.
-
-    Args:
-        entries: title, value and a smaller line below it.
-    """
+    """Cards of the main numbers, each with title, value and a smaller line below."""
     return (
         '<dl class="cards">'
         + "".join(

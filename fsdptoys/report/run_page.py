@@ -130,7 +130,6 @@ UNITS = {"ms": 1.0, "bytes": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30
 
 
 def _size(text: str) -> float | str | None:
-    """Sort key of a time or size with a unit."""
     value, _, unit = text.replace(",", "").partition(" ")
     try:
         return float(value) * UNITS.get(unit, 1.0)

@@ -143,7 +143,6 @@ def _own_names(paths: Sequence[Path]) -> list[str]:
 
 
 def _parts(path: Path) -> list[str]:
-    """Folder names from the root on; one empty name for the root itself."""
     return os.path.abspath(path).strip("/").split("/")
 
 

@@ -191,12 +191,9 @@ def held_out_samples(tree: dict[str, Any], world_size: int) -> tuple[Any, Any] |
 
 
 def bits_of(tree: dict[str, Any], world_size: int, device_type: str) -> Settings | None:
-    """Settings that, with :func:`training_of`, determine every bit of a deterministic run.
+    """Settings that, with :func:`training_of`, determine every bit of a deterministic run; None for other runs.
 
     ``memory.cpu_offload`` is left out on CPU devices, where the optimizer runs on the host anyway.
-
-    Returns:
-        The settings; None without ``train.deterministic=true``, or if the ranks are not a power of two.
     """
     settings = {RANKS: world_size} | effective(tree)
     ranks = _product([world_size, settings.get("parallel.simulated_ranks", 1)])
@@ -214,5 +211,4 @@ def bits_of(tree: dict[str, Any], world_size: int, device_type: str) -> Settings
 
 
 def _product(parts: Sequence[Any]) -> int | None:
-    """Product of integers; None if a part is not an integer."""
     return math.prod(parts) if all(type(part) is int for part in parts) else None

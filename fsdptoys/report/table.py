@@ -111,14 +111,12 @@ def _mark(column: Column, records: Sequence[Record], disagreements: dict[str, Di
 
 
 def _is_profiled(run: RecordedRun) -> bool:
-    """Whether the medians may include slower steps under the profiler."""
     profile = run.tree.get("profile")
     measured = run.results.step_time_seconds is not None
     return measured and isinstance(profile, dict) and profile.get("enabled") is True
 
 
 def _how(records: Sequence[Record], shown: Sequence[Column], everywhere: Sequence[str], step: int | None) -> list[str]:
-    """Notes on the definitions of the numbers."""
     runs = [record.run for record in records if record.run is not None and record.run.steps]
     counts = sorted({measured_steps(run) for run in runs if run.results.step_time_seconds is not None})
     warmups = sorted({run.results.warmup_steps for run in runs})

@@ -106,7 +106,6 @@ def _flat_row(table: "Table", index: int) -> dict[str, Any]:
 
 
 def _measured(run: RecordedRun | None) -> dict[str, Any]:
-    """Numbers of a run, named with their units."""
     numbers: dict[str, Any] = {
         "steps": run.results.steps if run else None,
         "measured_steps": measured_steps(run) if run else None,

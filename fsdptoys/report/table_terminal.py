@@ -110,7 +110,6 @@ def _with_settings_in_one(columns: Sequence[Column]) -> list[Column]:
 
 
 def _usual_words(settings: Sequence[Column]) -> list[str]:
-    """Most common value of each setting, as ``key=value``."""
     words = ([as_word(column.name, value) for value in column.values if value is not None] for column in settings)
     return [Counter(each).most_common(1)[0][0] for each in words if each]
 
