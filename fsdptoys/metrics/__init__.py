@@ -1,7 +1,8 @@
-"""What a run tells about itself: lines on the console and the files of its run directory.
+"""Metrics of a run: console output and the files of the run directory.
 
-Rank 0 alone makes a ``Recorder``; nothing here knows of other ranks. Each step becomes one ``StepMetrics``, which the
-console shows and ``metrics.jsonl`` keeps; at the end the same numbers become ``loss.png`` and ``summary.md``.
+Only rank 0 constructs a ``Recorder``; nothing here communicates with other ranks. Each step becomes one
+``StepMetrics``, shown on the console and appended to ``metrics.jsonl``. At the end of the run, the same numbers are
+plotted in ``loss.png`` and summarized in ``summary.md``.
 """
 
 from .config import COLLECTIVES_FILE, PROFILE_FOLDER, Console, MetricsConfig, run_dir_path

@@ -1,14 +1,12 @@
-"""What the compiler did in this process: how often, how long, what it compiled again and why, where it gave up.
+"""Compilations by ``torch.compile`` in this process: number, duration, recompilations with their cause, graph breaks.
 
-``torch.compile`` compiles a function again whenever something that it had taken for granted has changed: a shape, the
-gradient mode, a kind of module. A few times are meant: training and evaluation differ, and so do a model's kinds of
-blocks. One a step makes a run slower than without the compiler, and after eight (``torch._dynamo.config``) PyTorch
-leaves what is new to eager mode, with a line in its log. So every pass over the model is followed by a look at what the
-compiler has recorded, and what is compiled again after a phase's first pass is told.
+``torch.compile`` recompiles a function when a guard fails: a shape, the gradient mode or a module type has changed. A
+few recompilations are expected, since training and evaluation differ, and so do a model's types of blocks. One per
+step makes a run slower than eager mode, and after eight (``torch._dynamo.config``) PyTorch runs new cases in eager
+mode, with only a line in its log. So the compiler's records are read after every pass over the model, and
+recompilations after a phase's first pass are reported.
 
-Everything that is compiled in the process counts, on this rank. Not covered: why a cache on the disk was missed.
-
-What the compiler did, in one line and in rows.
+Every compilation in this rank's process counts. Not covered: the cause of misses in the on-disk cache.
 """
 
 import re
@@ -17,40 +15,40 @@ from dataclasses import dataclass
 from typing import Any
 
 RECORDS = 10**6
-"""Compilations that PyTorch keeps records of; its own limit is 64."""
+"""Limit of PyTorch's compilation records; its default is 64."""
 TOLD = 3
-"""Passes with compilations in them that are told; further ones are in the summary alone."""
+"""Passes with recompilations reported on the console; further ones are only in the summary."""
 REASON_CHARS = 160
 
 
 @dataclass(frozen=True)
 class Again:
-    """A function that was compiled, or was to be compiled, once more."""
+    """A recompilation of a function, done or refused."""
 
     step: int
     phase: str
     function: str
     reason: str
     at_limit: bool
-    """Whether PyTorch refused to, and goes on without the compiler."""
+    """Whether PyTorch reached its recompilation limit and continues in eager mode."""
 
 
 @dataclass(frozen=True)
 class Compilations:
-    """What was compiled."""
+    """All compilations of a process."""
 
     compiled: int
-    """Functions, or parts of functions between graph breaks, each time that they were compiled."""
+    """Compilations of functions, or of their parts between graph breaks."""
     seconds: float
-    """For the forwards and backwards of all of them."""
+    """Compile time of all forwards and backwards."""
     again: tuple[Again, ...]
-    """Those that were compiled before."""
+    """Recompilations."""
     graph_breaks: dict[str, int]
-    """Why the compiler had to leave a function in its middle → how many places."""
+    """Reason of a graph break → count."""
 
 
 class CompilationWatch:
-    """Looks at the compiler's records after each pass over a model."""
+    """Reads the compiler's records after each pass over a model."""
 
     def __init__(self) -> None:
         self._seen = len(_records())
@@ -62,11 +60,11 @@ class CompilationWatch:
         self._told = 0
 
     def passed(self, phase: str, step: int) -> None:
-        """Look at what one pass has compiled.
+        """Record the compilations of one pass.
 
         Args:
-            phase: kind of pass: its first is expected to compile.
-            step: in or after which it was.
+            phase: type of pass, such as training; its first pass is expected to compile.
+            step: optimizer step of the pass, or before it.
         """
         records = _records()
         new, self._seen = records[self._seen :], len(records)
@@ -76,7 +74,7 @@ class CompilationWatch:
             self._seconds += (record.duration_us or 0) / 1e6
             at_limit = "recompile_limit" in (record.fail_reason or "")
             if at_limit or (record.has_guarded_code and (record.cache_size or 0) > 0):
-                # Of a function that it gives up on, PyTorch does not record the name.
+                # PyTorch does not record the name of a function that reached the limit.
                 again.append(Again(step, phase, record.co_name or "a function", _reason(record), at_limit))
         self._again += again
         self._passes[phase] += 1
@@ -84,12 +82,12 @@ class CompilationWatch:
             self._tell(again)
 
     def take_sentences(self) -> list[str]:
-        """What to tell of the passes since this was asked last."""
+        """Messages on the passes since the last call."""
         sentences, self._sentences = self._sentences, []
         return sentences
 
     def result(self) -> Compilations:
-        """All of it until now."""
+        """All compilations so far."""
         breaks = _graph_breaks() - self._breaks
         return Compilations(self._compiled, self._seconds, tuple(self._again), dict(breaks))
 
@@ -111,7 +109,7 @@ class CompilationWatch:
 
 
 def _reason(record: Any) -> str:
-    """Why, in one line: the guard that failed, without the number of the compilation that it belongs to."""
+    """The failed guard on one line, without the compilation's number."""
     reason = getattr(record, "recompile_reason", None) or "a reason that PyTorch does not tell"
     line = re.sub(r"^\d+/\d+: ", "", reason.splitlines()[0]).strip()
     return line if len(line) <= REASON_CHARS else line[: REASON_CHARS - 1] + "…"
@@ -120,7 +118,7 @@ def _reason(record: Any) -> str:
 def _records() -> list[Any]:
     """PyTorch's record of each compilation, forward or backward, in this process.
 
-    Private, like what is read of them (``CompilationMetrics``); tried on torch 2.13.
+    The function and the fields of ``CompilationMetrics`` are private API, tested with torch 2.13.
     """
     from torch._dynamo import utils
 
@@ -131,7 +129,7 @@ def _records() -> list[Any]:
 
 
 def _graph_breaks() -> "Counter[str]":
-    """The first line of each reason, which PyTorch counts by itself."""
+    """PyTorch's counts of graph breaks by the first line of their reason."""
     from torch._dynamo.utils import counters
 
     breaks: Counter[str] = Counter()
@@ -141,11 +139,11 @@ def _graph_breaks() -> "Counter[str]":
 
 
 SHOWN = 20
-"""Rows of a table at most."""
+"""Maximum rows of the summary's table."""
 
 
 def compilation_line(compilation: Compilations) -> str:
-    """How much was compiled, how long it took, what happened again."""
+    """One line on number and time of compilations, recompilations and graph breaks."""
     again = [each for each in compilation.again if not each.at_limit]
     given_up = len(compilation.again) - len(again)
     breaks = sum(compilation.graph_breaks.values())
@@ -162,7 +160,7 @@ def compilation_line(compilation: Compilations) -> str:
 
 
 def again_rows(compilation: Compilations) -> list[tuple[str, str, str, str]]:
-    """Step, phase, function and reason of what was compiled again."""
+    """Step, phase, function and reason of each recompilation."""
     rows = []
     for each in compilation.again[:SHOWN]:
         reason = each.reason.replace("`", "'")

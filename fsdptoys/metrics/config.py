@@ -1,4 +1,4 @@
-"""Settings of the metrics room, and the files that a run writes."""
+"""Settings of the metrics, and names of the files in a run directory."""
 
 import math
 import os
@@ -10,7 +10,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.utils.bounds import MOST_STEPS, check_at_most
 
 RUNS_FOLDER = Path("runs")
-"""Where runs without a folder of their own go, below the current directory."""
+"""Parent of run directories that the configuration does not name, below the current directory."""
 
 CONFIG_FILE = "config.yaml"
 ENVIRONMENT_FILE = "environment.json"
@@ -41,69 +41,73 @@ RUN_FILES = {
     WANDB_FOLDER: "what Weights & Biases keeps of the run; `wandb sync` of an `offline-run-…` in it uploads that one",
     SUMMARY_FILE: "this page",
 }
-"""What a run writes → what it holds."""
+"""File or folder of a run directory → its content, as listed in ``summary.md``."""
 
 RUN_FOLDERS = (PROFILE_FOLDER, TENSORBOARD_FOLDER, WANDB_FOLDER)
-"""Those that are folders, or links to one; the others are regular files."""
+"""Entries of ``RUN_FILES`` that are folders or links to one; the others are regular files."""
 
 EXPERT_FILES = (ROUTING_FILE, EXPERTS_FILE)
-"""Those that only runs of models with experts write."""
+"""Files written only by runs of models with experts."""
 
 
 WRITERS = (TENSORBOARD_FOLDER, WANDB_FOLDER)
-"""Names of the writers, each with a folder and a package of its name."""
+"""Names of the optional writers; each is also the name of a folder and of a package."""
 
 
 class WandbMode(Enum):
-    """What Weights & Biases does with a run."""
+    """How Weights & Biases records a run."""
 
     online = "online"
-    """Uploads it as it goes; needs an API key."""
+    """Upload during the run; needs an API key."""
     offline = "offline"
-    """Writes it into the run directory and makes no request; ``wandb sync`` uploads it later."""
+    """Write into the run directory without any request; ``wandb sync`` uploads it later."""
     disabled = "disabled"
-    """Nothing at all."""
+    """Record nothing."""
 
 
 class Console(Enum):
-    """What rank 0 prints."""
+    """Console output of rank 0."""
 
     auto = "auto"
     """``rich`` on a terminal, ``plain`` elsewhere."""
     rich = "rich"
-    """A progress bar over a table of the latest step; into a file only its last state is written."""
+    """A progress bar over a table of the latest step; a file gets only the last state."""
     plain = "plain"
     """One line every ``log_every`` steps."""
     none = "none"
-    """Nothing; the run directory is written all the same."""
+    """Nothing; the run directory is still written."""
 
 
 @dataclass
 class MetricsConfig:
-    """What a run tells about itself."""
+    """Console output, run directory and optional writers of a run."""
 
     run_dir: str | None = None
-    """Folder for the run's files, made if missing; null for ``runs/<date>-<time>-<title>``."""
+    """Folder for the run's files, created if missing; null for ``runs/<date>-<time>-<title>``."""
     console: Console = Console.auto
-    """What rank 0 prints."""
+    """Console output of rank 0."""
     log_every: int = 10
-    """Steps between two lines of the plain console, and of ``routing.jsonl``; the last step has a line too."""
+    """Steps between lines of the plain console and of ``routing.jsonl``; the last step always has a line."""
     warmup_steps: int = 2
-    """First steps of each start left out of the summary's medians: they pay for allocation and compilation."""
+    """First steps of each start to exclude from the summary's medians; they include compilation."""
     spike_threshold: float = 8.0
-    """A loss so many robust standard deviations over the median of those before is told as a spike; 0 for none."""
+    """Robust standard deviations above the median of earlier losses that make a loss spike; 0 for never."""
 
     writers: list[str] = field(default_factory=list)
-    """Others that get every step: [tensorboard], [wandb] or both."""
+    """Additional destinations of every step: [tensorboard], [wandb] or both."""
     wandb_project: str | None = None
-    """Project at Weights & Biases; null for what WANDB_PROJECT says, else that of no project."""
+    """Project at Weights & Biases; null for WANDB_PROJECT or, if unset, wandb's default."""
     wandb_entity: str | None = None
-    """User or team at Weights & Biases; null for what WANDB_ENTITY says, else the user's own."""
+    """User or team at Weights & Biases; null for WANDB_ENTITY or, if unset, the user's own."""
     wandb_mode: WandbMode | None = None
-    """Whether the run is uploaded; null for what WANDB_MODE says, else online."""
+    """Whether to upload the run; null for WANDB_MODE or, if unset, online."""
 
     def __post_init__(self) -> None:
-        """Check each value by itself."""
+        """Check each value.
+
+        Raises:
+            ConfigError: for a value out of range, or a wandb setting without the wandb writer.
+        """
         check_at_most("metrics", self, log_every=MOST_STEPS, warmup_steps=MOST_STEPS)
         self._check_writers()
         if self.run_dir is not None and not self.run_dir.strip():
@@ -145,5 +149,5 @@ class MetricsConfig:
 
 
 def run_dir_path(run_dir: str) -> Path:
-    """The folder that ``metrics.run_dir`` names, with ``~`` as the home directory."""
+    """The folder named by ``metrics.run_dir``, with ``~`` expanded."""
     return Path(os.path.expanduser(run_dir))

@@ -1,8 +1,9 @@
-"""A run directory that an earlier start has left: what of it is gone on with, and what is put aside.
+"""Resume in a run directory with files of an earlier start.
 
-The checkpoint says how many bytes of each file of lines it saw, and which step was the last. What came after that is
-done again and cut off, so that in the end each step has one line. Files that end otherwise than the checkpoint says are
-another run's, or another attempt's: these are moved to a folder ``attempt-<n>`` beside them, never overwritten.
+A checkpoint records its step and the size of each JSON Lines file. Later lines are truncated, since their steps are
+repeated, so that each step has one line in the end. If a file does not end with the checkpoint's step at that size, it
+belongs to another run or attempt; all files of the run are then moved to the subfolder ``attempt-<n>``, never
+overwritten.
 """
 
 import dataclasses
@@ -21,41 +22,41 @@ from .config import CONFIG_FILE, ENVIRONMENT_FILE, METRICS_FILE, RESUMES_FILE, R
 from .step import StepMetrics
 
 LINE_FILES = (METRICS_FILE, ROUTING_FILE)
-"""Files that grow by lines, each with its step."""
+"""JSON Lines files with one step per line."""
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a run goes on from."""
+    """The state from which a run resumes."""
 
     step: int
-    """Last step that the checkpoint holds; 0 where there is none, so that the run begins anew."""
+    """Step of the checkpoint; 0 without one, so that the run starts from the beginning."""
     offsets: Mapping[str, int]
-    """File of the run directory → bytes that it had at the checkpoint, as ``Recorder.offsets`` told."""
+    """File of the run directory → its bytes at the checkpoint, from ``Recorder.offsets``."""
     checkpoint: str | None
-    """Name of the checkpoint, for people; None where there is none."""
+    """Name of the checkpoint for messages; None without one."""
 
 
 @dataclass(frozen=True)
 class Resume:
-    """A line of ``resumes.jsonl``: one start that went on, or began anew over the files of an earlier one."""
+    """A line of ``resumes.jsonl``: a start that resumed, or restarted in the folder of an earlier one."""
 
     time: str
     """UTC, ISO 8601."""
     step: int
     checkpoint: str | None
     world_size_before: int | None
-    """Ranks of the start before; None where its environment is not there."""
+    """Ranks of the previous start; None if its ``environment.json`` is missing."""
     world_size: int | None
     changed: dict[str, list[Any]] | None
-    """Setting → [old, new], with None for one that is not there; None where the earlier settings are not there."""
+    """Setting → [old, new], with None for an absent one; None if the earlier settings are missing."""
     moved_to: str | None
-    """Folder to which the earlier files went; None where they were gone on with."""
+    """Subfolder with the earlier files; None if they are continued."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """What became of the files."""
+    """Outcome of ``put_in_place``."""
 
     moved_to: str | None
     notes: list[str]
@@ -63,16 +64,16 @@ class Cut:
 
 
 def put_in_place(folder: Path, resumed: Resumed) -> Cut:
-    """Cut the files of lines back to what the checkpoint saw, or move all that a run writes out of the way.
+    """Truncate the JSON Lines files to their sizes at the checkpoint, or move all files of the run away.
 
     Args:
-        folder: the run directory, which is there.
-        resumed: what the run goes on from.
+        folder: the existing run directory.
+        resumed: the state from which the run resumes.
     """
     if not resumed.step:
         return Cut(move_aside(folder), [])
     if not (folder / METRICS_FILE).exists():
-        # From a checkpoint of another folder: this one's lines begin with the step after it.
+        # The checkpoint is from another folder; the lines of this one start with the next step.
         return Cut(move_aside(folder) if (folder / ROUTING_FILE).exists() else None, [])
     kept, notes = {}, []
     for name in LINE_FILES:
@@ -105,10 +106,10 @@ def put_in_place(folder: Path, resumed: Resumed) -> Cut:
 
 
 def move_aside(folder: Path) -> str | None:
-    """Move what a run writes, but for the list of its resumes, to ``attempt-1`` or the next that is free.
+    """Move all files of a run except ``resumes.jsonl`` to ``attempt-1`` or the next free number.
 
     Returns:
-        Name of the new folder; None where there was nothing to move.
+        Name of the new folder; None if there was nothing to move.
     """
     names = [name for name in RUN_FILES if name != RESUMES_FILE and os.path.lexists(folder / name)]
     if not names:
@@ -124,7 +125,7 @@ def move_aside(folder: Path) -> str | None:
 
 
 def read_steps(path: Path) -> tuple[list[StepMetrics], list[str]]:
-    """The steps of ``metrics.jsonl``, and a sentence on lines that are none."""
+    """The steps of ``metrics.jsonl``, and a sentence on invalid lines, if any."""
     steps, unread = [], []
     for number, line in enumerate(_read(path).splitlines(), 1):
         try:
@@ -139,7 +140,7 @@ def read_steps(path: Path) -> tuple[list[StepMetrics], list[str]]:
 
 
 def read_resumes(path: Path) -> list[Resume]:
-    """The lines of ``resumes.jsonl``; those that are not whole, or of another version, are left out."""
+    """The lines of ``resumes.jsonl``, without incomplete ones and those of another version."""
     resumes = []
     for line in _read(path).splitlines():
         try:
@@ -153,7 +154,7 @@ def read_resumes(path: Path) -> list[Resume]:
 
 def append_resume(path: Path, resume: Resume) -> None:
     """Add a line to ``resumes.jsonl``."""
-    # YAML has keys that JSON does not.
+    # skipkeys: YAML allows keys that JSON does not.
     line = json.dumps(dataclasses.asdict(resume), skipkeys=True)
     before = _read(path)
     torn = before != b"" and not before.endswith(b"\n")  # a start was killed while it wrote
@@ -162,10 +163,10 @@ def append_resume(path: Path, resume: Resume) -> None:
 
 
 def starts(resumes: Sequence[Resume]) -> list[int]:
-    """Steps after which what is in ``metrics.jsonl`` was begun or gone on with; 0 is the first start."""
+    """Last step before each start whose steps are in ``metrics.jsonl``; 0 for the first start."""
     after = [0]
     for resume in resumes:
-        # What came after an earlier step was cut off.
+        # Later steps were truncated.
         after = [step for step in after if step < resume.step] + [resume.step]
     return after
 
@@ -173,7 +174,7 @@ def starts(resumes: Sequence[Resume]) -> list[int]:
 def describe_resume(
     folder: Path, resumed: Resumed, config_tree: dict[str, Any], environment: dict[str, Any]
 ) -> Resume | None:
-    """Compare with what the folder holds of the start before; None where nothing is gone on with."""
+    """Compare this start with the previous one in the folder; None for a new run in a new folder."""
     if not resumed.step and not any(os.path.lexists(folder / name) for name in RUN_FILES):
         return None
     before_tree, before = _read_tree(folder / CONFIG_FILE), _read_tree(folder / ENVIRONMENT_FILE) or {}
@@ -190,7 +191,7 @@ def describe_resume(
 
 
 def changed_settings(before: dict[str, Any], after: dict[str, Any]) -> dict[str, list[Any]]:
-    """Dotted key → [old, new] of each setting that differs, with None where there is none."""
+    """Dotted key → [old, new] of each changed setting, with None for an absent one."""
     old, new = dict(flatten(before)), dict(flatten(after))
     return {
         key: [old.get(key), new.get(key)]
@@ -200,7 +201,7 @@ def changed_settings(before: dict[str, Any], after: dict[str, Any]) -> dict[str,
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Dotted keys and values of a tree of dicts."""
+    """Dotted keys and values of nested dicts."""
     flat: list[tuple[str, Any]] = []
     for name, value in tree.items():
         flat += flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else [(f"{prefix}{name}", value)]
@@ -208,7 +209,7 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def _read_tree(path: Path) -> dict[str, Any] | None:
-    """A YAML or JSON file that an earlier start wrote; None where it is not there or not whole."""
+    """A YAML or JSON file of an earlier start; None if missing or invalid."""
     try:
         content = read_regular(path, MAX_YAML_BYTES)
         tree = parse_json(content) if path.suffix == ".json" else parse_yaml(content)
@@ -218,7 +219,7 @@ def _read_tree(path: Path) -> dict[str, Any] | None:
 
 
 def _read(path: Path) -> bytes:
-    """The content of a file of lines; nothing where it is not there."""
+    """The content of a file; empty if it is missing."""
     try:
         with open_regular(path, "rb") as file:
             content: bytes = file.read()
@@ -228,7 +229,7 @@ def _read(path: Path) -> bytes:
 
 
 def _is_sound(resume: Resume) -> bool:
-    """Whether each value is of its kind: pages and pictures use them."""
+    """Whether each value has its annotated type; the summary and the plots rely on it."""
     ranks, texts = (resume.world_size_before, resume.world_size), (resume.checkpoint, resume.moved_to)
     changes = resume.changed
     return (
@@ -246,13 +247,13 @@ def _is_count(value: object) -> bool:
 
 
 def _ends_with_step(content: bytes, step: int, exactly: bool) -> bool:
-    """Whether the last line is whole and of that step, or, if not exactly, of that or an earlier one."""
+    """Whether the last line is complete and has that step, or, if not ``exactly``, at most that step."""
     last = _step_of(content[content.rfind(b"\n", 0, -1) + 1 :])
     return last is not None and content.endswith(b"\n") and (last == step or (not exactly and last < step))
 
 
 def _whole_lines(content: bytes, step: int) -> int:
-    """Bytes of the whole lines before the first one of a later step."""
+    """Bytes of the complete lines before the first line of a later step."""
     length = 0
     for line in content.splitlines(keepends=True):
         if not line.endswith(b"\n") or (_step_of(line) or 0) > step:
@@ -262,7 +263,7 @@ def _whole_lines(content: bytes, step: int) -> int:
 
 
 def _step_of(line: bytes) -> int | None:
-    """The step of a line; None where it is not whole."""
+    """The step of a line; None if it is incomplete."""
     try:
         step = parse_json(line)["step"]
     except (ValueError, TypeError, KeyError):

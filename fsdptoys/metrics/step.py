@@ -1,7 +1,7 @@
-"""The numbers of one optimizer step, with their units in their names, and how the rates among them are made.
+"""Metrics of one optimizer step, with units in their names, and their JSON form.
 
-MFU is model FLOP/s over the device's peak (arXiv:2204.02311, appendix B): it counts the arithmetic that the model
-needs, not what gradient checkpointing does again, nor positions whose label does not count.
+MFU is model FLOP/s over the device's peak (arXiv:2204.02311, appendix B). It counts the model's own FLOPs, without
+recomputation by activation checkpointing and without positions whose label is ignored.
 """
 
 import dataclasses
@@ -16,20 +16,20 @@ from fsdptoys.utils.foreign import parse_json
 
 @dataclass(frozen=True)
 class RoutingMetrics:
-    """How the routers of one step shared the work out, over all ranks and micro-batches."""
+    """Expert routing of one step, over all ranks and micro-batches."""
 
     aux_loss: float
-    """Load-balancing loss without its coefficient: the number of experts a token is sent to, if balanced."""
+    """Load-balancing loss without its coefficient; equals the number of experts per token if balanced."""
     z_loss: float
-    """Mean of logsumexp², without its coefficient."""
+    """Mean of logsumexp(router logits)², without its coefficient."""
     entropy: float
-    """Of the share of tokens of each expert, over that of equal shares: 1 is balanced; a mean over the layers."""
+    """Entropy of the experts' shares of tokens over that of equal shares (1 is balanced); mean over the layers."""
     max_load: float
-    """Tokens of the busiest expert over the mean of its layer; the largest of any layer."""
+    """Tokens of the busiest expert over its layer's mean; maximum over the layers."""
     min_load: float
-    """Tokens of the idlest expert over the mean of its layer; the smallest of any layer."""
+    """Tokens of the idlest expert over its layer's mean; minimum over the layers."""
     counts: list[list[int]]
-    """Tokens sent to each expert, a row for each layer with experts."""
+    """Tokens sent to each expert, [MoE layers][experts]."""
 
 
 ROUTING_KEYS = {
@@ -39,58 +39,58 @@ ROUTING_KEYS = {
     "max_load": "expert_load_max",
     "min_load": "expert_load_min",
 }
-"""Number of the routing → its key in ``metrics.jsonl``."""
+"""Field of ``RoutingMetrics`` → key in ``metrics.jsonl``."""
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One optimizer step. "Global" is over all ranks; the rest of what is measured is rank 0's."""
+    """Metrics of one optimizer step. "Global" means over all ranks; other measurements are of rank 0."""
 
     step: int
-    """Number of the step, from 1."""
+    """Step number, from 1."""
     loss: float
-    """Mean over the global batch's valid tokens, in nats, before the step's update."""
+    """Mean over the global batch's valid tokens, in nats, before the optimizer step."""
     grad_norm: float
-    """Norm of the gradient before clipping."""
+    """Global gradient norm before clipping."""
     learning_rate: float
-    """What the update used."""
+    """Learning rate of this optimizer step."""
     step_time_seconds: float
-    """From the start of the step to the end of its update."""
+    """Wall time from the start of the step to the end of the optimizer step."""
     valid_tokens: int
-    """Global labels that counted in the loss."""
+    """Global number of labels in the loss."""
     tokens_per_second: float
     """Global: ``valid_tokens / step_time_seconds``."""
     tflops_per_second_per_rank: float
-    """Model FLOPs of the valid tokens over time and ranks, in 1e12/s."""
+    """Model FLOPs of the valid tokens per second and rank, in 1e12/s."""
     mfu: float | None
-    """Share of the device's peak FLOP/s; None where the peak is not known."""
+    """Fraction of the device's peak FLOP/s; None if the peak is unknown."""
     memory_allocated_gib: float | None
-    """Device memory in tensors after the step; None on a CPU, as the next two."""
+    """Device memory in tensors after the step; this and the next two are None on a CPU."""
     memory_peak_gib: float | None
     """Highest ``memory_allocated_gib`` since the device's peak was last reset."""
     memory_reserved_gib: float | None
-    """Device memory that the allocator holds."""
+    """Device memory reserved by the allocator."""
     resident_set_gib: float | None
-    """Host memory of the process after the step; None where the system does not tell."""
+    """Host memory of the process after the step; None if the system does not report it."""
     resident_set_peak_gib: float | None = None
-    """Highest of the process so far, at any moment; None where the system does not tell."""
+    """Peak host memory of the process so far; None if the system does not report it."""
     eval_loss: float | None = None
-    """Loss on the held-out part after the update, in nats a token; None where there was no evaluation."""
+    """Loss on the held-out part after the optimizer step, in nats per token; None without an evaluation."""
     routing: RoutingMetrics | None = None
-    """How the routers shared the work out; None for a model without experts."""
+    """Expert routing; None for a model without experts."""
     skipped: bool = False
-    """Whether there was no update, since the loss or the gradient was not finite."""
+    """Whether the optimizer step was skipped because of a non-finite loss or gradient."""
     skipped_steps: int = 0
-    """Steps without update so far in the run, this one included."""
+    """Skipped steps of the run so far, including this one."""
     loss_spike: float | None = None
-    """Robust standard deviations over the median of the losses before; None where that is no spike."""
+    """Robust standard deviations above the median of earlier losses; None if the loss is no spike."""
     data_wait_seconds: float | None = None
-    """Of the step's time, what rank 0 waited for its batches; None in lines of earlier versions."""
+    """Part of the step time that rank 0 waited for its batches; None in lines of earlier versions."""
 
     def to_json(self) -> str:
-        """One line of strict JSON; what is not a number becomes null and is named under ``non_finite``.
+        """One line of strict JSON; non-finite values become null and are listed under ``non_finite``.
 
-        Of the routing it has the numbers of the whole step; tokens of each expert are a table of their own.
+        Of the routing it has the aggregates only; token counts per expert go to ``routing.jsonl``.
         """
         values = self._values()
         non_finite = [name for name, value in values.items() if value is not None and not math.isfinite(value)]
@@ -100,7 +100,7 @@ class StepMetrics:
         return json.dumps(values, allow_nan=False)
 
     def numbers(self) -> dict[str, float]:
-        """The same numbers under the same names, as they are; without those that were not measured."""
+        """The measured numbers under the names of ``to_json``; non-finite values stay."""
         return {name: float(value) for name, value in self._values().items() if value is not None}
 
     def _values(self) -> dict[str, Any]:
@@ -112,13 +112,13 @@ class StepMetrics:
 
     @classmethod
     def from_json(cls, line: str) -> "StepMetrics":
-        """Read a line that ``to_json`` wrote, in this version or another.
+        """Parse a line written by ``to_json``, in this version or another.
 
-        What is named as not finite is read as nan, keys of later versions are left out, and those that earlier
-        versions did not have take their defaults. The tokens of each expert are not in the line.
+        Non-finite values are read as nan, unknown keys are ignored, and optional keys may be missing. ``counts`` of
+        the routing are empty.
 
         Raises:
-            ValueError: if a key is missing, or a value is not of its kind or not one that a step can have.
+            ValueError: if a required key is missing, or a value has the wrong type or is out of range.
         """
         values = parse_json(line)
         if not isinstance(values, dict) or not isinstance(values.get("non_finite", []), list):
@@ -133,13 +133,13 @@ class StepMetrics:
             for field in dataclasses.fields(cls)
             if field.name != "routing" and (field.name in values or field.default is dataclasses.MISSING)
         }
-        # What follows divides by it, and finds no time of 0 s in a run.
+        # Rates divide by it.
         if not known["step_time_seconds"] > 0:
             raise ValueError(f"step_time_seconds is {known['step_time_seconds']}")
         return cls(**known, routing=routing)
 
     def without_counts(self) -> "StepMetrics":
-        """The same without the tokens of each expert, which are too many to keep of every step."""
+        """A copy without token counts per expert, which are too large to keep for every step."""
         if self.routing is None:
             return self
         return dataclasses.replace(self, routing=dataclasses.replace(self.routing, counts=[]))
@@ -172,17 +172,17 @@ def step_metrics(
         grad_norm: norm of the gradient before clipping.
         learning_rate: what the update used.
         step_time_seconds: wall time of the step.
-        valid_tokens: labels over all ranks that counted in the loss.
-        flops_per_token: the model's FLOPs a token, forward and backward.
-        world_size: ranks that shared the work.
-        device: whose memory is read.
-        peak_flops: peak FLOP/s of one device in the number format of the run; None where it is not known.
-        eval_loss: nats a token on the held-out part, if it was evaluated after this step.
+        valid_tokens: labels in the loss, over all ranks.
+        flops_per_token: model FLOPs of forward and backward per token.
+        world_size: number of ranks.
+        device: source of the memory statistics.
+        peak_flops: peak FLOP/s of one device in the dtype of the run; None if unknown.
+        eval_loss: nats per token on the held-out part, if it was evaluated after this step.
         routing: of a model with experts.
-        skipped: whether there was no update.
-        skipped_steps: steps without update so far in the run.
-        loss_spike: score of a loss that stands out.
-        data_wait_seconds: what this rank waited for its batches.
+        skipped: whether the optimizer step was skipped.
+        skipped_steps: skipped steps of the run so far.
+        loss_spike: score of a loss spike.
+        data_wait_seconds: time that this rank waited for its batches.
     """
     assert step_time_seconds > 0
     flops_per_second_per_rank = flops_per_token * valid_tokens / step_time_seconds / world_size
@@ -213,7 +213,7 @@ def step_metrics(
 
 
 def _checked(values: dict[str, Any], name: str, kind: Any) -> Any:
-    """A value that is there, of the kind that its field's annotation allows, and in the range of that kind."""
+    """A value of the type and range of its field's annotation."""
     kinds = get_args(kind) or (kind,)
     if name not in values:
         raise ValueError(f"{name} is missing")

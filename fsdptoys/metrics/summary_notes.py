@@ -1,4 +1,4 @@
-"""How each number of ``summary.md`` was made."""
+"""Definitions of the numbers in ``summary.md``."""
 
 ROUTING_DEFINITIONS = (
     "- Load-balancing loss: E · Σ f·P over the E experts of a layer, with f the tokens sent to an expert over all "
@@ -11,7 +11,7 @@ ROUTING_DEFINITIONS = (
     "- Idlest expert: its tokens over the mean of its layer, the smallest of any layer.",
     "- Numbers of the routing count all ranks, micro-batches and positions of the step, padding included.",
 )
-"""Of models with experts."""
+"""For models with experts."""
 
 SKIPPED_DEFINITION = (
     "- Steps without update: those whose loss or gradient was not finite (`train.skip_nonfinite`). Medians and the "
@@ -46,7 +46,7 @@ def definitions(
     with_forecast: bool = False,
     with_compilation: bool = False,
 ) -> str:
-    """One line on how each number was made."""
+    """One line on the definition of each number in the summary."""
     return "\n".join(
         [
             "- Loss: mean over the valid tokens of the global batch, before the step's update, of what is minimised: "

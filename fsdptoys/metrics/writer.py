@@ -1,4 +1,4 @@
-"""TODO."""
+"""Interface of the optional writers of steps."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,35 +10,35 @@ from .step import StepMetrics
 
 @dataclass(frozen=True)
 class Beginning:
-    """What a writer is told before the first step."""
+    """Facts of a run for its writers before the first step."""
 
     title: str
     config_tree: dict[str, Any]
-    """Every setting, as plain values."""
+    """All settings, as plain values."""
     environment: dict[str, Any]
-    """Versions, machine and command line."""
+    """Versions, hardware and command line."""
     run_dir: Path
     done: int
-    """Steps that the run goes on after; what was written of later ones is no longer true."""
+    """Step from which the run resumes; data written for later steps is obsolete."""
 
 
 class Writer(Protocol):
-    """One more place for a run's steps."""
+    """An additional destination of a run's steps."""
 
     label: str
-    """For people."""
+    """Name for messages."""
 
     def start(self, beginning: Beginning) -> None:
-        """Open what is written to."""
+        """Open the destination."""
 
     def step(self, metrics: StepMetrics) -> None:
         """Write a step."""
 
     def flush(self) -> None:
-        """Hand what was written to the system, since steps before a checkpoint do not come again."""
+        """Flush buffers to the system before a checkpoint, since earlier steps are not repeated."""
 
     def finish(self, results: RunResults, stop_reason: str, picture: Path) -> None:
-        """Write what the run adds up to; ``picture`` is its ``loss.png``."""
+        """Write the results; ``picture`` is the path of ``loss.png``."""
 
     def close(self) -> None:
-        """Close what was opened, after a crash too; without ``finish`` the run counts as failed."""
+        """Close the destination, also after a crash; without ``finish`` the run counts as failed."""

@@ -1,7 +1,7 @@
-"""TensorBoard and Weights & Biases behind one interface: they get what ``metrics.jsonl`` gets, and nothing needs them.
+"""Optional writers, TensorBoard and Weights & Biases, which receive the same numbers as ``metrics.jsonl``.
 
-A writer that fails, at its start or later (a full disk, no network), is told of once and left out; the run goes on.
-Their packages are no dependencies of this project, and are imported on rank 0 alone, where one is asked for.
+A writer that fails at its start or later (full disk, no network) is reported once and removed; the run continues.
+The packages are optional dependencies, imported only on rank 0 and only if configured.
 """
 
 import os
@@ -19,11 +19,11 @@ from .writer import Beginning, Writer
 
 
 class Writers:
-    """Those that a run has, each left out once it fails.
+    """The writers of a run; each is removed when it fails.
 
     Args:
-        writers: in any order.
-        tell: shows a sentence to the user.
+        writers: the configured writers.
+        tell: shows a message to the user.
     """
 
     def __init__(self, writers: Sequence[Writer], tell: Callable[[str], None]) -> None:
@@ -32,25 +32,25 @@ class Writers:
         self._step = 0
 
     def start(self, beginning: Beginning) -> None:
-        """Open all of them."""
+        """Open all writers."""
         self._step = beginning.done
         self._each(lambda writer: writer.start(beginning))
 
     def step(self, metrics: StepMetrics) -> None:
-        """Write a step to all of them."""
+        """Write a step to all writers."""
         self._step = metrics.step
         self._each(lambda writer: writer.step(metrics))
 
     def flush(self) -> None:
-        """Have all of them hand over what they hold."""
+        """Flush all writers."""
         self._each(lambda writer: writer.flush())
 
     def finish(self, results: RunResults, stop_reason: str, picture: Path) -> None:
-        """Write the run's end to all of them."""
+        """Write the results and the stop reason to all writers."""
         self._each(lambda writer: writer.finish(results, stop_reason, picture))
 
     def close(self) -> None:
-        """Close all of them; may be called twice."""
+        """Close all writers; may be called twice."""
         self._each(lambda writer: writer.close())
         self._writers = []
 
@@ -58,7 +58,7 @@ class Writers:
         for writer in list(self._writers):
             try:
                 call(writer)
-            except Exception as error:  # whatever a package of others raises must not end the training
+            except Exception as error:  # no exception of an optional package may end the training
                 self._writers.remove(writer)
                 with suppress(Exception):
                     writer.close()
@@ -70,7 +70,7 @@ class Writers:
 
 
 def build_writers(config: MetricsConfig) -> list[Writer]:
-    """The writers that the settings name; their packages are imported when they start."""
+    """Construct the configured writers; their packages are imported when they start."""
     found: list[Writer] = []
     if TENSORBOARD_FOLDER in config.writers:
         from .tensorboard_writer import TensorBoardWriter
