@@ -1,7 +1,7 @@
-"""What rank 0 prints: a live table with rich, or plain lines, or nothing.
+"""Console output of rank 0: a live table with rich, plain lines, or nothing.
 
-Nothing asks for a controlling terminal: rich reads the size from the stream itself, so that workers in a session of
-their own can draw too. The cursor is never hidden, since a process that is killed could not bring it back.
+No controlling terminal is needed: rich reads the size from the stream itself, so workers in their own session can draw
+too. The cursor stays visible, since a killed process could not restore it.
 """
 
 import os
@@ -20,20 +20,20 @@ from .console_columns import columns_for
 
 
 class Reporter:
-    """Prints nothing; the others override what they print."""
+    """Prints nothing; the base class of the other reporters."""
 
     def step(self, metrics: StepMetrics) -> None:
-        """Show a step that was done."""
+        """Show a completed step."""
 
     def message(self, text: str) -> None:
-        """Show text on lines of its own."""
+        """Show text on separate lines."""
 
     def close(self) -> None:
-        """Leave the terminal as it was; may be called twice."""
+        """Restore the terminal; may be called twice."""
 
 
 class PlainReporter(Reporter):
-    """One line every ``log_every`` steps and for the last one; evaluations and what went wrong have lines beside."""
+    """One line every ``log_every`` steps and for the last one, with extra lines for the events of a step."""
 
     def __init__(self, steps: int, log_every: int, stream: IO[str]) -> None:
         self._steps = steps
@@ -42,7 +42,7 @@ class PlainReporter(Reporter):
         self._unprinted: StepMetrics | None = None
 
     def step(self, metrics: StepMetrics) -> None:
-        """Print the step if it is its turn."""
+        """Print the step if it is due, and its events."""
         self._unprinted = metrics
         if metrics.step % self._log_every == 0 or metrics.step == self._steps:
             self._print_step()
@@ -50,11 +50,11 @@ class PlainReporter(Reporter):
             self.message(line)
 
     def message(self, text: str) -> None:
-        """Print text on lines of its own."""
+        """Print text on separate lines."""
         print(printable(text, self._stream), file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Print the last step if the run stopped before its turn."""
+        """Print the last step if it has not been printed."""
         if self._unprinted is not None:
             self._print_step()
 
@@ -78,7 +78,7 @@ class RichReporter(Reporter):
         self._progress.start()
 
     def step(self, metrics: StepMetrics) -> None:
-        """Move the bar and show the step."""
+        """Advance the bar and show the step."""
         self._progress.show(metrics)
         for line in event_lines(metrics):
             self.message(line)
@@ -95,7 +95,7 @@ class RichReporter(Reporter):
 
 
 def build_reporter(choice: Console, steps: int, log_every: int, done: int = 0) -> Reporter:
-    """Construct the reporter that the config asks for, on standard output, for a run of which some steps are done."""
+    """Construct the configured reporter on stdout; ``done`` is the step from which the run resumes."""
     if choice is Console.auto:
         can_draw = sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
         choice = Console.rich if can_draw else Console.plain
@@ -107,7 +107,7 @@ def build_reporter(choice: Console, steps: int, log_every: int, done: int = 0) -
 
 
 def event_lines(metrics: StepMetrics) -> list[str]:
-    """Lines on what not every step has: an evaluation, no update, a loss that stands out."""
+    """Lines on the events of a step: a skipped optimizer step, a loss spike, an evaluation."""
     lines = []
     if metrics.skipped:
         lines.append(

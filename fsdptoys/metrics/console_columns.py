@@ -1,4 +1,4 @@
-"""TODO."""
+"""Columns of a step's numbers, for the plain and the live console."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Column:
-    """One number of a step: how both consoles show it."""
+    """Format of one number of a step on both consoles."""
 
     heading: tuple[str, str]
-    """Two short lines above the live table's column."""
+    """Two short lines above the column of the live table."""
     label: str
-    """In a plain line, before the value; what follows it is ``unit``."""
+    """Text before the value in a plain line; ``unit`` follows the value."""
     unit: str
     width: int
-    """Characters that the live table keeps for it."""
+    """Characters in the live table."""
     importance: int
-    """Where the terminal is too narrow, the least important columns go first."""
+    """A narrow terminal omits the columns of lowest importance."""
     render: Callable[[StepMetrics], str]
 
 
@@ -62,18 +62,18 @@ COLUMNS = (
 
 
 DATA_COLUMN = Column(("data", "wait"), "data wait", "", 5, 2, lambda m: f"{_stall(m):.1%}")
-"""Of steps that tell it: the share of the time in which rank 0 waited for its batches."""
+"""Fraction of the step time that rank 0 waited for its batches, if it was measured."""
 
 
 MFU_COLUMN = Column(("", "MFU"), "MFU", "", 5, 2, lambda m: f"{(m.mfu or 0.0):.1%}")
-"""Where the device's peak is known."""
+"""For devices with known peak FLOP/s."""
 
 
 ROUTING_COLUMNS = (
     Column(("MoE", "load"), "busiest expert", "", 5, 5, lambda m: _load(m.routing.max_load if m.routing else 0.0)),
     Column(("MoE", "entropy"), "entropy", "", 7, 1, lambda m: f"{m.routing.entropy if m.routing else 0.0:.3f}"),
 )
-"""Of models with experts: tokens of the busiest expert over the mean of its layer, and how even the shares are."""
+"""For models with experts: tokens of the busiest expert over its layer's mean, and entropy of the shares."""
 
 
 DEVICE_MEMORY_COLUMN = Column(
@@ -87,11 +87,11 @@ DEVICE_MEMORY_COLUMN = Column(
 
 
 RESIDENT_SET_COLUMN = Column(("resident", "set"), "resident set", "", 9, 6, lambda m: f"{_gib(m.resident_set_gib)} GiB")
-"""On a CPU."""
+"""For CPUs."""
 
 
 def columns_for(metrics: StepMetrics) -> list[Column]:
-    """What there is to show of a step, on its device and with its model."""
+    """The columns of the numbers that a step has, which depend on device and model."""
     columns = list(COLUMNS)
     if metrics.data_wait_seconds is not None:
         columns.append(DATA_COLUMN)

@@ -1,4 +1,4 @@
-"""A file that grows by whole lines; those that find no room wait in memory until there is some."""
+"""A file extended by complete lines, which wait in memory while the disk is full."""
 
 import contextlib
 import errno
@@ -10,14 +10,14 @@ from fsdptoys.utils.atomic_write import write_atomically
 from fsdptoys.utils.regular_file import open_regular
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What the system says of a disk or a quota that is full, which may pass."""
+"""Error numbers of a full disk or quota, which may be temporary."""
 
 
 class LineFile:
-    """Appends to a file, which is made if it is missing.
+    """Appends lines to a file, created if missing.
 
     Raises:
-        OSError: as the system refuses, here and in every method; also for what is no regular file.
+        OSError: from the system, here and in all methods; also if the path is no regular file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -26,11 +26,11 @@ class LineFile:
         self._waiting: deque[bytes] = deque()
 
     def add(self, line: str) -> None:
-        """Add a line, without its end, to those that wait."""
+        """Queue a line, given without its newline."""
         self._waiting.append(f"{line}\n".encode())
 
     def write(self) -> None:
-        """Hand every line that waits to the system, each as a whole or not at all."""
+        """Write all queued lines to the system, each completely or not at all."""
         while self._waiting:
             self._write_line(self._waiting[0])
             self._waiting.popleft()
@@ -47,10 +47,12 @@ class LineFile:
             raise
 
     def restore(self) -> str | None:
-        """Write the lines again where the file was removed, moved or replaced; the open one still has them.
+        """Write the lines again if the file was removed, moved or replaced; the open file still has them.
+
+        A replacement is renamed to ``<name>.replaced-<n>``, not overwritten.
 
         Returns:
-            A sentence if it was.
+            A message if the file was written again.
         """
         try:
             found = os.lstat(self._path)
@@ -80,7 +82,7 @@ class LineFile:
         return aside
 
     def close(self) -> None:
-        """Close the file; what waits still is lost. May be called twice."""
+        """Close the file without its queued lines; may be called twice."""
         if not self._file.closed:
             with contextlib.suppress(OSError):
                 self.restore()

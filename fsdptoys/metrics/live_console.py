@@ -1,4 +1,4 @@
-"""The live display: rich's own progress bar, and under it one row with the numbers of the latest step."""
+"""Live display: rich's progress bar above a row with the numbers of the latest step."""
 
 import math
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ GAP = 2
 
 
 class StepProgress(Progress):
-    """Bar with steps, elapsed and remaining time; the row below follows ``show``."""
+    """Bar with steps, elapsed and remaining time; ``show`` updates the row below."""
 
     def __init__(self, steps: int, console: Console, done: int = 0) -> None:
         self._latest: StepMetrics | None = None
@@ -31,17 +31,17 @@ class StepProgress(Progress):
             TextColumn("left"),
             console=console,
             expand=True,
-            refresh_per_second=4,  # the drawing thread shares rank 0's core with the training on a CPU
+            refresh_per_second=4,  # on a CPU, the drawing thread competes with training for cores
         )
         self._task = self.add_task("steps", total=steps, completed=done)
 
     def start(self) -> None:
-        """Start drawing, and show the cursor that rich has hidden: a killed process could not."""
+        """Start drawing, and show the cursor hidden by rich, since a killed process could not restore it."""
         super().start()
         self.console.show_cursor(True)
 
     def show(self, metrics: StepMetrics) -> None:
-        """Move on to a step that was done."""
+        """Advance to a completed step."""
         self._latest = metrics
         self.update(self._task, completed=metrics.step)
 
@@ -53,9 +53,9 @@ class StepProgress(Progress):
 
 
 def metrics_table(metrics: StepMetrics, width: int) -> Table:
-    """Headings over the numbers of a step, in columns that keep their place from step to step.
+    """Headings and numbers of a step, in columns whose positions stay the same from step to step.
 
-    Where they do not all fit, the least important are left out, rather than any number cut.
+    Without enough room for all columns, the least important ones are omitted; no number is truncated.
     """
     columns = columns_for(metrics)
     cells = {column: column.render(metrics) for column in columns}

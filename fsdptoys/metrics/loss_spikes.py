@@ -1,9 +1,9 @@
-"""Losses that stand out from those just before them.
+"""Detection of loss spikes.
 
-A loss is held against the median of the last finite ones, in units of their median absolute deviation: the robust
+A loss is compared with the median of the last finite losses, in units of their median absolute deviation: the robust
 z-score of Iglewicz and Hoaglin, How to Detect and Handle Outliers (ASQC Quality Press, 1993). Unlike mean and standard
-deviation, neither moves with the outlier itself or with an earlier one. A falling loss only lowers its scores; while it
-falls fast, the fall itself widens the deviation and hides small jumps.
+deviation, neither depends on a few outliers. A falling loss has negative scores; while it falls fast, the deviation is
+large and hides small spikes.
 """
 
 import math
@@ -11,24 +11,24 @@ import statistics
 from typing import Any
 
 WINDOW = 64
-"""Losses that a new one is held against."""
+"""Number of earlier losses to compare with."""
 
 FEWEST = 16
-"""Losses that must be there before any is judged."""
+"""Fewest earlier losses for a score."""
 
 SIGMAS_PER_DEVIATION = 1.4826
-"""Standard deviation over median absolute deviation, of normally distributed numbers."""
+"""Standard deviation over median absolute deviation of a normal distribution."""
 
 LEAST_SIGMA_NATS = 0.01
-"""Losses are taken to vary by no less: a constant loss has no deviation, and at a threshold of 8 a jump of less than
-0.08 nats, 8% of a perplexity, is no spike however quiet the run."""
+"""Lower bound of the standard deviation, which is 0 for a constant loss. At a threshold of 8, a jump of less than
+0.08 nats (8% of the perplexity) is never a spike."""
 
 
 class SpikeDetector:
-    """Scores the losses of a run, one after the other; equal on every rank that is given the same losses.
+    """Scores the losses of a run in order; deterministic, so ranks with equal losses agree.
 
     Args:
-        threshold: a score above it is a spike; 0 for none.
+        threshold: largest score that is no spike; 0 to disable.
     """
 
     def __init__(self, threshold: float) -> None:
@@ -37,13 +37,13 @@ class SpikeDetector:
         self._in_a_row = 0
 
     def score(self, loss: float) -> float | None:
-        """Score a loss in nats and take it in, unless it is a spike, which would widen what comes after.
+        """Score a loss in nats and add it to the window, unless it is a spike, which would widen the deviation.
 
-        After ``FEWEST`` spikes in a row the loss is taken to have a new level, and the judgement begins anew.
+        ``FEWEST`` spikes in a row are a new level of the loss, and clear the window.
 
         Returns:
-            Robust standard deviations above the median; None for a loss that is not finite, before there are enough,
-            and with a threshold of 0.
+            Robust standard deviations above the median; None for a non-finite loss, with fewer than ``FEWEST`` earlier
+            losses, and with a threshold of 0.
         """
         if not self._threshold or not math.isfinite(loss):
             return None
@@ -62,15 +62,15 @@ class SpikeDetector:
         return score
 
     def spike(self, loss: float) -> float | None:
-        """Take a loss in as ``score`` does, and return its score if it is a spike."""
+        """Call ``score``, and return the score if it is a spike, else None."""
         score = self.score(loss)
         return score if score is not None and score > self._threshold else None
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to go on, as JSON keeps it without rounding."""
+        """The state as JSON types, which keep floats exactly."""
         return {"losses": list(self._losses), "in_a_row": self._in_a_row}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the losses that were seen before."""
+        """Restore the output of ``state_dict``."""
         self._losses = [float(loss) for loss in state["losses"]]
         self._in_a_row = int(state["in_a_row"])

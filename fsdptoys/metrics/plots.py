@@ -1,6 +1,7 @@
-"""``loss.png``: the loss against the step between the lines of its references, and the gradient norm below it.
+"""Plots of a run: ``loss.png`` and ``experts.png``.
 
-``experts.png``: how the last step's tokens were spread over the experts, and the balance against the step.
+``loss.png`` shows the loss with its references, and the gradient norm, over the steps. ``experts.png`` shows the load
+of each expert in the last step, and the balance over the steps.
 """
 
 import io
@@ -19,20 +20,20 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SMOOTH_FROM_STEPS = 50
-"""From so many steps on, a running mean is drawn over the single steps."""
+"""Fewest steps for a running mean over the curve."""
 
 LOSS_COLOR, EVAL_COLOR, GRAD_NORM_COLOR = "#1f5fa8", "#d1495b", "#5b6770"
 REFERENCE_COLORS = ("#2a9d6f", "#b07d12", "#7b5ea7", "#3b8ea5")
 
 
 def draw_loss(path: Path, title: str, steps: Sequence[StepMetrics], references: dict[str, float]) -> None:
-    """Draw the curves of a run as a PNG, without a display and without pyplot's global state.
+    """Draw the curves of a run, without a display and without pyplot's global state.
 
     Args:
-        path: where the picture goes.
-        title: stands above it.
-        steps: the run; what is not finite leaves a gap.
-        references: label → nats a token, drawn as dashed lines.
+        path: of the PNG.
+        title: name of the run, drawn above the plot.
+        steps: of the run; non-finite values leave a gap.
+        references: label → nats per token, drawn as dashed lines.
     """
     from matplotlib.figure import Figure  # 0.7 s to import, needed once a run
     from matplotlib.ticker import LogLocator, NullFormatter
@@ -107,9 +108,9 @@ def save_figure(figure: "Figure", path: Path) -> None:
 
 
 def running_mean(values: np.ndarray) -> tuple[int, np.ndarray]:
-    """The window, and means over it, of which the first belongs to the value in the middle of the first window.
+    """The window's length, and the mean of the finite values in each full window (nan if there are none).
 
-    What is not finite is left out; a window with nothing else has no mean.
+    The first mean belongs to the middle of the first window.
     """
     window = max(5, len(values) // 40 | 1)  # odd, so that it has a middle
     finite = np.isfinite(values)
@@ -119,12 +120,12 @@ def running_mean(values: np.ndarray) -> tuple[int, np.ndarray]:
 
 
 def marker(count: int, size: float) -> dict[str, Any]:
-    """Points beside the line where there are so few steps that a gap could swallow the line whole."""
+    """Marker options up to 30 points, where a gap could hide the line between its neighbors."""
     return {"marker": "o", "markersize": size} if count <= 30 else {}
 
 
 def shorten(text: str, width: int) -> str:
-    """Text on one line of at most so many characters."""
+    """Text on one line of at most ``width`` characters."""
     text = " ".join(text.split())
     return text if len(text) <= width else text[: width - 1] + "…"
 
@@ -135,17 +136,17 @@ if TYPE_CHECKING:
 LOAD_COLOR, ENTROPY_COLOR = "#b2182b", "#1f5fa8"
 
 NUMBERED_LAYERS, NUMBERED_EXPERTS = 24, 16
-"""Up to so many layers and experts, each cell has its number written into it."""
+"""Up to these counts of layers and experts, each cell shows its number."""
 
 
 def draw_experts(path: Path, title: str, steps: Sequence[StepMetrics], counts: Sequence[Sequence[int]]) -> None:
-    """Draw the routing of a run of a model with experts as a PNG.
+    """Draw the expert routing of a run as a PNG.
 
     Args:
-        path: where the picture goes.
-        title: stands above it.
-        steps: the run; what is not finite leaves a gap.
-        counts: tokens sent to each expert in the last step, a row for each layer with experts.
+        path: of the PNG.
+        title: name of the run, drawn above the plot.
+        steps: of the run; non-finite values leave a gap.
+        counts: tokens sent to each expert in the last step, [MoE layers][experts].
     """
     from matplotlib.figure import Figure  # 0.7 s to import, needed once a run
 
@@ -166,7 +167,7 @@ def _draw_map(axes: "Axes", loads_LE: np.ndarray) -> None:
     from matplotlib.ticker import MaxNLocator
 
     highest = max(2.0, float(loads_LE.max()))
-    norm = TwoSlopeNorm(vmin=0.0, vcenter=1.0, vmax=highest)  # white is the mean, whatever the busiest has
+    norm = TwoSlopeNorm(vmin=0.0, vcenter=1.0, vmax=highest)  # white is the mean, independent of the maximum
     image = axes.imshow(loads_LE, cmap="RdBu_r", norm=norm, aspect="auto", interpolation="nearest")
     ticks = [0.0, 0.5, 1.0, (1 + highest) / 2, highest]
     bar = axes.figure.colorbar(image, cax=axes.inset_axes((1.015, 0.0, 0.02, 1.0)), ticks=ticks)
@@ -197,7 +198,7 @@ def _draw_balance(axes: "Axes", steps: Sequence[StepMetrics]) -> None:
         side.tick_params(axis="y", colors=color)
         side.spines["top"].set_visible(False)
         side.margins(x=0.015)
-    # Balance is 1 on both scales: the floor of the one, the ceiling of the other.
+    # Balance is 1 on both axes: the minimum of the load, the maximum of the entropy.
     highest, lowest = max(axes.get_ylim()[1], 1.05), min(entropy_axes.get_ylim()[0], 0.95)
     axes.set_ylim(1 - 0.03 * (highest - 1), highest)
     entropy_axes.set_ylim(lowest, 1 + 0.03 * (1 - lowest))

@@ -1,7 +1,4 @@
-"""What was foretold of a run beside what was measured.
-
-What is foretold of one rank's steps.
-"""
+"""Predicted memory and time of a run's steps, and their comparison with the measurements."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,118 +12,118 @@ from fsdptoys.utils.from_tree import build
 
 
 class Category(Enum):
-    """What a block of device memory is for."""
+    """Purpose of a block of device memory."""
 
     parameters = "parameters"
-    """This rank's part of them, in the number format that the optimizer updates."""
+    """Shards of this rank, in the dtype that the optimizer updates."""
     gradients = "gradients"
-    """This rank's part of them, reduced or to be reduced in place."""
+    """Shards of this rank, reduced or to be reduced in place."""
     optimizer_states = "optimizer states"
     gathered_parameters = "gathered parameters"
-    """Whole parameters of a unit, and the buffers that they are gathered through."""
+    """Unsharded parameters of a unit, and buffers of the all-gather."""
     reduction_buffers = "reduction buffers"
-    """Whole gradients of a unit, and the buffers that they are reduced through."""
+    """Unsharded gradients of a unit, and buffers of the reduce-scatter or all-reduce."""
     activations = "activations"
-    """What a forward leaves for the backward."""
+    """Tensors saved by the forward for the backward."""
     logits = "logits and loss"
     buffers = "buffers"
-    """Tables of the model that are no parameters."""
+    """Tensors of the model other than parameters."""
     temporary = "temporary"
-    """Everything else: what lives within an operator's neighbourhood."""
+    """Everything else, such as temporaries of an operator."""
 
 
 @dataclass(frozen=True)
 class MemoryPrediction:
-    """Bytes of device memory on one rank."""
+    """Predicted memory of one rank."""
 
     end_bytes: int
-    """Allocated after a step."""
+    """Allocated device memory after a step."""
     peak_bytes: int
-    """Most that is allocated at a time."""
+    """Peak of allocated device memory."""
     reserved_bytes: int
-    """Most that the allocator holds."""
+    """Peak of reserved device memory."""
     peak_phase: str
     """Phase of the step in which the peak falls."""
     categories: dict[Category, int] = field(default_factory=dict)
-    """Of what the peak consists."""
+    """Bytes of each category at the peak."""
     streams: dict[str, int] = field(default_factory=dict)
-    """Reserved by stream."""
+    """Stream → reserved bytes."""
     host_bytes: int = 0
-    """That the rank keeps in host memory."""
+    """Host memory of the rank, in bytes."""
 
 
 @dataclass(frozen=True)
 class Volume:
-    """What one kind of collective moves over one axis in a step."""
+    """Transfers of one type of collective over one mesh axis in a step."""
 
     collective: str
     axis: str
     group_size: int = field(metadata={"extrapolates": False})
     calls: int
     bytes: int
-    """That one rank sends."""
+    """Bytes sent by one rank."""
     seconds: float
 
 
 @dataclass(frozen=True)
 class TimePrediction:
-    """Seconds of one step."""
+    """Predicted time of one step, in seconds."""
 
     step_seconds: float
     compute_seconds: float
-    """The computing stream is busy; by kind in ``kinds``."""
+    """Busy time of the compute stream, divided by operation in ``kinds``."""
     exposed_communication_seconds: float
-    """The computing stream waits for collectives."""
+    """Time that the compute stream waits for collectives."""
     exposed_transfer_seconds: float
-    """It waits for copies between host and device."""
+    """Time that it waits for copies between host and device."""
     host_seconds: float
-    """It waits for the host: to issue operators, to update offloaded parameters."""
+    """Time that it waits for the host to launch kernels or to update offloaded parameters."""
     kinds: dict[str, float] = field(default_factory=dict)
     volumes: tuple[Volume, ...] = ()
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """All that is foretold, and how."""
+    """Predicted memory and time of a run, and the method of the prediction."""
 
     method: str
     """``traced``, ``traced, all layers``, ``closed form``."""
     hardware: str
     world_size: int
     tokens_per_step: int
-    """Of all ranks."""
+    """Tokens of all ranks."""
     model_flops_per_step: float
-    """Of one rank."""
+    """Model FLOPs of one rank."""
     peak_flops: float | None
-    """Of a device, in the dtype of the products."""
+    """FLOP/s of one device in the dtype of the matmuls; None if unknown."""
     memory: MemoryPrediction
     time: TimePrediction
     doubts: tuple[str, ...] = ()
-    """What the model does not know here, each in a sentence with an error band where there is one."""
+    """Unknowns of the prediction, one sentence each, with an error band if known."""
     device_type: str = "cuda"
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks."""
+        """Tokens per second of all ranks."""
         return self.tokens_per_step / self.time.step_seconds
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilisation of the peak in the dtype of the products; a run tells it for bfloat16 alone."""
+        """Model FLOPs utilization of the peak in the dtype of the matmuls; runs measure it for bfloat16 only."""
         return self.model_flops_per_step / self.time.step_seconds / self.peak_flops if self.peak_flops else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON can hold it, with what follows from it."""
+        """All fields and derived values as plain JSON types."""
         tree = dataclasses.asdict(self)
         tree["memory"]["categories"] = {kind.value: size for kind, size in self.memory.categories.items()}
         return tree | {"tokens_per_second": self.tokens_per_second, "mfu": self.mfu}
 
     @classmethod
     def from_dict(cls, tree: dict[str, Any]) -> "Prediction":
-        """What ``to_dict`` wrote, read back.
+        """Construct a prediction from the output of ``to_dict``.
 
         Raises:
-            ForeignError: if it is of another version, or holds a number that cannot be.
+            ForeignError: if ``tree`` is from another version, or a number is out of range.
         """
         found = build(cls, {name: tree[name] for name in tree if name not in ("tokens_per_second", "mfu")})
         if found.time.step_seconds <= 0 or (found.peak_flops is not None and found.peak_flops <= 0):
@@ -140,12 +137,12 @@ if TYPE_CHECKING:
     )
 
 FLAGGED = 0.10
-"""A difference over this share of what was measured is flagged."""
+"""Relative difference from the measurement above which a prediction is flagged."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One number, foretold and measured."""
+    """A predicted and a measured number."""
 
     what: str
     predicted: float
@@ -154,19 +151,19 @@ class Comparison:
 
     @property
     def difference(self) -> float:
-        """Share of what was measured by which the prediction is over it."""
+        """Relative difference of the prediction from the measurement; positive if too high."""
         return self.predicted / self.measured - 1
 
     @property
     def flagged(self) -> bool:
-        """Whether they differ by more than a prediction should."""
+        """Whether the difference exceeds ``FLAGGED``."""
         return abs(self.difference) > FLAGGED
 
 
 def compare(prediction: Prediction, results: "RunResults") -> list[Comparison]:
-    """Hold a prediction against the steps after the warm-up; on a CPU there is no device memory to compare.
+    """Compare a prediction with the steps after the warmup; runs on a CPU have no device memory to compare.
 
-    What was measured as nothing, as the speed of steps without a valid token, is left out: no share of it can be told.
+    Measurements of 0, such as tokens/s of steps without valid tokens, are skipped, since the difference is relative.
     """
     found: list[Comparison] = []
     if results.step_time_seconds is not None:
@@ -189,11 +186,11 @@ def compare(prediction: Prediction, results: "RunResults") -> list[Comparison]:
 
 
 def forecast_line(prediction: Prediction, memory_bytes: float) -> str:
-    """One line before anything is built.
+    """One line with the prediction, shown before the model is built.
 
     Args:
         prediction: of the run.
-        memory_bytes: that the allocator can have.
+        memory_bytes: device memory available to the allocator.
     """
     memory, where = prediction.memory, f"({prediction.method}, plan.hardware={prediction.hardware})"
     told = f"predicted {_seconds(prediction.time.step_seconds)} a step, {prediction.tokens_per_second:,.0f} tokens/s"
@@ -205,7 +202,7 @@ def forecast_line(prediction: Prediction, memory_bytes: float) -> str:
 
 
 def forecast_rows(comparisons: Sequence[Comparison]) -> list[tuple[str, str, str, str]]:
-    """Cells of the summary's table."""
+    """Rows of the summary's table."""
     return [
         (
             each.what,

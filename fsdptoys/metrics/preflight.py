@@ -1,4 +1,4 @@
-"""What is asked of the machine before a run starts: a folder that can be used, and what its writers need."""
+"""Checks before a run starts: a usable run directory, and packages and credentials of the writers."""
 
 import configparser
 import importlib.util
@@ -28,10 +28,11 @@ from .config import (
 )
 
 WANDB_MODES = {"online": "online", "run": "online", "offline": "offline", "dryrun": "offline", "disabled": "disabled"}
-"""What WANDB_MODE may say → the mode that it means."""
+"""Values of WANDB_MODE → value of ``WandbMode``."""
 
 OWN_FOLDERS = ("heartbeats", "flight_recorder", "weights")
-"""Folders that a run writes files of fixed names into; checkpoints and profiles may lie on another disk."""
+"""Folders that must not be symbolic links, unlike those of checkpoints and profiles, since a run writes files with
+fixed names into them."""
 
 REMOVE_IT = "remove it, or set metrics.run_dir to another folder"
 
@@ -39,15 +40,15 @@ WANDB_URL = "https://api.wandb.ai"
 
 
 def check_run_dir(config: MetricsConfig, resumes: bool = False) -> None:
-    """Check that the run directory can be made or filled, without making it, and that every writer has what it needs.
+    """Check that the run directory can be created or written, without creating it, and check the writers.
 
     Args:
-        config: says which folder.
-        resumes: whether an earlier run's files may be there, to be gone on with.
+        config: names the folder.
+        resumes: whether the folder may hold files of an earlier run, to be continued.
 
     Raises:
-        ConfigError: if it is a file, holds files that a run would overwrite, links or pipes in the place of its files,
-            or cannot be written; if a writer's package or credentials are missing.
+        ConfigError: if the run directory is a file, contains files that a run would overwrite or links or pipes in
+            their place, or is not writable; if a writer's package or credentials are missing.
     """
     check_writers(config, os.environ)
     path = RUNS_FOLDER if config.run_dir is None else run_dir_path(config.run_dir)
@@ -55,7 +56,7 @@ def check_run_dir(config: MetricsConfig, resumes: bool = False) -> None:
     absolute = path.absolute()
     nearest = next(parent for parent in (path, *absolute.parents) if os.path.lexists(parent))
     try:
-        # Where a parent does not exist yet, lstat reports that and no length.
+        # With a missing parent, lstat does not report a path that is too long.
         check_length(key, absolute, nearest)
         os.lstat(absolute)
     except (FileNotFoundError, NotADirectoryError):
@@ -78,13 +79,14 @@ def check_run_dir(config: MetricsConfig, resumes: bool = False) -> None:
 
 
 def check_files(path: Path) -> None:
-    """Check that what a run would read, append to or replace are regular files, and its profiles a folder or a link.
+    """Check that the files that a run reads, appends to or replaces are regular files, and ``profile`` a folder
+    or a link to one.
 
-    A run directory may come from elsewhere: a named pipe in it would block the run for good, and a symbolic link would
-    let it write to any file of its user.
+    The run directory may have another author: a named pipe would block the run forever, and a symbolic link would let
+    the run write to any file of its user.
 
     Raises:
-        ConfigError: naming the first that is something else.
+        ConfigError: for the first file of another type.
     """
     try:
         for name in (LOCK_FILE, *RUN_FILES):
@@ -100,7 +102,7 @@ def check_files(path: Path) -> None:
 
 
 def already_holds(run_dir: object, name: str) -> str:
-    """The sentence for a folder in which a run would overwrite a file."""
+    """The error message for a folder in which a run would overwrite a file."""
     return (
         f"metrics.run_dir={run_dir} already holds {name}, which a run would overwrite; set checkpoint.resume=auto to "
         "go on with it, or metrics.run_dir to a new folder (null for one named by time and title)"
@@ -108,10 +110,10 @@ def already_holds(run_dir: object, name: str) -> str:
 
 
 def check_writers(config: MetricsConfig, environment: Mapping[str, str]) -> None:
-    """Check that every writer's package is there, and what Weights & Biases needs to go online.
+    """Check that the packages of the writers are installed, and that wandb has credentials for online mode.
 
     Raises:
-        ConfigError: if something is missing.
+        ConfigError: if a package or the credentials are missing.
     """
     for name in config.writers:
         if importlib.util.find_spec(name) is None:
@@ -129,10 +131,10 @@ def check_writers(config: MetricsConfig, environment: Mapping[str, str]) -> None
 
 
 def wandb_mode(config: MetricsConfig, environment: Mapping[str, str]) -> WandbMode:
-    """What is to become of the run at Weights & Biases.
+    """The mode of Weights & Biases, from the config or WANDB_MODE.
 
     Raises:
-        ConfigError: if the environment decides it, with a word that nothing here knows.
+        ConfigError: if the mode comes from WANDB_MODE, with an unknown value.
     """
     if config.wandb_mode is not None:
         return config.wandb_mode
@@ -146,7 +148,7 @@ def wandb_mode(config: MetricsConfig, environment: Mapping[str, str]) -> WandbMo
 
 
 def _has_wandb_key(environment: Mapping[str, str]) -> bool:
-    """Whether wandb would find credentials where it looks for them, without importing or asking it."""
+    """Whether credentials exist where wandb looks for them; does not import wandb."""
     if environment.get("WANDB_API_KEY") or environment.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     home = Path(environment.get("HOME") or Path.home())
@@ -162,7 +164,7 @@ def _has_wandb_key(environment: Mapping[str, str]) -> bool:
 
 
 def _wandb_url(home: Path, environment: Mapping[str, str]) -> str:
-    """The server that ``wandb login --host`` has written down."""
+    """The server saved by ``wandb login --host``."""
     settings = configparser.ConfigParser(interpolation=None)
     folder = Path(environment.get("WANDB_CONFIG_DIR") or home / ".config" / "wandb")
     with suppress(OSError, configparser.Error, UnicodeDecodeError):

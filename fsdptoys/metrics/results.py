@@ -1,4 +1,4 @@
-"""TODO."""
+"""Summary statistics of the steps of a run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ import numpy as np
 from .step import RoutingMetrics, StepMetrics
 
 LAST_STEPS = 10
-"""How many last steps the mean of the last losses is over."""
+"""Maximum number of steps in the mean of the last losses."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Tenth, fiftieth and ninetieth percentile over the steps after the warm-up."""
+    """10th, 50th and 90th percentile over the steps after the warmup."""
 
     p10: float
     median: float
@@ -22,54 +22,54 @@ class Spread:
 
 @dataclass(frozen=True)
 class RunResults:
-    """What the steps of a run add up to; None where there was nothing to measure."""
+    """Results of a run; None for values without measurements."""
 
     steps: int
-    """Optimizer steps done."""
+    """Number of the last step."""
     warmup_steps: int
-    """First steps of each start left out of the spreads."""
+    """First steps of each start excluded from the spreads."""
     starts: Sequence[int]
-    """Steps after which the run was begun or gone on with."""
+    """Last step before each start; 0 for the first start."""
     first_loss: float | None
     last_loss: float | None
     mean_last_loss: float | None
-    """Mean over the last steps that made an update."""
+    """Mean over the last steps that were not skipped."""
     mean_last_steps: int
-    """How many these are, ``LAST_STEPS`` at most."""
+    """Number of steps in ``mean_last_loss``, at most ``LAST_STEPS``."""
     eval_loss: float | None
-    """Of the last evaluation."""
+    """Loss of the last evaluation, in nats per token."""
     eval_step: int | None
     step_time_seconds: Spread | None
     tokens_per_second: Spread | None
     tflops_per_second_per_rank: Spread | None
     mfu: Spread | None
     memory_peak_gib: float | None
-    """Highest of the device, on rank 0; None on a CPU."""
+    """Peak of rank 0's device; None on a CPU."""
     memory_allocated_gib: float | None
-    """After the last step, on rank 0; None on a CPU."""
+    """Value of rank 0 after the last step; None on a CPU."""
     memory_reserved_gib: float | None
-    """Highest that the allocator held after a step, on rank 0; None on a CPU."""
+    """Maximum over the steps of rank 0; None on a CPU."""
     resident_set_gib: float | None
-    """Highest seen after a step, on rank 0."""
+    """Maximum after a step, on rank 0."""
     resident_set_peak_gib: float | None
-    """Highest at any moment, on rank 0; None of runs that did not record it."""
+    """Peak of rank 0; None if not recorded."""
     routing: RoutingMetrics | None
-    """Of the last step; None for a model without experts."""
+    """Routing of the last step; None for a model without experts."""
     skipped_steps: int
-    """Steps without update."""
+    """Steps with a skipped optimizer step."""
     spikes: int
-    """Steps whose loss stood out from those before."""
+    """Steps with a loss spike."""
     data_stall: float | None
-    """Share of the steps' time, after the warm-up, in which rank 0 waited for its batches; None where not recorded."""
+    """Fraction of the step time after the warmup that rank 0 waited for its batches; None if not recorded."""
 
 
 def summarize(steps: Sequence[StepMetrics], warmup_steps: int, starts: Sequence[int] = (0,)) -> RunResults:
     """Reduce a run's steps to its results.
 
     Args:
-        steps: all of them, in order.
-        warmup_steps: how many first ones of each start are left out of medians and percentiles.
-        starts: steps after which the run was begun or gone on with.
+        steps: all steps, in order.
+        warmup_steps: first steps of each start to exclude from percentiles.
+        starts: last step before each start; 0 for the first start.
     """
     updated = [metrics for metrics in steps if not metrics.skipped]
     measured = [

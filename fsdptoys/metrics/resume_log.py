@@ -3,7 +3,7 @@
 A checkpoint records its step and the size of each JSON Lines file. Later lines are truncated, since their steps are
 repeated, so that each step has one line in the end. If a file does not end with the checkpoint's step at that size, it
 belongs to another run or attempt; all files of the run are then moved to the subfolder ``attempt-<n>``, never
-overwritten.
+overwritten. A file shorter than at the checkpoint keeps its complete lines, with a message.
 """
 
 import dataclasses

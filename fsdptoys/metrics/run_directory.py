@@ -1,4 +1,4 @@
-"""The folder of one run: never written by two at once, and valid on disk at every moment of the run."""
+"""The folder of one run: written by one process at a time, and valid on disk at every moment."""
 
 import contextlib
 import dataclasses
@@ -43,20 +43,20 @@ from .step import StepMetrics
 
 
 class RunDirectory:
-    """Makes the folder, writes ``config.yaml`` and ``environment.json``, and opens ``metrics.jsonl``.
+    """Creates the folder, writes ``config.yaml`` and ``environment.json``, and opens ``metrics.jsonl``.
 
     Args:
-        config: says which folder.
-        title: part of the folder's name where the config does not name it.
-        config_tree: every setting of the run, as plain dicts, lists, strings and numbers.
-        environment: where and with what the run takes place.
-        resumed: what the run goes on from; None for a run of its own, whose folder must not hold another.
-        lock: of the folder, where it is held already; released by ``close``.
-        make_room: called where a step finds no room; says whether there may be some now.
+        config: names the folder.
+        title: part of the folder's name if the config does not name it.
+        config_tree: all settings of the run, as plain dicts, lists, strings and numbers.
+        environment: versions, hardware and command line.
+        resumed: the state from which the run resumes; None for a new run, whose folder must not contain another.
+        lock: of the folder, if already held; released by ``close``.
+        make_room: called if the disk is full; returns whether it may have room now.
 
     Raises:
-        ConfigError: if the folder cannot be made, is being written by another process, or already holds a run that is
-            not to be gone on with.
+        ConfigError: if the folder cannot be created, is being written by another process, or contains a run and
+            ``resumed`` is None.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class RunDirectory:
         check_run_dir(config, resumes=resumed is not None)
         self.path = RUNS_FOLDER if config.run_dir is None else run_dir_path(config.run_dir)
         self.notes: list[str] = []
-        """Sentences for the user on what was found."""
+        """Messages for the user about the files of earlier starts."""
         self.earlier_steps: list[StepMetrics] = []
-        """What ``metrics.jsonl`` holds already, without the tokens of each expert."""
+        """Steps of earlier starts, without token counts per expert."""
         with self.writing():
             if config.run_dir is None:
                 self.path = new_run_dir(title)
@@ -87,41 +87,44 @@ class RunDirectory:
                     self._go_on(resumed, config_tree, environment)
                 try:
                     if resumed is None:
-                        # Whatever the check above has seen: what is there must not be written over.
+                        # "x": another process may have created the file since the check above.
                         open_regular(self.path / METRICS_FILE, "xb").close()
                     self._lines = {METRICS_FILE: LineFile(self.path / METRICS_FILE)}
                 except FileExistsError as error:
                     raise ConfigError(already_holds(config.run_dir, METRICS_FILE)) from error
                 self.write(ENVIRONMENT_FILE, json.dumps(environment, indent=2) + "\n")
-                # Last, since a folder with settings is taken for that of a run, and read.
+                # Last, since readers take a folder with settings for a run directory.
                 self.write(CONFIG_FILE, yaml.safe_dump(config_tree, sort_keys=False, allow_unicode=True))
             except BaseException:
                 self._lock.release()
                 raise
         self.resumes = read_resumes(self.path / RESUMES_FILE)
-        """How the run went on, this start included."""
+        """Resumes of the run, including this start."""
 
     def _go_on(self, resumed: Resumed, config_tree: dict[str, Any], environment: dict[str, Any]) -> None:
-        """Put what an earlier start has left in its place, and write down that this one goes on."""
+        """Truncate or move the files of an earlier start, and record this resume."""
         resume = describe_resume(self.path, resumed, config_tree, environment)
         cut = put_in_place(self.path, resumed)
-        (self.path / SUMMARY_FILE).unlink(missing_ok=True)  # of a start that came to an end, which this one has not
+        (self.path / SUMMARY_FILE).unlink(missing_ok=True)  # describes the end of an earlier start
         self.earlier_steps, unread = read_steps(self.path / METRICS_FILE)
         self.notes += [*cut.notes, *unread]
         if resume is not None:
             append_resume(self.path / RESUMES_FILE, dataclasses.replace(resume, moved_to=cut.moved_to))
 
     def append(self, metrics: StepMetrics) -> str | None:
-        """Add a step to ``metrics.jsonl`` and hand the line to the system at once.
+        """Append a step to ``metrics.jsonl``, unbuffered.
 
         Returns:
-            A sentence if the disk is full, once: the line is written as soon as there is room.
+            A message when the disk becomes full; the line is written once there is room.
+
+        Raises:
+            ConfigError: for any other failure to write.
         """
         self._lines[METRICS_FILE].add(metrics.to_json())
         return self._write_lines()
 
     def append_counts(self, step: int, counts: list[list[int]]) -> str | None:
-        """Add a step to ``routing.jsonl``, which the first of them makes; like ``append``."""
+        """Append a step to ``routing.jsonl``, created by the first call; otherwise like ``append``."""
         if ROUTING_FILE not in self._lines:
             with self.writing():
                 self._lines[ROUTING_FILE] = LineFile(self.path / ROUTING_FILE)
@@ -129,10 +132,10 @@ class RunDirectory:
         return self._write_lines()
 
     def flush(self) -> None:
-        """Write what still waits for room.
+        """Write the queued lines.
 
         Raises:
-            ConfigError: if there is none.
+            ConfigError: if they cannot be written.
         """
         with self.writing():
             for file in self._lines.values():
@@ -156,24 +159,24 @@ class RunDirectory:
         return None
 
     def write(self, name: str, text: str) -> None:
-        """Write a whole file of text, or leave what was there as it was."""
+        """Write a text file atomically."""
         with self.writing():
             write_atomically(self.path / name, text)
 
     def restore(self) -> list[str]:
-        """Write the files of lines again that were removed or replaced under the run.
+        """Write the JSON Lines files again that were removed or replaced during the run.
 
         Returns:
-            A sentence for each.
+            A message for each.
 
         Raises:
-            ConfigError: if that is not possible.
+            ConfigError: if they cannot be written.
         """
         with self.writing():
             return [sentence for file in self._lines.values() if (sentence := file.restore()) is not None]
 
     def offsets(self) -> dict[str, int]:
-        """File of lines → its bytes, all of which outlive a loss of power from here on; after ``restore``."""
+        """JSON Lines file → its bytes, flushed to the disk; call ``restore`` before."""
         sizes = {}
         with self.writing():
             for name in LINE_FILES:
@@ -183,21 +186,21 @@ class RunDirectory:
         return sizes
 
     def close(self) -> None:
-        """Close the files; every step for which there was room is in them already."""
+        """Close the files and release the lock; lines that still wait for room are lost."""
         for file in self._lines.values():
             file.close()
         self._lock.release()
 
     def writing(self) -> contextlib.AbstractContextManager[None]:
-        """Turn what the system refuses (disk full, folder gone) into the one sentence for the user."""
+        """Convert an OSError (disk full, folder removed) to a ``ConfigError``."""
         return _writing(self.path)
 
 
 def lock_run_dir(path: Path) -> FolderLock:
-    """Make a run's directory if it is missing, and hold it against every other process.
+    """Create a run directory if missing, and lock it against other processes.
 
     Raises:
-        ConfigError: if it cannot be made, or is another run's at the moment.
+        ConfigError: if it cannot be created, or is locked by another run.
     """
     with _writing(path):
         path.mkdir(parents=True, exist_ok=True)
@@ -205,10 +208,10 @@ def lock_run_dir(path: Path) -> FolderLock:
 
 
 def new_run_dir(title: str) -> Path:
-    """Make ``runs/<date>-<time>-<title>``, numbered where another run has taken the name.
+    """Create ``runs/<date>-<time>-<title>``, with a number appended if the name is taken.
 
     Raises:
-        ConfigError: if it cannot be made.
+        ConfigError: if it cannot be created.
     """
     words = re.sub(r"[^A-Za-z0-9._]+", "-", title).strip("-.")[:80] or "run"
     name = f"{datetime.now():%Y%m%d-%H%M%S}-{words}"
@@ -226,7 +229,6 @@ def new_run_dir(title: str) -> Path:
 
 @contextlib.contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Turn what the system refuses (disk full, folder gone) into the one sentence for the user."""
     try:
         yield
     except NotRegularFileError as error:
@@ -239,7 +241,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def _size_on_disk(descriptor: int) -> int:
-    """Bytes of a file or folder after the system has put all of it on the disk; closes it."""
+    """Flush a file or folder to the disk, close it, and return its size in bytes."""
     try:
         os.fsync(descriptor)
         return os.fstat(descriptor).st_size

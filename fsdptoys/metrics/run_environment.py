@@ -1,4 +1,4 @@
-"""What a run ran on: versions, machine, command line; no names of hosts or users."""
+"""Environment of a run: versions, hardware and command line, without host or user names."""
 
 import contextlib
 import importlib.metadata
@@ -17,7 +17,7 @@ import fsdptoys
 from fsdptoys.device import GIB, Device, device_count
 
 PACKAGES = ("numpy", "hydra-core", "omegaconf", "torch-npu", "torchao", "tokenizers")
-"""Distributions whose versions are written down, beside Python's and PyTorch's."""
+"""Distributions with recorded versions, in addition to Python and PyTorch."""
 
 ENVIRONMENT_VARIABLES = (
     "OMP_NUM_THREADS",
@@ -30,16 +30,16 @@ ENVIRONMENT_VARIABLES = (
     "HCCL_BUFFSIZE",
     "HCCL_DETERMINISTIC",
 )
-"""What the environment decides about speed and memory."""
+"""Environment variables that affect speed and memory."""
 
 
 def environment(device: Device, world_size: int, command: Sequence[str]) -> dict[str, Any]:
-    """Describe where and with what a run takes place; what is absent is None.
+    """Describe the environment of a run as plain values; absent ones are None.
 
     Args:
         device: the device of rank 0.
-        world_size: ranks over all machines.
-        command: the words of the command line.
+        world_size: ranks over all nodes.
+        command: arguments of the command line.
     """
     host = Device("cpu")
     return {
@@ -75,7 +75,7 @@ def environment(device: Device, world_size: int, command: Sequence[str]) -> dict
 
 
 def hardware_line(environment: dict[str, Any]) -> str:
-    """What :func:`environment` says of ranks and devices, in one line; one read back may lack versions."""
+    """One line on ranks and devices of an ``environment``; one read from a file may lack versions."""
     device, versions = environment["device"], environment.get("versions")
     ranks = int(environment["world_size"])
     torch_version = versions.get("torch") if isinstance(versions, dict) else None
@@ -84,8 +84,8 @@ def hardware_line(environment: dict[str, Any]) -> str:
 
 
 def checkout_commit(root: Path) -> str | None:
-    """Commit of a checkout, with ``-dirty`` where tracked files were changed; None where ``root`` is no checkout."""
-    if not (root / ".git").exists():  # an install inside somebody else's checkout must not report that one's commit
+    """Commit of a git checkout, with ``-dirty`` for changed tracked files; None if ``root`` is no checkout."""
+    if not (root / ".git").exists():  # an install inside another project's checkout must not report that
         return None
     command = ["git", "--no-optional-locks", "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):

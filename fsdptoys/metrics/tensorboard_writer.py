@@ -1,7 +1,7 @@
-"""TensorBoard: a scalar for every number of a step, the settings as text, and the picture of the loss.
+"""TensorBoard: a scalar for each number of a step, the settings as text, and the plot of the loss.
 
-Where a run goes on from a checkpoint, the steps after it are done again: a mark in the new event file has TensorBoard
-forget what the older files say of them (``purge_step``).
+A resumed run repeats the steps after its checkpoint; ``purge_step`` makes TensorBoard discard them from older event
+files.
 """
 
 from pathlib import Path
@@ -32,29 +32,29 @@ class TensorBoardWriter:
 
     def start(self, beginning: Beginning) -> None:
         """Open an event file, and write the settings and the environment as text."""
-        from torch.utils.tensorboard import SummaryWriter  # a second to import
+        from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
         done = beginning.done
         self._writer = SummaryWriter(beginning.run_dir / TENSORBOARD_FOLDER, purge_step=done + 1 if done else None)
         for tag, tree in (("config", beginning.config_tree), ("environment", beginning.environment)):
             text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
-            # Markdown shows lines that begin with four spaces as they are.
+            # In Markdown, lines with four leading spaces are a code block.
             self._writer.add_text(tag, "".join(f"    {line}\n" for line in text.splitlines()), done)
 
     def step(self, metrics: StepMetrics) -> None:
-        """Write the numbers of ``metrics.jsonl``, under its names."""
+        """Write the numbers of ``metrics.jsonl``, under the same names."""
         assert self._writer is not None
         for name, value in metrics.numbers().items():
             if name != "step":
                 self._writer.add_scalar(name, value, metrics.step)
 
     def flush(self) -> None:
-        """Hand every event to the system."""
+        """Flush all events to the system."""
         assert self._writer is not None
         self._writer.flush()
 
     def finish(self, results: RunResults, stop_reason: str, picture: Path) -> None:
-        """Write how the run ended, and its picture."""
+        """Write the stop reason and the plot of the loss."""
         from matplotlib.image import imread
 
         assert self._writer is not None

@@ -1,12 +1,11 @@
-"""Weights & Biases: the settings, every step and the results, uploaded or kept in the run directory.
+"""Weights & Biases: the settings, every step and the results, uploaded or written to the run directory.
 
-The run's id lies in the run directory, so that a run that goes on from a checkpoint is the same run there. The charts'
-axis is our own ``step``: Weights & Biases drops what is logged under a step of its own that it has seen, but those
-after a checkpoint are done again and may come out otherwise, so both are kept, the later one later. The process that
-wandb starts beside this one reports to wandb's makers unless it is told not to, offline too: it is told not to, and
-makes no request offline.
+The run directory keeps wandb's run id, so that a resumed run continues the same run there. The x-axis of the charts is
+our own ``step``, since wandb drops values logged again for its built-in step. A resumed run repeats the steps after the
+checkpoint, maybe with other results; this way, both are kept in order. wandb's service process sends error reports to
+its vendor, even offline; they are disabled here, so offline mode makes no request.
 
-Left out: the source code, the state of git and the console's text, which stay where they are.
+Source code, git state and console output are not uploaded.
 """
 
 import dataclasses
@@ -33,23 +32,23 @@ if TYPE_CHECKING:
 LARGEST_ID_BYTES = 1024
 
 ID_FILE = "run_id.txt"
-"""In the run directory's ``wandb``."""
+"""Name of the file with the run id, in ``wandb/`` of the run directory."""
 
 LONGEST_NAME = 128
 
 INIT_TIMEOUT_SECONDS = 30.0
-"""A server that does not answer in this time is done without: the other ranks wait."""
+"""Timeout of the start, after which the run continues without wandb; the other ranks wait meanwhile."""
 
 FINISH_TIMEOUT_SECONDS = 120.0
-"""What is not uploaded so long after the end stays on the disk: the other ranks wait for this one."""
+"""Timeout of the final upload, after which the rest stays on the disk; the other ranks wait meanwhile."""
 
 
 class WandbWriter:
-    """Writes a run of Weights & Biases.
+    """Writes steps and results to Weights & Biases.
 
     Args:
-        project: there; None for wandb's own choice.
-        entity: user or team there; None for wandb's own choice.
+        project: project of the run; None for wandb's default.
+        entity: user or team; None for wandb's default.
         mode: online or offline.
     """
 
@@ -61,11 +60,11 @@ class WandbWriter:
         self._finished = False
 
     def start(self, beginning: Beginning) -> None:
-        """Begin the run, or go on with that of which the run directory has the id."""
-        # Read when wandb is imported and when its process on the side starts.
+        """Start a wandb run, or resume the one whose id is in the run directory."""
+        # Read when wandb is imported and when its service process starts.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         os.environ.setdefault("WANDB_SILENT", "true")
-        import wandb  # seconds
+        import wandb  # takes seconds
 
         run_id, goes_on = _claim_id(beginning.run_dir / WANDB_FOLDER, beginning.done)
         settings: dict[str, Any] = {
@@ -83,7 +82,7 @@ class WandbWriter:
             entity=self._entity,
             mode=self._mode.value,
             id=run_id,
-            # A resume that is offline is said by the id alone.
+            # Offline, the id alone identifies the resumed run.
             resume="allow" if goes_on and self._mode is WandbMode.online else None,
             name=str(beginning.run_dir)[-LONGEST_NAME:],
             dir=str(beginning.run_dir),
@@ -94,15 +93,15 @@ class WandbWriter:
         self._run.define_metric("*", step_metric="step")
 
     def step(self, metrics: StepMetrics) -> None:
-        """Write the numbers of ``metrics.jsonl``, under its names."""
+        """Log the numbers of ``metrics.jsonl``, under the same names."""
         assert self._run is not None
         self._run.log(metrics.numbers())
 
     def flush(self) -> None:
-        """Nothing: the process on the side has every step already, and outlives this one."""
+        """Do nothing: wandb's service process has every step already, and outlives this process."""
 
     def finish(self, results: RunResults, stop_reason: str, picture: Path) -> None:
-        """Write the results into the run's summary; the charts are Weights & Biases' own."""
+        """Write the results into the run's summary; wandb draws its own charts instead of ``picture``."""
         assert self._run is not None
         values: dict[str, Any] = dataclasses.asdict(results)
         for name in ("routing", "starts"):
@@ -112,14 +111,14 @@ class WandbWriter:
         self._finished = True
 
     def close(self) -> None:
-        """End the run, as failed where it has not finished."""
+        """End the wandb run, as failed unless ``finish`` was called."""
         if self._run is not None:
             run, self._run = self._run, None
             run.finish(exit_code=0 if self._finished else 1)
 
 
 def _claim_id(folder: Path, done: int) -> tuple[str, bool]:
-    """The id of the run, and whether it had one before."""
+    """The run id, and whether it existed before."""
     path = folder / ID_FILE
     if done and path.exists() and (known := read_regular(path, LARGEST_ID_BYTES).decode().strip()):
         return known, True
