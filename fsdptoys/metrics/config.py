@@ -44,7 +44,7 @@ RUN_FILES = {
 """File or folder of a run directory → its content, as listed in ``summary.md``."""
 
 RUN_FOLDERS = (PROFILE_FOLDER, TENSORBOARD_FOLDER, WANDB_FOLDER)
-"""Entries of ``RUN_FILES`` that are folders or links to one; the others are regular files."""
+"""Folders in ``RUN_FILES``, or links to one; the other entries are regular files."""
 
 EXPERT_FILES = (ROUTING_FILE, EXPERTS_FILE)
 """Files written only by runs of models with experts."""

@@ -28,7 +28,7 @@ class SpikeDetector:
     """Scores the losses of a run in order; deterministic, so ranks with equal losses agree.
 
     Args:
-        threshold: largest score that is no spike; 0 to disable.
+        threshold: a higher score is a spike; 0 to disable.
     """
 
     def __init__(self, threshold: float) -> None:

@@ -56,7 +56,7 @@ def check_run_dir(config: MetricsConfig, resumes: bool = False) -> None:
     absolute = path.absolute()
     nearest = next(parent for parent in (path, *absolute.parents) if os.path.lexists(parent))
     try:
-        # With a missing parent, lstat does not report a path that is too long.
+        # With a missing parent, lstat does not report that the path is too long.
         check_length(key, absolute, nearest)
         os.lstat(absolute)
     except (FileNotFoundError, NotADirectoryError):
@@ -102,7 +102,7 @@ def check_files(path: Path) -> None:
 
 
 def already_holds(run_dir: object, name: str) -> str:
-    """The error message for a folder in which a run would overwrite a file."""
+    """Error message for a folder in which a run would overwrite a file."""
     return (
         f"metrics.run_dir={run_dir} already holds {name}, which a run would overwrite; set checkpoint.resume=auto to "
         "go on with it, or metrics.run_dir to a new folder (null for one named by time and title)"

@@ -229,7 +229,7 @@ def closing_lines(
     references: dict[str, float],
     forecast: Sequence[Comparison] = (),
 ) -> list[str]:
-    """Final console lines: the loss with its references, the speed, and predictions that were far off."""
+    """Last lines on the console: losses, speed, and inaccurate predictions."""
     lines = [f"{results.steps} of {planned_steps} steps; {stop_reason}"]
     if results.last_loss is not None:
         losses = [f"last loss {results.last_loss:.4f}"]

@@ -33,7 +33,7 @@ class RunResults:
     first_loss: float | None
     last_loss: float | None
     mean_last_loss: float | None
-    """Mean over the last steps that were not skipped."""
+    """Mean over the last steps without the skipped ones."""
     mean_last_steps: int
     """Number of steps in ``mean_last_loss``, at most ``LAST_STEPS``."""
     eval_loss: float | None

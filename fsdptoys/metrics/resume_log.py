@@ -64,12 +64,7 @@ class Cut:
 
 
 def put_in_place(folder: Path, resumed: Resumed) -> Cut:
-    """Truncate the JSON Lines files to their sizes at the checkpoint, or move all files of the run away.
-
-    Args:
-        folder: the existing run directory.
-        resumed: the state from which the run resumes.
-    """
+    """Truncate the JSON Lines files of an existing folder to their sizes at the checkpoint, or move all files away."""
     if not resumed.step:
         return Cut(move_aside(folder), [])
     if not (folder / METRICS_FILE).exists():

@@ -164,7 +164,7 @@ class RunDirectory:
             write_atomically(self.path / name, text)
 
     def restore(self) -> list[str]:
-        """Write the JSON Lines files again that were removed or replaced during the run.
+        """Write removed or replaced JSON Lines files again.
 
         Returns:
             A message for each.

@@ -166,23 +166,13 @@ def step_metrics(
 ) -> StepMetrics:
     """Compute a step's rates and read the memory of this process.
 
+    Arguments not listed below are fields of ``StepMetrics``.
+
     Args:
-        step: number of the step, from 1.
-        loss: mean over the global batch's valid tokens, in nats.
-        grad_norm: norm of the gradient before clipping.
-        learning_rate: what the update used.
-        step_time_seconds: wall time of the step.
-        valid_tokens: labels in the loss, over all ranks.
         flops_per_token: model FLOPs of forward and backward per token.
         world_size: number of ranks.
         device: source of the memory statistics.
         peak_flops: peak FLOP/s of one device in the dtype of the run; None if unknown.
-        eval_loss: nats per token on the held-out part, if it was evaluated after this step.
-        routing: of a model with experts.
-        skipped: whether the optimizer step was skipped.
-        skipped_steps: skipped steps of the run so far.
-        loss_spike: score of a loss spike.
-        data_wait_seconds: time that this rank waited for its batches.
     """
     assert step_time_seconds > 0
     flops_per_second_per_rank = flops_per_token * valid_tokens / step_time_seconds / world_size
