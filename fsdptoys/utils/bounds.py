@@ -1,8 +1,7 @@
 """Ranges of fields, declared in the field's metadata: ``field(default=4, metadata=at_least(1))``.
 
-``check_bounds`` checks a section of the configuration, ``from_tree.build`` a file. Upper bounds of settings are
-generous: beyond any real run, and below values that overflow an index, fill the memory or keep the machine busy before
-the first message.
+``check_bounds`` checks a section of the configuration, ``from_tree.build`` a file. Upper bounds of settings exceed any
+real run, and exclude values that overflow an index, exhaust the memory or hang before the first message.
 """
 
 import dataclasses
@@ -12,17 +11,17 @@ from typing import Any, NamedTuple
 from fsdptoys.errors import ConfigError
 
 MOST_STEPS = 10**12
-"""Bound of counts of optimizer steps."""
+"""Upper bound of step counts."""
 
 MOST_SECONDS = 30 * 24 * 3600
-"""Bound of a collective's timeout, which timers hold in integers."""
+"""Upper bound of a collective's timeout, which timers store as an integer."""
 
 MOST_TOKENS = 2**30
-"""Bound of the tokens of one sequence."""
+"""Upper bound of the tokens of one sequence."""
 
 
 class Bounds(NamedTuple):
-    """Range of a field's numbers, and of the length of its text, list or mapping; both ends are included."""
+    """Inclusive range of a field's numbers, and maximum length of its text, list or mapping."""
 
     least: float = -math.inf
     most: float = math.inf
@@ -40,12 +39,12 @@ def at_most(most: float) -> dict[str, Bounds]:
 
 
 def between(least: float, most: float, longest: float = math.inf) -> dict[str, Bounds]:
-    """Field metadata: each number is from ``least`` to ``most``; a list of them has at most ``longest``."""
+    """Field metadata: each number is from ``least`` to ``most``; a list has at most ``longest`` numbers."""
     return {"bounds": Bounds(least, most, longest)}
 
 
 def max_length(longest: int) -> dict[str, Bounds]:
-    """Field metadata: at most so many printable characters, elements or keys."""
+    """Field metadata: at most ``longest`` printable characters, elements or keys."""
     return {"bounds": Bounds(longest=longest)}
 
 

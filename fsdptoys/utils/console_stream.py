@@ -1,10 +1,10 @@
-"""Standard output and error that cannot end the program: a full disk, a pipe without reader, a closed stream.
+"""Standard output and error whose failures do not end the program: a full disk, a broken pipe, a closed stream.
 
-A training run prints for hours into a log, ``tee`` or ``ssh`` that may go away, and no print is worth the steps since
-the last checkpoint. So the raw descriptor below each stream's buffer drops failed writes and remembers the first
-reason. That covers every writer in the process: ``print``, rich and its thread, warnings, logging, tracebacks, and the
-flush at the interpreter's exit, whose failure would change the exit status to 120. Every write is attempted, so a disk
-that has room later gets the later lines.
+A training run prints for hours to a log, ``tee`` or ``ssh`` that may disappear, and must not lose the steps since the
+last checkpoint for a failed print. So the raw descriptor below each stream's buffer drops failed writes and remembers
+the first reason. This covers all output of the process: ``print``, rich and its thread, warnings, logging, tracebacks,
+and the flush at the interpreter's exit, whose failure would change the exit status to 120. Every write is attempted, so
+output continues once a full disk has room.
 
 Commands whose output is their result (``report``, ``plan``, ``--cfg job``) keep the exceptions of stdout: an incomplete
 table must not end with status 0.
@@ -25,7 +25,7 @@ _lost: dict[int, int] = {}
 """Descriptor → number of the first error."""
 
 _replaced_streams: list[Any] = []
-"""Kept, since a collected stream may close its descriptor."""
+"""Kept alive, since garbage collection of a stream may close its descriptor."""
 
 _stdout_may_end = False
 
@@ -33,8 +33,8 @@ _stdout_may_end = False
 def install_streams() -> None:
     """Replace ``sys.stdout`` and ``sys.stderr``, and occupy descriptors 0 to 2 where they are closed.
 
-    Otherwise the next opened file would get the descriptor of a closed stream, and all output. Other streams (of a
-    test, of a notebook) stay.
+    Otherwise the next opened file would get the descriptor of a closed stream, and its output. Streams of a test
+    runner or a notebook stay.
     """
     global _stdout_may_end
     _stdout_may_end = False
@@ -44,7 +44,7 @@ def install_streams() -> None:
 
 
 def reopen_streams() -> None:
-    """Give a fork new streams, without its parent's buffers and lost output."""
+    """Open new streams in a forked process, without its parent's buffers and lost output."""
     _lost.clear()
     hold_descriptors()
     sys.stdout, sys.stderr = os.fdopen(STDOUT, "w", closefd=False), os.fdopen(STDERR, "w", closefd=False)

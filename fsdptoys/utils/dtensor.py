@@ -1,4 +1,4 @@
-"""Local parts of DTensors and of torchao's float8 wrappers."""
+"""Local tensors of DTensors and of torchao's float8 wrappers."""
 
 import sys
 from typing import TYPE_CHECKING, TypeGuard
@@ -12,20 +12,20 @@ if TYPE_CHECKING:
 
 def is_dtensor(tensor: Tensor) -> TypeGuard["DTensor"]:
     """Whether a tensor is a DTensor."""
-    module = sys.modules.get("torch.distributed.tensor")  # a second to import, and imported if a DTensor exists
+    module = sys.modules.get("torch.distributed.tensor")  # takes a second to import; loaded if a DTensor exists
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, sharing its memory."""
-    with torch.no_grad():  # else the local part would be a view in the autograd graph
+    """This rank's local tensor, sharing memory with ``tensor``."""
+    with torch.no_grad():  # else the local tensor would be a view in the autograd graph
         held = tensor.to_local() if is_dtensor(tensor) else tensor.detach()
         inner: Tensor = held._tensor.detach() if is_wrapped(held) else held  # type: ignore[attr-defined]
         return inner
 
 
 def is_wrapped(tensor: Tensor) -> bool:
-    """Whether a tensor is torchao's wrapper, which FSDP2 gathers as float8."""
+    """Whether a tensor is torchao's wrapper, which FSDP2 all-gathers in float8."""
     return type(tensor).__name__ == "WeightWithDynamicFloat8CastTensor"
 
 
@@ -45,7 +45,7 @@ def unwrapped(tensor: Tensor) -> Tensor:
 
 
 def local_bounds(param: Tensor) -> tuple[tuple[int, int], ...]:
-    """First and past-the-last index of this rank's part, in each dim of the full tensor.
+    """Start and stop index of this rank's shard in each dim of the full tensor.
 
     Args:
         param: a plain tensor, or a DTensor with placements ``Shard`` (as by ``torch.chunk``) or ``Replicate``.

@@ -1,9 +1,9 @@
-"""Advisory locks (flock) on files and folders, which the system releases however their holder ends.
+"""Advisory locks (flock) on files and folders, released by the system when their process ends.
 
-A lock file that a killed process left behind blocks no one: the lock belongs to the open file, not to the name. For the
-same reason a lock is lost when someone deletes its file as "stale", so ``FolderLock`` locks the folder itself, too; the
-file names the holder, and works on network file systems that lock no folders. Without any such locks ``FolderLock``
-locks nothing, and ``hold_lock`` refuses.
+The lock belongs to the open file, not to its name, so the lock file of a killed process blocks no other process. For
+the same reason, deletion of the file loses the lock, so ``FolderLock`` locks the folder itself, too; the file names the
+holder, and works on network file systems that lock no folders. Without flock, ``FolderLock`` locks nothing, and
+``hold_lock`` raises an error.
 """
 
 import contextlib
@@ -22,11 +22,11 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 LOCK_FILE = ".lock"
-"""Held by the process that writes a run or sweep, and holds its process id."""
+"""Lock file of a run or sweep, with the process id of its writer."""
 
 ATTEMPTS = 5
 ATTEMPT_SECONDS = 0.02
-"""``is_locked`` holds the lock for an instant, a writer all the time."""
+"""``FolderLock`` retries, since ``is_locked`` holds the lock for an instant."""
 
 WAIT_SECONDS = 0.2
 
@@ -35,7 +35,7 @@ class HeldError(Exception):
     """Another process holds the lock.
 
     Args:
-        holder: its process id as the lock file has it, or "unknown".
+        holder: process id in the lock file, or "unknown".
     """
 
     def __init__(self, holder: str = "unknown") -> None:
@@ -44,14 +44,14 @@ class HeldError(Exception):
 
 
 class NoLocksError(Exception):
-    """The system or the file system has no such locks."""
+    """The system or the file system does not support flock."""
 
 
 class FolderLock:
-    """One writer a folder, from construction until ``release`` or the end of the process.
+    """Exclusive lock of a folder for its writer, until ``release`` or the end of the process.
 
     Raises:
-        ConfigError: if another process holds it.
+        ConfigError: if another process holds the lock.
         NotRegularFileError: if the lock file is a link, a pipe or a folder.
         OSError: if the folder cannot be written.
     """
@@ -85,7 +85,7 @@ class FolderLock:
         self._descriptor = descriptor
 
     def release(self) -> None:
-        """Let others write; may be called twice."""
+        """Release the lock; may be called twice."""
         if self._descriptor is not None:
             unlock_file(self._path, self._descriptor)
             self._descriptor = None
@@ -95,18 +95,18 @@ class FolderLock:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether another process holds a ``FolderLock``, on this machine or on one that shares locks with it."""
+    """Whether another process holds a ``FolderLock``, on this node or one with shared locks."""
     return is_held(folder / LOCK_FILE) or is_held(folder)
 
 
 @contextlib.contextmanager
 def hold_lock(path: Path, owner: str, wait: Callable[[str], object] | None) -> Iterator[None]:
-    """Hold a lock file, which exists for as long.
+    """Hold a lock file, removed at the end.
 
     Args:
         path: of the lock file.
-        owner: subject of the messages: the locked folder, as the user named it.
-        wait: called once with the holder's process id before waiting for its end; None to refuse instead.
+        owner: locked folder as named by the user, for messages.
+        wait: called once with the holder's process id before waiting for its end; None to raise an error instead.
 
     Raises:
         ConfigError: if another process holds it, the file system has no locks, or the path is no regular file.
@@ -163,11 +163,11 @@ def lock_file(path: Path) -> int:
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # its holder has removed it meanwhile: the name is free, or another's
+        os.close(descriptor)  # the previous holder has removed this file meanwhile
 
 
 def unlock_file(path: Path, descriptor: int) -> None:
-    """Remove the lock file, unless another has taken its name, and release the lock."""
+    """Remove the lock file, unless another file has its name, and release the lock."""
     with contextlib.suppress(OSError):
         if _is_at(descriptor, path):
             path.unlink()
@@ -178,7 +178,7 @@ def lock_folder(path: Path) -> int | None:
     """Lock a folder itself.
 
     Returns:
-        The descriptor that holds the lock until it is closed; None without such locks (NFS locks no folders).
+        The descriptor that holds the lock until closed; None without flock for folders, as on NFS.
 
     Raises:
         HeldError: if another process holds it.
@@ -198,7 +198,7 @@ def lock_folder(path: Path) -> int | None:
 
 
 def is_held(path: Path) -> bool:
-    """Whether another process holds the lock of a file or a folder; takes a shared lock for an instant."""
+    """Whether another process holds the lock of a file or folder; takes a shared lock for an instant."""
     if fcntl is None:
         return False
     try:

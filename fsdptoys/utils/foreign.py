@@ -1,8 +1,8 @@
 """Parsers of foreign JSON and YAML, bounded in depth and size, with one error class.
 
-With Python's and PyYAML's safe parsers a file of 1 KB can take all memory (nested aliases, "billion laughs"), a number
-of 600 KB minutes (``1:59:59:…``, base 60), and deep nesting ends in a ``RecursionError``, there or in the caller's next
-loop over the tree.
+With Python's json and PyYAML's safe loader, a file of 1 KB can exhaust the memory (nested aliases, "billion laughs"),
+a number of 600 KB takes minutes (``1:59:59:…``, base 60), and deep nesting ends in a ``RecursionError``, in the parser
+or in later code that recurses over the tree.
 """
 
 import itertools
@@ -16,15 +16,15 @@ import yaml
 from .text import one_line
 
 MAX_DEPTH = 50
-"""Nested mappings and lists; a configuration of this project has five."""
+"""Maximum nesting of mappings and lists; a configuration of this project has five levels."""
 
 MAX_YAML_BYTES = 2**20
-"""PyYAML reads about 0.3 MB/s in Python and 3 MB/s with libyaml; a run's config.yaml holds 10 KB."""
+"""Maximum size; PyYAML parses about 0.3 MB/s in Python and 3 MB/s with libyaml. A run's config.yaml has 10 KB."""
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 _HUGE_NUMBER = re.compile(r"[0-9]{300}|[0-9][eE]\+?[0-9]{3}")
-"""Start of a number beyond a float's range; json returns infinity for ``1e400``."""
+"""Start of a number that may exceed a float's range; json returns infinity for ``1e400``."""
 
 _LibYaml: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -45,13 +45,13 @@ def parse_json(
 
     Args:
         text: UTF-8 if bytes; the caller bounds its size.
-        max_depth: nested objects and arrays.
+        max_depth: maximum nesting of objects and arrays.
         non_finite: accept ``NaN``, ``Infinity`` and ``-Infinity``, which are not standard.
-        unique_keys: refuse repeated keys instead of keeping the last; twice the time.
+        unique_keys: reject repeated keys instead of keeping the last; takes twice the time.
         surrogates: accept halves of surrogate pairs, as in Python's names of non-UTF-8 files.
 
     Raises:
-        ForeignError: for invalid JSON, deep nesting, a number beyond a float's range, or text that is not UTF-8.
+        ForeignError: for invalid JSON or UTF-8, deep nesting, or a number beyond a float's range.
     """
     try:
         if isinstance(text, bytes):
@@ -77,14 +77,14 @@ def parse_json(
 
 
 def parse_yaml(text: "str | bytes", *, unique_keys: bool = False) -> Any:
-    """Parse YAML without tags and aliases; dates and numbers in base 60 stay text.
+    """Parse YAML without tags and aliases; dates and numbers in base 60 are returned as text.
 
     Args:
         text: UTF-8 if bytes; at most ``MAX_YAML_BYTES``.
-        unique_keys: refuse repeated keys instead of keeping the last.
+        unique_keys: reject repeated keys instead of keeping the last.
 
     Raises:
-        ForeignError: for anything else, and for more than ``MAX_DEPTH`` levels.
+        ForeignError: for invalid YAML, tags, aliases, or more than ``MAX_DEPTH`` levels or ``MAX_YAML_BYTES``.
     """
     if len(text) > MAX_YAML_BYTES:
         raise ForeignError(f"it is longer than {MAX_YAML_BYTES} bytes")
@@ -114,10 +114,10 @@ def parse_yaml(text: "str | bytes", *, unique_keys: bool = False) -> Any:
 
 
 def check_depth(tree: Any, max_depth: int = MAX_DEPTH) -> None:
-    """Check that a tree of dicts and lists is safe to recurse through.
+    """Check that a tree of dicts and lists is safe for recursion.
 
     Raises:
-        ForeignError: if it has more levels.
+        ForeignError: if it has more than ``max_depth`` levels.
     """
     level = [tree]
     for _ in range(max_depth + 1):
@@ -129,7 +129,7 @@ def check_depth(tree: Any, max_depth: int = MAX_DEPTH) -> None:
 
 
 def _check_numbers(tree: Any, non_finite: bool) -> None:
-    """Refuse integers beyond a float's range, which fail in divisions, and optionally infinite floats."""
+    """Reject integers beyond a float's range, which fail in divisions, and optionally non-finite floats."""
     level = [tree]
     while level:
         children: list[Any] = []
@@ -161,11 +161,11 @@ def _line_of(event: yaml.Event) -> int:
 
 
 class _Loader(_LibYaml):
-    """The safe loader without dates and base 60: ``1:30`` is text."""
+    """The safe loader without dates and numbers in base 60: ``1:30`` is text."""
 
 
 class _UniqueLoader(_Loader):
-    """Refuses repeated keys in a mapping."""
+    """Rejects repeated keys in a mapping."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys: set[str] = set()

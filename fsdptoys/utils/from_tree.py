@@ -2,7 +2,7 @@
 
 Supported annotations: ``bool``, ``int``, ``float``, ``str``, ``Any``, enums by value, dataclasses, ``X | None``, lists,
 tuples of one type and dicts. Integers have 64 bits and floats are finite, so that arithmetic on them cannot overflow.
-A rule that joins fields belongs into ``__post_init__`` of the dataclass, or to the caller.
+Checks across fields belong in ``__post_init__`` of the dataclass or in the caller.
 """
 
 import dataclasses
@@ -24,17 +24,17 @@ T = TypeVar("T")
 
 
 def build(kind: type[T], tree: Any, name: str = "", *, skip_unknown: bool = False) -> T:
-    """A dataclass built from a mapping.
+    """Build a dataclass from a mapping.
 
     Args:
         kind: the dataclass.
         tree: field → plain value.
         name: the mapping's name in messages.
-        skip_unknown: skip keys that are no fields, which a later version may have added, instead of refusing them.
+        skip_unknown: ignore unknown keys, which a later version may have added, instead of raising an error.
 
     Raises:
-        ForeignError: if ``tree`` is no mapping, lacks a field without default, or has an unknown key or a value of
-            another type or range.
+        ForeignError: if ``tree`` is no mapping, lacks a required field, or has an unknown key or a value of the wrong
+            type or out of range.
     """
     if not isinstance(tree, dict):
         raise ForeignError(f"{name or 'it'} is {short_text(tree)}, not a mapping")
@@ -53,10 +53,10 @@ def build(kind: type[T], tree: Any, name: str = "", *, skip_unknown: bool = Fals
 
 
 def typed(kind: Any, value: Any, name: str) -> Any:
-    """A value of an annotation's type; lists become tuples and integers floats where the annotation says so.
+    """Convert a value to an annotation's type; lists may become tuples, and integers floats.
 
     Raises:
-        ForeignError: if it has another type, or is too large or not finite.
+        ForeignError: if the value has another type, or is too large or not finite.
     """
     return _typed(kind, value, name, Bounds(), False)
 
@@ -104,7 +104,7 @@ def _typed(kind: Any, value: Any, name: str, bounds: Bounds, skip_unknown: bool)
 
 
 def _describe(kind: Any, bounds: Bounds) -> str:
-    """The values that an annotation and its bounds allow."""
+    """Description of the values allowed by an annotation and its bounds."""
     most = "" if bounds.longest == math.inf else f" of at most {bounds.longest}"
     origin = typing.get_origin(kind) or kind
     if origin in (list, tuple):

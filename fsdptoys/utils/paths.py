@@ -1,4 +1,4 @@
-"""Checks of text and paths in a configuration, before they are used."""
+"""Checks of text and paths in a configuration."""
 
 import os
 
@@ -7,15 +7,15 @@ from fsdptoys.errors import ConfigError
 from .text import printable
 
 FILE_BYTES = 200
-"""Longest path of a file relative to its run directory."""
+"""Longest path of a file relative to its run directory, in bytes."""
 
 
 def check_text(key: str, text: str) -> None:
     """Check that text can be encoded in UTF-8 and passed to the system.
 
     Args:
-        key: of the text.
-        text: has surrogates for invalid bytes of the command line.
+        key: key of the setting, for the message.
+        text: invalid bytes of the command line are surrogates in it.
 
     Raises:
         ConfigError: if it is not valid UTF-8, or has a NUL character.
@@ -30,11 +30,7 @@ def check_text(key: str, text: str) -> None:
 
 
 def check_home(key: str, path: str) -> None:
-    """Check that a leading ``~`` or ``~user`` can be expanded.
-
-    Args:
-        key: of the path.
-        path: may start with ``~`` or ``~user``.
+    """Check that a path's leading ``~`` or ``~user``, if any, can be expanded.
 
     Raises:
         ConfigError: if there is no such user or home folder.
@@ -45,12 +41,12 @@ def check_home(key: str, path: str) -> None:
 
 
 def check_length(key: str, path: str | os.PathLike[str], directory: str | os.PathLike[str]) -> None:
-    """Check that a directory's path leaves room for its files' names.
+    """Check that the path of a directory leaves room for its files' names.
 
     Args:
-        key: of the path, with its value.
+        key: key of the setting with its value, for the message.
         path: absolute; need not exist.
-        directory: the nearest existing one above it.
+        directory: the nearest existing parent.
 
     Raises:
         ConfigError: if a name or the path is too long.

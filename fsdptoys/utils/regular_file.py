@@ -1,12 +1,12 @@
 """Open regular files only: no named pipes, no devices, and no symbolic links for writing.
 
-A run directory may come from elsewhere. ``open`` blocks on a FIFO named ``metrics.jsonl`` until a writer comes, and a
-symbolic link named like a log lets the run append to any file of its user. So files are opened with ``O_NONBLOCK`` (no
-effect on regular files) and, for writing, ``O_NOFOLLOW``, and checked through the open descriptor, which excludes a
-race.
+A run directory may have another author. ``open`` blocks on a FIFO named ``metrics.jsonl`` until another process
+writes to it, and a symbolic link in place of a log lets the run append to any file of its user. So files are opened
+with ``O_NONBLOCK`` (no effect on regular files) and, for writing, ``O_NOFOLLOW``, and checked through the open
+descriptor to avoid a race.
 
-Links are followed for reading, since the Hugging Face hub's cache consists of them. Folders of a path may be links in
-both cases: a run directory on another disk is common.
+Links are followed for reading, since the Hugging Face hub's cache consists of them. Parent folders may always be links,
+such as to another disk.
 """
 
 import errno
@@ -37,7 +37,7 @@ class NotRegularFileError(OSError):
         self._made_of = (path, mode)
 
     def __reduce__(self) -> "tuple[Any, ...]":
-        # OSError's own passes the arguments of OSError; ranks send each other their errors.
+        # Ranks exchange pickled errors; OSError.__reduce__ would pass OSError's arguments.
         return type(self), self._made_of
 
 
@@ -79,7 +79,7 @@ def open_descriptor(
         NotRegularFileError: for any other type of file.
         OSError: from the system.
     """
-    # Windows has none of these, nor FIFOs in folders.
+    # Windows has none of these flags, and no FIFOs in folders.
     flags |= getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
     if not follow:
         flags |= getattr(os, "O_NOFOLLOW", 0)
@@ -104,7 +104,7 @@ def read_regular(path: "str | os.PathLike[str]", largest_bytes: int) -> bytes:
 
     Raises:
         NotRegularFileError: for any other type of file.
-        ValueError: if it is larger.
+        ValueError: if the file is larger.
         OSError: from the system.
     """
     with open_regular(path, "rb") as file:

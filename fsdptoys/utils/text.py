@@ -1,4 +1,4 @@
-"""Text for people: printable foreign text, values and sizes as text, and printing to a console that may be gone."""
+"""Text for messages: escaping of foreign text, formatting of values and sizes, and printing that never fails."""
 
 import contextlib
 import difflib
@@ -13,7 +13,7 @@ LONGEST_LINE = 300
 
 
 def near_miss(word: str, names: Sequence[str], cutoff: float = 0.6) -> str | None:
-    """The closest of the names, if one is at least as similar as ``cutoff``, 0 to 1."""
+    """The closest of the names, if its similarity (0 to 1) is at least ``cutoff``."""
     matches = difflib.get_close_matches(word, names, n=1, cutoff=cutoff)
     return matches[0] if matches else None
 
@@ -23,7 +23,7 @@ def value_text(value: Any, *, quote: bool = False) -> str:
 
     Args:
         value: None, a bool, a number, text, an enum's member, or a list of them.
-        quote: return text unchanged, in quotes where the command line would parse it, instead of on one line.
+        quote: return text unchanged, with quotes if the command line would parse it, instead of on one line.
     """
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
@@ -42,7 +42,7 @@ def short_text(value: object) -> str:
 
 
 def size_text(count: int) -> str:
-    """``count`` bytes in the largest binary unit that leaves something before the point."""
+    """``count`` bytes in the largest binary unit with a value of at least 1."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(count) >= size:
             return f"{count / size:.2f} {unit}"
@@ -50,7 +50,7 @@ def size_text(count: int) -> str:
 
 
 def align_columns(rows: Sequence[Sequence[str]], right: Sequence[int] = (0,)) -> list[str]:
-    """Lines of a table, two spaces between columns; ``right`` are the right-aligned ones."""
+    """Lines of a table with two spaces between columns; ``right`` lists the right-aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -62,14 +62,14 @@ def align_columns(rows: Sequence[Sequence[str]], right: Sequence[int] = (0,)) ->
 
 
 def printable(text: str, stream: "IO[str] | None" = None) -> str:
-    """Text without characters that steer a terminal: escape sequences, carriage returns, right-to-left marks.
+    """Escape characters that control a terminal: escape sequences, carriage returns, right-to-left marks.
 
     Args:
         text: foreign text, such as a model's output or a name in a file.
-        stream: destination; characters that its encoding lacks are escaped too.
+        stream: destination; characters outside its encoding are escaped too.
 
     Returns:
-        The text with each such character as Python would write it (``\\x1b``); newlines and tabs stay.
+        The text with Python's escapes (``\\x1b``); newlines and tabs stay.
     """
     escaped = "".join(
         char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode() for char in text
@@ -81,18 +81,18 @@ def printable(text: str, stream: "IO[str] | None" = None) -> str:
 
 
 def one_line(text: object, longest: int | None = LONGEST_LINE) -> str:
-    """Printable text on one line, for a sentence that quotes it or a cell of a table.
+    """Printable text on one line, to quote in a sentence or a table.
 
     Args:
         text: a string, or an exception.
-        longest: characters of the line; None for any number.
+        longest: maximum length, in characters; None for no limit.
     """
     line = printable(" ".join(str(text).split()))
     return line if longest is None or len(line) <= longest else f"{line[: longest - 1]}…"
 
 
 def encodable(text: str, stream: "IO[str] | None") -> str:
-    """Text of the same length in a stream's encoding, for columns that are aligned already."""
+    """Text in a stream's encoding with its length unchanged, for aligned columns."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     try:
         text.encode(encoding)
@@ -102,7 +102,7 @@ def encodable(text: str, stream: "IO[str] | None") -> str:
 
 
 def say(sentence: str, *, stdout: bool = False) -> bool:
-    """Print ``fsdptoys: SENTENCE``; a full disk, a pipe without reader or a closed stream raises nothing.
+    """Print ``fsdptoys: SENTENCE``; a full disk, a broken pipe or a closed stream raises nothing.
 
     Args:
         sentence: may quote foreign text.
@@ -117,7 +117,7 @@ def say(sentence: str, *, stdout: bool = False) -> bool:
     try:
         print(f"fsdptoys: {printable(sentence, stream)}", file=stream, flush=True)
     except (OSError, ValueError):  # ValueError: the stream has been closed since
-        # The rest of the buffer would fail again when the interpreter ends, which turns its status into 120.
+        # A failed flush of the buffer at the interpreter's exit would change the exit status to 120.
         with contextlib.suppress(OSError, ValueError):
             stream.close()
         return False
