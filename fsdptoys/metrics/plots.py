@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SMOOTH_FROM_STEPS = 50
-"""Fewest steps for a running mean over the curve."""
+"""Plots with at least this many steps show a running mean, too."""
 
 LOSS_COLOR, EVAL_COLOR, GRAD_NORM_COLOR = "#1f5fa8", "#d1495b", "#5b6770"
 REFERENCE_COLORS = ("#2a9d6f", "#b07d12", "#7b5ea7", "#3b8ea5")

@@ -71,7 +71,7 @@ class TimePrediction:
 
     step_seconds: float
     compute_seconds: float
-    """Busy time of the compute stream, divided by operation in ``kinds``."""
+    """Busy time of the compute stream; ``kinds`` splits it by operation."""
     exposed_communication_seconds: float
     """Time that the compute stream waits for collectives."""
     exposed_transfer_seconds: float
