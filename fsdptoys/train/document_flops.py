@@ -1,7 +1,7 @@
-"""Documents that are kept apart in training: whom the model masks, and what the attention of a step costs then.
+"""FLOPs of attention under document masking.
 
-A token that sees only its own document takes fewer FLOPs than half the square of a sequence, and a utilisation that
-counted the square would flatter. So each rank counts the keys that its tokens see, from the token ids alone.
+A token that attends to its own document only takes fewer FLOPs than causal attention over the full sequence, and an MFU
+computed from the latter would be too high. So each rank counts the attended keys from the token ids.
 """
 
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from fsdptoys.models import DecoderModel, attended_keys
 
 
 class DocumentCounter:
-    """FLOPs of a step's tokens, by the documents that they are in.
+    """Counts attended keys per step and turns them into FLOPs per token.
 
     Args:
-        model: told to keep documents apart.
-        document_end: the id that is the last of every document.
+        model: its ``document_end`` is set, which turns document masking on.
+        document_end: id of the last token of every document.
         seq_len: tokens of a sequence.
     """
 
@@ -27,7 +27,7 @@ class DocumentCounter:
         self._seq_len = seq_len
 
     def count(self, microbatches: Sequence[tuple[Tensor, Tensor]]) -> list[int]:
-        """Of a rank's micro-batches: tokens, and for each length of chunks twice the keys that they see."""
+        """Return the number of tokens in a rank's micro-batches, then per chunk length twice their attended keys."""
         keys = [
             sum(attended_keys(tokens_BT, self._document_end, chunk_len) for tokens_BT, _ in microbatches)
             for chunk_len in self._model.chunk_lens
@@ -35,7 +35,7 @@ class DocumentCounter:
         return [sum(tokens_BT.numel() for tokens_BT, _ in microbatches), *keys]
 
     def flops_per_token(self, counts: Sequence[int]) -> float:
-        """FLOPs of forward and backward a token, from the sums of ``count`` over ranks."""
+        """FLOPs of forward and backward per token, from the results of ``count`` summed over ranks."""
         tokens, *keys = counts
         means = {length: twice / 2 / max(1, tokens) for length, twice in zip(self._model.chunk_lens, keys, strict=True)}
         return self._model.flops_per_token_of_documents(self._seq_len, means)

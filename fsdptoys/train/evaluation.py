@@ -1,6 +1,6 @@
-"""What a trainer asks of its model between steps: the loss on the held-out part, and a sample of text.
+"""Evaluation between training steps: loss on the held-out split, and text samples.
 
-Shapes: B rows of a micro-batch, T tokens of one.
+Shapes: B sequences of a micro-batch, T tokens of each.
 """
 
 from collections.abc import Iterable
@@ -18,13 +18,13 @@ from fsdptoys.models.layers import LossFn
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, loss_fn: LossFn, batches: Iterable[tuple[Tensor, Tensor]], zero: Tensor) -> float:
-    """Mean loss over all ranks' batches, in nats a token. A collective.
+    """Mean loss over all ranks' batches, in nats per token. A collective.
 
     Args:
-        model: as the strategy made it.
-        loss_fn: summed over valid labels.
-        batches: this rank's, as (tokens_BT, labels_BT), the same number on each.
-        zero: a sum to begin from, on the model's device.
+        model: as prepared by the strategy.
+        loss_fn: sums the loss over valid labels.
+        batches: (tokens_BT, labels_BT) of this rank; every rank needs the same number.
+        zero: scalar zero on the model's device; its dtype is that of the sums.
     """
     model.eval()
     loss_sum, valid = zero.clone(), zero.clone()
@@ -47,16 +47,16 @@ def sample_text(
     *,
     compiled: bool,
 ) -> str:
-    """The prompt and what the model goes on with. A collective where the model is sharded.
+    """Return the prompt and the model's continuation. A collective if the model is sharded.
 
     Args:
-        model: as the strategy made it.
+        model: as prepared by the strategy.
         data: prompt, length and temperature.
-        dataset: knows what ids mean.
-        seq_len: tokens that the model sees at most.
-        seed: of what is drawn.
+        dataset: encodes and decodes token ids.
+        seq_len: maximum context length.
+        seed: of the sampling.
         device: of the model.
-        compiled: whether the compiler is at work, which would compile for every length anew.
+        compiled: whether parts of the model are compiled; they run eagerly here, since each length would recompile.
     """
     prompt = torch.from_numpy(dataset.encode(data.sample_prompt)).to(device)
     model.eval()

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Environment variables and files that the launcher shares with the ranks it starts."""
 
 import os
 from pathlib import Path
@@ -6,34 +6,34 @@ from pathlib import Path
 from fsdptoys.utils.atomic_write import write_atomically
 
 LAUNCHED = "FSDPTOYS_LAUNCHED"
-"""The launcher's process id, for workers that it starts; its command has printed already what it found."""
+"""The launcher's process id, set for its workers; marks messages that the launcher has printed already."""
 
 
 LAUNCH_FOLDER = "FSDPTOYS_LAUNCH_FOLDER"
-"""The launcher's folder on this machine, which ends with it."""
+"""The launcher's folder on this machine, removed when the launcher ends."""
 
 
 RESTARTS = "FSDPTOYS_RESTARTS"
-"""How many times the launcher has started the workers again."""
+"""How many times the launcher has restarted the workers."""
 
 
 def launch_folder() -> Path | None:
-    """The launcher's folder on this machine; None under another launcher, or none."""
+    """The launcher's folder on this machine; None under another launcher or without one."""
     named = os.environ.get(LAUNCH_FOLDER)
     return Path(named) if named else None
 
 
 def restart_count() -> int:
-    """How many times the ranks have been started again, by our launcher or by torchrun."""
-    # torch counts the failures on this machine alone; when another one's worker fails, all start again nevertheless.
+    """How many times the ranks have been restarted, by our launcher or by torchrun."""
+    # torchrun counts only failures on this machine, although a failure on another node restarts all workers too.
     told = os.environ.get(RESTARTS) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return int(told) if told.isdecimal() else 0
 
 
 def remember_run_dir(path: Path) -> None:
-    """Tell the launcher, and workers that are started after this one, where the run directory is.
+    """Record the run directory for the launcher and for workers after a restart.
 
-    Every rank may tell it, and one of each machine has to.
+    Any rank may call this; at least one rank per node must.
     """
     folder = launch_folder()
     if folder is not None:
@@ -41,10 +41,10 @@ def remember_run_dir(path: Path) -> None:
 
 
 def remembered_run_dir(folder: Path | None = None) -> Path | None:
-    """The run directory that :func:`remember_run_dir` was told.
+    """The run directory recorded by :func:`remember_run_dir`; None if there is none.
 
     Args:
-        folder: the launcher's; None for that of this worker.
+        folder: the launcher's folder; None for the folder named in this worker's environment.
     """
     folder = folder or launch_folder()
     try:

@@ -1,19 +1,19 @@
-"""Load balancing of experts over the whole global batch, and what there is to tell of the routing.
+"""Auxiliary losses of MoE routers over the global batch, and routing metrics.
 
-A model's routers know their own micro-batch only (``models/moe.py``). Here the counts of all ranks' micro-batches are
-added up between forward and backward, and each router is told the gradient of the auxiliary losses, which is linear in
-what it summed. With gradient accumulation a backward uses the counts of the micro-batches so far, since the later ones
-are not routed yet (arXiv:2501.11873); the loss that is reported is that of the whole step.
+A router sees its own micro-batch only (``models/moe.py``). ``RoutingBalance`` sums the expert counts of all ranks
+between forward and backward and gives each router the gradient of the auxiliary losses, which are linear in the
+router's sums. With gradient accumulation a backward uses the counts of the micro-batches so far, since later ones are
+not routed yet (arXiv:2501.11873); the reported losses cover the full step.
 
 Over the tokens of a step, padding included, and a layer's E experts:
 
-    load balancing  E · Σ_e f_e · P_e     f_e: tokens sent to expert e over tokens; P_e: mean probability of expert e
+    load balancing  E · Σ_e f_e · P_e     f_e: tokens sent to expert e / tokens; P_e: mean probability of expert e
     z-loss          mean of logsumexp(logits)²
 
-Both are means over the layers with experts, and are added to the loss with ``model.router_aux_loss_coef`` and
-``model.router_z_loss_coef``. Perfect balance makes the first K, the number of experts a token is sent to.
-transformers' ``load_balancing_loss_func`` is the same for one layer; over several it adds the counts of all layers up
-before it multiplies, so that two unbalanced layers can pass for balanced.
+Both are averaged over the MoE layers and weighted with ``model.router_aux_loss_coef`` and
+``model.router_z_loss_coef``. Under perfect balance the first equals K, the number of experts per token.
+transformers' ``load_balancing_loss_func`` is the same for one layer; for several it sums the counts over layers before
+it multiplies, so two unbalanced layers can look balanced.
 """
 
 import math
@@ -28,13 +28,13 @@ from fsdptoys.models import DecoderModel, MoEConfig, routers
 
 
 class RoutingBalance:
-    """What the trainer does with the routers of a model, in the order of a step.
+    """Balances the routers of a model; methods are listed in the order in which a step calls them.
 
     Args:
-        model: as it was constructed, before anything wraps it.
+        model: as constructed, before anything wraps it.
         config: coefficients of the auxiliary losses.
-        device: on which the model will run.
-        local_ranks: ranks whose micro-batches this process runs in turn.
+        device: of the model.
+        local_ranks: simulated ranks whose micro-batches this process runs in turn.
         sum_dtype: of the sums over ranks.
     """
 
@@ -50,11 +50,11 @@ class RoutingBalance:
         self._sum_dtype = sum_dtype
 
     def begin_step(self, tokens: int, loss_scale: float) -> None:
-        """Start the sums of a step.
+        """Reset the sums.
 
         Args:
-            tokens: of the global batch, those without a label included.
-            loss_scale: factor that the strategy wants on the loss.
+            tokens: number in the global batch, including those without a label.
+            loss_scale: the strategy's factor on the loss.
         """
         self._tokens = tokens
         self._loss_scale = loss_scale
@@ -63,23 +63,25 @@ class RoutingBalance:
         self._sums = torch.zeros(n_layers, n_experts + 1, dtype=self._sum_dtype, device=self._device)
 
     def before_forward(self, model: nn.Module, index: int, microbatches: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Where this process runs several ranks' micro-batches in turn, route all that would run at the same time.
+        """If this process simulates several ranks, route the micro-batches that real ranks would run concurrently.
+
+        Costs one more forward per micro-batch.
 
         Args:
-            model: called with token ids_BT, labels_BT and a loss that computes nothing.
-            index: of the micro-batch that comes next.
+            model: called with tokens_BT, labels_BT and a loss that computes nothing.
+            index: of the next micro-batch.
             microbatches: all of the step, as (tokens_BT, labels_BT).
         """
         if self._local_ranks == 1 or not self._aux_coef or index % self._local_ranks:
             return
         with torch.no_grad():
             for tokens_BT, labels_BT in microbatches[index : index + self._local_ranks]:
-                # With labels, and a loss that is none, so that no logits are made.
+                # Labels and an empty loss avoid the computation of logits.
                 model(tokens_BT.to(self._device), labels_BT.to(self._device), _no_loss)
                 self._counts_LE += self._routed()
 
     def before_backward(self) -> None:
-        """Tell the routers their gradient, between forward and backward of a micro-batch. A collective."""
+        """Set the routers' gradients, between forward and backward of a micro-batch. A collective."""
         self._sums += torch.stack([router.sums for router in self._routers])
         if self._local_ranks == 1 or not self._aux_coef:
             counts_LE = self._routed()
@@ -88,7 +90,7 @@ class RoutingBalance:
             self._counts_LE += counts_LE
         n_layers, n_experts = self._counts_LE.shape
         scale = self._loss_scale / n_layers / self._tokens
-        # Counts are exact, and so are the bits of what is made of them, on whichever layout.
+        # Counts are exact integers, so these values have the same bits on any layout.
         shares_LE = self._counts_LE / (self._counts_LE.sum(1, keepdim=True) / self._top_k)
         aux_LE = shares_LE * (self._aux_coef * n_experts * scale)
         z_L1 = torch.full_like(aux_LE[:, :1], self._z_coef * scale)
@@ -96,7 +98,7 @@ class RoutingBalance:
             router.sums_grad.copy_(grad)
 
     def end_step(self) -> RoutingMetrics:
-        """Reduce the step to its metrics. A collective."""
+        """Compute the metrics of the step. A collective; synchronizes with the device."""
         dist.all_reduce(self._sums)
         if not self._aux_coef:
             dist.all_reduce(self._counts_LE)
@@ -117,7 +119,7 @@ class RoutingBalance:
         )
 
     def _routed(self) -> Tensor:
-        """Tokens that each expert was sent in the forward just done, int64 of (layers, experts)."""
+        """Tokens per expert in the last forward: int64, (layers, experts)."""
         return torch.stack([router.counts_E for router in self._routers])
 
 
@@ -128,6 +130,6 @@ def _no_loss(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
 def build_routing_balance(
     model: DecoderModel, device: torch.device, local_ranks: int, sum_dtype: torch.dtype
 ) -> RoutingBalance | None:
-    """The balance of a model with experts; None for one without."""
+    """Return the ``RoutingBalance`` of an MoE model; None for a dense one."""
     config = model.config
     return RoutingBalance(model, config, device, local_ranks, sum_dtype) if isinstance(config, MoEConfig) else None

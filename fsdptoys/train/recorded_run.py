@@ -1,8 +1,7 @@
-"""One run directory, read back: what was run, on what, each step, and what was predicted.
+"""Read a run directory: configuration, environment, step metrics and prediction of a run.
 
-A run that is still going, or that was killed, reads like one that has ended: what is there counts.
-
-Whether somebody writes a run directory now: by its lock, and, where locks do not reach, by its ranks' signs.
+Unfinished and killed runs are read as far as they got. Whether a process is writing the directory now follows from its
+lock, and, on file systems without shared locks, from the ranks' heartbeats.
 """
 
 import stat
@@ -39,11 +38,11 @@ from fsdptoys.utils.text import one_line
 from .heartbeat import HEARTBEATS_FOLDER, Sign, read_heartbeats
 
 FRESH_SECONDS = 120.0
-"""Where locks do not reach, a run whose ranks gave a sign within this time still goes on."""
+"""Without a visible lock, a run counts as running if a rank's last heartbeat is at most this old."""
 
 
 def is_written(path: Path) -> bool:
-    """Whether a run goes on there, as far as this machine can tell."""
+    """Whether a run is writing this directory, as far as this machine can see."""
     now = time.time()
     return is_locked(path) or any(
         abs(now - sign.time) < FRESH_SECONDS and sign.state() != "has ended" for sign in newest_signs(path).values()
@@ -51,14 +50,14 @@ def is_written(path: Path) -> bool:
 
 
 def newest_signs(path: Path) -> dict[int, Sign]:
-    """The last sign of each rank of the newest start in a run directory."""
+    """The last heartbeat of each rank of the newest start in a run directory."""
     signs = read_heartbeats(path / HEARTBEATS_FOLDER)
     newest = max(signs.values(), key=lambda sign: sign.time, default=None)
     return {rank: sign for rank, sign in signs.items() if newest is not None and sign.start == newest.start}
 
 
 LARGEST_LINES_BYTES = 2**29
-"""Of ``metrics.jsonl``: a million steps."""
+"""Limit for ``metrics.jsonl``: about a million steps."""
 
 MOST_RANKS = 2**20
 MOST_STEPS = 2**53
@@ -66,49 +65,49 @@ MOST_STEPS = 2**53
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """What a run directory says."""
+    """Contents of a run directory."""
 
     path: Path
     tree: dict[str, Any]
-    """Every setting, as ``config.yaml`` has it."""
+    """Every setting, as in ``config.yaml``."""
     environment: dict[str, Any]
-    """Versions, machine and command, as ``environment.json`` has them."""
+    """Versions, machine and command, as in ``environment.json``."""
     world_size: int
     device_type: str
     device_name: str
     steps: list[StepMetrics]
     results: RunResults
-    """What the steps add up to, without those of the warm-up."""
+    """Summary of the steps after the warm-up."""
     prediction: Prediction | None
-    """What was foretold of it, where it was."""
+    """The prediction made before the run, if any."""
     notes: tuple[str, ...] = ()
-    """Sentences on what could not be read."""
+    """Sentences about parts that could not be read."""
 
     @property
     def finished(self) -> bool:
-        """Whether it has ended by itself and summed itself up, which may be before its last step."""
+        """Whether the run ended in order and wrote its summary, possibly before its last step."""
         return (self.path / SUMMARY_FILE).exists()
 
     @property
     def running(self) -> bool:
-        """Whether a process writes it now, as far as this machine can tell."""
+        """Whether a process is writing it now, as far as this machine can see."""
         return is_written(self.path)
 
     def config(self) -> Config:
-        """The configuration, not validated, as far as it decides how long a step takes; see :func:`read_config`.
+        """The configuration, not validated, as far as it affects step time; see :func:`read_config`.
 
         Raises:
-            ConfigError: where this version cannot read it.
+            ConfigError: if this version cannot read it.
         """
         return read_config(self.tree, str(self.path / CONFIG_FILE))
 
     def comparisons(self) -> list[Comparison]:
-        """What was predicted beside what was measured."""
+        """Predicted and measured values; empty without a prediction."""
         return compare(self.prediction, self.results) if self.prediction is not None else []
 
 
 def is_run_dir(path: Path) -> bool:
-    """Whether a run has begun to write there."""
+    """Whether a run has started to write into this folder."""
     return (path / CONFIG_FILE).is_file() and (path / METRICS_FILE).is_file()
 
 
@@ -116,7 +115,7 @@ def read_recorded_run(path: Path) -> RecordedRun:
     """Read a run directory.
 
     Raises:
-        ConfigError: if it is none.
+        ConfigError: if it is not a run directory, or a file in it cannot be read.
     """
     if not path.is_dir():
         raise ConfigError(f"{path} is no run directory; give one that fsdptoys train has written, as runs/NAME")
@@ -146,10 +145,10 @@ def read_recorded_run(path: Path) -> RecordedRun:
 
 
 def _read_place(environment: Mapping[str, Any]) -> tuple[int, str, str]:
-    """World size, device type and device name out of ``environment.json``.
+    """Return world size, device type and device name.
 
     Raises:
-        ForeignError: if one of them is missing or cannot be.
+        ForeignError: if one of them is missing or invalid.
     """
     world_size: int = typed(int, environment.get("world_size"), "world_size")
     device: dict[str, Any] = typed(dict[str, Any], environment.get("device"), "device")
@@ -159,14 +158,14 @@ def _read_place(environment: Mapping[str, Any]) -> tuple[int, str, str]:
 
 
 def read_warmup(tree: Mapping[str, Any]) -> int:
-    """``metrics.warmup_steps`` of a run's settings; its default where they do not say it."""
+    """``metrics.warmup_steps`` of a run's settings, or its default if missing or invalid."""
     metrics = tree.get("metrics")
     warmup = metrics.get("warmup_steps") if isinstance(metrics, dict) else None
     return warmup if type(warmup) is int and 0 <= warmup <= MOST_STEPS else MetricsConfig().warmup_steps
 
 
 def _check_file(path: Path) -> None:
-    """Refuse a pipe or device, which a read would wait for, and more than any run writes."""
+    """Refuse pipes and devices, on which a read could block, and files larger than any run writes."""
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):
