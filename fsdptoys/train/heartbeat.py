@@ -1,15 +1,15 @@
-"""Where each rank is: a small file a rank, rewritten in place, and what it tells when a collective hangs.
+"""Heartbeat files: the current step and phase of each rank, to name the missing ranks when a collective hangs.
 
-A collective that some rank does not join ends, after the timeout, with an error on the ranks that did join, and that
-error cannot say who was missing. A rank's file says how far it came: its step, what it does in it, and how many times
-it has said so in this step, which puts two ranks in order even where an accumulated step goes through ``forward``
-several times (all ranks have to tell the same phases in the same order). A write is one ``pwrite`` of a few hundred
-bytes without fsync: microseconds, and after a crash of the process alone the system still has it.
+If a rank does not join a collective, the other ranks fail after the timeout with an error that does not name it. Each
+rank therefore rewrites a small file with its step, phase and the number of beats in this step, which orders two ranks
+even if gradient accumulation repeats the phases (all ranks must report the same phases in the same order). A write is
+one ``pwrite`` of 320 bytes without fsync: it takes microseconds, and survives a crash of the process, not of the
+machine.
 
-Files of an earlier start of the run are told apart by the meeting point of the ranks, which is another at each start.
-Not covered: machines that do not share the run directory, whose ranks are reported as having given no sign; and a
-shared file system that shows changes late. Under NCCL a hung collective ends the process (SIGABRT) before Python hears
-of it; the launcher reads the same files then.
+The rendezvous of the ranks, which differs between starts of a run, separates current files from older ones.
+Limits: ranks on nodes that do not share the run directory are reported as silent, and a shared file system may show
+changes late. Under NCCL a hung collective aborts the process (SIGABRT) before Python can react; then the launcher reads
+the files.
 """
 
 import contextlib
@@ -32,32 +32,32 @@ HEARTBEATS_FOLDER = "heartbeats"
 """In the run directory."""
 
 START = "FSDPTOYS_START"
-"""What our launchers name a start of the ranks, the same on all machines; torchrun has other variables for it."""
+"""Identifies one start of the ranks, on all nodes alike; set by our launcher only, not by torchrun."""
 
 RECORD_BYTES = 320
 
 MOST_RANKS_TOLD = 8
-"""Of a thousand ranks that are missing, so many are named."""
+"""Maximum number of ranks that a message names."""
 
 LOST_PEER = re.compile(
     r"closed by peer|reset by peer|broken pipe|socket closed|remote process exited|communicator was aborted"
     r"|failed to recv, got 0 bytes|ncclRemoteError",
     re.I,
 )
-"""What a rank says whose collective broke because another rank was gone."""
+"""Errors of a collective that broke because another rank was gone."""
 
 TIMED_OUT = re.compile(
-    # gloo; the stores that ranks meet at; NCCL and torch_npu, where they tell Python at all; HCCL (EI0002)
+    # gloo; the rendezvous stores; NCCL and torch_npu, if they raise in Python at all; HCCL (EI0002)
     r"timed out waiting \d+ ?ms|wait timeout|socket timeout|timed out after \d+ seconds waiting for clients"
     r"|collective operation timeout|milliseconds before timing out|notify register times out",
     re.I,
 )
-"""What a rank says whose collective some other rank did not join in time."""
+"""Errors of a collective that another rank did not join in time."""
 
 
 @dataclass(frozen=True)
 class Sign:
-    """The last that is known of a rank."""
+    """The last heartbeat of a rank."""
 
     rank: int
     host: str
@@ -65,23 +65,19 @@ class Sign:
     step: int
     phase: str
     beat: int
-    """How many times the rank has given a sign in this step."""
+    """Number of earlier heartbeats in this step."""
     time: float
     """Seconds since 1970."""
     start: str
-    """Told apart by this: starts of the run, of which each has its own meeting point."""
+    """Hash of the rendezvous, which differs between starts of the run."""
 
     @property
     def place(self) -> tuple[int, int]:
-        """How far the rank has come; in order."""
+        """Sort key of the rank's progress: (step, beat)."""
         return self.step, self.beat
 
     def state(self) -> str | None:
-        """What the process does: ``has ended`` or ``is stopped (SIGSTOP)``, which are only seen on its own machine.
-
-        Returns:
-            None where it runs, or nothing is known.
-        """
+        """``has ended`` or ``is stopped (…)``; None if the process runs, or is on another machine."""
         if self.host != _host():
             return None
         try:
@@ -100,14 +96,14 @@ class Sign:
 
 
 class Heartbeat:
-    """Tells where this rank is."""
+    """Writes the heartbeat file of this rank."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        """Open the file of this rank, in a folder that is made if it is missing; a run can do without one."""
+        """Open this rank's file, and create the folder if missing; errors are ignored."""
         self.path = path_of(folder, rank)
         self._file: int | None = None
         with contextlib.suppress(OSError):
-            if folder.is_symlink():  # in a run directory from elsewhere, it may lead to anybody's files
+            if folder.is_symlink():  # a copied run directory could point it at any files
                 folder.unlink()
             folder.mkdir(parents=True, exist_ok=True)
             try:
@@ -119,7 +115,7 @@ class Heartbeat:
         self._step, self._beat = -1, 0
 
     def beat(self, step: int, phase: str) -> None:
-        """Say that this rank is at ``phase`` of ``step`` now; never fails, since a run can do without it."""
+        """Record that this rank is now in ``phase`` of ``step``; write errors are ignored."""
         self._beat = self._beat + 1 if step == self._step else 0
         self._step = step
         record = self._fixed | {"step": step, "phase": phase[:32], "beat": self._beat, "time": round(time.time(), 3)}
@@ -128,21 +124,21 @@ class Heartbeat:
                 os.pwrite(self._file, _encode(record), 0)
 
     def close(self) -> None:
-        """Close the file, which stays."""
+        """Close the file without removing it."""
         if self._file is not None:
             os.close(self._file)
 
 
 def path_of(folder: Path, rank: int) -> Path:
-    """The file of a rank."""
+    """Path of a rank's file."""
     return folder / f"rank-{rank:05d}.json"
 
 
 def read_heartbeats(folder: Path) -> dict[int, Sign]:
-    """The last sign of each rank that has a whole one; what is torn, foreign or missing is left out."""
+    """Last heartbeat of each rank; missing, torn and foreign files are skipped."""
     signs = {}
     for path in sorted(folder.glob("rank-*.json")):
-        for _ in range(3):  # a record that is being written is whole a moment later
+        for _ in range(3):  # a torn record may just be being written
             with contextlib.suppress(OSError, ValueError):
                 with open_regular(path) as file:
                     sign = _decode(file.read(RECORD_BYTES))
@@ -153,22 +149,22 @@ def read_heartbeats(folder: Path) -> dict[int, Sign]:
 
 
 def is_lost(message: str) -> bool:
-    """Whether an error's message says that a collective failed because of other ranks."""
+    """Whether an error message reports a collective that failed because of other ranks."""
     return bool(TIMED_OUT.search(message) or LOST_PEER.search(message))
 
 
 @contextlib.contextmanager
 def explain_lost_ranks(folder: Path, rank: int, world_size: int, timeout_seconds: float) -> Iterator[None]:
-    """Turn a collective's timeout or broken connection into an error that says which ranks did not arrive.
+    """Turn a collective's timeout or broken connection into an error that names the missing ranks.
 
     Args:
-        folder: where the ranks' heartbeats lie.
-        rank: this one.
-        world_size: ranks in all.
+        folder: contains the heartbeats.
+        rank: this rank.
+        world_size: number of ranks.
         timeout_seconds: of the process group.
 
     Raises:
-        LostRanksError: in place of what the collective raised.
+        LostRanksError: in place of the collective's error.
     """
     try:
         yield
@@ -186,7 +182,7 @@ def explain_lost_ranks(folder: Path, rank: int, world_size: int, timeout_seconds
 
 
 def who_is_missing(folder: Path, rank: int, world_size: int) -> str:
-    """Say which ranks are not where ``rank`` is, or that all are there."""
+    """Describe the ranks whose progress differs from that of ``rank``."""
     signs, now = read_heartbeats(folder), time.time()
     own = signs.get(rank)
     if own is None:
@@ -219,17 +215,17 @@ def who_is_missing(folder: Path, rank: int, world_size: int) -> str:
 
 
 def sign_of(folder: Path, rank: int, pid: int) -> str | None:
-    """The last sign of a process of this machine, for a sentence; None where it gave none that is known."""
+    """Describe the last heartbeat of a process on this machine; None if it has none."""
     sign = read_heartbeats(folder).get(rank)
     return sign.described(time.time()) if sign is not None and (sign.pid, sign.host) == (pid, _host()) else None
 
 
 def last_signs(folder: Path, pids: Mapping[int, int]) -> str | None:
-    """Say where all ranks were, for who finds them ended; None where no heartbeat of theirs is found.
+    """Describe the last progress of all ranks after the run has ended; None without heartbeats.
 
     Args:
-        folder: where the ranks' heartbeats lie.
-        pids: by rank, of this machine; files of other processes are of an earlier start.
+        folder: contains the heartbeats.
+        pids: process ids of this machine's ranks; they identify the start whose files count.
     """
     signs, now = read_heartbeats(folder), time.time()
     starts = {sign.start for rank, sign in signs.items() if pids.get(rank) == sign.pid and sign.host == _host()}
@@ -248,7 +244,7 @@ def last_signs(folder: Path, pids: Mapping[int, int]) -> str | None:
 
 
 def ranks_in_words(ranks: list[int]) -> str:
-    """``rank 3``, ``ranks 0, 2``, or the first few of many."""
+    """Format as ``rank 3`` or ``ranks 0, 2``, with at most ``MOST_RANKS_TOLD`` numbers."""
     named = ", ".join(str(rank) for rank in ranks[:MOST_RANKS_TOLD])
     more = f" and {len(ranks) - MOST_RANKS_TOLD} more" * (len(ranks) > MOST_RANKS_TOLD)
     return f"rank{'s' * (len(ranks) > 1)} {named}{more}"
@@ -261,10 +257,10 @@ def _encode(record: dict[str, object]) -> bytes:
 
 
 def _decode(written: bytes) -> Sign:
-    """Read a record.
+    """Decode a record.
 
     Raises:
-        ValueError: where it is not whole.
+        ValueError: if it is torn or invalid.
     """
     record = parse_json(written)
     checksum = record.pop("crc32", None) if isinstance(record, dict) else None
@@ -283,7 +279,7 @@ def _host() -> str:
 
 
 def _start() -> str:
-    """What the environment of this start of the ranks has, and of no other."""
+    """Hash of the environment variables that identify this start of the ranks."""
     names: tuple[str, ...] = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
     if START in os.environ:
         names = (START,)

@@ -6,7 +6,7 @@ from pathlib import Path
 from fsdptoys.utils.atomic_write import write_atomically
 
 LAUNCHED = "FSDPTOYS_LAUNCHED"
-"""The launcher's process id, set for its workers; marks messages that the launcher has printed already."""
+"""The launcher's process id, set for the workers it starts."""
 
 
 LAUNCH_FOLDER = "FSDPTOYS_LAUNCH_FOLDER"

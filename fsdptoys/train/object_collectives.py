@@ -1,12 +1,12 @@
-"""Objects between ranks as JSON: torch's object collectives send pickles, which run code where they are read.
+"""JSON instead of pickle for torch's object collectives.
 
-``broadcast_object_list``, ``gather_object`` and their kin, called here or by torch.distributed.checkpoint, make a
-tensor of bytes from an object. The bytes come over connections whose addresses stand in a store without authentication,
-so a stranger could take the place of a rank. ``use_json`` has torch encode them here instead: plain values, and
-instances of a few classes, by the names of their fields. Reading makes instances of these classes alone, without
-calling any of their methods. It takes several times as long as a pickle: 60 ms for the plan of a thousand tensors.
+``broadcast_object_list``, ``gather_object`` and similar, called here or by torch.distributed.checkpoint, send pickles,
+which can run code when loaded. The peers' addresses come from a store without authentication, so an attacker could pose
+as a rank. ``use_json`` makes torch send plain values and the fields of instances of a few known classes instead.
+Decoding creates instances of these classes only, and calls none of their methods. It takes several times as long as
+pickle: 60 ms for the plan of a thousand tensors.
 
-An exception of another class arrives as its nearest base among Python's own, with its class in the message.
+An exception of any other class arrives as its nearest builtin base class, with the original class in the message.
 """
 
 import base64
@@ -27,25 +27,25 @@ from torch.distributed import distributed_c10d
 from fsdptoys.utils.foreign import ForeignError, parse_json
 
 MAX_DEPTH = 200
-"""Lists within each other, several for each object."""
+"""Maximum nesting of JSON lists; each object takes several levels."""
 
 _TORCH_MODULES = (
     *(f"torch.distributed.checkpoint.{name}" for name in ("filesystem", "metadata", "planner", "storage")),
-    "torch.distributed.fsdp._optim_utils",  # FSDP1's, of optimizer states
+    "torch.distributed.fsdp._optim_utils",  # FSDP1's optimizer states
 )
 _MORE_THAN_TEXT = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError)
 _NAMED = (torch.dtype, torch.layout, torch.memory_format)
 
 
 class WireError(RuntimeError):
-    """Bytes from another rank that none of ours has written, or an object that has no form there."""
+    """Received bytes are not valid, or an object cannot be encoded."""
 
 
 class JsonWriter:
-    """Stands where torch has ``pickle.Pickler``.
+    """Replaces ``pickle.Pickler`` in torch.
 
     Args:
-        file: takes the bytes.
+        file: receives the bytes.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -55,16 +55,16 @@ class JsonWriter:
         """Write a value.
 
         Raises:
-            WireError: for an object of any other class.
+            WireError: for an object of an unknown class.
         """
         self._file.write(json.dumps(_plain(value), separators=(",", ":")).encode())
 
 
 class JsonReader:
-    """Stands where torch has ``pickle.Unpickler``.
+    """Replaces ``pickle.Unpickler`` in torch.
 
     Args:
-        file: has the bytes of one value.
+        file: contains the bytes of one value.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -74,7 +74,7 @@ class JsonReader:
         """Read a value.
 
         Raises:
-            WireError: for anything that ``JsonWriter`` does not write.
+            WireError: for anything that ``JsonWriter`` cannot write.
         """
         try:
             return _value(parse_json(self._file.read(), max_depth=MAX_DEPTH, non_finite=True))
@@ -83,24 +83,24 @@ class JsonReader:
 
 
 def use_json() -> None:
-    """Have torch's object collectives of this process write and read JSON.
+    """Make torch's object collectives in this process write and read JSON.
 
-    Private to torch: ``_pickler`` and ``_unpickler`` of distributed_c10d. Tried with 2.13; 2.7 has both. That
-    torch's functions look these names up is checked here: no version can go back to pickles unnoticed.
+    Replaces the private ``_pickler`` and ``_unpickler`` of distributed_c10d (tested with torch 2.13; 2.7 has both), and
+    checks that torch's functions look these names up, so that no version can silently use pickle.
 
     Raises:
-        WireError: if this version of torch does otherwise.
+        WireError: if this version of torch does not use these names.
     """
     module: Any = distributed_c10d
     module._pickler, module._unpickler = JsonWriter, JsonReader
-    # Not by calling them: on CUDA they want a process group where TORCH_DISTRIBUTED_DEBUG=DETAIL.
+    # Reads their code, since a call needs a process group on CUDA with TORCH_DISTRIBUTED_DEBUG=DETAIL.
     writes, reads = module._object_to_tensor.__code__.co_names, module._tensor_to_object.__code__.co_names
     if "_pickler" not in writes or "_unpickler" not in reads:
         raise WireError(f"torch {torch.__version__} sends pickles between ranks; use torch 2.7 to 2.15")
 
 
 def _plain(value: Any) -> Any:
-    """A tree of lists, texts and numbers: plain values as they are, all others as ``[kind, …]``."""
+    """Convert to lists, strings and numbers: plain values stay, all others become ``[kind, …]``."""
     kind = type(value)
     if kind is int or kind is bool or value is None or kind is float or (kind is str and value.isascii()):
         return value
@@ -127,7 +127,7 @@ def _plain_stack(stack: traceback.StackSummary) -> list[Any]:
 
 
 def _plain_tensor(tensor: torch.Tensor) -> list[Any]:
-    """A tensor of a few numbers, which arrives on the CPU; many are for torch's other collectives."""
+    """Encode a small tensor, which arrives on the CPU."""
     numbers = tensor.detach().cpu().contiguous()
     content = numbers.reshape(-1).view(torch.uint8).numpy().tobytes()
     return ["tensor", _plain(tensor.dtype), list(tensor.shape), _encode_bytes(content)]
@@ -246,13 +246,13 @@ def _error(module: str, name: str, message: Any) -> BaseException:
 
 
 def _is_own_error(kind: type) -> bool:
-    """Whether an exception class of ours says all in its message."""
+    """Whether a class is an exception of this package with no state besides its message."""
     is_ours = kind.__module__.startswith("fsdptoys.")
     return is_ours and not issubclass(kind, OSError) and "__init__" not in vars(kind)
 
 
 def _is_known(kind: Any) -> bool:
-    """Whether a class holds plain facts alone, and may be made from a stranger's words."""
+    """Whether a class holds plain data only, and may be created from untrusted input."""
     if not (kind.__module__ in _TORCH_MODULES or kind.__module__.startswith("fsdptoys.")):
         return False
     return dataclasses.is_dataclass(kind) or issubclass(kind, enum.Enum) or _is_named_tuple(kind)
@@ -269,7 +269,7 @@ def _fields(kind: Any) -> tuple[str, ...]:
 
 
 def _loaded(module: Any) -> Any:
-    """A module of ours, or of torch's plans, that is imported already; none is imported for a stranger."""
+    """An allowed module that is imported already; untrusted input never causes an import."""
     if not (isinstance(module, str) and (module in _TORCH_MODULES or module.startswith("fsdptoys."))):
         raise ForeignError("it names another module")
     return sys.modules[module]
@@ -277,7 +277,7 @@ def _loaded(module: Any) -> Any:
 
 @functools.cache
 def _known(module: Any, name: Any) -> tuple[Any, frozenset[str]]:
-    """A class by its name, and its fields."""
+    """Return a known class and the names of its fields."""
     found = vars(_loaded(module))[name]
     if not (isinstance(found, type) and found.__module__ == module and _is_known(found)):
         raise ForeignError("it names another class")

@@ -1,7 +1,7 @@
-"""A trained model to use, out of what a run left behind or of a folder in Hugging Face format, in this one process.
+"""Load a trained model from a run, a checkpoint or a folder in Hugging Face format, for use in a single process.
 
-``TrainedModel`` reads settings and headers, from which all of a user's mistakes can be told; ``load`` allocates. Not
-covered: models that are larger than one device's memory.
+``TrainedModel`` reads settings and file headers, and reports every user mistake before ``load`` allocates memory.
+Limit: the model must fit into one device's memory.
 """
 
 import dataclasses
@@ -36,15 +36,15 @@ from fsdptoys.parallel.init_weights import init_buffers, materialize
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 OPTIONS = {"--context": "1024", "--device": "cpu", "--dtype": "bfloat16", "--tokenizer": "bytes"}
-"""Of commands that use a trained model → an example."""
+"""Options of commands that use a trained model, each with an example value."""
 
 
 def open_weights(source: str, say: Any = print) -> RunWeights | CheckpointWeights:
-    """What a run left behind at its end, or else its newest checkpoint; read once against its checksums.
+    """Open the final weights of a run, or else its newest checkpoint, and verify their checksums.
 
     Args:
-        source: the run, the folder ``weights`` in it, or a checkpoint's folder or URL.
-        say: told where a checkpoint is taken in place of the end.
+        source: run directory, its ``weights`` folder, or folder or URL of a checkpoint.
+        say: receives a message if a checkpoint replaces missing final weights.
     """
     run = Path(source).expanduser()
     if "://" in source or run.name == RUN_FOLDER or step_of(run.name) is not None or (run / MANIFEST_FILE).exists():
@@ -59,19 +59,19 @@ def open_weights(source: str, say: Any = print) -> RunWeights | CheckpointWeight
 
 
 class TrainedModel:
-    """A model of which all is known but its values.
+    """Configuration and location of a trained model, before its weights are loaded.
 
     Args:
-        source: of a run as for ``open_weights``, or a folder in Hugging Face format.
-        say: told what a user should know of it.
+        source: as for ``open_weights``, or a folder in Hugging Face format.
+        say: receives messages for the user.
 
     Raises:
-        ConfigError: if there is none, or it is not whole.
+        ConfigError: if the model is missing or incomplete.
     """
 
     config: ModelConfig
     context: int
-    """Tokens that it was trained to see: ``train.seq_len`` of a run, the model's own of a folder."""
+    """Context length in tokens: ``train.seq_len`` of a run, ``max_seq_len`` of a Hugging Face folder."""
 
     def __init__(self, source: str, say: Any = print) -> None:
         self.source = source
@@ -96,10 +96,10 @@ class TrainedModel:
         self.context = min(seq_len, self.config.max_seq_len) if type(seq_len) is int else self.config.max_seq_len
 
     def choose_context(self, typed: int | None) -> int:
-        """Tokens that the model is to see at most.
+        """Return the context length to use, in tokens.
 
         Raises:
-            ConfigError: if it has no positions for so many.
+            ConfigError: if it exceeds ``model.max_seq_len``.
         """
         if typed is not None and typed > self.config.max_seq_len:
             longest = self.config.max_seq_len
@@ -107,10 +107,10 @@ class TrainedModel:
         return typed or self.context
 
     def tokenizer(self, choice: str | None) -> Tokenizer:
-        """What its ids mean: as chosen, or else as the folder or the run's data says.
+        """Return the chosen tokenizer, or that of the folder or of the run's data.
 
         Raises:
-            ConfigError: if nothing says it.
+            ConfigError: if none is known.
         """
         data, reason = self.data(), ""
         if choice is None and isinstance(self._weights, HuggingFaceFolder):
@@ -119,25 +119,25 @@ class TrainedModel:
         elif choice is None and data is not None:
             try:
                 choice = data.find_tokenizer()
-            except ConfigError as error:  # how to train is what it says, and that is not asked here
+            except ConfigError as error:  # its fix, the second clause, is about training
                 reason = f" any more ({str(error).partition('; ')[0]})"
         if choice is None:
             raise ConfigError(f"{self.source} has no tokenizer{reason}; write {CHOICE}")
         return open_tokenizer(choice, self.config.vocab_size, plain=data is not None and data.plain_texts)
 
     def data(self) -> DataConfig | None:
-        """What a run was trained on, as it was configured; None where nothing says it, as for a folder.
+        """The data configuration of the run; None if unknown, as for a Hugging Face folder.
 
         Raises:
-            ConfigError: if the run's settings cannot be.
+            ConfigError: if the run's settings are invalid.
         """
         return read_data_config(self._settings, self.source) if "data" in self._settings else None
 
     def data_seed(self) -> int:
-        """That decided a run's synthetic data.
+        """The seed of the run's synthetic data.
 
         Raises:
-            ConfigError: if the run's settings do not say it.
+            ConfigError: if the run's settings lack it.
         """
         seed = self._setting("train", "data_seed")
         if type(seed) is not int:
@@ -145,7 +145,7 @@ class TrainedModel:
         return seed
 
     def ends(self) -> frozenset[int]:
-        """Ids that end a text, as a folder in Hugging Face format may say."""
+        """End-of-text token ids named by a folder in Hugging Face format; empty otherwise."""
         if not isinstance(self._weights, HuggingFaceFolder):
             return frozenset()
         for name in ("generation_config.json", CONFIG_FILE):
@@ -157,7 +157,7 @@ class TrainedModel:
 
     @torch.no_grad()
     def load(self, device: Device, dtype: torch.dtype) -> DecoderModel:
-        """The model with its values, on a device."""
+        """Return the model with its weights on a device, in evaluation mode."""
         model = self._build()
         kernels = KernelConfig()
         kernels.resolve(device.type, compiles=False, deterministic=False)
@@ -183,10 +183,10 @@ class TrainedModel:
 
 
 def read_device(options: Mapping[str, str]) -> tuple[Device, torch.dtype]:
-    """The device and number format that options name.
+    """Return the device and dtype named by ``--device`` and ``--dtype``.
 
     Raises:
-        ConfigError: if there is no such device or format.
+        ConfigError: if the device or dtype does not exist.
     """
     dtype = options.get("--dtype", "float32")
     if dtype not in DTYPES:
