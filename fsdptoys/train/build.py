@@ -1,4 +1,4 @@
-"""Memory switches and compilation of the blocks before sharding, and the choice of the optimizer's updates."""
+"""Apply memory options and compilation to the blocks before sharding, and choose how the optimizer steps."""
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from .compile import compile_blocks
 
 
 def prepare_blocks(model: DecoderModel, config: Config, device: Device) -> None:
-    """Checkpoint and compile the blocks, in this order, before anything wraps them."""
+    """Apply activation checkpointing, then compilation, to the blocks before anything wraps them."""
     memory = config.memory
     checkpoint_blocks(
         model.layers,
@@ -39,13 +39,13 @@ def prepare_blocks(model: DecoderModel, config: Config, device: Device) -> None:
 
 
 def build_updates(optimizer: torch.optim.Optimizer, strategy: Strategy, config: Config, cpu_threads: int) -> Updates:
-    """Choose where and when the optimizer's updates happen.
+    """Choose where and when the optimizer steps.
 
     Args:
         optimizer: over the strategy's parameters, before its first step.
         strategy: after ``parallelize``.
         config: validated.
-        cpu_threads: threads for updates in host memory.
+        cpu_threads: number of threads for optimizer steps in host memory.
     """
     memory, context = config.memory, strategy.context
     if memory.optimizer_offload:

@@ -1,4 +1,4 @@
-"""What a run was doing and what it held, in the plain numbers from which an out-of-memory error is explained."""
+"""Collect phase, live bytes and settings of a run, from which an out-of-memory error is explained."""
 
 from collections.abc import Iterable
 
@@ -25,20 +25,20 @@ def situation(
     on_cpu: bool = False,
     parameter_count: int = 0,
 ) -> Situation:
-    """Count what is live.
+    """Count live bytes, and collect the settings that affect memory.
 
-    Of the construction, in which nothing can be counted yet, the parameters that this rank is to hold are told.
+    During construction nothing can be counted yet; the rank's planned share of the parameters is reported instead.
 
     Args:
         config: validated, of the run.
-        world_size: ranks over all machines.
+        world_size: ranks over all nodes.
         rank: of this process.
         step: number of the step, from 1; 0 before the first.
         phase: ``construction``, ``forward``, ``backward``, ``optimizer`` or ``evaluation``.
-        parameters: as the strategy left them; none before it has any.
+        parameters: the strategy's (sharded) parameters; empty during construction.
         updates: of the optimizer; None before it is built.
         on_cpu: whether the device is the CPU.
-        parameter_count: of the whole model, for the construction.
+        parameter_count: of the full model; read during construction only.
     """
     parameters = list(parameters)
     model, memory, train = config.model, config.memory, config.train

@@ -1,8 +1,8 @@
-"""The store at which ranks find each other: a file on one machine, the launcher's on several, none for a single rank.
+"""Rendezvous store of the ranks: a file on one node, the launcher's TCP store on several, in memory for one rank.
 
-torch's ``env://`` has rank 0, or the launcher, listen on all interfaces for the others. Anybody who reaches that port
-can read and replace the addresses of the ranks, since the store has no authentication, so our launcher names another
-place. Under torchrun, ``env://`` it stays.
+With torch's ``env://``, rank 0 or the launcher listens on all interfaces. The store has no authentication, so anyone
+who reaches the port can read and replace the ranks' addresses; our launcher therefore names another store. Under
+torchrun, ``env://`` is used.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.html#distributed-key-value-store
 """
@@ -22,42 +22,42 @@ from .launch_env import (
 )
 
 STORE = "FSDPTOYS_STORE"
-"""The place, as JSON: ``{"file": path}`` or ``{"host": address, "port": number, "prefix": text}``."""
+"""Location of the store as JSON: ``{"file": path}`` or ``{"host": address, "port": number, "prefix": text}``."""
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def name_file_store(folder: Path, start: int) -> None:
-    """Have the ranks of one start meet at a file, which no other user can write; sets the environment.
+    """Set the environment so that the ranks rendezvous in a file that no other user can write.
 
     Args:
         folder: the launcher's, of mode 0700.
-        start: the number of the start; a late rank of an earlier one must not read the addresses of this one.
+        start: number of the start; keeps late ranks of an earlier start out of this one's store.
     """
     path = str(folder / f"store-{start}")
     os.environ.update({STORE: json.dumps({"file": path}), START: path})
 
 
 def name_network_store(host: str, port: int, prefix: str) -> None:
-    """Have the ranks of one start meet at a store that listens already; sets the environment.
+    """Set the environment so that the ranks rendezvous at a TCP store that is already listening.
 
     Args:
         host: name or address.
-        port: its port.
+        port: of the store.
         prefix: of all keys of this start.
     """
     os.environ.update({STORE: json.dumps({"host": host, "port": port, "prefix": prefix}), START: prefix})
 
 
 def open_rank_store(world_size: int) -> "dist.Store | None":
-    """The store of this rank; None where another launcher decides (``env://``).
+    """Open the store of this rank; None under another launcher, which uses ``env://``.
 
     Args:
-        world_size: ranks over all machines.
+        world_size: ranks over all nodes.
     """
     if world_size == 1:
         return dist.HashStore()
-    # A rank of ours that starts torchrun hands its environment on.
+    # The parent must be our launcher: torchrun, if started from one of our ranks, passes on that rank's environment.
     if STORE not in os.environ or os.environ.get(LAUNCHED) != str(os.getppid()):
         return None
     place = json.loads(os.environ[STORE])
@@ -68,27 +68,27 @@ def open_rank_store(world_size: int) -> "dist.Store | None":
 
 
 def loopback_environment(present: "os._Environ[str] | dict[str, str]") -> dict[str, str]:
-    """Variables that keep the sockets of gloo and NCCL on the loopback interface, for the ranks of one machine.
+    """Variables that keep gloo's and NCCL's sockets on the loopback interface, for runs on one node.
 
-    Without them gloo listens on the address that the host's name resolves to, and NCCL's bootstrap on the first
-    network card. NCCL's was not tried on several GPUs.
+    By default gloo listens on the address of the host's name, and NCCL's bootstrap on the first network interface.
+    NCCL's variable is untested on several GPUs.
 
     Args:
-        present: the environment; what a user has set stays.
+        present: the environment; variables that it sets already are left out.
     """
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if not names:
         return {}
-    # NCCL reads a name as a prefix of several, unless it follows an equals sign.
+    # NCCL matches names as prefixes unless they follow an equals sign.
     wanted = {GLOO_INTERFACE: names[0], "NCCL_SOCKET_IFNAME": f"={names[0]}"}
     return {name: value for name, value in wanted.items() if name not in present}
 
 
 def check_interface() -> None:
-    """Check the interfaces that gloo is to use.
+    """Check the network interfaces named in ``GLOO_SOCKET_IFNAME``.
 
     Raises:
-        ConfigError: if this machine has none of that name.
+        ConfigError: if this machine lacks one of them.
     """
     wanted = os.environ.get(GLOO_INTERFACE, "")
     present = [name for _, name in socket.if_nameindex()]

@@ -1,10 +1,10 @@
-"""What a checkpoint says of its run besides tensors, and whether a run may go on from it.
+"""Metadata of a run in its checkpoints, and checks of whether a run can resume from it.
 
-The facts of all ranks are plain numbers and words: which step, which settings, where in the data. Each rank adds the
-states of its random number generators (``random_states``), which only the same rank of as many can use.
+Metadata common to all ranks: step, settings, position in the data. Each rank adds the states of its random number
+generators (``random_states``), which only the same rank at the same world size can use.
 
-``FACTS`` says what types and ranges they have. They are checked as they are read, so that a checkpoint of another
-version, or one that somebody edited, is passed over or refused like a damaged one.
+``FACTS`` declares types and ranges, which are checked on reading: a checkpoint of another version, or an edited one, is
+skipped or refused like a damaged one.
 """
 
 import sys
@@ -29,7 +29,7 @@ from .launch_env import (
 from .random_states import RandomStates
 
 LARGEST_STEP = 10**15 - 1
-"""The name of a checkpoint's folder has no more digits."""
+"""Limit from the number of digits in the name of a checkpoint's folder."""
 
 LONGEST_WORD = 1000
 
@@ -74,7 +74,7 @@ class _Spikes:
 
 @dataclass
 class RunFacts:
-    """Types and ranges of the facts of all ranks; ``step`` and ``world_size`` are checked against the manifest."""
+    """Types and ranges of the common metadata; ``step`` and ``world_size`` are checked against the manifest."""
 
     config: _Config
     data: _Data
@@ -87,25 +87,25 @@ class RunFacts:
 
 
 FACTS = Schema(RunFacts, RandomStates)
-"""The facts that every checkpoint of a run must have."""
+"""Metadata that every checkpoint of a run must have."""
 
 
 def checkpoint_folder(config: Config, run_dir: Path | None) -> str | None:
-    """Where checkpoints of a run go; None where nothing says so before the run directory has a name."""
+    """Folder or URL of a run's checkpoints; None if it depends on a run directory that has no name yet."""
     if config.checkpoint.folder is not None:
         return config.checkpoint.folder
     return str(run_dir / RUN_FOLDER) if run_dir is not None else None
 
 
 def check_resume(config: Config, restarted: bool) -> None:
-    """Check what the run would go on from, before any worker starts.
+    """Check the checkpoint that the run would resume from, before any worker starts.
 
     Args:
         config: of the run.
         restarted: whether torchrun or the launcher has started its workers before.
 
     Raises:
-        ConfigError: where that is missing, damaged, or of another model or optimizer.
+        ConfigError: if it is missing, damaged, or belongs to another model or optimizer.
     """
     named = config.metrics.run_dir
     folder = checkpoint_folder(config, run_dir_path(named) if named is not None else None)
@@ -115,12 +115,12 @@ def check_resume(config: Config, restarted: bool) -> None:
 
 
 def check_restart(config: Config) -> None:
-    """Refuse to start again in a new run directory, as if nothing had been done.
+    """Refuse a restart in a new run directory, which would lose the progress so far.
 
     Our own launcher remembers the directory; torchrun does not.
 
     Raises:
-        ConfigError: if ranks were started again and nothing says where their run is.
+        ConfigError: if torchrun restarted the ranks and no setting names the folder of their checkpoints.
     """
     of_torchrun = restart_count() > 0 and launch_folder() is None
     if of_torchrun and config.checkpoint.every and config.checkpoint.folder is None:
@@ -131,17 +131,17 @@ def check_restart(config: Config) -> None:
 
 
 def check_same_run(config: Config, facts: dict[str, Any]) -> list[str]:
-    """Check that a checkpoint's tensors mean the same in this run.
+    """Check that model, optimizer, state dtypes and number of steps of a run fit a checkpoint.
 
     Args:
         config: of this run.
         facts: of the checkpoint.
 
     Returns:
-        What may surprise, a sentence each.
+        Sentences about changes that the user may not expect.
 
     Raises:
-        ConfigError: if they do not.
+        ConfigError: if the run cannot resume from the checkpoint.
     """
     where = f"the checkpoint of step {facts['step']}"
     before = facts["config"]
@@ -184,7 +184,7 @@ def _states_format(memory: dict[str, Any]) -> str:
 
 
 def run_facts(config: Config, world_size: int) -> dict[str, Any]:
-    """What every checkpoint of a run says of it."""
+    """Metadata of a run that is the same in all its checkpoints."""
     return {
         "world_size": world_size,
         "config": config.to_dict(),

@@ -1,6 +1,6 @@
-"""One run in its directory: what a trainer's steps are recorded in, what they go on from, and what is left at the end.
+"""A training run in its run directory: resume, records, checkpoints and final weights around a ``Trainer``.
 
-Every rank has one. Rank 0 alone has a recorder, which prints and writes; checkpoints are written by all.
+Every rank has a ``Run``. Only rank 0 has a recorder, which prints and writes metrics; all ranks write checkpoints.
 """
 
 import dataclasses
@@ -47,21 +47,21 @@ from .stop import Stop, StopRequest
 from .trainer import Trainer
 
 LAST_WAIT_SECONDS = 5.0
-"""A rank that fails gives a save in the background so long to come to its end, before it tells of its failure."""
+"""Longest wait of a failed rank for a background save before it raises its error."""
 
 
 def train(config: Config, prediction: Prediction | None = None) -> Trainer:
-    """Train as ``config`` says, in this process as one of the ranks that the environment names.
+    """Train in this process, as the rank that the environment names.
 
     Args:
         config: validated for the world size in the environment.
-        prediction: what it is foretold to take, which rank 0 records beside what it takes.
+        prediction: predicted memory and time, which rank 0 records with the measured values.
 
     Returns:
-        The trainer after its last step, with the history of all steps that it took.
+        The trainer after its last step, with the history of its steps.
 
     Raises:
-        GivenUpError: if going on made no sense, or what was to be saved at the end could not be.
+        GivenUpError: if too many steps were skipped, or the last checkpoint could not be saved.
     """
     with process_group(config):
         trainer = Trainer(config)
@@ -73,7 +73,7 @@ def train(config: Config, prediction: Prediction | None = None) -> Trainer:
 
 
 class Run:
-    """A trainer's way through its steps and what is written of it."""
+    """Runs a trainer, and writes its records and checkpoints."""
 
     def __init__(self, trainer: Trainer, prediction: Prediction | None = None) -> None:
         self.trainer = trainer
@@ -88,7 +88,7 @@ class Run:
         self._problem: str | None = None
 
     def run(self) -> None:
-        """Go on from a checkpoint where there is one, take the steps, keep the weights, sample, and sum up."""
+        """Resume from a checkpoint if there is one, train, save the weights, sample, and write the summary."""
         trainer, config = self.trainer, self.config
         heartbeats = self.run_dir / HEARTBEATS_FOLDER
         with ExitStack() as stack:
@@ -107,11 +107,11 @@ class Run:
                 self._recorder = stack.enter_context(self._open_recorder())
             dist.barrier(
                 device_ids=self.trainer.device.barrier_devices
-            )  # whoever writes into the run directory from here on finds it claimed
+            )  # the run directory is claimed before any rank writes into it
             profiler = self._profiler()
             if self._recorder and config.debug.trace_collectives:
                 self._trace_collectives()
-            # A signal that comes twice must not end the process before the last checkpoint is written.
+            # Stays open until the end: a repeated signal must not kill the process before the last checkpoint.
             request = stack.enter_context(StopRequest())
             try:
                 stop = trainer.train(self._on_step, profiler, self._save, request)
@@ -127,7 +127,7 @@ class Run:
             _take_away(heartbeat)
 
     def _finish(self, stop: Stop, profiler: Profiler) -> None:
-        """Leave behind what a run leaves behind; where the process is to end soon, no more than it must."""
+        """Write final weights, sample and summary; after a signal or a failed run, the summary only."""
         if not self.checkpoints.finish():
             self._saved = False
         self._report()
@@ -143,7 +143,7 @@ class Run:
                     self._save_weights()
                 sample = self.trainer.sample()
         finally:
-            # A disk that is too full for weights must not cost the results too.
+            # A disk too full for the weights must not lose the results as well.
             if self._recorder:
                 watch = self.trainer.compilation
                 compilation = watch.result() if watch else None
@@ -159,7 +159,7 @@ class Run:
             raise GivenUpError(told[0] or "the last checkpoint was not saved")
 
     def _claim_run_dir(self) -> Path:
-        """Settle on a directory, which rank 0 makes where it has no name yet, and tell it to all ranks."""
+        """Choose and lock the run directory on rank 0, and broadcast it."""
         told: list[str | None] = [None]
         if self.rank == 0:
             named = self.config.metrics.run_dir
@@ -177,13 +177,13 @@ class Run:
 
     @property
     def title(self) -> str:
-        """What the run is, for people."""
+        """Names of model and strategy."""
         return f"{self.config.model.name}-{self.config.parallel.name}"
 
     def _open_checkpoints(self) -> Checkpoints:
         folder = checkpoint_folder(self.config, self.run_dir)
         assert folder is not None
-        # Nothing else talks over this group, so that a background thread may.
+        # A group of its own, so that a background thread can use it during training.
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.config.checkpoint.timeout_seconds))
         return Checkpoints(
             self.config.checkpoint,
@@ -196,7 +196,7 @@ class Run:
         )
 
     def _go_on(self) -> None:
-        """Load the checkpoint that the settings, or a restart, ask for."""
+        """Load the checkpoint selected by the settings or a restart, if any."""
         trainer, config = self.trainer, self.config
         restarted = restart_count() > 0
         found = self.checkpoints.resume(restarted=restarted)
@@ -221,7 +221,7 @@ class Run:
         self._resumed = Resumed(found.step, found.facts["metrics"], found.name)
 
     def _restore_random_states(self, found: Checkpoint) -> None:
-        """Put each rank's generators back; rank 0 names the ranks where they start from the seed after all."""
+        """Restore each rank's generators; rank 0 reports the ranks that start from the seed instead."""
         seed = self.config.train.init_seed
         assert seed is not None
         reason = restore_random_states(found.own_facts, self.trainer.device, seed, found.step, self.rank)
@@ -266,7 +266,7 @@ class Run:
         )
 
     def _trace_collectives(self) -> None:
-        """Have one step's collectives written down as this rank issues them."""
+        """Record the collectives that this rank issues in one step."""
         from fsdptoys.profiler.collective_table import render, to_lines
         from fsdptoys.profiler.collectives import Call, CollectiveTrace, traced_step
 
@@ -296,13 +296,13 @@ class Run:
         self._report()
 
     def _save(self, stop: Stop | None) -> None:
-        """Save a checkpoint, or begin to; all ranks call this after the same step."""
+        """Save a checkpoint, or begin an async save; all ranks call this after the same step."""
         started = time.perf_counter()
         trainer = self.trainer
         facts = run_facts(self.config, self.world_size) | trainer.facts()
         facts["metrics"] = self._recorder.offsets() if self._recorder else {}
         tensors = trainer.strategy.state_tensors(trainer.optimizer)
-        prunes = stop is None or not stop.gave_up  # what went wrong may have begun before the oldest that is kept
+        prunes = stop is None or not stop.gave_up  # the cause may be older than the oldest checkpoint kept
         self._saved = self.checkpoints.save(trainer.steps_done, tensors, facts, random_states(trainer.device), prunes)
         if self._saved:
             seconds = time.perf_counter() - started
@@ -314,17 +314,17 @@ class Run:
             self._say(sentence)
 
     def _save_weights(self) -> None:
-        """Write the trained weights from rank 0, which all ranks give their parts of."""
+        """Gather the trained weights and write them from rank 0. A collective."""
         parameters = self.trainer.strategy.full_parameters()
         folder = self.run_dir / WEIGHTS_FOLDER
-        if self.rank == 0 and not folder.exists():  # else no step was taken since they were written
+        if self.rank == 0 and not folder.exists():  # existing weights are current: no step was taken since
             save_weights(folder, parameters)
         else:
             for _ in parameters:
                 self.checkpoints.wait(LAST_WAIT_SECONDS)
 
     def _set_weights_aside(self) -> None:
-        """Rename the weights that an earlier end has left, so that nobody takes them for those of the steps to come."""
+        """Rename final weights of an earlier end of the run, which will no longer be its last step."""
         folder = self.run_dir / WEIGHTS_FOLDER
         names = (folder.with_name(f"{WEIGHTS_FOLDER}-{number}") for number in itertools.count(1))
         if folder.exists():
@@ -342,7 +342,7 @@ class Run:
 
 
 def _take_away(heartbeat: Heartbeat) -> None:
-    """Remove the file of a rank that has come to its end, and with the last one the folder."""
+    """Remove the heartbeat of a rank that has finished, and the folder with the last one."""
     with suppress(OSError):
         heartbeat.path.unlink()
         heartbeat.path.parent.rmdir()

@@ -1,9 +1,8 @@
-"""The training loop, to be read from top to bottom like a recipe.
+"""The training loop.
 
-``Trainer(config)`` prepares everything in the order in which it happens; ``train`` takes the steps. The same code runs
-under every strategy: what differs is behind ``Strategy``, and nothing here asks which one it has.
-
-Every rank runs the same page. What is written on the way (``run``) is told of each step, and asked for checkpoints.
+``Trainer(config)`` builds model, optimizer and data in order; ``train`` takes the steps. The same code runs on every
+rank and under every strategy; all differences between strategies are behind ``Strategy``. Records and checkpoints are
+left to callbacks (see ``run``).
 """
 
 import dataclasses
@@ -48,21 +47,21 @@ from .stop import STOP_SIGNALS, Stop, StopRequest, agreed_stop
 
 
 class Trainer:
-    """One run: a model under a strategy, its data, its optimizer, and the loop over them."""
+    """A model under a strategy, with its data, optimizer and training loop."""
 
     def __init__(self, config: Config, device: Device | None = None, fill: Fill | None = None) -> None:
-        """Prepare a run.
+        """Build everything that the loop needs. A collective.
 
         Args:
             config: validated.
-            device: where it runs; None for what the config and this process's rank say.
-            fill: gives parameters their values; None for what the config says.
+            device: to train on; None for the device that the config and the local rank select.
+            fill: sets initial values of parameters; None for those of the config.
         """
         self.config = config
         train, memory = config.train, config.memory
         assert train.init_seed is not None and train.data_seed is not None, "the config must have been validated"
 
-        # 1. Where we run.
+        # 1. Device and ranks.
         self.device = device or device_of(config)
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         threads = memory.cpu_threads or threads_per_rank(local_ranks)
@@ -78,7 +77,7 @@ class Trainer:
             timeout=timedelta(seconds=config.launch.timeout_seconds),
         )
 
-        # 2. The model: a plan without memory, then checkpointing, then sharding, memory and initial values.
+        # 2. The model: built on the meta device, checkpointed, then sharded, allocated and initialized.
         self.patches = apply_patches(config.patches, config.parallel.name)
         with torch.device("meta"):
             model = config.model.build()
@@ -108,7 +107,7 @@ class Trainer:
         with explain_out_of_memory(self.device, constructing):
             self.strategy.parallelize(model, fill)
 
-        # 3. What is minimised, and what updates it.
+        # 3. Loss, optimizer and learning rate schedule.
         chunk_tokens = None if memory.chunk_tokens == "auto" else int(memory.chunk_tokens)
         chunks = (memory.chunk_loss, chunk_tokens, memory.chunk_grad_dtype.torch)
         self.loss_fn = build_loss(*chunks, Objective(train.label_smoothing, train.z_loss_coef))
@@ -120,7 +119,7 @@ class Trainer:
         self.optimizer = self.updates.optimizer
         self.schedule = build_schedule(config.optim, self.optimizer, train.steps)
 
-        # 4. What it learns from: this process's share of every global batch.
+        # 4. Data: this process's share of every global batch.
         self.dataset = config.data.build(train.seq_len, config.model.vocab_size, train.data_seed)
         self.documents = None
         if config.data.mask_documents:
@@ -140,17 +139,17 @@ class Trainer:
         self.skipped_steps = self._skipped_in_a_row = 0
         self.spikes = SpikeDetector(config.metrics.spike_threshold)
         self.history: list[StepMetrics] = []
-        """Of the steps that this object took."""
+        """Metrics of the steps taken by this object."""
         self.compilation = CompilationWatch() if train.compile or config.kernels.compiles else None
-        """What the compiler has done since; None where nothing is compiled."""
+        """Counts recompilations; None if nothing is compiled."""
         self.on_phase: Callable[[int, str], None] = lambda step, phase: None
-        """Told the step and what it is at: forward, backward, optimizer, evaluation."""
+        """Called with step and phase: data, forward, backward, optimizer, evaluation or checkpoint."""
         self.around_step: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext()
-        """What surrounds a step of that number, without the evaluation after it."""
+        """Returns a context for the step of that number, without the evaluation after it."""
         self._phase = "forward"
 
     def facts(self) -> dict[str, Any]:
-        """Where this run is, as JSON can hold it; with the tensors of the strategy it is all that going on needs."""
+        """Progress of the run as JSON values; with the strategy's tensors, all that a resume needs."""
         return {
             "step": self.steps_done,
             "data": self.batches.state_dict(),
@@ -162,14 +161,14 @@ class Trainer:
         }
 
     def go_on_from(self, facts: dict[str, Any], load: Callable[[dict[str, Tensor]], None]) -> None:
-        """Be where another run was.
+        """Resume from a checkpoint.
 
         Args:
-            facts: what it told of itself.
-            load: fills tensors, given by name, with what they were there.
+            facts: result of ``facts`` when it was saved.
+            load: fills tensors, given by name, with their saved values.
 
         Raises:
-            ConfigError: if the data or the tensors are others.
+            ConfigError: if the data or the tensors differ from the checkpoint's.
         """
         self.batches.load_state_dict(facts["data"])
         self.strategy.load_state_tensors(self.optimizer, load)
@@ -187,13 +186,13 @@ class Trainer:
         save: Callable[[Stop | None], None] | None = None,
         request: StopRequest | None = None,
     ) -> Stop:
-        """Take the steps that are left, with evaluations in between, and say why they ended.
+        """Take the remaining steps, with evaluations in between, and return the reason for the end.
 
         Args:
             on_step: called after each step, on this rank.
-            profiler: a ``Profiler`` that is told of each step.
-            save: called, on all ranks, where a checkpoint is due, with why it is the last, if it is.
-            request: may ask this rank to stop, which makes all ranks stop.
+            profiler: entered around the loop, and advanced after each step.
+            save: called on all ranks when a checkpoint is due, with the stop reason if it is the last one.
+            request: may ask this rank to stop, which stops all ranks.
         """
         train = self.config.train
         started = time.perf_counter()
@@ -231,14 +230,14 @@ class Trainer:
     def _train_step(
         self, step: int, run_started: float, request: StopRequest | None = None
     ) -> tuple[StepMetrics, Stop | None]:
-        """One optimizer step over a global batch, and whether any rank has a reason to make it the last."""
+        """Take one optimizer step over a global batch; also return a stop reason if any rank has one."""
         started = time.perf_counter()
         self._enter(step, "data")
         train, strategy, device = self.config.train, self.strategy, self.device.torch_device
         microbatches = self.batches.next_step()
         data_wait_seconds = time.perf_counter() - started
 
-        # 1. The loss is the mean over the valid tokens of all ranks and micro-batches, so count them first.
+        # 1. The loss is the mean over valid tokens of all ranks and micro-batches: count them first (one device sync).
         counts = [sum(int((labels_BT != IGNORE_INDEX).sum()) for _, labels_BT in microbatches)]
         counts += self.documents.count(microbatches) if self.documents else []
         counted = torch.tensor(counts).to(device)
@@ -262,7 +261,7 @@ class Trainer:
                 (loss * (strategy.loss_scale / max(1, valid))).backward()
             loss_sum += loss.detach()
 
-        # 3. Clip, and have all ranks agree: on the loss, on whether to update, and on whether to go on.
+        # 3. Clip, and reduce over ranks: the loss, whether to update, and whether to stop.
         self._enter(step, "optimizer")
         learning_rate = float(self.schedule.get_last_lr()[0])
         grad_norm = self._clip(train.max_grad_norm or math.inf)
@@ -274,14 +273,14 @@ class Trainer:
         )
         dist.all_reduce(totals)
         if not train.skip_nonfinite:
-            self._update()  # without waiting for what the device has to tell
+            self._update()  # before ``tolist`` waits for the device
         total_loss, ranks_not_finite, *votes = totals.tolist()
         loss = total_loss / max(1, valid)
         skipped = train.skip_nonfinite and not (math.isfinite(loss) and ranks_not_finite == 0)
         if train.skip_nonfinite and not skipped:
             self._update()
         if self._evaluates_after(step):
-            self._finish_updates()  # in the evaluation they would be counted nowhere
+            self._finish_updates()  # within the step, so that their time counts in the step time
         set_schedule(self.schedule, step)
         self.optimizer.zero_grad(set_to_none=strategy.frees_gradients)
         self.skipped_steps += skipped
@@ -299,7 +298,7 @@ class Trainer:
             flops_per_token=self.documents.flops_per_token(in_documents) if self.documents else self.flops_per_token,
             world_size=self.world_size,
             device=self.device,
-            # The published peaks are those of bfloat16.
+            # Published peak FLOPs are for bfloat16.
             peak_flops=self.device.peak_flops if self.config.parallel.param_dtype is DType.bfloat16 else None,
             routing=routing,
             skipped=skipped,
@@ -311,7 +310,6 @@ class Trainer:
         return metrics, agreed_stop(train, votes, skipped=skipped, in_a_row=in_a_row, in_all=self.skipped_steps)
 
     def _saves_after(self, step: int, stop: Stop | None) -> bool:
-        """Whether a checkpoint is due."""
         checkpoint = self.config.checkpoint
         if stop is not None and (stop.gave_up or stop.signal):
             return stop.gave_up or checkpoint.on_signal
@@ -321,25 +319,25 @@ class Trainer:
         return self.config.train.eval_every > 0 and step % self.config.train.eval_every == 0
 
     def _clip(self, max_norm: float) -> Tensor:
-        """Scale the gradients down to ``max_norm``, or have them scaled by the update; return their norm before."""
+        """Clip the gradients to ``max_norm``, now or in the optimizer step; return their norm before."""
         return self.updates.clip(self.strategy, max_norm)
 
     def _update(self) -> None:
-        """Take the optimizer's step, or begin it, unless the backward did."""
+        """Take or begin the optimizer step, unless the backward took it already."""
         self.updates.step()
         self._prepare_all_gathers()
 
     def _prepare_all_gathers(self) -> None:
-        # Where units are updated one by one, each unit's all-gather finds its scales by itself.
+        # With unit-by-unit updates, each unit's all-gather computes its own scales.
         if self.config.train.float8_all_gather and not self.updates.unit_by_unit:
             prepare_all_gathers(self.strategy.model)
 
     def _finish_updates(self) -> None:
-        """Have the parameters as the last step left them, before anything but a forward reads them."""
+        """Wait for pending updates before code other than a forward reads the parameters."""
         self.updates.finish()
 
     def _evaluate(self, step: int) -> float:
-        """Mean loss over the first batches of the held-out part, in nats a token."""
+        """Mean loss over the first batches of the held-out split, in nats per token."""
         train = self.config.train
         assert self.dataset.eval is not None
         self._enter(step, "evaluation")
@@ -352,7 +350,7 @@ class Trainer:
         return loss
 
     def sample(self) -> str | None:
-        """The prompt and what the model goes on with, where the data is text and a sample is asked for."""
+        """The prompt with the model's continuation; None if the data is not text or ``data.sample_tokens`` is 0."""
         train, data = self.config.train, self.config.data
         if not isinstance(data, TextConfig) or data.sample_tokens == 0:
             return None
@@ -365,7 +363,7 @@ class Trainer:
         self.on_phase(step, phase)
 
     def _zero(self) -> Tensor:
-        """A sum that is exact enough not to depend on the order of its terms, where it is in float64."""
+        """A zero for sums over tokens; in float64 their order does not change the result."""
         return torch.zeros((), dtype=self.config.train.sum_dtype.torch, device=self.device.torch_device)
 
     def _situation(self, step: int) -> Situation:
