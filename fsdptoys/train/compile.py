@@ -1,16 +1,17 @@
-"""Blocks compiled one by one, with PyTorch's partitioner to decide what they save for the backward.
+"""Compile each block with ``torch.compile``, and let its partitioner choose the activations saved for the backward.
 
-Compiling blocks rather than the model takes one compilation for all blocks alike, and leaves the hooks of a strategy,
-which gather and reduce, outside. The partitioner keeps what saves time by being kept. With a budget below 1 it computes
-more again, what takes the fewest FLOPs first, until the rest fits into that share of what it would have kept
-(https://pytorch.org/blog/activation-checkpointing-techniques/): a finer choice than gradient checkpointing's.
+Identical blocks share one compilation, and the strategy's hooks, which gather and reduce, stay outside the graphs. The
+partitioner saves activations that are slow to recompute. With a budget below 1 it recomputes more, cheapest FLOPs
+first, until the rest fits into that share of the activations: a finer choice than activation checkpointing per block.
 
-Gradient checkpointing is compiled along, so that the backward computes only what it needs again. Where a block cannot
-be compiled whole (experts; parts with hooks of their own), or what it saves is offloaded, checkpointing stays outside
-of what is compiled, and the whole forward is made again, a block's last product too.
+Activation checkpointing is compiled with the block, so the backward recomputes only the values it needs. If a block
+cannot be compiled as one graph (experts, hooks on submodules) or its activations are offloaded, checkpointing wraps the
+compiled function instead, and the backward repeats the full forward, including the last matmul.
 
-Not covered: embedding, norm and head, which stay as they are; ``selective`` where checkpointing must stay outside; two
-budgets in one process, since what was compiled under the first serves the second too.
+Limits: embedding, final norm and head are not compiled; ``selective`` needs checkpointing inside the graph; one budget
+per process, since code compiled under the first budget is reused for the second.
+
+Source: https://pytorch.org/blog/activation-checkpointing-techniques/
 """
 
 import functools
@@ -28,14 +29,14 @@ from fsdptoys.models import routers
 
 
 class CompiledForward:
-    """A block's compiled forward, found as ``block.compiled_forward``.
+    """Compiled forward of a block, stored as ``block.compiled_forward``.
 
     Args:
-        function: what is called.
+        function: the compiled function.
 
     Attributes:
-        around: makes what surrounds each call, also where checkpointing calls again in the backward. What is done there
-            is not compiled, and so breaks no graph.
+        around: returns a context for each call, including recomputation in the backward. It is not compiled, so it
+            causes no graph breaks.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -43,7 +44,7 @@ class CompiledForward:
         self.around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def __call__(self, *args: Any) -> Any:
-        """Call it."""
+        """Call the function within ``around``."""
         with self.around():
             return self.function(*args)
 
@@ -55,20 +56,20 @@ def compile_blocks(
     inner_hooks: bool = False,
     backend: str | Callable[..., Any] = "inductor",
 ) -> None:
-    """Compile each block's forward at its first call; after ``checkpoint_blocks``, before anything wraps the blocks.
+    """Compile each block's forward at its first call; run after ``checkpoint_blocks``, before anything wraps blocks.
 
     Args:
         blocks: of one model.
-        budget: share of the activations that the partitioner may keep, 0 to 1; None leaves it alone.
-        inner_hooks: whether a strategy will put hooks on parts of a block.
+        budget: share of the activations that the partitioner may keep, 0 to 1; None for its default.
+        inner_hooks: whether the strategy will register hooks on submodules of a block.
         backend: of ``torch.compile``.
 
     Raises:
-        ConfigError: if ``selective`` could not see into what is compiled.
+        ConfigError: if ``selective`` checkpointing would have to wrap compiled functions.
     """
     for block in blocks:
-        # Routers are told gradients between forward and backward. Compiled with a low budget, they took what was there
-        # in the forward (torch 2.13).
+        # Routers receive gradients between forward and backward. Compiled with a low budget, they read the buffer's
+        # older value from the forward (torch 2.13).
         for router in routers(block):
             router.forward = torch.compiler.disable(router.forward)  # type: ignore[method-assign]
         forward: Any = block.forward
@@ -93,12 +94,12 @@ def _offloads(forward: "functools.partial[Any]") -> bool:
 
 
 def _call_within(budget: float, forward: Callable[..., Any], *args: Any) -> Any:
-    # Around every call, since any may compile anew: for another shape, with gradients or without.
+    # Around every call, since any call may recompile, for example for another shape or gradient mode.
     with _memory_budget(budget):
         return forward(*args)
 
 
 def _memory_budget(budget: float) -> AbstractContextManager[Any]:
-    """What is compiled in here keeps that share of the activations (a private setting; tried on torch 2.7 and 2.13)."""
+    """Context that sets the partitioner's budget (a private torch setting; tested with 2.7 and 2.13)."""
     patch: AbstractContextManager[Any] = torch._functorch.config.patch(activation_memory_budget=budget)
     return patch

@@ -1,4 +1,4 @@
-"""This process as one rank: its group, its device, and the kernels that PyTorch chooses in it."""
+"""Process group, device and deterministic kernels of this rank."""
 
 import os
 import sys
@@ -21,11 +21,11 @@ from .rank_store import check_interface, open_rank_store
 
 @contextmanager
 def process_group(config: Config) -> Iterator[None]:
-    """Join the ranks that the environment names (as torchrun sets it), unless a process group is up already.
+    """Initialize the process group from torchrun's environment variables, unless one exists already.
 
     Raises:
-        LostRanksError: if not all of them come, or the machine of the first does not answer.
-        ConfigError: if MASTER_PORT is another program's, or gloo is to use a network interface that is not there.
+        LostRanksError: if not all ranks join in time, or the node of rank 0 does not answer.
+        ConfigError: if MASTER_PORT is taken, or gloo's network interface does not exist.
     """
     if dist.is_initialized():
         yield
@@ -52,7 +52,7 @@ def process_group(config: Config) -> Iterator[None]:
             raise ConfigError(
                 f"MASTER_PORT={os.environ['MASTER_PORT']} is taken on this machine by another program; set another"
             ) from error
-        # A host that is unknown or does not answer is another error than ranks that do not come.
+        # Unreachable hosts raise another error than missing ranks.
         unanswered = isinstance(error, dist.DistNetworkError) and "timed out" in str(error)
         if not (unanswered or is_lost(str(error))):
             raise
@@ -63,24 +63,24 @@ def process_group(config: Config) -> Iterator[None]:
     try:
         yield
     finally:
-        # After an exception the other ranks may hang in a collective; destroying would wait for them.
+        # After an exception the other ranks may hang in a collective, for which destroying would wait.
         if sys.exc_info()[0] is None:
-            # gloo's threads need the interpreter to free the tensors of the last collective. A group that is destroyed
-            # before they did (or an interpreter that ends) waits for them while they wait for it: seen with torch
-            # 2.13 as a hang or "terminate called". Waiting for the others lets them; a barrier has no tensors.
+            # gloo's threads need the GIL to free the tensors of the last collective. Destroying the group (or ending
+            # the interpreter) before that deadlocks: seen with torch 2.13 as a hang or "terminate called". A barrier
+            # gives them time, and holds no tensors itself.
             dist.barrier(device_ids=device.barrier_devices)
             dist.destroy_process_group()
 
 
 @contextmanager
 def deterministic_kernels(wanted: bool, device_type: str) -> Iterator[None]:
-    """Let PyTorch choose deterministic kernels only, and leave its settings as they were."""
+    """Make PyTorch use deterministic kernels within this context, if ``wanted``."""
     if not wanted:
         yield
         return
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
-    # For a process that no launcher of ours made: cuBLAS reads its variable with its first handle, HCCL with its first
-    # group; without cuBLAS's, PyTorch refuses deterministic matrix products.
+    # For processes not started by our launcher: cuBLAS reads its variable with the first handle, HCCL with the first
+    # group. Without cuBLAS's variable PyTorch refuses deterministic matmuls.
     for name, value in DETERMINISTIC.get(device_type, {}).items():
         os.environ.setdefault(name, value)
     torch.use_deterministic_algorithms(True)
@@ -96,7 +96,7 @@ def device_of(config: Config) -> Device:
     """The device of this rank.
 
     Raises:
-        ConfigError: if it is not there, or has not the number format of the model.
+        ConfigError: if it does not exist, or lacks bfloat16 where the model computes in it.
     """
     chosen = config.launch.device.value
     device_type = available_device_type() if chosen == "auto" else chosen

@@ -269,7 +269,7 @@ def _fields(kind: Any) -> tuple[str, ...]:
 
 
 def _loaded(module: Any) -> Any:
-    """An allowed module that is imported already; untrusted input never causes an import."""
+    """An allowed module, imported already; untrusted input never causes an import."""
     if not (isinstance(module, str) and (module in _TORCH_MODULES or module.startswith("fsdptoys."))):
         raise ForeignError("it names another module")
     return sys.modules[module]

@@ -1,10 +1,10 @@
-"""States of this process's random number generators: kept in a checkpoint as JSON, and put back from one.
+"""Save and restore the states of this process's random number generators, as JSON in a checkpoint.
 
-Nothing that trains draws from them except models and strategies of one's own. So a state that this process cannot
-take, since it is of another Python, torch or device, does not stop a run: the generators start from the seed.
+Training itself does not draw from them; user-defined models and strategies may. So an incompatible state, of another
+Python, torch or device, does not stop a run: the generators then start from the seed.
 
-numpy and torch keep a position in an array of 624 numbers and take any position that they are given; the next draw then
-reads beyond the array. So positions are checked here, before either gets one.
+numpy and torch accept any position in their array of 624 numbers, and an invalid one makes the next draw read out of
+bounds; positions are therefore checked here first.
 """
 
 import base64
@@ -20,13 +20,13 @@ from fsdptoys.utils.bounds import at_least, between, max_length
 from fsdptoys.utils.foreign import ForeignError
 
 STATE_NUMBERS = 624
-"""Of a Mersenne Twister, in numpy, torch and Python alike."""
+"""Size of the Mersenne Twister's state in numpy, torch and Python."""
 
 LONGEST_STATE = 2**20
-"""Characters of a state in base 64; torch's take about 7,000."""
+"""Maximum length of a state in base64 characters; torch's takes about 7,000."""
 
 TORCH_STATE_BYTES = (5048, 5056)
-"""Of torch's generator on the CPU, in whose layout ``_check_torch_state`` knows its way; tried on torch 2.13."""
+"""Sizes of the CPU generator's state with the layout that ``_check_torch_state`` knows; tested with torch 2.13."""
 
 
 @dataclass
@@ -59,13 +59,13 @@ class RandomStates:
     python: _PythonState
 
     def __post_init__(self) -> None:
-        """Check that both texts are base 64."""
+        """Check that both torch states are valid base64."""
         _decode(self.torch, "torch")
         _decode(self.device or "", "device")
 
 
 def random_states(device: Device) -> dict[str, Any]:
-    """States of this process's random number generators, as JSON can hold them."""
+    """States of this process's random number generators, as JSON values."""
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     version, internal, gauss = random.getstate()
     own = device.rng_state()
@@ -83,23 +83,23 @@ def random_states(device: Device) -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any] | None, device: Device, seed: int, step: int, rank: int) -> str | None:
-    """Put the generators back to what :func:`random_states` returned, or else to what the seed says.
+    """Restore the result of :func:`random_states`; if that is impossible, seed the generators.
 
     Args:
-        states: checked against ``RandomStates``; None for those of the seed.
+        states: checked against ``RandomStates``; None to seed the generators.
         device: of this process.
         seed: of the run's initial values.
         step: after which the states were saved.
         rank: of this process.
 
     Returns:
-        Why this process cannot take the states and the generators start from the seed instead; None if it can.
+        The reason why the states could not be restored; None if they were, or if ``states`` is None.
     """
     if states is not None:
         try:
             _restore(states, device)
             return None
-        # RuntimeError, TypeError, ValueError: as torch, Python and numpy refuse a state
+        # raised by torch, Python and numpy for an invalid state
         except (RuntimeError, TypeError, ValueError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     mixed = int(np.random.SeedSequence(seed, spawn_key=(step, rank)).generate_state(1)[0])
@@ -127,10 +127,10 @@ def _restore(states: dict[str, Any], device: Device) -> None:
 
 
 def _check_torch_state(state: torch.Tensor) -> None:
-    """Refuse a place in torch's numbers from which it would read beyond them; torch checks each bound by itself alone.
+    """Refuse a position from which torch would read out of bounds; torch checks each field only by itself.
 
-    The layout is ATen's ``CPUGeneratorImplStateLegacy``: seed (8 bytes), numbers left until the next turn (4), whether
-    it was seeded (4), place of the next one (8), 624 numbers of 8 bytes, and what is left of a normal distribution.
+    The layout is ATen's ``CPUGeneratorImplStateLegacy``: seed (8 bytes), numbers left before the next refill (4),
+    whether it was seeded (4), position of the next number (8), 624 numbers of 8 bytes, and a cached normal sample.
     """
     if len(state) in TORCH_STATE_BYTES:
         content = state.numpy().tobytes()

@@ -39,7 +39,7 @@ def name_file_store(folder: Path, start: int) -> None:
 
 
 def name_network_store(host: str, port: int, prefix: str) -> None:
-    """Set the environment so that the ranks rendezvous at a TCP store that is already listening.
+    """Set the environment so that the ranks rendezvous at a running TCP store.
 
     Args:
         host: name or address.

@@ -184,7 +184,7 @@ def _states_format(memory: dict[str, Any]) -> str:
 
 
 def run_facts(config: Config, world_size: int) -> dict[str, Any]:
-    """Metadata of a run that is the same in all its checkpoints."""
+    """Metadata shared by all checkpoints of a run: world size, configuration and versions."""
     return {
         "world_size": world_size,
         "config": config.to_dict(),

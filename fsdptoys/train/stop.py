@@ -1,16 +1,13 @@
-"""A signal that asks a rank to stop: remembered until the step is done, and obeyed at once when it comes again.
+"""Stop requests by signal, and the agreement of all ranks on whether to stop.
 
-Python runs a signal's handler between two bytecodes of the main thread, so never while that thread waits in a
-collective for a rank that is gone. The wakeup descriptor is written by the C handler itself, whatever the main thread
-does; a thread that reads it remembers the first signal and ends the process with the second. A second one within a
-second of the first is the same request, told twice: a batch system signals every process of a job, and a launcher
-forwards what it got.
+The first SIGTERM or SIGUSR1 stops the run after the current step; the second one ends the process at once. Python runs
+signal handlers between bytecodes of the main thread, so never while that thread waits in a collective for a lost rank.
+Therefore a thread reads the wakeup descriptor, to which the C handler writes at any time. Signals within one second of
+the first count as the same request: batch systems signal every process of a job, and launchers forward signals too.
 
-Outside the ``with`` block nothing is changed: before the loop there is nothing to save, and a signal ends the process.
+Outside the ``with`` block of a ``StopRequest`` signals end the process as usual; there is nothing to save then.
 
 Source: https://docs.python.org/3/library/signal.html#signal.set_wakeup_fd
-
-Why a run takes no further step, which all ranks must agree on.
 """
 
 import os
@@ -25,21 +22,21 @@ from typing import Any
 from fsdptoys.config.schema import TrainConfig
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""What schedulers and launchers send before they kill: finish the step, save, end with status 0."""
+"""Signals sent by schedulers and launchers before they kill: finish the step, save, exit with status 0."""
 
 SAME_REQUEST_SECONDS = 1.0
-"""Signals that follow the first one sooner are the same request."""
+"""Signals within this time of the first one are the same request."""
 
 _open: "StopRequest | None" = None
 _fork_is_watched = False
 
 
 class StopRequest:
-    """Remembers that a signal asked to stop, for as long as it is entered; in the main thread only."""
+    """Context manager that records a signal's request to stop; for the main thread only."""
 
     def __init__(self) -> None:
         self.received: str | None = None
-        """Name of the signal, or None so far; all ranks have to agree on it before any of them stops."""
+        """Name of the signal, or None; all ranks must agree before any of them stops."""
         self._before: dict[signal.Signals, Any] = {}
         self._wakeup_before = -1
         self._pipe = (-1, -1)
@@ -84,7 +81,7 @@ class StopRequest:
                 if number == 0:
                     return
                 if number not in STOP_SIGNALS:
-                    continue  # of another handler in this process
+                    continue  # it belongs to another handler in this process
                 if self.received is None:
                     self.received, first = signal.Signals(number).name, now
                 elif now - first >= SAME_REQUEST_SECONDS:
@@ -92,11 +89,11 @@ class StopRequest:
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    """Stand in for the default action; the watcher has the signal already."""
+    """Replace the default action; the watcher thread handles the signal."""
 
 
 def _leave_in_child() -> None:
-    """Keep a forked child's signals from being told to its parent, over the pipe that both would have."""
+    """Restore a forked child's handlers, which would write to the pipe shared with its parent."""
     global _open
     if _open is not None:
         _open._restore()
@@ -105,27 +102,27 @@ def _leave_in_child() -> None:
 
 @dataclass(frozen=True)
 class Stop:
-    """Why a run takes no further step, agreed by all ranks."""
+    """Reason to stop, agreed by all ranks."""
 
     reason: str
-    """As the end of "15 of 20 steps; …"."""
+    """Completes the sentence "15 of 20 steps; …"."""
     signal: bool = False
-    """Whether somebody outside wants the process to end soon."""
+    """Whether a signal asked the process to end soon."""
     gave_up: bool = False
-    """Whether going on made no sense."""
+    """Whether too many steps were skipped."""
 
 
 def agreed_stop(
     train: TrainConfig, votes: Sequence[float], *, skipped: bool, in_a_row: int, in_all: int
 ) -> Stop | None:
-    """Why to stop after a step, if any rank has a reason.
+    """Return the reason to stop after a step; None if no rank has one.
 
     Args:
-        train: for its limits.
-        votes: how many ranks received each of ``STOP_SIGNALS``, and how many are out of time.
-        skipped: whether the step made no update.
-        in_a_row: steps without update one after the other, up to this one.
-        in_all: steps without update in the whole run.
+        train: contains the limits.
+        votes: number of ranks that received each of ``STOP_SIGNALS``, then number of ranks out of time.
+        skipped: whether the step's update was skipped.
+        in_a_row: number of consecutive skipped steps, including this one.
+        in_all: number of skipped steps in the run.
     """
     for number, ranks in zip(STOP_SIGNALS, votes, strict=False):
         if ranks:

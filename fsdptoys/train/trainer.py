@@ -141,7 +141,7 @@ class Trainer:
         self.history: list[StepMetrics] = []
         """Metrics of the steps taken by this object."""
         self.compilation = CompilationWatch() if train.compile or config.kernels.compiles else None
-        """Counts recompilations; None if nothing is compiled."""
+        """Records compilations and their causes; None if nothing is compiled."""
         self.on_phase: Callable[[int, str], None] = lambda step, phase: None
         """Called with step and phase: data, forward, backward, optimizer, evaluation or checkpoint."""
         self.around_step: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext()
