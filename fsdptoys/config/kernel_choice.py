@@ -1,8 +1,7 @@
-"""Which implementation of each operation a run takes: settings, the choice by device, and giving it to a model.
+"""Select the implementation of each operation by settings and device.
 
-The implementations are in ``models/kernels.py``; this is the one place that knows which of them belongs to which
-device. ``auto`` is PyTorch's own on CUDA and on a CPU, and torch_npu's on an NPU. Compiled ones are taken only where
-they are asked for: on an accelerator nobody has measured them here.
+The implementations are in ``models/kernels.py``. ``auto`` is PyTorch's on CUDA and CPU, and torch_npu's on an NPU.
+Compiled kernels are used only on request, since their speed on accelerators has not been measured.
 """
 
 import dataclasses
@@ -15,7 +14,7 @@ from fsdptoys.models import DecoderModel, choose_kernels, npu_kernels, use_kerne
 
 
 class KernelLibrary(Enum):
-    """Whose function."""
+    """Library of the implementation."""
 
     auto = "auto"
     """torch_npu's on an NPU, else PyTorch's."""
@@ -24,7 +23,7 @@ class KernelLibrary(Enum):
 
 
 class Kernel(Enum):
-    """Whose function, or what the compiler makes of PyTorch's."""
+    """Library of the implementation, or PyTorch's compiled with ``torch.compile``."""
 
     auto = "auto"
     """torch_npu's on an NPU, else PyTorch's."""
@@ -34,24 +33,24 @@ class Kernel(Enum):
 
 
 class DocumentKernel(Enum):
-    """Whose function."""
+    """PyTorch function for attention under document masking."""
 
     auto = "auto"
     """``torch``."""
     torch = "torch"
-    """A mask of the whole square, which every device takes."""
+    """A full (T, T) mask; runs on every device."""
     flex = "flex"
-    """PyTorch's flex_attention, which leaves out what no token sees; trains on CUDA alone."""
+    """PyTorch's flex_attention, which skips fully masked blocks; trains on CUDA only."""
 
 
 class GroupedKernel(Enum):
-    """Whose function, or none but a loop."""
+    """Library of the grouped matmul, or a loop over experts."""
 
     auto = "auto"
     """torch_npu's on an NPU, else PyTorch's."""
     torch = "torch"
     looped = "looped"
-    """A product for each expert, with the same arithmetic on every device: to compare devices by."""
+    """One matmul per expert, with the same arithmetic on every device; for comparisons between devices."""
     npu = "npu"
 
 
@@ -62,38 +61,38 @@ class KernelConfig:
     attention: KernelLibrary = KernelLibrary.auto
     """Causal attention: PyTorch's, or torch_npu's."""
     document_attention: DocumentKernel = DocumentKernel.auto
-    """Attention under ``data.mask_documents``: PyTorch's with a mask, or its flex_attention."""
+    """Attention under ``data.mask_documents``: PyTorch's with a mask, or flex_attention."""
     rms_norm: Kernel = Kernel.auto
-    """RMSNorm: PyTorch's, compiled by itself, or torch_npu's."""
+    """RMSNorm: PyTorch's, compiled separately, or torch_npu's."""
     rotary: Kernel = Kernel.auto
-    """Rotary positions: PyTorch's, compiled by themselves, or torch_npu's."""
+    """Rotary position embedding: PyTorch's, compiled separately, or torch_npu's."""
     swiglu: Kernel = Kernel.auto
-    """Gate of a dense feed-forward: PyTorch's, compiled by itself, or torch_npu's."""
+    """SwiGLU gate of a dense feed-forward layer: PyTorch's, compiled separately, or torch_npu's."""
     grouped_matmul: GroupedKernel = GroupedKernel.auto
-    """Products of experts: PyTorch's, one by one where it has no grouped one; always one by one; or torch_npu's."""
+    """Matmuls of experts: PyTorch's (a loop where it has no grouped one), always a loop, or torch_npu's."""
 
     def names(self) -> dict[str, str]:
-        """Operation → implementation."""
+        """Map each operation to the name of its implementation."""
         return {field.name: getattr(self, field.name).value for field in dataclasses.fields(self)}
 
     @property
     def compiles(self) -> bool:
-        """Whether any operation is compiled by itself."""
+        """Whether any operation is compiled separately."""
         return Kernel.compiled.value in self.names().values()
 
     def resolve(self, device_type: str, *, compiles: bool, deterministic: bool) -> None:
-        """Replace every ``auto``.
+        """Replace every ``auto``, and check the choices against the device.
 
         Args:
             device_type: ``cuda``, ``npu`` or ``cpu``.
-            compiles: whether blocks are compiled, which fuses PyTorch's operators and cannot see into others.
-            deterministic: whether PyTorch must know that a kernel is deterministic.
+            compiles: whether blocks are compiled, which works with PyTorch's operators only.
+            deterministic: whether kernels must be known to be deterministic.
 
         Raises:
-            ConfigError: where an implementation is not this device's.
+            ConfigError: if an implementation does not run on this device or with these settings.
         """
         for operation, name in self.names().items():
-            # Experts are left out of what is compiled.
+            # Experts are not compiled.
             seen = compiles and operation != "grouped_matmul"
             if name == "npu" and device_type != "npu":
                 raise ConfigError(
@@ -114,18 +113,18 @@ class KernelConfig:
             if name == "auto":
                 fused = device_type == "npu" and not seen and not deterministic and operation in npu_kernels.OPERATORS
                 if fused and available_device_type() == "npu" and not npu_kernels.is_there(operation):
-                    fused = False  # an older torch_npu; elsewhere, where a run is only planned, it is taken to be there
+                    fused = False  # an older torch_npu; when planning on another machine, the operator is assumed
                 setattr(self, operation, type(getattr(self, operation))("npu" if fused else "torch"))
 
     def check_documents(self, masks: bool, selective: bool) -> None:
-        """Refuse flex_attention where it would do nothing or harm.
+        """Refuse flex_attention without document masking or with selective checkpointing.
 
         Args:
             masks: ``data.mask_documents``.
             selective: whether ``memory.gradient_checkpointing=selective``.
 
         Raises:
-            ConfigError: naming key, value and fix.
+            ConfigError: names key, value and fix.
         """
         if self.document_attention is not DocumentKernel.flex:
             return
@@ -142,14 +141,14 @@ class KernelConfig:
 
 
 def put_kernels(model: DecoderModel, config: KernelConfig) -> None:
-    """Have a model take the implementations that the settings name.
+    """Set the model's implementations to those of the settings.
 
     Args:
         model: before anything is compiled.
         config: resolved.
 
     Raises:
-        ConfigError: if torch_npu, or an operator in it, is missing.
+        ConfigError: if torch_npu or one of its operators is missing.
     """
     for operation, name in config.names().items():
         if name == "npu" and not npu_kernels.is_there(operation):

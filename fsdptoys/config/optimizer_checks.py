@@ -1,4 +1,4 @@
-"""Checks of an optimizer against the strategy, offload and device, before anything starts."""
+"""Check the optimizer against strategy, offload and device before the launch."""
 
 from typing import Protocol
 
@@ -14,7 +14,7 @@ from fsdptoys.parallel.mesh import MeshConfig
 
 
 class Loop(Protocol):
-    """The settings of the training loop that matter here."""
+    """Settings of the training loop that affect these checks."""
 
     grad_accum: int
     max_grad_norm: float | None
@@ -28,11 +28,11 @@ def check_optimizer(
     """Resolve every ``auto``, and check the optimizer against strategy, offload and device.
 
     Raises:
-        ConfigError: the first mistake.
+        ConfigError: for the first mistake.
     """
     deterministic = train.deterministic
     if parallel.flattens_parameters and memory.cpu_offload and deterministic and train.grad_accum > 1:
-        # Each reduction would overwrite the offloaded gradient of the one before.
+        # Each reduction would overwrite the offloaded gradient of the previous one.
         raise ConfigError(
             f"train.grad_accum={train.grad_accum} with train.deterministic=true reduces after every "
             "micro-batch, which FSDP1 cannot add up under memory.cpu_offload=true; set parallel=fsdp2"
@@ -42,10 +42,10 @@ def check_optimizer(
         _check_matrices(optim, parallel, memory)
     optim.resolve(deterministic)
     on_cpu = device_type == "cpu" or memory.cpu_offload
-    # In the deterministic mode, bits with offload must equal the accelerator's without, which are not the fused ones.
+    # In deterministic mode, offload must give the same bits as the accelerator, which the fused CPU step does not.
     may_fuse = device_type == "cpu" or (memory.cpu_offload and not deterministic)
     if optim.implementation is Implementation.auto and may_fuse and optim.fused_takes_shards:
-        # On a CPU it is several times as fast as PyTorch's default.
+        # On a CPU, fused is several times as fast as PyTorch's default.
         optim.implementation = Implementation.fused
     if optim.implementation is Implementation.fused and not optim.fused_takes_shards:
         if parallel.uses_dtensor:
@@ -84,7 +84,7 @@ def _check_states(optim: OptimConfig, parallel: ParallelConfig, memory: MemoryCo
 
 
 def _check_low_bits(optim: OptimConfig, setting: str, parallel: ParallelConfig, deterministic: bool) -> None:
-    """Check that parameters are sharded between rows, and that torchao can update them."""
+    """Check that shards keep full rows, and that torchao can update them."""
     if parallel.matrices_lost:
         raise ConfigError(
             f"{setting} keeps a scale for each part of a row of a matrix, which parallel={parallel.name} "
@@ -110,7 +110,7 @@ def _check_low_bits(optim: OptimConfig, setting: str, parallel: ParallelConfig, 
 
 
 def check_blocks(optim: OptimConfig, model: ModelConfig, mesh: MeshConfig, shards: int) -> None:
-    """Refuse shards that end within a block of numbers with one scale, as stacks of experts may have."""
+    """Refuse shards that end within a quantization block, as is possible for stacks of experts."""
     if optim.low_bit_format is None or not isinstance(model, MoEConfig):
         return
     with torch.device("meta"):
@@ -129,7 +129,7 @@ def check_blocks(optim: OptimConfig, model: ModelConfig, mesh: MeshConfig, shard
 def check_in_backward(
     optim: OptimConfig, parallel: ParallelConfig, memory: MemoryConfig, train: Loop, mesh: MeshConfig, world_size: int
 ) -> None:
-    """Refuse updates in the backward where gradients are needed afterwards."""
+    """Refuse optimizer steps in the backward if gradients are needed afterwards."""
     if not memory.optimizer_in_backward:
         return
     setting = "memory.optimizer_in_backward=true"
@@ -173,7 +173,7 @@ def check_in_backward(
 
 
 def _check_matrices(optim: OptimConfig, parallel: ParallelConfig, memory: MemoryConfig) -> None:
-    """Check that matrices are on the device, in full or sharded along one dim."""
+    """Check that matrices are on the device, unsharded or sharded along one dim."""
     if parallel.matrices_lost:
         raise ConfigError(
             f"optim={optim.name} orthogonalizes whole matrices, which parallel={parallel.name} "

@@ -1,4 +1,4 @@
-"""The settings of ``fsdptoys plan``: which hardware a run is imagined on, and how carefully."""
+"""Settings of ``fsdptoys plan``: target hardware and accuracy of the prediction."""
 
 import math
 from dataclasses import dataclass
@@ -9,32 +9,32 @@ from fsdptoys.utils.bounds import check_at_most
 
 
 class AllocatorKind(Enum):
-    """How the device's allocator takes memory."""
+    """Mode of PyTorch's caching allocator on the device."""
 
     expandable = "expandable"
-    """One segment a stream that grows (``expandable_segments:True``), as the launcher sets it."""
+    """One growing segment per stream (``expandable_segments:True``), set by the launcher."""
     native = "native"
     """Segments of fixed size, PyTorch's default."""
 
 
 @dataclass
 class PlanConfig:
-    """What ``fsdptoys plan`` assumes."""
+    """Assumptions of ``fsdptoys plan``."""
 
     hardware: str = "auto"
-    """A profile of ``configs/hardware``, or a YAML file; auto for that of this machine's device."""
+    """Profile in ``configs/hardware``, or a YAML file; auto for this machine's device."""
     world_size: int | None = None
-    """Ranks to plan for; null for one machine of that hardware."""
+    """Number of ranks to plan for; null for one node of that hardware."""
     memory_gib: float | None = None
-    """Memory of a device that the allocator may take; null for all that the profile leaves it."""
+    """Device memory available to the allocator, in GiB; null for the profile's usable memory."""
     exact: bool = False
-    """Trace every layer, where otherwise a few are traced and the rest follow."""
+    """Trace every layer instead of extrapolating from a few."""
     allocator: AllocatorKind = AllocatorKind.expandable
-    """How the device's allocator takes memory."""
+    """Mode of PyTorch's caching allocator on the device."""
     rows: int = 10
-    """Most combinations that ``plan search`` shows."""
+    """Maximum number of combinations that ``plan search`` shows."""
     predict: bool = True
-    """Let ``train`` say before the run what it will take, and hold it against what it took."""
+    """``train`` predicts memory and time before the run, and compares them with the measured values."""
 
     def __post_init__(self) -> None:
         """Check each value by itself."""

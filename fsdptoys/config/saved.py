@@ -1,4 +1,4 @@
-"""Read a run directory's files back: trees of plain values, and the configuration of the run."""
+"""Read the YAML and JSON files of a run directory, and the run's configuration."""
 
 import dataclasses
 import typing
@@ -27,7 +27,7 @@ def read_tree(path: Path) -> dict[str, Any]:
     """Read a YAML or JSON file of a run.
 
     Raises:
-        ConfigError: if it cannot be read, or holds no mapping with text as keys.
+        ConfigError: if it cannot be read, or is not a mapping with string keys.
     """
     try:
         text = read_regular(path, LARGEST_FILE_BYTES)
@@ -45,7 +45,7 @@ def read_tree(path: Path) -> dict[str, Any]:
 
 
 def _check_keys(tree: Any) -> None:
-    """Refuse keys that are not text, which YAML allows, since settings are named ``section.key``."""
+    """Refuse non-string keys, which YAML allows but ``section.key`` names do not."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             if not isinstance(key, str):
@@ -57,16 +57,16 @@ def _check_keys(tree: Any) -> None:
 
 
 def read_config(tree: dict[str, Any], where: str) -> Config:
-    """The configuration of a run, as far as it decides the time of a step.
+    """Build the configuration of a run, as far as it affects the time of a step.
 
     Missing keys are newer than the run and get their defaults.
 
     Args:
-        tree: of its ``config.yaml``.
-        where: the file, for messages.
+        tree: contents of ``config.yaml``.
+        where: path of the file, for messages.
 
     Raises:
-        ConfigError: for an unknown key, and for a value of another type.
+        ConfigError: for an unknown key or a value of the wrong type.
     """
     sections: dict[str, Any] = {
         "model": dataclasses.replace(model_config_of(tree.get("model"), where, "leave the run out"), init_from=None),
@@ -80,7 +80,7 @@ def read_config(tree: dict[str, Any], where: str) -> Config:
         if name not in sections:
             sections[name] = _build(kind, tree.get(name, {}), where, name)
     config = Config(**sections)
-    # This machine may lack what these need, and the run is not repeated here.
+    # The run is not repeated here, and this machine may not meet the requirements of these settings.
     config.train.eval_every = 0
     config.memory.cpu_threads = None
     config.launch.max_restarts = 0
@@ -89,7 +89,7 @@ def read_config(tree: dict[str, Any], where: str) -> Config:
 
 
 def read_data_config(tree: Mapping[str, Any], where: str) -> DataConfig:
-    """The ``data`` section of a run's configuration; otherwise as :func:`read_config`."""
+    """Build the ``data`` section of a run's configuration; arguments and errors as in :func:`read_config`."""
     config: DataConfig = _build_named(DATASETS, tree, "data", where, fix="use the file that the run wrote")
     return config
 
@@ -108,7 +108,7 @@ def _subclasses(base: type) -> Iterable[type]:
 def _build_named(
     kinds: Mapping[str, type[T]], tree: Mapping[str, Any], section: str, where: str, fix: str = "leave the run out"
 ) -> T:
-    """A section whose ``name`` selects the dataclass."""
+    """Build a section whose ``name`` selects the dataclass."""
     values = tree.get(section)
     name = values.get("name") if isinstance(values, dict) else None
     if not isinstance(values, dict) or not isinstance(name, str) or name not in kinds:

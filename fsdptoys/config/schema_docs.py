@@ -1,6 +1,6 @@
-"""What the dataclasses of the settings declare, read from their source text: keys, annotations, defaults, docstrings.
+"""Read keys, annotations, defaults and docstrings of the config dataclasses from their source.
 
-Reading the source with ``ast`` rather than importing it keeps the help under a second: importing torch takes longer.
+Parsing with ``ast`` keeps ``--help`` under a second; importing the classes would import torch.
 """
 
 import ast
@@ -12,7 +12,7 @@ from fsdptoys.utils.text import value_text
 
 @dataclass
 class Declaration:
-    """What the source says of one class."""
+    """One class: its bases, docstring and fields."""
 
     bases: list[str]
     doc: str
@@ -20,12 +20,12 @@ class Declaration:
     """Name, annotation and default."""
     docs: dict[str, str] = field(default_factory=dict)
     family: str | None = None
-    """Of a model's configuration: the ``base_<family>`` that its presets start from."""
+    """Of a model's configuration: the suffix of the ``base_<family>`` schema that its presets start from."""
 
 
 @dataclass
 class Key:
-    """One key, with the default of the most derived class that has one."""
+    """A configuration key, with annotation and default of the most derived class that declares it."""
 
     annotation: str
     default: str
@@ -33,7 +33,7 @@ class Key:
 
 
 def collect_keys(classes: dict[str, Declaration], name: str) -> dict[str, Key]:
-    """All keys of a class, in the order and with the defaults that its dataclass has."""
+    """All keys of a class, in the order and with the defaults of its dataclass."""
     collected: dict[str, Key] = {}
     for owner in [*reversed(ancestors(classes, name)), name]:
         for key, annotation, default in classes[owner].fields:
@@ -43,17 +43,17 @@ def collect_keys(classes: dict[str, Declaration], name: str) -> dict[str, Key]:
 
 
 def ancestors(classes: dict[str, Declaration], name: str) -> list[str]:
-    """Known bases of a class in the order in which Python looks things up, which is nearest first."""
+    """Known bases of a class, in method resolution order."""
     found: list[str] = []
     for base in classes[name].bases:
         if base in classes:
             found += [base, *ancestors(classes, base)]
-    # A base that several share comes after all of them.
+    # A shared base comes after all classes that share it.
     return [base for index, base in enumerate(found) if base not in found[index + 1 :]]
 
 
 def read_classes(root: Path) -> dict[str, Declaration]:
-    """Name → what every class in a folder and the folders right below declares; names that are given to another too."""
+    """Read all classes of a folder and its direct subfolders, by name; aliases (``A = B``) included."""
     classes: dict[str, Declaration] = {}
     aliases: dict[str, str] = {}
     for path in sorted(root.glob("*.py")) + sorted(root.glob("*/*.py")):
@@ -91,7 +91,7 @@ def _read_class(node: ast.ClassDef) -> Declaration:
 
 
 def _default(node: ast.expr | None) -> str:
-    """A default value as it is typed on the command line."""
+    """A default value in command line syntax."""
     if node is None:
         return ""
     if isinstance(node, ast.Constant):
