@@ -1,7 +1,7 @@
-"""From words on the command line to one ``Config``: Hydra composes YAML groups over the dataclasses, then it is gone.
+"""Compose a ``Config`` from command line overrides: Hydra merges YAML groups into the dataclasses.
 
-Every group's YAML starts from a ``base_<name>`` schema that is registered here, so a key that no dataclass has cannot
-get in. ``experiment`` is the one group without a schema: it overrides the others.
+Every YAML file of a group starts from a ``base_<name>`` schema registered here, so unknown keys are refused. The group
+``experiment`` has no schema, since it overrides other groups.
 """
 
 import copy
@@ -51,26 +51,26 @@ SCHEMAS: dict[str, dict[str, type]] = {
     "checkpoint": {"default": CheckpointConfig},
     "metrics": {"default": MetricsConfig},
 }
-"""Group → ``base_<name>`` that its YAML files start from → dataclass."""
+"""Group → name of the ``base_<name>`` schema → dataclass."""
 
 ROOT_OPTIONS = {
     field.name: Option(Any, field.default)
     for field in dataclasses.fields(Config)
     if field.default is not dataclasses.MISSING
 }
-"""Keys that stand in no section."""
+"""Keys outside of any section."""
 
 
 PATHS = (
     *("metrics.run_dir", "checkpoint.folder", "checkpoint.resume", "model.init_from", "plan.hardware"),
     *("data.files", "data.eval_files", "data.folder", "data.sources", "data.cache", "data.tokenizer"),
 )
-"""Keys that name files or folders, in which ``~`` is a home folder."""
+"""Keys that name files or folders, in which ``~`` is the home directory."""
 
 
 @dataclass(frozen=True)
 class Composition:
-    """A configuration and what it was put together from."""
+    """A configuration and the choices from which it was composed."""
 
     config: Config
     choices: dict[str, str | None]
@@ -81,19 +81,19 @@ def compose_config(overrides: Sequence[str]) -> Config:
     """Compose a configuration.
 
     Args:
-        overrides: ``key=value`` and ``group=choice`` words, as on the command line.
+        overrides: ``key=value`` and ``group=choice``, as on the command line.
 
     Returns:
-        The configuration, each value checked by itself but not yet validated as a whole.
+        The configuration, with each value checked, but not validated across sections.
 
     Raises:
-        ConfigError: for the first mistake, in one sentence naming key, value and fix.
+        ConfigError: for the first mistake, in one sentence that names key, value and fix.
     """
     return compose(overrides).config
 
 
 def compose(overrides: Sequence[str]) -> Composition:
-    """Compose a configuration and tell what was chosen; see :func:`compose_config`."""
+    """Compose a configuration, and return it with its choices; see :func:`compose_config`."""
     choices = list_choices()
     parsed = parse_overrides(overrides, choices)
     check_groups(parsed, choices, list_defaults())
@@ -118,12 +118,12 @@ def compose(overrides: Sequence[str]) -> Composition:
 
 
 def compose_presets(names: Sequence[str]) -> list[ModelConfig]:
-    """The configurations of presets of ``model``, as their YAML files say, and nothing but them.
+    """Compose the configurations of model presets, without the other sections.
 
-    Hydra is slow to start, so it composes all of them side by side in one tree.
+    All presets are composed in one tree, because Hydra is slow to start.
 
     Raises:
-        ConfigError: if one of them cannot be composed.
+        ConfigError: if a preset cannot be composed.
     """
     _register_schemas()
     overrides = [f"+model@preset{index}={name}" for index, name in enumerate(names)]
@@ -138,9 +138,9 @@ def compose_presets(names: Sequence[str]) -> list[ModelConfig]:
 
 @functools.cache
 def _compose_groups(groups: tuple[str, ...]) -> tuple[DictConfig, dict[str, str | None]]:
-    """The tree of some groups' choices, to be copied and not written to, and all choices: half a second of Hydra's."""
+    """Return the tree of the given choices (cached: copy before writing), and all choices. Takes about 0.5 s."""
     _register_schemas()
-    # Hydra knows no null for a group whose default is null already.
+    # Hydra refuses null for a group whose default is null already.
     words = [word for word in groups if word != "experiment=null"]
     try:
         with hydra.initialize_config_module(CONFIG_MODULE, version_base="1.3"):
@@ -168,7 +168,7 @@ def _to_config(tree: DictConfig) -> Config:
         raise ConfigError(f"{key}={raw} cannot be resolved ({_one_line(error)}); write the value itself") from error
     except ConfigError:
         raise
-    except ValueError as error:  # models know no ConfigError, but their sentences are made the same way
+    except ValueError as error:  # models do not import ConfigError, but word their messages alike
         raise ConfigError(str(error)) from error
     assert isinstance(config, Config)
     for section in dataclasses.fields(config):
@@ -177,7 +177,7 @@ def _to_config(tree: DictConfig) -> Config:
 
 
 def _check_texts(key: str, value: Any) -> None:
-    """Refuse text and paths that no file and no system call takes."""
+    """Refuse text and paths that files and system calls cannot take."""
     if dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
             _check_texts(f"{key}.{field.name}", getattr(value, field.name))
@@ -196,7 +196,7 @@ def _schema(tree: DictConfig, section: str) -> type:
     return schema
 
 
-@functools.cache  # Hydra reads every dataclass for it
+@functools.cache  # Hydra reads every dataclass
 def _register_schemas() -> None:
     store = ConfigStore.instance()
     store.store(name="base_config", node=Config, provider="fsdptoys")
@@ -206,7 +206,7 @@ def _register_schemas() -> None:
 
 
 def _one_line(error: Any) -> str:
-    """Hydra's and OmegaConf's own words, without the lines that locate them."""
+    """Message of a Hydra or OmegaConf error, without the lines on its location."""
     lines = [line.strip() for line in str(error).splitlines()]
     told = [line for line in lines if line and not line.startswith(("full_key:", "reference_type=", "object_type="))]
     return " ".join(told).rstrip(".")

@@ -1,9 +1,9 @@
-"""What a user typed after the command word, checked before Hydra composes it, so that every mistake gets one sentence.
+"""Check command line overrides before Hydra composes them, and report each mistake in one sentence with a fix.
 
-Hydra's own parser reads the words; what it accepts is then held against the groups' choices and against the dataclasses
-of the chosen ones. Hydra and OmegaConf would find most of these mistakes too, but name neither the value nor the fix,
-and some (``+new.key=1``, ``cpu_offload=2``) they accept. Values with an interpolation (``${...}``) have their type
-checked by OmegaConf once it is resolved.
+Hydra's parser reads the overrides; the results are then checked against the choices of groups and the dataclasses of
+the chosen ones. Hydra and OmegaConf would find most of these mistakes as well, but name neither the value nor the fix,
+and they accept some (``+new.key=1``, ``cpu_offload=2``). Values with an interpolation (``${...}``) are type-checked by
+OmegaConf when it resolves them.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ HELP = "see fsdptoys train --help for all keys"
 SWITCHES = dict.fromkeys(("true", "yes", "y", "on", "1"), "true") | dict.fromkeys(
     ("false", "no", "n", "off", "0"), "false"
 )
-"""Words that people type for a switch → what they mean."""
+"""Spellings of booleans → their value."""
 
 SYNONYMS = {
     "gpu": "cuda",
@@ -45,44 +45,44 @@ SYNONYMS = {
     "fp16": "float16",
     "fp64": "float64",
 }
-"""Words that people type for a choice, which are not close to it by their letters → the choice."""
+"""Common synonyms of choices, too different in spelling for a closest match → the choice."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One key that can be set."""
+    """A configuration key."""
 
     annotation: Any
     default: Any
-    """What its dataclass says; ``dataclasses.MISSING`` where it says nothing."""
+    """Default in its dataclass; ``dataclasses.MISSING`` if it has none."""
 
 
 def list_choices() -> dict[str, list[str]]:
-    """Group → names of its YAML files, which are those of the folder of that name."""
+    """Map each group to the sorted names of its YAML files."""
     return {group: sorted(path.stem for path in (CONFIGS / group).glob("*.yaml")) for group in sorted(list_defaults())}
 
 
 def schema_name(group: str, choice: str) -> str:
-    """Name of the schema that a group's YAML file starts from: ``llama`` where its defaults begin with base_llama."""
+    """Name of the schema of a group's YAML file: ``llama`` if its defaults begin with ``base_llama``."""
     first = parse_yaml((CONFIGS / group / f"{choice}.yaml").read_text(encoding="utf-8"))["defaults"][0]
     return str(first).removeprefix("base_")
 
 
 def list_defaults() -> dict[str, str | None]:
-    """Group → its choice where nothing is said, in the order of ``config.yaml``."""
+    """Map each group to its default choice, in the order of ``config.yaml``."""
     entries = parse_yaml((CONFIGS / "config.yaml").read_text(encoding="utf-8"))["defaults"]
     return {group: choice for entry in entries if isinstance(entry, dict) for group, choice in entry.items()}
 
 
 def parse_overrides(words: Sequence[str], choices: Mapping[str, Sequence[str]]) -> list[Override]:
-    """Read ``key=value`` words.
+    """Parse ``key=value`` overrides.
 
     Args:
-        words: what was typed.
-        choices: group → names of its YAML files, to guess what a word without ``=`` means.
+        words: arguments from the command line.
+        choices: group → names of its YAML files, to suggest a fix for an argument without ``=``.
 
     Raises:
-        ConfigError: for the first word that is not one key with one value.
+        ConfigError: for the first argument other than one key with one value.
     """
     return [_parse(word, words[index + 1 :], choices) for index, word in enumerate(words)]
 
@@ -104,7 +104,7 @@ def _parse(word: str, later: Sequence[str], choices: Mapping[str, Sequence[str]]
         raise ConfigError(f"'{word}' has spaces before or after the = sign; write {bare}={spaced}")
     try:
         override = OverridesParser.create().parse_override(word)
-    except ValueError as error:  # of int(), which reads no more than some thousand digits
+    except ValueError as error:  # int() refuses more than a few thousand digits
         raise ConfigError(f"{key} has a number of {len(value)} digits; write {key}=VALUE with fewer") from error
     except HydraException as error:
         reason = str(error).splitlines()[0]
@@ -127,7 +127,7 @@ def _with_value(word: str, later: Sequence[str], choices: Mapping[str, Sequence[
 
 def _first(sweep: str) -> str:
     if re.fullmatch(r"[1-9]\d{0,2}(,\d{3})+", sweep):
-        return sweep.replace(",", "")  # thousands
+        return sweep.replace(",", "")  # thousands separators
     return re.split(r"[,)]", sweep.rpartition("(")[2])[0].strip() or "VALUE"
 
 
@@ -141,7 +141,7 @@ def check_groups(
     """Check every ``group=choice``.
 
     Raises:
-        ConfigError: for a choice that does not exist, or a group that is given twice.
+        ConfigError: for an unknown choice, or a group with two different choices.
     """
     seen: dict[str, str] = {}
     for override in overrides:
@@ -178,11 +178,11 @@ def check_values(
     """Check every key and the type of its value.
 
     Args:
-        overrides: all of them; groups are left out here.
-        sections: first part of a key → dataclass that holds the rest, as chosen.
-        roots: keys that stand in no section.
+        overrides: all overrides; those of groups are ignored.
+        sections: section → chosen dataclass.
+        roots: keys outside of any section.
         groups: names of the groups, for suggestions.
-        others: called for a section, returns dataclass and name of each choice of that group, and what is chosen.
+        others: returns the chosen name and the dataclasses of all choices of a group.
 
     Raises:
         ConfigError: for the first mistake.
@@ -204,14 +204,14 @@ def check_values(
 
 
 class Others(typing.Protocol):
-    """Tells what the other choices of a group would have offered."""
+    """Looks up the choices of a group."""
 
     def __call__(self, group: str) -> tuple[str, dict[str, type]]:
-        """Return the chosen name, and every choice's dataclass by name."""
+        """Return the chosen name, and the dataclass of every choice by name."""
 
 
 def list_options(schema: type, prefix: str) -> dict[str, Option]:
-    """Every key below a dataclass, those of nested dataclasses included."""
+    """All keys of a dataclass, including those of nested dataclasses."""
     hints = typing.get_type_hints(schema)
     options: dict[str, Option] = {}
     for field in dataclasses.fields(schema):
@@ -250,7 +250,7 @@ def _unknown_key(
 
 
 def _nearest_key(key: str, known: Sequence[str]) -> str | None:
-    """The key most likely meant: the same last word first, then one like it in the same section, then anywhere."""
+    """Closest key: one with the same last part, else a similar one in the same section, else anywhere."""
     section, last = _split(key)
     same = [name for name in known if _split(name)[1] == last]
     if same:
@@ -275,7 +275,7 @@ def _check_value(key: str, raw: str, value: Any, option: Option) -> None:
     if value is None and nullable:
         return
     if wanted is Any and isinstance(option.default, int):
-        wanted = int | str  # OmegaConf cannot merge a field that is declared so
+        wanted = int | str  # declared as Any, since OmegaConf does not support this union
     expected, mended = _mismatch(wanted, value, raw)
     if expected is None:
         return
@@ -293,7 +293,7 @@ def _check_value(key: str, raw: str, value: Any, option: Option) -> None:
 
 
 def _mismatch(wanted: Any, value: Any, raw: str) -> tuple[str | None, str | None]:
-    """What the value must be, or None where it is that, and a mended value where one can be guessed."""
+    """Return the expected kind of value (None if it matches) and a corrected value (None if there is no guess)."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if wanted is bool:
         return (None if isinstance(value, bool) else "true or false"), SWITCHES.get(str(value).strip().lower())
@@ -318,7 +318,7 @@ def _mismatch(wanted: Any, value: Any, raw: str) -> tuple[str | None, str | None
             return None, None
         mended = f"[{raw}]" if _is_item(value, kind) else None
         return {int: "a list of integers", float: "a list of finite numbers"}.get(kind, "a list"), mended
-    if wanted == int | str:  # which words, the dataclass checks
+    if wanted == int | str:  # the dataclass checks the words themselves
         return (None if isinstance(value, str) or type(value) is int else "an integer or a word"), None
     if wanted is Any:  # one word, or several
         words = value if isinstance(value, list) else [value]
@@ -328,7 +328,7 @@ def _mismatch(wanted: Any, value: Any, raw: str) -> tuple[str | None, str | None
 
 
 def _number_meant(value: Any) -> int | float | None:
-    """The finite number that quoted text, another base or another type of number most likely means; None for none."""
+    """The finite number most likely meant by quoted text, another base or another numeric type; None if unclear."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     if isinstance(value, str):
@@ -343,7 +343,7 @@ def _number_meant(value: Any) -> int | float | None:
 
 
 def _is_finite(value: int | float) -> bool:
-    """``math.isfinite`` for integers that a float cannot hold, too."""
+    """Like ``math.isfinite``, but False for integers too large for a float."""
     try:
         return math.isfinite(value)
     except OverflowError:

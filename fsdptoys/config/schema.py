@@ -1,7 +1,7 @@
-"""The one configuration of a run: a tree of dataclasses, checked across its fields before anything starts.
+"""Configuration of a run: a tree of dataclasses, validated before the launch.
 
-Each room owns its part of the tree; this page joins them and holds the checks that need more than one room. Nothing
-here knows Hydra: the command line composes YAML into these classes and calls ``validate``.
+Each package defines its own section. This module joins them, and contains the checks across sections. It does not
+depend on Hydra: the command line composes YAML into these classes and calls ``validate``.
 """
 
 import dataclasses
@@ -36,75 +36,75 @@ class DeviceChoice(Enum):
     """Hardware to run on."""
 
     auto = "auto"
-    """CUDA where there is one, else NPU, else CPU."""
+    """CUDA if available, else NPU, else CPU."""
     cuda = "cuda"
     npu = "npu"
     cpu = "cpu"
 
 
 class SumDType(Enum):
-    """Number format of sums over ranks that no gradient is in: gradient norms, losses, shares of experts."""
+    """dtype of sums over ranks, except those of gradients: gradient norms, losses, expert statistics."""
 
     auto = "auto"
-    """float64 where the device's collectives have it, which HCCL's do not; else float32."""
+    """float64 if the device's collectives support it (HCCL's do not), else float32."""
     float32 = "float32"
     float64 = "float64"
 
     @property
     def torch(self) -> torch.dtype:
-        """PyTorch's name for it."""
+        """The torch dtype."""
         assert self is not SumDType.auto, "it must have been resolved"
         return torch.float64 if self is SumDType.float64 else torch.float32
 
 
 @dataclass
 class TrainConfig:
-    """The loop."""
+    """The training loop."""
 
     batch_size: int = 1
-    """Sequences a micro-batch on each rank."""
+    """Sequences per micro-batch on each rank."""
     seq_len: int = 512
-    """Tokens a sequence."""
+    """Tokens per sequence."""
     steps: int = 10
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     grad_accum: int = 1
-    """Micro-batches whose gradients are summed before a step."""
+    """Micro-batches per optimizer step; their gradients are summed."""
     max_grad_norm: float | None = 1.0
-    """Gradients are scaled down to this norm; null only measures it."""
+    """Clip the gradient norm to this value; null only measures it."""
     max_seconds: float | None = None
-    """Stop after the step in which the loop has run this long; null for no limit. Schedules count ``steps`` alone."""
+    """Stop after the step in which the loop reaches this time; null for no limit. Schedules follow ``steps`` only."""
     eval_every: int = 0
-    """Evaluate the held-out part after every so many steps, and after the last; 0 for never."""
+    """Evaluate on the held-out split every N steps and after the last; 0 for never."""
     eval_batches: int = 8
-    """Micro-batches on each rank an evaluation."""
+    """Micro-batches per evaluation on each rank."""
     label_smoothing: float = 0.0
-    """Share of each label that is spread evenly over the vocabulary; evaluation does without."""
+    """Share of each label spread evenly over the vocabulary; not used in evaluation."""
     z_loss_coef: float = 0.0
-    """Weight of logsumexp(logits)², which keeps the logits from drifting; evaluation does without."""
+    """Weight of logsumexp(logits)², which keeps logits from drifting; not used in evaluation."""
     skip_nonfinite: bool = True
-    """Leave a step without update where its loss or gradients are not finite, on all ranks alike."""
+    """Skip the update on all ranks if the loss or any gradient is not finite."""
     max_skipped: int = 20
-    """Stop, with a checkpoint, after so many steps without update in the whole run."""
+    """Save a checkpoint and stop after this many skipped updates in total."""
     max_skipped_in_a_row: int = 5
-    """Stop, with a checkpoint, after so many steps without update one after the other."""
+    """Save a checkpoint and stop after this many consecutive skipped updates."""
     compile: bool = False
     """Compile each block with ``torch.compile``."""
     float8: Float8 = Float8.none
-    """Factors of the products in the blocks' linear layers; tensorwise, rowwise: over what a scale is."""
+    """float8 matmuls in the blocks' linear layers, with one scale per tensor (tensorwise) or per row (rowwise)."""
     float8_all_gather: bool = False
-    """FSDP2 gathers those weights as float8 (tensorwise only)."""
+    """FSDP2 gathers the weights of float8 layers in float8 (tensorwise only)."""
     deterministic: bool = False
-    """Deterministic kernels and float64 reductions: the same bits whatever the layout, on 1, 2, 4, 8, … ranks."""
+    """Deterministic kernels and float64 reductions: the same bits on any layout of 1, 2, 4, 8, … ranks."""
     sum_dtype: SumDType = SumDType.auto
-    """Number format in which gradient norms and losses are added up over ranks; auto: float64, on NPUs float32."""
+    """dtype of sums of gradient norms and losses over ranks; auto: float64, on NPUs float32."""
     seed: int = 0
-    """Seed for all purposes that have none of their own."""
+    """Seed for every purpose without a seed of its own."""
     init_seed: int | None = None
-    """Seed of initial values."""
+    """Seed of initial weights; null for ``seed``."""
     data_seed: int | None = None
-    """Seed of the order of the data, and of synthetic data."""
+    """Seed of data order and synthetic data; null for ``seed``."""
     sample_seed: int | None = None
-    """Seed of generation."""
+    """Seed of text generation; null for ``seed``."""
 
     def __post_init__(self) -> None:
         """Check each value by itself."""
@@ -132,7 +132,7 @@ class TrainConfig:
                 raise ConfigError(f"train.{name}={value} must be at least 0 and below 2**63; set train.{name}=0")
 
     def resolve(self) -> None:
-        """Fill in the seeds that have no value of their own."""
+        """Set missing seeds to ``seed``."""
         for name in ("init_seed", "data_seed", "sample_seed"):
             if getattr(self, name) is None:
                 setattr(self, name, self.seed)
@@ -140,22 +140,22 @@ class TrainConfig:
 
 @dataclass
 class LaunchConfig:
-    """Processes and machines; under torchrun, torchrun's own numbers count instead."""
+    """Processes and nodes; under torchrun its own arguments apply instead."""
 
     device: DeviceChoice = DeviceChoice.auto
     """Hardware to run on."""
     nproc_per_node: int = -1
-    """Ranks on this machine; -1 for one a device (two on a CPU)."""
+    """Ranks on this node; -1 for one per device (two on a CPU)."""
     nnodes: int = 1
-    """Machines; the same command runs on each of them."""
+    """Number of nodes; run the same command on each of them."""
     rdzv_endpoint: str | None = None
-    """host:port of the machine that the others meet at; needed for more than one machine."""
+    """host:port of the first node for the rendezvous; required for more than one node."""
     rdzv_token_file: str | None = None
-    """File of mode 0600 with a secret that all machines share; not used on one machine."""
+    """File of mode 0600 with a secret shared by all nodes; unused on one node."""
     timeout_seconds: float = 600.0
-    """A collective that takes longer ends the run."""
+    """Timeout of collectives in seconds; a longer one ends the run."""
     max_restarts: int = 0
-    """After a lost or failed worker start all of them again, so many times, from the newest checkpoint."""
+    """Maximum number of restarts of all workers from the newest checkpoint, after one was lost or failed."""
 
     def __post_init__(self) -> None:
         """Check each value by itself."""
@@ -181,7 +181,7 @@ class LaunchConfig:
 
 @dataclass
 class Config:
-    """Everything that decides a run."""
+    """All settings of a run."""
 
     model: ModelConfig
     parallel: ParallelConfig
@@ -198,18 +198,18 @@ class Config:
     plan: PlanConfig
     kernels: KernelConfig = field(default_factory=KernelConfig)
     patches: Any = "auto"
-    """Fixes of PyTorch to apply, [NAME,...]; auto for those that its version and the strategy need, [] for none."""
+    """PyTorch patches to apply, [NAME,...]; auto for those that its version and the strategy need, [] for none."""
 
     def validate(self, world_size: int, device_type: str, node_ranks: int | None = None) -> None:
-        """Replace every ``auto`` by its value and check all rooms against each other, before any worker starts.
+        """Resolve every ``auto``, and check the sections against each other, before any worker starts.
 
         Args:
-            world_size: ranks over all machines.
+            world_size: ranks over all nodes.
             device_type: ``cuda``, ``npu`` or ``cpu``.
-            node_ranks: ranks of one machine; None for all of them.
+            node_ranks: ranks per node; None for a single node.
 
         Raises:
-            ConfigError: the first mistake found, in one sentence naming key, value and fix.
+            ConfigError: for the first mistake, in one sentence that names key, value and fix.
         """
         assert device_type in DEVICE_TYPES
         self.train.resolve()
@@ -242,7 +242,7 @@ class Config:
         self.debug.validate(self.train.compile, self.kernels.compiles)
         try:
             check_patches(self.patches, self.parallel.name)
-        except ValueError as mistake:  # patches know no ConfigError, but their sentences are made the same way
+        except ValueError as mistake:  # patches do not import ConfigError, but word their messages alike
             raise ConfigError(str(mistake)) from mistake
         if self.model.init_from is not None:
             with torch.device("meta"):
@@ -250,7 +250,7 @@ class Config:
 
     @property
     def step_bytes(self) -> int:
-        """Host memory of one rank's tokens and labels of a step."""
+        """Host memory of one rank's tokens and labels per step, in bytes."""
         sequences = self.train.batch_size * self.train.grad_accum * getattr(self.parallel, "simulated_ranks", 1)
         return 16 * sequences * self.train.seq_len
 
@@ -288,14 +288,14 @@ class Config:
             )
         checkpointed = len(range(memory.checkpointing_start_index, model.n_layers, memory.checkpointing_every))
         if memory.activation_offload and checkpointed < 3:
-            # The last one's tensors stay, and those of the one before it until they are used.
+            # The last block's tensors stay on the device, and those of the block before until they are used.
             raise ConfigError(
                 f"memory.activation_offload=true saves nothing with fewer than 3 checkpointed blocks, of which there "
                 f"are {checkpointed}; set memory.activation_offload=false"
             )
 
     def _check_shards(self, world_size: int) -> None:
-        """Refuse more shards than most parameters have rows, and shards that states cannot follow."""
+        """Refuse more shards than rows, and shards that optimizer states or float8 all-gathers cannot follow."""
         if not self.parallel.uses_dtensor:
             return
         shards, dim = self.mesh.shard_ranks(world_size), self.model.dim
@@ -361,7 +361,11 @@ class Config:
             )
 
     def check_evaluation(self) -> None:
-        """Refuse (ConfigError) to evaluate where nothing is held out; of some data, known when it is prepared."""
+        """Check that the data has a held-out split if ``eval_every`` is set; some data knows it only once prepared.
+
+        Raises:
+            ConfigError: if it has none.
+        """
         train = self.train
         if train.eval_every and not self.data.has_eval:
             raise ConfigError(
@@ -383,7 +387,7 @@ class Config:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """The whole tree as plain dicts, lists, strings and numbers."""
+        """The full tree as dicts, lists, strings and numbers."""
         tree: dict[str, Any] = _plain(self)
         return tree
 
@@ -392,7 +396,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
     if dataclasses.is_dataclass(value):
-        # Where a section is one of several kinds, which of them is its name; a model's is that of the preset.
+        # In sections with several dataclasses, ``name`` says which one; a model's ``name`` is its preset.
         kind = {"name": value.name} if isinstance(value, (ParallelConfig, DataConfig, OptimConfig)) else {}
         kind |= {"family": value.family} if isinstance(value, ModelConfig) else {}
         return kind | {each.name: _plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
