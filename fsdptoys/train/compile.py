@@ -1,8 +1,8 @@
 """Compile each block with ``torch.compile``, and let its partitioner choose the activations saved for the backward.
 
 Identical blocks share one compilation, and the strategy's hooks, which gather and reduce, stay outside the graphs. The
-partitioner saves activations that are slow to recompute. With a budget below 1 it recomputes more, cheapest FLOPs
-first, until the rest fits into that share of the activations: a finer choice than activation checkpointing per block.
+partitioner saves the activations whose recomputation is slow. With a budget below 1 it recomputes more, those with the
+fewest FLOPs first, until the rest fits into that share: a finer choice than activation checkpointing of full blocks.
 
 Activation checkpointing is compiled with the block, so the backward recomputes only the values it needs. If a block
 cannot be compiled as one graph (experts, hooks on submodules) or its activations are offloaded, checkpointing wraps the

@@ -77,7 +77,7 @@ class Sign:
         return self.step, self.beat
 
     def state(self) -> str | None:
-        """``has ended`` or ``is stopped (…)``; None if the process runs, or is on another machine."""
+        """``has ended`` or ``is stopped (…)``; None if the process runs, is on another machine, or cannot be read."""
         if self.host != _host():
             return None
         try:

@@ -83,7 +83,7 @@ def random_states(device: Device) -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any] | None, device: Device, seed: int, step: int, rank: int) -> str | None:
-    """Restore the result of :func:`random_states`; if that is impossible, seed the generators.
+    """Restore the states from :func:`random_states`, or seed the generators if they are None or incompatible.
 
     Args:
         states: checked against ``RandomStates``; None to seed the generators.

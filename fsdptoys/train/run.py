@@ -127,7 +127,7 @@ class Run:
             _take_away(heartbeat)
 
     def _finish(self, stop: Stop, profiler: Profiler) -> None:
-        """Write final weights, sample and summary; after a signal or a failed run, the summary only."""
+        """Write final weights, sample and summary; after a signal or too many skipped steps, the summary only."""
         if not self.checkpoints.finish():
             self._saved = False
         self._report()
