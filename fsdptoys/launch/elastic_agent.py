@@ -1,6 +1,6 @@
-"""Torch's elastic agent, extended where pids and failures are known, so that it can run in a thread.
+"""Torch's elastic agent, extended to report pids and failures, so that it can run in a thread.
 
-The agent's own methods wait up to half a minute for workers that do not end. Tried with torch 2.7 and 2.13.
+The agent's own methods wait up to 30 seconds for workers to end. Tested with torch 2.7 and 2.13.
 """
 
 import contextlib
@@ -24,35 +24,35 @@ from .forked_process import ForkedProcess
 
 
 class EndedError(Exception):
-    """No worker runs any more, and none is to be started."""
+    """All workers have ended, and no new ones may start."""
 
 
 class Watcher(Protocol):
-    """Whoever owns the signals, and is told what the agent does; from the agent's thread."""
+    """Receives the agent's callbacks, from the agent's thread; owns the signal handlers."""
 
     def before_start(self) -> None:
-        """Workers are about to be started; ``EndedError`` forbids it."""
+        """Workers are about to start; ``EndedError`` prevents it."""
 
     def after_start(self, pids: dict[int, int]) -> None:
-        """They run, with these process ids by rank."""
+        """Workers have started, with these process ids by rank."""
 
     def before_close(self) -> None:
-        """Those that still run are about to be ended."""
+        """The remaining workers are about to be terminated."""
 
     def after_failure(self, failures: dict[int, ProcessFailure]) -> None:
-        """All have ended, after these failures by rank; ``EndedError`` forbids another start."""
+        """All workers have ended, after these failures by rank; ``EndedError`` prevents a restart."""
 
     def no_longer_than_it_may(self) -> AbstractContextManager[None]:
-        """Surround what may wait for workers to end."""
+        """Context of a call that may wait for workers to end."""
 
 
 class Agent(LocalElasticAgent):
-    """Torch's agent, which tells what it does to the one who owns the signals.
+    """Torch's agent with callbacks to a watcher.
 
     Args:
-        watcher: the one.
-        spec: what each worker runs; the words after ``-m`` where ``forks``.
-        logs_specs: torch's.
+        watcher: receives the callbacks; owns the signal handlers.
+        spec: torch's worker specification; its arguments start with ``-m`` if ``forks``.
+        logs_specs: torch's log settings.
         forks: workers are forks of this process instead of new interpreters.
     """
 
@@ -71,7 +71,7 @@ class Agent(LocalElasticAgent):
             self._watcher.before_close()
             close(*args, **options)
 
-        # The workers' context ends the others in the same call that finds a failed one.
+        # The workers' context terminates the others in the same call that finds a failed one.
         self._pcontext.close = noted_close  # type: ignore[method-assign]
         self._watcher.after_start({worker.global_rank: pids[worker.local_rank] for worker in worker_group.workers})
         return pids
@@ -80,7 +80,7 @@ class Agent(LocalElasticAgent):
         try:
             return super()._assign_worker_ranks(*args, **options)
         except (ValueError, LookupError, TypeError) as error:
-            # It reads what other machines, or strangers, have put into the store.
+            # It reads values that other machines, or strangers, have put into the store.
             raise RendezvousStateError("the numbers of the ranks in the store are none of this run") from error
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -96,7 +96,7 @@ class Agent(LocalElasticAgent):
 
 
 class _ForkedHandler(SubprocessHandler):
-    """Torch's handle of a worker, with a fork in the place of a new interpreter."""
+    """Torch's worker handle, with a fork instead of a new interpreter."""
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
         assert args[1] == "-m", args
@@ -115,16 +115,16 @@ def _forked_workers() -> Iterator[None]:
 
 
 def group_runs(group: int) -> bool:
-    """Whether anything is left of a process group; a leader counts until the agent has taken its status."""
+    """Whether a process group has any process left; a leader counts until the agent has reaped it."""
     try:
         os.killpg(group, 0)
-    except (ProcessLookupError, PermissionError):  # the second, on macOS, where it is a dead leader's
+    except (ProcessLookupError, PermissionError):  # PermissionError: macOS, for a dead leader
         return False
     return True
 
 
 def runs(pid: int) -> bool:
-    """Whether a child of ours still runs; looks without taking its status, which is the agent's to take."""
+    """Whether a child process still runs; leaves reaping it to the agent."""
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
     except ChildProcessError:
@@ -132,7 +132,7 @@ def runs(pid: int) -> bool:
 
 
 def quieten() -> None:
-    """Leave the agent's own log to those who ask for it with LOGLEVEL; what matters of it is told here."""
+    """Silence the agent's own log unless LOGLEVEL is set; the launcher reports failures itself."""
     if "LOGLEVEL" not in os.environ:
         logger = logging.getLogger("torch.distributed.elastic")
         logger.addHandler(logging.NullHandler())
@@ -140,7 +140,7 @@ def quieten() -> None:
 
 
 def import_environment(present: Mapping[str, str]) -> dict[str, str]:
-    """Let workers import this very package, whatever the current directory holds."""
+    """Return variables with which workers import this package, whatever the current directory holds."""
     root = str(Path(__file__).resolve().parents[2])
     wanted = {"PYTHONSAFEPATH": "1"}  # Python 3.10 ignores it
     if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):

@@ -1,7 +1,4 @@
-"""How a launcher's run has ended, in a file for the program that started it: words for people are on stderr.
-
-Nothing is written unless the environment names the file.
-"""
+"""Machine-readable outcome of a run, written by the launcher if the environment names a file for it."""
 
 import contextlib
 import dataclasses
@@ -24,20 +21,20 @@ LARGEST_FILE_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run has ended, as its launcher knows it."""
+    """How a run ended, as seen by its launcher."""
 
     status: int
     """Exit status."""
     reason: str | None = None
-    """What went wrong, in one line."""
+    """The failure, in one line."""
     out_of_memory: bool = False
-    """Whether a rank ran out of memory, or was killed as the system does where host memory runs out."""
+    """Whether a rank ran out of memory, or got SIGKILL as from the kernel's out-of-memory killer."""
     stopped_by: str | None = None
-    """Name of the signal that asked the run to end, however well it then ended."""
+    """Name of the signal that asked the run to stop, even if it then ended with status 0."""
 
 
 def leave_outcome(outcome: Outcome) -> None:
-    """Write it down where that was asked for; a disk that is full does not change how the run has ended."""
+    """Write the outcome if a file was named; errors such as a full disk are ignored."""
     named = os.environ.get(OUTCOME_VARIABLE)
     if named:
         with contextlib.suppress(OSError, ValueError):  # ValueError: the root folder
@@ -45,7 +42,7 @@ def leave_outcome(outcome: Outcome) -> None:
 
 
 def read_outcome(path: Path) -> Outcome | None:
-    """What :func:`leave_outcome` wrote; None where it wrote nothing."""
+    """Read the file of :func:`leave_outcome`; None if it is missing or invalid."""
     try:
         return build(Outcome, parse_json(read_regular(path, LARGEST_FILE_BYTES)))
     except (OSError, ValueError):

@@ -1,6 +1,6 @@
-"""Which of several failures came first and made the others, and how it is told.
+"""Find the first of several failures and report it.
 
-What ranks that failed left behind, for whoever looks for the cause: who hung, where each was, its collectives.
+Also the post-mortem of failed ranks: hung ranks, the last heartbeat of each, and recordings of collectives.
 """
 
 import contextlib
@@ -33,61 +33,60 @@ from .exit_record import Outcome
 from .flight_recorder import keep_recordings
 
 REQUESTS = (*STOP_SIGNALS, signal.SIGINT)
-"""A rank that ends by one of these, which our side did not send, was asked to stop."""
+"""A rank ended by one of these, not sent by the launcher, was asked to stop."""
 
 OUT_OF_MEMORY = (ExplainedOutOfMemoryError.__name__, "OutOfMemoryError", "MemoryError")
-"""Names of the exceptions of a rank whose memory ran out."""
+"""Names of out-of-memory exceptions."""
 
 
 @dataclass(frozen=True)
 class FirstFailure:
-    """What made a start of the workers fail."""
+    """The failure that caused the others in one start of the workers."""
 
     status: int
-    """Exit status for the launcher: 2 for a mistake in the configuration, 128 plus its number for a signal that asked
-    to stop, else 1."""
+    """Exit status for the launcher: 2 for a configuration mistake, 128 + number for a stop signal, else 1."""
     headline: str
-    """For the end of the run, in one line."""
+    """First line of the message at the end of the run."""
     in_short: str
-    """The whole in one line."""
+    """The failure in one line."""
     details: str = ""
-    """What follows the headline."""
+    """Text after the headline, such as a traceback."""
     final: bool = False
-    """Whether the workers are not to be started again, since they would end in the same way or were asked to stop."""
+    """Whether a restart is pointless: the workers would fail again or were asked to stop."""
     silent: bool = False
-    """Whether the rank ended without saying why."""
+    """Whether the rank ended without a recorded exception."""
     of_others: bool = False
-    """Whether it is nothing but a consequence of another rank's end."""
+    """Whether the failure is only a consequence of another rank's end."""
     stopped: bool = False
-    """Whether it is no failure, but a rank was asked to stop when it could not do so well."""
+    """Whether a rank was ended by a stop signal, rather than failing."""
     timed_out: bool = False
     """Whether the rank waited in vain for others."""
     hung: tuple[int, ...] = ()
-    """Where the failed rank waited for others or lost them: ranks that raised nothing and were ended by our side."""
+    """If the failed rank timed out on others or lost them: ranks that raised nothing and were ended by the launcher."""
     out_of_memory: bool = False
-    """Whether memory ran out: the rank said so, or was killed as the system does then."""
+    """Whether memory ran out: the rank raised it, or got SIGKILL as from the kernel's out-of-memory killer."""
 
     @property
     def reason(self) -> str:
-        """What went wrong, in one line."""
+        """The failure in one line, for the outcome file."""
         told = self.in_short if self.details else self.headline
-        return told.replace(f" {ExplainedOutOfMemoryError.__name__}:", "", 1)  # what follows says it
+        return told.replace(f" {ExplainedOutOfMemoryError.__name__}:", "", 1)  # the message repeats it
 
     @property
     def told(self) -> str:
-        """For the end of the run."""
+        """Message at the end of the run."""
         return self.told_after("")
 
     def told_after(self, before: str) -> str:
-        """For the end of the run, with a few words at the end of the headline."""
+        """Message at the end of the run, with ``before`` appended to the headline."""
         return self.headline + before + (f":\n{self.details}" if self.details else "")
 
 
 def own_failure_is_recorded(folder: Path) -> bool | None:
-    """Whether some rank has failed for a reason of its own; None where no rank has recorded anything.
+    """Whether some rank has recorded a failure of its own; None if no rank has recorded anything.
 
     Args:
-        folder: where the workers' error files of this start lie.
+        folder: holds the error files of this start's workers.
     """
     messages = [record["message"] for record in _records(folder)]
     return any(_remoteness(message) == 0 for message in messages) if messages else None
@@ -99,14 +98,13 @@ def first_failure(
     killed: Collection[int] = (),
     terminated: Collection[int] = (),
 ) -> FirstFailure:
-    """Find the failure that made the others fail.
+    """Find the failure that caused the others.
 
     Args:
-        failures: by rank, as the elastic launcher collected them; at least one.
-        folder: where the workers' error files of this start lie; ranks that were ended before the launcher saw them
-            fail count too.
-        killed: ranks that our side killed, since they did not end.
-        terminated: ranks that still ran when our side sent SIGTERM, since another one had failed.
+        failures: by rank, as collected by the elastic agent; at least one.
+        folder: holds the error files of this start's workers, including ranks ended before the launcher saw them fail.
+        killed: ranks that the launcher killed because they did not end.
+        terminated: ranks still running when the launcher sent SIGTERM after another rank's failure.
     """
     ours = [record for record in _records(folder) if "rank" in record["extraInfo"]]
     ours.sort(key=lambda record: (_remoteness(record["message"]), record["extraInfo"]["time_ns"]))
@@ -137,13 +135,13 @@ def first_failure(
 
 
 def outcome_of(status: int, told: str | None, number: int | None, first: FirstFailure | None) -> Outcome:
-    """What a launcher leaves for programs.
+    """Return the outcome record of a launcher.
 
     Args:
-        status: its exit status.
-        told: what it prints, if anything.
-        number: of the signal that it got, if any.
-        first: the failure that made the others fail, where one was found.
+        status: the launcher's exit status.
+        told: its final message, if any.
+        number: the signal it received, if any.
+        first: the failure that caused the others, if one was found.
     """
     if status > 128 or (number and not status):
         return Outcome(status, told, stopped_by=signal.Signals(number or status - 128).name)
@@ -151,7 +149,7 @@ def outcome_of(status: int, told: str | None, number: int | None, first: FirstFa
 
 
 def _records(folder: Path) -> list[dict[str, Any]]:
-    # Of our own ranks, in a folder that is this user's; one that was killed may have left half of it.
+    # Written by our own ranks into a private folder; a killed rank may leave a partial record.
     records = []
     for path in folder.glob("**/error.json"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -183,15 +181,15 @@ def _stopped(rank: int, failure: ProcessFailure) -> FirstFailure:
 
 
 def _remoteness(message: str) -> int:
-    """0 for a failure of a rank's own; 1 where it waited in vain for others; 2 where another one's end cut it off."""
+    """0 for a rank's own failure, 1 for a timeout waiting for others, 2 for a lost connection to another rank."""
     return 1 if TIMED_OUT.search(message) else 2 if LOST_PEER.search(message) else 0
 
 
 def hung_ranks(first: FirstFailure, pids: Mapping[int, int], folder: Path) -> list[str]:
-    """A line for each rank that others waited for in vain, as far as can be told.
+    """Return a line for each rank that others timed out on, as far as known.
 
     Args:
-        first: what made the workers fail.
+        first: the failure that caused the others.
         pids: the ranks of this machine.
         folder: the launcher's.
     """
@@ -209,10 +207,12 @@ def hung_ranks(first: FirstFailure, pids: Mapping[int, int], folder: Path) -> li
 
 
 def remains(first: FirstFailure, pids: Mapping[int, int], folder: Path) -> str:
-    """What follows the failure's own words: who hung, where all ranks were if it was silent, and where to read on.
+    """Return the post-mortem: hung ranks, last heartbeats if the failure was silent, and the path of recordings.
+
+    Moves recordings of collectives from the launcher's folder to the run directory.
 
     Args:
-        first, pids, folder: as for ``hung_ranks``. Recordings of collectives are moved from the folder to the run's.
+        first, pids, folder: as for ``hung_ranks``.
     """
     told = "".join(f"\n{line}" for line in hung_ranks(first, pids, folder))
     run_dir = remembered_run_dir(folder)

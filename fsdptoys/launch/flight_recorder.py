@@ -1,8 +1,7 @@
-"""What a flight recorder leaves when a collective hangs: each rank's last collectives, kept with the run.
+"""Keep flight recordings (each rank's last collectives before a hang) with the run.
 
-It is torch that records and writes under NCCL, where ``torchfrtrace``, which comes with it, compares the ranks; and
-torch_npu under HCCL. The names of their settings were read in torch 2.7.1 and 2.13.0 and in torch_npu 2.13.0; nothing
-of this has been tried on a GPU or an NPU.
+torch records under NCCL, and its ``torchfrtrace`` compares the ranks; torch_npu records under HCCL. Setting names are
+from torch 2.7.1 and 2.13.0 and torch_npu 2.13.0. Not tested on a GPU or an NPU.
 """
 
 import contextlib
@@ -11,17 +10,17 @@ import shutil
 from pathlib import Path
 
 FLIGHT_RECORDER_FOLDER = "flight_recorder"
-"""In the launcher's folder, and after a failure in the run directory."""
+"""Subfolder of the launcher's folder and, after a failure, of the run directory."""
 
 FILE_NAMES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-"""How the prefix of the files is set, in newer and older torch."""
+"""Variable with the prefix of the files, in newer and older torch."""
 
 HCCL_FILE_NAME = "TORCH_HCCL_DEBUG_INFO_TEMP_FILE"
-"""And by torch_npu."""
+"""The same in torch_npu."""
 
 
 def name_recordings(folder: Path) -> None:
-    """Let recordings land in the launcher's folder, if the environment asks for any and names no other place."""
+    """Direct recordings to the launcher's folder if the environment enables them and names no other place."""
     place = folder / FLIGHT_RECORDER_FOLDER
     place.mkdir()
     if os.environ.get("TORCH_NCCL_DUMP_ON_TIMEOUT") == "1" and not any(name in os.environ for name in FILE_NAMES):
@@ -31,15 +30,15 @@ def name_recordings(folder: Path) -> None:
 
 
 def keep_recordings(folder: Path, run_dir: Path) -> str | None:
-    """Move recordings from the launcher's folder into the run directory, and say so; None where there are none."""
+    """Move recordings from the launcher's folder into the run directory; return a line about them, or None."""
     recordings = list((folder / FLIGHT_RECORDER_FOLDER).iterdir())
     if not recordings:
         return None
     kept = run_dir / FLIGHT_RECORDER_FOLDER
     kept.mkdir(exist_ok=True)
     for path in recordings:
-        with contextlib.suppress(OSError):  # the move says what is wrong
-            (kept / path.name).unlink(missing_ok=True)  # across file systems a link would be written through
+        with contextlib.suppress(OSError):  # the move below raises it
+            (kept / path.name).unlink(missing_ok=True)  # a move across file systems would write through a link
         shutil.move(path, kept / path.name)
     told = f"the last collectives of each rank are in {kept}"
     return told if HCCL_FILE_NAME in os.environ else f"{told}; torchfrtrace {kept} compares them"

@@ -1,8 +1,8 @@
-"""``python -m MODULE WORDS`` as a fork of this process, which has imported what takes a new interpreter seconds.
+"""``python -m MODULE WORDS`` as a fork of this process, which saves the seconds of importing torch again.
 
-The fork is a process of its own with the words, variables, session and signals that a new interpreter would get, and
-ends as one; what it has beyond those are modules that are imported already. The parent must not have computed with
-several threads: OpenMP's do not survive a fork (https://github.com/pytorch/pytorch/issues/17199).
+The fork gets the arguments, variables, session and signals of a new interpreter, plus the modules already imported.
+The parent must not have computed with several threads: OpenMP's do not survive a fork
+(https://github.com/pytorch/pytorch/issues/17199).
 """
 
 import faulthandler
@@ -20,16 +20,16 @@ from collections.abc import Mapping, Sequence
 from fsdptoys.utils.console_stream import reopen_streams
 
 MOST_FILES = 4096
-"""No parent has more of them open."""
+"""Upper bound of the parent's open file descriptors."""
 
 
 class ForkedProcess:
-    """A module run in a fork, as far as it can be treated like a ``subprocess.Popen``.
+    """A module run in a fork, with the part of ``subprocess.Popen``'s interface that torch's agent uses.
 
     Args:
-        module: what ``python -m`` would be given.
-        words: its command line.
-        environment: all of it.
+        module: module to run, as in ``python -m``.
+        words: its command-line arguments.
+        environment: the fork's full environment.
     """
 
     def __init__(self, module: str, words: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -38,31 +38,31 @@ class ForkedProcess:
             os.write(started, b"x")
             os.closerange(3, MOST_FILES)
             become_interpreter(environment)
-            # The current directory may hold anything under the name of what is imported later.
+            # The current directory may hold files that shadow modules imported later.
             sys.path[:] = [folder for folder in sys.path if folder not in ("", _current_folder())]
             run_module(module, words)
 
         ready, started = os.pipe()
         self._process = multiprocessing.get_context("fork").Process(target=body)
         self._process.start()
-        multiprocessing.process._children.discard(self._process)  # type: ignore[attr-defined]  # waited for here alone
+        multiprocessing.process._children.discard(self._process)  # type: ignore[attr-defined]  # only this object waits for it
         os.close(started)
-        os.read(ready, 1)  # a signal to its group finds one
+        os.read(ready, 1)  # its process group exists from here on
         os.close(ready)
         assert self._process.pid is not None
         self.pid = self._process.pid
 
     @property
     def returncode(self) -> int | None:
-        """Its exit status, minus the signal that killed it, or None while it runs."""
+        """Exit status, the negative number of the signal that killed it, or None while it runs."""
         return self.poll()
 
     def poll(self) -> int | None:
-        """The same."""
+        """Return ``returncode``."""
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """The same when it has ended.
+        """Wait for the process to end and return ``returncode``.
 
         Args:
             timeout: seconds.
@@ -78,7 +78,7 @@ class ForkedProcess:
 
 
 def _current_folder() -> str:
-    """The current folder; empty where it has been deleted since the parent started."""
+    """The current folder; empty if it has been deleted since the parent started."""
     try:
         return os.getcwd()
     except FileNotFoundError:
@@ -86,8 +86,8 @@ def _current_folder() -> str:
 
 
 def become_interpreter(environment: Mapping[str, str]) -> None:
-    """Have in this fork what a new interpreter would have: variables, signals, streams, no logs."""
-    # What the parent had stays for good: a file that is collected here would close its number, which is another's now.
+    """Reset variables, signals, streams and log handlers to those of a new interpreter."""
+    # Never collect the parent's objects: a collected file would close its descriptor, which is another file's now.
     gc.freeze()
     for number in signal.valid_signals():
         handler = signal.getsignal(number)
@@ -101,7 +101,7 @@ def become_interpreter(environment: Mapping[str, str]) -> None:
 
 
 def run_module(name: str, words: Sequence[str]) -> None:
-    """``python -m name words``."""
+    """Run a module as ``python -m name words`` does."""
     sys.path[:0] = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     sys.argv = [name, *words]
     sys.modules.pop(f"{name}.__main__", None)  # runpy warns of a second copy

@@ -1,4 +1,4 @@
-"""What this machine has for a run, and the environment variables that it wants before a worker starts."""
+"""Devices and cores of this machine, and the environment variables that its hardware needs."""
 
 import os
 from collections.abc import Mapping
@@ -23,13 +23,13 @@ VISIBLE_NPUS = "ASCEND_RT_VISIBLE_DEVICES"
 
 @dataclass(frozen=True)
 class FoundHardware:
-    """What this machine has for this run."""
+    """Devices and cores of this machine, as used by a run."""
 
     device_type: str
     devices: int
-    """Accelerators; 0 where the run uses the CPU."""
+    """Accelerators; 0 if the run uses the CPU."""
     name: str
-    """Name of the device as its maker gave it."""
+    """Device name as reported by the driver or the system."""
     cores: int
     """CPU cores that this process may use."""
 
@@ -38,7 +38,7 @@ def find_hardware(choice: DeviceChoice) -> FoundHardware:
     """Find the devices to run on.
 
     Raises:
-        ConfigError: if the chosen kind is not there, or the environment hides it by mistake.
+        ConfigError: if the chosen type is missing, or an environment variable hides it by mistake.
     """
     if choice in (DeviceChoice.auto, DeviceChoice.npu) and VISIBLE_NPUS in os.environ:
         check_visible_devices(os.environ[VISIBLE_NPUS])
@@ -54,9 +54,9 @@ def find_hardware(choice: DeviceChoice) -> FoundHardware:
 
 
 def profile_of_this_machine() -> str | None:
-    """Name of the profile of the device that this machine has."""
+    """Return the name of the hardware profile of this machine's accelerator, or None."""
     device_type = available_device_type()
-    # No CPU has one that is found by its name, and all of them would be read to say so.
+    # CPU profiles are not found by name; looking would read every profile.
     return None if device_type == "cpu" else hardware_for(device_name(device_type), device_type)
 
 
@@ -68,15 +68,15 @@ def hardware_environment(
     present: Mapping[str, str],
     timeout_seconds: float = LaunchConfig.timeout_seconds,
 ) -> dict[str, str]:
-    """Environment variables that the hardware wants and that must stand before a worker starts.
+    """Return the environment variables that must be set before a worker starts.
 
     Args:
         device_type: ``cuda``, ``npu`` or ``cpu``.
         local_ranks: ranks on this machine.
-        cores: CPU cores for all of them.
-        deterministic: whether the same bits are asked for.
-        present: the environment so far; what it sets is left as it is.
-        timeout_seconds: after which a collective ends the run.
+        cores: CPU cores shared by the ranks.
+        deterministic: whether runs must repeat bit for bit.
+        present: the current environment; its variables are kept.
+        timeout_seconds: timeout of a collective.
     """
     wanted = {"OMP_NUM_THREADS": str(max(1, cores // local_ranks))}
     wanted |= device_environment(device_type, deterministic, timeout_seconds, present)

@@ -1,4 +1,4 @@
-"""From one command to N ranks: composes the run for the hardware that is there, and starts its workers."""
+"""From one command to N ranks: compose the run for this machine's hardware and start its workers."""
 
 import os
 import re
@@ -20,13 +20,13 @@ from .supervisor import run_workers
 from .worker import Handed
 
 CPU_RANKS = 2
-"""Ranks on a machine without accelerator: the fewest that shard."""
+"""Ranks on a machine without an accelerator: the smallest number that shards."""
 
 MOST_RANKS_PER_CORE = 32
 
 
 MOST_THREADS = 1024
-"""More than any machine has; OpenMP ends a process that cannot have its threads."""
+"""Above any machine's core count; OpenMP ends a process whose threads it cannot create."""
 
 MOST_RANKS = 2**24
 
@@ -35,14 +35,14 @@ AS_TORCHRUN = "start the ranks with torchrun, or unset RANK and WORLD_SIZE"
 
 @dataclass(frozen=True)
 class Plan:
-    """A run that is ready to start."""
+    """A validated run, ready to start."""
 
     composition: Composition
     hardware: FoundHardware
     local_ranks: int
     world_size: int
     words: list[str]
-    """The overrides, with the chosen experiment and device among them."""
+    """The overrides, including the chosen experiment and device."""
 
 
 def plan_run(
@@ -50,18 +50,18 @@ def plan_run(
     present: Mapping[str, str],
     choose_preset: "Callable[[str, str, int], list[str]]" = lambda experiment, device_type, world_size: [experiment],
 ) -> Plan:
-    """Compose and validate the run that a command line asks for, on this machine's hardware.
+    """Compose and validate the run of a command line on this machine's hardware.
 
     Args:
-        words: overrides as typed; where no experiment is among them, the hardware decides.
-        present: the environment; where torchrun has set its variables, its numbers count.
-        choose_preset: returns the overrides of a command without any, given an experiment's override, a device type
-            and the number of ranks; the planner's choice where the command line passes it.
+        words: overrides as typed; without an experiment among them, the hardware decides.
+        present: the environment; torchrun's variables set the number of ranks where present.
+        choose_preset: returns the overrides of a command line without any, given an experiment's override, a device
+            type and the number of ranks; the CLI passes the planner's choice.
 
     Raises:
         ConfigError: for the first mistake.
     """
-    # How many ranks there will be decides the experiment, so what decides the ranks is read first.
+    # The number of ranks decides the experiment, so the settings that decide the ranks are read first.
     settings = compose([word for word in words if re.match(r"(launch\.|(parallel|experiment)=)", word)]).config
     hardware = find_hardware(settings.launch.device)
     check_threads(present)
@@ -85,7 +85,11 @@ def plan_run(
 
 
 def check_plan_settings(plan: PlanConfig, device_type: str) -> None:
-    """Refuse what only ``fsdptoys plan`` reads, and hardware that the run is not on."""
+    """Reject settings that only ``fsdptoys plan`` reads, and a hardware profile of another device type.
+
+    Raises:
+        ConfigError: for the first of them.
+    """
     if plan.hardware != "auto" and not plan.predict:
         raise ConfigError(f"plan.hardware={plan.hardware} does nothing with plan.predict=false; leave out one of them")
     if plan.hardware != "auto":
@@ -105,10 +109,10 @@ def check_plan_settings(plan: PlanConfig, device_type: str) -> None:
 
 
 def check_threads(present: Mapping[str, str]) -> None:
-    """Check the threads that the environment asks for, which PyTorch would refuse only in the ranks.
+    """Check OMP_NUM_THREADS, which PyTorch would otherwise reject only in the ranks.
 
     Raises:
-        ConfigError: if OMP_NUM_THREADS is set and is no list of numbers above 0, one for each level of nesting.
+        ConfigError: if it is set but is not a list of numbers above 0, one for each nesting level.
     """
     value = present.get("OMP_NUM_THREADS", "").strip()
     levels = [level.strip() for level in value.split(",")]
@@ -122,13 +126,13 @@ def check_threads(present: Mapping[str, str]) -> None:
 
 
 def _read_ranks(present: Mapping[str, str]) -> tuple[int, int]:
-    """Read the numbers that torchrun, or another launcher, has set for this rank.
+    """Read the rank variables set by torchrun or another launcher.
 
     Returns:
-        Ranks over all machines, and on this one.
+        Ranks on all nodes, and on this one.
 
     Raises:
-        ConfigError: if one is missing, or is none of the others' range: the ranks would wait for each other.
+        ConfigError: if one is missing or out of range; the ranks would wait for each other forever.
     """
     world_size = _read_rank_variable(present, "WORLD_SIZE", 1, MOST_RANKS)
     of_world = f" with WORLD_SIZE={world_size}"
@@ -142,10 +146,10 @@ def _read_ranks(present: Mapping[str, str]) -> tuple[int, int]:
 
 
 def check_master(present: Mapping[str, str]) -> None:
-    """Check that the environment says where several ranks meet.
+    """Check that the environment names the rendezvous address of several ranks.
 
     Raises:
-        ConfigError: if it does not, in which case each rank would wait at a port of its own.
+        ConfigError: if it does not; each rank would wait at a port of its own.
     """
     if present.get("WORLD_SIZE", "1") == "1":
         return
@@ -171,7 +175,7 @@ def _read_rank_variable(
 
 
 def _check_machines(present: Mapping[str, str]) -> None:
-    """Refuse ranks of which nobody says how they lie over machines, and machines that have not equally many."""
+    """Reject ranks of unknown placement over nodes, and nodes with different numbers of ranks."""
     if present.get("WORLD_SIZE", "1") == "1":
         return
     if "LOCAL_WORLD_SIZE" not in present:
@@ -192,7 +196,7 @@ def _check_machines(present: Mapping[str, str]) -> None:
 
 
 def choose_experiment(device_type: str, world_size: int) -> str:
-    """The experiment for a command that names none."""
+    """Return the experiment of a command line that names none."""
     if device_type == "cpu":
         return "cpu_text"
     return "llama2_7b" if world_size >= 8 else "llama3_1b"
@@ -216,7 +220,7 @@ def _ranks_on_this_machine(launch: LaunchConfig, hardware: FoundHardware, single
 
 
 def describe(plan: Plan, environment: Mapping[str, str]) -> str:
-    """One line of what was found and chosen."""
+    """Describe the found hardware and the chosen run in one line."""
     hardware, choices = plan.hardware, plan.composition.choices
     cores = f"{hardware.cores} core{'s' * (hardware.cores != 1)}"
     if hardware.devices:
@@ -234,7 +238,7 @@ def describe(plan: Plan, environment: Mapping[str, str]) -> str:
 
 
 def tell(plan: Plan, environment: Mapping[str, str]) -> None:
-    """Print what was found and chosen."""
+    """Print the found hardware and the chosen run."""
     say(describe(plan, environment), stdout=True)
     sentence = note(plan)
     if sentence is not None:
@@ -242,7 +246,7 @@ def tell(plan: Plan, environment: Mapping[str, str]) -> None:
 
 
 def note(plan: Plan) -> str | None:
-    """A sentence on what would run, and not as one may think."""
+    """Return a sentence on shards that straddle nodes, or None."""
     config = plan.composition.config
     if not config.parallel.shards_parameters:
         return None
@@ -250,7 +254,7 @@ def note(plan: Plan) -> str | None:
 
 
 def launch(plan: Plan) -> int:
-    """Start the workers of a plan, print what was found, and wait for their end; returns an exit status."""
+    """Print the plan, start its workers and wait for them; return an exit status."""
     config = plan.composition.config
     environment = hardware_environment(
         plan.hardware.device_type,

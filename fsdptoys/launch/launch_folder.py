@@ -1,8 +1,7 @@
-"""The launcher's folder: private to its user, locked while the launcher lives, removed by a later one otherwise.
+"""The launcher's temporary folder: private to its user and locked while the launcher lives.
 
-A launcher that is killed cannot remove its folder. The next one does: it takes the lock of each such folder of its own
-user, which is free exactly where the launcher that made it is gone. A process id in a file would not do, since numbers
-are used again, and differ between containers that share a folder for temporary files.
+A killed launcher cannot remove its folder, so the next one removes each folder of its user whose lock is free. A
+process id in a file would not do: ids are reused, and differ between containers that share a temporary folder.
 """
 
 import contextlib
@@ -20,11 +19,11 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 PREFIX = f"fsdptoys-launch-{re.sub(r'[^A-Za-z0-9.]', '-', platform.node())[:64]}-"
-"""With the host's name: on a network disk the locks of other hosts may be invisible."""
+"""Includes the host name, since a network disk may hide the locks of other hosts."""
 
 
 class LaunchFolder:
-    """A new folder of mode 0700; those that killed launchers left are removed first."""
+    """A new folder of mode 0700; removes the folders of killed launchers first."""
 
     def __init__(self) -> None:
         _remove_stale(Path(tempfile.gettempdir()))
@@ -39,15 +38,15 @@ class LaunchFolder:
                 os.close(lock)
 
     def remove(self) -> None:
-        """Remove it with all that is in it."""
+        """Remove the folder with its contents."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
 
 def _lock(folder: Path) -> int | None:
-    """A descriptor that holds the lock of a folder; None where another process holds it, or the folder is gone.
+    """Lock a folder and return its descriptor; None if another process holds the lock or the folder is gone.
 
-    Where the file system has no locks of folders, the descriptor alone.
+    On file systems that cannot lock folders, the descriptor is returned without a lock.
     """
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
