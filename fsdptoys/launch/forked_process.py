@@ -45,7 +45,7 @@ class ForkedProcess:
         ready, started = os.pipe()
         self._process = multiprocessing.get_context("fork").Process(target=body)
         self._process.start()
-        multiprocessing.process._children.discard(self._process)  # type: ignore[attr-defined]  # only this object waits for it
+        multiprocessing.process._children.discard(self._process)  # type: ignore[attr-defined]  # waited for only here
         os.close(started)
         os.read(ready, 1)  # its process group exists from here on
         os.close(ready)

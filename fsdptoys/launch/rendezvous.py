@@ -1,18 +1,15 @@
-"""Where the machines of a run find each other, and what to say when they do not.
+"""Rendezvous of a run's nodes, and the messages when it fails.
 
-A single machine meets nobody: ``OneMachine`` opens no port, and its ranks find each other at a file in the launcher's
-folder. Several machines meet at a store that listens on the address of ``launch.rdzv_endpoint`` alone; its state is
-JSON (``rendezvous_state``), never a pickle. Their ranks find each other at the same store, under other keys for each
-start.
+- One node: ``OneMachine`` opens no port; ranks use a file store in the launcher's folder.
+- Several nodes: a TCP store that listens only on the address of ``launch.rdzv_endpoint``. Its state is JSON
+  (``rendezvous_state``), never a pickle. Ranks use the same store, under a new key prefix for each start.
 
-torch's rendezvous waits without end for a service that takes a connection and says nothing, as one may do that has the
-port for something else. So where somebody listens, another process asks first whether it is one of ours; a thread that
-waits so could not be ended.
+torch's rendezvous waits forever for an unrelated service that accepts the connection and stays silent. A waiting
+thread could not be ended, so a separate process first checks that the listener is a torch store.
 
-A machine whose network fails has the same trouble with a meeting point that it knew: each question waits for a minute,
-and its agent, which asks all the time whether others want to come, sees nothing of its own ranks for so long. So
-``Meeting`` asks in a thread of its own. What the network cannot tell, the ranks' collectives do, after their timeout;
-then the machine comes to the meeting point again, over a new connection, for as long as the others wait for it.
+When a node's network fails, each query of the store blocks for a minute, during which an agent polling for new nodes
+could not watch its own ranks. So ``Meeting`` polls in its own thread. The ranks' collectives detect lost nodes by their
+timeout; the node then reconnects to the store for as long as the others wait.
 """
 
 import re
@@ -43,24 +40,24 @@ from .rendezvous_server import MeetingPoint
 from .rendezvous_state import ForeignStateError, SignedBackend
 
 MEETING_SECONDS = 900
-"""How long machines wait for each other."""
+"""Timeout of a rendezvous."""
 
 ASK_SECONDS = 1.0
-"""How often a machine asks whether others want to come."""
+"""Interval of polling for waiting nodes."""
 
 GOODBYE_SECONDS = 5.0
-"""How long a machine tries to tell the others that it ends."""
+"""Timeout of announcing to the others that this node leaves."""
 
 
 RANKS_KEY = "fsdptoys.ranks"
-"""Prefix of the keys of the ranks of one start, in the store of that round of the rendezvous."""
+"""Key of the prefix under which the ranks of one start keep their keys."""
 
 
 class OneMachine(RendezvousHandler):
-    """The rendezvous of one machine with itself: no port, and another store for each start of the ranks.
+    """Rendezvous of a single node: no port, and a new file store for each start of the ranks.
 
     Args:
-        folder: the launcher's, of mode 0700.
+        folder: the launcher's folder, of mode 0700.
         run_id: the run's name.
     """
 
@@ -69,16 +66,16 @@ class OneMachine(RendezvousHandler):
         self._starts = 0
 
     def get_backend(self) -> str:
-        """Its name."""
+        """Name of the backend."""
         return "fsdptoys"
 
     @property
     def use_agent_store(self) -> bool:
-        """No rank listens for the others."""
+        """True: no rank opens a store."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Name another store; the port is none, for a rank that would use ``env://``."""
+        """Name a new store; port 0 makes a rank fail that uses ``env://``."""
         name_file_store(self._folder, self._starts)
         self._starts += 1
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
@@ -104,17 +101,17 @@ class OneMachine(RendezvousHandler):
 
 
 class Meeting(RendezvousHandler):
-    """Torch's rendezvous of several machines, which does not keep its caller waiting where the network fails.
+    """Torch's rendezvous of several nodes, polled in a thread so that a failed network does not block the agent.
 
     Args:
-        make: opens the meeting point, or connects to it.
-        point: it.
+        make: opens the store or connects to it.
+        point: address of the store.
     """
 
     def __init__(self, make: Callable[[], RendezvousHandler], point: MeetingPoint) -> None:
         self._make, self._point = make, point
         self._handler = make()
-        self._left: list[RendezvousHandler] = []  # kept: a thread of theirs complains if it is the last to know them
+        self._left: list[RendezvousHandler] = []  # kept: their threads complain if they hold the last reference
         self._met = False
         self._waiting = 0
         self._asking: threading.Thread | None = None
@@ -122,12 +119,12 @@ class Meeting(RendezvousHandler):
 
     @property
     def hangs(self) -> bool:
-        """Whether a thread is waiting for an answer, so that leaving the interpreter would abort."""
+        """Whether a thread is blocked in the store, so that leaving the interpreter would abort."""
         return self._asking is not None and self._asking.is_alive()
 
     @property
     def use_agent_store(self) -> bool:
-        """No rank listens for the others."""
+        """True: no rank opens a store."""
         return True
 
     def get_backend(self) -> str:
@@ -147,10 +144,10 @@ class Meeting(RendezvousHandler):
         self._handler.set_closed()
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for all machines; those that have met before, over a new connection where the old one fails.
+        """Wait for all nodes; reconnect if a connection fails after the first rendezvous.
 
         Raises:
-            RendezvousError: if they do not come.
+            RendezvousError: if the nodes do not meet.
         """
         deadline = time.monotonic() + MEETING_SECONDS
         lost = not self._stop_asking()
@@ -170,7 +167,7 @@ class Meeting(RendezvousHandler):
                 lost = True
                 time.sleep(ASK_SECONDS)
             except (ValueError, LookupError, TypeError, AttributeError) as error:
-                # Keys beside the state are not signed.
+                # Only the state is signed, not the other keys.
                 raise ForeignStateError(
                     f"launch.rdzv_endpoint={self._point.endpoint} cannot be trusted: something else than this run "
                     "writes there; use another port and a network that is trusted"
@@ -186,11 +183,11 @@ class Meeting(RendezvousHandler):
         return RendezvousInfo(info.store, info.rank, info.world_size, here)
 
     def num_nodes_waiting(self) -> int:
-        """Machines that want to come, as far as is known."""
+        """Number of waiting nodes at the last poll."""
         return self._waiting
 
     def shutdown(self) -> bool:
-        """Tell the others that this machine ends, if they can be told soon."""
+        """Announce to the others that this node leaves; return whether that succeeded in time."""
         if not self._stop_asking():
             return False
         self._asking = threading.Thread(target=self._handler.shutdown, name="rendezvous", daemon=True)
@@ -203,12 +200,12 @@ class Meeting(RendezvousHandler):
             try:
                 waiting = handler.num_nodes_waiting()
             except RendezvousError:
-                continue  # the ranks see whether the others are gone
+                continue  # the ranks' collectives detect lost nodes
             if not enough.is_set():
                 self._waiting = waiting
 
     def _stop_asking(self) -> bool:
-        """Returns whether the thread ended, which says that the meeting point answers."""
+        """Stop the polling thread; return whether it ended, which shows that the store answers."""
         self._enough.set()
         self._waiting = 0
         if self._asking is not None:
@@ -223,16 +220,16 @@ class Meeting(RendezvousHandler):
 
 
 def meet(launch: LaunchConfig, folder: Path, token: bytes | None) -> RendezvousHandler:
-    """Open the meeting point, or connect to it.
+    """Open the rendezvous of a run, or connect to it.
 
     Args:
-        launch: the machines, and where they meet.
-        folder: the launcher's.
-        token: secret of all machines; None for none.
+        launch: number of nodes and the endpoint.
+        folder: the launcher's folder.
+        token: secret shared by the nodes, or None.
 
     Raises:
-        RendezvousConnectionError: if that fails.
-        ValueError: for an endpoint that is none.
+        RendezvousConnectionError: if the connection fails.
+        ValueError: for an invalid endpoint.
     """
     if launch.min_nodes == 1:
         return OneMachine(folder, launch.run_id)
@@ -254,7 +251,7 @@ def meet(launch: LaunchConfig, folder: Path, token: bytes | None) -> RendezvousH
 
 
 def _agree_on_prefix(info: RendezvousInfo) -> str:
-    """What the keys of this start's ranks begin with; the first machine chooses it."""
+    """Return the key prefix of this start's ranks, chosen by the first node."""
     store: Store = info.store
     try:
         if info.rank == 0:
@@ -268,7 +265,7 @@ def _agree_on_prefix(info: RendezvousInfo) -> str:
 
 
 def no_meeting(error: Exception, launch: LaunchConfig) -> str:
-    """One sentence on why the machines did not meet."""
+    """Return one sentence on why the rendezvous failed."""
     if isinstance(error, ForeignStateError):
         return str(error)
     if isinstance(error, RendezvousClosedError):

@@ -1,7 +1,7 @@
-"""The store at ``launch.rdzv_endpoint``: the machine that has the address opens it, the others connect.
+"""The store at ``launch.rdzv_endpoint``: the node with that address opens it, the others connect.
 
-torch's server of a store listens on all interfaces unless it is given a socket. Here it gets one that is bound to the
-address of the endpoint.
+torch's store server listens on all interfaces unless it gets a socket; here it gets one bound to the endpoint's
+address.
 """
 
 import errno
@@ -21,27 +21,27 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from fsdptoys.utils.text import say
 
 DEFAULT_PORT = 29400
-"""torch's, for an endpoint that names none."""
+"""torch's default port, for an endpoint without one."""
 
 ANSWER_SECONDS = 3
-"""How long a store may take to answer, which does so from a thread of its own."""
+"""Timeout of the check that the listener is a store; a store answers from its own thread."""
 
 RESOLVE_SECONDS = 4.5
-"""How long the name of the endpoint may take to be resolved."""
+"""Timeout of resolving the endpoint's name."""
 
 CONNECT_SECONDS = 60
-"""How long a machine tries to connect, and waits for an answer."""
+"""Timeout of connecting to the store, and of each answer."""
 
 
 class MeetingPoint:
-    """Where machines meet.
+    """Address of the store, and its server on the node with that address.
 
     Args:
         endpoint: host:port.
 
     Raises:
-        RendezvousConnectionError: if the host has no address, or something else has the port.
-        ValueError: for an endpoint that is none.
+        RendezvousConnectionError: if the host has no address, or another service uses the port.
+        ValueError: for an invalid endpoint.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -53,10 +53,10 @@ class MeetingPoint:
         _check_answer(self.host, self.port)
 
     def connect(self) -> TCPStore:
-        """The store, over a new connection.
+        """Return the store, over a new connection.
 
         Raises:
-            RendezvousConnectionError: if nobody answers.
+            RendezvousConnectionError: if there is no answer.
         """
         try:
             if not self._tried_to_serve:
@@ -75,7 +75,7 @@ class MeetingPoint:
             raise RendezvousConnectionError("the connection to the store has failed") from error
 
     def _serve(self) -> TCPStore | None:
-        """The server; None on a machine that has not the address, or where another process serves."""
+        """Open the server; None if this node does not have the address or another process serves it."""
         for family, address in self._addresses:
             listening = self._listen(family, address)
             if listening is None:
@@ -86,7 +86,7 @@ class MeetingPoint:
 
     def _listen(self, family: int, address: Any) -> socket.socket | None:
         if self._is_loopback_by_accident(address[0]):
-            # Debian's /etc/hosts gives the machine's own name to 127.0.1.1, where no other machine comes.
+            # Debian's /etc/hosts maps the machine's own name to 127.0.1.1, which no other machine can reach.
             say(
                 f"{self.host} is {address[0]} on this machine, so launch.rdzv_endpoint={self.endpoint} is open on all "
                 "its interfaces; name the address that the other machines use to open that one alone"
@@ -115,9 +115,9 @@ class MeetingPoint:
 
 
 def _open_server(host: str, port: int, listening: socket.socket) -> TCPStore:
-    """A server on a socket that listens already.
+    """Open a server on a socket that listens already.
 
-    Tried with torch 2.13; an older one whose libuv server takes no socket says so, and its other server is used.
+    Tested with torch 2.13; older versions whose libuv server accepts no socket fall back to the other server.
     """
     options: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
     options["timeout"] = timedelta(seconds=CONNECT_SECONDS)
@@ -130,7 +130,7 @@ def _open_server(host: str, port: int, listening: socket.socket) -> TCPStore:
 
 
 def _resolve(host: str, port: int) -> list[tuple[int, Any]]:
-    """Families and socket addresses, in a thread: a name server that does not answer takes half a minute."""
+    """Return families and socket addresses; in a thread, since a silent name server blocks for 30 seconds."""
     found: list[tuple[int, Any]] = []
     problem = [f"{host} was not resolved within {RESOLVE_SECONDS} s"]
 
@@ -146,7 +146,7 @@ def _resolve(host: str, port: int) -> list[tuple[int, Any]]:
     thread.join(RESOLVE_SECONDS)
     if not found:
         raise RendezvousConnectionError(problem[0])
-    # The others may have no IPv6, and find out fast where they have, but this machine does not listen.
+    # IPv4 first: the other nodes may have no IPv6; if they do, a refused IPv6 connection fails fast.
     return sorted(found, key=lambda place: place[0] != socket.AF_INET)
 
 
@@ -154,12 +154,12 @@ def _check_answer(host: str, port: int) -> None:
     try:
         socket.create_connection((host, port), 5.0).close()
     except OSError:
-        return  # nobody is there yet
+        return  # no listener yet
     ask = "from torch.distributed import TCPStore; print(flush=True); "
     ask += f"TCPStore({host!r}, {port}, is_master=False, wait_for_workers=False)"
     with subprocess.Popen([sys.executable, "-c", ask], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
-        process.stdout.readline()  # the import takes as long as the machine is busy
+        process.stdout.readline()  # the import takes long on a busy machine
         try:
             is_store = process.wait(ANSWER_SECONDS) == 0
         except subprocess.TimeoutExpired:

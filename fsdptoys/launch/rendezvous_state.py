@@ -1,14 +1,15 @@
-"""The state of a rendezvous of several machines, kept as JSON and signed where the machines share a token.
+"""State of a multi-node rendezvous, stored as JSON and signed if the nodes share a token.
 
-torch's own backend keeps a pickle in the store. The store has no authentication, so that anybody who reaches its port
-could have each launcher unpickle, and run, what they put there. ``SignedBackend`` keeps a JSON text instead, checks
-each value it reads, and makes torch's object of it here.
+torch's own backend stores a pickle. The store has no authentication, so anyone who reaches its port could make every
+launcher run code from a pickle. ``SignedBackend`` stores JSON text instead, checks each value it reads, and builds
+torch's object from it.
 
-With a token, a message is the text and its HMAC-SHA256 under the token, over the run's name, the key and the text,
-which holds a sequence number. Another message is never accepted, nor an older one than this connection has seen. Not
-covered: deleting keys or flooding the store, which stops machines from meeting; replaying the messages of an earlier
-run with the same token to a machine that has just come, likewise; and the addresses that ranks exchange, which stand in
-the same store unsigned. So the network must be trusted.
+With a token, a message is the text and its HMAC-SHA256 over the run's name, the key and the text, which includes a
+sequence number. Messages with another signature, or older than the newest this connection has seen, are rejected.
+
+Not covered, so the network must be trusted: deleting keys, flooding the store, or replaying messages of an earlier run
+with the same token to a new node, all of which prevent a rendezvous; and the addresses that ranks exchange, which are
+in the same store unsigned.
 
 Source: https://docs.pytorch.org/docs/stable/elastic/rendezvous.html
 """
@@ -35,26 +36,26 @@ from fsdptoys.utils.text import one_line, printable
 KEY = "fsdptoys.rendezvous"
 
 NOTHING = "nothing"
-"""Stands in the store before the first state, where reading a key that is missing would wait for it."""
+"""Placeholder before the first state, since reading a missing key blocks."""
 
 MOST_BYTES = 2**20
-"""Of a message; a thousand machines take 200 KB."""
+"""Largest message; a thousand nodes take 200 KB."""
 
 LAST_SECOND = 2.0**32
-"""Times are before this; a date that Python has not would be an OverflowError."""
+"""Upper bound of times; dates beyond Python's range would raise an OverflowError."""
 
 
 LEAST_TOKEN_BYTES = 16
-"""Shorter ones can be guessed from one message."""
+"""Shorter tokens can be guessed from one message."""
 
 MOST_TOKEN_BYTES = 4096
 
 
 def read_token(path: str | None) -> bytes | None:
-    """The secret of the machines of a run, without white space around it.
+    """Read the secret shared by a run's nodes, stripped of white space.
 
     Args:
-        path: value of ``launch.rdzv_token_file``; None for no secret.
+        path: value of ``launch.rdzv_token_file``, or None.
 
     Raises:
         ConfigError: if the file cannot be read, is readable by others, or holds less than 16 bytes.
@@ -84,17 +85,17 @@ def read_token(path: str | None) -> bytes | None:
 
 
 class ForeignStateError(RendezvousStateError):
-    """The store holds a state that this machine must not read; the message says why, in one sentence."""
+    """The store holds a state that this node must reject; the message says why in one sentence."""
 
 
 class SignedBackend(RendezvousBackend):
-    """Keeps the state of a rendezvous in a store, as JSON.
+    """Rendezvous backend that stores its state as JSON.
 
     Args:
-        store: of all machines.
+        store: shared by the nodes.
         run_id: the run's name.
-        token: secret of all machines; None for none.
-        endpoint: where the store is, for people.
+        token: secret shared by the nodes, or None.
+        endpoint: address of the store, for messages.
 
     Raises:
         RendezvousConnectionError: if the store does not answer.
@@ -102,7 +103,7 @@ class SignedBackend(RendezvousBackend):
 
     def __init__(self, store: Store, run_id: str, token: bytes | None, endpoint: str) -> None:
         self._store, self._run_id, self._token, self._endpoint = store, run_id, token, endpoint
-        self._sequence = 0  # the newest that was seen
+        self._sequence = 0  # newest seen
         self._ask("compare_set", KEY, "", NOTHING)
 
     @property
@@ -111,11 +112,11 @@ class SignedBackend(RendezvousBackend):
         return "fsdptoys"
 
     def get_state(self) -> tuple[bytes, Any] | None:
-        """See RendezvousBackend. The pickle is made here, from checked values."""
+        """See RendezvousBackend. The pickle is built here from checked values."""
         return self._decode(self._ask("get", KEY))
 
     def set_state(self, state: bytes, token: Any | None = None) -> tuple[bytes, Any, bool] | None:
-        """See RendezvousBackend. The pickle is this process's own."""
+        """See RendezvousBackend. The pickle comes from this process."""
         message = self._encode(pickle.loads(state))
         before = token.decode() if isinstance(token, bytes) else NOTHING
         stored = self._ask("compare_set", KEY, before, message)
@@ -130,7 +131,7 @@ class SignedBackend(RendezvousBackend):
             raise RendezvousConnectionError("the connection to the store has failed") from error
 
     def _encode(self, state: Any) -> str:
-        # Equal states of two machines are different messages, so that each knows whose was set.
+        # The nonce makes equal states of two nodes different messages, so that each knows whose was set.
         facts = {"nonce": secrets.token_hex(8), "sequence": self._sequence + 1, "state": _plain_of(state)}
         text = json.dumps(facts, sort_keys=True)
         return json.dumps({"message": text, "hmac": self._sign(text)}, sort_keys=True)
@@ -192,7 +193,7 @@ class SignedBackend(RendezvousBackend):
         )
 
 
-# torch's classes are private. Tried with 2.13; their attributes are the same in 2.7.
+# torch's classes are private. Tested with 2.13; their attributes are the same in 2.7.
 _FACTS = {
     "round",
     "complete",
@@ -206,7 +207,7 @@ _FACTS = {
 
 
 def _plain_of(state: Any) -> dict[str, Any]:
-    """A state of torch's as JSON has it."""
+    """Convert torch's state to JSON values."""
     assert set(vars(state)) == _FACTS, f"this version of torch keeps other facts of a rendezvous: {sorted(vars(state))}"
     return {
         "round": state.round,
@@ -225,10 +226,10 @@ def _plain_node(node: Any) -> list[Any]:
 
 
 def _state_of(plain: Any) -> Any:
-    """The same back.
+    """Convert JSON values back to torch's state.
 
     Raises:
-        ForeignError: if it is anything else.
+        ForeignError: for any other value.
     """
     _check(isinstance(plain, dict) and set(plain) == _FACTS)
     state = dynamic_rendezvous._RendezvousState()
@@ -257,7 +258,7 @@ def _seconds(when: datetime) -> float:
 def _time(seconds: Any) -> datetime:
     _check(isinstance(seconds, int | float) and math.isfinite(seconds) and 0 <= seconds < LAST_SECOND)
     when = datetime.fromtimestamp(seconds, timezone.utc)
-    # Older versions of torch compare with times that have no zone.
+    # Older versions of torch use times without a zone.
     return when if hasattr(dynamic_rendezvous, "timezone") else when.replace(tzinfo=None)
 
 

@@ -1,22 +1,22 @@
-"""The ranks of this machine as processes: started, watched, started again, and ended, all of them or none.
+"""Start, watch, restart and end the ranks of this machine, all of them together.
 
-PyTorch's own elastic agent (what torchrun is made of) starts the workers, meets other machines and starts the workers
-again. It runs in a thread, where it takes no signals, so that the main thread has them:
+PyTorch's elastic agent (the core of torchrun) starts the workers, meets other nodes and restarts the workers. It runs
+in a thread, so that the main thread handles signals:
 
-- SIGTERM and SIGUSR1 are passed on once, as a request to stop. Ranks in their loop finish the step, save and end well,
-  and so does the launcher; others end at once.
-- A second one, and any SIGINT, SIGHUP or SIGQUIT, kills all workers at once.
-- One that a single rank got, and ended of, ends the run as the launcher's own would.
+- SIGTERM and SIGUSR1 are forwarded once, as a request to stop. Ranks in their training loop finish the step, save and
+  exit with status 0, and so does the launcher; other ranks end at once.
+- A second request, and any SIGINT, SIGHUP or SIGQUIT, kills all workers at once.
+- A signal that ends a single rank ends the run as if the launcher had received it.
 
-Once a worker has failed, the agent sends SIGTERM to the others and waits for them half a minute; the main thread kills
-those that have not ended after a few seconds. Where the launcher itself is killed, Linux ends its workers (``worker``).
-A rank that is killed goes alone, and its loader's processes have a moment to end by themselves: multiprocessing's
-resource tracker, which is one of them, then frees what would stay in /dev/shm for good.
+After a worker's failure the agent sends SIGTERM to the others and waits for up to 30 seconds; the main thread kills
+the remaining ones after a few seconds. If the launcher itself is killed, Linux kills its workers (``worker``). A killed
+rank's child processes get a moment to end by themselves: one of them, multiprocessing's resource tracker, frees
+shared memory that would otherwise stay in /dev/shm.
 
-Starting again takes up torch's own count of restarts. A failure that would come again (a mistake in the configuration,
-memory that ran out, a run that gave itself up) ends the run at once.
+Restarts use torch's own limit. A failure that would repeat (a configuration mistake, out of memory, a run that gave
+up) ends the run at once.
 
-Not covered: a restart with fewer ranks, and a machine that is lost for good.
+Not covered: a restart with fewer ranks, and the permanent loss of a node.
 """
 
 import contextlib
@@ -60,18 +60,18 @@ from .worker import (
 )
 
 SHUTDOWN_SECONDS = 5
-"""Workers that ignore the signal for so long are killed."""
+"""Workers still running so long after the signal are killed."""
 
 OTHERS_SECONDS = 1.0
-"""A rank that lost others is not the first to fail; the others have so long to say what happened before they end."""
+"""A rank that lost others is not the first failure; the others get so long to record theirs before they are ended."""
 
 GROUP_SECONDS = 1.0
-"""What a killed rank started has so long to end by itself, and is killed then."""
+"""Child processes of a killed rank get so long to end by themselves before they are killed."""
 
 POLL_SECONDS = 0.1
 
 END_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""All workers are killed at once."""
+"""Signals that kill all workers at once."""
 
 
 def run_workers(
@@ -90,24 +90,24 @@ def run_workers(
     """Run ``python -m module arguments`` once for each rank of this machine, and wait for all of them.
 
     Args:
-        module: what each worker runs.
+        module: module that each worker runs.
         arguments: its command line.
         local_ranks: workers on this machine.
-        nnodes: machines that meet at ``rdzv_endpoint``.
-        rdzv_endpoint: host:port; not used on one machine.
-        rdzv_token_file: holds the secret that the machines share; not used on one machine.
+        nnodes: nodes that meet at ``rdzv_endpoint``.
+        rdzv_endpoint: host:port; unused with one node.
+        rdzv_token_file: file with the secret shared by the nodes; unused with one node.
         environment: added to the workers' environment.
-        max_restarts: how many times all workers are started again after one has failed.
-        handed: what the launcher has composed, so that the workers need not.
-        forks: the workers are forks of this process where the system has safe ones, and need not import again what it
-            has imported; not for what has used an accelerator, or several threads.
+        max_restarts: limit of restarts of all workers after a failure.
+        handed: the composed run, which saves the workers composing it again.
+        forks: start workers as forks of this process on Linux, which saves their imports. The process must not have
+            used an accelerator or computed with several threads.
 
     Returns:
-        0 after success, 1 after a worker's exception, 2 after a ``ConfigError``, 128 plus its number after a signal
-        that asked to stop, whether the launcher got it or a rank.
+        0 after success, 1 after a worker's exception, 2 after a ``ConfigError``, 128 + number after a stop signal to
+        the launcher or a rank.
 
     Raises:
-        ConfigError: for a limit of open files, a network interface or a token that is none.
+        ConfigError: for a limit of open files that is too low, or an invalid network interface or token.
     """
     check_open_files()
     loopback = loopback_environment(os.environ) if nnodes == 1 else {}
@@ -117,11 +117,11 @@ def run_workers(
     folder = launch_folder.path
     os.environ.update({**import_environment(os.environ), **(environment or {}), **loopback})
     os.environ.update({LAUNCHED: str(os.getpid()), LAUNCH_FOLDER: str(folder)})
-    # A killed rank cannot close its semaphores; the tracker frees them, and need not tell.
+    # A killed rank cannot close its semaphores; the tracker frees them, and its warning is noise.
     os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
     quieten()
     name_recordings(folder)
-    # torch's rendezvous would open a store of its own, on all interfaces.
+    # Otherwise torch's rendezvous opens another store, on all interfaces.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     launch = LaunchConfig(
         min_nodes=nnodes,
@@ -143,7 +143,7 @@ def run_workers(
     leave_outcome(workers.outcome(status, told))
     if told:
         if sys.stdout is not None and sys.stdout.isatty():
-            print("\x1b[?25h", end="", flush=True)  # a worker that was ended may have left the cursor hidden
+            print("\x1b[?25h", end="", flush=True)  # a killed worker may have left the cursor hidden
         say(told)
     if workers.left_behind:
         if sys.stdout is not None:
@@ -153,7 +153,7 @@ def run_workers(
 
 
 class _Workers:
-    """What the agent's thread and the main thread, which owns the signals, know of each other."""
+    """State shared by the agent's thread and the main thread, which handles signals."""
 
     def __init__(
         self, folder: Path, launch: LaunchConfig, token: bytes | None, command: Sequence[str], forks: bool
@@ -167,7 +167,7 @@ class _Workers:
         self._terminated: set[int] = set()  # ranks that still ran when the agent ended them
         self._starts = self._failed_starts = 0
         self._starting = False
-        self._busy_since: float | None = None  # for as long as the agent may be waiting for workers to end
+        self._busy_since: float | None = None  # set while the agent may be waiting for workers to end
         self._stop: int | None = None  # signal that asked the workers to stop
         self._end: int | None = None  # signal that killed them
         self._failures: dict[int, ProcessFailure] = {}
@@ -181,11 +181,11 @@ class _Workers:
 
     @contextlib.contextmanager
     def taking_signals(self) -> Iterator[None]:
-        """Have the signals of this process, and put back the handlers that were there before."""
+        """Handle this process's signals, and restore the previous handlers afterwards."""
         numbers = [
             number
             for number in (*STOP_SIGNALS, *END_SIGNALS)
-            # nohup's wish that a closed terminal should not matter
+            # SIGHUP stays ignored under nohup.
             if not (number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN)
         ]
         before = {number: signal.signal(number, lambda number, _: self._events.put(number)) for number in numbers}
@@ -196,7 +196,7 @@ class _Workers:
                 signal.signal(number, handler)
 
     def run(self) -> tuple[int, str | None]:
-        """Start the workers and wait for them; returns an exit status and what to tell."""
+        """Start the workers and wait for them; return an exit status and a final message, if any."""
         agent = self._agent
         agent.start()
         stopped_at = 0.0
@@ -217,7 +217,7 @@ class _Workers:
                 self._end = number
                 self._kill(self._pids)
             if self._end is not None:
-                # Where no worker runs, the agent may be waiting for another machine, and is left behind.
+                # Without workers, the agent may be waiting for another node and is left behind.
                 waits = self.launch.min_nodes > 1 and not (self._pids or self._starting)
                 agent.join(POLL_SECONDS if waits else SHUTDOWN_SECONDS)
                 break
@@ -225,24 +225,24 @@ class _Workers:
 
     @property
     def left_behind(self) -> bool:
-        """Whether the agent still runs, or a question of its, which is so where it waits for another machine."""
+        """Whether the agent or its polling thread still runs, as when waiting for another node."""
         return self._agent.is_alive() or (isinstance(self._meeting, Meeting) and self._meeting.hangs)
 
     def outcome(self, status: int, told: str | None) -> Outcome:
-        """The same as :meth:`run` returned, for programs."""
+        """Return the machine-readable outcome, given the result of :meth:`run`."""
         return outcome_of(status, told, self._end or self._stop, self._first)
 
     def _pass_on(self, number: int) -> None:
         with self._lock:
             self._stop = number
             if not self._pids:
-                self._end = number  # nothing has begun that could end well
+                self._end = number  # no worker has started, so none can stop cleanly
             for pid in self._pids.values():
                 if runs(pid):
                     os.kill(pid, number)
 
     def _kill(self, ranks: Mapping[int, int]) -> None:
-        groups = []  # each worker leads one, with its loader's processes
+        groups = []  # each worker leads a group that includes its loader's processes
         with self._lock:
             for rank, pid in ranks.items():
                 if runs(pid):
@@ -287,7 +287,7 @@ class _Workers:
         return 1, "another machine ended the run; its output says why"
 
     def _died_of_the_request(self) -> bool:
-        """Whether ranks that could not stop well yet died of the signal, and nothing else happened."""
+        """Whether ranks not yet able to stop cleanly were ended by the stop signal, without any other failure."""
         assert self._stop is not None
         expected = {-self._stop, 128 + self._stop, -signal.SIGTERM, 128 + signal.SIGTERM}
         return all(
@@ -303,7 +303,7 @@ class _Workers:
         try:
             launch = self.launch
             handler = self._meeting = meet(launch, self.folder, self._token)
-            # torch 2.7 binds no memory; newer ones choose in LaunchConfig
+            # torch 2.7 has no NUMA binding; newer versions set its default in LaunchConfig.
             known = {field.name for field in dataclasses.fields(WorkerSpec)}
             options: dict[str, Any] = {"numa_options": launch.numa_options} if "numa_options" in known else {}
             spec = WorkerSpec(
@@ -329,7 +329,11 @@ class _Workers:
             self._events.put(None)
 
     def before_start(self) -> None:
-        """Make room for a start of all workers, unless none is wanted any more."""
+        """Prepare a start of all workers.
+
+        Raises:
+            EndedError: if the run is to stop.
+        """
         if self._stop is not None or self._end is not None:
             raise EndedError
         if self._starts > self._failed_starts:
@@ -343,20 +347,23 @@ class _Workers:
             path.unlink()
 
     def after_start(self, pids: dict[int, int]) -> None:
-        """Take note of the workers of this start.
+        """Record the workers of this start.
 
         Args:
             pids: by rank.
+
+        Raises:
+            EndedError: if the run is to stop.
         """
         with self._lock:
             self._pids = pids
             self._starting = False
             self._killed, self._terminated = set(), set()
             if self._stop is not None or self._end is not None:
-                raise EndedError  # the agent ends them, none of which is in its loop yet
+                raise EndedError  # the agent ends them; none is in its training loop yet
 
     def before_close(self) -> None:
-        """Take note of the ranks that the agent is about to end, before which they may have something to say."""
+        """Record the ranks that the agent is about to end, after giving them time to record a failure of their own."""
         deadline = time.monotonic() + OTHERS_SECONDS
         while own_failure_is_recorded(self.folder) is False and self._running() and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -368,13 +375,13 @@ class _Workers:
         return {rank for rank, pid in self._pids.items() if runs(pid)}
 
     def after_failure(self, failures: dict[int, ProcessFailure]) -> None:
-        """Decide whether the agent goes on to start the workers again, and tell so.
+        """Decide whether the agent restarts the workers, and report a restart.
 
         Args:
             failures: by rank.
 
         Raises:
-            EndedError: if it is not to.
+            EndedError: if there is no restart.
         """
         self._failures = failures
         again = self._failed_starts < self.launch.max_restarts and self._stop is None and self._end is None
@@ -393,7 +400,7 @@ class _Workers:
 
     @contextlib.contextmanager
     def no_longer_than_it_may(self) -> Iterator[None]:
-        """Have the main thread kill the workers if the agent waits in here for them to end."""
+        """Have the main thread kill workers for which the agent waits too long inside this context."""
         self._busy_since = time.monotonic()
         try:
             yield

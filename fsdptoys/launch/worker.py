@@ -1,8 +1,7 @@
-"""This process as one that a launcher started: what it was told, what it leaves for others, and how it ends.
+"""A launched worker process: its input from the launcher, its error file, and its exit.
 
-A worker's exception goes into the error file that the launcher names, in the form that torch's elastic launcher reads,
-with more beside it: when exactly, and whether starting again could help. The launcher's own folder holds what has to
-outlive a restart of the workers.
+A worker's exception goes into the error file named by the launcher, in the format of torch's elastic launcher plus the
+exact time and whether a restart could help. Data that must survive a restart is in the launcher's folder.
 """
 
 import contextlib
@@ -31,17 +30,17 @@ from fsdptoys.utils.text import one_line, printable
 from .launch_folder import LaunchFolder
 
 HANDED_FILE = "handed"
-"""In the launcher's folder: what it has composed."""
+"""File in the launcher's folder with the composed run."""
 
 PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class Handed:
-    """A validated run, as the launcher gives it to its workers: composing it again would take each a second."""
+    """A validated run, passed from the launcher to its workers; composing it again would take each a second."""
 
     config: Any
-    """A ``Config``, which this room does not know."""
+    """A ``Config``, not imported here."""
     hardware: Any
     """A ``FoundHardware``."""
     local_ranks: int
@@ -49,10 +48,10 @@ class Handed:
 
 
 def make_launch_folder(handed: Handed | None) -> LaunchFolder:
-    """Make the launcher's folder, with what the workers are given.
+    """Make the launcher's folder, with the run for the workers.
 
     Raises:
-        ConfigError: if no temporary folder takes it.
+        ConfigError: if the temporary folder cannot be written.
     """
     folder = None
     try:
@@ -70,12 +69,12 @@ def make_launch_folder(handed: Handed | None) -> LaunchFolder:
 
 
 def _hand_over(folder: Path, handed: Handed) -> None:
-    """Leave a run in the launcher's folder, which nobody else may write to."""
+    """Write a run into the launcher's folder, which is private to the user."""
     (folder / HANDED_FILE).write_bytes(pickle.dumps(handed))
 
 
 def take_handed() -> Handed | None:
-    """The run that our launcher has left for this process, its child; None under another launcher, or none."""
+    """Read the run that our launcher has passed to this process; None if the parent is not our launcher."""
     folder = launch_folder()
     if os.environ.get(LAUNCHED) != str(os.getppid()) or folder is None or not (folder / HANDED_FILE).exists():
         return None
@@ -85,10 +84,10 @@ def take_handed() -> Handed | None:
 
 
 def run_as_worker(work: Callable[[], None]) -> int:
-    """Do the work of one rank; its exception is recorded for whoever started it, or printed if nobody asked for it.
+    """Do the work of one rank; record its exception in the launcher's error file, or print it if there is none.
 
     Returns:
-        An exit status; a failure ends the process here, since leaving the interpreter may wait for other ranks.
+        0. A failure ends the process here, since leaving the interpreter may wait for other ranks.
     """
     _end_with_launcher()
     handler = ErrorHandler()
@@ -98,14 +97,14 @@ def run_as_worker(work: Callable[[], None]) -> int:
     except Exception as failure:
         error = explain_elsewhere(failure)
         mistake = isinstance(error, ConfigError)
-        # These say what was being done.
+        # The messages of these name the phase of the run.
         explained = isinstance(error, (ExplainedOutOfMemoryError, LostRanksError, LostWorkerError))
         alone = isinstance(error, (ConfigError, GivenUpError))
         told = f"fsdptoys: {error}" if alone else str(error) if explained else traceback.format_exc()
         rank = os.environ.get("RANK", "0")
         recorded = False
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
-            with contextlib.suppress(OSError):  # no room: the launcher's own disk is full
+            with contextlib.suppress(OSError):  # the launcher's disk is full
                 _record(Path(os.environ["TORCHELASTIC_ERROR_FILE"]), int(rank), error, told)
                 recorded = True
         if not recorded:
@@ -118,7 +117,7 @@ def run_as_worker(work: Callable[[], None]) -> int:
 
 
 def explain_elsewhere(error: Exception) -> Exception:
-    """Replace an out-of-memory error that no phase of the run has explained by one sentence; others stay."""
+    """Return an out-of-memory error that no phase has explained as one sentence; return others unchanged."""
     if isinstance(error, ExplainedOutOfMemoryError) or not is_out_of_memory(error):
         return error
     on_host = isinstance(error, MemoryError) or not isinstance(error, torch.OutOfMemoryError)
@@ -133,20 +132,20 @@ def explain_elsewhere(error: Exception) -> Exception:
 
 
 def _record(path: Path, rank: int, error: Exception, told: str) -> None:
-    """Write what ``ErrorHandler`` would, with a finer time, and apart what is told without a rank."""
+    """Write ``ErrorHandler``'s record with nanoseconds; separate fields for messages shown without a rank."""
     now_ns = time.time_ns()
     extra = {"py_callstack": told, "timestamp": str(now_ns // 10**9), "time_ns": now_ns, "rank": rank}
     extra |= {"config_error": str(error) if isinstance(error, ConfigError) else None}
     extra |= {"given_up": str(error) if isinstance(error, GivenUpError) else None}
-    # These come again, however often the run is started.
+    # These repeat after a restart.
     extra |= {"final": isinstance(error, (ConfigError, ExplainedOutOfMemoryError, GivenUpError))}
-    # A record that is read half-written would hide the failure.
+    # Atomic, since a partial record would hide the failure.
     message = f"{type(error).__name__}: {error}"
     write_atomically(path, json.dumps({"message": {"message": message, "extraInfo": extra}}))
 
 
 def _end_with_launcher() -> None:
-    """Have the system end this process when our launcher is killed; on Linux alone, which has such a thing."""
+    """Have the kernel kill this process when our launcher dies; Linux only."""
     launcher = os.environ.get(LAUNCHED, "")
     if sys.platform != "linux" or not launcher.isdecimal():
         return
@@ -154,5 +153,5 @@ def _end_with_launcher() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     except (OSError, AttributeError):
         return
-    if os.getppid() != int(launcher):  # it was killed before
+    if os.getppid() != int(launcher):  # the launcher died before prctl
         os._exit(1)
