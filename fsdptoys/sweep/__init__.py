@@ -1,4 +1,4 @@
-"""A sweep: one configuration after another, each in fresh processes, and a folder that tells how each ended."""
+"""A sweep: one configuration after another, each in new processes, with the outcome of each in a folder."""
 
 from .folder import Job, JobStatus, Skipped, Sweep, is_sweep_dir, read_sweep
 

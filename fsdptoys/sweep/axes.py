@@ -1,7 +1,7 @@
-"""Words with several values, in Hydra's own sweep syntax, read into what a sweep multiplies out.
+"""Parse overrides with several values, in Hydra's sweep syntax, into the axes of a sweep.
 
-``a=1,2``, ``a=choice(1,2)``, ``a=range(1,4)`` and ``parallel=glob(fsdp*)`` give several; quoted text and lists are one
-value, commas and all. ``interval`` has no values to count.
+``a=1,2``, ``a=choice(1,2)``, ``a=range(1,4)`` and ``parallel=glob(fsdp*)`` give several values; quoted text and lists
+are one value, including commas. ``interval`` is rejected, since it has no discrete values.
 """
 
 import itertools
@@ -24,21 +24,21 @@ SET_BY_SWEEP = {
     "checkpoint.folder": "the jobs of a sweep would write into one folder",
     "checkpoint.resume": "each job of a sweep starts anew",
 }
-"""Keys that no job may have from outside → why."""
+"""Key that the sweep sets for each job → reason."""
 
 Choices = Mapping[str, Sequence[str]]
 """Group → names of its YAML files."""
 
 
 def read_axes(words: Sequence[str], choices: Choices) -> list[Axis]:
-    """Read what was typed.
+    """Parse the words of a command line.
 
     Args:
         words: ``KEY=VALUE`` and ``KEY=VALUE,VALUE``.
-        choices: to guess what a word without ``=`` means, and what a glob stands for.
+        choices: used to expand globs and to suggest a fix for a word without ``=``.
 
     Raises:
-        ConfigError: for the first word that is a mistake by its form.
+        ConfigError: for the first malformed word.
     """
     axes: list[Axis] = []
     for index, word in enumerate(words):
@@ -60,11 +60,11 @@ def read_axes(words: Sequence[str], choices: Choices) -> list[Axis]:
 
 
 def read_base(definition: SweepDefinition, where: str, choices: Choices) -> tuple[list[Axis], list[Row]]:
-    """Read what a sweep's file says.
+    """Parse the axes and rows of a sweep's file.
 
     Args:
-        definition: of the file.
-        where: its name, for sentences.
+        definition: content of the file.
+        where: the file's name, for messages.
         choices: as for :func:`read_axes`.
 
     Raises:
@@ -106,7 +106,7 @@ def _read_axis(word: str, later: Sequence[str], choices: Choices) -> Axis:
         raise ConfigError(f"{word} has an empty value; leave out the comma, or write '' for an empty text")
     if override is None or not override.is_sweep_override():
         key, _, value = word.partition("=")
-        # What follows a word without a value tells what was meant.
+        # The words after a word without a value show the intended one.
         parse_overrides([word] if value else [word, *later[:2]], choices)
         axis = Axis(key, (value,))
     else:
@@ -121,7 +121,7 @@ def _read_axis(word: str, later: Sequence[str], choices: Choices) -> Axis:
 
 
 def _parse(word: str) -> Override | None:
-    """The word as Hydra reads it; None where it cannot, which ``parse_overrides`` tells in a sentence."""
+    """Parse a word with Hydra; None if that fails, which ``parse_overrides`` reports."""
     try:
         return OverridesParser.create().parse_override(word) if "=" in word else None
     except HydraException:
@@ -143,7 +143,7 @@ def _values(override: Override, word: str, choices: Choices) -> list[str]:
     if isinstance(typed, RangeSweep):
         if not typed.step:
             raise ConfigError(f"{word} has steps of 0, which never end; write {key}=range(START,STOP)")
-        # Counted before it is gone through: a range that is shuffled is made whole.
+        # Counted first, since shuffling a range materializes it.
         if sum(1 for _ in itertools.islice(typed.range(), MOST_COMBINATIONS + 1)) > MOST_COMBINATIONS:
             raise ConfigError(
                 f"{word} has more than the {MOST_COMBINATIONS} values that a sweep may have; write "
@@ -159,5 +159,5 @@ def _as_typed(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):
-        return f"{value:.12g}"  # of a range, whose sums have an end that nobody typed
+        return f"{value:.12g}"  # a range's sums have rounding errors
     return str(Transformer.str(value))

@@ -1,6 +1,6 @@
-"""A sweep with a name: a YAML file of ``configs/sweep``, or of the user, read into one dataclass and checked.
+"""A named sweep: a YAML file of ``configs/sweep`` or of the user, read into one dataclass and checked.
 
-It is no group of Hydra's, since it says what several runs vary, and nothing of it reaches a run.
+It is not a Hydra config group: it describes variations between runs and is not part of any run's configuration.
 """
 
 import dataclasses
@@ -20,29 +20,29 @@ LARGEST_FILE_BYTES = 2**20
 
 @dataclass(frozen=True)
 class SweepDefinition:
-    """What a sweep's file says."""
+    """Content of a sweep's file."""
 
     title: str
-    """Short: part of the folder's name."""
+    """Short title, part of the folder's name."""
     description: str = ""
-    """What is compared, and for whom."""
+    """Purpose of the comparison."""
     base: tuple[str, ...] = ()
     """Words of all jobs."""
     grid: dict[str, list[str]] = field(default_factory=dict)
-    """Key → its values; all are combined, and the last key varies fastest."""
+    """Key → values; all combinations are run, the last key varying fastest."""
     rows: tuple[tuple[str, ...], ...] = ()
-    """The words of each job, instead of a grid."""
+    """Words of each job, instead of a grid."""
     time_limit_seconds: float | None = None
-    """Of one job; null for none."""
+    """Time limit of one job; null for none."""
 
 
 def list_sweeps() -> dict[str, str]:
-    """Name of each sweep that comes with the package → its description."""
+    """Return the name and description of each sweep of the package."""
     return {path.stem: read_definition(path.stem).description for path in sorted(SWEEPS.glob("*.yaml"))}
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a sweep's name is a path to a file of the user."""
+    """Whether a sweep's name is the path of a user's file."""
     return name.endswith((".yaml", ".yml"))
 
 
@@ -50,7 +50,7 @@ def read_definition(name: str) -> SweepDefinition:
     """Read a sweep's file.
 
     Args:
-        name: of one that comes with the package, or a path that ends in ``.yaml`` or ``.yml``.
+        name: a sweep of the package, or a path ending in ``.yaml`` or ``.yml``.
 
     Raises:
         ConfigError: for the first mistake.
@@ -134,7 +134,7 @@ def _grid(grid: Any, path: Path) -> dict[str, list[str]]:
 
 
 def _as_typed(value: Any, path: Path, key: str) -> str:
-    """A value of the file as it is typed on the command line."""
+    """Format a value of the file as on the command line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list):

@@ -1,7 +1,6 @@
-"""When two jobs are the same run: everything that decides what it computes and how fast, in one number.
+"""Fingerprint of a run: a hash of everything that decides its results and speed, equal for identical jobs.
 
-Left out is what only says where a run writes and prints, and how its machines find each other. What it shares with
-no configuration, load of the machine and environment variables, is not seen.
+Excluded: settings for output paths, printing and rendezvous. Not covered: environment variables and machine load.
 """
 
 import functools
@@ -20,16 +19,16 @@ WITHOUT_EFFECT = {
     "metrics": ("run_dir", "console"),
     "launch": ("device", "nproc_per_node", "rdzv_endpoint", "rdzv_token_file"),
 }
-"""Section → keys that change nothing, or that are told otherwise here."""
+"""Section → keys without effect, or covered by another part of the hash."""
 
 
 def fingerprint(config: Config, world_size: int, device_name: str) -> str:
-    """A number in hexadecimal that only the same run has.
+    """Return the run's SHA-256 fingerprint in hexadecimal.
 
     Args:
         config: validated, with every ``auto`` replaced.
-        world_size: ranks over all machines.
-        device_name: the name that the devices' maker gave them.
+        world_size: ranks on all nodes.
+        device_name: name of the devices.
     """
     tree: dict[str, Any] = config.to_dict()
     for section, keys in WITHOUT_EFFECT.items():
@@ -47,7 +46,7 @@ def fingerprint(config: Config, world_size: int, device_name: str) -> str:
 
 @functools.cache
 def code_version() -> str:
-    """Version of this package, the commit of a checkout, and where that was changed, what its files say."""
+    """Return the package's version, the commit of a checkout, and for a modified one a hash of its files."""
     package = Path(fsdptoys.__file__).resolve().parent
     commit = checkout_commit(package.parent)
     version = f"{fsdptoys.__version__} {commit or ''}".strip()

@@ -1,13 +1,13 @@
-"""A sweep's folder: what was asked for, and a folder for each job with how it ended.
+"""A sweep's folder: its definition, and a folder for each job with its status.
 
     sweeps/20261122-101500-debug/
-      sweep.json            what was asked for: jobs in their order, what was skipped and why
-      jobs/01/job.json      one job: its words, and how it stands
-      jobs/01/log.txt       what its launcher and its ranks printed
+      sweep.json            definition: jobs in order, skipped combinations with reasons
+      jobs/01/job.json      one job: its words and status
+      jobs/01/log.txt       output of its launcher and ranks
       jobs/01/run/          its run directory
       table.md, table.csv, table.json
 
-A job's file is replaced whole each time it changes, so that a sweep that is killed at any moment can be gone on with.
+A job's file is replaced atomically at each change, so that a sweep killed at any moment can be resumed.
 """
 
 import contextlib
@@ -34,17 +34,17 @@ LOG_FILE = "log.txt"
 RUN_FOLDER = "run"
 
 LARGEST_FILE_BYTES = 2**24
-"""Ten thousand skipped combinations take some megabytes."""
+"""Limit of a JSON file; ten thousand skipped combinations take some megabytes."""
 
 JOB_NAME = re.compile(r"[0-9]{2,9}")
-"""Of a job's folder, which must not be outside of the sweep's."""
+"""Pattern of a job's folder name, which keeps it inside the sweep's folder."""
 
 READS, READ_AGAIN_SECONDS = 3, 0.1
-"""A file that another node replaces just now may be stale or missing here for a moment, on disks that are shared."""
+"""On shared disks, a file being replaced by another node may be stale or missing for a moment."""
 
 
 class JobStatus(Enum):
-    """How a job stands."""
+    """Status of a job."""
 
     waiting = "waiting"
     running = "running"
@@ -53,11 +53,11 @@ class JobStatus(Enum):
     out_of_memory = "out of memory"
     timed_out = "timed out"
     stopped = "stopped"
-    """By a signal, before its end."""
+    """Ended by a signal."""
 
     @property
     def ended(self) -> bool:
-        """Whether it need not be run again, unless one asks for it."""
+        """Whether the job has finished or failed, and runs again only with ``--retry``."""
         return self not in (JobStatus.waiting, JobStatus.running, JobStatus.stopped)
 
 
@@ -66,26 +66,26 @@ class Job:
     """One configuration of a sweep."""
 
     name: str
-    """Of its folder: its number in the sweep, 01 and on."""
+    """Name of its folder: its number in the sweep, from 01."""
     words: tuple[str, ...]
-    """Of ``fsdptoys train``, but for the run directory."""
+    """Arguments of ``fsdptoys train``, without the run directory."""
     varied: dict[str, str]
-    """Key → value, as typed, of what the sweep varies."""
+    """Key → value, as typed, of the varied settings."""
     fingerprint: str
-    """Of the resolved configuration and what it runs on: jobs that share it are the same run."""
+    """Hash of the resolved configuration, hardware and code; equal for identical runs."""
     status: JobStatus = JobStatus.waiting
     exit_status: int | None = None
-    """Of its launcher, once it has ended."""
+    """Exit status of its launcher, once it has ended."""
     reason: str | None = None
-    """A sentence, where it is not done."""
+    """One sentence on why the job is not done."""
     started_at: str | None = None
     """UTC, ISO 8601."""
     seconds: float | None = None
-    """From the launcher's start to its end."""
+    """Duration from the launcher's start to its end."""
 
     @property
     def label(self) -> str:
-        """What makes it another than its neighbours, as typed."""
+        """The varied settings, as typed."""
         return " ".join(f"{key}={value}" for key, value in self.varied.items()) or "as it is"
 
 
@@ -95,35 +95,35 @@ class Skipped:
 
     varied: dict[str, str]
     reason: str
-    """A sentence."""
+    """One sentence."""
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep as its folder tells it."""
+    """A sweep, as recorded in its folder."""
 
     path: Path
     title: str
-    """Name of the sweep's YAML file, or what was typed, in short."""
+    """Title of the sweep's YAML file, or the varied keys."""
     command: str
-    """That started it."""
+    """Command that started it."""
     jobs: list[Job]
     skipped: list[Skipped]
     time_limit_seconds: float | None
-    """Of one job."""
+    """Time limit of one job."""
     words: tuple[str, ...] = ()
-    """As typed: the name of a sweep, keys with one value or several, and what a launcher is told; no dashed options."""
+    """Arguments as typed, without dashed options: a sweep's name, overrides and launcher settings."""
 
     def job_folder(self, job: Job) -> Path:
-        """Where a job's files are."""
+        """Return a job's folder."""
         return self.path / JOBS_FOLDER / job.name
 
     def run_dir(self, job: Job) -> Path:
-        """A job's run directory; it is there from the moment when the job's ranks have met."""
+        """Return a job's run directory, which exists once the job's ranks have met."""
         return self.job_folder(job) / RUN_FOLDER
 
     def write(self) -> None:
-        """Write ``sweep.json``, and the files of jobs that have none yet."""
+        """Write ``sweep.json`` and missing job files."""
         self.path.mkdir(parents=True, exist_ok=True)
         for job in self.jobs:
             folder = self.job_folder(job)
@@ -142,7 +142,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class _Definition:
-    """What ``sweep.json`` holds."""
+    """Content of ``sweep.json``."""
 
     title: str
     command: str
@@ -153,15 +153,15 @@ class _Definition:
 
 
 def is_sweep_dir(path: Path) -> bool:
-    """Whether a sweep has begun to write there."""
+    """Whether a folder is a sweep's."""
     return (path / SWEEP_FILE).is_file()
 
 
 def read_sweep(path: Path) -> Sweep:
-    """Read a sweep's folder as it stands now.
+    """Read the current state of a sweep's folder.
 
     Raises:
-        ConfigError: if it is none, or a file of it cannot be read.
+        ConfigError: if it is not a sweep's folder, or a file of it cannot be read.
     """
     tree = _read(path / SWEEP_FILE)
     try:
@@ -193,7 +193,7 @@ def read_sweep(path: Path) -> Sweep:
 
 
 def read_job(folder: Path) -> Job:
-    """Read how a job stands.
+    """Read a job's file.
 
     Raises:
         ConfigError: if its file cannot be read.
@@ -217,7 +217,7 @@ def _check_name(name: str) -> None:
 
 
 def write_job(folder: Path, job: Job) -> None:
-    """Write how a job stands, whole or not at all."""
+    """Write a job's file atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     tree = dataclasses.asdict(job)
     _replace(folder / JOB_FILE, {**tree, "status": job.status.value})

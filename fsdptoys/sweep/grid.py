@@ -1,6 +1,6 @@
-"""What a sweep consists of, multiplied out: words that all jobs share, keys with several values, and rows.
+"""Expand a sweep (shared words, keys with several values, and rows) into combinations.
 
-A key stands once: what the user typed takes the place of what a sweep's file says of the same key.
+The user's values of a key replace those of the sweep's file.
 """
 
 import itertools
@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from fsdptoys.errors import ConfigError
 
 MOST_COMBINATIONS = 10_000
-"""Of a sweep: each is composed before the first is run."""
+"""Limit of a sweep; all combinations are composed before the first runs."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A key and its values, each as it is typed after the ``=``."""
+    """A key and its values, each as typed after the ``=``."""
 
     key: str
-    """With its ``+``, where one was typed."""
+    """Key, including a typed ``+``."""
     values: tuple[str, ...]
 
     @property
     def words(self) -> list[str]:
-        """One for each value."""
+        """One word for each value."""
         return [f"{self.key}={value}" for value in self.values]
 
 
@@ -41,18 +41,18 @@ class Combination:
 
 
 def combine(base: Sequence[Axis], rows: Sequence[Row], typed: Sequence[Axis]) -> list[Combination]:
-    """Multiply a sweep out.
+    """Expand a sweep into its combinations.
 
     Args:
-        base: keys of the sweep's file that all jobs share (one value) or that are varied (several), in its order.
-        rows: of the sweep's file, which take their turns before what is typed varies; none where it has no rows.
-        typed: keys that the user gave, which win over those of the file.
+        base: keys of the sweep's file in order, shared by all jobs (one value) or varied (several).
+        rows: rows of the sweep's file, which vary slower than the typed keys; may be empty.
+        typed: the user's keys, which replace those of the file.
 
     Returns:
-        The combinations in order: what was named last varies fastest. Words keep the file's order, then the user's.
+        The combinations, the last key varying fastest. Words are in the file's order, then the user's.
 
     Raises:
-        ConfigError: if they are more than a sweep may have.
+        ConfigError: for more than ``MOST_COMBINATIONS``.
     """
     own = {axis.key: axis for axis in typed}
     kept_rows = [tuple(axis for axis in row if axis.key not in own) for row in rows] or [()]
@@ -69,7 +69,7 @@ def combine(base: Sequence[Axis], rows: Sequence[Row], typed: Sequence[Axis]) ->
         )
     combinations = []
     for row in kept_rows:
-        # A row that does not name a key which others do has it from the words that all share.
+        # Keys of other rows that this row lacks get their value from the base.
         rest = [in_base[key] for key in in_base if key not in {axis.key for axis in row}]
         axes = [*rest, *shared]
         for values in itertools.product(*(axis.words for axis in axes)):

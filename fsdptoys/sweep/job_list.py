@@ -1,7 +1,7 @@
-"""From combinations to numbered jobs, with those that a folder holds already put in their places.
+"""Match combinations with the jobs already in a sweep's folder, and number new jobs.
 
-A job is the same run as an earlier one where their fingerprints are equal. Where the words are equal and the
-fingerprint is not, code, PyTorch or machine have changed, and the earlier one is set aside and run anew.
+Jobs with equal fingerprints are the same run. If only the words are equal, the code, PyTorch or the machine has
+changed, so the earlier result is moved aside and the job runs again.
 """
 
 import dataclasses
@@ -29,15 +29,15 @@ from .runner import set_aside
 
 @dataclass(frozen=True)
 class Arrangement:
-    """The jobs of a sweep, and which of them are still to be run."""
+    """The jobs of a sweep, sorted by the work left."""
 
     jobs: list[Job]
     skipped: list[Skipped]
     to_run: list[Job]
     changed: list[Job]
-    """Jobs of the folder, as they were, which are run anew since something else than their words has changed."""
+    """Previous state of jobs that run again although their words are unchanged."""
     kept: list[Job]
-    """Jobs that were asked for and have ended already."""
+    """Requested jobs that have ended already."""
 
 
 def arrange(
@@ -48,14 +48,14 @@ def arrange(
     retry: bool = False,
     queued: Collection[str] = (),
 ) -> Arrangement:
-    """Number jobs, leave out those that are the same run as an earlier one, and find those that a folder holds.
+    """Number jobs, skip duplicates, and reuse the jobs of a folder.
 
     Args:
         asked: combinations with their fingerprints, in order.
-        refused: combinations that cannot be run.
-        before: the folder's sweep; jobs that are not asked for any more stay where they have run or will.
-        retry: whether jobs that ended badly are to be run again.
-        queued: names of jobs that a batch queue has.
+        refused: combinations that cannot run.
+        before: the folder's sweep; its other jobs are kept if they have started or are queued.
+        retry: whether failed jobs run again.
+        queued: names of jobs in a batch queue.
     """
     held = before.jobs if before is not None else []
     by_fingerprint = {job.fingerprint: job for job in held}
@@ -75,7 +75,7 @@ def arrange(
         old = by_fingerprint.get(number)
         if old is not None:
             done = old.status.ended and not (retry and old.status is not JobStatus.done)
-            # A job that runs has the words that were validated, and not those that the folder claims for them.
+            # A job to run takes the validated words, not those recorded in the folder.
             words = old.words if done else combination.words
             job = dataclasses.replace(old, words=words, varied=combination.varied)
         else:
@@ -98,7 +98,7 @@ def arrange(
 
 
 def _highest_number(before: Sweep | None) -> int:
-    """That a job of the folder has or had: one that is no longer asked for leaves its folder."""
+    """Return the highest job number of the folder, including dropped jobs, whose folders remain."""
     if before is None:
         return 0
     names = [*(job.name for job in before.jobs), *(path.name for path in (before.path / JOBS_FOLDER).glob("*"))]
@@ -106,11 +106,11 @@ def _highest_number(before: Sweep | None) -> int:
 
 
 def refuse_running(sweep: Sweep, queued: Collection[str]) -> None:
-    """Refuse to go on here while jobs of the folder run elsewhere.
+    """Reject resuming a sweep while another process runs one of its jobs.
 
     Args:
-        sweep: as its folder tells it.
-        queued: names of those that a batch queue has, and that it may keep.
+        sweep: read from its folder.
+        queued: names of jobs that may keep running in a batch queue.
 
     Raises:
         ConfigError: naming the job.
@@ -123,12 +123,12 @@ def refuse_running(sweep: Sweep, queued: Collection[str]) -> None:
 
 
 def write_arrangement(sweep: Sweep, arrangement: Arrangement, queued: Collection[str] = ()) -> None:
-    """Write a sweep's folder and its jobs as they now stand, with what is to be run anew moved aside.
+    """Write a sweep's folder and job files; move earlier results of jobs that run again aside.
 
     Args:
         sweep: with the jobs of the arrangement.
-        arrangement: says which are to be run.
-        queued: names of jobs that a batch queue has, whose folders are its own.
+        arrangement: the jobs to run.
+        queued: names of jobs in a batch queue, whose folders are left alone.
     """
     for job in arrangement.changed:
         if job.name not in queued:
@@ -148,7 +148,7 @@ def write_arrangement(sweep: Sweep, arrangement: Arrangement, queued: Collection
 
 
 def newest_with_words(folder: Path, words: Sequence[str]) -> Path | None:
-    """The sweep's folder below another that was last begun or gone on with for the same words."""
+    """Return the sweep folder below ``folder`` most recently started or resumed with the same words, or None."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         if is_sweep_dir(path):

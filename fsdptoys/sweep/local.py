@@ -1,4 +1,4 @@
-"""The jobs of a sweep on this machine, one after another, with a line as each begins and ends."""
+"""Run the jobs of a sweep on this machine, one after another, printing a line when each begins and ends."""
 
 import contextlib
 import errno
@@ -17,16 +17,16 @@ from .runner import TRAIN, Interruption, run_job
 def run_jobs(
     sweep: Sweep, jobs: Sequence[Job], after_job: Callable[[], None], *, train: Sequence[str] = TRAIN
 ) -> int | None:
-    """Run jobs of a sweep until they are done or somebody asks to end.
+    """Run jobs of a sweep until all have ended or a signal interrupts.
 
     Args:
-        sweep: its folder is held, and written.
-        jobs: those of its jobs to run, in their order.
-        after_job: called after each, whatever became of it.
+        sweep: the sweep; the caller holds its folder's lock.
+        jobs: its jobs to run, in order.
+        after_job: called after each job, whatever its outcome.
         train: the command of a job, before its words.
 
     Returns:
-        Number of the signal that asked to end; None where all jobs have had their turn.
+        Number of the interrupting signal, or None.
     """
     seconds: list[float] = []
     with Interruption() as interruption:
@@ -47,18 +47,18 @@ def run_jobs(
 
 
 def tell(text: str) -> None:
-    """Print a line, if anybody is left to read it: a terminal that was closed must not cost a job or a table."""
+    """Print a line; a closed terminal is ignored, so that jobs and tables continue."""
     try:
         print(printable(text, sys.stdout), flush=True)
     except OSError as error:
         if error.errno in (errno.EIO, errno.EPIPE):
-            # What the stream still holds would be tried again at the process's end, which then has status 120.
+            # Otherwise Python flushes the stream again at exit, and exits with status 120.
             with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
                 os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def describe_end(sweep: Sweep, job: Job) -> str:
-    """How a job ended, in one line."""
+    """Describe a job's outcome in one line."""
     seconds = duration(job.seconds or 0.0)
     if job.status is not JobStatus.done:
         log = sweep.job_folder(job) / LOG_FILE
@@ -68,7 +68,7 @@ def describe_end(sweep: Sweep, job: Job) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time for people: 8.2 s, 4 min 10 s, 2 h 5 min."""
+    """Format a duration: 8.2 s, 4 min 10 s, 2 h 5 min."""
     if seconds < 59.95:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -78,7 +78,7 @@ def duration(seconds: float) -> str:
 
 
 def _numbers(sweep: Sweep, job: Job) -> list[str]:
-    """Step time and memory of a job that is done, as far as they were recorded."""
+    """Return the recorded step time, peak memory and loss of a finished job."""
     run_dir = sweep.run_dir(job)
     try:
         results = read_recorded_run(run_dir).results if is_run_dir(run_dir) else None

@@ -1,4 +1,4 @@
-"""``fsdptoys sweep``: one configuration after another, each in fresh processes, and a table of what came out.
+"""``fsdptoys sweep``: run one configuration after another, each in new processes, and tabulate the results.
 
 fsdptoys sweep parallel=fsdp1,fsdp2 memory.gradient_checkpointing=none,full
 fsdptoys sweep debug train.steps=5
@@ -36,10 +36,10 @@ from .slurm_queue import jobs_in_queue
 from .validate import Here, InQueue, Planned, Refused, plan_combinations
 
 SWEEPS_FOLDER = Path("sweeps")
-"""Where sweeps without a folder of their own go, below the current directory."""
+"""Default parent of sweep folders, below the current directory."""
 
 TABLES = {"table.md": "markdown", "table.csv": "csv", "table.json": "json"}
-"""File of a sweep's folder → the method of the table that makes it."""
+"""File of a sweep's folder → method of the table that formats it."""
 
 
 def run_sweep(words: Sequence[str], environment: Mapping[str, str], train: Sequence[str] = TRAIN) -> int:
@@ -51,10 +51,10 @@ def run_sweep(words: Sequence[str], environment: Mapping[str, str], train: Seque
         train: the command of a job on this machine, before its words.
 
     Returns:
-        Exit status: 0 where all jobs are done, 1 where one is not, 128 plus its number after a signal.
+        Exit status: 0 if all jobs are done, 1 if one is not, 128 + number after a signal.
 
     Raises:
-        ConfigError: for the first mistake, before anything starts; later where the folder cannot be written any more.
+        ConfigError: for the first mistake, before anything starts; later if the folder can no longer be written.
     """
     if "RANK" in environment and "WORLD_SIZE" in environment:
         raise ConfigError(
@@ -84,7 +84,7 @@ def run_sweep(words: Sequence[str], environment: Mapping[str, str], train: Seque
     try:
         queued: Collection[str] = ()
         if before is not None:
-            before = read_sweep(path)  # another process may have held it until now
+            before = read_sweep(path)  # another process may have changed it before we took the lock
             queued = jobs_in_queue(before)
             refuse_running(before, queued if asked.launcher_words else ())
         arrangement = _arranged(planned, before, asked.retry, queued)
@@ -104,7 +104,7 @@ def run_sweep(words: Sequence[str], environment: Mapping[str, str], train: Seque
 
 
 def _before(asked: Asked) -> Sweep | None:
-    """The sweep to go on with."""
+    """Return the sweep to resume, or None."""
     if not asked.resume:
         return None
     if asked.resumed is not None:
@@ -128,7 +128,7 @@ def _before(asked: Asked) -> Sweep | None:
 
 
 def _combinations(asked: Asked) -> tuple[str, list[Combination], float | None]:
-    """Title, combinations and time limit of what was typed."""
+    """Return the title, combinations and time limit of the command line."""
     if asked.name is None and not asked.settings:
         raise ConfigError("fsdptoys sweep has neither a name nor keys to vary; write fsdptoys sweep debug")
     choices = list_choices()
@@ -212,7 +212,7 @@ def _lock(path: Path) -> FolderLock:
 
 
 def _print_plan(sweep: Sweep, arrangement: Arrangement, briefly: bool = False) -> None:
-    """Tell what will be run and what will not."""
+    """Print the jobs to run and the skipped combinations."""
     jobs, to_run = len(arrangement.jobs), len(arrangement.to_run)
     count = f"{jobs} job{'s' * (jobs != 1)}"
     if arrangement.kept:
@@ -276,13 +276,13 @@ def _run(sweep: Sweep, arrangement: Arrangement, launcher_words: Sequence[str], 
 
 
 def make_tables(path: Path, console: Console | None = None) -> None:
-    """Write ``table.md``, ``table.csv`` and ``table.json`` of a sweep's folder as it stands now.
+    """Write ``table.md``, ``table.csv`` and ``table.json`` for the current state of a sweep's folder.
 
-    What cannot be written is told, since the jobs that are left must not pay for it.
+    A write error is printed, not raised, so that the remaining jobs still run.
 
     Args:
-        path: of the sweep.
-        console: where the table is printed too.
+        path: the sweep's folder.
+        console: also print the table there.
     """
     from fsdptoys.report.runs_table import gather
     from fsdptoys.report.table import make_table
@@ -294,5 +294,5 @@ def make_tables(path: Path, console: Console | None = None) -> None:
     except OSError as problem:
         tell(f"fsdptoys: the tables in {path} could not be written ({problem.strerror or problem})")
     if console is not None:
-        with contextlib.suppress(OSError):  # a terminal that was closed
+        with contextlib.suppress(OSError):  # a closed terminal
             table.print(console)

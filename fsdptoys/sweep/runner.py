@@ -1,12 +1,11 @@
-"""One job, run in processes of its own: how it ended is judged from outside, so that no end of it ends the sweep.
+"""Run one job of a sweep in its own processes, so that no failure of the job ends the sweep.
 
-The job is a ``fsdptoys train`` in a session of its own, so that Ctrl-C reaches the sweep alone. Whoever is to end it
-sends SIGINT, of which a launcher ends all its ranks at once, and SIGKILL where that has not helped. Where the sweep
-itself is killed, Linux interrupts the job.
+The job is a ``fsdptoys train`` in its own session, so that Ctrl-C reaches only the sweep. The sweep ends a job by
+SIGINT, on which a launcher ends all its ranks at once, then by SIGKILL. If the sweep itself is killed, Linux sends
+SIGINT to the job.
 
-Who asks a sweep to end: Ctrl-C, a batch system or a closed terminal, remembered until the sweep looks.
-
-Handlers that only count leave every file of the sweep whole; an exception out of a handler could come anywhere.
+Signal handlers (Ctrl-C, a batch system, a closed terminal) only record the request, which the sweep polls: an exception
+raised in a handler could interrupt a file being written.
 """
 
 import contextlib
@@ -35,21 +34,21 @@ END_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIG
 
 
 class Interruption:
-    """Counts the requests to end for as long as it is entered; in the main thread only."""
+    """Records stop signals while the context is entered; main thread only."""
 
     def __init__(self) -> None:
         self.number: int | None = None
-        """Of the first signal, or None so far."""
+        """Number of the first signal, or None."""
         self.at_once = False
-        """Whether there was a second one."""
+        """Whether there was a second request."""
         self.process: int | None = None
-        """Id of the launcher that runs, for those who pass a signal on."""
+        """Process id of the running launcher, for subclasses that forward signals."""
         self._first = 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Interruption":
         for number in END_SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's wish, or a shell's for what runs behind it
+            if signal.getsignal(number) is not signal.SIG_IGN:  # set by nohup, or by a shell for background jobs
                 self._before[number] = signal.signal(number, self._note)
         return self
 
@@ -62,19 +61,19 @@ class Interruption:
         if self.number is None:
             self.number, self._first = number, now
         elif number == signal.SIGINT or now - self._first >= SAME_REQUEST_SECONDS:
-            self.at_once = True  # a batch system tells the same request to several processes, which pass it on
+            self.at_once = True  # sooner: one request forwarded by several processes
 
 
 TRAIN = (sys.executable, "-m", "fsdptoys", "train")
 
 OUTCOME_FILE = "outcome.json"
-"""In a job's folder: how its launcher ended, as the launcher knows it."""
+"""File in a job's folder with the launcher's own account of its outcome."""
 
 ATTEMPT = "attempt"
-"""In a job's folder: ``attempt-1`` and on hold what earlier ends of the job have left."""
+"""Prefix of subfolders (``attempt-1``, …) with the files of a job's earlier attempts."""
 
 GRACE_SECONDS = 15.0
-"""A launcher that has not ended so long after SIGINT is killed; it gives its ranks five."""
+"""A launcher still running so long after SIGINT is killed; it gives its ranks 5 seconds."""
 
 POLL_SECONDS = 0.1
 PR_SET_PDEATHSIG = 1
@@ -87,16 +86,16 @@ def run_job(
     interruption: Interruption | None = None,
     train: Sequence[str] = TRAIN,
 ) -> Job:
-    """Run the job of a folder and write down how it ended; what an earlier end has left is moved aside.
+    """Run the job of a folder and record its outcome; files of an earlier attempt are moved aside.
 
     Args:
-        folder: of the job, with its ``job.json``.
-        time_limit_seconds: after which the job is ended; None for no limit.
-        interruption: asked all the while whether the job is to be ended; without one, an exception does it.
+        folder: the job's folder, with its ``job.json``.
+        time_limit_seconds: the job is ended after this time; None for no limit.
+        interruption: polled for a request to end the job; without it, only an exception ends the job early.
         train: the command, before the job's words.
 
     Returns:
-        The job, ended.
+        The ended job.
     """
     folder = folder.absolute()
     set_aside(folder)
@@ -148,11 +147,11 @@ def run_job(
 
 
 def judge(exit_status: int, outcome: Outcome | None) -> tuple[JobStatus, str]:
-    """How a job ended that nobody of the sweep has ended, and why; empty where it is done.
+    """Return the status and reason of a job not ended by the sweep; the reason is empty for a finished job.
 
     Args:
         exit_status: of its launcher, negative for a signal.
-        outcome: what the launcher left, if it came to that.
+        outcome: the launcher's outcome record, if it wrote one.
     """
     if outcome is not None and outcome.stopped_by is not None:
         return JobStatus.stopped, f"{outcome.stopped_by} asked it to end"
@@ -168,7 +167,7 @@ def judge(exit_status: int, outcome: Outcome | None) -> tuple[JobStatus, str]:
 
 
 def set_aside(folder: Path) -> None:
-    """Move what an earlier end of a job has left into the next free ``attempt-1``, ``attempt-2``, …."""
+    """Move the files of a job's earlier attempt into the next free ``attempt-1``, ``attempt-2``, …."""
     left = [name for name in (LOG_FILE, RUN_FOLDER, OUTCOME_FILE) if os.path.lexists(folder / name)]
     if not left:
         return
@@ -181,7 +180,7 @@ def set_aside(folder: Path) -> None:
 
 
 def quote(value: str) -> str:
-    """A value that Hydra's parser reads as this very text."""
+    """Quote text for Hydra's parser."""
     text = value.replace("\\'", "\\\\'").replace("'", "\\'")
     return f"'{text}'"
 
@@ -194,7 +193,7 @@ def _closed(job: Job, started: float, exit_status: int | None, status: JobStatus
 def _wait(
     process: "subprocess.Popen[bytes]", deadline: float, interruption: Interruption | None
 ) -> tuple[JobStatus | None, int]:
-    """Wait for a launcher's end, or bring it about; tells for what, and its exit status."""
+    """Wait for a launcher, or end it; return the status if it was ended here, and its exit status."""
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return None, process.wait(POLL_SECONDS)
@@ -205,7 +204,7 @@ def _wait(
 
 
 def _end(process: "subprocess.Popen[bytes]", interruption: Interruption | None) -> None:
-    """End a launcher and all its ranks, as gently as there is time for."""
+    """End a launcher and its ranks: SIGINT, then SIGKILL after ``GRACE_SECONDS`` or a second request."""
     try:
         process.send_signal(signal.SIGINT)
         deadline = time.monotonic() + GRACE_SECONDS
@@ -214,20 +213,20 @@ def _end(process: "subprocess.Popen[bytes]", interruption: Interruption | None) 
                 break
             time.sleep(POLL_SECONDS / 2)
     finally:
-        # Its ranks lead groups of their own, and end with it.
+        # Its ranks are in other process groups, and end with it.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
 def interrupted_with_parent() -> Callable[[], None] | None:
-    """What a child does before it becomes the launcher; on Linux alone, which has such a thing."""
+    """Return a ``preexec_fn`` that has Linux send SIGINT to the child when this process dies; None elsewhere."""
     if sys.platform != "linux":
         return None
     parent, libc = os.getpid(), ctypes.CDLL(None)
 
     def ask_the_system() -> None:
-        # A shell starts what runs behind it with SIGINT ignored, and children inherit that.
+        # A shell starts background jobs with SIGINT ignored, and children inherit that.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGINT, 0, 0, 0)
         if os.getppid() != parent:
