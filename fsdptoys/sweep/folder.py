@@ -57,7 +57,7 @@ class JobStatus(Enum):
 
     @property
     def ended(self) -> bool:
-        """Whether the job has finished or failed, and runs again only with ``--retry``."""
+        """Whether the job is over; a failed one runs again only with ``--retry``."""
         return self not in (JobStatus.waiting, JobStatus.running, JobStatus.stopped)
 
 

@@ -91,7 +91,7 @@ def run_job(
     Args:
         folder: the job's folder, with its ``job.json``.
         time_limit_seconds: the job is ended after this time; None for no limit.
-        interruption: polled for a request to end the job; without it, only an exception ends the job early.
+        interruption: polled for a request to end the job; None where an exception requests it instead.
         train: the command, before the job's words.
 
     Returns:

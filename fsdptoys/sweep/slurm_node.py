@@ -1,13 +1,13 @@
-"""One node's part of a job that a batch queue runs.
+"""One node's task of a job in a batch queue.
 
-The first node runs the job as a sweep on one machine does, and writes down how it ended. Every other node of the job
-starts the same launcher, which meets the first one's, and keeps its own log beside; what ended it is told by the first.
+The first node runs the job as a sweep on one machine does and records its outcome. Every other node starts the same
+launcher, which joins the first one's, with its own log and outcome file in the job's folder.
 
-A queue's signals (SIGUSR1 some time before its limit, SIGTERM before it takes the nodes away) ask the launcher to stop:
-the run finishes its step, and the job counts as timed out, or as stopped. Most queues signal the launcher as well; it
-takes what it gets within a second for one request.
+The queue's signals (SIGUSR1 before its time limit, SIGTERM before it reclaims the nodes) ask the launcher to stop: the
+run finishes its step, and the job counts as timed out or stopped. Most queues also signal the launcher directly; it
+treats signals within a second as one request.
 
-Not covered: going on from a checkpoint when the queue starts a job again; it begins anew.
+Not covered: resuming from a checkpoint when the queue restarts a job; it starts from the beginning.
 """
 
 import contextlib
@@ -30,32 +30,32 @@ from .folder import RUN_FOLDER, Job, JobStatus, read_job, read_sweep, write_job
 from .runner import TRAIN, Interruption, interrupted_with_parent, quote, run_job
 
 FIRST_PORT, PORTS = 20000, 10000
-"""Where nodes meet: below what systems give out by themselves."""
+"""Range of rendezvous ports, below the ephemeral ports of the system."""
 
 LAUNCHERS_SECONDS = 30.0
-"""A launcher that outlives the first node's for so long is ended."""
+"""A launcher still running so long after the first node's is ended."""
 
 FIRST_NODE_SECONDS = 60.0
-"""The first node has so long to notice that another has failed; then that one's task fails, and the queue ends all."""
+"""Time for the first node to notice another's failure; afterwards that task fails, and the queue ends the job."""
 
 REASONS_SECONDS = 10.0
-"""Other nodes have so long to say why the run ended."""
+"""Time for other nodes to write their outcome."""
 
 POLL_SECONDS = 0.2
 
 ENDED_ELSEWHERE = "another machine ended the run"
-"""How a launcher begins to tell an end that it knows nothing of."""
+"""Start of a launcher's message when another node ended the run."""
 
 LIMIT_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
-"""What a queue sends some time before its limit."""
+"""Signals that a queue sends before its time limit."""
 
 
 RESTARTS_VARIABLE = "SLURM_RESTART_COUNT"
-"""Of the environment: how often SLURM has started a job again; it is not there before."""
+"""Environment variable with SLURM's count of restarts; unset before the first."""
 
 
 class QueueRequest(Interruption):
-    """Passes a queue's signals on to the running launcher, which decides what becomes of the run."""
+    """Forwards a queue's signals to the running launcher."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,26 +70,26 @@ class QueueRequest(Interruption):
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self.received = self.received or signal.Signals(number)
         if self.process is not None:
-            # A launcher knows SIGUSR1 alone of the two.
+            # A launcher handles SIGUSR1, not SIGUSR2.
             asked = signal.SIGUSR1 if number in LIMIT_SIGNALS else number
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.process, asked)
 
 
 def run_on_node(folder: Path, node: int, hosts: Sequence[str], job_number: int, train: Sequence[str] = TRAIN) -> None:
-    """Run a node's part of the job of a folder.
+    """Run a node's task of a job.
 
     Args:
-        folder: of the job.
-        node: of the job's nodes, from 0.
-        hosts: their names.
-        job_number: the queue's; the port that the nodes meet at follows from it.
+        folder: the job's folder.
+        node: index of this node in the job, from 0.
+        hosts: host names of the job's nodes.
+        job_number: the queue's job id, from which the rendezvous port is derived.
         train: the command, before the job's words.
     """
     train = list(train)
     if len(hosts) > 1:
         train.append(f"launch.rdzv_endpoint={hosts[0]}:{FIRST_PORT + job_number % PORTS}")
-    # A queue that starts a job again keeps its number.
+    # A restarted job keeps its id.
     start = ".".join(filter(None, [str(job_number), os.environ.get(RESTARTS_VARIABLE)]))
     with QueueRequest() as request:
         if node == 0:
@@ -103,13 +103,13 @@ def _outcome_file(folder: Path, node: int | str, start: str) -> Path:
 
 
 def _lead(folder: Path, request: QueueRequest, train: Sequence[str], start: str | None) -> None:
-    """Run the job of a folder, unless that has been done.
+    """Run the job of a folder unless it has ended already.
 
     Args:
-        folder: of the job.
-        request: what the queue asks for meanwhile.
+        folder: the job's folder.
+        request: receives the queue's signals.
         train: the command, before the job's words.
-        start: in the names of what the other nodes leave; None where there are none.
+        start: identifies this start in the other nodes' file names; None with one node.
     """
     try:
         lock = FolderLock(folder)
@@ -129,7 +129,7 @@ def _lead(folder: Path, request: QueueRequest, train: Sequence[str], start: str 
 
 
 def _retell(folder: Path, job: Job, received: signal.Signals | None, start: str | None) -> Job:
-    """How a job ended, with what the queue and the other nodes know of it."""
+    """Return the job with its outcome refined by the queue's signals and the other nodes' outcomes."""
     if job.status is JobStatus.stopped and received is not None:
         if received in LIMIT_SIGNALS:
             reason = f"the queue asked it to end ({received.name}), as it does before its own time limit"
@@ -144,7 +144,7 @@ def _retell(folder: Path, job: Job, received: signal.Signals | None, start: str 
 
 
 def _is_second_hand(reason: str | None) -> bool:
-    """Whether a launcher tells of the failure of others, which one of them knows better."""
+    """Whether a launcher's reason only reports a failure on another node."""
     return reason is None or ENDED_ELSEWHERE in reason or bool(LOST_PEER.search(reason) or TIMED_OUT.search(reason))
 
 
@@ -159,10 +159,10 @@ def _outcomes_elsewhere(folder: Path, start: str) -> list[tuple[int, Outcome]]:
 
 
 def _follow(folder: Path, node: int, request: QueueRequest, train: Sequence[str], start: str) -> None:
-    """Start the launcher of a node that is not the first, and end with the run.
+    """Run the launcher of a node other than the first until the run ends.
 
     Raises:
-        RuntimeError: if the launcher failed and the first node does not end of it.
+        RuntimeError: if the launcher failed but the first node continues.
     """
     outcome = _outcome_file(folder, node, start)
     words = read_job(folder).words

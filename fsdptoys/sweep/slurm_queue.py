@@ -1,14 +1,14 @@
-"""What a batch queue has of a sweep: which jobs it was given, under which ids, and what it says of them.
+"""A sweep's jobs in a batch queue: submissions, ids and states.
 
-    queue/1/jobs.json            of one submission: who took it, and names of jobs in their order
-    queue/1/123_0/…              what submitit keeps of the first of them, under the id that the queue gave it
+    queue/1/jobs.json            one submission: its launcher, and names of jobs in order
+    queue/1/123_0/…              submitit's files of its first job, under the queue's id
     queue/1/123_0/123_0_0_log.err
 
-Ids are read from the names of submitit's folders, which are there as soon as the queue has taken the jobs, so that a
-submitting command may be killed at any moment. SLURM is asked through ``squeue``, which needs no accounting database;
-it forgets a job some minutes after its end (``MinJobAge``), and what it has forgotten has ended.
+Ids are read from submitit's folder names, which exist as soon as the queue has accepted the jobs, so that a submitting
+command may be killed at any moment. States come from ``squeue``, which needs no accounting database; it forgets a job
+some minutes after its end (``MinJobAge``), so a forgotten job has ended.
 
-Other schedulers are left out: for submitit's local processes the lock on a job's folder says enough.
+Not covered: other schedulers. For submitit's local processes the lock on a job's folder is enough.
 """
 
 import dataclasses
@@ -37,19 +37,19 @@ from .folder import Job, JobStatus, Sweep, read_job, write_job
 from .local import describe_end
 
 SLURM = "submitit_slurm"
-"""``hydra/launcher=`` of jobs that SLURM has."""
+"""``hydra/launcher=`` of SLURM jobs."""
 
 QUEUE_FOLDER = "queue"
 SUBMISSION_FILE = "jobs.json"
 LARGEST_FILE_BYTES = 2**20
 ANSWER_SECONDS = 60
-"""So long may ``squeue`` take to answer."""
+"""Timeout of ``squeue``."""
 
 ASK_EVERY_SECONDS, HURRY_SECONDS = 30.0, 5.0
-"""Between questions to the queue; the second where the plugin has stopped to wait."""
+"""Interval of polling the queue; the second once the plugin has stopped waiting."""
 
 POLL_SECONDS = 1.0
-"""Between looks into the jobs' folders."""
+"""Interval of polling the jobs' folders."""
 
 ENDED_STATES = {
     "CANCELLED": JobStatus.stopped,
@@ -62,12 +62,12 @@ ENDED_STATES = {
     "FAILED": JobStatus.failed,
     "COMPLETED": JobStatus.failed,
 }
-"""SLURM's state of a job that it will not run any more → how a job ended that wrote nothing about it."""
+"""SLURM's final state → status of a job that recorded no outcome."""
 
 
 @dataclass(frozen=True)
 class _Handed:
-    """What the file of a submission holds."""
+    """Content of a submission's file."""
 
     launcher: str
     jobs: tuple[str, ...]
@@ -75,16 +75,16 @@ class _Handed:
 
 @dataclass(frozen=True)
 class Submission:
-    """Jobs that were handed over together."""
+    """Jobs submitted together."""
 
     folder: Path
     launcher: str
-    """As in ``hydra/launcher=``."""
+    """Value of ``hydra/launcher=``."""
     jobs: tuple[str, ...]
-    """Names, in the order in which the queue numbers them."""
+    """Names, in the queue's order."""
 
     def ids(self) -> dict[str, str]:
-        """Job → id in the queue, of those that it has taken."""
+        """Return job → queue id of the accepted jobs."""
         found: dict[str, str] = {}
         for path in self.folder.glob("*/*_submitted.pkl"):
             identity, _, index = path.parent.name.partition("_")
@@ -94,13 +94,13 @@ class Submission:
         return dict(sorted(found.items(), key=lambda pair: self.jobs.index(pair[0])))
 
     def log(self, job: str) -> Path:
-        """What a job's first task wrote outside of its run, for errors; the folder of all where there is none yet."""
+        """Return the stderr log of a job's first task, or the submission's folder if the job has no id."""
         identity = self.ids().get(job)
         return self.folder / identity / f"{identity}_0_log.err" if identity else self.folder
 
 
 def begin_submission(sweep: Sweep, launcher: str, jobs: Sequence[Job]) -> Submission:
-    """Make the folder of jobs that are about to be handed over."""
+    """Make the folder of a new submission."""
     place = sweep.path.absolute() / QUEUE_FOLDER
     numbers = [int(path.name) for path in place.glob("*") if path.name.isdecimal()]
     folder = place / str(max(numbers, default=0) + 1)
@@ -111,10 +111,10 @@ def begin_submission(sweep: Sweep, launcher: str, jobs: Sequence[Job]) -> Submis
 
 
 def read_submissions(sweep: Sweep) -> list[Submission]:
-    """What was handed over so far, oldest first.
+    """Read a sweep's submissions, oldest first.
 
     Raises:
-        ConfigError: for a file that cannot be read.
+        ConfigError: if a file cannot be read.
     """
     files = [path for path in (sweep.path / QUEUE_FOLDER).glob(f"*/{SUBMISSION_FILE}") if path.parent.name.isdecimal()]
     submissions = []
@@ -131,12 +131,12 @@ def read_submissions(sweep: Sweep) -> list[Submission]:
 
 
 def jobs_in_queue(sweep: Sweep) -> dict[str, str]:
-    """Job → id, of jobs that a queue still has or runs; these must not be run by anybody else.
+    """Return job → id of queued or running jobs, which must not be started again.
 
-    The id is empty where the lock on a job's folder is all that is known.
+    The id is empty for a job known only by the lock on its folder.
 
     Raises:
-        ConfigError: if it was given jobs that have not ended and cannot be asked.
+        ConfigError: if SLURM was given jobs that have not ended, and ``squeue`` does not answer.
     """
     ids: dict[str, str] = {}
     for submission in read_submissions(sweep):
@@ -157,16 +157,16 @@ def jobs_in_queue(sweep: Sweep) -> dict[str, str]:
 
 
 def in_queue(states: dict[str, str], identity: str) -> bool:
-    """Whether the queue will still run a job, or runs it."""
+    """Whether a job is queued or running."""
     return identity in states and states[identity] not in ENDED_STATES
 
 
 def ask_queue(ids: Iterable[str]) -> dict[str, str] | None:
-    """Id → state, of those jobs that SLURM remembers; None where it does not answer."""
+    """Return id → state of the jobs that SLURM remembers; None if ``squeue`` fails."""
     arrays = sorted({identity.partition("_")[0] for identity in ids})
     if shutil.which("squeue") is None:
         return None
-    # An id that is forgotten is an error if it is the only one, so the whole queue of this user is read where it is.
+    # squeue fails if its only id is forgotten; then the user's full queue is read.
     base = ["squeue", "--noheader", "--states=all", "--array", "--format=%i %T"]
     told = _ask([*base, f"--jobs={','.join(arrays)}"])
     if told is None and (told := _ask([*base, "--me"])) is None:
@@ -185,30 +185,30 @@ def _ask(command: Sequence[str]) -> str | None:
 
 @dataclass
 class Handed:
-    """A submission that is being watched."""
+    """A submission being watched."""
 
     submission: Submission
     jobs: tuple[str, ...]
-    """Of it, those that are watched."""
+    """Its watched jobs."""
     thread: threading.Thread | None = None
-    """That waits for its end as the plugin does; None for one of another command."""
+    """Thread inside the plugin, which waits for the jobs; None for another command's submission."""
     returns: list[Any] | None = None
-    """What the plugin gave back, an object with ``return_value`` for each job."""
+    """The plugin's results: an object with ``return_value`` for each job."""
     error: BaseException | None = None
-    """What the plugin raised."""
+    """The plugin's exception."""
 
     @property
     def ids(self) -> dict[str, str]:
-        """Job → id, of the jobs that are watched."""
+        """Job → id of the watched jobs."""
         return {name: identity for name, identity in self.submission.ids().items() if name in self.jobs}
 
     @property
     def is_over(self) -> bool:
-        """Whether the plugin waits no longer."""
+        """Whether the plugin has stopped waiting."""
         return self.thread is not None and not self.thread.is_alive()
 
     def told(self, name: str) -> str | None:
-        """What went wrong outside of a job's run, where the plugin knows it."""
+        """Return the plugin's error for a job, or None."""
         error = self.error
         if error is None and self.returns is not None:
             try:
@@ -219,11 +219,11 @@ class Handed:
 
 
 def still_queued(sweep: Sweep, queued: Mapping[str, str]) -> list[Handed]:
-    """Jobs that earlier commands have handed over and SLURM still has, to be watched.
+    """Return earlier commands' submissions with jobs still in SLURM's queue.
 
     Args:
-        sweep: that they are of.
-        queued: what :func:`jobs_in_queue` found.
+        sweep: the sweep.
+        queued: result of :func:`jobs_in_queue`.
     """
     handed = []
     for one in read_submissions(sweep):
@@ -234,7 +234,7 @@ def still_queued(sweep: Sweep, queued: Mapping[str, str]) -> list[Handed]:
 
 
 def tell_what_goes_on(sweep: Sweep, handed: Sequence[Handed]) -> None:
-    """One line on what jobs in SLURM's queue do when nobody waits for them any more."""
+    """Print that jobs in SLURM's queue continue after this command, and how to end or collect them."""
     numbers = {
         identity.partition("_")[0]
         for one in handed
@@ -251,12 +251,12 @@ def tell_what_goes_on(sweep: Sweep, handed: Sequence[Handed]) -> None:
 
 
 def watch_jobs(sweep: Sweep, handed: Sequence[Handed], after_job: Callable[[], None]) -> None:
-    """Follow jobs in their folders until all have ended, and write down the end of those that could not.
+    """Watch jobs through their folders until all have ended; record an outcome for jobs that wrote none.
 
     Args:
-        sweep: that they are of.
-        handed: what is watched.
-        after_job: called after the end of each.
+        sweep: the sweep of the jobs.
+        handed: submissions to watch.
+        after_job: called after the end of each job.
     """
     watched = {job.name: job for job in sweep.jobs}
     open_jobs = {name: one for one in handed for name in one.jobs}
@@ -275,13 +275,13 @@ def watch_jobs(sweep: Sweep, handed: Sequence[Handed], after_job: Callable[[], N
                 for name, one in open_jobs.items():
                     missed[name] = 0 if in_queue(states, one.ids.get(name, "")) else missed[name] + 1
         for name, one in list(open_jobs.items()):
-            # What a node has written may be seen here a moment later, so the queue is asked twice.
+            # A node's files may appear here with a delay, so the queue is asked twice.
             gone = missed[name] >= 2 if one.submission.launcher == SLURM else one.is_over
             folder = sweep.job_folder(watched[name])
             job = read_job(folder)
             if gone and job.status in (JobStatus.waiting, JobStatus.running):
                 job = _close(sweep, job, states.get(one.ids.get(name, "")), one)
-            # While its node holds the lock, it may learn from other nodes why it failed.
+            # While its node holds the lock, the reason may still change with the other nodes' outcomes.
             settled = job.status.ended and not is_locked(folder)
             if job.status is not shown[name] and (settled or not job.status.ended):
                 shown[name] = job.status
@@ -295,7 +295,7 @@ def watch_jobs(sweep: Sweep, handed: Sequence[Handed], after_job: Callable[[], N
 
 
 def _close(sweep: Sweep, job: Job, state: str | None, one: Handed) -> Job:
-    """Write down the end of a job that has left the queue without a last word of its own."""
+    """Record the outcome of a job that left the queue without recording one."""
     how = f"SLURM says {state}" if state else one.told(job.name) or "it has left the queue"
     status = ENDED_STATES.get(state or "", JobStatus.stopped if one.submission.launcher == SLURM else JobStatus.failed)
     reason = f"it ended without a word of its own ({how}); {one.submission.log(job.name)} may tell more"
@@ -305,6 +305,6 @@ def _close(sweep: Sweep, job: Job, state: str | None, one: Handed) -> Job:
 
 
 def first_line(error: BaseException) -> str:
-    """Of an exception's text, or its name."""
+    """Return the first line of an exception's text, or its type's name."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines or [type(error).__name__])[0].rstrip(".")

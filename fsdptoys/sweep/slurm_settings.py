@@ -1,13 +1,13 @@
-"""Where the jobs of a sweep run that a batch queue takes: what was said of the queue, and what a run asks of it.
+"""Settings of a batch queue, typed or derived from a run.
 
     hydra/launcher=submitit_slurm hydra.launcher.partition=gpu hydra.launcher.timeout_min=60
 
-What a job asks of the queue follows from its run: nodes from ``launch.nnodes``, GPUs from ``launch.nproc_per_node``,
-cores from the ranks where they are on CPUs, the time from the sweep's limit. What is said under ``hydra.launcher``
-wins, and what cannot be true together is refused before anything is submitted.
+A job's resources follow from its run: nodes from ``launch.nnodes``, GPUs from ``launch.nproc_per_node``, cores from
+the number of CPU ranks, time from the sweep's limit. Typed ``hydra.launcher`` options take precedence; contradictions
+are rejected before anything is submitted.
 
-Price: jobs are validated for hardware that is not here, so the device and the number of ranks must be named. For other
-accelerators than CUDA's the queue must be told by hand (``hydra.launcher.gres=…``): clusters name them as they like.
+Limits: jobs are validated for hardware that this machine may lack, so the device and the number of ranks must be given.
+Accelerators other than CUDA need ``hydra.launcher.gres=…``, since their names differ between clusters.
 """
 
 import functools
@@ -69,61 +69,61 @@ HARMLESS_OPTIONS = (
     "tasks_per_node",
     "timeout_min",
 )
-"""Of the plugin: those that say what is asked of the queue, and cannot name a command."""
+"""The plugin's options that request resources and cannot run a command."""
 
 HARMLESS_VALUE = re.compile(r"[\w.:,@%+/=&|*()\[\]'\" -]*")
-"""Without line breaks, which would add a line to the batch script, and without interpolations."""
+"""Excludes line breaks, which would add a line to the batch script, and interpolations."""
 
 SLURM_COMMANDS = ("sbatch", "srun", "squeue", "scancel")
 
 START_SECONDS = 60
-"""A job's time in the queue counts from before its run's launcher starts; what comes before has so long."""
+"""Allowance for a job's startup before its launcher, which counts toward the queue's time limit."""
 
 SLURM_SETUP = [
-    # srun no longer inherits it since SLURM 22.05, and would bind the task to one core.
-    # Hydra would read braces as its own.
+    # Since SLURM 22.05 srun does not inherit it and would bind the task to one core.
+    # No ${…}: Hydra would read it as an interpolation.
     '[ -z "$SLURM_CPUS_PER_TASK" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"',
-    # A node whose task is gone ends the others.
+    # A failed task ends the tasks of the other nodes.
     "export SLURM_KILL_BAD_EXIT=1",
 ]
 
 
 @dataclass(frozen=True)
 class QueueLauncher:
-    """The launcher that was asked for, checked."""
+    """The requested launcher, validated."""
 
     name: str
     words: tuple[str, ...]
     said: Mapping[str, Any]
-    """Option of the plugin → value, of what was typed."""
+    """Typed options of the plugin → value."""
     options: Mapping[str, Any]
-    """All of the plugin's options, as composed."""
+    """All options of the plugin, as composed."""
 
     @property
     def is_slurm(self) -> bool:
-        """Whether jobs run on other machines than this one."""
+        """Whether jobs run on other machines."""
         return self.name == SLURM
 
 
 @dataclass(frozen=True)
 class Place:
-    """What a run needs under it."""
+    """Nodes, ranks and device type of a run."""
 
     nodes: int
     ranks: int
-    """On each node."""
+    """Ranks of each node."""
     device_type: str
 
 
 def take_launcher_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Tell the words of a run from those that say where it runs."""
+    """Split words into those of the run and those of the launcher."""
     of_launcher = [word for word in words if re.match(r"\+{0,2}hydra[/.]launcher\b", word)]
     return [word for word in words if word not in of_launcher], of_launcher
 
 
 @functools.cache
 def read_launcher(words: tuple[str, ...]) -> QueueLauncher:
-    """Check what was said about the launcher, and that it can be used from here.
+    """Check the launcher's words, and that the launcher can be used from here.
 
     Raises:
         ConfigError: for the first mistake.
@@ -184,14 +184,14 @@ def _refuse_options(said: Mapping[str, Any]) -> None:
 
 
 def refuse_commands(words: Sequence[str], folder: Path) -> None:
-    """Refuse launcher words out of a sweep's folder that may run commands on the nodes: the folder may be foreign.
+    """Reject launcher words from a sweep's folder that may run commands: the folder may come from someone else.
 
     Args:
-        words: of the folder's file.
-        folder: of the sweep.
+        words: launcher words of the folder's file.
+        folder: the sweep's folder.
 
     Raises:
-        ConfigError: showing the words, so that they can be typed if they are wanted.
+        ConfigError: showing the words, so that the user can type them if wanted.
     """
     for word in words:
         key, _, value = word.partition("=")
@@ -207,15 +207,15 @@ def refuse_commands(words: Sequence[str], folder: Path) -> None:
 
 
 def plan_job(words: Sequence[str], launcher_words: Sequence[str], time_limit_seconds: float | None = None) -> Plan:
-    """Compose and validate a run for where its launcher will start it, as ``plan_run`` does for this machine.
+    """Compose and validate a run for its launcher's nodes, as ``plan_run`` does for this machine.
 
     Args:
-        words: of the run.
-        launcher_words: where it runs.
-        time_limit_seconds: of one job.
+        words: the run's overrides.
+        launcher_words: the launcher and its options.
+        time_limit_seconds: time limit of one job.
 
     Raises:
-        ConfigError: for the first mistake, of the run or of what is asked of the queue.
+        ConfigError: for the first mistake in the run or the queue's settings.
     """
     launcher = read_launcher(tuple(launcher_words))
     place = find_place(words, launcher)
@@ -236,10 +236,10 @@ def plan_job(words: Sequence[str], launcher_words: Sequence[str], time_limit_sec
 
 
 def find_place(words: Sequence[str], launcher: QueueLauncher) -> Place:
-    """What a run needs under it, by its words.
+    """Return the nodes, ranks and device type of a run.
 
     Raises:
-        ConfigError: if they do not say it.
+        ConfigError: if its words do not give them.
     """
     return _find_place(
         tuple(word for word in words if re.match(r"(launch\.|(parallel|experiment)=)", word)), launcher.name
@@ -280,10 +280,10 @@ def _meeting(place: Place) -> list[str]:
 
 
 def ask_for(place: Place, launcher: QueueLauncher, time_limit_seconds: float | None) -> dict[str, Any]:
-    """Options of the plugin that a run's own settings decide, unless they were said.
+    """Return the plugin's options derived from a run's settings, without typed ones.
 
     Raises:
-        ConfigError: where both were said and cannot be true together.
+        ConfigError: if a typed option contradicts the run's settings.
     """
     said = launcher.said
     if said.get("nodes", place.nodes) != place.nodes:
@@ -302,7 +302,7 @@ def ask_for(place: Place, launcher: QueueLauncher, time_limit_seconds: float | N
         asked["gpus_per_node"] = place.ranks
     if not accelerated:
         asked["cpus_per_task"] = place.ranks
-    # A signal comes before the limit, in which a run can end well.
+    # The queue's signal precedes its limit by this much, which lets a run save and stop.
     signal_seconds = int(launcher.options.get("signal_delay_s", 30))
     if time_limit_seconds is not None:
         needed = math.ceil((time_limit_seconds + START_SECONDS + signal_seconds) / 60)
@@ -314,7 +314,7 @@ def ask_for(place: Place, launcher: QueueLauncher, time_limit_seconds: float | N
         asked["timeout_min"] = needed
     if launcher.is_slurm:
         asked["setup"] = [*SLURM_SETUP, *(launcher.options.get("setup") or [])]
-        # submitit's own choice, SIGUSR2, kills a run; this one asks it to finish its step.
+        # submitit's default, SIGUSR2, kills a run; SIGUSR1 asks it to finish its step.
         signals = {"signal": f"USR1@{signal_seconds}"}
         asked["additional_parameters"] = {**signals, **(launcher.options.get("additional_parameters") or {})}
     kept = ("setup", "additional_parameters")

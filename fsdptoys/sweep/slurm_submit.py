@@ -1,12 +1,11 @@
-"""Jobs of a sweep handed to a batch queue, through Hydra's launcher plugin for submitit: one job a configuration.
+"""Submit a sweep's jobs to a batch queue through Hydra's submitit launcher: one queue job per configuration.
 
-The plugin makes the batch scripts, so all that it can be told (``hydra.launcher.partition=gpu`` and the like) works as
-its documentation says. In each job one task a node starts the same run that a sweep on this machine would start
-(``sweep.node``), and how the run ended goes to the sweep's folder, which the submitting command only watches: it may be
-interrupted, and SLURM's jobs go on, while a local one is ended. Jobs that ask for different machines (``batch``) are
-submitted apart.
+The plugin writes the batch scripts, so its options (``hydra.launcher.partition=gpu``) work as documented. In each job,
+one task per node starts the same run as a local sweep (``slurm_node``) and records its outcome in the sweep's folder.
+The submitting command only watches: interrupting it leaves SLURM's jobs running, but ends a local one. Jobs with
+different resources (``slurm_settings``) are submitted separately.
 
-Left out: going on from a checkpoint after the queue's time limit; a job of a sweep begins anew.
+Not covered: resuming from a checkpoint after the queue's time limit; a sweep's job starts from the beginning.
 """
 
 import contextlib
@@ -65,13 +64,13 @@ from .slurm_settings import (
 )
 
 GRACE_SECONDS = 15.0
-"""A local job that has not ended so long after SIGTERM is interrupted, and left alone so long after that."""
+"""A local job still running so long after SIGTERM gets SIGINT; after three times as long it is left running."""
 
 POLL_SECONDS = 0.1
 
 
 class EndRequest(KeyboardInterrupt):
-    """SIGTERM or SIGHUP, which end the command as Ctrl-C does."""
+    """SIGTERM or SIGHUP, handled like Ctrl-C."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -84,20 +83,20 @@ def submit(
     launcher_words: Sequence[str],
     after_job: Callable[[], None] = lambda: None,
 ) -> None:
-    """Hand jobs to the queue, and watch until all have ended, with a line as each begins and ends.
+    """Submit jobs and watch until all have ended, printing a line when each begins and ends.
 
-    Jobs that SLURM still has of an earlier submission are watched, and not handed over again.
+    Jobs of an earlier submission that are still in SLURM's queue are watched, not submitted again.
 
     Args:
-        sweep: whose folder is on a disk that all nodes share.
-        jobs: of it, to run.
+        sweep: its folder must be on a disk shared by all nodes.
+        jobs: its jobs to run.
         launcher_words: ``hydra/launcher=…`` and ``hydra.launcher.…=…``.
-        after_job: called after the end of each.
+        after_job: called after the end of each job.
 
     Raises:
-        ConfigError: for a mistake, or where the queue refuses the jobs.
-        KeyboardInterrupt: for Ctrl-C and (as EndRequest) what else asks to end, after a line on what SLURM's jobs do
-            now, and the end of a local one.
+        ConfigError: for a mistake, or if the queue rejects the jobs.
+        KeyboardInterrupt: for Ctrl-C, or SIGTERM and SIGHUP as EndRequest, after a message about SLURM's remaining
+            jobs and ending a local one.
     """
     launcher = read_launcher(tuple(launcher_words))
     queued = jobs_in_queue(sweep)
@@ -112,7 +111,7 @@ def submit(
     batches = [
         (part, ask_for(place, launcher, sweep.time_limit_seconds))
         for place, members in groups.items()
-        # Local processes would all start at once, and measure one another.
+        # Local processes would all start at once and disturb each other's measurements.
         for part in ([members] if launcher.is_slurm else [[job] for job in members])
     ]
     _quieten_submitit()
@@ -138,7 +137,7 @@ def submit(
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Raise for a batch system's or a closed terminal's signal, as Python does for Ctrl-C."""
+    """Raise EndRequest on a batch system's or a closed terminal's signal, as Python does for Ctrl-C."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise EndRequest(number)
@@ -156,7 +155,7 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 def _end_local(sweep: Sweep, handed: Handed) -> None:
-    """End the job that a local launcher runs, and write down that it was ended where its process could not."""
+    """End a local launcher's job, and record that it was stopped if its process could not."""
     (name,) = handed.jobs
     folder = sweep.path / JOBS_FOLDER / name
     began, sent = time.monotonic(), None
@@ -166,7 +165,7 @@ def _end_local(sweep: Sweep, handed: Handed) -> None:
         if not held and not is_locked(folder / RUN_FOLDER) and (handed.is_over or _has_ended(controller)):
             break
         waited = time.monotonic() - began
-        # SIGTERM reaches the training, which finishes its step; SIGINT ends it at once, or what is about to start it.
+        # SIGTERM has the training finish its step; SIGINT ends it, or the process about to start it, at once.
         process = _holder(folder) if held else controller
         asked = process, signal.SIGTERM if held and waited < GRACE_SECONDS else signal.SIGINT
         if process and asked != sent:
@@ -184,7 +183,7 @@ def _end_local(sweep: Sweep, handed: Handed) -> None:
 
 
 def _holder(folder: Path) -> int:
-    """Id of the process that holds a folder's lock; 0 where it has just let go."""
+    """Return the id of the process holding a folder's lock; 0 if it was just released."""
     try:
         return int(read_regular(folder / LOCK_FILE, 100))
     except (OSError, ValueError):
@@ -192,7 +191,7 @@ def _holder(folder: Path) -> int:
 
 
 def _has_ended(process: int) -> bool:
-    """Whether there is no such process any more; one whose id is not known yet (0) is still to come."""
+    """Whether a process has ended; False for an id not known yet (0)."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -201,7 +200,7 @@ def _has_ended(process: int) -> bool:
 
 
 def _quieten_submitit() -> None:
-    """Keep submitit from asking and complaining: ``squeue`` is asked here, which needs no accounts that SLURM keeps."""
+    """Silence submitit and its polling by ``sacct``; we poll ``squeue``, which needs no accounting database."""
     import submitit
 
     logging.getLogger("submitit").setLevel(logging.CRITICAL)
@@ -217,10 +216,10 @@ def _tell_ids(handed: Handed) -> None:
 def _hand_over(
     sweep: Sweep, jobs: Sequence[Job], launcher: QueueLauncher, asked: Mapping[str, Any], every: list[Handed]
 ) -> None:
-    """Have the plugin submit jobs, and add them to all that are handed over, at once, for whoever is interrupted.
+    """Submit jobs through the plugin; append them to ``every`` at once, so that an interrupted caller knows them.
 
     Raises:
-        ConfigError: if the queue takes none of them.
+        ConfigError: if the queue accepts none of them.
     """
     for job in jobs:
         if job.status is not JobStatus.waiting:
@@ -238,11 +237,11 @@ def _hand_over(
         except BaseException as error:
             handed.error = error
 
-    # The plugin waits for its jobs, and gives up all of them where one ends without a result. So it waits by itself,
-    # and the jobs are watched in their folders.
+    # The plugin blocks until its jobs end, and fails for all of them if one has no result. So it runs in a thread, and
+    # the jobs are watched through their folders.
     handed.thread = threading.Thread(target=launch, daemon=True)
     every.append(handed)
-    with contextlib.redirect_stderr(io.StringIO()):  # what sbatch says is told below
+    with contextlib.redirect_stderr(io.StringIO()):  # sbatch's error is reported below
         handed.thread.start()
         while handed.thread.is_alive() and len(handed.ids) < len(jobs):
             time.sleep(0.05)
@@ -252,10 +251,10 @@ def _hand_over(
 
 
 def _make_launcher(sweep: Sweep, launcher: QueueLauncher, asked: Mapping[str, Any]) -> Any:
-    """The plugin's launcher, through Hydra's own machinery, with what a run's settings decide."""
+    """Instantiate the plugin's launcher through Hydra, with the options derived from a run's settings."""
     root = str(Path(__file__).resolve().parents[1])
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if root not in paths:  # a checkout may be used without being installed
+    if root not in paths:  # a checkout need not be installed
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, *paths]))
     words = [
         *launcher.words,
@@ -279,7 +278,7 @@ def _make_launcher(sweep: Sweep, launcher: QueueLauncher, asked: Mapping[str, An
 
 
 def run_in_job(_: DictConfig) -> None:
-    """Be one node's task of a job: what the plugin calls there."""
+    """Run one node's task of a job; called by the plugin on the node."""
     import submitit
 
     environment = submitit.JobEnvironment()

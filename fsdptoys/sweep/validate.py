@@ -1,7 +1,7 @@
-"""The combinations of a sweep, each composed and validated as its job would be, before anything starts.
+"""Compose and validate each combination of a sweep before anything starts.
 
-A word that is wrong whatever stands beside it is the user's mistake and stops the sweep. What contradicts other words,
-this machine or the number of ranks is left out, with the reason.
+A word invalid in every combination is the user's mistake and stops the sweep. A combination with contradictory words,
+or one that does not fit this machine or number of ranks, is skipped with the reason.
 """
 
 import os
@@ -24,32 +24,32 @@ from .slurm_settings import ask_for, find_place, plan_job, read_launcher
 
 @dataclass(frozen=True)
 class Place:
-    """What a job runs on."""
+    """Devices and ranks of a job."""
 
     device_type: str
     device_name: str
     world_size: int
     node_ranks: int
-    """Ranks of one machine."""
+    """Ranks of one node."""
     unusual: bool = False
-    """Whether the launcher itself has to be asked if it takes so many ranks."""
+    """Whether the number of ranks exceeds the usual limit, so that the launcher's own check must run."""
 
 
 class Here:
     """This machine."""
 
     extra_words: tuple[str, ...] = ()
-    """What jobs get besides their own words."""
+    """Words added to those of each job."""
 
     def find(self, words: Sequence[str], settings: Config) -> Place:
-        """What a job runs on.
+        """Return the devices and ranks of a job.
 
         Args:
-            words: of it, those that decide the place.
-            settings: composed of these words.
+            words: the job's words that decide them.
+            settings: composed from these words.
 
         Raises:
-            ConfigError: if there is no such place.
+            ConfigError: if the hardware is missing.
         """
         launch = settings.launch
         hardware = find_hardware(launch.device)
@@ -60,7 +60,7 @@ class Here:
         return Place(hardware.device_type, hardware.name, ranks * launch.nnodes, ranks, unusual)
 
     def check(self, words: Sequence[str]) -> None:
-        """Have all of a job checked as its start would.
+        """Check a job as its start would.
 
         Raises:
             ConfigError: for the first mistake.
@@ -69,11 +69,11 @@ class Here:
 
 
 class InQueue(Here):
-    """Machines that a batch queue will choose.
+    """Machines chosen by a batch queue.
 
     Args:
-        launcher_words: that say which queue.
-        time_limit_seconds: of a job.
+        launcher_words: the launcher and its options.
+        time_limit_seconds: time limit of a job.
 
     Raises:
         ConfigError: for a mistake in the launcher's words.
@@ -86,7 +86,7 @@ class InQueue(Here):
             self.extra_words = ("launch.rdzv_endpoint=chosen-by-the-queue",)
 
     def find(self, words: Sequence[str], settings: Config) -> Place:
-        """What a job asks the queue for."""
+        """Return the devices and ranks that a job requests from the queue."""
         place = find_place(words, self._launcher)
         ask_for(place, self._launcher, self._limit)
         if not self._launcher.is_slurm:
@@ -96,13 +96,13 @@ class InQueue(Here):
         return Place(place.device_type, " ".join([self._launcher.name, *where]), place.nodes * place.ranks, place.ranks)
 
     def check(self, words: Sequence[str]) -> None:
-        """Have all of a job checked as its submission would."""
+        """Check a job as its submission would."""
         plan_job(words, self._words, self._limit)
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A combination that can be run."""
+    """A combination that can run."""
 
     combination: Combination
     config: Config
@@ -112,14 +112,14 @@ class Planned:
 
 @dataclass(frozen=True)
 class Refused:
-    """One that cannot."""
+    """A combination that cannot run."""
 
     combination: Combination
     reason: str
     words: tuple[str, ...]
-    """That were composed, the chosen experiment among them."""
+    """The composed words, including the chosen experiment."""
     by_composition: bool = False
-    """Whether it is no configuration at all; else one that cannot run here, or not so."""
+    """Whether composing failed; otherwise validation did."""
 
 
 def plan_combinations(combinations: Sequence[Combination], where: Here | None = None) -> list[Planned | Refused]:
@@ -127,10 +127,10 @@ def plan_combinations(combinations: Sequence[Combination], where: Here | None = 
 
     Args:
         combinations: in their order.
-        where: they are to run; None for this machine.
+        where: machines to run on; None for this machine.
 
     Raises:
-        ConfigError: for a word that is a mistake by itself, and where none of the combinations can be run.
+        ConfigError: for a word that is invalid by itself, or if no combination can run.
     """
     planner = _Planner(where or Here())
     planned = [planner.plan(combination) for combination in combinations]
@@ -175,7 +175,7 @@ class _Planner:
             return Refused(combination, str(reason), tuple(words), by_composition)
 
     def _check(self, words: Sequence[str], unusual: bool) -> None:
-        """Let the launcher itself refuse what only it looks at."""
+        """Run the checks that only the launcher makes."""
         key = tuple(word for word in words if word.startswith("plan."))
         if unusual or (key and key not in self._checked):
             self._where.check(words)
@@ -183,10 +183,10 @@ class _Planner:
 
 
 def _refuse_mistakes(planned: Sequence[Planned | Refused]) -> None:
-    """Stop for a word that no combination can have, nor any of these groups without the other words.
+    """Reject a word that fails to compose in every combination, and also with the groups alone.
 
     Raises:
-        ConfigError: with the sentence for that word alone.
+        ConfigError: with the message for that word alone.
     """
     fine = {word for one in planned if not _is_no_configuration(one) for word in one.combination.words}
     choices = list_choices()
