@@ -1,7 +1,7 @@
-"""``fsdptoys convert``: a run's weights into Hugging Face format, and such a folder into a command that trains from it.
+"""``fsdptoys convert``: write a run's weights in Hugging Face format, or print the command that trains from such a folder.
 
-``from-hf`` writes nothing: training reads these folders as they are. It checks all that can be checked, which takes a
-reading of every file, and tells the words that start from it.
+``from-hf`` writes nothing, since training reads these folders directly. It reads every file to check the folder and
+prints the command.
 """
 
 import re
@@ -42,7 +42,7 @@ def convert(words: list[str]) -> int:
         Exit status 0.
 
     Raises:
-        ConfigError: for a mistake, in one sentence.
+        ConfigError: for the first mistake.
     """
     direction, *rest = words
     if direction == "to-hf":
@@ -111,11 +111,11 @@ def _from_hf(path: str) -> None:
 
 
 def training_words(config: ModelConfig, path: str) -> list[str]:
-    """The command that trains from a folder, with the preset from which the fewest keys differ.
+    """Return the words that train from a folder, based on the preset with the fewest differing keys.
 
     Args:
-        config: of the folder.
-        path: of the folder.
+        config: the folder's model.
+        path: the folder.
 
     Raises:
         ConfigError: if the family has no preset.
@@ -134,7 +134,7 @@ def training_words(config: ModelConfig, path: str) -> list[str]:
 
 
 def _presets(family: type[ModelConfig]) -> dict[str, ModelConfig]:
-    """Models of a family in ``configs/model``, by name."""
+    """Return the presets of a model family by name."""
     names = [name for name in list_choices()["model"] if schema_name("model", name) == family.family]
     return dict(zip(names, compose_presets(names), strict=True))
 

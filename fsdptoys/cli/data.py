@@ -1,4 +1,4 @@
-"""``fsdptoys data``: text into a folder of tokens, and what such folders hold.
+"""``fsdptoys data``: tokenize text into a folder, and check or describe such folders.
 
 fsdptoys data prepare corpus/*.jsonl.gz --out tokens --tokenizer tokenizer.json --eval-fraction 0.01
 fsdptoys data check tokens
@@ -54,10 +54,10 @@ def run_data(words: Sequence[str]) -> int:
     """Run the command.
 
     Args:
-        words: as typed after it.
+        words: as typed after the command.
 
     Returns:
-        Exit status: 1 where a folder is damaged.
+        Exit status: 1 if a folder is damaged.
 
     Raises:
         ConfigError: for the first mistake, before anything is written.

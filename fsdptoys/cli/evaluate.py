@@ -1,17 +1,17 @@
-"""``fsdptoys evaluate``: loss and perplexity of a trained model on a text, or on what its run held out.
+"""``fsdptoys evaluate``: loss and perplexity of a trained model on a text or on its run's held-out data.
 
 fsdptoys evaluate runs/mine
 fsdptoys evaluate runs/mine --text corpus.txt
 fsdptoys evaluate DIR --text corpus.txt --context 2048 --json
 
-The text is cut into windows that the model reads each by itself, as held-out text is in training: window i predicts
-the tokens i·T + 1 to i·T + T, and the last window may be shorter, so that all tokens but the first are predicted once.
-The first tokens of a window have little before them, so a longer ``--context`` gives a lower loss.
+A text is split into independent windows, as in training's evaluation: window i predicts tokens i·T + 1 to i·T + T, and
+the last window may be shorter, so that every token except the first is predicted once. The first tokens of a window
+have little context, so a longer ``--context`` gives a lower loss.
 
-Without a text the windows are the held-out samples of the run's own data, in their order, with the labels that the run
-counted. The data is opened as the run's settings say, as it is now: what has changed since then goes unseen.
+Without a text, the windows are the held-out samples of the run's data, in order and with the run's labels. The data is
+opened by the run's settings; changes to its files since the run are not detected.
 
-Shapes: B windows, T tokens of one.
+Shapes: B windows, T tokens of a window.
 """
 
 import json
@@ -41,27 +41,27 @@ VALUES = {"--text": "FILE", "--windows": "100", "--batch": "8", **OPTIONS}
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How well a model foretells a text."""
+    """Loss of a model on a text."""
 
     loss: float
     """Mean over the predicted tokens, in nats."""
     perplexity: float
-    """exp of it."""
+    """exp(loss)."""
     predicted_tokens: int
     context: int
     """Tokens of a window."""
     bits_per_byte: float | None
-    """Sum of the losses in bits over the bytes that the predicted tokens stand for; None where that is not known."""
+    """Total loss in bits per byte of the predicted text; None if the number of bytes is unknown."""
 
 
 def run_evaluate(words: Sequence[str]) -> int:
     """Run the command.
 
     Args:
-        words: as typed after it.
+        words: as typed after the command.
 
     Returns:
-        Exit status: 1 where the loss is not finite.
+        Exit status: 1 if the loss is not finite.
 
     Raises:
         ConfigError: for the first mistake, before anything is allocated.
@@ -111,14 +111,14 @@ def evaluate(
     device: Device,
     bytes_count: int | None,
 ) -> Evaluation:
-    """Have a model predict the labels of batches.
+    """Evaluate a model on batches.
 
     Args:
         model: on ``device``.
         batches: (tokens_BT, labels_BT).
-        context: tokens of a window, to be told.
-        device: where it runs.
-        bytes_count: that the predicted tokens stand for, if they do.
+        context: tokens of a window, for the result.
+        device: device of the model.
+        bytes_count: bytes of the predicted tokens, or None if unknown.
     """
     loss_fn, total, predicted = build_loss(chunk_loss=True), 0.0, 0
     for tokens_BT, labels_BT in batches:
@@ -131,7 +131,7 @@ def evaluate(
 
 
 def _windows(ids: Sequence[int], context: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """All tokens of a text but the first as labels, so many windows at a time; the last window may be shorter."""
+    """Yield batches of windows with all tokens except the first as labels; the last window may be shorter."""
     tokens_T = torch.tensor(ids, dtype=torch.int64)
     full = (len(ids) - 1) // context * context
     parts = [(tokens_T[:full].view(-1, context), tokens_T[1 : full + 1].view(-1, context))]
@@ -145,17 +145,17 @@ def _windows(ids: Sequence[int], context: int, batch_size: int) -> Iterator[tupl
 def _evaluate_held_out(
     trained: TrainedModel, context: int, most: int | None, batch_size: int, device: Device, dtype: torch.dtype
 ) -> Evaluation:
-    """Have a model predict what its own run held out, or the first ``most`` windows of it.
+    """Evaluate a model on its run's held-out data, or the first ``most`` windows of it.
 
     Raises:
-        ConfigError: if there is nothing, or it is not there any more.
+        ConfigError: if the run has no such data, or it cannot be opened.
     """
     data, source = trained.data(), trained.source
     if data is None:
         raise ConfigError(f"there is no text to predict; write fsdptoys evaluate {source} --text FILE")
     try:
         dataset = _open(data, context, trained.config.vocab_size, trained.data_seed())
-    except ConfigError as error:  # how to train is what it says, and that is not asked here
+    except ConfigError as error:  # its fix is about training settings
         raise ConfigError(
             f"the held-out part of {source} cannot be opened in windows of {context} tokens "
             f"({str(error).partition('; ')[0]}); put the data back, write this where the run was started, or write "
@@ -169,14 +169,14 @@ def _evaluate_held_out(
     if data.mask_documents:
         model.document_end = dataset.document_end
     found = evaluate(model, _held_out(dataset.eval, count, batch_size), context, device, None)
-    with suppress(ConfigError):  # of a tokenizer's file, which is not needed
+    with suppress(ConfigError):  # a missing tokenizer file is not needed here
         if data.find_tokenizer() == "bytes":
             return replace(found, bits_per_byte=found.loss / math.log(2))
     return found
 
 
 def _open(data: DataConfig, seq_len: int, vocab_size: int, seed: int) -> TokenDataset:
-    """A run's data, as its trainer opens it."""
+    """Open a run's data as its trainer does."""
     data.check_documents()
     data.validate(seq_len, vocab_size)
     data.prepare(seq_len, vocab_size)
@@ -187,7 +187,7 @@ def _open(data: DataConfig, seq_len: int, vocab_size: int, seed: int) -> TokenDa
 
 
 def _held_out(samples: Samples, count: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The first samples, so many at a time."""
+    """Yield the first samples in batches."""
     for first in range(0, count, batch_size):
         rows = [samples[index] for index in range(first, min(first + batch_size, count))]
         tokens_BT, labels_BT = (torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
@@ -208,10 +208,10 @@ def _check_together(options: Mapping[str, str]) -> None:
 
 
 def _bytes_of(ids: Sequence[int], content: bytes, tokenizer: Tokenizer) -> int | None:
-    """Bytes that all tokens but the first stand for."""
+    """Return the number of bytes of all tokens except the first, or None."""
     if not tokenizer.has_bytes:
         return None
-    # A first byte by itself may be no text, a first special id stands for none.
+    # A first byte alone may not decode to text; a special first id has no bytes.
     first = 1 if len(ids) == len(content) else len(tokenizer.decode(ids[:1]).encode())
     return len(content) - first
 

@@ -1,4 +1,4 @@
-"""``fsdptoys generate``: what a trained model goes on with after a prompt.
+"""``fsdptoys generate``: continue a prompt with a trained model.
 
 fsdptoys generate runs/mine --prompt "def read(self"
 fsdptoys generate DIR --prompt "Once upon a time" --tokens 100 --temperature 0
@@ -32,10 +32,10 @@ def run_generate(words: Sequence[str]) -> int:
     """Run the command.
 
     Args:
-        words: as typed after it.
+        words: as typed after the command.
 
     Returns:
-        Exit status: 1 where the model's logits were not finite.
+        Exit status: 1 if the model's logits were not finite.
 
     Raises:
         ConfigError: for the first mistake, before anything is allocated.

@@ -1,6 +1,6 @@
-"""The help pages, made from the YAML folder and from what the dataclasses declare (``declarations``).
+"""Help pages, generated from the YAML files and the config dataclasses, and parsing of dashed options.
 
-Options with dashes, which commands beside ``train`` have; settings of a run have none.
+Commands other than ``train`` have dashed options; a run's settings have no dashes.
 """
 
 import math
@@ -304,7 +304,7 @@ def _keys() -> list[str]:
     lines = []
     roots = []
     for section, annotation, default in classes["Config"].fields:
-        if annotation not in classes:  # a key of its own
+        if annotation not in classes:  # a top-level key
             roots.append(f"  {f'{section}={default}':<42} {classes['Config'].docs[section]}")
             continue
         base = classes[annotation]
@@ -312,7 +312,7 @@ def _keys() -> list[str]:
         for name, found in classes.items():
             if annotation not in ancestors(classes, name):
                 continue
-            # FSDP1Config is what parallel=fsdp1 chooses, and ToyFSDPConfig what parallel=toy_fsdp does.
+            # parallel=fsdp1 selects FSDP1Config, parallel=toy_fsdp ToyFSDPConfig.
             choice = re.sub(r"^toy", "toy_", name.removesuffix("Config").lower())
             if found.family:
                 presets = ", ".join(_presets(section, found.family))
@@ -327,12 +327,12 @@ def _keys() -> list[str]:
 
 
 def _presets(group: str, family: str) -> list[str]:
-    """Names of the YAML files that start from a family's schema."""
+    """Return the names of the YAML files with a family's schema."""
     return [name for name in list_choices()[group] if schema_name(group, name) == family]
 
 
 def _fields(classes: dict[str, Declaration], name: str, prefix: str, without: str | None = None) -> list[str]:
-    """Lines of a class's keys, inherited ones too; ``without`` those that another class has with the same default."""
+    """Return lines for a class's keys, including inherited ones, without those identical in class ``without``."""
     shown = collect_keys(classes, without) if without else {}
     lines = []
     for key, found in collect_keys(classes, name).items():
@@ -352,18 +352,18 @@ def _fields(classes: dict[str, Declaration], name: str, prefix: str, without: st
 def take_options(
     words: Sequence[str], flags: Sequence[str] = (), values: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[list[str], dict[str, str]]:
-    """Take dashed options out of the words; an unknown one stays, and is refused as every setting with dashes is.
+    """Split dashed options from the words; unknown ones stay and are rejected later.
 
     Args:
         words: as typed.
         flags: options without a value.
-        values: options with one, ``--out FILE`` or ``--out=FILE`` → what it is called, ``FILE``.
+        values: options with a value, as ``--out FILE`` or ``--out=FILE`` → placeholder, ``FILE``.
 
     Returns:
-        The other words, and option → value, which is empty for a flag.
+        The other words, and option → value, empty for a flag.
 
     Raises:
-        ConfigError: for an option without its value, or with another option in its place.
+        ConfigError: for an option without its value.
     """
     rest: list[str] = []
     options: dict[str, str] = {}
@@ -385,15 +385,15 @@ def take_options(
 
 
 def take_repeated(words: Sequence[str], option: str, meaning: str) -> tuple[list[str], list[str]]:
-    """Take an option that may be given several times out of the words.
+    """Split an option that may be repeated from the words.
 
     Args:
         words: as typed.
         option: with its dashes.
-        meaning: what its value is called.
+        meaning: placeholder of its value.
 
     Returns:
-        The other words, and the option's values in their order.
+        The other words, and the option's values in order.
 
     Raises:
         ConfigError: for an option without its value.
@@ -417,10 +417,10 @@ def take_repeated(words: Sequence[str], option: str, meaning: str) -> tuple[list
 
 
 def refuse_unknown(command: str, words: Sequence[str], options: Sequence[str]) -> None:
-    """Refuse dashed words that are no options, and settings, which are of other commands.
+    """Reject unknown options, and options typed without their dashes.
 
     Raises:
-        ConfigError: with the option that was probably meant.
+        ConfigError: with the closest valid option.
     """
     for word in words:
         name, equals, value = word.partition("=")
@@ -443,18 +443,18 @@ def read_number(
     most: float = math.inf,
     above: bool = False,
 ) -> float:
-    """The number that an option gives.
+    """Return the number given by an option.
 
     Args:
-        options: as typed.
-        option: which.
-        default: where it was not typed.
-        least: that it must be.
-        most: that it may be.
-        above: whether it must be more than ``least``.
+        options: option → typed value.
+        option: name of the option.
+        default: value if the option is absent.
+        least: lower bound.
+        most: upper bound.
+        above: whether ``least`` itself is excluded.
 
     Raises:
-        ConfigError: if it is none, or another.
+        ConfigError: if it is not a number within the bounds.
     """
     typed = options.get(option)
     if typed is None:
@@ -472,10 +472,10 @@ def read_number(
 
 
 def read_integer(options: Mapping[str, str], option: str, default: int, *, least: int) -> int:
-    """The whole number that an option gives.
+    """Return the integer given by an option.
 
     Raises:
-        ConfigError: if it is none, or less than it must be.
+        ConfigError: if it is not an integer of at least ``least``.
     """
     typed = options.get(option)
     if typed is None:

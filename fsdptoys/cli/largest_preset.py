@@ -8,12 +8,12 @@ from fsdptoys.launch.hardware import profile_of_this_machine
 
 
 def choose_largest(experiment: str, device_type: str, world_size: int) -> list[str]:
-    """Return the overrides of the largest preset that is predicted to fit, on an accelerator with a known profile.
+    """Return the overrides of the largest preset predicted to fit, on an accelerator with a known profile.
 
     Args:
-        experiment: the override that is returned alone on other devices.
-        device_type: that the run is on.
-        world_size: ranks.
+        experiment: the override returned alone on other devices.
+        device_type: the run's device type.
+        world_size: number of ranks.
     """
     profile = profile_of_this_machine()
     if profile is None or device_type == "cpu":

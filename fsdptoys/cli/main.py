@@ -1,7 +1,6 @@
-"""The command line: ``fsdptoys train``, the same under ``python -m fsdptoys`` and ``torchrun -m fsdptoys``.
+"""The command line: ``fsdptoys``, ``python -m fsdptoys`` and ``torchrun -m fsdptoys``.
 
-Every mistake ends in one sentence on stderr and status 2. Nothing heavy is imported before it is needed, so that help
-comes at once.
+Every user mistake ends with one sentence on stderr and status 2. Imports are deferred so that help is fast.
 """
 
 import os
@@ -25,26 +24,26 @@ if TYPE_CHECKING:
 COMMANDS = ("train", "sweep", "plan", "report", "compare", "models", "convert", "generate", "evaluate", "data")
 
 BROKEN_PIPE = 141
-"""Exit status of a command whose reader has closed the pipe, as that of programs that die of SIGPIPE."""
+"""Exit status when the reader has closed the pipe, the same as for SIGPIPE."""
 
 MULTIRUN = ("-m", "--multirun")
-"""Hydra's own words for a sweep."""
+"""Hydra's own options for a sweep."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        argv: the words after the program's name; None for those of this process.
+        argv: arguments after the program's name; None for those of this process.
 
     Returns:
-        Exit status: 0, 1 after a failure, 2 after a mistake, 128 plus its number after a signal.
+        Exit status: 0, 1 after a failure, 2 after a mistake, 128 + number after a signal.
     """
     install_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     worker = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if worker:
-        # Dying of Ctrl-C at once, also inside a collective, is what the launcher waits for; it tells the user itself.
+        # Die of Ctrl-C at once, even inside a collective; the launcher waits for it and prints the message.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         check_log_level(os.environ)
@@ -61,23 +60,23 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return BROKEN_PIPE
             say(f"stdout cannot be written ({reason}); the output is incomplete")
             return 1
-        # The first: whichever command was the first to import torch.
+        # Any command may be the first to import torch, so its errors are handled here.
         told = explain_autoload(error) if isinstance(error, RuntimeError) else None
         told = told or explain_environment(error)
         if told is None:
             raise
-        # A full disk or memory may pass; a variable that is wrong does not, and has the status of a mistake.
+        # A full disk or memory is a failure (1); a wrong environment variable is a mistake (2).
         passes = isinstance(error, (OSError, MemoryError)) and not isinstance(error, FileNotFoundError)
         return _tell_mistake(told, worker, 1 if passes else 2)
     except KeyboardInterrupt:
         print("fsdptoys: stopped by SIGINT", file=sys.stderr)
         return 128 + signal.SIGINT
     finally:
-        let_stdout_end()  # the interpreter flushes once more, and has status 120 where that fails
+        let_stdout_end()  # the interpreter's final flush exits with status 120 on failure
 
 
 def _tell_mistake(sentence: str, worker: bool, status: int = 2) -> int:
-    say(sentence.replace("\n", "\\n"))  # of a value that was typed
+    say(sentence.replace("\n", "\\n"))  # line breaks of a typed value
     if not worker:
         leave_outcome(Outcome(status, sentence))
     return status
@@ -96,7 +95,7 @@ def _run(words: list[str], worker: bool) -> int:
         raise ConfigError(_unknown_command(words[0]))
     command, words = words[0], words[1:]
     if not any(word in ("-h", "--help") for word in words):
-        check_current_folder()  # without one PyTorch cannot be imported
+        check_current_folder()  # PyTorch cannot be imported without one
     if command == "sweep" or (command == "train" and any(word in MULTIRUN for word in words)):
         words = [word for word in words if word not in MULTIRUN]
         if not words or any(word in ("-h", "--help") for word in words):
@@ -200,7 +199,7 @@ def _run(words: list[str], worker: bool) -> int:
 
     plan = plan_run(words, os.environ, choose_largest)
     if plan.composition.config.launch.nnodes == 1:
-        # With several machines, another one's rank 0 may have made the folder by now.
+        # With several nodes, rank 0 on another one may have made the folder already.
         _check_places(plan.composition.config)
     _verify_weights(plan.composition.config.model.init_from)
     _prepare_data(plan.composition.config, plan.local_ranks)
@@ -208,7 +207,7 @@ def _run(words: list[str], worker: bool) -> int:
 
 
 def _work(words: list[str]) -> None:
-    """Be one rank."""
+    """Run one rank."""
     import torch
 
     from fsdptoys.launch.hardware import hardware_environment, profile_of_this_machine
@@ -224,15 +223,15 @@ def _work(words: list[str]) -> None:
         plan = plan_run(words, os.environ, choose_largest)
         check_master(os.environ)
         handed = Handed(plan.composition.config, plan.hardware, plan.local_ranks, plan.world_size)
-        _prepare_data(handed.config, handed.local_ranks)  # every rank comes by here, and one of them does it
+        _prepare_data(handed.config, handed.local_ranks)  # called by every rank; one of them prepares
     elif int(os.environ["WORLD_SIZE"]) != handed.world_size:
         raise ConfigError(
             f"launch.nnodes={handed.config.launch.nnodes} machines of {handed.local_ranks} ranks were expected, and "
             f"{os.environ['WORLD_SIZE']} ranks have come; set launch.nproc_per_node to the same on each"
         )
     config, hardware = handed.config, handed.hardware
-    # Under torchrun nobody has set these before the start. Allocators read theirs with the first allocation, OpenMP its
-    # own at import, which was in the launcher for its forks, so threads are set once more.
+    # torchrun has not set these. Allocators read theirs at the first allocation, OpenMP at import, which for forks was
+    # in the launcher, so the threads are set again below.
     environment = hardware_environment(
         hardware.device_type,
         handed.local_ranks,
@@ -263,7 +262,7 @@ def _work(words: list[str]) -> None:
 
 
 def _check_places(config: "Config") -> None:
-    """Check where the run writes, and what it would go on from."""
+    """Check the run's output folders and the checkpoint to resume from."""
     from fsdptoys.metrics import check_run_dir
     from fsdptoys.train.launch_env import (
         restart_count,
@@ -276,7 +275,7 @@ def _check_places(config: "Config") -> None:
 
 
 def _verify_weights(init_from: str | None) -> None:
-    """Read the folder of initial weights once against its checksums, if it has any, before a worker starts."""
+    """Verify the checksums of the initial weights, if any, before a worker starts; reads every file once."""
     from fsdptoys.checkpoint import HuggingFaceFolder
 
     if init_from is not None:
@@ -284,12 +283,12 @@ def _verify_weights(init_from: str | None) -> None:
 
 
 def _prepare_data(config: "Config", local_ranks: int) -> None:
-    """Make what the data is read from, before a rank starts or joins the others."""
+    """Prepare the data before a rank starts or joins the others."""
     from fsdptoys.data import check_shared_memory
 
     check_shared_memory(config.data.workers, config.step_bytes, local_ranks)
     config.data.prepare(config.train.seq_len, config.model.vocab_size)
-    config.check_evaluation()  # again: of a few documents none may be held out
+    config.check_evaluation()  # again: a split of few documents may be empty
 
 
 def _show(words: list[str]) -> None:
@@ -307,7 +306,7 @@ def _show(words: list[str]) -> None:
 
 
 def _take_show(words: list[str]) -> tuple[list[str], bool]:
-    """Take ``--cfg job`` out of the words."""
+    """Remove ``--cfg job`` from the words; return them and whether it was present."""
     for index, word in enumerate(words):
         option, equals, value = word.partition("=")
         if option in ("--cfg", "-c"):

@@ -1,7 +1,4 @@
-"""``fsdptoys models``: what the presets are and what they cost, without making any of them.
-
-Each preset is composed and built on the meta device, so its numbers are the model's own and not a table that ages.
-"""
+"""``fsdptoys models``: size and FLOPs of the model presets, counted on models built on the meta device."""
 
 import json
 from collections.abc import Sequence
@@ -26,31 +23,31 @@ GAP = 2
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What there is to know of a preset; parameters that are shared count once."""
+    """Counts of a preset; shared parameters count once."""
 
     name: str
     family: str
     parameters: int
     active_parameters: int
-    """That one token meets."""
+    """Parameters used for one token."""
     embedding_parameters: int
-    """Look-ups of tokens and positions, a shared head included."""
+    """Token and position embeddings, including a shared head."""
     expert_parameters: int
-    """In experts that tokens are routed to."""
+    """Parameters of routed experts."""
     dense_parameters: int
-    """Outside embeddings and routed experts."""
+    """Parameters outside embeddings and routed experts."""
     n_layers: int
     dim: int
     max_seq_len: int
     flops_per_token: float
-    """Of forward and backward, in sequences of ``max_seq_len``."""
+    """FLOPs of forward and backward, in sequences of ``max_seq_len``."""
 
 
 @dataclass(frozen=True)
 class _Column:
     heading: tuple[str, str]
     importance: int
-    """Where the terminal is too narrow, the least important columns go first."""
+    """A narrow terminal drops the least important columns first."""
     cells: list[str]
     justify: Literal["left", "right"] = "right"
 
@@ -66,20 +63,20 @@ NOTES = (
     "product (of experts only the active), and attention over half of the square, since it is causal. Look-ups count "
     "nothing, nor does recomputation."
 )
-"""How the numbers were made."""
+"""Explanation below the table."""
 
 
 def list_models(words: Sequence[str]) -> int:
     """Run ``fsdptoys models``.
 
     Args:
-        words: names of presets, none for all; ``--json`` for exact numbers.
+        words: names of presets, or none for all; ``--json`` for exact numbers.
 
     Returns:
         Exit status.
 
     Raises:
-        ConfigError: for a word that is neither.
+        ConfigError: for any other word.
     """
     options = [word for word in words if word.startswith("-")]
     for option in options:
@@ -103,7 +100,7 @@ def list_models(words: Sequence[str]) -> int:
 
 
 def measure(config: ModelConfig) -> ModelFacts:
-    """Build a model on the meta device and count."""
+    """Build a model on the meta device and count its parameters and FLOPs."""
     with torch.device("meta"):
         model = config.build()
     counts = model.parameter_counts()
@@ -123,7 +120,7 @@ def measure(config: ModelConfig) -> ModelFacts:
 
 
 def print_table(facts: Sequence[ModelFacts], console: Console) -> None:
-    """Print one row a model, in as many columns as fit, and how the numbers were made."""
+    """Print one row per model, in as many columns as fit, and the explanation."""
     columns = [
         _Column(("", "model"), 10, [fact.name for fact in facts], "left"),
         _Column(("", "family"), 3, [fact.family for fact in facts], "left"),
@@ -157,12 +154,12 @@ def print_table(facts: Sequence[ModelFacts], console: Console) -> None:
 
 
 def human_count(value: float) -> str:
-    """Three figures and a unit: 8.03B; a dash for none."""
+    """Format a count with three digits and a unit, as 8.03B; a dash for 0."""
     return "-" if value == 0 else "{}{}".format(*_scale(value, ("", "K", "M", "B", "T")))
 
 
 def human_flops(value: float) -> str:
-    """Three figures and a unit: 46.2 GFLOP."""
+    """Format FLOPs with three digits and a unit, as 46.2 GFLOP."""
     return "{} {}FLOP".format(*_scale(value, ("", "K", "M", "G", "T", "P")))
 
 

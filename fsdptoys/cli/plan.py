@@ -1,11 +1,10 @@
-"""``fsdptoys plan``: what a run would take on hardware that need not be there, from the words that would start it.
+"""``fsdptoys plan``: predict memory and time of a run on hardware you do not have.
 
     fsdptoys plan model=llama2_7b plan.hardware=h200 plan.world_size=1024
     fsdptoys plan search model=llama3_8b plan.hardware=h100 plan.world_size=64
     fsdptoys plan calibrate runs/a runs/b hardware=h100 out=mine.yaml
 
-The words mean what they mean to ``fsdptoys train`` on that hardware: where no experiment is named, the hardware that is
-imagined chooses one.
+The words are those of ``fsdptoys train`` on that hardware; without an experiment, the hardware's default is used.
 """
 
 import copy
@@ -46,19 +45,19 @@ COMMANDS = ("search", "calibrate")
 
 @dataclass(frozen=True)
 class Imagined:
-    """A run on imagined hardware."""
+    """A run on hypothetical hardware."""
 
     config: Config
-    """As composed: not validated yet."""
+    """Composed, not validated yet."""
     hardware: Hardware
     world_size: int
     memory_bytes: int
-    """Of a device that may be used."""
+    """Usable memory of a device."""
     words: list[str]
-    """The overrides, with the chosen experiment among them."""
+    """The overrides, including the chosen experiment."""
 
     def validated(self) -> Config:
-        """The configuration with every ``auto`` replaced, checked for that hardware.
+        """Return the configuration with every ``auto`` replaced, validated for that hardware.
 
         Raises:
             ConfigError: for the first mistake.
@@ -67,13 +66,13 @@ class Imagined:
         try:
             node_ranks = node_ranks_of(config, self.hardware, self.world_size)
             validate_switches(config, self.world_size, self.hardware.device_type, node_ranks)
-        except ConfigError as mistake:  # of ranks that are imagined, another key sets the number
+        except ConfigError as mistake:  # plan.world_size sets the number of hypothetical ranks
             raise ConfigError(str(mistake).replace("launch.nproc_per_node=", "plan.world_size=")) from mistake
         return config
 
 
 def imagine(words: Sequence[str]) -> Imagined:
-    """Compose a run for the hardware that its words name.
+    """Compose a run for the hardware named by its words.
 
     Raises:
         ConfigError: for the first mistake.
@@ -92,7 +91,7 @@ def imagine(words: Sequence[str]) -> Imagined:
 
 
 def _check_launch(config: Config, hardware: Hardware, world_size: int) -> None:
-    """Refuse settings of a launch that contradict what is imagined."""
+    """Reject launch settings that contradict the hypothetical hardware."""
     launch = config.launch
     if launch.device.value not in ("auto", hardware.device_type):
         raise ConfigError(
@@ -121,7 +120,7 @@ def run_plan(words: Sequence[str]) -> int:
     Raises:
         ConfigError: for the first mistake.
     """
-    # Ends as an exception does, so that the process that traces ends too.
+    # SIGTERM raises, so that the tracing subprocess is ended too.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         return _run(words)
@@ -191,7 +190,7 @@ def _search(words: Sequence[str]) -> int:
 
 
 def _refuse(words: Sequence[str], *names: str) -> None:
-    """Refuse settings that this command does not read."""
+    """Reject settings that this command does not read."""
     readers = {"predict": "fsdptoys train", "rows": "fsdptoys plan search"}
     for word in words:
         for name in names:

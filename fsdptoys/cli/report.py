@@ -1,4 +1,4 @@
-"""``fsdptoys report`` and ``fsdptoys compare``: what runs and sweeps have left behind, read and shown.
+"""``fsdptoys report`` and ``fsdptoys compare``: show and compare the results of runs and sweeps.
 
 fsdptoys report sweeps/20261122-101500-debug
 fsdptoys report runs/a runs/b --markdown
@@ -31,7 +31,7 @@ FORMS = ("--table", "--markdown", "--csv", "--json")
 PAGE = "report.html"
 
 WIDEST = 10_000
-"""Characters of a line where nobody looks at it in a terminal."""
+"""Line width when stdout is not a terminal."""
 
 
 def run_report(words: Sequence[str]) -> int:
@@ -92,7 +92,7 @@ def run_compare(words: Sequence[str]) -> int:
         words: as typed after the command.
 
     Returns:
-        0 where the runs are the same, 1 where they differ or cannot be read whole.
+        0 if the runs are the same, 1 if they differ or cannot be read completely.
 
     Raises:
         ConfigError: for the first mistake.
@@ -115,7 +115,7 @@ def run_compare(words: Sequence[str]) -> int:
     except (ConfigError, BrokenPipeError):
         raise
     except Exception as mistake:
-        # A traceback would end with status 1, which says that the runs differ.
+        # A traceback would exit with status 1, which means that the runs differ.
         reason = one_line(f"{type(mistake).__name__}: {mistake}")
         raise ConfigError(
             f"{paths[0]} and {paths[1]} cannot be compared ({reason}); check the files of both"
@@ -124,7 +124,7 @@ def run_compare(words: Sequence[str]) -> int:
 
 
 def _check_names(paths: Sequence[str]) -> None:
-    """Refuse names that the system cannot look up; what is not there is told later."""
+    """Reject names that the system cannot look up; missing files are reported later."""
     for path in paths:
         try:
             Path(path).stat()
@@ -146,22 +146,22 @@ def _follow(paths: Sequence[str], others: Sequence[str]) -> int:
 
 
 def _page_path(paths: Sequence[str], out: str | None) -> Path:
-    """Where the page goes: into the folder that is reported, or where there are several, the current one."""
+    """Return the page's path: in the reported folder, or in the current one for several."""
     if out is not None:
         return Path(os.path.expanduser(out))
     return Path(paths[0]) / PAGE if len(paths) == 1 else Path(PAGE)
 
 
 def _check_page(page: Path, typed: bool) -> None:
-    """Refuse a place where no page can be written, before anything is read.
+    """Check that the page can be written, before anything is read.
 
     Raises:
-        ConfigError: naming it.
+        ConfigError: if it cannot.
     """
     from fsdptoys.report.html_page import check_page
 
     folder = page.absolute().parent
-    if typed or folder.is_dir():  # what is reported may not be there, which is told later
+    if typed or folder.is_dir():  # a missing run is reported later
         check_page(page, "--out" if typed else "the page")
     if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"the page would go into {folder}, where this user may not write; write --out {PAGE}")
@@ -176,7 +176,7 @@ def _print(table: "Table", form: str) -> None:
 
 
 def _console() -> Console:
-    """As wide as the terminal; where there is none and ``COLUMNS`` does not say, lines are as long as they are."""
+    """Return a console as wide as the terminal or ``COLUMNS``; without either, lines are not wrapped."""
     if sys.stdout.isatty() or "COLUMNS" in os.environ:
         return Console(width=shutil.get_terminal_size().columns)
     return Console(width=WIDEST, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""What was typed after ``fsdptoys sweep``, read: a name, settings, a launcher's words and dashed options."""
+"""Parse the arguments of ``fsdptoys sweep``: a name, settings, launcher words and dashed options."""
 
 import dataclasses
 import os
@@ -25,17 +25,17 @@ VALUES = {"--out": "DIR", "--time-limit": "SECONDS"}
 
 @dataclass(frozen=True)
 class Asked:
-    """What was typed, read."""
+    """Parsed arguments."""
 
     words: tuple[str, ...]
-    """All but the dashed options; a sweep's file by its absolute path, so that they mean the same everywhere."""
+    """Arguments without dashed options; a sweep's file as an absolute path, valid from any folder."""
     name: str | None
-    """Of a sweep's file."""
+    """Name or file of a sweep."""
     settings: list[str]
     launcher_words: list[str]
     resume: bool
     resumed: Path | None
-    """The folder to go on with, where it was named."""
+    """The folder to resume, if given."""
     out: Path | None
     time_limit_seconds: float | None
     dry_run: bool
@@ -43,10 +43,10 @@ class Asked:
 
 
 def read_words(words: Sequence[str]) -> Asked:
-    """Read what was typed after ``fsdptoys sweep``.
+    """Parse the arguments after ``fsdptoys sweep``.
 
     Raises:
-        ConfigError: for an option that does not exist, has no value, or does not go with another.
+        ConfigError: for an unknown option, one without a value, or incompatible options.
     """
     if "--resume=" in words:
         raise ConfigError("--resume= has no value; write --resume=DIR, or --resume for the newest with the same words")
@@ -89,7 +89,7 @@ def read_words(words: Sequence[str]) -> Asked:
 
 
 def _check_names(name: str | None, settings: Sequence[str]) -> None:
-    """Refuse a name of a sweep that is not the first word, and a key that is taken for one."""
+    """Reject a sweep's name after the first word, and a key mistaken for a name."""
     if name is not None and settings and settings[0].startswith("="):
         value = settings[0][1:] or "".join(settings[1:2]) or "VALUE"
         raise ConfigError(f"{name} has no value; write {name}={value} without spaces")
@@ -99,7 +99,7 @@ def _check_names(name: str | None, settings: Sequence[str]) -> None:
 
 
 def _take_folder(words: Sequence[str], rest: list[str]) -> tuple[Path | None, list[str]]:
-    """The folder that stands after ``--resume``, and the words without it; a name of a sweep is none."""
+    """Return the folder after ``--resume``, or None, and the words without it; a sweep's name is not a folder."""
     index = list(words).index("--resume") + 1
     if index == len(words) or words[index] not in rest or "=" in words[index] or words[index].startswith("-"):
         return None, rest
@@ -124,10 +124,10 @@ def _seconds(text: str | None) -> float | None:
 
 
 def with_words(asked: Asked, before: Sweep) -> Asked:
-    """The same, with the words of the folder that is gone on with; a launcher that was typed wins over its own.
+    """Return the arguments with the words of the resumed folder; a typed launcher replaces the recorded one.
 
     Raises:
-        ConfigError: if the folder does not tell them, or its launcher's may run commands.
+        ConfigError: if the folder has no words, or its launcher words may run commands.
     """
     if not before.words:
         raise ConfigError(f"{before.path / SWEEP_FILE} does not say its words; give them after --resume {before.path}")

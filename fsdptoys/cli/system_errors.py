@@ -1,4 +1,4 @@
-"""What the system refuses a command, in one sentence: these failures are no bugs, and no settings of a run either."""
+"""One-sentence messages for system errors, which are neither bugs nor configuration mistakes."""
 
 import errno
 import os
@@ -20,14 +20,14 @@ FIXES = {
     errno.EACCES: "give this user the right, or name another place",
     errno.ESTALE: "mount the network disk again",
 }
-"""Failures that the machine is the cause of, whatever a command does → the fix."""
+"""Error caused by the machine → fix."""
 
 
 def check_current_folder() -> None:
     """Check that the current folder exists.
 
     Raises:
-        ConfigError: if it has been deleted, or this user may not look at it.
+        ConfigError: if it has been deleted or is not accessible.
     """
     try:
         os.getcwd()
@@ -38,7 +38,7 @@ def check_current_folder() -> None:
 
 
 def explain_environment(error: Exception) -> str | None:
-    """A sentence for what the machine lacks; None for every other error, which is a bug of ours."""
+    """Return one sentence for an error caused by the machine or environment; None for others, which are bugs."""
     if isinstance(error, MemoryError):
         reason = one_line(error) or "no reason given"
         return f"host memory ran out ({reason}); end other programs, or use a machine with more"

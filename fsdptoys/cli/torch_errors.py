@@ -27,7 +27,7 @@ def check_log_level(environment: Mapping[str, str]) -> None:
 
 
 def explain_autoload(error: BaseException) -> str | None:
-    """A sentence with backend, reason and fix; None for other errors."""
+    """Return a sentence with backend, reason and fix; None for other errors."""
     named = re.search(r"Failed to load the backend extension: (\S+?)\.? ", f"{error} ")
     if not isinstance(error, RuntimeError) or named is None or error.__cause__ is None:
         return None
@@ -35,7 +35,7 @@ def explain_autoload(error: BaseException) -> str | None:
     reason = (str(error.__cause__).strip().splitlines() or [type(error.__cause__).__name__])[0]
     wanted = "to do without it"
     if "npu" in backend:
-        # torch_npu refuses PyTorch built for CUDA before it looks for CANN.
+        # torch_npu rejects a CUDA build of PyTorch before it looks for CANN.
         missing = "the CANN that it is made for and source its set_env.sh"
         missing = "PyTorch's build for CPUs" if "Two accelerators" in reason else missing
         wanted = f"to use NPUs install {missing}, and to do without them"

@@ -107,7 +107,7 @@ def run_workers(
         the launcher or a rank.
 
     Raises:
-        ConfigError: for a limit of open files that is too low, or an invalid network interface or token.
+        ConfigError: for too low a limit of open files, or an invalid network interface or token.
     """
     check_open_files()
     loopback = loopback_environment(os.environ) if nnodes == 1 else {}

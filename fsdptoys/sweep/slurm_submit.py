@@ -85,7 +85,7 @@ def submit(
 ) -> None:
     """Submit jobs and watch until all have ended, printing a line when each begins and ends.
 
-    Jobs of an earlier submission that are still in SLURM's queue are watched, not submitted again.
+    Jobs still in SLURM's queue from an earlier submission are watched, not submitted again.
 
     Args:
         sweep: its folder must be on a disk shared by all nodes.

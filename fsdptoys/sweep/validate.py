@@ -130,7 +130,7 @@ def plan_combinations(combinations: Sequence[Combination], where: Here | None = 
         where: machines to run on; None for this machine.
 
     Raises:
-        ConfigError: for a word that is invalid by itself, or if no combination can run.
+        ConfigError: for a word invalid by itself, or if no combination can run.
     """
     planner = _Planner(where or Here())
     planned = [planner.plan(combination) for combination in combinations]
