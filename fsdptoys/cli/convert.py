@@ -1,4 +1,4 @@
-"""``fsdptoys convert``: write a run's weights in Hugging Face format, or print the command that trains from such a folder.
+"""``fsdptoys convert``: write weights in Hugging Face format, or print the command that trains from such a folder.
 
 ``from-hf`` writes nothing, since training reads these folders directly. It reads every file to check the folder and
 prints the command.
