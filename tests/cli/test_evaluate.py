@@ -171,9 +171,9 @@ def test_without_a_text_it_is_the_loss_of_what_the_run_held_out(
         (
             BinConfig(files=["text"], eval_fraction=0.2, mask_documents=True),
             "",
-            "the held-out part of run cannot be opened in windows of 24 tokens (data.mask_documents=true needs "
-            "the id that ends a document, which data=bin does not know as set); put the data back, write this where the "
-            "run was started, or write --text FILE",
+            "the held-out part of run cannot be opened in windows of 24 tokens (data.mask_documents=true "
+            "needs the id that ends a document, which data=bin does not know as set); put the data back, write this "
+            "where the run was started, or write --text FILE",
         ),
     ],
     ids=["nothing", "gone", "short", "ends"],
