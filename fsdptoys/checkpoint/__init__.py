@@ -1,4 +1,4 @@
-"""Checkpoints that a run goes on from; and weights in and out, as folders in Hugging Face format or of a run."""
+"""Checkpoints to resume runs from, and import and export of weights (Hugging Face format, run directories)."""
 
 from .atomic_folder import CHECKSUMS_FILE, check_new_folder
 from .checkpointer import Checkpoints

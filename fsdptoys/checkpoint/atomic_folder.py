@@ -1,9 +1,9 @@
-"""A folder that is there as a whole or not at all, with the checksums of its files.
+"""Atomic creation of a folder with the checksums of its files.
 
-It is filled under another name beside its place, handed to the disk, and renamed. A process that is killed before the
-rename leaves a hidden ``.NAME.….partial`` behind, which nothing reads and anybody may delete.
+The folder is filled under a temporary name next to its destination, synced to disk, and renamed. A process killed
+before the rename leaves a hidden ``.NAME.….partial``, which is never read and can be deleted.
 
-``checksums.json`` names size and SHA-256 of every file.
+``checksums.json`` holds the size and SHA-256 of every file.
 """
 
 import json
@@ -28,7 +28,7 @@ CHECKSUMS_FILE = "checksums.json"
 
 
 def check_new_folder(path: Path) -> None:
-    """Check that a folder can be made there, or is there and empty.
+    """Check that ``path`` does not exist or is an empty folder.
 
     Raises:
         ConfigError: naming the folder.
@@ -44,10 +44,10 @@ def check_new_folder(path: Path) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Make a folder that takes its place, with checksums, when the block ends well, and is deleted otherwise.
+    """Yield a temporary folder; rename it to ``path``, with checksums, on success, and delete it on an error.
 
     Raises:
-        ConfigError: in one sentence, if the place is taken or the system refuses to write.
+        ConfigError: if ``path`` is taken or cannot be written.
     """
     check_new_folder(path)
     place = path.absolute()
@@ -71,13 +71,13 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def verify_checksums(path: Path) -> int | None:
-    """Hold every file of a folder against its checksums.
+    """Read every file of a folder and compare it with the folder's checksums.
 
     Returns:
-        The number of files that match; None where the folder has no checksums.
+        The number of files; None if the folder has no checksums.
 
     Raises:
-        ConfigError: naming the file that is damaged.
+        ConfigError: naming the first damaged file.
     """
     if not (path / CHECKSUMS_FILE).exists():
         return None
@@ -94,14 +94,14 @@ def verify_checksums(path: Path) -> int | None:
 
 
 def check_sizes(path: Path) -> None:
-    """Hold the sizes of a folder's files against its checksums, if it has any, without reading the files."""
+    """Compare file sizes with the folder's checksums, if it has any, without reading the files."""
     if (path / CHECKSUMS_FILE).exists():
         for name, said in _read_checksums(path).items():
             check_size(path, name, said.size)
 
 
 def check_size(path: Path, name: str, size: int) -> None:
-    """Refuse a file that is gone or has another size."""
+    """Raise a ConfigError if a file is missing or differs in size."""
     try:
         found = (path / name).stat().st_size
     except OSError as error:

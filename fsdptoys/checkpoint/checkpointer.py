@@ -1,10 +1,10 @@
-"""Keeping a run's checkpoints: saving them, in the background if wanted, and going on from the newest whole one.
+"""A run's checkpoints: saving, optionally in the background, and resuming from the newest complete one.
 
-In the background one thread a rank saves from copies in host memory, over a gloo group that nothing else uses. The
-steps wait for the copies alone, and for the save before if that is not done. With whole tensors the copies of all ranks
-come together in rank 0's host memory, for a thread cannot gather over the groups that training uses.
+A background save runs in one thread per rank, from copies in host memory, over a dedicated gloo group. Training waits
+only for the copies, and for an unfinished previous save. ``Form.full`` gathers the copies of all ranks in rank 0's host
+memory first, because a thread cannot use the process groups of training.
 
-Not covered: two runs that save into one folder at once.
+Not covered: two runs that save into one folder concurrently.
 """
 
 import secrets
@@ -36,24 +36,24 @@ Copy = Callable[[Tensors, Tensors | None], Tensors]
 
 
 class Checkpoints:
-    """Saves a run's checkpoints, deletes old ones, and finds the one to go on from.
+    """Saves a run's checkpoints, deletes old ones, and finds the one to resume from.
 
     Args:
-        config: what is kept and from what the run goes on.
-        folder: where, as a path or URL; it need not be there.
-        group: a gloo group of all ranks that nothing else uses; None for one process.
-        message: told one sentence at a time, on rank 0.
-        copy: copies tensors to host memory, into what it returned the last time if it is given that; None to clone.
-        whole: gathers the tensors of all ranks one after the other, as whole ones on the CPU of rank 0 and None
-            elsewhere; None where all of them are whole already.
-        schema: of the facts that are saved, which are checked when they are read.
+        config: retention and resume settings.
+        folder: path or URL of the checkpoints; created on demand.
+        group: dedicated gloo group of all ranks; None for one process.
+        message: called on rank 0 with one sentence at a time.
+        copy: copies tensors to host memory; its second argument is its previous result, to be reused. None to clone.
+        whole: gathers full tensors one by one: on the CPU of rank 0, None on other ranks. None if all tensors are
+            full already.
+        schema: types and ranges that saved facts are checked against when they are read.
 
     Attributes:
-        last_step: of the newest checkpoint here that is committed or being written; changes in ``save``, ``finish`` and
-            ``resume`` alone, and is the same on all ranks.
+        last_step: step of the newest checkpoint committed or being written, the same on all ranks; changes only in
+            ``save``, ``finish`` and ``resume``.
 
     Raises:
-        ConfigError: if the folder's URL is of no known kind.
+        ConfigError: for a URL of an unknown scheme.
     """
 
     last_step: int | None
@@ -89,18 +89,18 @@ class Checkpoints:
     def save(
         self, step: int, tensors: Tensors, facts: dict[str, Any], own_facts: dict[str, Any], prunes: bool = True
     ) -> bool:
-        """Save a checkpoint, or with ``async_save`` wait for the one before, and begin; collective.
+        """Save a checkpoint; with ``async_save``, wait for the previous save and start this one. Collective.
 
         Args:
-            step: the number of steps that were taken.
-            tensors: by name; DTensors, or plain ones that are the same on all ranks. May change once this returns.
-            facts: what else is the same for all ranks, as JSON knows it; ``step`` and ``world_size`` are added.
-            own_facts: what is this rank's own.
-            prunes: whether old checkpoints may be deleted after it.
+            step: number of completed steps.
+            tensors: by name; DTensors, or plain tensors equal on all ranks. May change once this returns.
+            facts: JSON values common to all ranks; ``step`` and ``world_size`` are added.
+            own_facts: JSON values of this rank.
+            prunes: whether old checkpoints may be deleted afterwards.
 
         Returns:
-            Whether it is committed, on all ranks alike; True once a save in the background has begun. Why not is one
-            sentence through ``message``.
+            Whether the checkpoint is committed, the same on all ranks; True once a background save has started. The
+            reason of a failure goes to ``message``.
         """
         self.finish()
         self._clean()
@@ -122,10 +122,10 @@ class Checkpoints:
         return True
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait for this rank's part of a save in the background, whatever comes of it; whether there was one.
+        """Wait for this rank's part of a background save, successful or not; return whether one was running.
 
         Args:
-            seconds: no longer than that; None for as long as it takes.
+            seconds: timeout; None for no limit.
         """
         if self._thread is None or not self._thread.is_alive():
             return False
@@ -133,10 +133,10 @@ class Checkpoints:
         return True
 
     def finish(self) -> bool:
-        """Wait for a save in the background; collective.
+        """Wait for a background save; collective.
 
         Returns:
-            Whether it, or the last save, was committed; True where there was none.
+            Whether the last save was committed; True if there was none.
         """
         if self._thread is not None:
             self._thread.join()
@@ -149,28 +149,28 @@ class Checkpoints:
         return self._verdict
 
     def report(self) -> list[str]:
-        """What went wrong in the background and was not told yet; on rank 0, at any time."""
+        """Return background messages not yet reported; on rank 0, at any time."""
         sentences = []
         while not self._untold.empty():
             sentences.append(self._untold.get())
         return sentences
 
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks on rank 0, and nothing elsewhere; collective, and not while a save is under way."""
+        """Return all ranks' values on rank 0, ``[]`` elsewhere. Collective; not while a save is running."""
         return self._ranks.gather(value)
 
     def resume(self, restarted: bool = False) -> Checkpoint | None:
-        """Find the checkpoint to go on from, and read all its files once; collective.
+        """Find the checkpoint to resume from and verify all its files; collective.
 
         Args:
-            restarted: whether this run has begun before, so that its own newest checkpoint comes before
+            restarted: whether this is a restart of the run, whose own newest checkpoint then precedes
                 ``config.resume``.
 
         Returns:
-            None for a run that starts anew.
+            The checkpoint; None to start from scratch.
 
         Raises:
-            ConfigError: on all ranks, as ``peek``, or if a rank does not see the folder where checkpoints go.
+            ConfigError: on all ranks, as ``peek``, or if a rank cannot see the checkpoint folder.
         """
         self._clean()
         if (self._config.every or self._config.on_signal) and self._ranks.size > 1:
@@ -204,7 +204,7 @@ class Checkpoints:
         return lambda storage, folder: save_tensors(storage, folder, copies, group)
 
     def _settle(self, committed: bool) -> bool:
-        """Take note of a verdict, where all ranks do."""
+        """Record a verdict; called on all ranks at the same point."""
         self._verdict = committed
         self.last_step = self._saver.committed
         if self._message is not None:
@@ -213,7 +213,7 @@ class Checkpoints:
         return committed
 
     def _clean(self) -> None:
-        """Once, before anything is read or written: take back or remove what a process that died left here."""
+        """Restore or remove leftovers of a killed process, once, before anything is read or written."""
         if not self._is_clean and self._ranks.rank == 0:
             self._series.clean()
             for sentence in self._series.aside:
@@ -222,7 +222,7 @@ class Checkpoints:
         self._is_clean = True
 
     def _newest_whole(self, passed: list[str]) -> Checkpoint | None:
-        """The first that is whole, the newest before others; ``passed`` is added those before it, with the reasons."""
+        """Return the newest complete checkpoint; append the newer damaged ones to ``passed``, with the reasons."""
         found = None
         names = self._ranks.ask_first(lambda: listed(self._series.names, self._storage))
         for name in names:
@@ -244,7 +244,7 @@ class Checkpoints:
         return found
 
     def _named(self) -> Checkpoint:
-        """The one that ``config.resume`` names."""
+        """Return the checkpoint that ``config.resume`` names."""
 
         def look() -> tuple[str, str, bool]:
             place = locate(self._config, self._storage)
@@ -265,7 +265,7 @@ class Checkpoints:
         return found
 
     def _check_shared(self) -> None:
-        """Refuse a folder of one machine where there are several: they would find out at the first save."""
+        """Reject a folder local to one of several nodes, which would otherwise fail at the first save."""
         probe = self._ranks.ask_first(self._write_probe)
         try:
             is_seen = self._storage.exists(probe)
@@ -288,7 +288,7 @@ class Checkpoints:
             self._message(f"a signal could save nothing: {sentence}")
 
     def _write_probe(self) -> str:
-        # A new name each time: network file systems remember for a while what is not there.
+        # A new name each time, because network file systems cache failed lookups.
         probe = f".{LATEST_FILE}-{secrets.token_hex(4)}{PARTIAL}"
         try:
             self._storage.make("")

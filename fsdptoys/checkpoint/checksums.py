@@ -1,7 +1,6 @@
-"""Size and SHA-256 of files: what every folder here says of its own, and what they are held against when read.
+"""Size and SHA-256 of files, stored in every folder and compared on read.
 
-safetensors has no checksums of its own: of 300 flipped bits its reader noticed one. A sum protects against damage, not
-against somebody who rewrites it too.
+safetensors has no checksums: its reader noticed 1 of 300 flipped bits. Checksums detect damage, not tampering.
 """
 
 import hashlib
@@ -19,19 +18,17 @@ DIGEST_LENGTH = 64
 
 @dataclass(frozen=True)
 class FileSum:
-    """What a file has to be."""
+    """Size in bytes and hexadecimal SHA-256 of a file."""
 
     size: int
-    """In bytes."""
     sha256: str
-    """In hexadecimal."""
 
 
 def sum_file(file: BinaryIO) -> FileSum:
-    """Read a file from where it stands to its end.
+    """Sum a file from its current position to its end.
 
     Raises:
-        OSError: as the system refuses.
+        OSError: if it cannot be read.
     """
     digest, size = hashlib.sha256(), 0
     while block := file.read(BLOCK_BYTES):
@@ -41,15 +38,15 @@ def sum_file(file: BinaryIO) -> FileSum:
 
 
 def sums_to_json(files: Mapping[str, FileSum]) -> dict[str, dict[str, Any]]:
-    """File names → sizes and sums, in order of the names."""
+    """Convert sums by file name to JSON values, sorted by name."""
     return {name: {"bytes": files[name].size, "sha256": files[name].sha256} for name in sorted(files)}
 
 
 def sums_from_json(tree: object) -> dict[str, FileSum]:
-    """The opposite.
+    """Invert ``sums_to_json``.
 
     Raises:
-        ValueError: unless every entry is the name of a file, not a path, with a size and a sum.
+        ValueError: unless every entry has a file name (not a path), a size and a SHA-256.
     """
     if not isinstance(tree, dict):
         raise ValueError("it does not list files")
@@ -65,13 +62,13 @@ def sums_from_json(tree: object) -> dict[str, FileSum]:
 
 
 class SummingStorage(Storage):
-    """Another storage, of which it sums up every file while that is written: a file need not be read back.
+    """Wraps a storage and sums every file while it is written.
 
-    So a sum tells what was meant to be written, and damage on the way to the disk is found too.
+    Nothing is read back: the sums are of the intended bytes, so they also detect damage on the way to the disk.
 
     Attributes:
-        sums: path → size and SHA-256, of the files that were written to the end.
-        refused: the first error of the place itself while writing.
+        sums: path → size and SHA-256, of completely written files.
+        refused: the first write error of the wrapped storage.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -82,7 +79,7 @@ class SummingStorage(Storage):
 
     @contextmanager
     def writing(self, path: str) -> Iterator[BinaryIO]:
-        """See Storage. The file can only be written from its beginning to its end."""
+        """See Storage. The file must be written sequentially."""
         try:
             with self._storage.writing(path) as file:
                 summing = _SummingFile(file)

@@ -1,4 +1,4 @@
-"""Settings of what is kept of a run, so that it can go on, and of what it leaves behind of its model."""
+"""Settings of checkpoints, resuming and final weights."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -10,41 +10,41 @@ RESUME_WORDS = ("never", "auto", "must")
 
 
 class Form(Enum):
-    """How a checkpoint's tensors are laid out; either is loaded by any number of ranks."""
+    """Layout of a checkpoint's tensors; any number of ranks can load either."""
 
     sharded = "sharded"
-    """Every rank writes what it holds."""
+    """Every rank writes its shards."""
     full = "full"
-    """Rank 0 writes whole tensors, one after the other, into one file."""
+    """Rank 0 writes full tensors, one by one, into one file."""
 
 
 @dataclass
 class CheckpointConfig:
-    """What is kept, and from what a run goes on."""
+    """Checkpoints to write and to resume from."""
 
     folder: str | None = None
-    """Where checkpoints go: a path, or a URL that fsspec knows; null for ``checkpoints`` in the run directory."""
+    """Checkpoint folder: a path or an fsspec URL; null for ``checkpoints`` in the run directory."""
     every: int = 0
-    """Save after every so many steps, and after the last; 0 for none but those of ``on_signal``."""
+    """Save every N steps and after the last step; 0 saves only on signals (see ``on_signal``)."""
     on_signal: bool = True
     """Save when a signal (SIGTERM, SIGUSR1) ends the run."""
     keep: int = 3
-    """Newest checkpoints that are kept; older ones are deleted."""
+    """Number of newest checkpoints to keep; older ones are deleted."""
     keep_every: int = 0
-    """Keep those of every so many steps for good; 0 for none."""
+    """Also keep every checkpoint whose step is a multiple of N; 0 for none."""
     async_save: bool = False
-    """Stop the steps only to copy to host memory, and write in the background."""
+    """Pause training only to copy tensors to host memory, and write in the background."""
     form: Form = Form.sharded
-    """How a checkpoint's tensors are laid out."""
+    """Layout of a checkpoint's tensors."""
     timeout_seconds: float = 7200.0
-    """A save, or reading a checkpoint, that keeps one rank waiting for another for longer ends the run."""
+    """End the run if one rank waits longer than this for another while saving or loading a checkpoint."""
     resume: str = "never"
-    """``auto``: from the newest whole checkpoint, if there is one; ``must``: or refuse; or a checkpoint's folder."""
+    """``never``; ``auto``: from the newest complete checkpoint, if any; ``must``: fail without one; or a folder."""
     final_weights: bool = False
-    """At the end of the run write the trained weights into the run directory; ``fsdptoys convert to-hf`` reads them."""
+    """Write the trained weights into the run directory at the end; ``fsdptoys convert to-hf`` reads them."""
 
     def __post_init__(self) -> None:
-        """Check each value by itself."""
+        """Check the values."""
         check_at_most("checkpoint", self, every=MOST_STEPS, keep=MOST_STEPS, keep_every=MOST_STEPS)
         for name, bound in (("every", 0), ("keep", 1), ("keep_every", 0)):
             value = getattr(self, name)
@@ -72,5 +72,5 @@ class CheckpointConfig:
 
     @property
     def resumes(self) -> bool:
-        """Whether the run may go on from a checkpoint."""
+        """Whether the run may resume from a checkpoint."""
         return self.resume != "never"

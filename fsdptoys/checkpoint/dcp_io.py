@@ -1,7 +1,7 @@
-"""Carries out the plans of torch.distributed.checkpoint: writes and reads a rank's part of a checkpoint.
+"""Storage backend of torch.distributed.checkpoint that writes and reads safetensors files.
 
-``SafetensorsWriter`` and ``SafetensorsReader`` stand where PyTorch has FileSystemWriter and FileSystemReader, and want
-planners that do not flatten, since all there is are tensors by name.
+``SafetensorsWriter`` and ``SafetensorsReader`` replace PyTorch's FileSystemWriter and FileSystemReader. They need
+planners that do not flatten, because state dicts hold only tensors by name.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
@@ -39,21 +39,21 @@ from .tensor_index import INDEX_FILE, Chunk, StoredTensor, chunk_key, file_name,
 
 
 class SafetensorsWriter(dcp.StorageWriter):
-    """Writes what a plan gives this rank into one safetensors file, and on rank 0 the index of all of them.
+    """Writes this rank's part of a plan into one safetensors file, and the index on rank 0.
 
     Args:
-        storage: where to.
-        folder: in it, an existing one.
-        rank: this process's, within those that save.
+        storage: destination.
+        folder: existing folder within it.
+        rank: this process's rank among those that save.
     """
 
     def __init__(self, storage: Storage, folder: str, rank: int) -> None:
         self.files: list[str] = []
-        """Names of those that were written."""
+        """Names of the written files."""
         self._storage, self._folder, self._rank = storage, folder, rank
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """See StorageWriter. The place is this object's own, whatever the identifier."""
+        """See StorageWriter. The identifier is ignored."""
         self.files = []
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -68,13 +68,13 @@ class SafetensorsWriter(dcp.StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file, if it has anything to write."""
+        """Write this rank's file unless its plan is empty."""
         items = {_key(item): item for item in plan.items}
         assert len(items) == len(plan.items), "two chunks of one name"
         file = file_name(self._rank)
         if items:
             forms = {key: _form(item) for key, item in items.items()}
-            # Tensors are looked up one by one as the file grows; each may be copied from an accelerator.
+            # Resolved lazily: each tensor may be copied from an accelerator.
             chunks = ((key, planner.resolve_data(items[key])) for key in in_file_order(forms))
             write_chunks(self._storage, f"{self._folder}/{file}", forms, chunks)  # type: ignore[arg-type]
             self.files.append(file)
@@ -102,17 +102,17 @@ class SafetensorsWriter(dcp.StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Never: this writer is made with its place."""
+        """Return False: the folder is a constructor argument, not an identifier."""
         return False
 
 
 class SafetensorsReader(dcp.StorageReader):
-    """Reads what a plan asks for out of the files that ``SafetensorsWriter`` wrote.
+    """Reads a plan's parts from the files of ``SafetensorsWriter``.
 
     Args:
-        storage: where from.
-        folder: in it.
-        index: the tensors that may be asked for.
+        storage: source.
+        folder: folder within it.
+        index: the tensors that may be requested.
     """
 
     def __init__(self, storage: Storage, folder: str, index: dict[str, StoredTensor]) -> None:
@@ -121,11 +121,11 @@ class SafetensorsReader(dcp.StorageReader):
         self._places: dict[Chunk, ChunkPlace] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """See StorageReader. The place is this object's own, whatever the identifier."""
+        """See StorageReader. The identifier is ignored."""
         self._places = {}
 
     def read_metadata(self, *args: Any) -> Metadata:
-        """The index as PyTorch's planner wants it."""
+        """Return the index in the form PyTorch's planner expects."""
         metadata: dict[str, Any] = {}
         for name, tensor in self._index.items():
             chunks = [
@@ -139,7 +139,7 @@ class SafetensorsReader(dcp.StorageReader):
         """See StorageReader."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Find the chunks in their files, so that damage to a header is known on all ranks before any reads.
+        """Locate the chunks in their files, so that all ranks learn of a damaged header before any tensor is read.
 
         Raises:
             ConfigError: naming the file.
@@ -160,7 +160,7 @@ class SafetensorsReader(dcp.StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read file by file, from front to back, the rows that are needed."""
+        """Read the required rows file by file, in file order."""
         by_file: dict[str, list[tuple[ChunkPlace, Any]]] = {}
         for item in plan.items:
             chunk = self._chunk(item.storage_index)
@@ -180,12 +180,12 @@ class SafetensorsReader(dcp.StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Never: this reader is made with its place."""
+        """Return False: the folder is a constructor argument, not an identifier."""
         return False
 
 
 def _read_part(file: Any, place: ChunkPlace, offsets: tuple[int, ...], into: Tensor) -> None:
-    """Fill a tensor with the part of a chunk that begins at ``offsets``."""
+    """Fill a tensor with the part of a chunk starting at ``offsets``."""
     shape = place.form.shape
     first = offsets[0] if shape else 0
     if into.shape[1:] == shape[1:] and into.is_contiguous() and into.device.type == "cpu":

@@ -1,7 +1,7 @@
-"""The facts that a checkpoint keeps besides tensors: ``state.json`` of all ranks, ``rank-00000.json`` of one.
+"""Non-tensor state ("facts") of a checkpoint: ``state.json`` for all ranks, ``rank-00000.json`` for one.
 
-Checksums prove that these files are as they were written, but not by which version. So the caller names a
-dataclass of their types and ranges, against which they are checked once, where they are read.
+Checksums prove that these files are unchanged, but not which version wrote them. So the caller passes a dataclass of
+types and ranges, which the facts are checked against when they are read.
 """
 
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True)
 class Schema:
-    """Dataclasses with the types and ranges of facts (``utils.from_tree``); None accepts any."""
+    """Dataclasses with the types and ranges of facts (``utils.from_tree``); None accepts any facts."""
 
     state: type | None = None
-    """Facts of all ranks, without ``step`` and ``world_size``."""
+    """Common facts, without ``step`` and ``world_size``."""
     own: type | None = None
     """Facts of one rank."""
 
@@ -30,11 +30,11 @@ ANY = Schema()
 
 
 def read_state(storage: Storage, manifest: Manifest, schema: Schema) -> Facts:
-    """Read the facts of all ranks.
+    """Read the facts common to all ranks.
 
     Raises:
-        NotWholeError: if the file is damaged, or its values are none that this version reads.
-        UnreadableError: if the system refuses to read it.
+        NotWholeError: if the file is damaged or does not fit the schema.
+        UnreadableError: if the system fails to read it.
     """
     facts = read_facts(storage, manifest, STATE_FILE)
     step, ranks = facts.get("step"), facts.get("world_size")

@@ -1,8 +1,8 @@
-"""Writing a model in Hugging Face format, a tensor at a time, so that transformers and others load it.
+"""Export of a model in Hugging Face format, one tensor at a time.
 
-A tensor there may be made of several parameters here, and the other way round, so parts of parameters are asked for as
-the tensors need them. Besides the tensors the folder has ``config.json``, ``generation_config.json`` and
-``checksums.json``. The tokenizer is the user's to add: nothing here has one.
+One Hugging Face tensor may combine several parameters or the reverse, so parts of parameters are requested as each
+tensor needs them. The folder also gets ``config.json``, ``generation_config.json`` and ``checksums.json``. Not covered:
+tokenizers, which users add themselves.
 """
 
 import json
@@ -22,23 +22,23 @@ from .safetensors_io import MAX_FILE_BYTES, ReadRegion, Written, dtype_name, sli
 GENERATION_CONFIG_FILE = "generation_config.json"
 
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-"""Left out, transformers would take a family's defaults, which are ids of somebody else's vocabulary."""
+"""Explicit nulls, because transformers would fill in its family defaults: token ids of another vocabulary."""
 
 
 def write_hugging_face(
     out_dir: Path, config: ModelConfig, read: ReadRegion, dtype: torch.dtype, max_file_bytes: int = MAX_FILE_BYTES
 ) -> Written:
-    """Write a folder in Hugging Face format, as a whole or not at all.
+    """Write a folder in Hugging Face format, atomically.
 
     Args:
-        out_dir: does not exist yet, or is empty.
-        config: of the model.
-        read: gives any part of a parameter by the model's own name.
-        dtype: number format to write.
-        max_file_bytes: of the tensors in one file, which is also about what is held in memory.
+        out_dir: a new or empty folder.
+        config: the model's configuration.
+        read: returns any part of a parameter by its name in the model.
+        dtype: dtype to write.
+        max_file_bytes: tensor bytes per file; also roughly the peak memory.
 
     Raises:
-        ConfigError: if the place is taken, the system refuses to write, or a value does not fit ``dtype``.
+        ConfigError: if ``out_dir`` is taken or cannot be written, or a value overflows ``dtype``.
     """
     with new_folder(out_dir) as folder:
         written = write_tensors(folder, STEM, _tensors(config, read, dtype), max_file_bytes)

@@ -1,11 +1,11 @@
-"""Folders in Hugging Face format to read from: where a run takes its initial weights.
+"""Initial weights from a folder in Hugging Face format.
 
-Everything is checked before anything is allocated, from ``config.json`` and the files' headers: a folder that is
-incomplete, damaged or of another model is refused, and never half of it loaded. Then each rank reads of each tensor
-what its shard needs. Weights in pickles are never opened.
+``config.json`` and the files' headers are checked before anything is allocated, so an incomplete or damaged folder, or
+one of another model, is rejected rather than half loaded. Then each rank reads only the parts its shards need. Pickled
+weights are never opened.
 
-Names and shapes come from the families (``models/huggingface.py``). Not covered: folders on another machine,
-tokenizers, a head of its own beside ``tie_word_embeddings=true``.
+Names and shapes come from the families (``models/huggingface.py``). Not covered: remote folders, tokenizers, a separate
+head with ``tie_word_embeddings=true``.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ CONFIG_FILE = "config.json"
 STEM = "model"
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 BLOCK_ELEMENTS = 2**22
-"""Elements that are looked at in one go: 16 MiB of float32."""
+"""Elements checked at a time: 16 MiB of float32."""
 
 ROTARY_NUMBERS = {
     "rope_theta": float,
@@ -46,11 +46,11 @@ ROTARY_NUMBERS = {
     "high_freq_factor": float,
     "original_max_position_embeddings": int,
 }
-"""Of those rotary settings that are read."""
+"""Supported rotary settings → their types."""
 
 
 class HuggingFaceFolder:
-    """A folder with ``config.json`` and safetensors files: ``check`` it first, then ``fill`` each parameter.
+    """A folder with ``config.json`` and safetensors files: call ``check``, then ``fill`` for each parameter.
 
     Args:
         path: the folder; ``~`` is the home directory.
@@ -60,9 +60,9 @@ class HuggingFaceFolder:
     """
 
     tensors: TensorFolder
-    """What the files hold; known once the folder is checked."""
+    """The files' tensors; set by ``check``."""
     model: DecoderModel | None = None
-    """What it was checked for."""
+    """The model that ``check`` compared the folder with."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
@@ -73,10 +73,10 @@ class HuggingFaceFolder:
             )
 
     def model_config(self) -> ModelConfig:
-        """The configuration of the model that ``config.json`` describes.
+        """Return the configuration of the model that ``config.json`` describes.
 
         Raises:
-            ConfigError: naming file, key and value of the first mistake, or of what no family here computes.
+            ConfigError: naming file, key and value of the first invalid or unsupported setting.
         """
         path = self.path / CONFIG_FILE
         if not path.exists():
@@ -103,18 +103,18 @@ class HuggingFaceFolder:
         return config
 
     def check(self, model: DecoderModel) -> None:
-        """Check that the folder holds what a model needs, whole and nothing besides, from the files' headers alone.
+        """Check from the files' headers that the folder holds exactly the tensors of a model.
 
         Args:
             model: on the meta device.
 
         Raises:
-            ConfigError: naming file and tensor, what was found and what was expected.
+            ConfigError: naming the file, the tensor, and its actual and expected form.
         """
         check_sizes(self.path)
         tensors = TensorFolder(self.path, STEM)
         style = model.config.hugging_face
-        # The published GPT-2 was saved without the part of the name that is for the model below its head.
+        # The published GPT-2 was saved without the name prefix of the decoder below the head.
         prefix = style.names[""]
         self._missing_prefix = "" if any(name.startswith(prefix) for name in tensors.stored) else prefix
         self._needed = {
@@ -133,16 +133,16 @@ class HuggingFaceFolder:
         self.tensors, self.model = tensors, model
 
     def fill(self, param: Tensor, name: str) -> None:
-        """Give a parameter, or this rank's shard of it, its values from the files, in place and in its own dtype.
+        """Fill a parameter, or this rank's shard of it, from the files, in place and in its own dtype.
 
-        Reads what the shard needs, and holds besides the shard no more than the pages of that one parameter.
+        Reads only the shard's part; extra memory is at most the mapped pages of this parameter.
 
         Args:
-            param: a plain tensor, or a DTensor as :func:`~fsdptoys.parallel.mesh.local_bounds` takes it.
-            name: the model's own name of the parameter.
+            param: a plain tensor, or a DTensor that :func:`~fsdptoys.utils.dtensor.local_bounds` accepts.
+            name: the parameter's name in the model.
 
         Raises:
-            ConfigError: if a file has become unreadable since it was checked.
+            ConfigError: if a file has become unreadable since ``check``.
         """
         assert self.model is not None, "check the folder first"
         config, bounds = self.model.config, local_bounds(param)
@@ -154,18 +154,18 @@ class HuggingFaceFolder:
                     continue
                 source = read(self._stored_name(part.tensor), part.tensor_region)
                 target = local[slices(part.region, origin=tuple(first for first, _ in bounds))]
-                # Where a parameter stacks several tensors, the target's first dims have extent 1.
+                # If a parameter stacks several tensors, the target's first dims have size 1.
                 target.copy_((source.mT if part.transposed else source).expand(target.shape))
 
     def verify_checksums(self) -> int | None:
-        """Read all files once and hold them against ``checksums.json``; see :func:`.folder.verify_checksums`."""
+        """Compare all files with ``checksums.json``; see :func:`.atomic_folder.verify_checksums`."""
         return verify_checksums(self.path)
 
     def check_values(self) -> None:
-        """Read all tensors that the model needs once, in blocks, and refuse values that are not finite.
+        """Read the model's tensors in blocks and reject non-finite values.
 
         Raises:
-            ConfigError: naming file and tensor; also where a tied head differs from the embedding.
+            ConfigError: naming file and tensor; also if a tied head differs from the embedding.
         """
         assert self.model is not None, "check the folder first"
         for name, shape in self._needed.items():
@@ -197,13 +197,13 @@ class HuggingFaceFolder:
 
 
 def open_init_from(model: DecoderModel) -> HuggingFaceFolder:
-    """Open the folder of ``model.init_from`` and check that it is whole and made for this model.
+    """Open the folder of ``model.init_from`` and check that it is complete and fits the model.
 
     Args:
-        model: on the meta device; its configuration names the folder.
+        model: on the meta device.
 
     Raises:
-        ConfigError: in one sentence, before anything is allocated.
+        ConfigError: before anything is allocated.
     """
     init_from = model.config.init_from
     assert init_from is not None
@@ -243,10 +243,10 @@ def _check_rotary_numbers(tree: Mapping[str, Any], path: Path) -> None:
 
 
 def _find_wrong_type(family: type[ModelConfig], tree: Mapping[str, Any], path: Path) -> None:
-    """Refuse the first key whose value is of another type than its field."""
+    """Reject the first key whose value does not have its field's type."""
     hints = typing.get_type_hints(family)
     for name, key in family.hugging_face.keys.items():
-        # A family may read a number as a switch.
+        # A family may read a number into a bool field.
         if hints[name] is not bool and tree.get(key) is not None:
             check_type(tree[key], hints[name], str(path), key)
 
@@ -257,7 +257,7 @@ def _defaults(family: type[ModelConfig]) -> dict[str, Any]:
 
 
 def _blocks(shape: tuple[int, ...]) -> Iterator[Bounds]:
-    """Cut a tensor along its first dim."""
+    """Split a tensor along its first dim."""
     step = max(1, BLOCK_ELEMENTS // max(1, math.prod(shape[1:])))
     for first in range(0, shape[0], step):
         yield ((first, min(first + step, shape[0])), *((0, size) for size in shape[1:]))
