@@ -1,4 +1,4 @@
-"""A checkpoint that all ranks have read and found whole."""
+"""Collective verification and loading of a checkpoint."""
 
 import heapq
 from collections.abc import Callable
@@ -29,13 +29,13 @@ T = TypeVar("T")
 
 
 class Checkpoint:
-    """A whole checkpoint.
+    """A complete, verified checkpoint.
 
     Attributes:
-        name: of its folder.
-        step: number of steps after which it was saved.
-        facts: as they were given to ``save``, with ``step`` and ``world_size``.
-        own_facts: of this rank; None where it was saved by another number of ranks.
+        name: name of its folder.
+        step: number of steps completed when it was saved.
+        facts: the facts given to ``save``, plus ``step`` and ``world_size``.
+        own_facts: this rank's facts; None if the checkpoint was saved by another number of ranks.
     """
 
     def __init__(
@@ -54,17 +54,17 @@ class Checkpoint:
         self._group = group
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Fill tensors in place, whatever layout they were saved in; collective.
+        """Fill tensors in place from any saved layout; collective.
 
         Args:
-            tensors: by name; DTensors or plain ones. What else the checkpoint holds is left alone.
+            tensors: by name; DTensors or plain tensors, all or some of the checkpoint's.
 
         Raises:
-            ConfigError: if it lacks one, or holds it in another shape or dtype, before any is filled; or if the system
-                refuses to read it, again and again. On all ranks alike.
+            ConfigError: on all ranks; before any tensor is filled if one is missing or differs in shape or dtype, or
+                if the checkpoint cannot be read after retries.
         """
         try:
-            # An error of one rank is raised on all of them, so that all try again together.
+            # One rank's error is raised on all ranks, so all retry together.
             tried_again(lambda: load_tensors(self._storage, self.name, tensors, self._group))
         except OSError as error:
             raise ConfigError(
@@ -74,11 +74,11 @@ class Checkpoint:
 
 
 def read_checkpoint(ranks: Ranks, storage: Storage, name: str, schema: Schema = ANY) -> Checkpoint:
-    """Read all files of a folder, each on one rank, and compare them with its manifest; collective.
+    """Verify all files of a checkpoint against its manifest, each file on one rank; collective.
 
     Raises:
-        NotWholeError: on all ranks, with the reason that the first of them found.
-        UnreadableError: likewise, if the system refuses to read a file on any rank, and no rank found damage.
+        NotWholeError: on all ranks, with the reason of the lowest rank that found damage.
+        UnreadableError: on all ranks, if a file cannot be read on any rank and no rank found damage.
     """
     first = _agreed(ranks, name, "", lambda: read_manifest(storage, name) if ranks.rank == 0 else None)
     manifest = ranks.broadcast(first)
@@ -98,7 +98,7 @@ def read_checkpoint(ranks: Ranks, storage: Storage, name: str, schema: Schema = 
 
 
 def _agreed(ranks: Ranks, name: str, of_rank: str, read: Callable[[], T]) -> T:
-    """Read on every rank; raise on all of them what the first one met, damage before what could not be read."""
+    """Call ``read`` on every rank and raise the first failure on all ranks; damage precedes unreadable files."""
     is_damaged, reason = False, ""
     try:
         result = read()
@@ -116,7 +116,7 @@ def _agreed(ranks: Ranks, name: str, of_rank: str, read: Callable[[], T]) -> T:
 
 
 def _share(manifest: Manifest, ranks: Ranks) -> list[str]:
-    """The files that this rank reads: the largest first, each for the rank that has the fewest bytes so far."""
+    """Return this rank's files: largest first, each file goes to the rank with the fewest bytes so far."""
     loads = [(0, rank) for rank in range(ranks.size)]
     share = []
     for path in sorted(manifest.files, key=lambda path: (-manifest.files[path].size, path)):

@@ -1,14 +1,13 @@
-"""What makes a folder a checkpoint: a manifest with size and SHA-256 of every file, written after all of them.
+"""The manifest of a checkpoint: size and SHA-256 of every file, written last.
 
-A folder without one is incomplete, and one that differs from it is damaged; neither is ever loaded. The manifest names
-its folder too, so that a copied or renamed one does not pass for another step, and there is only one way to write it
-down, so that whatever is changed in it is noticed. Files that it does not list are never opened.
+A folder without a manifest is incomplete, and one that differs from its manifest is damaged; neither is loaded. The
+manifest includes the folder's name, so a copied or renamed folder cannot pass for another step, and has one canonical
+encoding, so any change to it is detected. Unlisted files are never opened.
 
-A folder that the system refuses to read is neither: a permission, a network disk or a limit on open files says nothing
-about its content. Such a read is tried again for about a second, and then raises another error than damage does.
+A read that the system refuses (permissions, network disk, limit on open files) does not mean damage. It is retried for
+about a second, then raises ``UnreadableError`` rather than ``NotWholeError``.
 
-Nothing here or in what it lists is a pickle, so there is nothing in a hostile file that would run. A manifest proves
-that files are as they were written, not by whom.
+No file is a pickle, so a hostile file cannot run code. A manifest proves that files are unchanged, not who wrote them.
 """
 
 import hashlib
@@ -31,13 +30,13 @@ STATE_FILE = "state.json"
 INDEX_FILE = "tensors.json"
 FORMAT = 1
 LARGEST_BYTES = 64 * 2**20
-"""Of a JSON file; the manifest of 100,000 ranks takes 25 MiB."""
+"""Limit for a JSON file; the manifest of 100,000 ranks takes 25 MiB."""
 
 RETRY_PAUSES_SECONDS = (0.1, 0.3, 0.9)
-"""Between attempts to read what the system refuses."""
+"""Pauses between attempts of a read that the system refuses."""
 
 ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError, NotRegularFileError)
-"""Errors that are facts about the content of a folder."""
+"""Errors caused by a folder's content; retries cannot help."""
 
 T = TypeVar("T")
 
@@ -45,15 +44,15 @@ NAME = re.compile(r"step-([0-9]{8,15})")
 
 
 class NotWholeError(Exception):
-    """Why a folder is no checkpoint that can be loaded, worded to follow its name."""
+    """A folder is an incomplete or damaged checkpoint; the message continues a sentence that starts with its name."""
 
 
 class UnreadableError(Exception):
-    """Why it is unknown whether a folder is a checkpoint that can be loaded.
+    """A folder cannot be read, so it may or may not be a complete checkpoint.
 
     Attributes:
-        name: of the folder.
-        reason: worded to follow it.
+        name: name of the folder.
+        reason: continues a sentence that starts with the name.
     """
 
     def __init__(self, name: str, reason: str) -> None:
@@ -62,27 +61,27 @@ class UnreadableError(Exception):
 
 
 def step_name(step: int) -> str:
-    """Name of the folder of the checkpoint of a step."""
+    """Return the folder name of a step's checkpoint."""
     return f"step-{step:08d}"
 
 
 def step_of(name: str) -> int | None:
-    """The opposite; None for any other name."""
+    """Return the step of a checkpoint's folder name; None for any other name."""
     match = NAME.fullmatch(name)
     step = int(match[1]) if match else -1
     return step if step_name(step) == name else None
 
 
 def rank_file(rank: int) -> str:
-    """Name of the file with the facts of one rank."""
+    """Return the name of the file with one rank's facts."""
     return f"rank-{rank:05d}.json"
 
 
 def to_json(facts: Mapping[str, Any]) -> bytes:
-    """Facts as they are written: every value is read back as it was, in every bit.
+    """Encode facts so that every value is read back bit for bit.
 
     Raises:
-        AssertionError: for a value that JSON does not know, such as a tuple or NaN.
+        AssertionError: for a value that JSON cannot represent, such as a tuple or NaN.
     """
     try:
         text = json.dumps(facts, allow_nan=False, separators=(",", ":")).encode()
@@ -93,10 +92,10 @@ def to_json(facts: Mapping[str, Any]) -> bytes:
 
 
 def from_json(text: bytes) -> dict[str, Any]:
-    """A JSON object, as strictly as the standard has it.
+    """Parse a JSON object strictly by the standard.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: for anything else.
     """
     tree = parse_json(text, unique_keys=True)
     if not isinstance(tree, dict):
@@ -106,24 +105,23 @@ def from_json(text: bytes) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Which files a checkpoint consists of, and what they have to be."""
+    """Name of a checkpoint's folder, and size and SHA-256 of its files."""
 
     name: str
-    """Of the folder."""
     files: dict[str, FileSum]
 
     def to_bytes(self) -> bytes:
-        """The one way to write it down."""
+        """Return the canonical encoding."""
         tree: dict[str, Any] = {"format": FORMAT, "name": self.name, "files": sums_to_json(self.files)}
         tree["sha256"] = hashlib.sha256(json.dumps(tree).encode()).hexdigest()
         return (json.dumps(tree, indent=1) + "\n").encode()
 
 
 def tried_again(read: Callable[[], T]) -> T:
-    """Read, and try again after short pauses where the system refuses.
+    """Call ``read``, with retries after short pauses on an OSError.
 
     Raises:
-        OSError: of the last attempt, or at once if it is a fact about what is there.
+        OSError: of the last attempt; without retries if in ``ABSENT``.
     """
     for pause in RETRY_PAUSES_SECONDS:
         try:
@@ -136,12 +134,12 @@ def tried_again(read: Callable[[], T]) -> T:
 
 
 def read_manifest(storage: Storage, name: str, patient: bool = True) -> Manifest:
-    """Read a folder's manifest and compare the sizes of its files with it.
+    """Read a folder's manifest and check file sizes against it.
 
     Args:
-        storage: where from.
-        name: of the folder.
-        patient: whether to try again what the system refuses.
+        storage: source.
+        name: name of the folder.
+        patient: whether to retry refused reads.
 
     Raises:
         NotWholeError: if the folder is incomplete or damaged.
@@ -149,7 +147,7 @@ def read_manifest(storage: Storage, name: str, patient: bool = True) -> Manifest
     """
 
     def read() -> Manifest:
-        # Before opening: what is no file, but a pipe for example, has no size either.
+        # Checked before opening: a pipe, for example, has no size.
         if not storage.exists(f"{name}/{MANIFEST_FILE}"):
             raise NotWholeError(f"is incomplete: it has no {MANIFEST_FILE}")
         size = storage.size(f"{name}/{MANIFEST_FILE}")
@@ -171,10 +169,10 @@ def read_manifest(storage: Storage, name: str, patient: bool = True) -> Manifest
 
 
 def verify_file(storage: Storage, manifest: Manifest, path: str) -> None:
-    """Read a file and compare its sum with the manifest.
+    """Compare a file's size and SHA-256 with the manifest.
 
     Raises:
-        NotWholeError: if it differs or is gone.
+        NotWholeError: if it differs or is missing.
         UnreadableError: if the system refuses to read it.
     """
 
@@ -188,10 +186,10 @@ def verify_file(storage: Storage, manifest: Manifest, path: str) -> None:
 
 
 def read_facts(storage: Storage, manifest: Manifest, path: str) -> dict[str, Any]:
-    """Read a JSON file, which is parsed only if it is the one that the manifest speaks of.
+    """Read a JSON file, parsing it only if it matches the manifest.
 
     Raises:
-        NotWholeError: if it differs, is gone, or is not JSON.
+        NotWholeError: if it differs, is missing, or is not JSON.
         UnreadableError: if the system refuses to read it.
     """
 
@@ -212,7 +210,7 @@ def read_facts(storage: Storage, manifest: Manifest, path: str) -> dict[str, Any
 
 
 def world_size_of(manifest: Manifest) -> int:
-    """Number of ranks that saved a checkpoint."""
+    """Return the number of ranks that saved a checkpoint."""
     rank = 0
     while rank_file(rank) in manifest.files:
         rank += 1
@@ -220,12 +218,12 @@ def world_size_of(manifest: Manifest) -> int:
 
 
 def reason_of(error: OSError) -> str:
-    """What the system said, without the path."""
+    """Return the system's error message without the path."""
     return one_line(error.strerror or error) or type(error).__name__
 
 
 def _read_bytes(file: BinaryIO, size: int) -> bytes:
-    """So many bytes, or all there are; one read of an unbuffered file may return fewer."""
+    """Read ``size`` bytes or to the end; a single read of an unbuffered file may return fewer."""
     content = b""
     while len(content) < size and (block := file.read(size - len(content))):
         content += block
@@ -233,7 +231,7 @@ def _read_bytes(file: BinaryIO, size: int) -> bytes:
 
 
 def _judged(read: Callable[[], T], name: str, path: str, patient: bool = True) -> T:
-    """Read, and tell errors that are facts about a folder from those that leave its content unknown."""
+    """Call ``read``; raise NotWholeError for a missing or invalid file, UnreadableError for other OS errors."""
     try:
         return tried_again(read) if patient else read()
     except ABSENT as error:

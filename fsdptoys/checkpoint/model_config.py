@@ -1,7 +1,7 @@
-"""Model configurations out of files: every value in its type, and two of them compared by what weights mean in them.
+"""Model configurations from files: type checks, and comparison by their effect on the weights.
 
-A file's values have been through JSON or YAML, perhaps through somebody's editor. One of another type than its field
-would fail late and far away, so it is refused here, by the name it has in the file.
+Values come from JSON or YAML files that users may edit. A value of the wrong type would fail late and far away, so it
+is rejected here under its name in the file.
 """
 
 import dataclasses
@@ -18,16 +18,16 @@ EXPECTED = {bool: "true or false", int: "an integer", float: "a number", str: "t
 
 
 def build_dataclass(kind: type, values: Mapping[str, Any], where: str, rename: Callable[[str], str] = str) -> Any:
-    """Construct a dataclass, and those nested in it, from a file's values.
+    """Construct a dataclass, including nested ones, from a file's values.
 
     Args:
         kind: the dataclass.
-        values: of all of its fields, and no others.
-        where: the file, for sentences.
-        rename: field → what the file calls it.
+        values: values of exactly its fields.
+        where: the file, for messages.
+        rename: field name → name in the file.
 
     Raises:
-        ConfigError: for a key that is missing, unknown or of another type, and for what the dataclass itself refuses.
+        ConfigError: for a missing or unknown key, a value of the wrong type, or one the dataclass rejects.
     """
     hints = typing.get_type_hints(kind)
     names = [field.name for field in dataclasses.fields(kind)]
@@ -53,7 +53,7 @@ def build_dataclass(kind: type, values: Mapping[str, Any], where: str, rename: C
 
 
 def check_type(value: Any, annotation: Any, where: str, key: str, rename: Callable[[str], str] = str) -> Any:
-    """Return a file's value in its field's type: an integer becomes a float there, and a mapping a dataclass.
+    """Return a file's value as its field's type: integers become floats, mappings become dataclasses.
 
     Raises:
         ConfigError: naming file, key, value and type.
@@ -74,22 +74,22 @@ def check_type(value: Any, annotation: Any, where: str, key: str, rename: Callab
 
 
 def short(value: Any) -> str:
-    """A file's value for a sentence."""
+    """Return a short text of a file's value for messages."""
     if isinstance(value, (Mapping, list)):
-        # Spelled out, a few lines of YAML that refer to one another can take minutes.
+        # The full text can take minutes: YAML aliases expand exponentially.
         return f"a {'mapping' if isinstance(value, Mapping) else 'list'} of {len(value)}"
     return f"{value!r:.100}"
 
 
 def differences(chosen: ModelConfig, wanted: ModelConfig) -> dict[str, tuple[Any, Any]]:
-    """What would have to change in a configuration for weights of another one to mean the same in it.
+    """Return the settings of ``chosen`` to change so that weights of ``wanted`` compute the same function.
 
     Args:
-        chosen: the configuration that would change.
-        wanted: that of the weights, of the same family.
+        chosen: the run's configuration.
+        wanted: the weights' configuration, of the same family.
 
     Returns:
-        Key below ``model.`` → value chosen, value wanted; in the order of the fields.
+        Key below ``model.`` → (chosen value, wanted value), in field order.
     """
     assert type(chosen) is type(wanted)
     found = {}
@@ -98,7 +98,7 @@ def differences(chosen: ModelConfig, wanted: ModelConfig) -> dict[str, tuple[Any
     for key, value in theirs.items():
         value = their_implied.get(key) if value is None else value
         if mine[key] is None and value == their_implied.get(key):
-            continue  # follows from the other keys, once they are the same
+            continue  # implied by the other keys once they agree
         my_value = my_implied.get(key) if mine[key] is None else mine[key]
         if my_value != value and not wanted.is_cosmetic(key):
             found[key] = (my_value, value)
@@ -106,16 +106,16 @@ def differences(chosen: ModelConfig, wanted: ModelConfig) -> dict[str, tuple[Any
 
 
 def check_same(chosen: ModelConfig, wanted: ModelConfig, holder: str, teller: str) -> None:
-    """Refuse to give a model weights that would mean something else in it.
+    """Reject weights made with a configuration that differs from the run's.
 
     Args:
-        chosen: the configuration of the run.
-        wanted: that of the weights.
-        holder: what holds the weights, for the sentence.
-        teller: what tells all settings of the weights.
+        chosen: the run's configuration.
+        wanted: the weights' configuration.
+        holder: source of the weights, for the message.
+        teller: command that prints all settings of the weights, for the message.
 
     Raises:
-        ConfigError: naming the first field that differs, both values and the fix.
+        ConfigError: naming the first differing field, both values and the fix.
     """
     if chosen.family != wanted.family:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What ranks tell each other while they save and load, or what one process tells itself."""
+"""Collectives of saving and loading on all ranks, or their trivial forms in one process."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -11,10 +11,10 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """All ranks of a group, or one process without any.
+    """All ranks of a group, or a single process.
 
     Args:
-        group: a gloo group of all ranks, over which one thread of each rank talks at a time; None for one process.
+        group: a gloo group of all ranks, used by one thread per rank at a time; None for one process.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -23,7 +23,7 @@ class Ranks:
         self.size = 1 if group is None else dist.get_world_size(group)
 
     def broadcast(self, value: T) -> T:
-        """The value of rank 0."""
+        """Return rank 0's value."""
         if self.group is None:
             return value
         values = [value]
@@ -31,7 +31,7 @@ class Ranks:
         return values[0]
 
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks on rank 0; nothing elsewhere."""
+        """Return all ranks' values on rank 0, ``[]`` elsewhere."""
         if self.group is None:
             return [value]
         values: list[Any] | None = [None] * self.size if self.rank == 0 else None
@@ -39,10 +39,10 @@ class Ranks:
         return values or []
 
     def ask_first(self, look: Callable[[], T]) -> T:
-        """What rank 0 finds out.
+        """Call ``look`` on rank 0 and broadcast its result.
 
         Raises:
-            ConfigError: on all ranks, if rank 0 does.
+            ConfigError: on all ranks, if raised on rank 0.
         """
         found: tuple[T | None, str | None] = (None, None)
         if self.rank == 0:

@@ -1,18 +1,18 @@
-"""The checkpoints of one place: a new one comes in as a whole, old ones go as a whole.
+"""The checkpoints of one storage: atomic creation, and deletion of old ones.
 
-Local: a checkpoint is filled as ``.step-00000120.partial``, handed to the disk, and renamed; a process that is killed,
-or a machine that loses power, leaves the one or the other. An old one of the same name is ``.step-00000120.old`` for
-the moment between two renames, and comes back if the process dies there. One that is deleted is renamed to
-``.step-00000040.deleted`` first.
+Local folders: a checkpoint is filled as ``.step-00000120.partial``, synced to disk, and renamed, so a crash leaves
+either the partial folder or the complete checkpoint. An existing checkpoint of the same name is
+``.step-00000120.old`` between the two renames, and is restored after a crash there. A checkpoint to delete is first
+renamed to ``.step-00000040.deleted``.
 
-Object stores cannot rename. There a checkpoint is filled in its place and is incomplete until its manifest is written,
-which is the last file; the manifest is the first that is deleted.
+Object stores cannot rename. There a checkpoint is filled in place; its manifest is written last and deleted first, and
+without it the checkpoint is incomplete.
 
-Only what this run wrote, or resumed from, is deleted or replaced. Any other folder in the place of a new checkpoint
-keeps its content under a name with the reason, such as ``step-00000120.damaged-1``: what is damaged or unreadable at
-this moment may be readable tomorrow, or may be mended.
+Only checkpoints that this run wrote or resumed from are deleted or replaced. Any other folder in the way of a new
+checkpoint is renamed with the reason, for example to ``step-00000120.damaged-1``: a damaged or unreadable folder may
+become readable again or be repaired.
 
-All of this is done by one process, rank 0.
+Only rank 0 runs this code.
 """
 
 import errno
@@ -39,23 +39,23 @@ PARTIAL, OLD, DELETED = ".partial", ".old", ".deleted"
 
 @dataclass(frozen=True)
 class Pruned:
-    """What became of old checkpoints."""
+    """Result of deleting old checkpoints."""
 
     deleted: list[str]
-    """Names."""
+    """Names of deleted checkpoints."""
     problems: list[str]
-    """Sentences on what could not be deleted."""
+    """Sentences on checkpoints that could not be read or deleted."""
 
 
 class Series:
-    """The checkpoints of one place.
+    """The checkpoints of one storage.
 
     Args:
-        storage: the place.
+        storage: the folder or URL of the checkpoints.
 
     Attributes:
-        damaged: names of checkpoints that do not count, whatever their sizes say.
-        aside: sentences on folders that were renamed to make way for a checkpoint; the caller empties it.
+        damaged: names of checkpoints to ignore even if their file sizes match.
+        aside: sentences on folders renamed to make way for a checkpoint; the caller clears it.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -67,37 +67,37 @@ class Series:
         self._told: set[str] = set()
 
     def resume_from(self, name: str, names: Iterable[str]) -> None:
-        """Take over the series of an earlier start, so that its old checkpoints may be deleted.
+        """Take over the checkpoints of an earlier start, so that old ones may be deleted.
 
         Args:
-            name: of the checkpoint that the run resumes from.
-            names: of all folders that are here.
+            name: checkpoint that the run resumes from.
+            names: all checkpoint folders of the storage.
         """
         self._resumed = {each for each in names if _step(each) <= _step(name)} - self.damaged
 
     def names(self) -> list[str]:
-        """Names of all folders that may be checkpoints, the newest first.
+        """Return the names of all possible checkpoints, newest first.
 
         Raises:
-            OSError: as the system refuses.
+            OSError: if the storage cannot be listed.
         """
         steps = [step for name in self.storage.names() if (step := step_of(name)) is not None]
         return [step_name(step) for step in sorted(steps, reverse=True)]
 
     def newest_complete(self) -> str | None:
-        """Name of the newest that is complete by its manifest and sizes.
+        """Return the name of the newest checkpoint with a manifest and matching file sizes, if any.
 
         Raises:
-            OSError: as the system refuses.
-            UnreadableError: if a newer one cannot be read, which may be complete.
+            OSError: if the storage cannot be listed.
+            UnreadableError: if a newer folder, possibly complete, cannot be read.
         """
         return next((name for name in self.names() if self.is_complete(name)), None)
 
     def is_complete(self, name: str, patient: bool = True) -> bool:
-        """Whether a folder has a manifest, and all files have their sizes.
+        """Return whether a folder has a manifest and matching file sizes.
 
         Raises:
-            UnreadableError: if the system refuses to say.
+            UnreadableError: if the system refuses to read it.
         """
         try:
             read_manifest(self.storage, name, patient)
@@ -106,7 +106,7 @@ class Series:
         return True
 
     def newest_readable(self) -> str | None:
-        """Like ``newest_complete``, for a sentence: without those that cannot be read."""
+        """Like ``newest_complete``, but skip unreadable folders and never raise; for messages."""
         with suppress(OSError):
             for name in self.names():
                 with suppress(UnreadableError):
@@ -115,7 +115,7 @@ class Series:
         return None
 
     def recover(self) -> None:
-        """Take back what a process that died had set aside. What cannot be stays for whoever reads or writes next."""
+        """Rename ``.old`` folders of a killed process back; failures are left to the next call."""
 
         def take_back() -> None:
             for entry in self._leftovers():
@@ -128,9 +128,9 @@ class Series:
             tried_again(take_back)
 
     def clean(self) -> None:
-        """The same, and remove what else processes that died left behind.
+        """Recover, then remove other leftovers of killed processes.
 
-        What was set aside as ``.old``, with another in its place, was a checkpoint, and stays under another name.
+        An ``.old`` folder that has been replaced was a checkpoint, so it is kept under another name.
         """
         self.recover()
         with suppress(OSError):
@@ -143,16 +143,13 @@ class Series:
                         self._set_aside(entry, name, "replaced")
 
     def begin(self, name: str) -> str:
-        """Make the folder that a new checkpoint is filled in.
-
-        Returns:
-            Its name.
+        """Make the working folder of a new checkpoint and return its name.
 
         Raises:
-            OSError: as the system refuses.
+            OSError: if the storage cannot be written.
         """
         working = f".{name}{PARTIAL}" if self.storage.renames else name
-        # At a URL an incomplete folder is what a save that was killed left there, and would stay at each such end.
+        # An incomplete folder at a URL comes from a killed save; if kept, they would accumulate.
         if self.storage.renames or self._is_incomplete(name):
             self.discard(working)
         else:
@@ -167,20 +164,22 @@ class Series:
         return working
 
     def discard(self, working: str) -> None:
-        """Remove a folder that was begun.
+        """Remove a working folder.
 
         Raises:
-            OSError: as the system refuses.
+            OSError: if it cannot be removed.
         """
         if not self.storage.renames:
             self.storage.remove(f"{working}/{MANIFEST_FILE}")
         self.storage.remove(working)
 
     def commit(self, working: str, manifest: Manifest) -> None:
-        """Make a filled folder a checkpoint. An older one of its name is deleted if this run wrote it, or renamed.
+        """Turn a filled working folder into a checkpoint.
+
+        An older checkpoint of the same name is deleted if this run wrote it, otherwise renamed.
 
         Raises:
-            OSError: as the system refuses; then the older one is there still, unless the new one is.
+            OSError: if the storage cannot be written; either the older or the new checkpoint then exists.
         """
         storage, name = self.storage, manifest.name
         for path, said in manifest.files.items():
@@ -213,10 +212,10 @@ class Series:
                 self._set_aside(old, name, reason)
 
     def point_to(self, name: str) -> None:
-        """Write the name of the newest checkpoint down, for people and tools.
+        """Write the name of the newest checkpoint to ``latest``, for people and tools.
 
         Raises:
-            OSError: as the system refuses.
+            OSError: if the storage cannot be written.
         """
         temporary = f".{LATEST_FILE}{PARTIAL}" if self.storage.renames else LATEST_FILE
         write_file(self.storage, temporary, f"{name}\n".encode())
@@ -225,14 +224,14 @@ class Series:
             self.storage.sync("")
 
     def prune(self, newest: int, keep: int, keep_every: int) -> Pruned:
-        """Delete complete checkpoints of this run that are not to be kept.
+        """Delete this run's complete checkpoints beyond those to keep.
 
-        One that cannot be read at this moment is neither counted nor deleted; a later call sees to it.
+        Checkpoints that cannot be read now are neither counted nor deleted, and are left to a later call.
 
         Args:
-            newest: step of the one that was saved last; newer ones are neither counted nor deleted.
-            keep: number of newest ones that are kept, this one among them.
-            keep_every: those of every so many steps are kept too; 0 for none.
+            newest: step of the last save; newer checkpoints are neither counted nor deleted.
+            keep: number of newest checkpoints to keep, including the last save.
+            keep_every: also keep checkpoints whose step is a multiple of this; 0 for none.
         """
         kept, name = 0, ""
         deleted: list[str] = []
@@ -272,7 +271,7 @@ class Series:
         self.storage.remove(deleted)
 
     def _reason(self, name: str) -> str:
-        """Why the folder of this name has to make way for a new checkpoint."""
+        """Return why the folder of this name makes way for a new checkpoint."""
         if name in self.damaged:
             return "damaged"
         try:
@@ -284,15 +283,15 @@ class Series:
         return "replaced"
 
     def _is_incomplete(self, name: str) -> bool:
-        """Whether a folder has no manifest, or is not there, by two looks: one alone may have missed it.
+        """Return whether a folder lacks a manifest, checked in two ways because either may miss it.
 
         Raises:
-            OSError: as the system refuses.
+            OSError: if the folder cannot be listed.
         """
         return MANIFEST_FILE not in self.storage.names(name) and not self.storage.exists(f"{name}/{MANIFEST_FILE}")
 
     def _set_aside(self, entry: str, name: str, reason: str) -> None:
-        """Rename a folder to the first free name that says what became of the checkpoint of ``name``."""
+        """Rename a folder to the first free ``NAME.REASON-N``."""
         taken = set(self.storage.names())
         number = 1
         while f"{name}.{reason}-{number}" in taken or self.storage.exists(f"{name}.{reason}-{number}"):

@@ -1,11 +1,11 @@
-"""Safetensors files of chunks: written as a stream, and read by rows, through any Storage.
+"""Safetensors files of chunks: streamed writes and reads by rows, through any Storage.
 
-The format and its library are those of ``headers`` and ``tensors``, which read local files through a memory map. Here
-the other end may be an object store, so a file is written from its beginning to its end, the header first, and read by
-seeking. Either way no more than one tensor at a time lies in host memory besides those that are saved or filled.
+``safetensors_header`` and ``safetensors_io`` memory-map local files. A checkpoint may live in an object store, so its
+files are written sequentially, header first, and read by seeking. At most one additional tensor at a time is in host
+memory.
 
-Wider numbers come first, so that each tensor's bytes stand at a multiple of its number format's size; the library
-cannot read others. Bytes are those of a little-endian machine.
+Chunks are sorted by descending element size, which aligns each to its dtype; the safetensors library cannot read
+unaligned tensors. Bytes are little-endian, on little-endian hosts only.
 
 Source: https://huggingface.co/docs/safetensors/index
 """
@@ -38,32 +38,32 @@ CHUNK_DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Name in a header → number format, of those that a checkpoint can hold."""
+"""Name in a header → dtype, for all dtypes a checkpoint can hold."""
 
 DTYPE_NAMES = {dtype: name for name, dtype in CHUNK_DTYPES.items()}
 
 OLDER = "resume from another checkpoint"
-"""What there is to do about damage."""
+"""The fix in messages about damage."""
 
 PIECE_BYTES = 16 * 2**20
-"""Of one write or read: object stores keep a buffer of its size."""
+"""Size of one write or read; object stores buffer that much."""
 
 
 @dataclass(frozen=True)
 class ChunkForm:
-    """How the numbers of one chunk are laid out."""
+    """Dtype and shape of a chunk."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """What it takes in a file."""
+        """Size in a file, in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def in_file_order(forms: Mapping[str, ChunkForm]) -> list[str]:
-    """Keys in the order in which ``write_chunks`` wants the chunks."""
+    """Return the keys in the order that ``write_chunks`` expects."""
     return sorted(forms, key=lambda key: (-forms[key].dtype.itemsize, key))
 
 
@@ -73,13 +73,13 @@ def write_chunks(
     """Write one safetensors file.
 
     Args:
-        storage: where to.
-        path: of the file, in a folder that was made.
-        forms: what the file will hold, by key.
-        chunks: the same, with their numbers, in the order of ``in_file_order``; on any device.
+        storage: destination.
+        path: path of the file, in an existing folder.
+        forms: forms of all chunks, by key.
+        chunks: keys and tensors in the order of ``in_file_order``, on any device.
 
     Raises:
-        OSError: as the place refuses.
+        OSError: if the file cannot be written.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end, keys = 0, in_file_order(forms)
@@ -102,26 +102,26 @@ def write_chunks(
 
 @dataclass(frozen=True)
 class ChunkPlace:
-    """Where a chunk lies."""
+    """Position of a chunk in its file."""
 
     where: str
-    """Its file, for messages."""
+    """The file, for messages."""
     form: ChunkForm
     start: int
-    """First byte, from the beginning of the file."""
+    """Offset of its first byte in the file."""
 
 
 def read_places(storage: Storage, path: str, forms: Mapping[str, ChunkForm]) -> dict[str, ChunkPlace]:
-    """Read from a file's header where chunks lie, and check that it agrees with what is known of them.
+    """Read the positions of chunks from a file's header, and check it against their expected forms.
 
     Args:
-        storage: where from.
-        path: of the file.
-        forms: the chunks wanted, by key; the file may hold more.
+        storage: source.
+        path: path of the file.
+        forms: expected chunks, by key; the file may hold more.
 
     Raises:
-        ConfigError: naming the file and what is wrong with it.
-        OSError: as the place refuses.
+        ConfigError: naming the file and the problem.
+        OSError: if the file cannot be read.
     """
     where = f"{storage.where}/{path}"
     try:
@@ -143,17 +143,17 @@ def read_places(storage: Storage, path: str, forms: Mapping[str, ChunkForm]) -> 
 
 
 def read_rows(file: BinaryIO, place: ChunkPlace, first: int, into: Tensor) -> None:
-    """Fill a tensor with whole rows of a chunk.
+    """Fill a tensor with consecutive full rows of a chunk.
 
     Args:
-        file: the chunk's own, open.
-        place: of the chunk.
-        first: the row to begin with; 0 for a chunk that is a single number.
-        into: rows × the chunk's other dims, of its dtype, contiguous, on the CPU.
+        file: the chunk's open file.
+        place: position of the chunk.
+        first: index of the first row; 0 for a 0-dim chunk.
+        into: contiguous CPU tensor of the chunk's dtype, [rows, the chunk's other dims].
 
     Raises:
         ConfigError: if the file ends early.
-        OSError: as the place refuses.
+        OSError: if the file cannot be read.
     """
     row_bytes = math.prod(place.form.shape[1:]) * place.form.dtype.itemsize
     file.seek(place.start + first * row_bytes)
@@ -163,12 +163,12 @@ def read_rows(file: BinaryIO, place: ChunkPlace, first: int, into: Tensor) -> No
 
 
 def _write(file: BinaryIO, chunk: Tensor) -> int:
-    """Write a chunk's bytes; a copy in host memory is gone before the next chunk needs one."""
+    """Write a chunk's bytes; its copy in host memory is freed before the next chunk is copied."""
     return sum(file.write(piece) for piece in _pieces(chunk.detach().cpu().contiguous()))
 
 
 def _pieces(tensor: Tensor) -> Iterator[Any]:
-    """The bytes of a contiguous tensor on the CPU, as views of them."""
+    """Yield views of a contiguous CPU tensor's bytes."""
     content = tensor.detach().view(-1).view(torch.uint8).numpy()
     for start in range(0, len(content), PIECE_BYTES):
         yield content[start : start + PIECE_BYTES]
@@ -182,7 +182,7 @@ def _read_bytes(file: BinaryIO, count: int) -> bytes:
 
 
 def _fill(file: BinaryIO, view: memoryview) -> bool:
-    """Whether the file was long enough."""
+    """Fill a buffer from a file; return whether the file was long enough."""
     done = 0
     while done < len(view):
         count = file.readinto(view[done:])  # type: ignore[attr-defined]
@@ -193,7 +193,7 @@ def _fill(file: BinaryIO, view: memoryview) -> bool:
 
 
 def _start(header: dict[str, Any], key: str, form: ChunkForm, data_bytes: int) -> int:
-    """First byte of a chunk after the header."""
+    """Return the offset of a chunk's first byte after the header."""
     entry = header.get(key)
     if not isinstance(entry, dict):
         raise ValueError(f"its header does not speak of {one_line(key)}")
