@@ -1,8 +1,8 @@
-"""What a safetensors file says of itself, read without its tensors.
+"""Headers of safetensors files, read without their tensors.
 
-The format (https://huggingface.co/docs/safetensors/index): eight bytes with the header's length, a header in JSON, then
-the tensors' bytes one after another without gaps. So a few kilobytes tell which tensors a file holds, and whether all
-of it is there. The library that reads the tensors checks the same, but in words that name neither file nor fix.
+The format (https://huggingface.co/docs/safetensors/index): eight bytes with the header's length, a JSON header, then
+the tensors' bytes without gaps. A few kilobytes thus list a file's tensors and show whether it is complete. The
+safetensors library makes the same checks, but its messages name neither the file nor a fix.
 """
 
 import math
@@ -18,7 +18,7 @@ from fsdptoys.utils.text import one_line
 AGAIN = "download or write the folder again"
 
 LONGEST_HEADER_BYTES = 100_000_000
-"""What the safetensors library reads at most."""
+"""The safetensors library's limit."""
 
 BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
@@ -26,25 +26,25 @@ BYTES = {
     **dict.fromkeys(("U32", "I32", "F32"), 4),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
 }
-"""Size of an element by its dtype's name in the header; formats that pack elements into less than a byte are absent."""
+"""Dtype name in a header → bytes per element; sub-byte dtypes are absent."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """What a header says of one tensor."""
+    """A header's entry of one tensor."""
 
     file: str
-    """Name of the file that holds it."""
+    """Name of its file."""
     dtype: str
-    """As the format writes it: ``F32``, ``BF16``."""
+    """The format's name: ``F32``, ``BF16``."""
     shape: tuple[int, ...]
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Read which tensors a file holds, and check that the file is as long as they need.
+    """Read the list of a file's tensors and check the file's length against it.
 
     Raises:
-        ConfigError: naming the file and what is wrong with it.
+        ConfigError: naming the file and the problem.
     """
     try:
         size = path.stat().st_size

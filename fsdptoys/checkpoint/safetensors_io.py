@@ -1,8 +1,8 @@
-"""A folder of safetensors files, in one file or in shards with an index: read in parts, written a file at a time.
+"""Reading and writing folders of safetensors files: one file, or several with an index.
 
-Both layouts are Hugging Face's: ``STEM.safetensors``, or ``STEM-00001-of-00003.safetensors`` and so on with
-``STEM.safetensors.index.json``. Reading maps files into memory and touches only the pages of the part that is asked
-for; writing holds the tensors of one output file, twice before safetensors 0.8. Nothing here unpickles anything.
+Both layouts are Hugging Face's: ``STEM.safetensors``, or ``STEM-00001-of-00003.safetensors`` etc. with
+``STEM.safetensors.index.json``. Reads memory-map the files and touch only the pages of the requested part; writes hold
+the tensors of one output file in memory, twice before safetensors 0.8. Nothing is unpickled.
 """
 
 import json
@@ -26,41 +26,41 @@ from fsdptoys.utils.text import one_line
 from .safetensors_header import AGAIN, StoredTensor, read_header
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Name in a header → number format, of those that weights can be read from."""
+"""Name in a header → dtype, for dtypes that weights can be read from."""
 
 MAX_FILE_BYTES = 2 * 2**30
 """Largest output file, unless one tensor is larger."""
 
 LARGEST_JSON_BYTES = 64 * 2**20
-"""Of an index or a ``config.json``; the index of a model with 200,000 tensors takes about 20 MiB."""
+"""Limit for an index or ``config.json``; the index of a model with 200,000 tensors takes about 20 MiB."""
 
 
 class ReadRegion(Protocol):
     """Reads a part of a named tensor."""
 
     def __call__(self, name: str, region: Bounds) -> Tensor:
-        """The part within ``region``, in the dtype it is stored in, on the CPU; not to be written to."""
+        """Return the part within ``region``, read-only, in its stored dtype, on the CPU."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``float32`` and so on."""
+    """Return a dtype's name, such as ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 
 def slices(bounds: Bounds, origin: tuple[int, ...] | None = None) -> tuple[slice, ...]:
-    """Bounds as an index into a tensor that begins at ``origin``."""
+    """Convert bounds to an index into a tensor whose first element is at ``origin``."""
     starts = origin or (0,) * len(bounds)
     return tuple(slice(first - start, last - start) for (first, last), start in zip(bounds, starts, strict=True))
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
+    """Read a JSON object from a file.
 
     Raises:
         ConfigError: naming the file.
     """
     try:
-        # Infinity occurs in configurations of others, in keys that no family here reads.
+        # Published configurations contain Infinity, in keys that no family here reads.
         tree = parse_json(read_regular(path, LARGEST_JSON_BYTES), non_finite=True)
         if not isinstance(tree, dict):
             raise ValueError("it is not an object")
@@ -72,19 +72,19 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def is_file_name(name: object) -> bool:
-    """Whether this names a file of the folder itself, rather than a path to somewhere else."""
+    """Return whether this is a plain file name, not a path to another folder."""
     return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 
 class TensorFolder:
-    """The tensors of a folder, known from the files' headers.
+    """The tensors of a folder, listed from the files' headers.
 
     Args:
         path: the folder.
-        stem: how the files' names begin.
+        stem: prefix of the file names.
 
     Raises:
-        ConfigError: if files are missing, damaged, or not those that the index speaks of.
+        ConfigError: if files are missing or damaged, or disagree with the index.
     """
 
     def __init__(self, path: Path, stem: str) -> None:
@@ -118,14 +118,14 @@ class TensorFolder:
                 )
 
     def require(self, shapes: Mapping[str, tuple[int, ...]], owner: str) -> None:
-        """Check that tensors are there, in their shapes and in dtypes that can be read.
+        """Check that tensors exist, with the expected shapes and supported dtypes.
 
         Args:
-            shapes: of all that is needed, by name.
-            owner: who needs it, for the sentence.
+            shapes: shapes of the required tensors, by name.
+            owner: the user of the tensors, for the message.
 
         Raises:
-            ConfigError: naming file and tensor, what was found and what was expected.
+            ConfigError: naming the file, the tensor, and its actual and expected form.
         """
         for name, shape in shapes.items():
             tensor = self.stored.get(name)
@@ -145,17 +145,17 @@ class TensorFolder:
                 )
 
     def dtypes(self) -> list[str]:
-        """Number formats of all tensors: ``float32`` and so on."""
+        """Return the names of all tensors' dtypes, such as ``float32``."""
         return sorted({dtype_name(DTYPES[tensor.dtype]) for tensor in self.stored.values() if tensor.dtype in DTYPES})
 
     @contextmanager
     def reading(self) -> Iterator[ReadRegion]:
-        """Open the files that are read from until the end of the block.
+        """Yield a reader; files are opened on first use and closed at the end of the block.
 
-        The pages that were touched count as this process's memory until then, so a block should not read too much.
+        Pages read count as this process's memory until then, so keep blocks small.
 
         Raises:
-            ConfigError: naming the file that could not be read.
+            ConfigError: naming the unreadable file.
         """
         with ExitStack() as stack:
             opened: dict[str, Any] = {}
@@ -176,10 +176,10 @@ class TensorFolder:
 
 @dataclass(frozen=True)
 class Written:
-    """What was written."""
+    """Result of ``write_tensors``."""
 
     files: list[str]
-    """Names of the files with tensors."""
+    """Names of the safetensors files."""
     parameters: int
     tensor_bytes: int
 
@@ -187,23 +187,23 @@ class Written:
 def write_tensors(
     folder: Path, stem: str, tensors: Iterable[tuple[str, Tensor]], max_file_bytes: int = MAX_FILE_BYTES
 ) -> Written:
-    """Write tensors into safetensors files, a new one whenever the next tensor would make one too large.
+    """Write tensors into one or more safetensors files of limited size, with an index for several.
 
     Args:
-        folder: an existing one.
-        stem: how the files' names begin.
-        tensors: by name, on the CPU; each is taken over and must not change until the last is taken.
-        max_file_bytes: of the tensors in one file, unless one alone is larger.
+        folder: an existing folder.
+        stem: prefix of the file names.
+        tensors: names and CPU tensors, which must not change until the iterator is exhausted.
+        max_file_bytes: tensor bytes per file, unless a single tensor is larger.
 
     Raises:
-        OSError, SafetensorError: as the system refuses.
+        OSError, SafetensorError: if a file cannot be written.
     """
     parts: list[dict[str, Any]] = []
     waiting: dict[str, Tensor] = {}
     waiting_bytes = parameters = tensor_bytes = 0
 
     def write_part() -> None:
-        # How many files there will be is known at the end, so they get their names then.
+        # Final names contain the number of files, which is known only at the end.
         save_file(waiting, folder / f"{stem}.part{len(parts)}", metadata={"format": "pt"})
         parts.append(dict.fromkeys(waiting))
         waiting.clear()
@@ -231,7 +231,7 @@ def write_tensors(
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """Name of a tensor → of the file that holds it."""
+    """Return tensor name → file name."""
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise ConfigError(f"{index} lacks weight_map, which says what is in which file; {AGAIN}")

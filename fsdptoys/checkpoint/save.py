@@ -1,13 +1,13 @@
-"""One save of all ranks: all of it is committed, or none of it counts and training goes on.
+"""One save by all ranks: either all of it is committed, or it is discarded and training continues.
 
 1. Rank 0 makes the working folder.
-2. Every rank writes its tensors and facts; each file is handed to the disk and summed up on the way.
-3. Rank 0 gathers sizes and sums, or errors, and puts the folder in its place with a manifest (see ``series``).
-4. All are told the verdict. Then rank 0 deletes what is not to be kept.
+2. Every rank writes its tensors and facts; each file is synced to disk and summed while it is written.
+3. Rank 0 gathers sizes and checksums, or errors, and commits the folder with a manifest (see ``retention``).
+4. The verdict is broadcast. Then rank 0 deletes old checkpoints.
 
-Where the system refuses on any rank, what was written is removed, and earlier checkpoints are as they were. Where there
-is no room, old checkpoints that are over ``checkpoint.keep`` already are deleted, and all of it is done once more. An
-error of the communication is none of the system's, and is raised.
+If a write fails on any rank, the new files are removed and earlier checkpoints stay unchanged. If the disk is full, old
+checkpoints already beyond ``checkpoint.keep`` are deleted and the save is retried once. Communication errors are
+raised.
 """
 
 import errno
@@ -27,33 +27,33 @@ Put = Callable[[Storage, str], object]
 """Writes this rank's tensors into a folder of a storage; collective."""
 
 FULL = {os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
-"""What the system says of a disk or a quota without room."""
+"""The system's messages for a full disk or quota."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank wrote."""
+    """A rank's report on its writes."""
 
     rank: int
     sums: dict[str, FileSum]
-    """File name → size and sum."""
+    """File name → size and SHA-256."""
     problem: str | None
-    """Why not all of it."""
+    """Reason of a failure."""
     is_own: bool
-    """Whether the problem is this rank's own, rather than what it was told of another's."""
+    """Whether the failure is this rank's own, not received from another rank."""
 
 
 class Saver:
     """Saves checkpoints, one at a time.
 
     Args:
-        ranks: all that save together.
-        series: where to.
-        config: says which are kept.
-        tell: told one sentence at a time, on rank 0.
+        ranks: the ranks that save together.
+        series: the checkpoints to add to.
+        config: retention settings.
+        tell: called on rank 0 with one sentence at a time.
 
     Attributes:
-        committed: step of the newest checkpoint of this run; another of the same step is not saved again.
+        committed: step of this run's newest checkpoint, which is not saved again.
     """
 
     def __init__(self, ranks: Ranks, series: Series, config: CheckpointConfig, tell: Callable[[str], None]) -> None:
@@ -68,14 +68,14 @@ class Saver:
         """Save a checkpoint; collective.
 
         Args:
-            step: the number of steps that were taken.
+            step: number of completed steps.
             put: writes the tensors.
-            state: the facts of all ranks, as JSON.
-            own: those of this one.
-            prunes: whether old checkpoints may be deleted after it.
+            state: facts common to all ranks, as JSON.
+            own: facts of this rank, as JSON.
+            prunes: whether old checkpoints may be deleted.
 
         Returns:
-            Whether it is committed, on all ranks alike.
+            Whether the checkpoint is committed, the same on all ranks.
         """
         ranks = self._ranks
         problems, wrote = self._attempt(step, put, state, own)
@@ -96,7 +96,7 @@ class Saver:
         return True
 
     def _attempt(self, step: int, put: Put, state: bytes, own: bytes) -> tuple[list[str], bool]:
-        """Save once: why it is not committed, and whether anything was written; the same on all ranks."""
+        """Try to save; return the reasons of a failure, and whether files were written, the same on all ranks."""
         ranks = self._ranks
         working, problem = ranks.broadcast(self._begin(step) if ranks.rank == 0 else (None, None))
         if problem is not None:
@@ -107,7 +107,7 @@ class Saver:
         return ranks.broadcast(self._commit(step, working, answers) if ranks.rank == 0 else []), True
 
     def _begin(self, step: int) -> tuple[str | None, str | None]:
-        """The working folder, or a problem; neither where there is nothing to do."""
+        """Return the working folder or a problem; neither if the checkpoint exists already."""
         name = step_name(step)
         try:
             with suppress(UnreadableError):
@@ -158,7 +158,7 @@ class Saver:
             self._prune(step)
 
     def _prune(self, step: int) -> bool:
-        """Delete old checkpoints; whether there were any."""
+        """Delete old checkpoints; return whether any was deleted."""
         pruned = self._series.prune(step, self._config.keep, self._config.keep_every)
         for problem in pruned.problems:
             self._tell(problem)

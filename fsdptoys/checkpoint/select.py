@@ -1,11 +1,11 @@
-"""Which checkpoint a run goes on from, told before any worker starts.
+"""Selection of the checkpoint to resume from, before any worker starts.
 
-``peek`` goes by manifests and sizes, which takes a moment; the workers read all files, and may have to take an older
-one. Both refuse what would make a run go on from something else than its user thinks of:
+``peek`` checks manifests and file sizes, which is fast; workers read all files and may fall back to an older
+checkpoint. Both reject settings after which ``auto`` would resume from an unintended checkpoint:
 
-- ``never`` in a folder that holds checkpoints: the next ``auto`` could not tell the two runs apart;
-- going back to a checkpoint with newer ones after it, for the next ``auto`` would take those;
-- a checkpoint of elsewhere in a folder that holds some of its own, for the same reason.
+- ``never`` with a folder that holds checkpoints: ``auto`` could not distinguish the two runs;
+- resuming from a checkpoint older than others in its folder: ``auto`` would take the newer ones;
+- resuming from another folder while the run's own folder holds checkpoints: likewise.
 """
 
 import os
@@ -34,43 +34,42 @@ from .retention import Series
 from .storage import LocalStorage, Storage, open_storage
 
 RUN_FOLDER = "checkpoints"
-"""Of a run directory."""
+"""Default checkpoint folder within a run directory."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Place:
-    """A checkpoint that ``checkpoint.resume`` names."""
+    """The checkpoint that ``checkpoint.resume`` names."""
 
     storage: Storage
     name: str
     own: bool
-    """Whether it lies where this run saves."""
+    """Whether it is in the folder this run saves to."""
 
 
 def peek(config: CheckpointConfig, folder: str | None, restarted: bool = False, schema: Schema = ANY) -> Facts | None:
-    """What a run would go on from, found by one process without a process group.
+    """Find the checkpoint that a run would resume from, in one process without a process group.
 
     Args:
-        config: says whether to resume, and whether anything will be saved.
-        folder: where the run's checkpoints go, as a path or URL; None for a place that is made anew.
-        restarted: whether this run has begun before, so that its own newest checkpoint comes before ``config.resume``.
-        schema: of the facts.
+        config: resume and save settings.
+        folder: path or URL of the run's checkpoints; None for a folder yet to be created.
+        restarted: whether this is a restart of the run, whose own newest checkpoint then precedes ``config.resume``.
+        schema: types and ranges of the facts.
 
     Returns:
-        The facts of the checkpoint; None for a run that starts anew.
+        The checkpoint's facts; None to start from scratch.
 
     Raises:
-        ConfigError: if there is none and there must be, if the one that was named is not whole, if checkpoints that
-            are there already would be mixed up with this run's, if one that may be whole cannot be read, or if the
-            folder cannot be written.
+        ConfigError: if a required checkpoint is missing, incomplete, damaged or unreadable, if existing checkpoints
+            would be mixed with this run's, or if the folder cannot be written.
     """
     storage = None if folder is None else open_storage(folder)
     if storage is not None:
         if config.every or config.on_signal:
             check_writable(storage)
-        if listed(Series(storage).newest_complete, storage) is None:  # else a run that is saving just now may be at it
+        if listed(Series(storage).newest_complete, storage) is None:  # otherwise another run may be saving right now
             Series(storage).recover()
     if restarted and storage is not None and (facts := _peek_newest(storage, [], schema)) is not None:
         return facts
@@ -91,7 +90,7 @@ def peek(config: CheckpointConfig, folder: str | None, restarted: bool = False, 
 
 
 def check_not_taken(config: CheckpointConfig, storage: Storage | None) -> None:
-    """Refuse ``never`` where there are checkpoints already.
+    """Reject ``never`` if the folder already holds checkpoints.
 
     Raises:
         ConfigError: naming the folder.
@@ -107,14 +106,14 @@ def check_not_taken(config: CheckpointConfig, storage: Storage | None) -> None:
 
 
 def locate(config: CheckpointConfig, storage: Storage | None) -> Place:
-    """Find the checkpoint that ``checkpoint.resume`` names: its own folder, or the newest of the folder or run.
+    """Find the checkpoint that ``checkpoint.resume`` names: a checkpoint, or the newest one of a folder or run.
 
     Args:
-        config: of the run.
-        storage: where the run's own checkpoints go.
+        config: the run's checkpoint settings.
+        storage: the run's own checkpoints; None if it saves none or none exist.
 
     Raises:
-        ConfigError: if there is none, or if the next ``auto`` would not go on from what comes after it.
+        ConfigError: if there is none, or if ``auto`` would later resume from another checkpoint than this run's last.
     """
     found = _find(config.resume)
     if found is None:
@@ -142,7 +141,7 @@ def locate(config: CheckpointConfig, storage: Storage | None) -> Place:
 
 
 def not_whole(config: CheckpointConfig, place: Place, problem: str) -> str:
-    """The sentence that refuses the checkpoint that was named."""
+    """Return the message that rejects an incomplete or damaged checkpoint named by the user."""
     series = Series(place.storage)
     older = None
     with suppress(OSError, UnreadableError):
@@ -156,7 +155,7 @@ def not_whole(config: CheckpointConfig, place: Place, problem: str) -> str:
 
 
 def none_whole(storage: Storage | None, passed: list[str]) -> str:
-    """The sentence that refuses to start anew where ``must`` is set."""
+    """Return the message that rejects ``must`` without a complete checkpoint."""
     where = "the run's directory, which is made anew," if storage is None else storage.where
     found = f" ({'; '.join(passed)})" if passed else ""
     return (
@@ -166,7 +165,7 @@ def none_whole(storage: Storage | None, passed: list[str]) -> str:
 
 
 def unreadable(storage: Storage, problem: UnreadableError) -> str:
-    """The sentence that refuses to pass over a checkpoint that may be whole."""
+    """Return the message that rejects skipping an unreadable checkpoint, which may be complete."""
     return (
         f"{problem.name} in {storage.where} {problem.reason}, and may be a whole checkpoint; make it readable, or move "
         "it out of that folder"
@@ -174,9 +173,9 @@ def unreadable(storage: Storage, problem: UnreadableError) -> str:
 
 
 def check_writable(storage: Storage) -> None:
-    """Write a small file and remove it.
+    """Write and remove a small file.
 
-    A local folder is not made for it: the nearest above it that is there has to take the file.
+    A missing local folder is not created; its nearest existing parent is tested instead.
 
     Raises:
         ConfigError: naming the folder.
@@ -185,7 +184,7 @@ def check_writable(storage: Storage) -> None:
         if isinstance(storage, LocalStorage):
             path = Path(storage.where).absolute()
             with suppress(FileNotFoundError, NotADirectoryError):
-                path.lstat()  # the names of folders to make may be too long
+                path.lstat()  # raises if a name of a missing folder is too long
             nearest = next(place for place in (path, *path.parents) if os.path.lexists(place))
             with tempfile.TemporaryFile(dir=nearest) as local:
                 local.write(b"x")
@@ -203,10 +202,10 @@ def check_writable(storage: Storage) -> None:
 
 
 def listed(look: Callable[[], T], storage: Storage) -> T:
-    """What a look into a storage gives.
+    """Call ``look``, which reads a storage, with retries.
 
     Raises:
-        ConfigError: where the system refuses it, again and again.
+        ConfigError: if the system still refuses after retries.
     """
     try:
         return tried_again(look)
@@ -241,7 +240,7 @@ def _step(name: str) -> int:
 
 
 def _find(where: str) -> tuple[Storage, str] | None:
-    """The place and name of the checkpoint that a path or URL means."""
+    """Return storage and name of the checkpoint that a path or URL refers to."""
     given = where.rstrip("/")
     parent, _, last = given.rpartition("/")
     here = open_storage(given or "/")
