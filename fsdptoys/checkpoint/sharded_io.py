@@ -1,16 +1,15 @@
-"""Tensors of any layout to and from a folder of safetensors files, by any number of ranks.
+"""Saving and loading tensors of any layout, on any number of ranks, as a folder of safetensors files.
 
-torch.distributed.checkpoint plans who writes what: each rank its shards, replicated tensors once and spread over the
-ranks. It plans, too, which parts of which chunks a rank needs that holds other shards than those that were saved. What
-goes to disk (``plans``) is plain safetensors with an index in JSON (``chunks``, ``index``). PyTorch's own writer
-pickles its metadata, which can run code when it is loaded. So these are no files for ``FileSystemReader``; any reader
-of safetensors opens them.
+torch.distributed.checkpoint plans the writes: each rank writes its shards, and replicated tensors are written once,
+spread over the ranks. On load it plans the chunk parts that each rank needs, also for other shards than those saved.
+The files (``dcp_io``) are plain safetensors with a JSON index (``safetensors_chunks``, ``tensor_index``), because
+PyTorch's own writer pickles its metadata, which can run code on load. ``FileSystemReader`` therefore cannot read them;
+any safetensors reader can.
 
-Communication goes over the given group alone, since a save may run in a thread beside the training; and whatever fails
-on one rank is raised on all. Tensors on an accelerator are read in the calling thread's current stream.
+Only the given group is used for communication, since a save may run in a thread during training. An error on one rank
+is raised on all. Tensors on an accelerator are read on the calling thread's current stream.
 
-Not here: when a folder counts as complete, and checksums. A folder that was not written to its end must be refused by
-whoever knows.
+Not covered: checksums, and detection of incomplete folders, which callers must reject (see ``manifest``).
 
 Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
@@ -33,26 +32,26 @@ from .tensor_index import INDEX_FILE, Chunk, StoredTensor, file_name, read_index
 T = TypeVar("T")
 
 Whole = Callable[[dict[str, Tensor]], Iterator[tuple[str, Tensor | None]]]
-"""Collects tensors from all ranks one by one: name and whole tensor on the CPU, the latter on rank 0 alone."""
+"""Gathers tensors one by one: yields the name, and the full CPU tensor on rank 0, None elsewhere."""
 
 
 def save_tensors(
     storage: Storage, folder: str, tensors: dict[str, Tensor], group: dist.ProcessGroup | None
 ) -> list[str]:
-    """Write tensors into an existing folder, every rank what it holds. Collective.
+    """Write tensors into an existing folder, each rank its shards. Collective.
 
     Args:
-        storage: where to.
-        folder: in it; nothing else may write there.
-        tensors: by name, the same names on all ranks: DTensors, or plain tensors that are the same on all ranks. None
-            may change until this returns.
-        group: of CPU tensors, which nothing else uses meanwhile; None for one process.
+        storage: destination.
+        folder: folder within it, without other writers.
+        tensors: by name, the same names on all ranks: DTensors, or plain tensors equal on all ranks. Must not change
+            until this returns.
+        group: process group for CPU tensors, otherwise unused meanwhile; None for one process.
 
     Returns:
         Names of the files that this rank wrote.
 
     Raises:
-        OSError, ConfigError: the first rank's own, on all ranks.
+        OSError, ConfigError: on all ranks, the error of the lowest failed rank.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -71,20 +70,20 @@ def save_tensors(
 def save_whole_tensors(
     storage: Storage, folder: str, tensors: dict[str, Tensor], whole: Whole, group: dist.ProcessGroup | None
 ) -> list[str]:
-    """Write tensors into an existing folder as rank 0 alone, whole ones, one after the other. Collective.
+    """Write full tensors, one by one, into an existing folder on rank 0. Collective.
 
     Args:
-        storage: where to.
-        folder: in it; nothing else may write there.
+        storage: destination.
+        folder: folder within it, without other writers.
         tensors: as in ``save_tensors``.
-        whole: called with some of them at a time, on all ranks; its own communication is its own matter.
+        whole: gathers tensors; called on all ranks with some of them at a time, and may use groups of its own.
         group: as in ``save_tensors``.
 
     Returns:
         Names of the files that this rank wrote.
 
     Raises:
-        OSError, ConfigError: rank 0's own, on all ranks.
+        OSError, ConfigError: on all ranks, the error of the lowest failed rank.
     """
     _check_kinds(tensors)
     forms = {name: ChunkForm(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
@@ -104,7 +103,7 @@ def save_whole_tensors(
         try:
             return write() if group is None or dist.get_rank(group) == 0 else []
         finally:
-            # The other ranks are waiting in here for one another, whatever became of the file.
+            # The other ranks wait in these collectives even if the write has failed.
             for _ in collected:
                 pass
 
@@ -112,19 +111,19 @@ def save_whole_tensors(
 
 
 def load_tensors(storage: Storage, folder: str, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    """Fill tensors from a folder that ``save_tensors`` wrote, on any number of ranks. Collective.
+    """Fill tensors in place from a folder that any number of ranks saved. Collective.
 
     Args:
-        storage: where from.
-        folder: in it.
-        tensors: by name, the same names on all ranks, of the saved dtypes and shapes, and of any layout; filled in
-            place. The folder may hold more.
+        storage: source.
+        folder: folder within it.
+        tensors: by name, the same names on all ranks, with the saved dtypes and shapes but any layout. The folder may
+            hold more.
         group: as in ``save_tensors``.
 
     Raises:
-        ConfigError: before anything is filled, if a tensor is missing or is of another dtype or shape, or index or
-            headers are damaged; the first rank's own, on all ranks.
-        OSError: as the place refuses; likewise.
+        ConfigError: on all ranks, before anything is filled, if a tensor is missing or differs in dtype or shape, or
+            if the index or a header is damaged.
+        OSError: on all ranks, if a file cannot be read.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -173,21 +172,21 @@ def _check_kinds(tensors: dict[str, Tensor]) -> None:
 
 
 def _in_file_order(tensors: dict[str, Tensor], whole: Whole) -> Iterator[tuple[str, Tensor | None]]:
-    """Whole tensors in the order of ``in_file_order``, if ``whole`` goes by their names."""
+    """Yield full tensors in the order of ``in_file_order``, provided ``whole`` keeps the order of its input."""
     for itemsize in sorted({tensor.dtype.itemsize for tensor in tensors.values()}, reverse=True):
         yield from whole({name: tensors[name] for name in sorted(tensors) if tensors[name].dtype.itemsize == itemsize})
 
 
 def _one_process(group: dist.ProcessGroup | None) -> bool:
     if group is None:
-        # It is meant. The filter stays: to set it aside again is not safe beside other threads.
+        # Running without a group is intended. The filter stays set: restoring filters is not thread-safe.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
     return group is None
 
 
 @contextmanager
 def _plain_errors() -> Iterator[None]:
-    """Raise the first rank's own error instead of PyTorch's bundle of all, which is no Exception."""
+    """Raise the first rank's error instead of PyTorch's CheckpointException, which is not an Exception."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
@@ -197,7 +196,7 @@ def _plain_errors() -> Iterator[None]:
 
 
 def _on_all_ranks(group: dist.ProcessGroup | None, step: Callable[[], T]) -> T:
-    """Take a step on every rank; if it fails on any, raise the first rank's error on all."""
+    """Call ``step`` on every rank; if it fails on any, raise the first failed rank's error on all."""
     failure: BaseException | None = None
     try:
         result = step()
@@ -207,7 +206,7 @@ def _on_all_ranks(group: dist.ProcessGroup | None, step: Callable[[], T]) -> T:
     if group is not None:
         anywhere = torch.tensor(failure is not None, dtype=torch.int32)
         dist.all_reduce(anywhere, group=group)
-        if anywhere.item():  # else no rank needs to hear from every other
+        if anywhere.item():  # saves the all-gather of objects otherwise
             failures *= dist.get_world_size(group)
             dist.all_gather_object(failures, failure, group=group)
     failed = [error for error in failures if error is not None]
@@ -217,5 +216,5 @@ def _on_all_ranks(group: dist.ProcessGroup | None, step: Callable[[], T]) -> T:
 
 
 def _first(errors: list[BaseException]) -> BaseException:
-    """Of several ranks' errors the first, but an interruption before all."""
+    """Return the first error, but prefer an interruption such as KeyboardInterrupt."""
     return next((error for error in errors if not isinstance(error, Exception)), errors[0])

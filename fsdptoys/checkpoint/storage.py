@@ -1,12 +1,12 @@
-"""Where checkpoints lie: a local folder, or a URL that fsspec knows (``s3://bucket/run``), behind a few operations.
+"""Storage of checkpoints: a local folder or an fsspec URL (``s3://bucket/run``) behind one interface.
 
-The two differ in how something comes into being as a whole. A local folder is filled under another name, handed to the
-disk and renamed. Object stores have neither folders nor renaming; a file is there as a whole once it is closed, and the
-caller's own last file has to say that a folder is complete. ``Storage.renames`` tells which of the two holds.
+The two differ in atomicity. A local folder is filled under a temporary name, synced to disk and renamed. Object stores
+have neither folders nor renaming: a file appears when it is closed, and the caller's last file must mark a folder as
+complete. ``Storage.renames`` distinguishes them.
 
-Credentials, endpoints and other options of a URL are those of fsspec's own configuration: environment variables such as
-``FSSPEC_S3_ENDPOINT_URL``, or ``~/.config/fsspec``. Listings are never taken from a cache, since other processes write
-at the same place. ``file://`` works, but closing a file there does not hand it to the disk: name a plain path instead.
+fsspec's own configuration sets credentials, endpoints and other options of a URL: environment variables such as
+``FSSPEC_S3_ENDPOINT_URL``, or ``~/.config/fsspec``. Listings are not cached, since other processes may write too.
+``file://`` works, but closing a file there does not sync it to disk: use a plain path instead.
 
 Source: https://filesystem-spec.readthedocs.io
 """
@@ -29,17 +29,17 @@ from fsdptoys.utils.text import one_line
 CONNECT_SECONDS = 4.0
 
 PORTS = {"ftp": 21, "sftp": 22, "ssh": 22, "smb": 445}
-"""Scheme of a URL whose file system connects as soon as fsspec constructs it → the server's usual port."""
+"""URL scheme → default port, for file systems that connect in their constructor."""
 
 
 class Storage(ABC):
-    """A place for files. All paths are relative to it, with ``/`` between their parts; ``""`` is the place itself.
+    """A root folder for files. Paths are relative to it and separated by ``/``; ``""`` is the root itself.
 
-    Every failure of the place itself is an OSError; the caller puts it into a sentence.
+    Every failure of the storage is an OSError; callers turn it into a message.
 
     Attributes:
-        where: the place, for messages.
-        renames: whether folders can be renamed, and are there as a whole or not at all for it.
+        where: the root's path or URL, for messages.
+        renames: whether folders can be renamed atomically.
     """
 
     where: str
@@ -47,52 +47,51 @@ class Storage(ABC):
 
     @abstractmethod
     def names(self, folder: str = "") -> list[str]:
-        """Names of a folder's files and folders, sorted; none where there is no such folder."""
+        """Return the sorted names of a folder's files and folders; ``[]`` for a missing folder."""
 
     @abstractmethod
     def exists(self, path: str) -> bool:
-        """Whether there is such a file or folder."""
+        """Return whether a file or folder exists."""
 
     @abstractmethod
     def size(self, path: str) -> int:
-        """Bytes of a file."""
+        """Return the size of a file in bytes."""
 
     @abstractmethod
     def reading(self, path: str) -> AbstractContextManager[BinaryIO]:
-        """Open a file that can be read from any place of it."""
+        """Open a seekable file for reading."""
 
     @abstractmethod
     def writing(self, path: str) -> AbstractContextManager[BinaryIO]:
-        """Open a new file, in a folder that was made, or one to write over; it lasts once the block has ended well."""
+        """Create or overwrite a file in an existing folder; durable once the block ends without an error."""
 
     @abstractmethod
     def make(self, folder: str) -> None:
-        """Make a folder and those above it, where there are folders."""
+        """Make a folder and its parents, if the storage has folders."""
 
     @abstractmethod
     def sync(self, folder: str) -> None:
-        """Hand a folder's own entries to the disk, after files in it were made, renamed or removed."""
+        """Sync a folder's entries to disk after files in it are created, renamed or removed."""
 
     @abstractmethod
     def rename(self, old: str, new: str) -> None:
-        """Rename a file or folder in one go; a file takes the place of another. Only where ``renames`` holds."""
+        """Rename a file or folder atomically; a file replaces another. Requires ``renames``."""
 
     @abstractmethod
     def remove(self, path: str) -> None:
-        """Remove a file, or a folder with all that is in it; nothing happens if it is gone already."""
+        """Remove a file, or a folder with its content; no error if it does not exist."""
 
     def move(self, old: str, new: str) -> None:
-        """Give a folder a name that is free: by renaming, or else by copying its files before they are removed."""
+        """Move a folder to a free name, by renaming it or by copying and removing its files."""
         self.rename(old, new)
         self.sync("")
 
 
 def open_storage(where: str) -> Storage:
-    """The place that a path or a URL names. Nothing is made there yet.
+    """Return the storage of a path or URL, without creating anything.
 
     Raises:
-        ConfigError: if the URL is of a kind that is unknown, needs a package that is not installed, or names a server
-            that does not answer.
+        ConfigError: for a URL of an unknown scheme, of a package not installed, or of an unreachable server.
     """
     if where.startswith("://"):
         raise ConfigError(f"{where} is a URL without a kind; name a local folder, or a URL such as s3://bucket/folder")
@@ -100,7 +99,7 @@ def open_storage(where: str) -> Storage:
 
 
 def hand_to_disk(path: Path) -> None:
-    """Wait until a file's bytes, or a folder's entries, survive a loss of power."""
+    """Sync a file's bytes or a folder's entries to disk, so that they survive a power loss."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -113,10 +112,10 @@ def hand_to_disk(path: Path) -> None:
 
 
 class LocalStorage(Storage):
-    """A folder of this machine's file system; it need not be there yet.
+    """A folder of the local file system, which need not exist yet.
 
     Args:
-        where: its path; ``~`` stands for the home folder.
+        where: its path; ``~`` is the home directory.
     """
 
     renames = True
@@ -146,7 +145,7 @@ class LocalStorage(Storage):
         return self._place(path).stat().st_size
 
     def reading(self, path: str) -> AbstractContextManager[BinaryIO]:
-        """See Storage. Unbuffered, so that large reads are not copied and small ones read no more than asked for."""
+        """See Storage. Unbuffered, so that large reads are not copied and small ones read no extra bytes."""
         file: Any = open_regular(self._place(path), "rb", buffering=0)
         return file
 
@@ -160,7 +159,7 @@ class LocalStorage(Storage):
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            # Only opening names the file of itself.
+            # Only errors of open() include the file name.
             if error.errno is not None and error.filename is None:
                 error.filename = str(place)
             raise
@@ -182,7 +181,7 @@ class LocalStorage(Storage):
         os.replace(self._place(old), self._place(new))
 
     def remove(self, path: str) -> None:
-        """See Storage. Of a symbolic link the link alone is removed."""
+        """See Storage. Removes a symbolic link, not its target."""
         place = self._place(path)
         with suppress(FileNotFoundError):
             if place.is_dir() and not place.is_symlink():
@@ -195,7 +194,7 @@ class LocalStorage(Storage):
 
 
 class UrlStorage(Storage):
-    """A folder, or the common beginning of objects' names, at a URL that fsspec knows.
+    """A folder, or a prefix of object names, at an fsspec URL.
 
     Args:
         where: the URL, such as ``s3://bucket/folder``.
@@ -207,7 +206,7 @@ class UrlStorage(Storage):
     renames = False
 
     def __init__(self, where: str) -> None:
-        # A slow import that a local folder does without.
+        # A slow import, unnecessary for local folders.
         from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
         self.where = where.rstrip("/")
@@ -224,7 +223,7 @@ class UrlStorage(Storage):
                 f"{where} is of no kind that fsspec knows ({error}); name a local folder, or a URL such as "
                 "s3://bucket/folder"
             ) from error
-        except Exception as error:  # some file systems connect when they are constructed, with errors of their own
+        except Exception as error:  # some file systems connect in their constructor and raise their own errors
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise ConfigError(
                 f"{where} cannot be reached ({one_line(reason) or type(error).__name__}); start its server, or set "
@@ -239,14 +238,14 @@ class UrlStorage(Storage):
                 paths = self._files.ls(place, detail=False)
             except (FileNotFoundError, NotADirectoryError):
                 return []
-        # Object stores may keep an empty object in the folder's own name, and list a file as its own content.
+        # Object stores may keep an empty object under the folder's name, and list a file as its own content.
         inner = [path.rstrip("/") for path in paths if path.strip("/") != place.strip("/")]
         return sorted({path.rsplit("/", 1)[-1] for path in inner})
 
     def exists(self, path: str) -> bool:
         """See Storage."""
         with _os_errors():
-            # fsspec's own exists() takes a place that cannot be reached for one that is empty.
+            # fsspec's exists() returns False for an unreachable server.
             try:
                 self._files.info(self._place(path))
             except (FileNotFoundError, NotADirectoryError):
@@ -266,7 +265,7 @@ class UrlStorage(Storage):
 
     @contextmanager
     def writing(self, path: str) -> Iterator[BinaryIO]:
-        """See Storage. What was uploaded before an error may stay, under this name, for the caller to remove."""
+        """See Storage. After an error a partial upload may remain; the caller removes it."""
         with _os_errors():
             file: Any = _UrlFile(self._files.open(self._place(path), "wb"))
         try:
@@ -283,10 +282,10 @@ class UrlStorage(Storage):
             self._files.makedirs(self._place(folder), exist_ok=True)
 
     def sync(self, folder: str) -> None:
-        """See Storage. A file that was closed is there; nothing else is known."""
+        """See Storage. Does nothing: closed files are assumed durable."""
 
     def rename(self, old: str, new: str) -> None:
-        """Not here."""
+        """Not supported."""
         raise AssertionError(f"{self.where} renames nothing")
 
     def remove(self, path: str) -> None:
@@ -316,7 +315,7 @@ class UrlStorage(Storage):
 
 
 class _UrlFile(io.RawIOBase):
-    """A service's file, whose every failure is an OSError."""
+    """Wraps an fsspec file; every failure is an OSError."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -357,11 +356,11 @@ class _UrlFile(io.RawIOBase):
 
 
 def _check_answer(where: str) -> None:
-    """Connect to the server of a URL, if its file system would connect in its constructor and wait there for long.
+    """Test the connection for schemes in ``PORTS``, whose constructors would wait much longer for a server.
 
     Raises:
         OSError: if the server does not accept the connection within ``CONNECT_SECONDS``.
-        ValueError: for a port that is none.
+        ValueError: for an invalid port.
     """
     parts = urlsplit(where)
     if parts.scheme in PORTS and parts.hostname:
@@ -370,7 +369,7 @@ def _check_answer(where: str) -> None:
 
 @contextmanager
 def _os_errors() -> Iterator[None]:
-    """Services have error classes of their own, of packages that need not be here."""
+    """Convert errors to OSError: services raise classes of their own, from optional packages."""
     try:
         yield
     except (OSError, AssertionError):

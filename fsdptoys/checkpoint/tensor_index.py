@@ -1,11 +1,10 @@
-"""``tensors.json``: which tensors a checkpoint holds, and which chunk of each is in which file.
+"""``tensors.json``: the tensors of a checkpoint and the files of their chunks.
 
-A tensor is cut into chunks as the ranks that saved it held it. A chunk is a box: where it begins in the tensor, and its
-sizes. The index says which file holds it and under which key; where in the file, that file's own header says.
+A tensor's chunks are the shards of the ranks that saved it. A chunk is a box with offsets and sizes. The index gives
+its file and its key there; the file's header gives its position.
 
-It is plain JSON, read strictly: a hostile index cannot name a file outside its folder, nor leave a part of a tensor
-unsaid, and nothing in it can run. About 130 bytes a chunk: 1000 tensors on 1000 ranks take 130 MB, and more than
-256 MiB are neither written nor read.
+The index is plain JSON, read strictly: a hostile index cannot name a file outside its folder, omit a part of a tensor,
+or run code. It takes about 130 bytes per chunk, so 1000 tensors on 1000 ranks take 130 MB; the limit is 256 MiB.
 """
 
 import json
@@ -27,19 +26,19 @@ FILE_NAME = re.compile(r"tensors-[0-9]{5,}\.safetensors")
 
 
 def file_name(rank: int) -> str:
-    """Of the file with what a rank wrote."""
+    """Return the name of a rank's file."""
     return f"tensors-{rank:05d}.safetensors"
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a tensor, and the file that holds it."""
+    """A part of a tensor, and its file."""
 
     file: str
     key: str
-    """Its name in that file."""
+    """Its name in the file."""
     offsets: tuple[int, ...]
-    """Where it begins in the tensor."""
+    """Its first index along each dim of the tensor."""
     sizes: tuple[int, ...]
 
 
@@ -48,18 +47,18 @@ class StoredTensor:
     """A tensor of a checkpoint."""
 
     dtype: str
-    """As safetensors writes it: ``F32``, ``BF16``."""
+    """The safetensors name: ``F32``, ``BF16``."""
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
-    """Which cover it, without overlap."""
+    """Cover the tensor without overlap."""
 
     def form(self, chunk: Chunk) -> ChunkForm:
-        """How one of its chunks is laid out."""
+        """Return the dtype and shape of one of its chunks."""
         return ChunkForm(CHUNK_DTYPES[self.dtype], chunk.sizes)
 
 
 def chunk_key(name: str, form: ChunkForm, offsets: Iterable[int], shape: Iterable[int]) -> str:
-    """A chunk's name in its file: the tensor's own where it is whole, else with where it begins: ``weight@128,0``."""
+    """Return a chunk's name in its file: the tensor's name, plus offsets for a part, as in ``weight@128,0``."""
     return name if form.shape == tuple(shape) else f"{name}@{','.join(map(str, offsets))}"
 
 
@@ -67,8 +66,8 @@ def write_index(storage: Storage, folder: str, tensors: Mapping[str, StoredTenso
     """Write the index of a checkpoint.
 
     Raises:
-        ConfigError: if it is too long to be read again.
-        OSError: as the place refuses.
+        ConfigError: if it exceeds the size limit.
+        OSError: if it cannot be written.
     """
     tree = {
         name: {
@@ -92,11 +91,11 @@ def write_index(storage: Storage, folder: str, tensors: Mapping[str, StoredTenso
 
 
 def read_index(storage: Storage, folder: str) -> dict[str, StoredTensor]:
-    """Read which tensors a checkpoint holds, without reading them.
+    """Read the index of a checkpoint.
 
     Raises:
-        ConfigError: naming the file, if it is missing or anything in it is not as ``write_index`` writes it.
-        OSError: as the place refuses.
+        ConfigError: naming the file, if it is missing or deviates from the format of ``write_index``.
+        OSError: if it cannot be read.
     """
     path = f"{folder}/{INDEX_FILE}"
     where = f"{storage.where}/{path}"
@@ -147,10 +146,10 @@ def _is_sizes(values: Any) -> bool:
 
 
 def _tile(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int, ...]) -> bool:
-    """Whether boxes cover a shape, each place of it once.
+    """Return whether boxes cover a shape without overlap.
 
-    Ranks cut a tensor dim by dim. So along the first dim the boxes are intervals one after the other, and those that
-    share an interval cover the other dims. Comparing all pairs would take hours with a thousand ranks.
+    Ranks shard a tensor dim by dim. So the boxes form consecutive intervals along the first dim, and the boxes of each
+    interval cover the other dims. Comparing all pairs would take hours with a thousand ranks.
     """
     if not shape:
         return len(boxes) == 1

@@ -1,10 +1,8 @@
-"""The trained weights in a run's directory: float32, under the model's own names, with what is needed to rebuild it.
+"""Trained weights of a run, from its directory or from a checkpoint.
 
-``RUN/weights`` holds the tensors, ``RUN/config.yaml`` the model. Neither depends on the strategy or the number of
-ranks, but for the order in which tensors are spread over files. Not covered: optimizer states, so a run cannot go on
-from them.
-
-The weights in a checkpoint, for whoever wants the model alone.
+``RUN/weights`` holds float32 tensors under the model's parameter names, ``RUN/config.yaml`` the model's configuration.
+Neither depends on the strategy or the number of ranks, except for the order of tensors in the files. Not covered:
+optimizer states, so a run cannot resume from ``RUN/weights``.
 """
 
 import functools
@@ -40,16 +38,16 @@ LARGEST_CONFIG_BYTES = 2**20
 def save_weights(
     folder: Path, parameters: Iterator[tuple[str, Tensor]], max_file_bytes: int = MAX_FILE_BYTES
 ) -> Written:
-    """Write a model's parameters, as a whole or not at all; on one rank, while all others exhaust their iterators.
+    """Write a model's parameters atomically, on one rank, while all others exhaust their iterators.
 
     Args:
         folder: ``RUN/weights``.
-        parameters: names and full tensors on the CPU, each in memory of its own that does not change meanwhile;
-            exhausted even where the system refuses to write, since other ranks take part in each step of it.
-        max_file_bytes: of the tensors in one file, which is also about what is held in memory.
+        parameters: names and full CPU tensors, each in its own unchanging memory. Exhausted even after a write error,
+            since every step is collective.
+        max_file_bytes: tensor bytes per file; also roughly the peak memory.
 
     Raises:
-        ConfigError: if the place is taken or the system refuses to write.
+        ConfigError: if the folder is taken or cannot be written.
     """
     try:
         with new_folder(folder) as temporary:
@@ -61,18 +59,18 @@ def save_weights(
 
 
 class RunWeights:
-    """The weights that a run left behind.
+    """Final weights of a run.
 
     Args:
         path: the run's directory, or the folder ``weights`` in it.
 
     Raises:
-        ConfigError: if it holds no weights, or they are not whole or not those of the model in ``config.yaml``.
+        ConfigError: if it holds no weights, or they are incomplete or do not fit the model in ``config.yaml``.
     """
 
     config: ModelConfig
     settings: dict[str, Any]
-    """Of the run, as plain values."""
+    """The run's configuration, as plain values."""
     tensors: TensorFolder
 
     def __init__(self, path: str | Path) -> None:
@@ -99,22 +97,22 @@ class RunWeights:
                 )
 
     def build(self) -> DecoderModel:
-        """The model, on the meta device."""
+        """Build the model on the meta device."""
         with torch.device("meta"):
             return self.config.build()
 
     def read(self, name: str, region: Bounds) -> Tensor:
-        """A part of a parameter; the file is opened for each, so that what was read once does not stay in memory."""
+        """Read a part of a parameter. Opens the file on each call, so that pages read do not stay in memory."""
         with self.tensors.reading() as read:
             return read(name, region)
 
     def verify_checksums(self) -> int | None:
-        """Read all files once and hold them against ``checksums.json``; see :func:`.folder.verify_checksums`."""
+        """Compare all files with ``checksums.json``; see :func:`.atomic_folder.verify_checksums`."""
         return verify_checksums(self.path)
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
-    """A run's ``config.yaml``."""
+    """Read a run's ``config.yaml``."""
     try:
         tree = parse_yaml(read_regular(path, LARGEST_CONFIG_BYTES))
     except OSError as error:
@@ -130,15 +128,15 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 
 def model_config_of(section: object, where: str, fix: str) -> ModelConfig:
-    """The configuration of a model out of what a run wrote of it.
+    """Build a model configuration from a run's saved settings.
 
     Args:
-        section: its part of the run's settings.
-        where: what was read, for sentences.
-        fix: what mends a missing section.
+        section: the settings' section ``model``.
+        where: source of the settings, for messages.
+        fix: the fix for a missing section, for the message.
 
     Raises:
-        ConfigError: if it is missing or describes no model.
+        ConfigError: if the section is missing or invalid.
     """
     if not isinstance(section, dict):
         raise ConfigError(f"{where} lacks the section model; {fix}")
@@ -154,16 +152,16 @@ def model_config_of(section: object, where: str, fix: str) -> ModelConfig:
 
 
 class CheckpointWeights:
-    """The parameters that a checkpoint holds, read one at a time; all files are held against the manifest first.
+    """Model parameters of a checkpoint, read one at a time after all files are verified against the manifest.
 
     Args:
-        where: folder or URL of a checkpoint, of a run's checkpoints, or of a run, whose newest one is taken.
+        where: path or URL of a checkpoint; or of a folder of checkpoints or a run, for its newest one.
 
     Raises:
-        ConfigError: if there is none, or it is not whole.
+        ConfigError: if there is no checkpoint, or it is incomplete, damaged or unreadable.
 
     Attributes:
-        settings: of the run, as plain values.
+        settings: the run's configuration, as plain values.
     """
 
     def __init__(self, where: str) -> None:
@@ -183,11 +181,11 @@ class CheckpointWeights:
         with torch.device("meta"):
             model: DecoderModel = self.config.build()
         self._shapes = {name: param.shape for name, param in model.named_parameters()}
-        # The experts of a stack are asked for one by one, and gate, up and down in turns.
+        # A stack's experts are requested one by one, alternating between gate, up and down.
         self._whole = functools.lru_cache(maxsize=3)(self._load)
 
     def read(self, name: str, region: Bounds) -> Tensor:
-        """A part of a parameter."""
+        """Return a part of a parameter."""
         return self._whole(name)[slices(region)]
 
     def _load(self, name: str) -> Tensor:
