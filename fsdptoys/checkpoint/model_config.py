@@ -112,7 +112,7 @@ def check_same(chosen: ModelConfig, wanted: ModelConfig, holder: str, teller: st
         chosen: the run's configuration.
         wanted: the weights' configuration.
         holder: source of the weights, for the message.
-        teller: command that prints all settings of the weights, for the message.
+        teller: command or file with all settings of the weights, for the message.
 
     Raises:
         ConfigError: naming the first differing field, both values and the fix.

@@ -110,7 +110,7 @@ def locate(config: CheckpointConfig, storage: Storage | None) -> Place:
 
     Args:
         config: the run's checkpoint settings.
-        storage: the run's own checkpoints; None if it saves none or none exist.
+        storage: the run's own checkpoints, if any.
 
     Raises:
         ConfigError: if there is none, or if ``auto`` would later resume from another checkpoint than this run's last.
