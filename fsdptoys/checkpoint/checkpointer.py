@@ -244,8 +244,6 @@ class Checkpoints:
         return found
 
     def _named(self) -> Checkpoint:
-        """Return the checkpoint that ``config.resume`` names."""
-
         def look() -> tuple[str, str, bool]:
             place = locate(self._config, self._storage)
             return place.storage.where, place.name, place.own

@@ -271,7 +271,6 @@ class Series:
         self.storage.remove(deleted)
 
     def _reason(self, name: str) -> str:
-        """Return why the folder of this name makes way for a new checkpoint."""
         if name in self.damaged:
             return "damaged"
         try:

@@ -112,7 +112,6 @@ class RunWeights:
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
-    """Read a run's ``config.yaml``."""
     try:
         tree = parse_yaml(read_regular(path, LARGEST_CONFIG_BYTES))
     except OSError as error:
