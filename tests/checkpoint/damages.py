@@ -1,4 +1,4 @@
-"""What can be wrong with a folder in Hugging Face format, and the sentence that tells it."""
+"""Damages to a folder in Hugging Face format, each with its expected error message."""
 
 import json
 import os
@@ -221,7 +221,7 @@ DAMAGED_CONFIGS: dict[str, tuple[Damage, str]] = {
         "set model.rope_scaling.factor=1 for no scaling",
     ),
 }
-"""What is done to the folder, and the whole sentence; {} is the folder."""
+"""Case → change of the folder, expected message; {} is the folder."""
 
 DAMAGED_FILES: dict[str, tuple[Damage, str]] = {
     "no weights": (
@@ -356,7 +356,7 @@ DAMAGED_FILES: dict[str, tuple[Damage, str]] = {
         "to one of these",
     ),
 }
-"""The same, of the files with tensors."""
+"""Likewise for the safetensors files."""
 
 
 def make_folder(folder: Path, config: ModelConfig = CONFIG) -> None:

@@ -1,4 +1,4 @@
-"""Disks that fail at a chosen moment: a process is killed within one of its operations, or a machine loses power."""
+"""Storages that fail at a chosen operation: by a kill, an OSError or a power loss."""
 
 import copy
 import io
@@ -14,13 +14,13 @@ from fsdptoys.checkpoint.storage import LocalStorage, Storage
 
 
 class PowerLoss(BaseException):
-    """The machine is off; nothing that a process still does has any effect."""
+    """Power is lost; later operations have no effect."""
 
 
 class KillingStorage(LocalStorage):
-    """A local folder; the process kills itself with SIGKILL within its ``moment``-th operation, counted from 0.
+    """A local folder; the process sends itself SIGKILL within operation number ``moment``, counted from 0.
 
-    What is half done then stays half done: half of the bytes of a write, half of the files of a removed folder.
+    The operation stays half done: half of the bytes of a write, half of the files of a removed folder.
     """
 
     def __init__(self, where: str, moment: int) -> None:
@@ -86,19 +86,19 @@ class _KillingFile:
 
 
 class FaultyStorage(Storage):
-    """Another storage, one operation of which the system refuses.
+    """Wraps a storage; one operation fails with an OSError.
 
     Args:
-        storage: what the other operations are carried out by.
-        code: ``errno`` of the refusal.
-        moment: the operation that is refused, counted from 0.
-        lasting: whether everything that is done with the same path is refused from then on.
+        storage: carries out the other operations.
+        code: ``errno`` of the failure.
+        moment: number of the failing operation, counted from 0.
+        lasting: whether all later operations on the same path fail too.
     """
 
     def __init__(self, storage: Storage, code: int, moment: int, lasting: bool) -> None:
         self.where, self.renames = storage.where, storage.renames
         self.operations: list[str] = []
-        """All that were asked for."""
+        """All requested operations."""
         self.refused: str | None = None
         self._storage, self._code, self._moment, self._lasting = storage, code, moment, lasting
         self._path: str | None = None
@@ -210,7 +210,7 @@ class _Folder:
         self.seen: dict[str, Any] = {}
         self.kept: dict[str, Any] = {}
         self.changes: list[tuple[str | None, str | None, Any]] = []
-        """Name that goes, name that comes, what it names: since the last sync."""
+        """Removed name, added name and its node, for each change since the last sync."""
 
     def change(self, gone: str | None, come: str | None, node: Any) -> None:
         _apply(self.seen, gone, come, node)
@@ -218,13 +218,13 @@ class _Folder:
 
 
 class LossyDisk(Storage):
-    """A disk in memory that keeps only what was handed to it: bytes of synced files, entries of synced folders.
+    """An in-memory disk that keeps only synced data on a power loss: bytes of files, entries of folders.
 
-    ``lose_power`` decides about the rest, as file systems may: of the changes of a folder's entries none, all, or any,
-    and of bytes that were not synced any beginning. Renaming is one change. A removed folder loses file after file.
+    As on file systems, none, all or any unsynced changes of a folder's entries survive ``lose_power``, and any prefix
+    of unsynced bytes. Renaming is one change. Removing a folder removes its files one by one.
 
-    Args:
-        moment: the operation within which power is lost, counted from 0; None for never.
+    Attributes:
+        moment: number of the operation during which power is lost, counted from 0; None for never.
     """
 
     renames = True
@@ -242,11 +242,11 @@ class LossyDisk(Storage):
         self.operations += 1
 
     def lose_power(self, keeps: str, seed: int) -> "LossyDisk":
-        """The disk after power is back.
+        """Return the disk after a power loss.
 
         Args:
-            keeps: ``none``, ``all`` or ``any`` of what was not synced.
-            seed: of the choice.
+            keeps: surviving part of the unsynced changes: ``none``, ``all`` or ``any``.
+            seed: seed of the random choice.
         """
         draw = random.Random(seed)
         fresh = LossyDisk()

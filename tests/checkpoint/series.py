@@ -1,4 +1,4 @@
-"""Small checkpoints for the tests of this folder: every number of one is made of its step."""
+"""Small checkpoints for the tests of this folder, with all values derived from the step."""
 
 import shutil
 from collections.abc import Callable, Sequence
@@ -66,7 +66,7 @@ def save(checkpoints: Checkpoints, step: int) -> bool:
 
 
 def check(found: Checkpoint | None, step: int) -> None:
-    """It holds exactly what was saved of this step by one process."""
+    """Check that the checkpoint equals the one saved for this step by one process."""
     assert found is not None and (found.step, found.name) == (step, f"step-{step:08d}")
     assert found.facts == facts(step) | {"step": step, "world_size": 1}
     assert found.own_facts == own_facts(step)
@@ -87,7 +87,7 @@ def make_series(folder: Path, steps: Sequence[int] = (1, 2, 3), **config: Any) -
 
 
 def resume(folder: Path | str, resume: str = "auto", restarted: bool = False) -> tuple[Checkpoint | None, list[str]]:
-    """What one process goes on from, and what it was told."""
+    """Resume in one process; return the checkpoint and the messages."""
     told: list[str] = []
     config = CheckpointConfig(every=1, resume=resume)
     return Checkpoints(config, str(folder), message=told.append).resume(restarted), told

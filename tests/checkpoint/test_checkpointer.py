@@ -1,4 +1,4 @@
-"""Saving by one process, deleting old ones, and which checkpoint a run goes on from or refuses."""
+"""One process: saving and deleting checkpoints, and selecting or rejecting the one to resume from."""
 
 import hashlib
 import json
@@ -97,7 +97,7 @@ def test_facts_that_would_come_back_as_something_else_are_not_taken(value: Any) 
 
 
 class Gate(LocalStorage):
-    """Lets nothing be written until it is opened, and then refuses if told so."""
+    """Blocks writes until it is opened, then raises ``refusal`` if set."""
 
     def __init__(self, where: str) -> None:
         super().__init__(where)
@@ -384,7 +384,7 @@ def test_an_index_that_leads_elsewhere_is_refused(series: Path, tmp_path: Path) 
 
 
 def test_resume_takes_what_its_words_say(series: Path, tmp_path: Path) -> None:
-    """Oracle: the step; ``peek`` tells the same one's facts."""
+    """Oracle: the step; ``peek`` returns the facts of the same checkpoint."""
     run = tmp_path / "run"
     folder = copied(series, run / "checkpoints")
     new = tmp_path / "new"
@@ -472,7 +472,7 @@ def test_what_would_mix_up_two_runs_is_refused(case: str, series: Path, tmp_path
 
 
 def test_must_tells_what_was_passed_over(series: Path, tmp_path: Path) -> None:
-    """Oracle: the sentence; ``auto`` starts anew with one sentence for each."""
+    """Oracle: the message; ``auto`` starts from scratch with one message for each."""
     folder = copied(series, tmp_path / "checkpoints")
     for name in (ONE, TWO, THREE):
         (folder / name / "manifest.json").unlink()
@@ -504,7 +504,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_the_run(tmp_path: Path) 
 
 
 def test_old_checkpoints_go_and_what_is_not_whole_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the names that are left. Neither what is damaged nor what is newer counts or goes, nor another run's."""
+    """Oracle: the remaining names. Damaged, newer and other runs' checkpoints are neither counted nor deleted."""
     folder, aside = tmp_path / "checkpoints", tmp_path / "aside"
     make_series(folder, (1, 2, 3, 4, 5, 6, 9))
     (folder / "step-00000009").rename(aside)
@@ -540,7 +540,7 @@ def test_old_checkpoints_go_and_what_is_not_whole_stays(tmp_path: Path, monkeypa
 
 
 def test_a_run_never_deletes_what_it_goes_on_from_for_what_is_damaged(tmp_path: Path) -> None:
-    """Oracle: the step; damaged ones of the right size must not count among those that are kept."""
+    """Oracle: the step; damaged checkpoints of the right size must not count toward ``keep``."""
     folder = tmp_path / "checkpoints"
     make_series(folder, (1, 2, 3))
     for name in (TWO, THREE):

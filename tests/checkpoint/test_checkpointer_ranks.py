@@ -1,4 +1,4 @@
-"""Ranks that save and resume together: what one of them finds or fails at, all of them go by."""
+"""Collective saves and resumes: all ranks follow a finding or failure of one."""
 
 import errno
 import os
@@ -21,7 +21,7 @@ from tests.checkpoint.series import distributed, facts, make_series, own_facts, 
 from tests.measuring import without_coverage
 
 NUMBERS = 120_000
-"""Numbers of the large tensor of the full disk: two ranks' halves of it twice are over its MiB."""
+"""Elements of the tensor that fills the disk of 1 MiB: two ranks' halves of it fit once, not twice."""
 
 
 def save(checkpoints: Checkpoints, step: int) -> bool:
@@ -30,7 +30,7 @@ def save(checkpoints: Checkpoints, step: int) -> bool:
 
 
 def check_sharded(found: Checkpoint | None, step: int, dim: int) -> None:
-    """Loaded into other shards than those that were saved."""
+    """Check a checkpoint loaded into shards along ``dim``."""
     assert found is not None and found.step == step
     assert found.facts == facts(step) | {"step": step, "world_size": found.facts["world_size"]}
     expected = whole_tensors(step)
@@ -72,7 +72,7 @@ class Cases:
         return Checkpoints(CheckpointConfig(every=1, **config), str(folder), self.group, message, None, whole)
 
     def saves_and_resumes(self) -> None:
-        """Into other shards than those that were saved; every rank gets its own facts back."""
+        """Load into other shards than the saved ones; every rank gets its own facts back."""
         for form in Form:
             folder = self.folder / f"saves {form.value}"
             checkpoints = self.make(folder, form=form)

@@ -1,4 +1,4 @@
-"""Whenever a process is killed or power is lost, the newest committed checkpoint is there, as it was saved."""
+"""The newest committed checkpoint survives a kill or power loss at any operation."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ KEPT = 2
 
 @pytest.fixture
 def memory_folder(tmp_path: Path) -> Iterator[Path]:
-    """Where handing to the disk takes no time, which a process that is killed does not depend on."""
+    """A folder in memory, where syncs are free; a killed process needs no syncs."""
     memory = Path("/dev/shm")
     if not os.access(memory, os.W_OK):
         yield tmp_path
@@ -41,7 +41,7 @@ def save(checkpoints: Checkpoints, step: int, value: float) -> bool:
 
 
 def newest(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> tuple[int, float] | None:
-    """Step and value of what ``resume`` takes, all parts of which must be of one save."""
+    """Resume; return step and value of the checkpoint, whose parts must all come from one save."""
     found = make_checkpoints(storage, monkeypatch).resume()
     if found is None:
         return None
@@ -65,7 +65,7 @@ def go_on(storage: Storage, found: tuple[int, float] | None, monkeypatch: pytest
     assert names == ["latest", f"step-{step:08d}", f"step-{step + 1:08d}"]
 
 
-# What was saved before as (step, value), what is being saved in the moment of the crash, and what may be found after.
+# Earlier saves as (step, value), the save during the crash, and the possible checkpoints afterwards.
 CASES: dict[str, tuple[list[tuple[int, float]], tuple[int, float], list[tuple[int, float] | None]]] = {
     "the first": ([], (1, 1.0), [None, (1, 1.0)]),
     "one that makes another go": ([(1, 1.0), (2, 2.0)], (3, 3.0), [(2, 2.0), (3, 3.0)]),
@@ -78,7 +78,7 @@ CASES: dict[str, tuple[list[tuple[int, float]], tuple[int, float], list[tuple[in
 def test_a_process_killed_at_any_moment_leaves_the_newest(
     case: str, memory_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the values that were saved; a forked process sends itself SIGKILL within each of its operations."""
+    """Oracle: the saved values; a forked process sends itself SIGKILL within each of its operations."""
     before, saving, allowed = CASES[case]
     start = memory_folder / "start"
     start.mkdir()
@@ -105,7 +105,7 @@ def test_a_process_killed_at_any_moment_leaves_the_newest(
 def test_a_loss_of_power_at_any_moment_leaves_the_newest(
     case: str, keeps: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the values that were saved; the disk keeps nothing, all or anything of what was not synced."""
+    """Oracle: the saved values; the disk keeps none, all or any of the unsynced data."""
     before, saving, allowed = CASES[case]
     start = LossyDisk()
     for step, value in before:

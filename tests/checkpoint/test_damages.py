@@ -1,4 +1,4 @@
-"""Folders that are incomplete, damaged or of another model: refused in one sentence, with the model untouched."""
+"""Incomplete or damaged folders, and those of other models, are rejected without touching the model."""
 
 import pickle
 import re
@@ -46,7 +46,7 @@ def refusal(folder: Path, config: ModelConfig) -> str:
 
 @pytest.mark.parametrize("case", [*DAMAGED_CONFIGS, *DAMAGED_FILES])
 def test_a_damaged_folder_is_refused_in_one_sentence(case: str, tmp_path: Path) -> None:
-    """Oracle: the sentence; the model keeps its values, and what a pickle would do on opening is not done."""
+    """Oracle: the message; the model keeps its values, and no pickle is executed."""
     damage, sentence = (DAMAGED_CONFIGS | DAMAGED_FILES)[case]
     folder = tmp_path / "folder"
     make_folder(folder)

@@ -1,4 +1,4 @@
-"""Whatever the system refuses, and whenever, no checkpoint that was whole is lost, and nothing ends in a traceback."""
+"""No OSError at any operation loses a complete checkpoint or ends in a traceback."""
 
 import errno
 import hashlib
@@ -21,10 +21,10 @@ from fsdptoys.errors import ConfigError
 from tests.checkpoint.disks import FaultyStorage
 
 UNREADABLE = (errno.EACCES, errno.EIO, errno.ESTALE, errno.EMFILE, errno.EINTR)
-"""These say nothing of what is there, and take turns."""
+"""Errors that leave a folder's content unknown; the tests alternate between them."""
 
 READING = ("names", "exists", "size", "open", "read")
-"""Operations that may find that something is gone; any other may find no room."""
+"""Operations that may fail with a missing file; the others may fail with a full disk."""
 
 KEEP = 2
 
@@ -88,7 +88,7 @@ def damage_newest(storage: Storage) -> None:
 
 
 def set_newest_aside(storage: Storage) -> None:
-    """As a process leaves it that is killed between two renames."""
+    """Reproduce the state after a kill between the two renames."""
     storage.move("step-00000003", ".step-00000003.old")
 
 
@@ -97,10 +97,10 @@ def leave_as_it_is(storage: Storage) -> None:
 
 
 def start(storage: FaultyStorage, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], set[str], int | None]:
-    """A start of a run that saves two steps.
+    """Start a run that saves two steps.
 
     Returns:
-        What was told, what retention may have deleted, and the step that it resumed from; None if it was refused.
+        The messages, the checkpoints that retention may have deleted, and the step resumed from; None on an error.
     """
     monkeypatch.setattr(keeper, "open_storage", lambda where: storage)
     monkeypatch.setattr(choice, "open_storage", lambda where: storage)
@@ -163,7 +163,7 @@ def test_no_refusal_costs_a_checkpoint(
         left = set(contents(storage).values())
         lost = [name for name, digest in whole.items() if digest not in left and name not in may_go]
         assert not lost, (faulty.refused, os.strerror(code), lost, told, storage.names())
-        # What is gone is passed over, or cannot be taken back; what cannot be read is not.
+        # A missing checkpoint is skipped or cannot be restored; an unreadable one is never skipped.
         is_gone = code == errno.ENOENT or (lasting and prepare is set_newest_aside)
         assert is_gone or resumed in (newest, None), (faulty.refused, os.strerror(code), resumed, told)
         storage.remove("")
@@ -247,7 +247,7 @@ def test_a_folder_whose_name_is_too_long_is_one_sentence(name: str, every: int, 
 def test_old_checkpoints_that_cannot_be_read_are_neither_counted_nor_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the names that are left, and one sentence for any number of saves."""
+    """Oracle: the remaining names, and one message for any number of saves."""
     told: list[str] = []
     config = CheckpointConfig(every=1, keep=2)
     checkpoints = Checkpoints(config, str(tmp_path), message=told.append)

@@ -1,4 +1,4 @@
-"""Weights for a model that is configured otherwise than theirs: refused where they would mean something else."""
+"""Weights of another configuration are rejected if they would compute another function."""
 
 import dataclasses
 from pathlib import Path

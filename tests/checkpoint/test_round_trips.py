@@ -1,4 +1,4 @@
-"""Folders in Hugging Face format, through files: what we write transformers reads, and the other way round."""
+"""Round trips through folders in Hugging Face format: transformers reads our files, and we read theirs."""
 
 import dataclasses
 import json
@@ -40,7 +40,7 @@ def test_transformers_reads_what_we_write(case: str, tmp_path: Path) -> None:
     assert type(oracle).__name__ == model.config.hugging_face.architecture
     assert oracle.dtype == torch.float32
     torch.testing.assert_close(model(TOKENS_BT), oracle(TOKENS_BT, use_cache=False).logits, rtol=1e-5, atol=1e-5)
-    # The same settings after transformers has read and written them; nothing of a vocabulary that is not there.
+    # The settings are equal after transformers has read and written them, without token ids.
     oracle.save_pretrained(tmp_path / "theirs")
     assert named_like(HuggingFaceFolder(tmp_path / "theirs").model_config(), model.config) == model.config
     assert oracle.generation_config.eos_token_id is None and oracle.config.bos_token_id is None

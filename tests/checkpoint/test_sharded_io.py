@@ -1,4 +1,4 @@
-"""Each rank reads what its shard needs of a folder: the right part, and no more memory than that takes."""
+"""Each rank reads its shards' parts of a folder, with no more memory than they take."""
 
 import dataclasses
 import os
@@ -79,7 +79,7 @@ def strategy_starts_from(parallel: ParallelConfig, config: ModelConfig, folder: 
 @pytest.mark.parametrize("parallel", [DDPConfig(), FSDP1Config(), FSDP2Config()], ids=lambda parallel: parallel.name)
 @pytest.mark.parametrize("case", ["qwen3_moe", "llama3 scaled tied", "gpt2"])
 def test_every_strategy_starts_from_the_folder(parallel: ParallelConfig, case: str, tmp_path: Path) -> None:
-    """Oracle: the parameters that were written."""
+    """Oracle: the written parameters."""
     config = made_odd(SMALL[case])
     write(tmp_path / "folder", build(config))
     run_ranks(2, strategy_starts_from, parallel, config, tmp_path / "folder")
@@ -122,7 +122,7 @@ def peak_growth_bytes(config: ModelConfig, small: Path, folder: Path) -> tuple[i
         parallel.build(context).parallelize(model, source.fill)
         return [param.to_local() for param in model.parameters() if isinstance(param, DTensor)]
 
-    start(small)  # loads what is loaded once
+    start(small)  # triggers lazy imports
     Path("/proc/self/clear_refs").write_text("5")  # start a new peak
     before = status_bytes("VmHWM")
     shards = start(folder)
@@ -133,7 +133,7 @@ def peak_growth_bytes(config: ModelConfig, small: Path, folder: Path) -> tuple[i
 @pytest.mark.parametrize("case", BIG)
 def test_a_rank_holds_its_shard_and_one_tensor_at_its_peak(case: str, tmp_path: Path) -> None:
     """Oracle: Linux's own peak of the resident set: a shard, the file's pages of one parameter, 8 MiB for all else."""
-    # In a process of its own, or the ranks would inherit memory that is free for them to take.
+    # In a child process, because the ranks would otherwise inherit freed memory to reuse.
     run_ranks(1, write_both, SMALL[case if case != "llama" else "llama2"], BIG[case], tmp_path)
     with torch.device("meta"):
         sizes = [param.nbytes for param in BIG[case].build().parameters()]

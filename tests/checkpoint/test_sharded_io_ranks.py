@@ -1,4 +1,4 @@
-"""Tensors of any layout come back on any number of ranks, from files that anybody can read and nobody can trust."""
+"""Round trips of tensors of any layout on any number of ranks, and rejection of damaged or hostile files."""
 
 import errno
 import json
@@ -110,7 +110,7 @@ def save_layouts(folder: str, world_size: int) -> list[list[str]]:
 
 
 def load_layouts(folder: str, world_size: int) -> list[str]:
-    """Load every checkpoint into every layout; tell what came out otherwise than the whole tensor laid out."""
+    """Load every checkpoint into every layout; return those that differ from the distributed full tensor."""
     group, meshes, layouts = setting(world_size)
     storage = open_storage(folder)
     wrong = []
@@ -179,7 +179,7 @@ def test_files_are_safetensors_that_hold_every_number_once(checkpoints: Any) -> 
 
 
 def test_replicated_tensors_are_written_once_and_by_all_ranks(checkpoints: Any) -> None:
-    """Held against the sum of the tensors' sizes, which all files together come to."""
+    """Oracle: the sum of the tensors' sizes."""
     folder, _ = checkpoints
     total = sum(full(name).nbytes for name in FORMS)
     for checkpoint in ("2 plain", "4 plain", "4 replicated", "4 replicated rows"):
@@ -191,7 +191,7 @@ def test_replicated_tensors_are_written_once_and_by_all_ranks(checkpoints: Any) 
 
 
 def test_names_types_and_shapes_are_known_without_loading(checkpoints: Any) -> None:
-    """Held against what was saved."""
+    """Oracle: the saved tensors."""
     folder, written = checkpoints
     for checkpoint in written:
         index = read_index(open_storage(str(folder)), checkpoint)
@@ -201,7 +201,7 @@ def test_names_types_and_shapes_are_known_without_loading(checkpoints: Any) -> N
 
 @pytest.mark.parametrize("kind", ["file://", "memory:/"])
 def test_a_url_holds_the_same_as_a_folder(kind: str, tmp_path: Path) -> None:
-    """Round trip of non-contiguous tensors with gradients too, held against the originals."""
+    """Oracle: the original tensors, also non-contiguous ones with gradients."""
     storage = open_storage(f"{kind}{tmp_path}")
     storage.make("a")
     tensors = laid_out("plain", {})
@@ -360,7 +360,7 @@ def damaged_load(folder: str, tensors_of: Callable[[], dict[str, Tensor]]) -> li
 
 
 def test_a_header_that_one_rank_needs_is_refused_by_all_before_anything_is_filled(tmp_path: Path) -> None:
-    """Rank 0 finds its own rows in a file that is whole."""
+    """Rank 0 finds its own rows in an undamaged file."""
     shutil.copytree(make_saved(tmp_path / "x"), tmp_path / "a")
     tree = json.loads((tmp_path / "a" / "tensors.json").read_text())
     tree["tensors"]["w"]["chunks"][1]["file"] = "tensors-00001.safetensors"
@@ -505,7 +505,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], None]]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_is_told_by_its_file_before_anything_is_filled(damage: str, tmp_path: Path) -> None:
-    """Each damage alone, held against the file it was done to."""
+    """Oracle: the name of the damaged file, for each damage alone."""
     folder = make_saved(tmp_path / "a")
     tensors = {"b": torch.full((4,), 7.0), "w": torch.full((6, 4), 7.0)}
     load_tensors(open_storage(str(tmp_path)), "a", tensors, None)

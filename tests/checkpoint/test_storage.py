@@ -1,4 +1,4 @@
-"""A local folder and what fsspec reaches are the same few operations."""
+"""Local folders and fsspec URLs behave the same."""
 
 import builtins
 import errno
@@ -34,7 +34,7 @@ def write(storage: Storage, path: str, content: bytes = b"0123456789") -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_operations_do_what_the_interface_says(kind: str, tmp_path: Path) -> None:
-    """The oracle is a table of what was made, written over and removed."""
+    """Oracle: a table of created, overwritten and removed files."""
     storage = make_storage(kind, tmp_path)
     assert storage.names() == [] and storage.names("gone/deep") == [] and not storage.exists("gone")
     storage.remove("gone/deep")
@@ -67,7 +67,7 @@ def test_operations_do_what_the_interface_says(kind: str, tmp_path: Path) -> Non
 
 
 def test_local_folders_and_files_are_renamed_and_links_are_not_followed(tmp_path: Path) -> None:
-    """Held against the file system itself."""
+    """Oracle: the file system."""
     storage = open_storage(str(tmp_path))
     (tmp_path / "aim").mkdir()
     (tmp_path / "aim" / "kept").touch()
@@ -87,7 +87,7 @@ def test_local_folders_and_files_are_renamed_and_links_are_not_followed(tmp_path
 def test_a_written_local_file_was_handed_to_the_disk_and_one_that_failed_was_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Held against the calls of fsync and the size of the file by then."""
+    """Oracle: the calls of fsync and the file's size at each."""
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
     storage = open_storage(str(tmp_path))
@@ -145,7 +145,7 @@ def test_reading_a_pipe_does_not_wait_for_a_writer(link: bool, tmp_path: Path) -
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_folder_that_is_moved_keeps_every_byte(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the bytes that were written; where copying fails, all of them are where they were."""
+    """Oracle: the written bytes; if copying fails, all stay in their old place."""
     storage = make_storage(kind, tmp_path)
     storage.make("old/inner")
     write(storage, "old/a")
@@ -185,7 +185,7 @@ def silent_port() -> Iterator[int]:
 
 
 def test_a_server_that_does_not_answer_is_one_sentence(silent_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the sentence, of a port where nobody listens and of one that swallows every packet."""
+    """Oracle: the message, for a port without a listener and for one that drops all packets."""
     monkeypatch.setattr(storage_module, "CONNECT_SECONDS", 0.3)
     with pytest.raises(ConfigError, match=r"^ftp://127.0.0.1:9/x cannot be reached \(Connection refused\); start its"):
         open_storage("ftp://127.0.0.1:9/x")

@@ -1,4 +1,4 @@
-"""What a run leaves behind of its model: whole or not there, readable by itself, and refused where it is not whole."""
+"""Final weights of a run: written atomically, self-contained, and rejected if incomplete."""
 
 import dataclasses
 import os
@@ -158,7 +158,7 @@ def save_with_little_room(folder: Path, sentences: Path) -> None:
         write_hugging_face(folder.parent / "export", CONFIG, regions_of(model), torch.float32)
     except ConfigError as error:
         sentences.write_text(f"{sentences.read_text()}\n{error}")
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)  # whoever counts coverage writes at the end of the process
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)  # coverage writes its data at exit
 
 
 def test_a_disk_without_room_is_told_in_one_sentence_and_leaves_nothing(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_a_disk_without_room_is_told_in_one_sentence_and_leaves_nothing(tmp_path
 
 
 def test_nothing_is_written_over(tmp_path: Path) -> None:
-    """Oracle: the sentences, and what was there before; an empty folder may be filled."""
+    """Oracle: the messages and the earlier content; an empty folder may be filled."""
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("mine")
     (tmp_path / "file").write_text("mine")
@@ -196,7 +196,7 @@ def save_and_measure(folder: Path, result: Path) -> None:
         for index in range(48):
             yield f"parameter{index}", torch.full((1024, 512), float(index))
 
-    save_weights(folder.parent / "first", parameters_until(lambda: None))  # loads what is loaded once
+    save_weights(folder.parent / "first", parameters_until(lambda: None))  # triggers lazy imports
     Path("/proc/self/clear_refs").write_text("5")  # start a new peak
     before = status_bytes("VmHWM")
     save_weights(folder, parameters(), max_file_bytes=16 * 2**20)
@@ -206,7 +206,7 @@ def save_and_measure(folder: Path, result: Path) -> None:
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the system does not tell a peak")
 def test_writing_holds_one_file_at_a_time(tmp_path: Path) -> None:
     """Oracle: Linux's own peak: 16 MiB of a file, two parameters of 2 MiB in passing, 8 MiB for all else; of 96 MiB."""
-    # Before 0.8 the library copied what it writes.
+    # Before 0.8 the library copied the tensors.
     copies = 1 if tuple(map(int, safetensors.__version__.split(".")[:2])) >= (0, 8) else 2
     assert in_child(save_and_measure, tmp_path / "weights", tmp_path / "result") == 0
     assert 2**24 <= int((tmp_path / "result").read_text()) <= copies * 2**24 + 2 * 2**21 + 2**23
