@@ -47,7 +47,7 @@ Damage = Callable[[Path], object]
 
 
 def edit_json(file: str, **values: Any) -> Damage:
-    """Set keys, or take them away where the value is ``...``."""
+    """Set keys, or remove those with the value ``...``."""
 
     def damage(folder: Path) -> None:
         tree = json.loads((folder / file).read_text()) | values

@@ -104,11 +104,11 @@ class FaultyStorage(Storage):
         self._path: str | None = None
 
     def committed(self) -> list[str]:
-        """Names of folders with a manifest, whatever is refused."""
+        """Names of folders with a manifest, not counted as operations."""
         return [name for name in self._storage.names() if self._storage.exists(f"{name}/manifest.json")]
 
     def tick(self, operation: str, path: str) -> None:
-        """Count an operation, and refuse it if it is its turn."""
+        """Count an operation, and raise the error if it must fail."""
         is_first = len(self.operations) == self._moment
         self.operations.append(f"{operation} {path}")
         if is_first:

@@ -55,7 +55,7 @@ def distributed(tensors: dict[str, Tensor], placements: Sequence[Placement] = (S
 
 
 def whole(tensors: dict[str, Tensor]) -> Any:
-    """Gathers one after the other for rank 0."""
+    """Gather one by one on rank 0."""
     for name in sorted(tensors):
         tensor = tensors[name].full_tensor() if isinstance(tensors[name], DTensor) else tensors[name]
         yield name, tensor if dist.get_rank() == 0 else None

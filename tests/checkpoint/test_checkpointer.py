@@ -115,7 +115,7 @@ class Gate(LocalStorage):
 def test_a_save_in_the_background_stops_for_nothing_but_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: a disk that takes nothing until it is let; tensors are changed and buffers used again meanwhile."""
+    """Oracle: a disk that blocks until it is opened; meanwhile tensors are changed and buffers reused."""
     gate = Gate(str(tmp_path))
     monkeypatch.setattr(keeper, "open_storage", lambda where: gate)
     given: list[dict[str, Tensor] | None] = []
@@ -160,7 +160,7 @@ def test_a_save_in_the_background_stops_for_nothing_but_the_one_before(
 def test_a_thread_that_still_saves_does_not_keep_a_process_from_ending(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: a process that waits for its threads and ends, though its disk takes nothing for another minute."""
+    """Oracle: the process waits for its threads and exits while its disk still blocks for a minute."""
     monkeypatch.setattr(keeper, "open_storage", Gate)
 
     def begin() -> None:

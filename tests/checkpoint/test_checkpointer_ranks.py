@@ -21,7 +21,7 @@ from tests.checkpoint.series import distributed, facts, make_series, own_facts, 
 from tests.measuring import without_coverage
 
 NUMBERS = 120_000
-"""Elements of the tensor that fills the disk of 1 MiB: two ranks' halves of it fit once, not twice."""
+"""float32 elements of the first checkpoint on the disk of 1 MiB; a second one of twice the size does not fit."""
 
 
 def save(checkpoints: Checkpoints, step: int) -> bool:
@@ -86,7 +86,7 @@ class Cases:
             assert files == {"manifest.json", "state.json", "tensors.json"} | shards | ranks
 
     def trains_while_it_saves(self) -> None:
-        """Collectives of training go on over the other groups; with whole tensors, too."""
+        """Training collectives continue on other groups, also with ``Form.full``."""
         for form in Form:
             folder = self.folder / f"trains {form.value}"
             told: list[str] = []
@@ -156,7 +156,7 @@ class Cases:
             self.make(self.folder / "none", resume="must").resume()
 
     def agrees_on_what_cannot_be_read(self) -> None:
-        """One rank alone is refused a file: all stop with one sentence, or all read on once it is let."""
+        """If one rank cannot read a file, all stop with one message, or all continue after a successful retry."""
         folder, last = self.folder / "unreadable", self.size - 1
         assert save(self.make(folder), 1) and save(self.make(folder), 2)
         for name in ("rank-", "tensors-", "state"):
@@ -181,7 +181,7 @@ class Cases:
                 assert not sentence or (f"{folder} cannot be read (" in sentence and "Stale file handle" in sentence)
 
     def sees_one_folder(self) -> None:
-        """A folder of each machine's own is refused before the first step, unless nothing is saved on the way."""
+        """A folder local to each node is rejected before the first step, unless no periodic saves are configured."""
         folder = self.folder / f"of rank {self.rank}"
         on_first(folder.mkdir)
         with pytest.raises(ConfigError, match="where rank 1 does not see what rank 0 writes; set"):
@@ -215,7 +215,7 @@ def refusing(name: str, rank: int, own_rank: int, checkpoints: Checkpoints) -> I
 
 @contextmanager
 def refusing_to_read(name: str, rank: int, own_rank: int, checkpoints: Checkpoints, times: int) -> Iterator[None]:
-    """A network disk that gives one rank an error, so many times, when it opens a file of this name."""
+    """Raise ESTALE on one rank, ``times`` times, when it opens a file whose name starts with ``name``."""
     storage, left = checkpoints._storage, times if rank == own_rank else 0
     original = storage.reading
 
@@ -241,13 +241,13 @@ def flip(path: Path) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_all_ranks_go_by_what_one_of_them_finds(world_size: int, tmp_path: Path) -> None:
-    """Oracle: the whole tensors, sentences and verdicts, in real processes."""
+    """Oracle: the full tensors, messages and verdicts, in real processes."""
     with nullcontext() if world_size == 2 else without_coverage():
         run_ranks(world_size, lambda: Cases(tmp_path).run())
 
 
 def test_a_checkpoint_is_loaded_by_any_number_of_ranks(tmp_path: Path) -> None:
-    """Oracle: the whole tensors. The facts of a rank are there for as many ranks as saved them only."""
+    """Oracle: the full tensors. Facts of a rank are available only on the number of ranks that saved them."""
 
     def four() -> None:
         assert save(Checkpoints(CheckpointConfig(every=1), str(tmp_path / "four"), dist.new_group()), 3)

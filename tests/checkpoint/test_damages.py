@@ -32,7 +32,7 @@ from tests.checkpoint.folders import build_empty
 
 
 def refusal(folder: Path, config: ModelConfig) -> str:
-    """The sentence with which a folder is refused; nothing of the model may have been written."""
+    """Return the message that rejects a folder; check that the model is unchanged."""
     model = build_empty(config)
     with pytest.raises(ConfigError) as refused:
         source = HuggingFaceFolder(folder)

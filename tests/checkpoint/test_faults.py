@@ -39,7 +39,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def memory_folder(tmp_path: Path) -> Iterator[Path]:
-    """Where handing to the disk takes no time."""
+    """A folder in memory, where syncs are free."""
     memory = Path("/dev/shm")
     if not os.access(memory, os.W_OK):
         yield tmp_path
@@ -143,7 +143,7 @@ PREPARED = {"whole": leave_as_it_is, "newest damaged": damage_newest, "newest se
 def test_no_refusal_costs_a_checkpoint(
     kind: str, prepared: str, lasting: bool, memory_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the bytes of the checkpoints before, under whichever name; each operation is refused in turn."""
+    """Oracle: the bytes of earlier checkpoints, under any name; each operation fails in turn."""
     if kind == "memory" and prepared == "newest set aside":
         pytest.skip("nothing is renamed there")
     prepare, codes = PREPARED[prepared], itertools.cycle(UNREADABLE)

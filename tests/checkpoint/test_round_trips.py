@@ -112,7 +112,7 @@ def test_names_may_lack_what_stands_for_the_base_model(tmp_path: Path) -> None:
 
 
 def test_a_head_beside_tied_embeddings_is_left_alone_if_it_is_equal(tmp_path: Path) -> None:
-    """Oracle: the embedding; a head with other values is refused once values are read."""
+    """Oracle: the embedding; a head with other values is rejected once values are read."""
     config = LlamaConfig(
         dim=16, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=24, vocab_size=32, max_seq_len=16, tie_embeddings=True
     )

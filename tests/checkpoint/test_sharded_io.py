@@ -55,7 +55,7 @@ def shards_equal_the_whole(config: ModelConfig, folder: Path) -> None:
 
 @pytest.mark.parametrize("case", ["llama3 scaled tied", "llama4", "qwen3", "qwen3_moe", "gpt2"])
 def test_a_shard_is_cut_out_of_the_whole(case: str, tmp_path: Path) -> None:
-    """Oracle: the whole parameters; sharded along every dim and along two, unevenly, with empty shards."""
+    """Oracle: the full parameters; sharded along every dim and along two, unevenly, with empty shards."""
     config = made_odd(SMALL[case])
     write(tmp_path / "folder", build(config), max_file_bytes=20_000)
     run_ranks(4, shards_equal_the_whole, config, tmp_path / "folder")

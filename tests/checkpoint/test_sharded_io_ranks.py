@@ -55,7 +55,7 @@ LAYOUTS: dict[str, tuple[Any, ...]] = {
 
 
 def full(name: str) -> Tensor:
-    """The whole tensor: its bytes are drawn by its name alone."""
+    """Return the full tensor, with random bytes seeded by its name."""
     shape, dtype = FORMS[name]
     generator = torch.Generator().manual_seed(list(FORMS).index(name))
     high = 2 if dtype == torch.bool else 256
@@ -147,7 +147,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[st
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_every_layout_of_1_2_and_4_ranks_is_loaded_into_every_other(world_size: int, checkpoints: Any) -> None:
-    """The oracle is the whole tensor, laid out by PyTorch."""
+    """Oracle: the full tensor, distributed by PyTorch."""
     folder, written = checkpoints
     assert len(written) == 1 + 4 + 8
     if world_size == 1:
@@ -157,7 +157,7 @@ def test_every_layout_of_1_2_and_4_ranks_is_loaded_into_every_other(world_size: 
 
 
 def test_files_are_safetensors_that_hold_every_number_once(checkpoints: Any) -> None:
-    """Put together with the safetensors library and the index as plain JSON, without any code of ours."""
+    """Oracle: tensors assembled with the safetensors library and the JSON index, without our code."""
     folder, written = checkpoints
     for checkpoint, files_of_ranks in written.items():
         listed = [file for files in files_of_ranks for file in files]
@@ -375,7 +375,7 @@ def test_a_header_that_one_rank_needs_is_refused_by_all_before_anything_is_fille
 
 
 def make_saved(folder: Path) -> Path:
-    """A checkpoint of ``w`` in two chunks and ``b`` whole, all in one file."""
+    """A checkpoint with ``w`` in two chunks and ``b`` in one, all in one file."""
     folder.mkdir(parents=True)
     storage = open_storage(str(folder.parent))
     save_tensors(storage, folder.name, {"w@0,0": torch.ones(3, 4), "w@3,0": torch.ones(3, 4), "b": torch.ones(4)}, None)
@@ -435,7 +435,7 @@ def twice(tree: Any) -> list[Any]:
 
 
 def negative(tree: Any) -> list[Any]:
-    """The chunks of ``w``, one too long, and another that takes that back."""
+    """The chunks of ``w``, one of them too long, and one of negative size that compensates for it."""
     chunks = tree["tensors"]["w"]["chunks"]
     return [chunks[0], chunks[1] | {"sizes": [4, 4]}, chunks[1] | {"offsets": [7, 0], "sizes": [-1, 4]}]
 

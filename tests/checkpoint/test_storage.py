@@ -203,7 +203,7 @@ def test_a_url_that_names_no_place_is_refused(where: str) -> None:
 @pytest.mark.parametrize("path", ["../a", "/etc/passwd", "a/../../b", "a//b", "."])
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_outside_can_be_named(kind: str, path: str, tmp_path: Path) -> None:
-    """By no operation; that would be a mistake of ours."""
+    """Oracle: an AssertionError from every operation."""
     storage = make_storage(kind, tmp_path)
     for operation in (storage.names, storage.exists, storage.size, storage.reading, storage.remove, storage.make):
         with pytest.raises(AssertionError):
@@ -286,7 +286,7 @@ def test_listings_are_never_taken_from_a_cache(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_local_folder_does_without_fsspec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its import takes time that a local run need not spend."""
+    """The import of fsspec is slow and unnecessary for local runs."""
     real = builtins.__import__
 
     def refuse(name: str, *args: Any) -> Any:

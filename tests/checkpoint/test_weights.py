@@ -101,7 +101,7 @@ def save_under(parallel: ParallelConfig, config: ModelConfig, run: Path) -> None
     ("parallel", "ranks"), [(SingleConfig(), 1), (DDPConfig(), 2), (FSDP1Config(), 2), (FSDP2Config(), 2)]
 )
 def test_every_strategy_saves_the_same_weights(parallel: ParallelConfig, ranks: int, tmp_path: Path) -> None:
-    """Oracle: the initial values of one process; and a refusal on one rank that leaves none waiting for it."""
+    """Oracle: the initial values of one process; a write error on one rank leaves no other rank waiting."""
     expected = CONFIG.build()
     for name, param in expected.named_parameters():
         with torch.no_grad():
