@@ -8,7 +8,7 @@ import fsdptoys
 from fsdptoys.config.compose import SCHEMAS
 
 NAMES = {name for group in ("parallel", "optim", "data") for name in SCHEMAS[group]}
-OWNERS = ("parallel", "optim", "data", "toys", "plan")
+OWNERS = ("parallel", "optim", "data", "toys")
 """Packages that may compare names: their own packages, and ``plan``, which predicts a subset of the strategies."""
 
 
