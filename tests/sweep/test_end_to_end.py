@@ -20,7 +20,7 @@ title: three ends
 base: [model=llama_debug, experiment=null, data=synthetic, train.steps=4, train.seq_len=16, plan.predict=false]
 rows:
   - [parallel=single]
-  - [parallel=single, model.ffn_dim={ffn_dim}]
+  - [parallel=single, model.ffn_dim={ffn_dim}, model.dim=65536]
 {more}"""
 
 ENDLESS = """  - [parallel=ddp, launch.nproc_per_node=1, launch.nnodes=2, "launch.rdzv_endpoint=localhost:{port}"]
@@ -28,8 +28,8 @@ time_limit_seconds: 4
 """
 """Waits for another machine, which costs nothing."""
 
-MORE_THAN_ANY = 2**42
-"""Columns of a float32 matrix with 64 rows that has more bytes than addresses."""
+MORE_THAN_ANY = 2**22
+"""Columns of a float32 matrix with 65,536 rows, which takes 1 TiB."""
 
 
 def free_port() -> int:
