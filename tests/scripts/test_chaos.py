@@ -26,6 +26,15 @@ def wait_for_step(attempt: Attempt, step: int) -> None:
     assert not attempt.ended
 
 
+def rank_pid(attempt: Attempt, rank: int) -> int:
+    """Process of a rank; a heartbeat that is being rewritten has no process for a moment."""
+    deadline = time.monotonic() + 120
+    while len(pids := attempt.rank_pids()) < CAMPAIGN.ranks:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return pids[rank]
+
+
 def run_here(config: Config) -> None:
     Run(Trainer(config)).run()
 
@@ -41,7 +50,7 @@ def test_signals_end_a_run_with_a_checkpoint_from_which_it_goes_on_to_the_same_e
     for number, of_launcher, step in ((signal.SIGTERM, False, 4), (signal.SIGUSR1, True, 8)):
         attempt = Attempt(CAMPAIGN, stopped, STEPS, tmp_path / "log", resume=True)
         wait_for_step(attempt, step)
-        os.kill(attempt.process.pid if of_launcher else attempt.rank_pids()[1], number)
+        os.kill(attempt.process.pid if of_launcher else rank_pid(attempt, 1), number)
         assert attempt.wait() == 0, (tmp_path / "log").read_text()
         assert attempt.whole() == attempt.last_step() < STEPS
         assert f"{number.name} received" in (stopped / "summary.md").read_text()
