@@ -152,8 +152,8 @@ class Bench:
         if isinstance(CONTESTANTS[contestant], tuple):
             row = dataclasses.replace(row, planned_gib=planned_gib)
             if not self.holds(planned_gib):
-                told = f"left out: {planned_gib:.0f} GiB are planned, and the device has {self.memory_gib:.0f}"
-                return dataclasses.replace(row, failure=told)
+                reason = f"left out: {planned_gib:.0f} GiB are planned, and the device has {self.memory_gib:.0f}"
+                return dataclasses.replace(row, failure=reason)
         if self.row_seconds < LEAST_SECONDS:
             return dataclasses.replace(row, failure="left out: the call's time was over")
         run = Run(command, self.environment(contestant), self.folder, STEPS, self.row_seconds, stops=False)
@@ -176,17 +176,17 @@ class Bench:
 
 def why(result: Measured) -> str:
     """Why a row has no figures, in one line."""
-    told = result.failure or ""
-    if re.search(r"OutOfMemoryError|out of memory|CUBLAS_STATUS_ALLOC_FAILED", told):
+    text = result.failure or ""
+    if re.search(r"OutOfMemoryError|out of memory|CUBLAS_STATUS_ALLOC_FAILED", text):
         return "out of memory"
-    if "killed after" in told:
+    if "killed after" in text:
         return f"no end within its time, {len(result.seconds)} of {STEPS} steps done"
-    missing = re.findall(r"No module named '([\w.]+)'", told)
+    missing = re.findall(r"No module named '([\w.]+)'", text)
     if missing:
         return f"unsupported: {missing[-1]} is not installed"
-    if refused := re.search(r"ConfigError: (.+)", told):
+    if refused := re.search(r"ConfigError: (.+)", text):
         return f"unsupported: {refused[1]}"
-    lines = [line.strip() for line in told.splitlines() if line.strip()]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     return f"failed: {lines[-1]}" if lines else "failed without a word"
 
 

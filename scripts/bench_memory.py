@@ -270,8 +270,8 @@ def judge(results: dict[tuple[str, str], Result], classic: bool) -> list[str]:
                 ("reserved", result.reserved_gib, ROWS[name].published_reserved_gib),
             ):
                 if got is not None and strategy in wanted:
-                    told = f"{strategy} {name}: {got:.2f} GiB {what}, published {wanted[strategy]:.2f}"
-                    verdict(got <= wanted[strategy] + 0.005, told)
+                    verdict_text = f"{strategy} {name}: {got:.2f} GiB {what}, published {wanted[strategy]:.2f}"
+                    verdict(got <= wanted[strategy] + 0.005, verdict_text)
     return verdicts
 
 

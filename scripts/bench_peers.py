@@ -231,8 +231,10 @@ def measure(bench: Bench, entrants: Sequence[Contestant], rounds: int) -> dict[s
             take_turns(list(runs.values()), f"{bench.work.dtype} round {turn + 1} of {rounds}, {group}")
             for name, run in runs.items():
                 results[name].append(run.result)
-                told = run.result.failure or f"{run.result.step_seconds(bench.warmup):.2f} s a step"
-                print(f"{bench.work.dtype} round {turn + 1} of {rounds}, {name}: {told}", file=sys.stderr, flush=True)
+                outcome = run.result.failure or f"{run.result.step_seconds(bench.warmup):.2f} s a step"
+                print(
+                    f"{bench.work.dtype} round {turn + 1} of {rounds}, {name}: {outcome}", file=sys.stderr, flush=True
+                )
     return results
 
 
@@ -270,27 +272,25 @@ def judge(results: dict[str, list[Measured]], judged: Sequence[Pair], warmup: in
         return failed
     if wrong := losses_agree(results):
         return [f"missed: not the same work: {sentence}" for sentence in wrong]
-    told = []
+    verdicts = []
 
-    def tell(met: bool, sentence: str) -> None:
-        told.append(sentence if met else f"missed: {sentence}")
+    def add(met: bool, sentence: str) -> None:
+        verdicts.append(sentence if met else f"missed: {sentence}")
 
     for pair in judged:
         ours, theirs = results[pair.ours], results[pair.theirs]
         speed = speed_ratio(ours, theirs, warmup)
-        tell(
-            speed >= pair.target, f"{pair.ours} has {speed:.2f} of the tokens/s of {pair.theirs}, target {pair.target}"
-        )
+        add(speed >= pair.target, f"{pair.ours} has {speed:.2f} of the tokens/s of {pair.theirs}, target {pair.target}")
         memory = median_ratio([r.peak_bytes for r in ours], [r.peak_bytes for r in theirs])
-        tell(memory <= 1, f"{pair.ours} takes {memory:.2f} of the memory of {pair.theirs}, target 1.0")
+        add(memory <= 1, f"{pair.ours} takes {memory:.2f} of the memory of {pair.theirs}, target 1.0")
     fastest = min(statistics.median(r.startup_seconds for r in results[name]) for name in peers)
     for name in dict.fromkeys(pair.ours for pair in judged):
         seconds = statistics.median(r.startup_seconds for r in results[name])
-        tell(
+        add(
             seconds <= fastest,
             f"{name} is through its first step after {seconds:.1f} s, the fastest peer {fastest:.1f} s",
         )
-    return told
+    return verdicts
 
 
 def render(results: dict[str, list[Measured]], work: Work, warmup: int, gpu: bool) -> str:
@@ -327,8 +327,8 @@ def peers_versions(programs: Path) -> str:
     """What is installed in the peers' environment."""
     names = ["torch", "accelerate", "transformers", "lightning", "litgpt"]
     ask = f"from importlib.metadata import version; print(*(f'{{n}} {{version(n)}}' for n in {names}), sep=', ')"
-    told = subprocess.run([str(programs / "python"), "-c", ask], check=True, capture_output=True, text=True).stdout
-    return told.strip()
+    output = subprocess.run([str(programs / "python"), "-c", ask], check=True, capture_output=True, text=True).stdout
+    return output.strip()
 
 
 def main() -> int:

@@ -232,11 +232,11 @@ DAMAGES: dict[str, Damage] = {
 
 def outcome_of(folder: Path) -> tuple[str, str]:
     """Resume as a run would: detected, harmless or missed, and why."""
-    told: list[str] = []
+    messages: list[str] = []
     try:
-        found = Checkpoints(CheckpointConfig(every=1, resume="auto"), str(folder), message=told.append).resume()
+        found = Checkpoints(CheckpointConfig(every=1, resume="auto"), str(folder), message=messages.append).resume()
         if found is None:
-            return "detected", "; ".join(told)
+            return "detected", "; ".join(messages)
         tensors = {name: torch.full_like(tensor, torch.nan) for name, tensor in tensors_of(1).items()}
         found.load(tensors)
     except ConfigError as error:
@@ -251,7 +251,7 @@ def outcome_of(folder: Path) -> tuple[str, str]:
     whole = whole and all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
     if not whole:
         return "missed", f"{found.name} was loaded with other values"
-    return ("harmless" if found.step == STEPS else "detected"), "; ".join(told)
+    return ("harmless" if found.step == STEPS else "detected"), "; ".join(messages)
 
 
 def fuzz(damages: int, seed: int) -> dict[str, dict[str, int]]:

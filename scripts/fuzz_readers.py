@@ -245,8 +245,8 @@ def _end(worker: Worker) -> str:
     _, status = os.waitpid(worker.pid, 0)
     worker.orders.close()
     worker.answers.close()
-    told = worker.traces.read_text(errors="replace") if worker.traces.is_file() else ""
-    return f"{told[-3000:]}\nstatus {os.waitstatus_to_exitcode(status)}"
+    traces = worker.traces.read_text(errors="replace") if worker.traces.is_file() else ""
+    return f"{traces[-3000:]}\nstatus {os.waitstatus_to_exitcode(status)}"
 
 
 def fuzz(
@@ -261,14 +261,14 @@ def fuzz(
             print("making specimens, about 10 s", flush=True)
         make_specimens(folder / "specimens")
         cases = plan_cases(count, only)
-        began = told = time.monotonic()
+        began = reported = time.monotonic()
         for result in run_cases(cases, seed, folder, processes):
             done[result.case[0]] += 1
             if result.failure is not None:
                 failed.append(result)
             now = time.monotonic()
-            if progress and now - told > PROGRESS_SECONDS:
-                told, total = now, sum(done.values())
+            if progress and now - reported > PROGRESS_SECONDS:
+                reported, total = now, sum(done.values())
                 left = (len(cases) - total) * (now - began) / total
                 print(f"{total:,} of {len(cases):,} cases, {len(failed)} failed, about {left:.0f} s left", flush=True)
     return done, failed

@@ -217,8 +217,8 @@ def mend_heartbeats(copy: Path) -> None:
 def read_signs(copy: Path) -> str:
     """Heartbeats as reports and sentences use them."""
     signs = read_heartbeats(copy / HEARTBEATS_FOLDER)
-    told = [f"{sign.described(2e9)} {sign.state()} {max(s.place for s in signs.values())}" for sign in signs.values()]
-    return "".join([*told, last_signs(copy / HEARTBEATS_FOLDER, {0: 7}) or ""])
+    lines = [f"{sign.described(2e9)} {sign.state()} {max(s.place for s in signs.values())}" for sign in signs.values()]
+    return "".join([*lines, last_signs(copy / HEARTBEATS_FOLDER, {0: 7}) or ""])
 
 
 def read_prediction(copy: Path) -> str:

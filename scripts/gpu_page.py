@@ -58,10 +58,10 @@ class Row:
 
 def judge(rows: Sequence[Row], shapes: Sequence[Shape]) -> list[str]:
     """A sentence a target: met, missed, or not measured."""
-    told = []
+    lines = []
 
-    def tell(met: bool, sentence: str) -> None:
-        told.append(f"{'met' if met else 'missed'}: {sentence}")
+    def judge_target(met: bool, sentence: str) -> None:
+        lines.append(f"{'met' if met else 'missed'}: {sentence}")
 
     for shape in shapes:
         of = {row.contestant: row for row in rows if row.shape == shape.name}
@@ -69,30 +69,34 @@ def judge(rows: Sequence[Row], shapes: Sequence[Shape]) -> list[str]:
         ours = speeds.get(COMPILED)
         if ours is None:
             failure = of[COMPILED].failure if COMPILED in of else "it was not asked for"
-            told.append(f"not measured: {shape.name} {COMPILED}: {failure}")
+            lines.append(f"not measured: {shape.name} {COMPILED}: {failure}")
             continue
         mfu = of[COMPILED].mfu
         if mfu is not None:
-            tell(mfu >= shape.target_mfu, f"{shape.name} compiled has {mfu:.1%} MFU, target {shape.target_mfu:.0%}")
+            judge_target(
+                mfu >= shape.target_mfu, f"{shape.name} compiled has {mfu:.1%} MFU, target {shape.target_mfu:.0%}"
+            )
         if FLOAT8 in speeds:
             gain = speeds[FLOAT8] / ours
-            tell(gain >= FLOAT8_GAIN, f"{shape.name} float8 has {gain:.2f} of bf16's tokens/s, target {FLOAT8_GAIN}")
+            judge_target(
+                gain >= FLOAT8_GAIN, f"{shape.name} float8 has {gain:.2f} of bf16's tokens/s, target {FLOAT8_GAIN}"
+            )
         else:
-            told.append(f"not measured: {shape.name} float8")
+            lines.append(f"not measured: {shape.name} float8")
         peers = {name: speeds[name] for name in (BARE, ACCELERATE) if name in speeds}
         if peers:
             best = max(peers, key=peers.__getitem__)
             ratio = ours / peers[best]
-            tell(ratio >= 1, f"{shape.name} compiled has {ratio:.2f} of the tokens/s of {best}, target 1")
+            judge_target(ratio >= 1, f"{shape.name} compiled has {ratio:.2f} of the tokens/s of {best}, target 1")
         else:
-            told.append(f"not measured: {shape.name} against a peer")
+            lines.append(f"not measured: {shape.name} against a peer")
         first = {name: row.first_loss for name, row in of.items() if row.first_loss is not None}
         for name, loss in first.items():
             if abs(loss - first[COMPILED]) > LOSS_TOLERANCE * first[COMPILED]:
-                tell(
+                judge_target(
                     False, f"{shape.name} {name} begins with the loss {loss:.3f}, {COMPILED} with {first[COMPILED]:.3f}"
                 )
-    return told
+    return lines
 
 
 def render(
@@ -113,7 +117,7 @@ def render(
         on: machine and versions.
         verdicts: of ``judge``.
     """
-    peak = f"{peak_flops / 1e12:,.0f} TFLOP/s" if peak_flops else "not known, so no MFU is told"
+    peak = f"{peak_flops / 1e12:,.0f} TFLOP/s" if peak_flops else "not known, so no MFU is given"
     lines = [
         "# One GPU" if device == "cuda" else "# A trial of the script on a CPU, whose figures mean nothing",
         "", f"Command: `python {shlex.join(sys.argv)}`", "", f"{on}. Peak in bf16: {peak}.", "",

@@ -30,6 +30,7 @@ Exits with status 1 on any breach.
 
 import argparse
 import hashlib
+import json
 import math
 import os
 import sys
@@ -271,6 +272,7 @@ def compare(args: argparse.Namespace, model: str, mode: str, dtype: str, console
         table.add_column("against CPU ranks")
     common = overrides(args, model, mode, dtype)
     breaches: list[str] = []
+    digest = hashlib.sha256()
     for world_size in args.world_sizes:
         names = rows_of(args.strategies, world_size, dtype)
         simulated = [*common, "parallel=single", f"parallel.simulated_ranks={world_size}"]
@@ -285,11 +287,13 @@ def compare(args: argparse.Namespace, model: str, mode: str, dtype: str, console
             trained[device] = dict(zip(names, train_rows(rows, titles, world_size, device), strict=True))
         reference, outcomes = singles[args.device], trained[args.device]
         table.add_section()
-        told = [against(reference, singles["cpu"])] if args.against_cpu else []
-        table.add_row(str(world_size), "single", f"{reference.losses[-1]:.9f}", "", "", "", "", *told)
+        cpu_cells = [against(reference, singles["cpu"])] if args.against_cpu else []
+        for outcome in (reference, *outcomes.values()):
+            digest.update(json.dumps(outcome.parameters, sort_keys=True).encode())
+        table.add_row(str(world_size), "single", f"{reference.losses[-1]:.9f}", "", "", "", "", *cpu_cells)
         for name, outcome in outcomes.items():
             verdict = judge(name, outcomes, reference, world_size, dtype, mode, args.grad_accum)
-            told = [against(outcome, trained["cpu"][name])] if args.against_cpu else []
+            cpu_cells = [against(outcome, trained["cpu"][name])] if args.against_cpu else []
             breaches += [verdict.breach] if verdict.breach else []
             table.add_row(
                 str(world_size),
@@ -299,9 +303,10 @@ def compare(args: argparse.Namespace, model: str, mode: str, dtype: str, console
                 f"{max_norm_difference(outcome, reference):.1e}",
                 "yes" if outcome.parameters == reference.parameters else "no",
                 verdict.text,
-                *told,
+                *cpu_cells,
             )
     console.print(table)
+    console.print(f"parameters of all rows: sha256 {digest.hexdigest()}\n")
     return breaches
 
 

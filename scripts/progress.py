@@ -133,8 +133,8 @@ class Printer:
         self.done += 1
         self._finished = now
         took = now - self._running.pop(name, now)
-        told = f"{name}: {note}" if note else name
-        return f"[{self.done}/{self.units}] {told} … {clock(took)}, {self._times(now)}"
+        label = f"{name}: {note}" if note else name
+        return f"[{self.done}/{self.units}] {label} … {clock(took)}, {self._times(now)}"
 
     def beat(self, now: float) -> str:
         """The line of a time in which nothing ended."""

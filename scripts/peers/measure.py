@@ -90,7 +90,7 @@ class Run:
         self._stops, self._last_line = stops, 0.0
         self.steps, self.limit_seconds, self.metrics = steps, limit_seconds, metrics
         self._command, self._environment, self._folder = list(command), dict(environment), folder
-        self._told: list[str] = []
+        self._output: list[str] = []
         self._process: subprocess.Popen[str] | None = None
 
     def take_step(self) -> None:
@@ -134,11 +134,11 @@ class Run:
                     result.peak_bytes = max([result.peak_bytes, *map(_peak_bytes, _descendants(process.pid))])
                     return
                 else:
-                    self._told.append(line)
+                    self._output.append(line)
             status = process.wait()
         if status or len(result.seconds) != self.steps:
-            told = "".join(self._told if len(self._told) <= 40 else self._told[:10] + self._told[-30:])
-            result.failure = f"status {status} after {len(result.seconds)} of {self.steps} steps\n{told}"
+            output = "".join(self._output if len(self._output) <= 40 else self._output[:10] + self._output[-30:])
+            result.failure = f"status {status} after {len(result.seconds)} of {self.steps} steps\n{output}"
         elif self.metrics is not None:
             result.losses = [json.loads(line)["loss"] for line in self.metrics.read_text().splitlines()]
 
@@ -151,7 +151,7 @@ class Run:
     @contextmanager
     def _limited(self) -> Iterator[None]:
         def kill() -> None:
-            self._told.append(f"killed after {self.limit_seconds:g} s")
+            self._output.append(f"killed after {self.limit_seconds:g} s")
             self._send(signal.SIGKILL)
 
         killer = threading.Timer(self.limit_seconds, kill)

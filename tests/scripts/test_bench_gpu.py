@@ -29,7 +29,7 @@ def rows(**speeds: float | None) -> list[Row]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "expected"),
     [
         ({}, []),
         ({"compiled": 970.0}, ["missed: llama3_8b-8192 compiled has 49.5% MFU, target 50%"]),
@@ -40,11 +40,11 @@ def rows(**speeds: float | None) -> list[Row]:
         ({"compiled": None}, ["not measured: llama3_8b-8192 FSDPToys, compiled: out of memory"]),
     ],
 )
-def test_targets_are_met_missed_or_not_measured(changes: dict[str, float | None], told: list[str]) -> None:
+def test_targets_are_met_missed_or_not_measured(changes: dict[str, float | None], expected: list[str]) -> None:
     """Oracle: verdicts by hand."""
     verdicts = judge(rows(**changes), [SHAPE])
     found = [line for line in verdicts if not line.startswith("met")]
-    assert [line[: len(words)] for line, words in zip(found, told, strict=True)] == told
+    assert [line[: len(words)] for line, words in zip(found, expected, strict=True)] == expected
 
 
 def test_another_first_loss_is_another_work() -> None:
@@ -55,7 +55,7 @@ def test_another_first_loss_is_another_work() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "said"),
+    ("failure", "said"),
     [
         ("status 1 after 0\ntorch.OutOfMemoryError: CUDA out of memory. Tried to", "out of memory"),
         ("status -9 after 0 of 8 steps\nkilled after 90 s", "no end within its time, 0 of 8 steps done"),
@@ -64,16 +64,16 @@ def test_another_first_loss_is_another_work() -> None:
         ("status 1\nValueError: no", "failed: ValueError: no"),
     ],
 )
-def test_a_row_without_figures_says_why(told: str, said: str) -> None:
+def test_a_row_without_figures_says_why(failure: str, said: str) -> None:
     """Oracle: PyTorch's and Python's words."""
-    assert why(Measured(failure=told)) == said
+    assert why(Measured(failure=failure)) == said
 
 
 def test_a_row_that_is_planned_to_hold_more_than_the_device_is_left_out(tmp_path: Path) -> None:
     """Oracle: the sentence, of ours; the planner says nothing of a peer."""
     bench = Bench("cuda", tmp_path, sys.executable, 989e12, 79.6, 0.0)
-    for planned, told in ((93.7, "left out: 94 GiB are planned, and the device has 80"), (79.0, "the call's time")):
-        assert told in str(bench.run(SHAPE, COMPILED, 1e9, planned).failure)
+    for planned, reason in ((93.7, "left out: 94 GiB are planned, and the device has 80"), (79.0, "the call's time")):
+        assert reason in str(bench.run(SHAPE, COMPILED, 1e9, planned).failure)
     assert "the call's time" in str(bench.run(SHAPE, BARE, 1e9, 93.7).failure)
 
 

@@ -68,8 +68,8 @@ def test_targets_are_met_or_missed_by_speed_memory_start_and_the_first_loss(
     changes: dict[str, Measured], missed: list[str]
 ) -> None:
     """Oracle: verdicts by hand."""
-    told = judge(results_of(**changes), pairs(gpu=False), warmup=1, peers=[ACCELERATE, FABRIC, PLAIN])
-    found = [line for line in told if line.startswith("missed")]
+    verdicts = judge(results_of(**changes), pairs(gpu=False), warmup=1, peers=[ACCELERATE, FABRIC, PLAIN])
+    found = [line for line in verdicts if line.startswith("missed")]
     assert len(found) == len(missed)
     assert all(words in line for words, line in zip(missed, found, strict=True))
 

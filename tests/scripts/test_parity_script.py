@@ -85,8 +85,8 @@ def test_verdicts_find_every_breach(mode: str, outcomes: dict[str, parity.Outcom
 def test_the_order_of_sums_is_only_promised_where_both_reduce_as_often() -> None:
     """Oracle: a difference made by hand, which is a breach with one micro-batch."""
     outcomes = {"toy-zero2": outcome(1.0 + 1e-7), "ddp": outcome(1.0)}
-    told = [parity.judge("toy-zero2", outcomes, outcome(1.0), 2, "float32", USUAL, count) for count in (1, 2)]
-    assert [verdict.breach is None for verdict in told] == [False, True]
+    verdicts = [parity.judge("toy-zero2", outcomes, outcome(1.0), 2, "float32", USUAL, count) for count in (1, 2)]
+    assert [verdict.breach is None for verdict in verdicts] == [False, True]
 
 
 def test_what_has_no_lower_precision_has_no_row_in_bf16() -> None:

@@ -54,7 +54,7 @@ def test_a_seed_draws_what_it_draws_on_a_cpu_and_states_come_back(mode: str) -> 
 
 def mistakes() -> list[str]:
     x = torch.ones(4, device="npu")
-    told = []
+    messages = []
     for wrong in (
         lambda: x + torch.ones(4),
         lambda: torch.zeros(2, device="npu:1"),
@@ -65,8 +65,8 @@ def mistakes() -> list[str]:
         try:
             wrong()
         except (RuntimeError, TypeError, ValueError) as error:
-            told.append(str(error))
-    return told
+            messages.append(str(error))
+    return messages
 
 
 def test_what_hardware_refuses_is_refused() -> None:

@@ -32,7 +32,7 @@ class Result:
     """A run that has ended."""
 
     status: int
-    told: str
+    output: str
     """What it printed, errors among it."""
     folder: Path
 

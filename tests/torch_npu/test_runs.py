@@ -44,8 +44,8 @@ def test_an_npu_trains_with_torch_npus_fused_operators_by_itself(
     """Oracle: losses on a CPU with PyTorch's, to 1e-5; and the calls of the operators and of their backwards."""
     words = [f"model={model}", "parallel=fsdp2"]
     npu = run_fused(environment, tmp_path / "npu", words)
-    assert npu.status == 0, npu.told
-    counted = [json.loads(line)["calls"] for line in re.findall(r'{"calls": .*}', npu.told)]
+    assert npu.status == 0, npu.output
+    counted = [json.loads(line)["calls"] for line in re.findall(r'{"calls": .*}', npu.output)]
     backwards = {"npu_fusion_attention_grad", "npu_rms_norm_backward"}
     backwards |= {"npu_swiglu_backward"} if "npu_swiglu" in operators else set()
     assert [set(calls) for calls in counted] == [operators | backwards] * 2
@@ -56,8 +56,8 @@ def test_an_npu_trains_with_torch_npus_fused_operators_by_itself(
 def test_float64_sums_are_refused_before_anything_starts(environment: Path, tmp_path: Path) -> None:
     """Oracle: the exit status of a mistake, and no run directory."""
     refused = run(environment, tmp_path / "run", "npu", ["parallel=fsdp2", "train.sum_dtype=float64"])
-    assert refused.status == 2, refused.told
-    assert "train.sum_dtype=float64" in refused.told and not refused.folder.exists()
+    assert refused.status == 2, refused.output
+    assert "train.sum_dtype=float64" in refused.output and not refused.folder.exists()
 
 
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
@@ -67,10 +67,10 @@ def test_a_resumed_run_ends_with_the_weights_of_one_that_was_not_stopped(
     """Oracle: the run in one piece; weights in every bit."""
     words = [f"parallel={strategy}", "train.steps=4", "checkpoint.every=2"]
     whole = run(environment, tmp_path / "whole", "npu", words)
-    assert whole.status == 0, whole.told
+    assert whole.status == 0, whole.output
     (after_two,) = (whole.folder / "checkpoints").glob("*2")
     resumed = run(environment, tmp_path / "resumed", "npu", [*words, f"checkpoint.resume={after_two}"])
-    assert resumed.status == 0, resumed.told
+    assert resumed.status == 0, resumed.output
     assert [step["step"] for step in resumed.steps()] == [3, 4]
     assert differences(resumed.weights(), whole.weights()) == []
 
@@ -79,10 +79,10 @@ def test_profile_goes_through_torch_npus_profiler(environment: Path, tmp_path: P
     """Oracle: the trace that torch_npu's own analysis writes: the operators of the host, since CANN records nothing."""
     words = ["parallel=fsdp2", "profile.enabled=true", "profile.skip_steps=0", "profile.active_steps=1"]
     done = run(environment, tmp_path / "run", "npu", words)
-    assert done.status == 0, done.told
+    assert done.status == 0, done.output
     (written,) = (done.folder / "profile").glob("rank0_*_ascend_pt")
-    told = "".join(done.told.split())  # a console that is narrower than the path cuts it
-    assert f"traceofstep2:{written}" in told, done.told
+    output = "".join(done.output.split())  # a console that is narrower than the path cuts it
+    assert f"traceofstep2:{written}" in output, done.output
     events = json.loads((written / "ASCEND_PROFILER_OUTPUT/trace_view.json").read_text())
     names = {event["name"] for event in events}
     assert "aten::mm" in names and any(name.startswith("ProfilerStep#2") for name in names)
@@ -91,7 +91,7 @@ def test_profile_goes_through_torch_npus_profiler(environment: Path, tmp_path: P
 def test_memory_history_is_torch_npus(environment: Path, tmp_path: Path) -> None:
     """Oracle: the pickle, which has Python's stack of what was allocated in a step, and segments that hold it."""
     done = run(environment, tmp_path / "run", "npu", ["parallel=fsdp2", "profile.snapshot=true"])
-    assert done.status == 0, done.told
+    assert done.status == 0, done.output
     history = pickle.loads((done.folder / "profile/memory-rank0.pickle").read_bytes())
     allocated = [event for event in history["device_traces"][0] if event["action"] == "alloc"]
     assert any("fsdptoys/train/trainer.py" in frame["filename"] for event in allocated for frame in event["frames"])
@@ -104,7 +104,7 @@ def test_running_out_of_memory_is_explained_with_torch_npus_numbers(environment:
     words = ["parallel=fsdp2", "train.batch_size=64", "profile.snapshot=true"]
     done = run(environment, tmp_path / "run", "npu", words, variables={"STUB_DEVICE_MIB": "40"})
     assert done.status == 1
-    assert re.search(r"the memory of the npu device ran out on rank \d in the forward of step 1", done.told)
-    assert re.search(r"MiB asked for, 40\.00 MiB in all, \d+\.\d+ MiB allocated, \d+\.\d+ MiB reserved", done.told)
-    assert "memory.gradient_checkpointing=full" in done.told
+    assert re.search(r"the memory of the npu device ran out on rank \d in the forward of step 1", done.output)
+    assert re.search(r"MiB asked for, 40\.00 MiB in all, \d+\.\d+ MiB allocated, \d+\.\d+ MiB reserved", done.output)
+    assert "memory.gradient_checkpointing=full" in done.output
     assert (done.folder / "profile/memory-rank0-out-of-memory.pickle").exists()

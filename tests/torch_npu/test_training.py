@@ -70,7 +70,7 @@ def on_cpu(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> OnCPU
         if tuple(words) not in done:
             folder = tmp_path_factory.mktemp("cpu") / "run"
             done[tuple(words)] = run(environment, folder, "cpu", words, ranks_of(words))
-        assert done[tuple(words)].status == 0, done[tuple(words)].told
+        assert done[tuple(words)].status == 0, done[tuple(words)].output
         return done[tuple(words)]
 
     return result
@@ -82,7 +82,7 @@ def test_an_npu_trains_to_the_weights_of_a_cpu(
 ) -> None:
     """Oracle: a run with launch.device=cpu; losses and weights in every bit, gradient norms to float32's rounding."""
     npu = run(environment, tmp_path / "npu", "npu", words, ranks_of(words))
-    assert npu.status == 0, npu.told
+    assert npu.status == 0, npu.output
     assert differences(npu.weights(), on_cpu(oracle).weights()) == []
     assert npu.losses() == on_cpu(oracle).losses()
     assert npu.norms() == pytest.approx(on_cpu(oracle).norms(), rel=1e-6)  # over shards that are cut otherwise
@@ -98,7 +98,7 @@ def test_an_npu_trains_close_to_the_weights_of_a_cpu(
     """
     ranks = ranks_of(words)
     npu = run(environment, tmp_path / "npu", "npu", words, ranks, {"STUB_DEVICES": str(ranks)})
-    assert npu.status == 0, npu.told
+    assert npu.status == 0, npu.output
     expected = on_cpu(words).weights()
     assert npu.losses() == pytest.approx(on_cpu(words).losses(), rel=1e-6)
     for name, weight in npu.weights().items():

@@ -36,8 +36,8 @@ thread_local char message[512];
 
 // STUB_DEVICE_MIB of the environment; 16 GiB without it.
 size_t capacity() {
-  const char* told = std::getenv("STUB_DEVICE_MIB");
-  return told ? static_cast<size_t>(std::atoll(told)) << 20 : 16ull << 30;
+  const char* value = std::getenv("STUB_DEVICE_MIB");
+  return value ? static_cast<size_t>(std::atoll(value)) << 20 : 16ull << 30;
 }
 
 int32_t device_or_first() { return stub_current_device() == NO_DEVICE ? 0 : stub_current_device(); }

@@ -38,9 +38,9 @@ struct Operand {
   bool fits() const { return elements() * width() <= buffer.bytes; }
 
   std::string describe() const {
-    std::string told = " type " + std::to_string(desc.type) + "[";
-    for (int64_t size : desc.sizes) told += std::to_string(size) + ",";
-    return told + "] in " + std::to_string(buffer.bytes) + " bytes;";
+    std::string text = " type " + std::to_string(desc.type) + "[";
+    for (int64_t size : desc.sizes) text += std::to_string(size) + ",";
+    return text + "] in " + std::to_string(buffer.bytes) + " bytes;";
   }
 
   int64_t number(size_t element) const {
@@ -137,9 +137,9 @@ aclError aclopCompileAndExecute(const char* name, int inputs, const aclTensorDes
   }
   if (fit && wanted == "PadV3" && inputs == 3 && outputs == 1 && pad(operands[3], operands[0], operands[1], operands[2]))
     return ACL_SUCCESS;
-  std::string told;
-  for (const auto& operand : operands) told += operand.describe();
-  return stub_refuse(ACL_ERROR_OP_NOT_FOUND, "operator %s has no host kernel for%s", name, told.c_str());
+  std::string text;
+  for (const auto& operand : operands) text += operand.describe();
+  return stub_refuse(ACL_ERROR_OP_NOT_FOUND, "operator %s has no host kernel for%s", name, text.c_str());
 }
 
 aclError aclSetCompileopt(aclCompileOpt, const char*) { return ACL_SUCCESS; }

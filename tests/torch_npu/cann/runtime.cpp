@@ -31,8 +31,8 @@ int32_t streams_made = 0;
 }  // namespace
 
 int32_t stub_device_count() {
-  const char* told = std::getenv("STUB_DEVICES");
-  int32_t count = told ? std::atoi(told) : 2;
+  const char* value = std::getenv("STUB_DEVICES");
+  int32_t count = value ? std::atoi(value) : 2;
   return count < MOST_DEVICES ? count : MOST_DEVICES;
 }
 
