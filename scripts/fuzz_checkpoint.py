@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fsdptoys.checkpoint import CheckpointConfig, Checkpoints
+from fsdptoys.checkpoint import CheckpointConfig, Checkpointer
 from fsdptoys.errors import ConfigError
 from scripts.fuzz_edits import EDITS, edits
 from scripts.ranks import run_ranks
@@ -80,7 +80,7 @@ def save_steps(folder: Path) -> None:
                     for name, tensor in tensors.items()
                 }
             own = {"rng": f"{step} {group and dist.get_rank(group)}"}
-            assert Checkpoints(config, str(folder), group).save(step, tensors, facts_of(step), own)
+            assert Checkpointer(config, str(folder), group).save(step, tensors, facts_of(step), own)
 
         if step % 2:
             run_ranks(2, save)
@@ -234,7 +234,7 @@ def outcome_of(folder: Path) -> tuple[str, str]:
     """Resume as a run would: detected, harmless or missed, and why."""
     messages: list[str] = []
     try:
-        found = Checkpoints(CheckpointConfig(every=1, resume="auto"), str(folder), message=messages.append).resume()
+        found = Checkpointer(CheckpointConfig(every=1, resume="auto"), str(folder), message=messages.append).resume()
         if found is None:
             return "detected", "; ".join(messages)
         tensors = {name: torch.full_like(tensor, torch.nan) for name, tensor in tensors_of(1).items()}

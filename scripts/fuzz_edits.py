@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from fsdptoys.checkpoint import Checkpoints
+from fsdptoys.checkpoint import Checkpointer
 from fsdptoys.checkpoint.checksums import FileSum
 from fsdptoys.checkpoint.manifest import Manifest
 from fsdptoys.config.compose import compose_config
@@ -218,7 +218,7 @@ def _resume_all(place: str, config: Config, kinds: Sequence[str], first: int, se
 def _resume(trainer: Trainer, config: Config, folder: Path) -> tuple[str, str]:
     """Resume as a run would, and use what was loaded."""
     said: list[str] = []
-    checkpoints = Checkpoints(config.checkpoint, str(folder), message=said.append, schema=FACTS)
+    checkpoints = Checkpointer(config.checkpoint, str(folder), message=said.append, schema=FACTS)
     try:
         found = checkpoints.resume()
         if found is None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from fsdptoys.checkpoint import CheckpointConfig, Checkpoints, HuggingFaceFolder
+from fsdptoys.checkpoint import CheckpointConfig, Checkpointer, HuggingFaceFolder
 from fsdptoys.checkpoint.checksums import FileSum
 from fsdptoys.checkpoint.manifest import MANIFEST_FILE, Manifest
 from fsdptoys.cli.main import main
@@ -134,7 +134,7 @@ def mend_checkpoints(copy: Path) -> None:
 def read_checkpoints(copy: Path) -> None:
     """Resume, and load every tensor that the newest checkpoint has."""
     config = CheckpointConfig(every=1, resume="auto")
-    found = Checkpoints(config, str(copy / "checkpoints"), message=print).resume()
+    found = Checkpointer(config, str(copy / "checkpoints"), message=print).resume()
     if found is not None:
         weights = open_weights(str(copy))
         for name in ("embed.weight", "norm.weight"):

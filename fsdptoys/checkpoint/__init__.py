@@ -1,7 +1,7 @@
 """Checkpoints to resume runs from, and import and export of weights (Hugging Face format, run directories)."""
 
 from .atomic_folder import CHECKSUMS_FILE, check_new_folder
-from .checkpointer import Checkpoints
+from .checkpointer import Checkpointer
 from .config import RESUME_WORDS, CheckpointConfig, Form
 from .facts import Schema
 from .hf_export import write_hugging_face
@@ -24,7 +24,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointConfig",
     "CheckpointWeights",
-    "Checkpoints",
+    "Checkpointer",
     "Form",
     "HuggingFaceFolder",
     "ReadRegion",

@@ -22,7 +22,7 @@ from fsdptoys.utils.regular_file import open_regular
 from .checksums import FileSum, sum_file, sums_from_json, sums_to_json
 from .safetensors_header import AGAIN
 from .safetensors_io import read_json
-from .storage import hand_to_disk
+from .storage import sync_to_disk
 
 CHECKSUMS_FILE = "checksums.json"
 
@@ -60,10 +60,10 @@ def new_folder(path: Path) -> Iterator[Path]:
         yield temporary
         _write_checksums(temporary)
         for file in temporary.iterdir():
-            hand_to_disk(file)
-        hand_to_disk(temporary)
+            sync_to_disk(file)
+        sync_to_disk(temporary)
         temporary.rename(place)
-        hand_to_disk(place.parent)
+        sync_to_disk(place.parent)
     except (OSError, SafetensorError) as error:
         raise ConfigError(_cannot_be_written(path, error)) from error
     finally:

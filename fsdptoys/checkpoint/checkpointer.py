@@ -22,12 +22,20 @@ from fsdptoys.errors import ConfigError
 from .config import RESUME_WORDS, CheckpointConfig, Form
 from .facts import ANY, Schema
 from .load import Checkpoint, read_checkpoint
-from .manifest import NotWholeError, UnreadableError, reason_of, to_json
+from .manifest import InvalidCheckpointError, UnreadableError, reason_of, to_json
 from .rank_sync import Ranks
 from .retention import LATEST_FILE, PARTIAL, Series, write_file
 from .save import Put, Saver
-from .select import Place, check_not_taken, listed, locate, none_whole, not_whole, unreadable
-from .sharded_io import Whole, save_tensors, save_whole_tensors
+from .select import (
+    NamedCheckpoint,
+    check_not_taken,
+    invalid_checkpoint,
+    listing,
+    locate,
+    no_checkpoint,
+    unreadable,
+)
+from .sharded_io import GatherFull, save_full_tensors, save_tensors
 from .storage import open_storage
 
 T = TypeVar("T")
@@ -35,7 +43,7 @@ Tensors = dict[str, Tensor]
 Copy = Callable[[Tensors, Tensors | None], Tensors]
 
 
-class Checkpoints:
+class Checkpointer:
     """Saves a run's checkpoints, deletes old ones, and finds the one to resume from.
 
     Args:
@@ -44,7 +52,7 @@ class Checkpoints:
         group: dedicated gloo group of all ranks; None for one process.
         message: called on rank 0 with one sentence at a time.
         copy: copies tensors to host memory; its second argument is its previous result, to be reused. None to clone.
-        whole: gathers full tensors one by one: on the CPU of rank 0, None on other ranks. None if all tensors are
+        gather_full: gathers full tensors one by one: on the CPU of rank 0, None on other ranks. None if all tensors are
             full already.
         schema: types and ranges that saved facts are checked against when they are read.
 
@@ -65,21 +73,21 @@ class Checkpoints:
         group: dist.ProcessGroup | None = None,
         message: Callable[[str], None] | None = None,
         copy: Copy | None = None,
-        whole: Whole | None = None,
+        gather_full: GatherFull | None = None,
         schema: Schema = ANY,
     ) -> None:
-        assert group is None or whole is not None or config.form is not Form.full, "who gathers whole tensors?"
+        assert group is None or gather_full is not None or config.form is not Form.full, "gather_full is missing"
         self.last_step = None
         self._config = config
         self._ranks = Ranks(group)
         self._storage = open_storage(folder)
         self._series = Series(self._storage)
         self._message = message
-        self._untold: SimpleQueue[str] = SimpleQueue()
-        self._saver = Saver(self._ranks, self._series, config, self._untold.put)
+        self._pending_messages: SimpleQueue[str] = SimpleQueue()
+        self._saver = Saver(self._ranks, self._series, config, self._pending_messages.put)
         self._copy = copy or _clone
         self._copies: Tensors | None = None
-        self._whole = whole or _each
+        self._gather_full = gather_full or _each
         self._schema = schema
         self._is_clean = False
         self._thread: threading.Thread | None = None
@@ -151,8 +159,8 @@ class Checkpoints:
     def report(self) -> list[str]:
         """Return background messages not yet reported; on rank 0, at any time."""
         sentences = []
-        while not self._untold.empty():
-            sentences.append(self._untold.get())
+        while not self._pending_messages.empty():
+            sentences.append(self._pending_messages.get())
         return sentences
 
     def gather(self, value: T) -> list[T]:
@@ -178,7 +186,7 @@ class Checkpoints:
         passed: list[str] = []
         word = self._config.resume if self._config.resume in RESUME_WORDS else None
         if restarted or word in ("auto", "must"):
-            found = self._newest_whole(passed)
+            found = self._newest_valid(passed)
             if found is not None:
                 return found
         if word is None:
@@ -186,20 +194,20 @@ class Checkpoints:
         if not restarted:
             self._ranks.ask_first(lambda: check_not_taken(self._config, self._storage))
         if word == "must":
-            raise ConfigError(none_whole(self._storage, passed))
+            raise ConfigError(no_checkpoint(self._storage, passed))
         return None
 
     def _writer(self, tensors: Tensors) -> Put:
         group = self._ranks.group
         if self._config.form is Form.full:
-            return lambda storage, folder: save_whole_tensors(storage, folder, tensors, self._whole, group)
+            return lambda storage, folder: save_full_tensors(storage, folder, tensors, self._gather_full, group)
         return lambda storage, folder: save_tensors(storage, folder, tensors, group)
 
     def _background_writer(self, tensors: Tensors) -> Put:
         group = self._ranks.group
         if self._config.form is Form.full:
-            whole = {name: tensor.clone() for name, tensor in self._whole(tensors) if tensor is not None}
-            return lambda storage, folder: save_whole_tensors(storage, folder, whole, _each, group)
+            full = {name: tensor.clone() for name, tensor in self._gather_full(tensors) if tensor is not None}
+            return lambda storage, folder: save_full_tensors(storage, folder, full, _each, group)
         copies = self._copies = self._copy(tensors, self._copies)
         return lambda storage, folder: save_tensors(storage, folder, copies, group)
 
@@ -217,19 +225,19 @@ class Checkpoints:
         if not self._is_clean and self._ranks.rank == 0:
             self._series.clean()
             for sentence in self._series.aside:
-                self._untold.put(sentence)
+                self._pending_messages.put(sentence)
             self._series.aside.clear()
         self._is_clean = True
 
-    def _newest_whole(self, passed: list[str]) -> Checkpoint | None:
+    def _newest_valid(self, passed: list[str]) -> Checkpoint | None:
         """Return the newest complete checkpoint; append the newer damaged ones to ``passed``, with the reasons."""
         found = None
-        names = self._ranks.ask_first(lambda: listed(self._series.names, self._storage))
+        names = self._ranks.ask_first(lambda: listing(self._series.names, self._storage))
         for name in names:
             try:
                 found = read_checkpoint(self._ranks, self._storage, name, self._schema)
                 break
-            except NotWholeError as problem:
+            except InvalidCheckpointError as problem:
                 passed.append(f"{name} {problem}")
                 self._series.damaged.add(name)
             except UnreadableError as problem:
@@ -252,13 +260,13 @@ class Checkpoints:
         storage = open_storage(where)
         try:
             found = read_checkpoint(self._ranks, storage, name, self._schema)
-        except NotWholeError as problem:
-            sentence = not_whole(self._config, Place(storage, name, own), str(problem))
+        except InvalidCheckpointError as problem:
+            sentence = invalid_checkpoint(self._config, NamedCheckpoint(storage, name, own), str(problem))
             raise ConfigError(self._ranks.broadcast(sentence)) from problem
         except UnreadableError as problem:
             raise ConfigError(unreadable(storage, problem)) from problem
         if own:
-            self._series.resume_from(name, self._ranks.ask_first(lambda: listed(self._series.names, self._storage)))
+            self._series.resume_from(name, self._ranks.ask_first(lambda: listing(self._series.names, self._storage)))
             self._saver.committed = self.last_step = found.step
         return found
 

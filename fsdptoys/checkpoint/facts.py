@@ -10,7 +10,7 @@ from typing import Any
 from fsdptoys.utils.foreign import ForeignError
 from fsdptoys.utils.from_tree import build
 
-from .manifest import MANIFEST_FILE, STATE_FILE, Manifest, NotWholeError, read_facts, step_of, world_size_of
+from .manifest import MANIFEST_FILE, STATE_FILE, InvalidCheckpointError, Manifest, read_facts, step_of, world_size_of
 from .storage import Storage
 
 Facts = dict[str, Any]
@@ -33,15 +33,15 @@ def read_state(storage: Storage, manifest: Manifest, schema: Schema) -> Facts:
     """Read the facts common to all ranks.
 
     Raises:
-        NotWholeError: if the file is damaged or does not fit the schema.
+        InvalidCheckpointError: if the file is damaged or does not fit the schema.
         UnreadableError: if the system fails to read it.
     """
     facts = read_facts(storage, manifest, STATE_FILE)
     step, ranks = facts.get("step"), facts.get("world_size")
     if type(step) is not int or step != step_of(manifest.name):
-        raise NotWholeError(f"is damaged: {STATE_FILE} is that of step {step!r:.100}")
+        raise InvalidCheckpointError(f"is damaged: {STATE_FILE} is that of step {step!r:.100}")
     if type(ranks) is not int or ranks != world_size_of(manifest):
-        raise NotWholeError(
+        raise InvalidCheckpointError(
             f"is damaged: {STATE_FILE} is that of {ranks!r:.100} ranks, and {MANIFEST_FILE} lists files of "
             f"{world_size_of(manifest)}"
         )
@@ -52,7 +52,7 @@ def read_own(storage: Storage, manifest: Manifest, path: str, schema: Schema) ->
     """Read the facts of one rank.
 
     Raises:
-        NotWholeError, UnreadableError: as ``read_state``.
+        InvalidCheckpointError, UnreadableError: as ``read_state``.
     """
     return _checked(read_facts(storage, manifest, path), path, schema.own)
 
@@ -62,5 +62,5 @@ def _checked(facts: Facts, path: str, schema: type | None) -> Facts:
         if schema is not None:
             build(schema, facts, skip_unknown=True)
     except ForeignError as error:
-        raise NotWholeError(f"holds facts that this version does not read ({path}: {error})") from error
+        raise InvalidCheckpointError(f"holds facts that this version does not read ({path}: {error})") from error
     return facts

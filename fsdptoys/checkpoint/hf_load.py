@@ -92,11 +92,11 @@ class HuggingFaceFolder:
                 f"{path} holds a value of a type that no such file has ({one_line(error)}); {AGAIN}"
             ) from error
         except ValueError as error:
-            told = one_line(error)
-            if told.startswith(CONFIG_FILE):
-                fix = AGAIN if told.startswith(f"{CONFIG_FILE} lacks") else "use weights of another model"
-                raise ConfigError(f"{path}{told.removeprefix(CONFIG_FILE)}; {fix}") from error
-            raise ConfigError(f"{path} describes a model that cannot be built: {told}") from error
+            reason = one_line(error)
+            if reason.startswith(CONFIG_FILE):
+                fix = AGAIN if reason.startswith(f"{CONFIG_FILE} lacks") else "use weights of another model"
+                raise ConfigError(f"{path}{reason.removeprefix(CONFIG_FILE)}; {fix}") from error
+            raise ConfigError(f"{path} describes a model that cannot be built: {reason}") from error
         keys = family.hugging_face.keys
         config = build_dataclass(family, _defaults(family) | fields, str(path), lambda name: keys.get(name, name))
         assert isinstance(config, ModelConfig)

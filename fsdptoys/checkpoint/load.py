@@ -11,14 +11,14 @@ from fsdptoys.errors import ConfigError
 
 from .facts import ANY, Schema, read_own, read_state
 from .manifest import (
+    InvalidCheckpointError,
     Manifest,
-    NotWholeError,
     UnreadableError,
     rank_file,
     read_manifest,
     reason_of,
-    tried_again,
     verify_file,
+    with_retries,
     world_size_of,
 )
 from .rank_sync import Ranks
@@ -65,7 +65,7 @@ class Checkpoint:
         """
         try:
             # One rank's error is raised on all ranks, so all retry together.
-            tried_again(lambda: load_tensors(self._storage, self.name, tensors, self._group))
+            with_retries(lambda: load_tensors(self._storage, self.name, tensors, self._group))
         except OSError as error:
             raise ConfigError(
                 f"{self.name} in {self._storage.where} cannot be read ({reason_of(error)}); make it readable, or set "
@@ -77,7 +77,7 @@ def read_checkpoint(ranks: Ranks, storage: Storage, name: str, schema: Schema = 
     """Verify all files of a checkpoint against its manifest, each file on one rank; collective.
 
     Raises:
-        NotWholeError: on all ranks, with the reason of the lowest rank that found damage.
+        InvalidCheckpointError: on all ranks, with the reason of the lowest rank that found damage.
         UnreadableError: on all ranks, if a file cannot be read on any rank and no rank found damage.
     """
     first = _agreed(ranks, name, "", lambda: read_manifest(storage, name) if ranks.rank == 0 else None)
@@ -102,14 +102,14 @@ def _agreed(ranks: Ranks, name: str, of_rank: str, read: Callable[[], T]) -> T:
     is_damaged, reason = False, ""
     try:
         result = read()
-    except NotWholeError as problem:
+    except InvalidCheckpointError as problem:
         is_damaged, reason = True, f"{problem}{of_rank}"
     except UnreadableError as problem:
         reason = f"{problem.reason}{of_rank}"
     verdicts = sorted((each for each in ranks.gather((is_damaged, reason)) if each[1]), key=lambda each: not each[0])
     is_damaged, reason = ranks.broadcast(verdicts[0] if verdicts else (False, ""))
     if is_damaged:
-        raise NotWholeError(reason)
+        raise InvalidCheckpointError(reason)
     if reason:
         raise UnreadableError(name, reason)
     return result

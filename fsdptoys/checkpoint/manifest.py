@@ -5,7 +5,7 @@ manifest includes the folder's name, so a copied or renamed folder cannot pass f
 encoding, so any change to it is detected. Unlisted files are never opened.
 
 A read that the system refuses (permissions, network disk, limit on open files) does not mean damage. It is retried for
-about a second, then raises ``UnreadableError`` rather than ``NotWholeError``.
+about a second, then raises ``UnreadableError`` rather than ``InvalidCheckpointError``.
 
 No file is a pickle, so a hostile file cannot run code. A manifest proves that files are unchanged, not who wrote them.
 """
@@ -43,7 +43,7 @@ T = TypeVar("T")
 NAME = re.compile(r"step-([0-9]{8,15})")
 
 
-class NotWholeError(Exception):
+class InvalidCheckpointError(Exception):
     """A folder is an incomplete or damaged checkpoint; the message continues a sentence that starts with its name."""
 
 
@@ -117,7 +117,7 @@ class Manifest:
         return (json.dumps(tree, indent=1) + "\n").encode()
 
 
-def tried_again(read: Callable[[], T]) -> T:
+def with_retries(read: Callable[[], T]) -> T:
     """Call ``read``, with retries after short pauses on an OSError.
 
     Raises:
@@ -142,27 +142,29 @@ def read_manifest(storage: Storage, name: str, patient: bool = True) -> Manifest
         patient: whether to retry refused reads.
 
     Raises:
-        NotWholeError: if the folder is incomplete or damaged.
+        InvalidCheckpointError: if the folder is incomplete or damaged.
         UnreadableError: if the system refuses to read it.
     """
 
     def read() -> Manifest:
         # Checked before opening: a pipe, for example, has no size.
         if not storage.exists(f"{name}/{MANIFEST_FILE}"):
-            raise NotWholeError(f"is incomplete: it has no {MANIFEST_FILE}")
+            raise InvalidCheckpointError(f"is incomplete: it has no {MANIFEST_FILE}")
         size = storage.size(f"{name}/{MANIFEST_FILE}")
         if not 0 < size <= LARGEST_BYTES:
-            raise NotWholeError(f"is damaged: its {MANIFEST_FILE} holds {size} bytes")
+            raise InvalidCheckpointError(f"is damaged: its {MANIFEST_FILE} holds {size} bytes")
         with storage.reading(f"{name}/{MANIFEST_FILE}") as file:
             text = _read_bytes(file, size)
         manifest = _parse(text, name)
         present = set(storage.names(name))
         for path, said in manifest.files.items():
             if path not in present:
-                raise NotWholeError(f"is damaged: {path} is missing")
+                raise InvalidCheckpointError(f"is damaged: {path} is missing")
             size = storage.size(f"{name}/{path}")
             if size != said.size:
-                raise NotWholeError(f"is damaged: {path} holds {size} bytes, and {MANIFEST_FILE} says {said.size}")
+                raise InvalidCheckpointError(
+                    f"is damaged: {path} holds {size} bytes, and {MANIFEST_FILE} says {said.size}"
+                )
         return manifest
 
     return _judged(read, name, MANIFEST_FILE, patient)
@@ -172,7 +174,7 @@ def verify_file(storage: Storage, manifest: Manifest, path: str) -> None:
     """Compare a file's size and SHA-256 with the manifest.
 
     Raises:
-        NotWholeError: if it differs or is missing.
+        InvalidCheckpointError: if it differs or is missing.
         UnreadableError: if the system refuses to read it.
     """
 
@@ -182,14 +184,14 @@ def verify_file(storage: Storage, manifest: Manifest, path: str) -> None:
 
     found = _judged(read, manifest.name, path)
     if found != manifest.files[path]:
-        raise NotWholeError(f"is damaged: the SHA-256 of {path} is not the one that {MANIFEST_FILE} says")
+        raise InvalidCheckpointError(f"is damaged: the SHA-256 of {path} is not the one that {MANIFEST_FILE} says")
 
 
 def read_facts(storage: Storage, manifest: Manifest, path: str) -> dict[str, Any]:
     """Read a JSON file, parsing it only if it matches the manifest.
 
     Raises:
-        NotWholeError: if it differs, is missing, or is not JSON.
+        InvalidCheckpointError: if it differs, is missing, or is not JSON.
         UnreadableError: if the system refuses to read it.
     """
 
@@ -199,14 +201,14 @@ def read_facts(storage: Storage, manifest: Manifest, path: str) -> dict[str, Any
 
     said = manifest.files[path]
     if said.size > LARGEST_BYTES:
-        raise NotWholeError(f"is damaged: {path} holds {said.size} bytes")
+        raise InvalidCheckpointError(f"is damaged: {path} holds {said.size} bytes")
     text = _judged(read, manifest.name, path)
     if FileSum(len(text), hashlib.sha256(text).hexdigest()) != said:
-        raise NotWholeError(f"is damaged: the SHA-256 of {path} is not the one that {MANIFEST_FILE} says")
+        raise InvalidCheckpointError(f"is damaged: the SHA-256 of {path} is not the one that {MANIFEST_FILE} says")
     try:
         return from_json(text)
     except ValueError as error:
-        raise NotWholeError(f"is damaged: {path} is not JSON ({error})") from error
+        raise InvalidCheckpointError(f"is damaged: {path} is not JSON ({error})") from error
 
 
 def world_size_of(manifest: Manifest) -> int:
@@ -231,11 +233,11 @@ def _read_bytes(file: BinaryIO, size: int) -> bytes:
 
 
 def _judged(read: Callable[[], T], name: str, path: str, patient: bool = True) -> T:
-    """Call ``read``; raise NotWholeError for a missing or invalid file, UnreadableError for other OS errors."""
+    """Call ``read``; convert errors to InvalidCheckpointError if retries cannot help, else UnreadableError."""
     try:
-        return tried_again(read) if patient else read()
+        return with_retries(read) if patient else read()
     except ABSENT as error:
-        raise NotWholeError(f"is damaged: {path} cannot be opened ({reason_of(error)})") from error
+        raise InvalidCheckpointError(f"is damaged: {path} cannot be opened ({reason_of(error)})") from error
     except OSError as error:
         raise UnreadableError(name, f"cannot be read ({path}: {reason_of(error)})") from error
 
@@ -245,16 +247,18 @@ def _parse(text: bytes, name: str) -> Manifest:
         tree = from_json(text)
         version = tree.get("format")
         if type(version) is int and version > FORMAT:
-            raise NotWholeError(f"is of format {version}, which a newer fsdptoys wrote; this one reads {FORMAT}")
+            raise InvalidCheckpointError(
+                f"is of format {version}, which a newer fsdptoys wrote; this one reads {FORMAT}"
+            )
         if not isinstance(tree.get("name"), str):
             raise ValueError("it names no folder")
         manifest = Manifest(tree["name"], sums_from_json(tree.get("files")))
         if manifest.to_bytes() != text:
             raise ValueError("it is not as it was written")
     except ValueError as error:
-        raise NotWholeError(f"is damaged: its {MANIFEST_FILE} cannot be used ({error})") from error
+        raise InvalidCheckpointError(f"is damaged: its {MANIFEST_FILE} cannot be used ({error})") from error
     if manifest.name != name:
-        raise NotWholeError(f"is damaged: its {MANIFEST_FILE} is that of {manifest.name!r:.100}")
+        raise InvalidCheckpointError(f"is damaged: its {MANIFEST_FILE} is that of {manifest.name!r:.100}")
     if not {STATE_FILE, INDEX_FILE} <= set(manifest.files) or any(not said.size for said in manifest.files.values()):
-        raise NotWholeError(f"is damaged: its {MANIFEST_FILE} lists files that no checkpoint has, or too few")
+        raise InvalidCheckpointError(f"is damaged: its {MANIFEST_FILE} lists files that no checkpoint has, or too few")
     return manifest

@@ -105,14 +105,14 @@ def differences(chosen: ModelConfig, wanted: ModelConfig) -> dict[str, tuple[Any
     return found
 
 
-def check_same(chosen: ModelConfig, wanted: ModelConfig, holder: str, teller: str) -> None:
+def check_same(chosen: ModelConfig, wanted: ModelConfig, holder: str, source: str) -> None:
     """Reject weights made with a configuration that differs from the run's.
 
     Args:
         chosen: the run's configuration.
         wanted: the weights' configuration.
         holder: source of the weights, for the message.
-        teller: command or file with all settings of the weights, for the message.
+        source: command or file with all settings of the weights, for the message.
 
     Raises:
         ConfigError: naming the first differing field, both values and the fix.
@@ -120,13 +120,13 @@ def check_same(chosen: ModelConfig, wanted: ModelConfig, holder: str, teller: st
     if chosen.family != wanted.family:
         raise ConfigError(
             f"model={chosen.name} is of the family {chosen.family}, and {holder} holds a {wanted.family} model; "
-            f"set what {teller} tells"
+            f"set what {source} tells"
         )
     found = differences(chosen, wanted)
     if not chosen.needs_its_context:
         found.pop("max_seq_len", None)
     for key, (mine, theirs) in found.items():
-        rest = f" ({teller} tells the other {len(found) - 1} too)" if len(found) > 1 else ""
+        rest = f" ({source} tells the other {len(found) - 1} too)" if len(found) > 1 else ""
         raise ConfigError(
             f"model.{key}={value_text(mine)} is not {value_text(theirs)}, with which the weights of {holder} were "
             f"made; set model.{key}={value_text(theirs)}{rest}"

@@ -22,14 +22,14 @@ from dataclasses import dataclass
 
 from .manifest import (
     MANIFEST_FILE,
+    InvalidCheckpointError,
     Manifest,
-    NotWholeError,
     UnreadableError,
     read_manifest,
     reason_of,
     step_name,
     step_of,
-    tried_again,
+    with_retries,
 )
 from .storage import Storage
 
@@ -64,7 +64,7 @@ class Series:
         self.aside: list[str] = []
         self._written: set[str] = set()
         self._resumed: set[str] = set()
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def resume_from(self, name: str, names: Iterable[str]) -> None:
         """Take over the checkpoints of an earlier start, so that old ones may be deleted.
@@ -79,7 +79,7 @@ class Series:
         """Return the names of all possible checkpoints, newest first.
 
         Raises:
-            OSError: if the storage cannot be listed.
+            OSError: if the storage cannot be list_with_retries.
         """
         steps = [step for name in self.storage.names() if (step := step_of(name)) is not None]
         return [step_name(step) for step in sorted(steps, reverse=True)]
@@ -88,7 +88,7 @@ class Series:
         """Return the name of the newest checkpoint with a manifest and matching file sizes, if any.
 
         Raises:
-            OSError: if the storage cannot be listed.
+            OSError: if the storage cannot be list_with_retries.
             UnreadableError: if a newer folder, possibly complete, cannot be read.
         """
         return next((name for name in self.names() if self.is_complete(name)), None)
@@ -101,7 +101,7 @@ class Series:
         """
         try:
             read_manifest(self.storage, name, patient)
-        except NotWholeError:
+        except InvalidCheckpointError:
             return False
         return True
 
@@ -117,7 +117,7 @@ class Series:
     def recover(self) -> None:
         """Rename ``.old`` folders of a killed process back; failures are left to the next call."""
 
-        def take_back() -> None:
+        def restore() -> None:
             for entry in self._leftovers():
                 name = entry[1:].removesuffix(OLD)
                 if entry.endswith(OLD) and not self.storage.exists(name):
@@ -125,7 +125,7 @@ class Series:
                     self.storage.sync("")
 
         with suppress(OSError):
-            tried_again(take_back)
+            with_retries(restore)
 
     def clean(self) -> None:
         """Recover, then remove other leftovers of killed processes.
@@ -247,9 +247,9 @@ class Series:
                     if not self.is_complete(name, patient=False):
                         continue
                 except UnreadableError as problem:
-                    if name not in self._told:
+                    if name not in self._reported:
                         problems.append(f"{problem}, in {self.storage.where}, and is neither counted nor deleted")
-                    self._told.add(name)
+                    self._reported.add(name)
                     continue
                 if kept < keep:
                     kept += 1
@@ -275,7 +275,7 @@ class Series:
             return "damaged"
         try:
             read_manifest(self.storage, name)
-        except NotWholeError:
+        except InvalidCheckpointError:
             return "incomplete" if self._is_incomplete(name) else "damaged"
         except UnreadableError:
             return "unreadable"
@@ -285,7 +285,7 @@ class Series:
         """Return whether a folder lacks a manifest, checked in two ways because either may miss it.
 
         Raises:
-            OSError: if the folder cannot be listed.
+            OSError: if the folder cannot be list_with_retries.
         """
         return MANIFEST_FILE not in self.storage.names(name) and not self.storage.exists(f"{name}/{MANIFEST_FILE}")
 

@@ -77,7 +77,7 @@ def is_file_name(name: object) -> bool:
 
 
 class TensorFolder:
-    """The tensors of a folder, listed from the files' headers.
+    """The tensors of a folder, list_with_retries from the files' headers.
 
     Args:
         path: the folder.

@@ -50,19 +50,19 @@ class Saver:
         ranks: the ranks that save together.
         series: the checkpoints to add to.
         config: retention settings.
-        tell: called on rank 0 with one sentence at a time.
+        report: called on rank 0 with one sentence at a time.
 
     Attributes:
         committed: step of this run's newest checkpoint, which is not saved again.
     """
 
-    def __init__(self, ranks: Ranks, series: Series, config: CheckpointConfig, tell: Callable[[str], None]) -> None:
+    def __init__(self, ranks: Ranks, series: Series, config: CheckpointConfig, report: Callable[[str], None]) -> None:
         self.committed: int | None = None
         self._ranks = ranks
         self._series = series
         self._storage = series.storage
         self._config = config
-        self._tell = tell
+        self._report = report
 
     def save(self, step: int, put: Put, state: bytes, own: bytes, prunes: bool = True) -> bool:
         """Save a checkpoint; collective.
@@ -85,10 +85,10 @@ class Saver:
                 problems, wrote = self._attempt(step, put, state, own)
         if ranks.rank == 0:
             for sentence in self._series.aside:
-                self._tell(sentence)
+                self._report(sentence)
             self._series.aside.clear()
         if problems:
-            self._tell_failure(step, problems)
+            self._report_failure(step, problems)
             return False
         if wrote and ranks.rank == 0:
             self._tidy(step, prunes)
@@ -132,20 +132,19 @@ class Saver:
 
     def _commit(self, step: int, working: str, answers: list[Answer]) -> list[str]:
         failed = [answer for answer in answers if answer.problem is not None]
-        problems = [answer.problem for answer in failed if answer.is_own] or [answer.problem for answer in failed[:1]]
-        told = [problem for problem in problems if problem is not None]
-        if not told:
+        problems = [str(answer.problem) for answer in [each for each in failed if each.is_own] or failed[:1]]
+        if not problems:
             files = {path: said for answer in answers for path, said in answer.sums.items()}
             try:
                 self._series.commit(working, Manifest(step_name(step), files))
                 return []
             except OSError as error:
-                told = [self._place_of(error)]
+                problems = [self._place_of(error)]
         try:
             self._series.discard(working)
         except OSError as error:
-            told.append(f"what was written could not be removed: {self._place_of(error)}")
-        return told
+            problems.append(f"what was written could not be removed: {self._place_of(error)}")
+        return problems
 
     def _tidy(self, step: int, prunes: bool) -> None:
         name = step_name(step)
@@ -153,7 +152,7 @@ class Saver:
         try:
             self._series.point_to(name)
         except OSError as error:
-            self._tell(f"{LATEST_FILE} does not name {name}: {self._place_of(error)}")
+            self._report(f"{LATEST_FILE} does not name {name}: {self._place_of(error)}")
         if prunes:
             self._prune(step)
 
@@ -161,17 +160,17 @@ class Saver:
         """Delete old checkpoints; return whether any was deleted."""
         pruned = self._series.prune(step, self._config.keep, self._config.keep_every)
         for problem in pruned.problems:
-            self._tell(problem)
+            self._report(problem)
         return bool(pruned.deleted)
 
-    def _tell_failure(self, step: int, problems: list[str]) -> None:
+    def _report_failure(self, step: int, problems: list[str]) -> None:
         if self._ranks.rank != 0:
             return
         newest = self._series.newest_readable()
         have = f"the newest one is {newest}" if newest else "there is none yet"
         is_full = any(words in problem for words in FULL for problem in problems)
         fix = "free space or set checkpoint.folder to another disk" if is_full else "see to it that it can be written"
-        self._tell(f"checkpoint of step {step} was not saved: {', '.join(problems)}; {have}; {fix}")
+        self._report(f"checkpoint of step {step} was not saved: {', '.join(problems)}; {have}; {fix}")
 
     def _place_of(self, error: OSError, rank: int = 0) -> str:
         of_rank = f" (rank {rank})" if self._ranks.size > 1 else ""

@@ -23,12 +23,12 @@ from .config import RESUME_WORDS, CheckpointConfig
 from .facts import ANY, Facts, Schema, read_state
 from .manifest import (
     MANIFEST_FILE,
-    NotWholeError,
+    InvalidCheckpointError,
     UnreadableError,
     read_manifest,
     reason_of,
     step_of,
-    tried_again,
+    with_retries,
 )
 from .retention import Series
 from .storage import LocalStorage, Storage, open_storage
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Place:
+class NamedCheckpoint:
     """The checkpoint that ``checkpoint.resume`` names."""
 
     storage: Storage
@@ -69,7 +69,7 @@ def peek(config: CheckpointConfig, folder: str | None, restarted: bool = False, 
     if storage is not None:
         if config.every or config.on_signal:
             check_writable(storage)
-        if listed(Series(storage).newest_complete, storage) is None:  # otherwise another run may be saving right now
+        if listing(Series(storage).newest_complete, storage) is None:  # otherwise another run may be saving right now
             Series(storage).recover()
     if restarted and storage is not None and (facts := _peek_newest(storage, [], schema)) is not None:
         return facts
@@ -78,13 +78,13 @@ def peek(config: CheckpointConfig, folder: str | None, restarted: bool = False, 
         passed: list[str] = []
         facts = _peek_newest(storage, passed, schema) if config.resumes and storage is not None else None
         if facts is None and config.resume == "must":
-            raise ConfigError(none_whole(storage, passed))
+            raise ConfigError(no_checkpoint(storage, passed))
         return facts
     place = locate(config, storage)
     try:
         return _facts(place.storage, place.name, schema)
-    except NotWholeError as problem:
-        raise ConfigError(not_whole(config, place, str(problem))) from problem
+    except InvalidCheckpointError as problem:
+        raise ConfigError(invalid_checkpoint(config, place, str(problem))) from problem
     except UnreadableError as problem:
         raise ConfigError(unreadable(place.storage, problem)) from problem
 
@@ -97,7 +97,7 @@ def check_not_taken(config: CheckpointConfig, storage: Storage | None) -> None:
     """
     if config.resumes or storage is None:
         return
-    newest = listed(Series(storage).newest_complete, storage)
+    newest = listing(Series(storage).newest_complete, storage)
     if newest is not None:
         raise ConfigError(
             f"checkpoint.resume=never starts anew, and {storage.where} already holds {newest}; set "
@@ -105,7 +105,7 @@ def check_not_taken(config: CheckpointConfig, storage: Storage | None) -> None:
         )
 
 
-def locate(config: CheckpointConfig, storage: Storage | None) -> Place:
+def locate(config: CheckpointConfig, storage: Storage | None) -> NamedCheckpoint:
     """Find the checkpoint that ``checkpoint.resume`` names: a checkpoint, or the newest one of a folder or run.
 
     Args:
@@ -124,8 +124,8 @@ def locate(config: CheckpointConfig, storage: Storage | None) -> Place:
     place, name = found
     own = storage is not None and _is_same(place, storage)
     if storage is None:
-        return Place(place, name, own)
-    newest = listed(Series(storage).newest_complete, storage)
+        return NamedCheckpoint(place, name, own)
+    newest = listing(Series(storage).newest_complete, storage)
     if newest is not None and not own:
         raise ConfigError(
             f"checkpoint.resume={config.resume} starts a run in {storage.where}, which already holds {newest} of "
@@ -137,10 +137,10 @@ def locate(config: CheckpointConfig, storage: Storage | None) -> Place:
             f"would take; move the newer ones out of {storage.where}, or set metrics.run_dir or checkpoint.folder to "
             "another folder"
         )
-    return Place(place, name, own)
+    return NamedCheckpoint(place, name, own)
 
 
-def not_whole(config: CheckpointConfig, place: Place, problem: str) -> str:
+def invalid_checkpoint(config: CheckpointConfig, place: NamedCheckpoint, problem: str) -> str:
     """Return the message that rejects an incomplete or damaged checkpoint named by the user."""
     series = Series(place.storage)
     older = None
@@ -154,7 +154,7 @@ def not_whole(config: CheckpointConfig, place: Place, problem: str) -> str:
     return f"checkpoint.resume={config.resume} is refused: {place.name} in {place.storage.where} {problem}; {fix}"
 
 
-def none_whole(storage: Storage | None, passed: list[str]) -> str:
+def no_checkpoint(storage: Storage | None, passed: list[str]) -> str:
     """Return the message that rejects ``must`` without a complete checkpoint."""
     where = "the run's directory, which is made anew," if storage is None else storage.where
     found = f" ({'; '.join(passed)})" if passed else ""
@@ -201,14 +201,14 @@ def check_writable(storage: Storage) -> None:
         ) from error
 
 
-def listed(look: Callable[[], T], storage: Storage) -> T:
+def listing(look: Callable[[], T], storage: Storage) -> T:
     """Call ``look``, which reads a storage, with retries.
 
     Raises:
         ConfigError: if the system still refuses after retries.
     """
     try:
-        return tried_again(look)
+        return with_retries(look)
     except UnreadableError as problem:
         raise ConfigError(unreadable(storage, problem)) from problem
     except OSError as error:
@@ -219,10 +219,10 @@ def listed(look: Callable[[], T], storage: Storage) -> T:
 
 
 def _peek_newest(storage: Storage, passed: list[str], schema: Schema) -> Facts | None:
-    for name in listed(Series(storage).names, storage):
+    for name in listing(Series(storage).names, storage):
         try:
             return _facts(storage, name, schema)
-        except NotWholeError as problem:
+        except InvalidCheckpointError as problem:
             passed.append(f"{name} {problem}")
         except UnreadableError as problem:
             raise ConfigError(unreadable(storage, problem)) from problem
@@ -259,7 +259,7 @@ def _find(where: str) -> tuple[Storage, str] | None:
                 return place, names[0]
         return None
 
-    return listed(look, here)
+    return listing(look, here)
 
 
 def _is_same(one: Storage, other: Storage) -> bool:

@@ -31,7 +31,7 @@ from .tensor_index import INDEX_FILE, Chunk, StoredTensor, file_name, read_index
 
 T = TypeVar("T")
 
-Whole = Callable[[dict[str, Tensor]], Iterator[tuple[str, Tensor | None]]]
+GatherFull = Callable[[dict[str, Tensor]], Iterator[tuple[str, Tensor | None]]]
 """Gathers tensors one by one: yields the name, and the full CPU tensor on rank 0, None elsewhere."""
 
 
@@ -67,8 +67,8 @@ def save_tensors(
     return writer.files
 
 
-def save_whole_tensors(
-    storage: Storage, folder: str, tensors: dict[str, Tensor], whole: Whole, group: dist.ProcessGroup | None
+def save_full_tensors(
+    storage: Storage, folder: str, tensors: dict[str, Tensor], gather_full: GatherFull, group: dist.ProcessGroup | None
 ) -> list[str]:
     """Write full tensors, one by one, into an existing folder on rank 0. Collective.
 
@@ -76,7 +76,7 @@ def save_whole_tensors(
         storage: destination.
         folder: folder within it, without other writers.
         tensors: as in ``save_tensors``.
-        whole: gathers tensors; called on all ranks with some of them at a time, and may use groups of its own.
+        gather_full: gathers tensors; called on all ranks with some of them at a time, and may use groups of its own.
         group: as in ``save_tensors``.
 
     Returns:
@@ -87,7 +87,7 @@ def save_whole_tensors(
     """
     _check_kinds(tensors)
     forms = {name: ChunkForm(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    collected = _in_file_order(tensors, whole)
+    collected = _in_file_order(tensors, gather_full)
 
     def write() -> list[str]:
         file = file_name(0)
@@ -171,10 +171,12 @@ def _check_kinds(tensors: dict[str, Tensor]) -> None:
         assert tensor.device.type != "meta" and tensor.layout == torch.strided, f"{name} holds no plain numbers"
 
 
-def _in_file_order(tensors: dict[str, Tensor], whole: Whole) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield full tensors in the order of ``in_file_order``, provided ``whole`` keeps the order of its input."""
+def _in_file_order(tensors: dict[str, Tensor], gather_full: GatherFull) -> Iterator[tuple[str, Tensor | None]]:
+    """Yield full tensors in the order of ``in_file_order``, provided ``gather_full`` keeps the order of its input."""
     for itemsize in sorted({tensor.dtype.itemsize for tensor in tensors.values()}, reverse=True):
-        yield from whole({name: tensors[name] for name in sorted(tensors) if tensors[name].dtype.itemsize == itemsize})
+        yield from gather_full(
+            {name: tensors[name] for name in sorted(tensors) if tensors[name].dtype.itemsize == itemsize}
+        )
 
 
 def _one_process(group: dist.ProcessGroup | None) -> bool:

@@ -98,7 +98,7 @@ def open_storage(where: str) -> Storage:
     return UrlStorage(where) if "://" in where else LocalStorage(where)
 
 
-def hand_to_disk(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
     """Sync a file's bytes or a folder's entries to disk, so that they survive a power loss."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -170,11 +170,11 @@ class LocalStorage(Storage):
         made = [path for path in (place, *place.absolute().parents) if not path.exists()]
         place.mkdir(parents=True, exist_ok=True)
         for path in made:
-            hand_to_disk(path.absolute().parent)
+            sync_to_disk(path.absolute().parent)
 
     def sync(self, folder: str) -> None:
         """See Storage."""
-        hand_to_disk(self._place(folder))
+        sync_to_disk(self._place(folder))
 
     def rename(self, old: str, new: str) -> None:
         """See Storage."""

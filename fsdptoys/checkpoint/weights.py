@@ -23,7 +23,7 @@ from fsdptoys.utils.text import one_line
 from .atomic_folder import new_folder, verify_checksums
 from .config import CheckpointConfig
 from .load import read_checkpoint
-from .manifest import NotWholeError, UnreadableError
+from .manifest import InvalidCheckpointError, UnreadableError
 from .model_config import build_dataclass, short
 from .rank_sync import Ranks
 from .safetensors_io import MAX_FILE_BYTES, TensorFolder, Written, slices, write_tensors
@@ -170,7 +170,7 @@ class CheckpointWeights:
             raise ConfigError(str(error).removeprefix("checkpoint.resume=")) from error
         try:
             self._checkpoint = read_checkpoint(Ranks(None), place.storage, place.name)
-        except NotWholeError as problem:
+        except InvalidCheckpointError as problem:
             raise ConfigError(f"{where}: {place.name} {problem}; name another checkpoint") from problem
         except UnreadableError as problem:
             raise ConfigError(unreadable(place.storage, problem)) from problem
@@ -181,11 +181,11 @@ class CheckpointWeights:
             model: DecoderModel = self.config.build()
         self._shapes = {name: param.shape for name, param in model.named_parameters()}
         # A stack's experts are requested one by one, alternating between gate, up and down.
-        self._whole = functools.lru_cache(maxsize=3)(self._load)
+        self._load_cached = functools.lru_cache(maxsize=3)(self._load)
 
     def read(self, name: str, region: Bounds) -> Tensor:
         """Return a part of a parameter."""
-        return self._whole(name)[slices(region)]
+        return self._load_cached(name)[slices(region)]
 
     def _load(self, name: str) -> Tensor:
         whole = torch.empty(self._shapes[name])

@@ -13,7 +13,7 @@ from fsdptoys import __version__
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch.exit_record import Outcome, leave_outcome
 from fsdptoys.utils.console_stream import install_streams, let_stdout_end, lost_output
-from fsdptoys.utils.text import say
+from fsdptoys.utils.text import print_status
 
 from .system_errors import check_current_folder, explain_environment
 from .torch_errors import check_log_level, explain_autoload
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if reason is not None:
             if isinstance(error, BrokenPipeError):  # as of | head
                 return BROKEN_PIPE
-            say(f"stdout cannot be written ({reason}); the output is incomplete")
+            print_status(f"stdout cannot be written ({reason}); the output is incomplete")
             return 1
         # Any command may be the first to import torch, so its errors are handled here.
         told = explain_autoload(error) if isinstance(error, RuntimeError) else None
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _tell_mistake(sentence: str, worker: bool, status: int = 2) -> int:
-    say(sentence.replace("\n", "\\n"))  # line breaks of a typed value
+    print_status(sentence.replace("\n", "\\n"))  # line breaks of a typed value
     if not worker:
         leave_outcome(Outcome(status, sentence))
     return status
@@ -257,7 +257,7 @@ def _work(words: list[str]) -> None:
             estimated = estimate_run(config, handed.world_size)
             if estimated is not None:
                 prediction, profile = estimated
-                say(forecast_line(prediction, profile.usable_bytes), stdout=True)
+                print_status(forecast_line(prediction, profile.usable_bytes), stdout=True)
     train(config, prediction)
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.utils.text import encodable, one_line, say
+from fsdptoys.utils.text import encodable, one_line, print_status
 
 from .help import refuse_unknown, take_options
 
@@ -77,7 +77,7 @@ def run_report(words: Sequence[str]) -> int:
         written = write_page(collection, page)
         pictures = sum(path.suffix == ".png" for path in written)
         beside = f", and {pictures} picture{'s' * (pictures != 1)} beside it" if pictures else ""
-        say(f"the report is in {page}{beside}")
+        print_status(f"the report is in {page}{beside}")
         return 0
     from fsdptoys.report.table import make_table
 

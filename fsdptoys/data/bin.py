@@ -59,7 +59,7 @@ class BinConfig(DataConfig):
         return bool(self.eval_files) or self.eval_fraction > 0
 
     @property
-    def tells_documents(self) -> bool:
+    def knows_document_end(self) -> bool:
         """Whether the id that ends a document is configured."""
         return self.document_end is not None
 

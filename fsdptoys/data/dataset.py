@@ -136,7 +136,7 @@ class DataConfig(ABC):
         """Whether a part is held out."""
 
     @property
-    def tells_documents(self) -> bool:
+    def knows_document_end(self) -> bool:
         """Whether the dataset will know the id that ends a document."""
         return True
 
@@ -154,7 +154,7 @@ class DataConfig(ABC):
         Raises:
             ConfigError: naming key, value and fix.
         """
-        if self.mask_documents and not self.tells_documents:
+        if self.mask_documents and not self.knows_document_end:
             raise ConfigError(
                 f"data.mask_documents=true needs the id that ends a document, which data={self.name} does not know as "
                 f"set; set {self.documents_fix} or data.mask_documents=false"

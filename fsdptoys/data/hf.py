@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fsdptoys.device import available_cores
 from fsdptoys.errors import ConfigError
-from fsdptoys.utils.text import one_line, say
+from fsdptoys.utils.text import one_line, print_status
 
 from .dataset import DataConfig, TokenDataset
 from .dataset_index import INDEX_FILE, TOKENIZER_FILE, UnusableFolderError, kept_tokenizer, read_index
@@ -122,10 +122,12 @@ class HFConfig(DataConfig):
                 index = prepare_folder(
                     request,
                     display.show,
-                    wait=lambda holder: say(f"process {holder} prepares the data; waiting"),
-                    replace=lambda reason: say(f"{request.folder} {one_line(reason)}; the data is prepared again"),
+                    wait=lambda holder: print_status(f"process {holder} prepares the data; waiting"),
+                    replace=lambda reason: print_status(
+                        f"{request.folder} {one_line(reason)}; the data is prepared again"
+                    ),
                 )
-            say(f"{index.documents('train'):,} documents to train on, prepared in {request.folder}")
+            print_status(f"{index.documents('train'):,} documents to train on, prepared in {request.folder}")
         prepared = self._prepared(request)
         prepared.validate(seq_len, vocab_size)
         prepared.prepare(seq_len, vocab_size)

@@ -41,7 +41,7 @@ PRELOADED = ["torch.utils.data", "numpy", "fsdptoys.data"]
 """Imported once by the server and shared by its workers."""
 
 
-class ReadsSteps(Protocol):
+class StepSource(Protocol):
     """Makes the batches of a step; pickled once for each worker."""
 
     stride: int
@@ -102,7 +102,7 @@ def _no_shared_memory(workers: int, reason: str) -> str:
     )
 
 
-class StepsAhead:
+class StepPrefetcher:
     """Consecutive steps, prefetched.
 
     Args:
@@ -111,7 +111,7 @@ class StepsAhead:
         workers: background processes.
     """
 
-    def __init__(self, reader: ReadsSteps, place: int, workers: int) -> None:
+    def __init__(self, reader: StepSource, place: int, workers: int) -> None:
         others = set(multiprocessing.active_children())
         # Processes started here inherit the blocked signals from their first instruction on.
         previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, RANK_SIGNALS)
@@ -169,7 +169,7 @@ class StepsAhead:
         self._workers = []
 
 
-def _loader(reader: ReadsSteps, place: int, workers: int) -> "DataLoader[Any]":
+def _loader(reader: StepSource, place: int, workers: int) -> "DataLoader[Any]":
     context = multiprocessing.get_context("forkserver")
     # Before Python 3.10.9 and 3.11.1 the fork server unpickles messages of any local user (CVE-2022-42919).
     util.abstract_sockets_supported = False  # type: ignore[misc]
@@ -188,9 +188,9 @@ def _loader(reader: ReadsSteps, place: int, workers: int) -> "DataLoader[Any]":
 
 
 class _Steps(Dataset[Any]):
-    """The reader as a ``Dataset``; a ConfigError becomes its sentence, raised by ``StepsAhead.next`` in its turn."""
+    """The reader as a ``Dataset``; a ConfigError is returned as text and raised by ``StepPrefetcher.next``."""
 
-    def __init__(self, reader: ReadsSteps, workers: int) -> None:
+    def __init__(self, reader: StepSource, workers: int) -> None:
         self._reader = reader
         self._workers = workers
 

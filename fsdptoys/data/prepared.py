@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.utils.text import say
+from fsdptoys.utils.text import print_status
 
 from .content_sample import SampledFiles
 from .dataset import DataConfig, Samples, TokenDataset, hash_of
@@ -218,7 +218,7 @@ class Part:
             self.eval = self._rows(cache, "eval", self.eval.stream, seq_len)
 
     def _rows(self, cache: Path, split: str, stream: FileStream, seq_len: int) -> PackedSamples:
-        rows = pack_rows(cache, self.folder, self.index, split, seq_len, say)
+        rows = pack_rows(cache, self.folder, self.index, split, seq_len, print_status)
         return PackedSamples(stream, rows, seq_len, self.index.document_end)
 
     def _windows(self, split: str, seq_len: int, vocab_size: int) -> WindowSamples | None:

@@ -19,7 +19,7 @@ from fsdptoys.errors import ConfigError
 
 from .content_sample import SampledFiles
 from .dataset import IGNORE_INDEX, Samples, Tokens
-from .loader import StepsAhead
+from .loader import StepPrefetcher
 from .permutation import ORDER, EndlessShuffle
 
 
@@ -99,7 +99,7 @@ class BatchStream:
         self._reader = StepReader(samples, batch_size, microbatches, ranks, data_ranks, seed)
         self._order = None if samples.endless else ORDER
         self._workers = workers
-        self._ahead: StepsAhead | None = None
+        self._ahead: StepPrefetcher | None = None
 
     def next_step(self) -> list[tuple[Tensor, Tensor]]:
         """Take the next step's batches.
@@ -113,7 +113,7 @@ class BatchStream:
         """
         if self._workers:
             if self._ahead is None:
-                self._ahead = StepsAhead(self._reader, self.samples_seen, self._workers)
+                self._ahead = StepPrefetcher(self._reader, self.samples_seen, self._workers)
             step = self._ahead.next()
         else:
             step = self._reader.read(self.samples_seen)

@@ -13,7 +13,7 @@ from fsdptoys.device.profile import load_hardware
 from fsdptoys.errors import ConfigError
 from fsdptoys.parallel.float8 import check_float8_here
 from fsdptoys.parallel.mesh import NODE, straddling
-from fsdptoys.utils.text import one_line, say, value_text
+from fsdptoys.utils.text import one_line, print_status, value_text
 
 from .hardware import FoundHardware, find_hardware, hardware_environment
 from .supervisor import run_workers
@@ -239,10 +239,10 @@ def describe(plan: Plan, environment: Mapping[str, str]) -> str:
 
 def tell(plan: Plan, environment: Mapping[str, str]) -> None:
     """Print the found hardware and the chosen run."""
-    say(describe(plan, environment), stdout=True)
+    print_status(describe(plan, environment), stdout=True)
     sentence = note(plan)
     if sentence is not None:
-        say(sentence, stdout=True)
+        print_status(sentence, stdout=True)
 
 
 def note(plan: Plan) -> str | None:

@@ -18,7 +18,7 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from fsdptoys.utils.text import say
+from fsdptoys.utils.text import print_status
 
 DEFAULT_PORT = 29400
 """torch's default port, for an endpoint without one."""
@@ -87,7 +87,7 @@ class MeetingPoint:
     def _listen(self, family: int, address: Any) -> socket.socket | None:
         if self._is_loopback_by_accident(address[0]):
             # Debian's /etc/hosts maps the machine's own name to 127.0.1.1, which no other machine can reach.
-            say(
+            print_status(
                 f"{self.host} is {address[0]} on this machine, so launch.rdzv_endpoint={self.endpoint} is open on all "
                 "its interfaces; name the address that the other machines use to open that one alone"
             )

@@ -45,7 +45,7 @@ from fsdptoys.train.launch_env import (
 )
 from fsdptoys.train.rank_store import check_interface, loopback_environment
 from fsdptoys.train.stop import SAME_REQUEST_SECONDS, STOP_SIGNALS
-from fsdptoys.utils.text import say
+from fsdptoys.utils.text import print_status
 
 from .elastic_agent import Agent, EndedError, group_runs, import_environment, quieten, runs
 from .exit_record import Outcome, leave_outcome
@@ -144,7 +144,7 @@ def run_workers(
     if told:
         if sys.stdout is not None and sys.stdout.isatty():
             print("\x1b[?25h", end="", flush=True)  # a killed worker may have left the cursor hidden
-        say(told)
+        print_status(told)
     if workers.left_behind:
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -337,9 +337,9 @@ class _Workers:
         if self._stop is not None or self._end is not None:
             raise EndedError
         if self._starts > self._failed_starts:
-            say("another machine starts again, and so do the workers here")
+            print_status("another machine starts again, and so do the workers here")
         if self._starts == 0 and self.launch.min_nodes > 1 and self._token is None:
-            say("no launch.rdzv_token_file is set, so any machine of this network can join or stop the run")
+            print_status("no launch.rdzv_token_file is set, so any machine of this network can join or stop the run")
         os.environ[RESTARTS] = str(self._starts)
         self._starts += 1
         self._starting = True
@@ -396,7 +396,7 @@ class _Workers:
             self._pids = {}
         self._failures = {}
         count = f"({self._failed_starts} of {self.launch.max_restarts})"
-        say(f"{told}; starting again {count}")
+        print_status(f"{told}; starting again {count}")
 
     @contextlib.contextmanager
     def no_longer_than_it_may(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdptoys.utils.console_stream import lost_output
 from fsdptoys.utils.file_lock import FolderLock
-from fsdptoys.utils.text import say
+from fsdptoys.utils.text import print_status
 
 from .compilation import Compilations, compilation_line
 from .config import EXPERTS_FILE, LOSS_FILE, METRICS_FILE, PREDICTION_FILE, SUMMARY_FILE, MetricsConfig
@@ -204,7 +204,7 @@ class Recorder:
         when = f"at step {self._steps[-1].step}" if self._steps else "before the first step"
         streams = ", ".join(f"{name}: {reason}" for name, reason in lost.items())
         self._lost_output = f"Console output was lost {when} ({streams}); {METRICS_FILE} has every step."
-        say(self._lost_output)
+        print_status(self._lost_output)
 
     def _restore(self) -> None:
         for sentence in self._directory.restore():

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from fsdptoys.checkpoint import WEIGHTS_FOLDER, Checkpoint, Checkpoints, save_weights
+from fsdptoys.checkpoint import WEIGHTS_FOLDER, Checkpoint, Checkpointer, save_weights
 from fsdptoys.config.schema import Config
 from fsdptoys.errors import GivenUpError
 from fsdptoys.metrics import (
@@ -180,18 +180,18 @@ class Run:
         """Names of model and strategy."""
         return f"{self.config.model.name}-{self.config.parallel.name}"
 
-    def _open_checkpoints(self) -> Checkpoints:
+    def _open_checkpoints(self) -> Checkpointer:
         folder = checkpoint_folder(self.config, self.run_dir)
         assert folder is not None
         # A group of its own, so that a background thread can use it during training.
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.config.checkpoint.timeout_seconds))
-        return Checkpoints(
+        return Checkpointer(
             self.config.checkpoint,
             folder,
             group,
             message=self._tell_problem,
             copy=host_copy,
-            whole=whole_tensors,
+            gather_full=whole_tensors,
             schema=FACTS,
         )
 

@@ -101,7 +101,7 @@ def encodable(text: str, stream: "IO[str] | None") -> str:
     return text
 
 
-def say(sentence: str, *, stdout: bool = False) -> bool:
+def print_status(sentence: str, *, stdout: bool = False) -> bool:
     """Print ``fsdptoys: SENTENCE``; a full disk, a broken pipe or a closed stream raises nothing.
 
     Args:

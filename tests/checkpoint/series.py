@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from fsdptoys.checkpoint import Checkpoint, CheckpointConfig, Checkpoints
+from fsdptoys.checkpoint import Checkpoint, CheckpointConfig, Checkpointer
 
 ROWS, COLUMNS = 7, 5
 
@@ -61,7 +61,7 @@ def whole(tensors: dict[str, Tensor]) -> Any:
         yield name, tensor if dist.get_rank() == 0 else None
 
 
-def save(checkpoints: Checkpoints, step: int) -> bool:
+def save(checkpoints: Checkpointer, step: int) -> bool:
     return checkpoints.save(step, whole_tensors(step), facts(step), own_facts(step))
 
 
@@ -81,16 +81,16 @@ def check_tensors(found: Checkpoint, step: int) -> None:
 
 
 def make_series(folder: Path, steps: Sequence[int] = (1, 2, 3), **config: Any) -> None:
-    checkpoints = Checkpoints(CheckpointConfig(every=1, keep=len(steps), **config), str(folder))
+    checkpoints = Checkpointer(CheckpointConfig(every=1, keep=len(steps), **config), str(folder))
     for step in steps:
         assert save(checkpoints, step)
 
 
 def resume(folder: Path | str, resume: str = "auto", restarted: bool = False) -> tuple[Checkpoint | None, list[str]]:
     """Resume in one process; return the checkpoint and the messages."""
-    told: list[str] = []
+    messages: list[str] = []
     config = CheckpointConfig(every=1, resume=resume)
-    return Checkpoints(config, str(folder), message=told.append).resume(restarted), told
+    return Checkpointer(config, str(folder), message=messages.append).resume(restarted), messages
 
 
 Damage = Callable[[Path], object]

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdptoys.checkpoint import CheckpointConfig, Checkpoints, Form, peek
+from fsdptoys.checkpoint import CheckpointConfig, Checkpointer, Form, peek
 from fsdptoys.checkpoint import checkpointer as keeper
 from fsdptoys.checkpoint.checksums import FileSum
 from fsdptoys.checkpoint.manifest import Manifest, to_json
@@ -44,9 +44,9 @@ def test_what_is_saved_is_loaded_exactly(kind: str, in_background: bool, form: F
     """Oracle: tensors and facts before they were saved; then the next run, which starts where this one ended."""
     where = {"path": f"{tmp_path}/a/b", "file": f"file://{tmp_path}/c", "memory": f"memory://{tmp_path}"}[kind]
     config = CheckpointConfig(every=1, keep=2, keep_every=3, async_save=in_background, form=form, resume="auto")
-    told: list[str] = []
+    messages: list[str] = []
     assert peek(config, where) is None
-    checkpoints = Checkpoints(config, where, message=told.append)
+    checkpoints = Checkpointer(config, where, message=messages.append)
     assert checkpoints.resume() is None and checkpoints.last_step is None
     for step in range(1, 9):
         assert save(checkpoints, step) and checkpoints.last_step == step
@@ -56,27 +56,27 @@ def test_what_is_saved_is_loaded_exactly(kind: str, in_background: bool, form: F
     with checkpoints._storage.reading("latest") as file:
         assert file.read() == b"step-00000008\n"
     assert peek(config, where) == facts(8) | {"step": 8, "world_size": 1}
-    again = Checkpoints(config, where, message=told.append)
+    again = Checkpointer(config, where, message=messages.append)
     check(again.resume(), 8)
     assert again.last_step == 8 and save(again, 8) and save(again, 9) and again.finish()
-    check(Checkpoints(config, where).resume(), 9)
-    assert told == []
+    check(Checkpointer(config, where).resume(), 9)
+    assert messages == []
 
 
 def test_a_step_is_saved_once_by_a_run_and_again_by_another(tmp_path: Path) -> None:
     """Oracle: the values of the tensors; the bytes of the first run's checkpoint, under another name."""
     config = CheckpointConfig(every=1, resume="auto")
-    first = Checkpoints(config, str(tmp_path))
+    first = Checkpointer(config, str(tmp_path))
     assert save(first, 5)
     other = {"model.a": torch.ones(1)}
     assert first.save(5, other, {}, {})
     check(resume(tmp_path)[0], 5)
     before = contents(tmp_path / "step-00000005")
-    told: list[str] = []
-    second = Checkpoints(config, str(tmp_path), message=told.append)
+    messages: list[str] = []
+    second = Checkpointer(config, str(tmp_path), message=messages.append)
     for _ in range(2):
         assert second.save(5, other, {}, {})
-    assert told == [
+    assert messages == [
         f"an earlier step-00000005 in {tmp_path} gave way to a new one, and is now step-00000005.replaced-1"
     ]
     found = resume(tmp_path)[0]
@@ -127,8 +127,8 @@ def test_a_save_in_the_background_stops_for_nothing_but_the_one_before(
             copies[name].copy_(tensor)
         return copies
 
-    told: list[str] = []
-    checkpoints = Checkpoints(CheckpointConfig(every=1, async_save=True), str(tmp_path), None, told.append, copy)
+    messages: list[str] = []
+    checkpoints = Checkpointer(CheckpointConfig(every=1, async_save=True), str(tmp_path), None, messages.append, copy)
     tensors = {"a": torch.ones(3)}
     assert checkpoints.save(1, tensors, {}, {})
     tensors["a"].zero_()
@@ -154,7 +154,7 @@ def test_a_save_in_the_background_stops_for_nothing_but_the_one_before(
         f"checkpoint of step 3 was not saved: Input/output error in {tmp_path}; the newest one is {TWO}; see to it "
         "that it can be written"
     )
-    assert told == [sentence] and checkpoints.report() == []
+    assert messages == [sentence] and checkpoints.report() == []
 
 
 def test_a_thread_that_still_saves_does_not_keep_a_process_from_ending(
@@ -164,7 +164,7 @@ def test_a_thread_that_still_saves_does_not_keep_a_process_from_ending(
     monkeypatch.setattr(keeper, "open_storage", Gate)
 
     def begin() -> None:
-        save(Checkpoints(CheckpointConfig(every=1, async_save=True), str(tmp_path)), 1)
+        save(Checkpointer(CheckpointConfig(every=1, async_save=True), str(tmp_path)), 1)
 
     process = multiprocessing.get_context("fork").Process(target=begin)
     process.start()
@@ -184,7 +184,7 @@ def test_an_error_in_the_background_that_is_not_the_disks_is_raised(
         raise RuntimeError("Connection closed by peer")
 
     monkeypatch.setattr(keeper, "save_tensors", broken)
-    checkpoints = Checkpoints(CheckpointConfig(every=1, async_save=True), str(tmp_path))
+    checkpoints = Checkpointer(CheckpointConfig(every=1, async_save=True), str(tmp_path))
     assert save(checkpoints, 1)
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
         save(checkpoints, 2)
@@ -324,13 +324,13 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over_or_refused(case: str, ser
     folder = copied(series, tmp_path / "checkpoints")
     damage(folder)
     twice = case == "a renamed folder"
-    found, told = resume(folder)
+    found, messages = resume(folder)
     whole, onward = (1, ONE) if twice else (2, TWO)
     check(found, whole)
     assert re.fullmatch(
-        rf"{THREE} {reason}(?: \(.*\))?, in {re.escape(str(folder))}; going on from {onward}", told[0]
-    ), told
-    assert len(told) == 1 + twice
+        rf"{THREE} {reason}(?: \(.*\))?, in {re.escape(str(folder))}; going on from {onward}", messages[0]
+    ), messages
+    assert len(messages) == 1 + twice
     for word in (f"{folder}/{THREE}", str(folder)):
         with pytest.raises(ConfigError) as refused:
             resume(folder, word)
@@ -399,8 +399,8 @@ def test_resume_takes_what_its_words_say(series: Path, tmp_path: Path) -> None:
     ]
     for word, where, step in cases:
         check(resume(where, word)[0], step)
-        told = peek(CheckpointConfig(resume=word), str(where))
-        assert told is not None and told["step"] == step
+        facts = peek(CheckpointConfig(resume=word), str(where))
+        assert facts is not None and facts["step"] == step
     assert resume(new, "auto") == (None, []) and peek(CheckpointConfig(resume="auto"), str(new)) is None
     assert resume(new, "never") == (None, []) and peek(CheckpointConfig(), str(new)) is None
     assert peek(CheckpointConfig(resume="auto"), None) is None
@@ -464,7 +464,7 @@ def test_what_would_mix_up_two_runs_is_refused(case: str, series: Path, tmp_path
     folder = places["new" if case == "must without any" else "own"]
     for refuse in (
         lambda: peek(CheckpointConfig(resume=word), folder),
-        lambda: Checkpoints(CheckpointConfig(resume=word), folder).resume(),
+        lambda: Checkpointer(CheckpointConfig(resume=word), folder).resume(),
     ):
         with pytest.raises(ConfigError) as refused:
             refuse()
@@ -484,8 +484,8 @@ def test_must_tells_what_was_passed_over(series: Path, tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as refused:
             refuse()
         assert f"in {folder} ({'; '.join(reasons)}); set" in str(refused.value)
-    found, told = resume(folder)
-    assert found is None and told == [f"{reason}, in {folder}; there is no older one" for reason in reasons]
+    found, messages = resume(folder)
+    assert found is None and messages == [f"{reason}, in {folder}; there is no older one" for reason in reasons]
     assert resume(folder, "never")[0] is None
 
 
@@ -514,19 +514,19 @@ def test_old_checkpoints_go_and_what_is_not_whole_stays(tmp_path: Path, monkeypa
     (folder / ".step-00000004.partial").mkdir()
     (folder / ".step-00000001.deleted").mkdir()
     (folder / ".something.partial").mkdir()
-    checkpoints = Checkpoints(CheckpointConfig(every=1, keep=2, keep_every=2, resume="auto"), str(folder))
+    checkpoints = Checkpointer(CheckpointConfig(every=1, keep=2, keep_every=2, resume="auto"), str(folder))
     check(checkpoints.resume(), 6)
     aside.rename(folder / "step-00000009")
     assert save(checkpoints, 7)
     kept = [TWO, THREE, "step-00000004", "step-00000005", "step-00000006", "step-00000007", "step-00000009"]
     assert sorted(os.listdir(folder)) == [".something.partial", "latest", "notes.txt", *kept]
 
-    told: list[str] = []
-    assert save(Checkpoints(CheckpointConfig(every=1, keep=1), str(folder)), 10)
+    messages: list[str] = []
+    assert save(Checkpointer(CheckpointConfig(every=1, keep=1), str(folder)), 10)
     assert sorted(os.listdir(folder)) == [".something.partial", "latest", "notes.txt", *kept, "step-00000010"]
     for name in ("step-00000009", "step-00000010"):
         shutil.rmtree(folder / name)
-    broken = Checkpoints(CheckpointConfig(every=1, keep=1, resume="auto"), str(folder), None, told.append)
+    broken = Checkpointer(CheckpointConfig(every=1, keep=1, resume="auto"), str(folder), None, messages.append)
     check(broken.resume(), 7)
 
     def refuse(old: str, new: str) -> None:
@@ -535,8 +535,8 @@ def test_old_checkpoints_go_and_what_is_not_whole_stays(tmp_path: Path, monkeypa
         LocalStorage.rename(broken._storage, old, new)  # type: ignore[arg-type]
 
     monkeypatch.setattr(broken._storage, "rename", refuse)
-    assert save(broken, 8) and len(told) == 1
-    assert told == [f"old checkpoints could not be deleted: Operation not permitted at {folder}/step-00000007"]
+    assert save(broken, 8) and len(messages) == 1
+    assert messages == [f"old checkpoints could not be deleted: Operation not permitted at {folder}/step-00000007"]
 
 
 def test_a_run_never_deletes_what_it_goes_on_from_for_what_is_damaged(tmp_path: Path) -> None:
@@ -545,7 +545,7 @@ def test_a_run_never_deletes_what_it_goes_on_from_for_what_is_damaged(tmp_path: 
     make_series(folder, (1, 2, 3))
     for name in (TWO, THREE):
         flip(f"{name}/{TENSORS}")(folder)
-    checkpoints = Checkpoints(CheckpointConfig(every=1, keep=2, resume="auto"), str(folder))
+    checkpoints = Checkpointer(CheckpointConfig(every=1, keep=2, resume="auto"), str(folder))
     check(checkpoints.resume(), 1)
     assert save(checkpoints, 4)
     shutil.rmtree(folder / "step-00000004")

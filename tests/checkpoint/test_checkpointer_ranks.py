@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdptoys.checkpoint import Checkpoint, CheckpointConfig, Checkpoints, Form, manifest
+from fsdptoys.checkpoint import Checkpoint, CheckpointConfig, Checkpointer, Form, manifest
 from fsdptoys.errors import ConfigError
 from scripts.ranks import run_ranks
 from tests.checkpoint.disks import tree
@@ -24,7 +24,7 @@ NUMBERS = 120_000
 """float32 elements of the first checkpoint on the disk of 1 MiB; a second one of twice the size does not fit."""
 
 
-def save(checkpoints: Checkpoints, step: int) -> bool:
+def save(checkpoints: Checkpointer, step: int) -> bool:
     rank = dist.get_rank()
     return checkpoints.save(step, distributed(whole_tensors(step)), facts(step), own_facts(step, rank))
 
@@ -66,10 +66,10 @@ class Cases:
         self.agrees_on_what_cannot_be_read()
         self.sees_one_folder()
 
-    def make(self, folder: Path, told: list[str] | None = None, **config: Any) -> Checkpoints:
+    def make(self, folder: Path, messages: list[str] | None = None, **config: Any) -> Checkpointer:
         """As a run would, after every step."""
-        message = None if told is None else told.append
-        return Checkpoints(CheckpointConfig(every=1, **config), str(folder), self.group, message, None, whole)
+        message = None if messages is None else messages.append
+        return Checkpointer(CheckpointConfig(every=1, **config), str(folder), self.group, message, None, whole)
 
     def saves_and_resumes(self) -> None:
         """Load into other shards than the saved ones; every rank gets its own facts back."""
@@ -89,8 +89,8 @@ class Cases:
         """Training collectives continue on other groups, also with ``Form.full``."""
         for form in Form:
             folder = self.folder / f"trains {form.value}"
-            told: list[str] = []
-            checkpoints = self.make(folder, told, form=form, async_save=True)
+            messages: list[str] = []
+            checkpoints = self.make(folder, messages, form=form, async_save=True)
             for step in (1, 2, 3):
                 tensors = distributed(whole_tensors(step))
                 assert checkpoints.save(step, tensors, facts(step), own_facts(step, self.rank))
@@ -100,7 +100,7 @@ class Cases:
                     total = torch.full((1000,), float(self.rank))
                     dist.all_reduce(total)
                     assert (total == sum(range(self.size))).all()
-            assert checkpoints.last_step == 3 and checkpoints.finish() and told == []
+            assert checkpoints.last_step == 3 and checkpoints.finish() and messages == []
             check_sharded(self.make(folder, resume="must").resume(), 3, dim=1)
 
     def agrees_on_a_failure(self) -> None:
@@ -110,8 +110,8 @@ class Cases:
             rank = last if name in ("tensors-", "rank-") else 0
             for in_background in (False, True):
                 folder = self.folder / f"fails {name} {in_background}"
-                told: list[str] = []
-                checkpoints = self.make(folder, told, async_save=in_background)
+                messages: list[str] = []
+                checkpoints = self.make(folder, messages, async_save=in_background)
                 assert save(checkpoints, 1) and checkpoints.finish()
                 with refusing(name, rank, self.rank, checkpoints):
                     begun = save(checkpoints, 2)
@@ -121,7 +121,7 @@ class Cases:
                     f"checkpoint of step 2 was not saved: Input/output error in {folder} (rank {rank}); the newest one "
                     "is step-00000001; see to it that it can be written"
                 )
-                assert told == ([sentence] if self.rank == 0 else []), told
+                assert messages == ([sentence] if self.rank == 0 else []), messages
                 assert sorted(os.listdir(folder)) == ["latest", "step-00000001"]
                 dist.barrier()
                 assert save(checkpoints, 2) and checkpoints.finish() and checkpoints.last_step == 2
@@ -136,11 +136,11 @@ class Cases:
         for step, name in enumerate(names, start=2):
             assert save(checkpoints, step)
             on_first(lambda step=step, name=name: flip(folder / f"step-{step:08d}" / name))  # type: ignore[misc]
-        told: list[str] = []
-        found = self.make(folder, told, resume="auto").resume()
+        messages: list[str] = []
+        found = self.make(folder, messages, resume="auto").resume()
         check_sharded(found, 1, dim=1)
-        assert len(told) == (len(names) if self.rank == 0 else 0)
-        assert all("is damaged: " in sentence and "going on from step-00000001" in sentence for sentence in told)
+        assert len(messages) == (len(names) if self.rank == 0 else 0)
+        assert all("is damaged: " in sentence and "going on from step-00000001" in sentence for sentence in messages)
 
     def agrees_on_a_refusal(self) -> None:
         """All ranks raise the same sentence."""
@@ -188,11 +188,11 @@ class Cases:
             self.make(folder, resume="auto").resume()
         assert not folder.exists() or os.listdir(folder) == []
         config = CheckpointConfig(resume="auto")
-        assert Checkpoints(config, str(folder), self.group).resume() is None
+        assert Checkpointer(config, str(folder), self.group).resume() is None
 
 
 @contextmanager
-def refusing(name: str, rank: int, own_rank: int, checkpoints: Checkpoints) -> Iterator[None]:
+def refusing(name: str, rank: int, own_rank: int, checkpoints: Checkpointer) -> Iterator[None]:
     """A disk that gives an error when one rank writes its file of this name."""
     storage = checkpoints._storage
     original = storage.writing
@@ -214,7 +214,7 @@ def refusing(name: str, rank: int, own_rank: int, checkpoints: Checkpoints) -> I
 
 
 @contextmanager
-def refusing_to_read(name: str, rank: int, own_rank: int, checkpoints: Checkpoints, times: int) -> Iterator[None]:
+def refusing_to_read(name: str, rank: int, own_rank: int, checkpoints: Checkpointer, times: int) -> Iterator[None]:
     """Raise ESTALE on one rank, ``times`` times, when it opens a file whose name starts with ``name``."""
     storage, left = checkpoints._storage, times if rank == own_rank else 0
     original = storage.reading
@@ -250,11 +250,11 @@ def test_a_checkpoint_is_loaded_by_any_number_of_ranks(tmp_path: Path) -> None:
     """Oracle: the full tensors. Facts of a rank are available only on the number of ranks that saved them."""
 
     def four() -> None:
-        assert save(Checkpoints(CheckpointConfig(every=1), str(tmp_path / "four"), dist.new_group()), 3)
+        assert save(Checkpointer(CheckpointConfig(every=1), str(tmp_path / "four"), dist.new_group()), 3)
 
     def two(name: str) -> None:
         config = CheckpointConfig(every=1, resume="auto")
-        checkpoints = Checkpoints(config, str(tmp_path / name), dist.new_group())
+        checkpoints = Checkpointer(config, str(tmp_path / name), dist.new_group())
         found = checkpoints.resume()
         check_sharded(found, 3, dim=1)
         assert found is not None and found.own_facts is None
@@ -290,23 +290,23 @@ def test_a_full_disk_costs_one_checkpoint(in_background: bool, small_disk: Path)
     """Oracle: a file system of one MiB: the sentence, the checkpoint before, and the next once there is room."""
     folder = small_disk / "checkpoints"
 
-    def save_large(checkpoints: Checkpoints, step: int, numbers: int) -> bool:
+    def save_large(checkpoints: Checkpointer, step: int, numbers: int) -> bool:
         tensors = distributed({"a": torch.full((numbers,), float(step))})
         checkpoints.save(step, tensors, {}, {})
         return checkpoints.finish()
 
     def body() -> None:
-        told: list[str] = []
+        messages: list[str] = []
         config = CheckpointConfig(every=1, async_save=in_background, resume="auto")
-        checkpoints = Checkpoints(config, str(folder), dist.new_group(), told.append)
+        checkpoints = Checkpointer(config, str(folder), dist.new_group(), messages.append)
         assert save_large(checkpoints, 1, NUMBERS)
         dist.barrier()
         before = tree(folder)
         dist.barrier()
         assert not save_large(checkpoints, 2, 2 * NUMBERS)
         if dist.get_rank() == 0:
-            assert len(told) == 1
-            start, end = told[0].split(f"No space left on device in {folder} (rank ", 1)
+            assert len(messages) == 1
+            start, end = messages[0].split(f"No space left on device in {folder} (rank ", 1)
             assert start == "checkpoint of step 2 was not saved: "
             assert end.endswith(
                 "; the newest one is step-00000001; free space or set checkpoint.folder to another disk"
@@ -315,7 +315,7 @@ def test_a_full_disk_costs_one_checkpoint(in_background: bool, small_disk: Path)
         assert tree(folder) == before
         dist.barrier()
         assert save_large(checkpoints, 2, NUMBERS // 2)
-        found = Checkpoints(config, str(folder), checkpoints._ranks.group).resume()
+        found = Checkpointer(config, str(folder), checkpoints._ranks.group).resume()
         tensors = distributed({"a": torch.zeros(NUMBERS // 2)})
         assert found is not None
         found.load(tensors)

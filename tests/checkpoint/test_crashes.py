@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdptoys.checkpoint import CheckpointConfig, Checkpoints
+from fsdptoys.checkpoint import CheckpointConfig, Checkpointer
 from fsdptoys.checkpoint import checkpointer as keeper
 from fsdptoys.checkpoint.storage import LocalStorage, Storage
 from tests.checkpoint.disks import KillingStorage, LossyDisk, PowerLoss
@@ -30,12 +30,12 @@ def memory_folder(tmp_path: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-def make_checkpoints(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> Checkpoints:
+def make_checkpoints(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> Checkpointer:
     monkeypatch.setattr(keeper, "open_storage", lambda where: storage)
-    return Checkpoints(CheckpointConfig(every=1, keep=KEPT, resume="auto"), storage.where)
+    return Checkpointer(CheckpointConfig(every=1, keep=KEPT, resume="auto"), storage.where)
 
 
-def save(checkpoints: Checkpoints, step: int, value: float) -> bool:
+def save(checkpoints: Checkpointer, step: int, value: float) -> bool:
     tensors = {"model.a": torch.full((3, 5), value), "optim.a.step": torch.tensor(value)}
     return checkpoints.save(step, tensors, {"value": value}, {"own": value})
 

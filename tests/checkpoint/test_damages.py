@@ -64,7 +64,7 @@ def test_the_hostile_pickle_is_hostile(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "key", "value", "told"),
+    ("config", "key", "value", "message"),
     [
         (LLAMA4, "num_hidden_layers", "2", "num_hidden_layers='2', which must be an integer; correct it"),
         (LLAMA4, "attention_chunk_size", 8.0, "attention_chunk_size=8.0, which must be an integer or null; correct it"),
@@ -86,13 +86,13 @@ def test_the_hostile_pickle_is_hostile(tmp_path: Path) -> None:
     ],
 )
 def test_other_families_refuse_their_own_keys(
-    config: ModelConfig, key: str, value: object, told: str, tmp_path: Path
+    config: ModelConfig, key: str, value: object, message: str, tmp_path: Path
 ) -> None:
     """Oracle: the sentence."""
     make_folder(tmp_path / "folder", config)
     edit_json("config.json", **{key: value})(tmp_path / "folder")
     (tmp_path / "folder" / "checksums.json").unlink()
-    assert refusal(tmp_path / "folder", config) == f"{{}}/config.json says {told}"
+    assert refusal(tmp_path / "folder", config) == f"{{}}/config.json says {message}"
 
 
 CHANGED = "or delete checksums.json if the file was changed on purpose"

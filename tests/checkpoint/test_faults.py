@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import pytest
 import torch
 
-from fsdptoys.checkpoint import CheckpointConfig, Checkpoints, manifest, peek
+from fsdptoys.checkpoint import CheckpointConfig, Checkpointer, manifest, peek
 from fsdptoys.checkpoint import checkpointer as keeper
 from fsdptoys.checkpoint import select as choice
 from fsdptoys.checkpoint.storage import LocalStorage, Storage, open_storage
@@ -48,7 +48,7 @@ def memory_folder(tmp_path: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-def save(checkpoints: Checkpoints, step: int, value: float) -> bool:
+def save(checkpoints: Checkpointer, step: int, value: float) -> bool:
     return checkpoints.save(step, {"model.a": torch.full((3,), float(value))}, {"value": value}, {"own": value})
 
 
@@ -104,33 +104,33 @@ def start(storage: FaultyStorage, monkeypatch: pytest.MonkeyPatch) -> tuple[list
     """
     monkeypatch.setattr(keeper, "open_storage", lambda where: storage)
     monkeypatch.setattr(choice, "open_storage", lambda where: storage)
-    told: list[str] = []
+    messages: list[str] = []
     may_go: set[str] = set()
     resumed = None
     config = CheckpointConfig(every=1, keep=KEEP, resume="auto")
     try:
         peek(config, storage.where)
-        checkpoints = Checkpoints(config, storage.where, message=told.append)
+        checkpoints = Checkpointer(config, storage.where, message=messages.append)
         found = checkpoints.resume()
         if found is not None:
             found.load({"model.a": torch.zeros(3)})
         step = resumed = found.step if found is not None else 0
         have = [f"step-{each:08d}" for each in range(1, step + 1)]
         for each in (step + 1, step + 2):
-            before = len(told)
+            before = len(messages)
             if save(checkpoints, each, -each):
                 have.append(f"step-{each:08d}")
                 may_go |= set(have[:-KEEP])
             else:
-                assert len(told) > before, "a save failed without a sentence"
+                assert len(messages) > before, "a save failed without a sentence"
                 if f"step-{each:08d}" in storage.committed():
                     have.append(f"step-{each:08d}")  # it could not be handed to the disk at once
     except ConfigError as error:
-        told.append(str(error))
+        messages.append(str(error))
     finally:
         monkeypatch.undo()
     monkeypatch.setattr(manifest, "RETRY_PAUSES_SECONDS", (0.0, 0.0))
-    return told, may_go, resumed
+    return messages, may_go, resumed
 
 
 PREPARED = {"whole": leave_as_it_is, "newest damaged": damage_newest, "newest set aside": set_newest_aside}
@@ -148,7 +148,7 @@ def test_no_refusal_costs_a_checkpoint(
         pytest.skip("nothing is renamed there")
     prepare, codes = PREPARED[prepared], itertools.cycle(UNREADABLE)
     first = make_place(kind, memory_folder)
-    assert all(save(Checkpoints(CheckpointConfig(every=1, keep=9), first.where), step, step) for step in (1, 2, 3))
+    assert all(save(Checkpointer(CheckpointConfig(every=1, keep=9), first.where), step, step) for step in (1, 2, 3))
     whole = contents(first)
     if prepare is damage_newest:
         del whole["step-00000003"]
@@ -159,13 +159,13 @@ def test_no_refusal_costs_a_checkpoint(
         storage = make_place(kind, memory_folder)
         copy(first, storage)
         faulty = FaultyStorage(storage, code, moment, lasting)
-        told, may_go, resumed = start(faulty, monkeypatch)
+        messages, may_go, resumed = start(faulty, monkeypatch)
         left = set(contents(storage).values())
         lost = [name for name, digest in whole.items() if digest not in left and name not in may_go]
-        assert not lost, (faulty.refused, os.strerror(code), lost, told, storage.names())
+        assert not lost, (faulty.refused, os.strerror(code), lost, messages, storage.names())
         # A missing checkpoint is skipped or cannot be restored; an unreadable one is never skipped.
         is_gone = code == errno.ENOENT or (lasting and prepare is set_newest_aside)
-        assert is_gone or resumed in (newest, None), (faulty.refused, os.strerror(code), resumed, told)
+        assert is_gone or resumed in (newest, None), (faulty.refused, os.strerror(code), resumed, messages)
         storage.remove("")
         return faulty
 
@@ -189,8 +189,8 @@ def test_a_start_stops_at_what_it_cannot_read(
 ) -> None:
     """Oracle: the sentence, and the folder as it was; once the file can be read, the run resumes from it."""
     folder = tmp_path / "checkpoints"
-    assert save(Checkpoints(CheckpointConfig(every=1), str(folder)), 1, 1) and save(
-        Checkpoints(CheckpointConfig(every=1), str(folder)), 2, 2
+    assert save(Checkpointer(CheckpointConfig(every=1), str(folder)), 1, 1) and save(
+        Checkpointer(CheckpointConfig(every=1), str(folder)), 2, 2
     )
     before = sorted(folder.rglob("*"))
     file = "manifest.json" if word == "never" else "state.json"
@@ -212,7 +212,7 @@ def test_a_start_stops_at_what_it_cannot_read(
     )
     for look in (
         lambda: peek(config, str(folder)),
-        lambda: Checkpoints(config, str(folder)).resume(),
+        lambda: Checkpointer(config, str(folder)).resume(),
     ):
         refusals = len(manifest.RETRY_PAUSES_SECONDS) + 1
         with pytest.raises(ConfigError) as refused:
@@ -227,7 +227,7 @@ def test_a_start_stops_at_what_it_cannot_read(
 
 def test_permissions_are_none_of_the_content(tmp_path: Path) -> None:
     """Oracle: the sentence of the system itself, for a process that may not read one file."""
-    assert save(Checkpoints(CheckpointConfig(every=1), str(tmp_path)), 1, 1)
+    assert save(Checkpointer(CheckpointConfig(every=1), str(tmp_path)), 1, 1)
     (tmp_path / "step-00000001" / "state.json").chmod(0)
     if os.access(tmp_path / "step-00000001" / "state.json", os.R_OK):
         pytest.skip("root reads everything")
@@ -248,9 +248,9 @@ def test_old_checkpoints_that_cannot_be_read_are_neither_counted_nor_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: the remaining names, and one message for any number of saves."""
-    told: list[str] = []
+    messages: list[str] = []
     config = CheckpointConfig(every=1, keep=2)
-    checkpoints = Checkpoints(config, str(tmp_path), message=told.append)
+    checkpoints = Checkpointer(config, str(tmp_path), message=messages.append)
     assert all(save(checkpoints, step, step) for step in (1, 2))
     reading = LocalStorage.reading
 
@@ -263,12 +263,12 @@ def test_old_checkpoints_that_cannot_be_read_are_neither_counted_nor_deleted(
         patched.setattr(LocalStorage, "reading", refuse)
         assert all(save(checkpoints, step, step) for step in (3, 4))
     assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000002", "step-00000003", "step-00000004"]
-    assert told == [
+    assert messages == [
         f"step-00000002 cannot be read (manifest.json: Input/output error), in {tmp_path}, and is neither counted nor "
         "deleted"
     ]
     assert save(checkpoints, 5, 5)
-    assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000004", "step-00000005"] and len(told) == 1
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000004", "step-00000005"] and len(messages) == 1
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
@@ -277,7 +277,7 @@ def test_a_full_disk_is_freed_of_what_need_not_be_kept(
     keep: int, in_background: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: a disk with room for three; lowering ``keep`` makes room, and otherwise nothing is deleted."""
-    first = Checkpoints(CheckpointConfig(every=1, keep=3), str(tmp_path))
+    first = Checkpointer(CheckpointConfig(every=1, keep=3), str(tmp_path))
     assert all(save(first, step, step) for step in (1, 2, 3))
     writing = LocalStorage.writing
 
@@ -289,18 +289,18 @@ def test_a_full_disk_is_freed_of_what_need_not_be_kept(
             yield file
 
     monkeypatch.setattr(LocalStorage, "writing", limited)
-    told: list[str] = []
+    messages: list[str] = []
     config = CheckpointConfig(every=1, keep=keep, resume="auto", async_save=in_background)
-    checkpoints = Checkpoints(config, str(tmp_path), message=told.append)
+    checkpoints = Checkpointer(config, str(tmp_path), message=messages.append)
     assert checkpoints.resume() is not None
     save(checkpoints, 4, 4)
     assert checkpoints.finish() == (keep < 3)
     left = [path.name for path in sorted(tmp_path.glob("step-*"))]
     if keep == 3:
         assert left == [f"step-0000000{step}" for step in (1, 2, 3)]
-        assert told == [
+        assert messages == [
             f"checkpoint of step 4 was not saved: No space left on device in {tmp_path}; the newest one is "
             "step-00000003; free space or set checkpoint.folder to another disk"
         ]
     else:
-        assert left == [f"step-0000000{step}" for step in range(5 - keep, 5)] and told == []
+        assert left == [f"step-0000000{step}" for step in range(5 - keep, 5)] and messages == []

@@ -76,7 +76,7 @@ def test_init_from_that_is_no_folder_of_that_family_is_refused(tmp_path: Path) -
     expected = (
         "where a folder in Hugging Face format is expected; name one that holds config.json and safetensors files"
     )
-    for name, told in {
+    for name, message in {
         "nothing": f"model.init_from={{}}/nothing does not exist, {expected}",
         "file": f"model.init_from={{}}/file is a file, {expected}",
         "folder": "model=llama is of the family llama, and model.init_from={}/folder holds a gpt2 model; set what "
@@ -85,7 +85,7 @@ def test_init_from_that_is_no_folder_of_that_family_is_refused(tmp_path: Path) -
         chosen = dataclasses.replace(CONFIG, init_from=str(tmp_path / name))
         with pytest.raises(ConfigError) as refused:
             open_init_from(chosen.build())
-        assert str(refused.value).replace(str(tmp_path), "{}") == told
+        assert str(refused.value).replace(str(tmp_path), "{}") == message
 
 
 def test_a_damaged_folder_is_refused_before_a_worker_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -129,7 +129,7 @@ def peak_growth_bytes(config: ModelConfig, small: Path, folder: Path) -> tuple[i
     return status_bytes("VmHWM") - before, sum(shard.nbytes for shard in shards)
 
 
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the system does not tell a peak")
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the system does not report a peak")
 @pytest.mark.parametrize("case", BIG)
 def test_a_rank_holds_its_shard_and_one_tensor_at_its_peak(case: str, tmp_path: Path) -> None:
     """Oracle: Linux's own peak of the resident set: a shard, the file's pages of one parameter, 8 MiB for all else."""

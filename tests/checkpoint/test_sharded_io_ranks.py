@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdptoys.checkpoint import sharded_io as shards
-from fsdptoys.checkpoint.sharded_io import load_tensors, save_tensors, save_whole_tensors
+from fsdptoys.checkpoint.sharded_io import load_tensors, save_full_tensors, save_tensors
 from fsdptoys.checkpoint.storage import LocalStorage, open_storage
 from fsdptoys.checkpoint.tensor_index import read_index
 from fsdptoys.errors import ConfigError
@@ -160,11 +160,11 @@ def test_files_are_safetensors_that_hold_every_number_once(checkpoints: Any) -> 
     """Oracle: tensors assembled with the safetensors library and the JSON index, without our code."""
     folder, written = checkpoints
     for checkpoint, files_of_ranks in written.items():
-        listed = [file for files in files_of_ranks for file in files]
-        assert sorted(listed) == sorted(path.name for path in (folder / checkpoint).iterdir())
+        list_with_retries = [file for files in files_of_ranks for file in files]
+        assert sorted(list_with_retries) == sorted(path.name for path in (folder / checkpoint).iterdir())
         assert "tensors.json" in files_of_ranks[0]
         index = json.loads((folder / checkpoint / "tensors.json").read_text())
-        chunks = {file: load_file(folder / checkpoint / file) for file in listed if file != "tensors.json"}
+        chunks = {file: load_file(folder / checkpoint / file) for file in list_with_retries if file != "tensors.json"}
         for name in FORMS:
             entry = index["tensors"][name]
             whole = torch.zeros(entry["shape"], dtype=full(name).dtype)
@@ -303,18 +303,18 @@ def fail_and_go_on(folder: str, error: BaseException | None, file: str, whole: b
 
     def save(where: str) -> list[str]:
         if whole:
-            return save_whole_tensors(storage, where, tensors, gather_whole, group)
+            return save_full_tensors(storage, where, tensors, gather_whole, group)
         return save_tensors(storage, where, tensors, group)
 
     try:
         save("a")
         raise AssertionError("it was saved")
     except (OSError, ConfigError, KeyboardInterrupt) as caught:
-        told = f"{type(caught).__name__} {getattr(caught, 'errno', None)} {caught}"
+        message = f"{type(caught).__name__} {getattr(caught, 'errno', None)} {caught}"
     storage = open_storage(folder)
     save("b")
     load_tensors(storage, "b", tensors, group)
-    return [told, "" if all(equal(t, laid_out("rows", {1: mesh})[name]) for name, t in tensors.items()) else "wrong"]
+    return [message, "" if all(equal(t, laid_out("rows", {1: mesh})[name]) for name, t in tensors.items()) else "wrong"]
 
 
 @pytest.mark.parametrize(
@@ -332,13 +332,13 @@ def test_a_disk_full_under_one_rank_is_the_same_error_on_all(file: str, whole: b
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
     results = run_ranks(2, fail_and_go_on, str(tmp_path), None, file, whole)
-    told = f"OSError {errno.EFBIG} [Errno {errno.EFBIG}] File too large: '{tmp_path}/a/{file}'"
-    assert results == [[told, ""]] * 2
+    message = f"OSError {errno.EFBIG} [Errno {errno.EFBIG}] File too large: '{tmp_path}/a/{file}'"
+    assert results == [[message, ""]] * 2
     assert (tmp_path / "b" / "tensors-00001.safetensors").exists() != whole
 
 
 @pytest.mark.parametrize("file", ["tensors-00001.safetensors", "tensors.json"])
-@pytest.mark.parametrize("error", [ConfigError("told"), KeyboardInterrupt()], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("error", [ConfigError("message"), KeyboardInterrupt()], ids=lambda error: type(error).__name__)
 def test_errors_and_interruptions_of_one_rank_reach_all_as_what_they_are(
     error: BaseException, file: str, tmp_path: Path
 ) -> None:
@@ -519,7 +519,7 @@ def test_damage_is_told_by_its_file_before_anything_is_filled(damage: str, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("tensors", "told"),
+    ("tensors", "message"),
     [
         ({"w": torch.zeros(6, 4), "x": torch.zeros(1)}, r"holds no x, which"),
         ({"x": torch.zeros(1), "y": torch.zeros(1)}, r"holds no x nor 1 others, which"),
@@ -528,10 +528,10 @@ def test_damage_is_told_by_its_file_before_anything_is_filled(damage: str, tmp_p
         ({"w": torch.zeros(())}, r"holds w as F32 of shape 6×4, and this run has it as a single number of F32"),
     ],
 )
-def test_what_the_checkpoint_does_not_hold_is_told(tensors: dict[str, Tensor], told: str, tmp_path: Path) -> None:
+def test_what_the_checkpoint_does_not_hold_is_told(tensors: dict[str, Tensor], message: str, tmp_path: Path) -> None:
     """Checkpoint, tensor, found and wanted, before anything is filled."""
     make_saved(tmp_path / "a")
-    with pytest.raises(ConfigError, match=rf"{tmp_path}/a {told}.*; resume with the model and the optimizer"):
+    with pytest.raises(ConfigError, match=rf"{tmp_path}/a {message}.*; resume with the model and the optimizer"):
         load_tensors(open_storage(str(tmp_path)), "a", tensors, None)
     assert not any(bool(tensor.any()) for tensor in tensors.values())
 

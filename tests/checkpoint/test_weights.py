@@ -203,7 +203,7 @@ def save_and_measure(folder: Path, result: Path) -> None:
     result.write_text(str(status_bytes("VmHWM") - before))
 
 
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the system does not tell a peak")
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the system does not report a peak")
 def test_writing_holds_one_file_at_a_time(tmp_path: Path) -> None:
     """Oracle: Linux's own peak: 16 MiB of a file, two parameters of 2 MiB in passing, 8 MiB for all else; of 96 MiB."""
     # Before 0.8 the library copied the tensors.
@@ -246,13 +246,13 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 def test_a_configuration_that_was_edited_wrongly_is_refused(case: str, tmp_path: Path) -> None:
     """Oracle: the sentence."""
     save_run(tmp_path, CONFIG)
-    change, told = BROKEN[case]
+    change, message = BROKEN[case]
     tree = yaml.safe_load((tmp_path / "config.yaml").read_text())
     change(tree["model"])
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
     with pytest.raises(ConfigError) as refused:
         RunWeights(tmp_path)
-    assert str(refused.value) == f"{tmp_path}/config.yaml {told}"
+    assert str(refused.value) == f"{tmp_path}/config.yaml {message}"
 
 
 def test_runs_without_whole_weights_are_refused(tmp_path: Path) -> None:

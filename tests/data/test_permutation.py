@@ -1,4 +1,4 @@
-"""The permutation: that it is one, and that simple statistics do not tell it from a random one.
+"""The permutation: that it is one, and that simple statistics do not distinguish it from a random one.
 
 The bounds are those of the statistics' own distributions, five standard deviations wide; keys are fixed, so that a test
 passes always or never.

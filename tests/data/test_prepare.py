@@ -334,7 +334,7 @@ def test_a_full_disk_is_told_and_the_same_command_goes_on(tmp_path, monkeypatch)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-def tell(capsys, *words: str) -> tuple[int, str, str]:
+def data_command(capsys, *words: str) -> tuple[int, str, str]:
     capsys.readouterr()
     status = run_data([str(word) for word in words])
     return (status, *capsys.readouterr())
@@ -344,40 +344,40 @@ def test_the_command_prepares_shows_and_checks(tmp_path, capsys):
     """Oracle: counts of two documents; one flipped bit is found, and a file that is cut is refused."""
     write_lines(tmp_path / "a.jsonl", ["one", "three"], "body")
     words = [tmp_path / "a.jsonl", "--tokenizer", "bytes", "--field", "body", "--processes", "1"]
-    status, out, _ = tell(capsys, "prepare", *words, "--out", tmp_path / "out")
+    status, out, _ = data_command(capsys, "prepare", *words, "--out", tmp_path / "out")
     assert status == 0 and "train      2 documents, 10 tokens in 1 shard of uint16\neval       nothing\n" in out
-    assert tell(capsys, "show", tmp_path / "out")[1] == out
-    tree = json.loads(tell(capsys, "show", tmp_path / "out", "--json")[1])[0]
+    assert data_command(capsys, "show", tmp_path / "out")[1] == out
+    tree = json.loads(data_command(capsys, "show", tmp_path / "out", "--json")[1])[0]
     assert tree["splits"] == {"train": {"documents": 2, "tokens": 10}, "eval": {"documents": 0, "tokens": 0}}
-    status, out, _ = tell(capsys, "check", tmp_path / "out")
+    status, out, _ = data_command(capsys, "check", tmp_path / "out")
     assert (status, out) == (0, f"{tmp_path / 'out'}: 1 shard, every byte as it was written\n")
     shard = tmp_path / "out" / "shard-00000.bin"
     content = bytearray(shard.read_bytes())
     content[4] ^= 1
     shard.write_bytes(content)
-    status, out, err = tell(capsys, "check", tmp_path / "out")
+    status, out, err = data_command(capsys, "check", tmp_path / "out")
     assert (status, out) == (1, "") and "shard-00000.bin is not what was written: its SHA-256 is " in err
     shard.write_bytes(content[:-2])
     with pytest.raises(ConfigError, match=r"has 18 bytes in shard-00000\.bin, where its index says 20; put the file"):
-        tell(capsys, "check", tmp_path / "out")
+        data_command(capsys, "check", tmp_path / "out")
 
 
 def test_a_copy_of_the_tokenizer_is_kept_and_checked(tmp_path, capsys):
-    """Oracle: the file's bytes; a byte that was changed, and a copy that is gone, are told, and hinder no training."""
+    """Oracle: the file's bytes; a changed byte and a missing copy, are reported, and do not hinder no training."""
     pytest.importorskip("tokenizers")
     choice = Path(save_tokenizer(tmp_path / "tokenizer", None))
     write_lines(tmp_path / "a.jsonl", ["one two one two", "two three"])
     words = [tmp_path / "a.jsonl", "--out", tmp_path / "out", "--tokenizer", choice, "--processes", "1"]
-    assert tell(capsys, "prepare", *words)[1].endswith("…; kept in the folder\n")
+    assert data_command(capsys, "prepare", *words)[1].endswith("…; kept in the folder\n")
     copy, content = tmp_path / "out" / "tokenizer.json", (choice / "tokenizer.json").read_bytes()
     assert copy.read_bytes() == content
     config = PreparedConfig(folder=str(tmp_path / "out"))
     assert config.find_tokenizer() == str(copy)
     whole = f"{tmp_path / 'out'}: 1 shard and tokenizer.json, every byte as it was written\n"
-    assert tell(capsys, "check", tmp_path / "out") == (0, whole, "")
+    assert data_command(capsys, "check", tmp_path / "out") == (0, whole, "")
     copy.write_bytes(content[:-1] + b" ")
     for damage in ("is not what was written: its SHA-256 is ", "cannot be read (No such file or directory)"):
-        status, _, err = tell(capsys, "check", tmp_path / "out")
+        status, _, err = data_command(capsys, "check", tmp_path / "out")
         assert status == 1 and f"{copy} {damage}" in err
         with pytest.raises(ConfigError, match=re.escape(f"{copy} {damage}")):
             config.find_tokenizer()
@@ -400,7 +400,7 @@ def test_a_folder_of_an_earlier_version_is_read(tmp_path, capsys):
     (tmp_path / "out" / "tokenizer.json").unlink()
     older = config.build(4, 8, 0)
     assert older.fingerprint == dataset.fingerprint and older.train[0][0].tolist() == [2, 3, 2, 3]
-    assert config.find_tokenizer() is None and tell(capsys, "check", tmp_path / "out")[0] == 0
+    assert config.find_tokenizer() is None and data_command(capsys, "check", tmp_path / "out")[0] == 0
 
 
 class Stream(io.StringIO):

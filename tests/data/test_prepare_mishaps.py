@@ -108,9 +108,9 @@ def test_a_check_goes_on_past_a_file_that_cannot_be_read(
 
     monkeypatch.setattr("fsdptoys.data.dataset_index.open_regular", refusing)
     assert run_data(["check", str(tmp_path / "out")]) == 1
-    told = capsys.readouterr().err
-    assert f"{file} cannot be read (Input/output error)\n" in told
-    assert "shard-00001.bin is not what was written: its SHA-256 is " in told
+    err = capsys.readouterr().err
+    assert f"{file} cannot be read (Input/output error)\n" in err
+    assert "shard-00001.bin is not what was written: its SHA-256 is " in err
 
 
 def test_data_that_cannot_be_read_is_not_taken_for_a_cache_that_cannot_be_written(

@@ -11,7 +11,7 @@ SEQ_LEN = 4
 
 
 class NumberedSamples:
-    """Every token of a sample is its number, so that batches tell what they are made of."""
+    """Every token of a sample is its number, so that batches show their samples."""
 
     def __init__(self, count: int, endless: bool = False) -> None:
         self.count = count
@@ -122,8 +122,8 @@ def test_a_checkpoint_of_another_order_is_refused(order):
     """Oracle: the sentence, for a checkpoint that names no order, as earlier versions wrote them, or another."""
     stream = one_process(NumberedSamples(7), 3)
     state = stream.state_dict() | {"order": order}
-    told = order or "of an earlier version"
-    with pytest.raises(ConfigError, match=rf"^the checkpoint's data came in the order {told}, and this version's is"):
+    found = order or "of an earlier version"
+    with pytest.raises(ConfigError, match=rf"^the checkpoint's data came in the order {found}, and this version's is"):
         stream.load_state_dict({key: value for key, value in state.items() if value is not None})
 
 

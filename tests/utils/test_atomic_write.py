@@ -59,9 +59,9 @@ def test_the_lock_of_prepared_data_is_a_regular_file(tmp_path: Path) -> None:
     """Oracle: the sentence, and the file that the link leads to."""
     (tmp_path / "precious").write_text("precious")
     (tmp_path / "lock").symlink_to("precious")
-    with pytest.raises(ConfigError) as told, hold_lock(tmp_path / "lock", "data.cache=x", None):
+    with pytest.raises(ConfigError) as caught, hold_lock(tmp_path / "lock", "data.cache=x", None):
         raise AssertionError
-    assert str(told.value) == (
+    assert str(caught.value) == (
         f"data.cache=x is locked by a file, and {tmp_path}/lock is a symbolic link and not a regular file; remove it"
     )
     assert (tmp_path / "precious").read_text() == "precious"

@@ -21,13 +21,16 @@ def test_what_steers_a_terminal_is_escaped() -> None:
     assert len(one_line("x" * 1000, longest=None)) == 1000
 
 
-SAY = "import sys; from fsdptoys.utils.text import say; sys.exit(3 if say('x' * 10000, stdout=True) else 4)"
+PRINT_STATUS = (
+    "import sys; from fsdptoys.utils.text import print_status; "
+    "sys.exit(3 if print_status('x' * 10000, stdout=True) else 4)"
+)
 
 
 @pytest.mark.parametrize("stream", ["full", "broken", "closed", "fine"])
 def test_a_console_that_is_gone_ends_nothing(stream: str) -> None:
     """Oracle: the exit status that the program chose, and nothing on stderr."""
-    command = [sys.executable, "-c", SAY]
+    command = [sys.executable, "-c", PRINT_STATUS]
     if stream == "closed":
         command = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
     reader, writer = os.pipe()
