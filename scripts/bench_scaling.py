@@ -104,14 +104,14 @@ def rank_costs(config: Config, resumed: Config) -> dict[str, Cost]:
     run._save = timed_save  # type: ignore[method-assign]
     run.run()
     again = Run(Trainer(resumed))
-    go_on = again._go_on
+    go_on = again._resume
 
     def timed_load() -> None:
         dist.barrier()
         with timed(costs, "load"):
             go_on()
 
-    again._go_on = timed_load  # type: ignore[method-assign]
+    again._resume = timed_load  # type: ignore[method-assign]
     again.run()
     kept = steps[WARMUP:]
     costs["step"] = Cost(statistics.median(each.wall for each in kept), statistics.median(each.cpu for each in kept))

@@ -224,7 +224,7 @@ def _resume(trainer: Trainer, config: Config, folder: Path) -> tuple[str, str]:
         if found is None:
             return "detected", "; ".join(said)
         check_same_run(config, found.facts)
-        trainer.go_on_from(found.facts, found.load)
+        trainer.load_state_dict(found.facts, found.load)
     except ConfigError as error:
         return ("detected", str(error)) if str(error).isprintable() else ("missed", f"unprintable {error!r}")
     reason = restore_random_states(found.own_facts, trainer.device, 0, found.step, 0)
@@ -232,7 +232,7 @@ def _resume(trainer: Trainer, config: Config, folder: Path) -> tuple[str, str]:
     assert all(0 <= float(value) <= 1 for values in drawn for value in values), "draws that are no random numbers"
     if found.step != STEPS:
         return "detected", "; ".join(said)
-    said_now, loaded = found.facts, trainer.facts()
+    said_now, loaded = found.facts, trainer.state_dict()
     wrong = [key for key in ("step", "skipped_steps", "skipped_in_a_row", "spikes") if loaded[key] != said_now[key]]
     wrong += [] if loaded["data"]["samples"] == said_now["data"]["samples"] else ["data.samples"]
     return ("missed", f"loaded with another {wrong[0]}") if wrong else ("harmless", reason or "loaded as it is")

@@ -25,11 +25,11 @@ from fsdptoys.data.packing import pack_rows
 from fsdptoys.data.prepare import Request
 from fsdptoys.data.shard_writer import ShardsWriter
 from fsdptoys.device.profile import dump_hardware, load_hardware
-from fsdptoys.launch.exit_record import Outcome
+from fsdptoys.launch.exit_record import ExitRecord
 from fsdptoys.sweep import Job, JobStatus, Skipped, Sweep
 from fsdptoys.sweep.folder import write_job
 from fsdptoys.sweep.slurm_queue import begin_submission
-from fsdptoys.train.heartbeat import HEARTBEATS_FOLDER, _encode, path_of
+from fsdptoys.train.heartbeat import HEARTBEATS_FOLDER, _encode, heartbeat_path
 from fsdptoys.train.pretrained import TrainedModel
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -57,7 +57,7 @@ def make_specimens(folder: Path) -> None:
     grid = {"train.seed": [1, 2], "data.x": [True, None]}
     (small / "grid.yaml").write_text(yaml.safe_dump(definition | {"grid": grid}))
     (small / "rows.yaml").write_text(yaml.safe_dump(definition | {"rows": [["a=1", "b=2"], ["a=2"]]}))
-    (small / "outcome.json").write_text(json.dumps(dataclasses.asdict(Outcome(1, "why", True, "SIGTERM"))))
+    (small / "outcome.json").write_text(json.dumps(dataclasses.asdict(ExitRecord(1, "why", True, "SIGTERM"))))
     (small / "lines.jsonl").write_text("".join(json.dumps({"text": f"text {n}", "id": n}) + "\n" for n in range(5)))
 
 
@@ -82,7 +82,7 @@ def _make_run(folder: Path) -> None:
     beats.mkdir(exist_ok=True)
     for rank in (0, 1):
         sign = {"rank": rank, "host": "elsewhere", "pid": 7, "start": "s", "step": 3, "phase": "forward", "beat": 1}
-        path_of(beats, rank).write_bytes(_encode(sign | {"time": 1.5e9}))
+        heartbeat_path(beats, rank).write_bytes(_encode(sign | {"time": 1.5e9}))
     (run / "loss.png").unlink(missing_ok=True)
 
 

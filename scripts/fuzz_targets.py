@@ -26,7 +26,7 @@ from fsdptoys.data.shard_writer import ShardsWriter
 from fsdptoys.data.tokenizer import open_tokenizer
 from fsdptoys.device.profile import load_hardware
 from fsdptoys.errors import ConfigError
-from fsdptoys.launch.exit_record import read_outcome
+from fsdptoys.launch.exit_record import read_exit_record
 from fsdptoys.metrics.config import Console as ConsoleChoice
 from fsdptoys.metrics.config import MetricsConfig
 from fsdptoys.metrics.prediction import Prediction
@@ -44,7 +44,7 @@ from fsdptoys.report.runs_table import gather
 from fsdptoys.sweep import read_sweep
 from fsdptoys.sweep.definition import read_definition
 from fsdptoys.sweep.slurm_queue import read_submissions
-from fsdptoys.train.heartbeat import HEARTBEATS_FOLDER, _encode, last_signs, read_heartbeats
+from fsdptoys.train.heartbeat import HEARTBEATS_FOLDER, _encode, describe_last_heartbeats, read_heartbeats
 from fsdptoys.train.pretrained import TrainedModel, open_weights
 from fsdptoys.train.resume import check_resume
 from scripts.fuzz_specimens import RUN_WORDS, SEQ_LEN
@@ -217,8 +217,10 @@ def mend_heartbeats(copy: Path) -> None:
 def read_signs(copy: Path) -> str:
     """Heartbeats as reports and sentences use them."""
     signs = read_heartbeats(copy / HEARTBEATS_FOLDER)
-    lines = [f"{sign.described(2e9)} {sign.state()} {max(s.place for s in signs.values())}" for sign in signs.values()]
-    return "".join([*lines, last_signs(copy / HEARTBEATS_FOLDER, {0: 7}) or ""])
+    lines = [
+        f"{sign.describe(2e9)} {sign.state()} {max(s.progress for s in signs.values())}" for sign in signs.values()
+    ]
+    return "".join([*lines, describe_last_heartbeats(copy / HEARTBEATS_FOLDER, {0: 7}) or ""])
 
 
 def read_prediction(copy: Path) -> str:
@@ -267,7 +269,7 @@ READERS: dict[str, Reader] = {
     "hardware": Reader("small", ("hardware.yaml",), lambda copy: load_hardware(copy / "hardware.yaml")),
     "sweep definition": Reader("small", ("grid.yaml",), lambda copy: read_definition(str(copy / "grid.yaml"))),
     "rows of a sweep": Reader("small", ("rows.yaml",), lambda copy: read_definition(str(copy / "rows.yaml")), part=0.3),
-    "outcome": Reader("small", ("outcome.json",), lambda copy: read_outcome(copy / "outcome.json"), part=0.3),
+    "outcome": Reader("small", ("outcome.json",), lambda copy: read_exit_record(copy / "outcome.json"), part=0.3),
     "sweep folder": Reader("sweep", ("sweep.json", "jobs/*/job.json", "queue/1/jobs.json"), read_sweep_files),
     "trace": Reader("profile", ("trace/*",), lambda copy: read_timeline(copy / "trace", "cpu")),
     "snapshot": Reader("profile", ("snapshot/*",), lambda copy: read_timeline(copy / "snapshot", "cuda"), part=0.5),

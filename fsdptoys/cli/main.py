@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from fsdptoys import __version__
 from fsdptoys.errors import ConfigError
-from fsdptoys.launch.exit_record import Outcome, leave_outcome
+from fsdptoys.launch.exit_record import ExitRecord, write_exit_record
 from fsdptoys.utils.console_stream import install_streams, let_stdout_end, lost_output
 from fsdptoys.utils.text import print_status
 
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _tell_mistake(sentence: str, worker: bool, status: int = 2) -> int:
     print_status(sentence.replace("\n", "\\n"))  # line breaks of a typed value
     if not worker:
-        leave_outcome(Outcome(status, sentence))
+        write_exit_record(ExitRecord(status, sentence))
     return status
 
 
@@ -211,30 +211,30 @@ def _work(words: list[str]) -> None:
     import torch
 
     from fsdptoys.launch.hardware import hardware_environment, profile_of_this_machine
-    from fsdptoys.launch.worker import Handed, take_handed
+    from fsdptoys.launch.worker import WorkerRequest, read_request
     from fsdptoys.train.run import train
 
-    handed, plan = take_handed(), None
-    if handed is None:
+    request, plan = read_request(), None
+    if request is None:
         from fsdptoys.launch.launch import check_master, plan_run, tell
 
         from .largest_preset import choose_largest
 
         plan = plan_run(words, os.environ, choose_largest)
         check_master(os.environ)
-        handed = Handed(plan.composition.config, plan.hardware, plan.local_ranks, plan.world_size)
-        _prepare_data(handed.config, handed.local_ranks)  # called by every rank; one of them prepares
-    elif int(os.environ["WORLD_SIZE"]) != handed.world_size:
+        request = WorkerRequest(plan.composition.config, plan.hardware, plan.local_ranks, plan.world_size)
+        _prepare_data(request.config, request.local_ranks)  # called by every rank; one of them prepares
+    elif int(os.environ["WORLD_SIZE"]) != request.world_size:
         raise ConfigError(
-            f"launch.nnodes={handed.config.launch.nnodes} machines of {handed.local_ranks} ranks were expected, and "
+            f"launch.nnodes={request.config.launch.nnodes} machines of {request.local_ranks} ranks were expected, and "
             f"{os.environ['WORLD_SIZE']} ranks have come; set launch.nproc_per_node to the same on each"
         )
-    config, hardware = handed.config, handed.hardware
+    config, hardware = request.config, request.hardware
     # torchrun has not set these. Allocators read theirs at the first allocation, OpenMP at import, which for forks was
     # in the launcher, so the threads are set again below.
     environment = hardware_environment(
         hardware.device_type,
-        handed.local_ranks,
+        request.local_ranks,
         hardware.cores,
         config.train.deterministic,
         os.environ,
@@ -254,7 +254,7 @@ def _work(words: list[str]) -> None:
             from fsdptoys.metrics import forecast_line
             from fsdptoys.plan.predict import estimate_run
 
-            estimated = estimate_run(config, handed.world_size)
+            estimated = estimate_run(config, request.world_size)
             if estimated is not None:
                 prediction, profile = estimated
                 print_status(forecast_line(prediction, profile.usable_bytes), stdout=True)

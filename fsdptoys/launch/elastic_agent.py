@@ -42,7 +42,7 @@ class Watcher(Protocol):
     def after_failure(self, failures: dict[int, ProcessFailure]) -> None:
         """All workers have ended, after these failures by rank; ``EndedError`` prevents a restart."""
 
-    def no_longer_than_it_may(self) -> AbstractContextManager[None]:
+    def bounded_wait(self) -> AbstractContextManager[None]:
         """Context of a call that may wait for workers to end."""
 
 
@@ -84,14 +84,14 @@ class Agent(LocalElasticAgent):
             raise RendezvousStateError("the numbers of the ranks in the store are none of this run") from error
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        with self._watcher.no_longer_than_it_may():
+        with self._watcher.bounded_wait():
             result = super()._monitor_workers(worker_group)
         if result.is_failed():
             self._watcher.after_failure(result.failures)
         return result
 
     def _shutdown(self, *args: Any, **options: Any) -> None:
-        with self._watcher.no_longer_than_it_may():
+        with self._watcher.bounded_wait():
             super()._shutdown(*args, **options)
 
 
@@ -131,7 +131,7 @@ def runs(pid: int) -> bool:
         return False
 
 
-def quieten() -> None:
+def silence_elastic_logging() -> None:
     """Silence the agent's own log unless LOGLEVEL is set; the launcher reports failures itself."""
     if "LOGLEVEL" not in os.environ:
         logger = logging.getLogger("torch.distributed.elastic")

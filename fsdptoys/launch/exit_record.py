@@ -1,4 +1,4 @@
-"""Machine-readable outcome of a run, written by the launcher if the environment names a file for it."""
+"""Machine-readable record of a run, written by the launcher if the environment names a file for it."""
 
 import contextlib
 import dataclasses
@@ -12,7 +12,7 @@ from fsdptoys.utils.foreign import parse_json
 from fsdptoys.utils.from_tree import build
 from fsdptoys.utils.regular_file import read_regular
 
-OUTCOME_VARIABLE = "FSDPTOYS_OUTCOME_FILE"
+EXIT_RECORD_VARIABLE = "FSDPTOYS_OUTCOME_FILE"
 """Environment variable that names the file."""
 
 
@@ -20,7 +20,7 @@ LARGEST_FILE_BYTES = 2**20
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ExitRecord:
     """How a run ended, as seen by its launcher."""
 
     status: int
@@ -33,17 +33,17 @@ class Outcome:
     """Name of the signal that asked the run to stop, even if it then ended with status 0."""
 
 
-def leave_outcome(outcome: Outcome) -> None:
-    """Write the outcome if a file was named; errors such as a full disk are ignored."""
-    named = os.environ.get(OUTCOME_VARIABLE)
+def write_exit_record(record: ExitRecord) -> None:
+    """Write the record if a file was named; errors such as a full disk are ignored."""
+    named = os.environ.get(EXIT_RECORD_VARIABLE)
     if named:
         with contextlib.suppress(OSError, ValueError):  # ValueError: the root folder
-            write_atomically(named, json.dumps(dataclasses.asdict(outcome)) + "\n")
+            write_atomically(named, json.dumps(dataclasses.asdict(record)) + "\n")
 
 
-def read_outcome(path: Path) -> Outcome | None:
-    """Read the file of :func:`leave_outcome`; None if it is missing or invalid."""
+def read_exit_record(path: Path) -> ExitRecord | None:
+    """Read the file of :func:`write_exit_record`; None if it is missing or invalid."""
     try:
-        return build(Outcome, parse_json(read_regular(path, LARGEST_FILE_BYTES)))
+        return build(ExitRecord, parse_json(read_regular(path, LARGEST_FILE_BYTES)))
     except (OSError, ValueError):
         return None

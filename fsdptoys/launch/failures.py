@@ -18,18 +18,18 @@ from fsdptoys.profiler import ExplainedOutOfMemoryError
 from fsdptoys.train.heartbeat import (
     HEARTBEATS_FOLDER,
     LOST_PEER,
-    MOST_RANKS_TOLD,
+    MAX_RANKS_NAMED,
     TIMED_OUT,
-    last_signs,
-    ranks_in_words,
-    sign_of,
+    describe_heartbeat,
+    describe_last_heartbeats,
+    format_ranks,
 )
 from fsdptoys.train.launch_env import (
     remembered_run_dir,
 )
 from fsdptoys.train.stop import STOP_SIGNALS
 
-from .exit_record import Outcome
+from .exit_record import ExitRecord
 from .flight_recorder import keep_recordings
 
 REQUESTS = (*STOP_SIGNALS, signal.SIGINT)
@@ -69,17 +69,17 @@ class FirstFailure:
     @property
     def reason(self) -> str:
         """The failure in one line, for the outcome file."""
-        told = self.in_short if self.details else self.headline
-        return told.replace(f" {ExplainedOutOfMemoryError.__name__}:", "", 1)  # the message repeats it
+        message = self.in_short if self.details else self.headline
+        return message.replace(f" {ExplainedOutOfMemoryError.__name__}:", "", 1)  # the message repeats it
 
     @property
-    def told(self) -> str:
+    def message(self) -> str:
         """Message at the end of the run."""
-        return self.told_after("")
+        return self.message_with("")
 
-    def told_after(self, before: str) -> str:
-        """Message at the end of the run, with ``before`` appended to the headline."""
-        return self.headline + before + (f":\n{self.details}" if self.details else "")
+    def message_with(self, suffix: str) -> str:
+        """Message at the end of the run, with ``suffix`` appended to the headline."""
+        return self.headline + suffix + (f":\n{self.details}" if self.details else "")
 
 
 def own_failure_is_recorded(folder: Path) -> bool | None:
@@ -126,26 +126,26 @@ def first_failure(
         return _stopped(*min(asked.items()))
     rank, failure = min((others or ended or silent or failures).items())
     if failure.exitcode >= 0:
-        told = f"rank {rank} ended with status {failure.exitcode} and left no traceback"
+        message = f"rank {rank} ended with status {failure.exitcode} and left no traceback"
     else:
         reason = ", as the system does where host memory runs out" if failure.exitcode == -signal.SIGKILL else ""
-        told = f"rank {rank} was ended by {failure.signal_name()}{reason}"
+        message = f"rank {rank} was ended by {failure.signal_name()}{reason}"
     killed_by_system = bool(ended) and failure.exitcode == -signal.SIGKILL
-    return FirstFailure(1, told, told, silent=True, of_others=not ended, out_of_memory=killed_by_system)
+    return FirstFailure(1, message, message, silent=True, of_others=not ended, out_of_memory=killed_by_system)
 
 
-def outcome_of(status: int, told: str | None, number: int | None, first: FirstFailure | None) -> Outcome:
+def make_exit_record(status: int, message: str | None, number: int | None, first: FirstFailure | None) -> ExitRecord:
     """Return the outcome record of a launcher.
 
     Args:
         status: the launcher's exit status.
-        told: its final message, if any.
+        message: its final message, if any.
         number: the signal it received, if any.
         first: the failure that caused the others, if one was found.
     """
     if status > 128 or (number and not status):
-        return Outcome(status, told, stopped_by=signal.Signals(number or status - 128).name)
-    return Outcome(status, first.reason if first else told, bool(first and first.out_of_memory))
+        return ExitRecord(status, message, stopped_by=signal.Signals(number or status - 128).name)
+    return ExitRecord(status, first.reason if first else message, bool(first and first.out_of_memory))
 
 
 def _records(folder: Path) -> list[dict[str, Any]]:
@@ -176,8 +176,8 @@ def _recorded(record: dict[str, Any], hung: tuple[int, ...]) -> FirstFailure:
 
 def _stopped(rank: int, failure: ProcessFailure) -> FirstFailure:
     number = -failure.exitcode if failure.exitcode < 0 else failure.exitcode - 128
-    told = f"stopped by {signal.Signals(number).name} (rank {rank} got it); all workers have ended"
-    return FirstFailure(128 + number, told, told, final=True, stopped=True)
+    message = f"stopped by {signal.Signals(number).name} (rank {rank} got it); all workers have ended"
+    return FirstFailure(128 + number, message, message, final=True, stopped=True)
 
 
 def _remoteness(message: str) -> int:
@@ -197,16 +197,16 @@ def hung_ranks(first: FirstFailure, pids: Mapping[int, int], folder: Path) -> li
     # Where several ended in silence, some of them may have waited for the one that hung.
     what = "it hung" if first.timed_out and len(first.hung) == 1 else "it hung, or waited for one that did"
     lines = []
-    for rank in first.hung[:MOST_RANKS_TOLD]:
-        sign = sign_of(heartbeats, rank, pids[rank])
+    for rank in first.hung[:MAX_RANKS_NAMED]:
+        sign = describe_heartbeat(heartbeats, rank, pids[rank])
         last = f"last sign {sign}" if sign else "without any sign that is known"
         lines.append(f"rank {rank} raised nothing and had to be ended: {what}, {last}")
-    if more := first.hung[MOST_RANKS_TOLD:]:
-        lines.append(f"so did {ranks_in_words(list(more))}")
+    if more := first.hung[MAX_RANKS_NAMED:]:
+        lines.append(f"so did {format_ranks(list(more))}")
     return lines
 
 
-def remains(first: FirstFailure, pids: Mapping[int, int], folder: Path) -> str:
+def post_mortem(first: FirstFailure, pids: Mapping[int, int], folder: Path) -> str:
     """Return the post-mortem: hung ranks, last heartbeats if the failure was silent, and the path of recordings.
 
     Moves recordings of collectives from the launcher's folder to the run directory.
@@ -214,12 +214,12 @@ def remains(first: FirstFailure, pids: Mapping[int, int], folder: Path) -> str:
     Args:
         first, pids, folder: as for ``hung_ranks``.
     """
-    told = "".join(f"\n{line}" for line in hung_ranks(first, pids, folder))
+    message = "".join(f"\n{line}" for line in hung_ranks(first, pids, folder))
     run_dir = remembered_run_dir(folder)
     if run_dir is None:
-        return told
+        return message
     if first.silent:
-        signs = last_signs(run_dir / HEARTBEATS_FOLDER, pids)
-        told += f"; {signs}" if signs else ""
+        signs = describe_last_heartbeats(run_dir / HEARTBEATS_FOLDER, pids)
+        message += f"; {signs}" if signs else ""
     kept = keep_recordings(folder, run_dir)
-    return f"{told}\n{kept}" if kept else told
+    return f"{message}\n{kept}" if kept else message

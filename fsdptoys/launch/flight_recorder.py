@@ -40,5 +40,5 @@ def keep_recordings(folder: Path, run_dir: Path) -> str | None:
         with contextlib.suppress(OSError):  # the move below raises it
             (kept / path.name).unlink(missing_ok=True)  # a move across file systems would write through a link
         shutil.move(path, kept / path.name)
-    told = f"the last collectives of each rank are in {kept}"
-    return told if HCCL_FILE_NAME in os.environ else f"{told}; torchfrtrace {kept} compares them"
+    message = f"the last collectives of each rank are in {kept}"
+    return message if HCCL_FILE_NAME in os.environ else f"{message}; torchfrtrace {kept} compares them"

@@ -17,7 +17,7 @@ from fsdptoys.utils.text import one_line, print_status, value_text
 
 from .hardware import FoundHardware, find_hardware, hardware_environment
 from .supervisor import run_workers
-from .worker import Handed
+from .worker import WorkerRequest
 
 CPU_RANKS = 2
 """Ranks on a machine without an accelerator: the smallest number that shards."""
@@ -274,6 +274,6 @@ def launch(plan: Plan) -> int:
         rdzv_token_file=config.launch.rdzv_token_file,
         environment=environment,
         max_restarts=config.launch.max_restarts,
-        handed=Handed(config, plan.hardware, plan.local_ranks, plan.world_size),
+        request=WorkerRequest(config, plan.hardware, plan.local_ranks, plan.world_size),
         forks=plan.hardware.device_type == "cpu",
     )

@@ -1,6 +1,6 @@
 """Rendezvous of a run's nodes, and the messages when it fails.
 
-- One node: ``OneMachine`` opens no port; ranks use a file store in the launcher's folder.
+- One node: ``LocalRendezvous`` opens no port; ranks use a file store in the launcher's folder.
 - Several nodes: a TCP store that listens only on the address of ``launch.rdzv_endpoint``. Its state is JSON
   (``rendezvous_state``), never a pickle. Ranks use the same store, under a new key prefix for each start.
 
@@ -8,8 +8,8 @@ torch's rendezvous waits forever for an unrelated service that accepts the conne
 thread could not be ended, so a separate process first checks that the listener is a torch store.
 
 When a node's network fails, each query of the store blocks for a minute, during which an agent polling for new nodes
-could not watch its own ranks. So ``Meeting`` polls in its own thread. The ranks' collectives detect lost nodes by their
-timeout; the node then reconnects to the store for as long as the others wait.
+could not watch its own ranks. So ``Rendezvous`` polls in its own thread. The ranks' collectives detect lost nodes by
+their timeout; the node then reconnects to the store for as long as the others wait.
 """
 
 import re
@@ -36,10 +36,10 @@ from torch.distributed.launcher import LaunchConfig
 
 from fsdptoys.train.rank_store import name_file_store, name_network_store
 
-from .rendezvous_server import MeetingPoint
+from .rendezvous_server import RendezvousEndpoint
 from .rendezvous_state import ForeignStateError, SignedBackend
 
-MEETING_SECONDS = 900
+RENDEZVOUS_SECONDS = 900
 """Timeout of a rendezvous."""
 
 ASK_SECONDS = 1.0
@@ -53,7 +53,7 @@ RANKS_KEY = "fsdptoys.ranks"
 """Key of the prefix under which the ranks of one start keep their keys."""
 
 
-class OneMachine(RendezvousHandler):
+class LocalRendezvous(RendezvousHandler):
     """Rendezvous of a single node: no port, and a new file store for each start of the ranks.
 
     Args:
@@ -100,7 +100,7 @@ class OneMachine(RendezvousHandler):
         return True
 
 
-class Meeting(RendezvousHandler):
+class Rendezvous(RendezvousHandler):
     """Torch's rendezvous of several nodes, polled in a thread so that a failed network does not block the agent.
 
     Args:
@@ -108,11 +108,11 @@ class Meeting(RendezvousHandler):
         point: address of the store.
     """
 
-    def __init__(self, make: Callable[[], RendezvousHandler], point: MeetingPoint) -> None:
+    def __init__(self, make: Callable[[], RendezvousHandler], point: RendezvousEndpoint) -> None:
         self._make, self._point = make, point
         self._handler = make()
         self._left: list[RendezvousHandler] = []  # kept: their threads complain if they hold the last reference
-        self._met = False
+        self._complete = False
         self._waiting = 0
         self._asking: threading.Thread | None = None
         self._enough = threading.Event()
@@ -149,7 +149,7 @@ class Meeting(RendezvousHandler):
         Raises:
             RendezvousError: if the nodes do not meet.
         """
-        deadline = time.monotonic() + MEETING_SECONDS
+        deadline = time.monotonic() + RENDEZVOUS_SECONDS
         lost = not self._stop_asking()
         while True:
             try:
@@ -160,10 +160,10 @@ class Meeting(RendezvousHandler):
                 prefix = _agree_on_prefix(info)
                 break
             except RendezvousConnectionError:
-                if not self._met or time.monotonic() > deadline:
+                if not self._complete or time.monotonic() > deadline:
                     raise
                 if not lost:
-                    self._tell()
+                    self._warn_no_answer()
                 lost = True
                 time.sleep(ASK_SECONDS)
             except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -172,7 +172,7 @@ class Meeting(RendezvousHandler):
                     f"launch.rdzv_endpoint={self._point.endpoint} cannot be trusted: something else than this run "
                     "writes there; use another port and a network that is trusted"
                 ) from error
-        self._met = True
+        self._complete = True
         name_network_store(self._point.host, self._point.port, prefix)
         self._enough = threading.Event()
         self._asking = threading.Thread(
@@ -211,15 +211,15 @@ class Meeting(RendezvousHandler):
         if self._asking is not None:
             self._asking.join(GOODBYE_SECONDS)
             if self._asking.is_alive():
-                self._tell()
+                self._warn_no_answer()
                 return False
         return True
 
-    def _tell(self) -> None:
+    def _warn_no_answer(self) -> None:
         print(f"fsdptoys: launch.rdzv_endpoint={self._point.endpoint} does not answer", file=sys.stderr, flush=True)
 
 
-def meet(launch: LaunchConfig, folder: Path, token: bytes | None) -> RendezvousHandler:
+def make_rendezvous(launch: LaunchConfig, folder: Path, token: bytes | None) -> RendezvousHandler:
     """Open the rendezvous of a run, or connect to it.
 
     Args:
@@ -232,8 +232,8 @@ def meet(launch: LaunchConfig, folder: Path, token: bytes | None) -> RendezvousH
         ValueError: for an invalid endpoint.
     """
     if launch.min_nodes == 1:
-        return OneMachine(folder, launch.run_id)
-    point = MeetingPoint(launch.rdzv_endpoint)
+        return LocalRendezvous(folder, launch.run_id)
+    point = RendezvousEndpoint(launch.rdzv_endpoint)
 
     def make() -> RendezvousHandler:
         store = point.connect()
@@ -244,10 +244,10 @@ def meet(launch: LaunchConfig, folder: Path, token: bytes | None) -> RendezvousH
             launch.min_nodes,
             launch.max_nodes,
             launch.local_addr,
-            RendezvousTimeout(join=timedelta(seconds=MEETING_SECONDS)),
+            RendezvousTimeout(join=timedelta(seconds=RENDEZVOUS_SECONDS)),
         )
 
-    return Meeting(make, point)
+    return Rendezvous(make, point)
 
 
 def _agree_on_prefix(info: RendezvousInfo) -> str:
@@ -264,7 +264,7 @@ def _agree_on_prefix(info: RendezvousInfo) -> str:
     return prefix
 
 
-def no_meeting(error: Exception, launch: LaunchConfig) -> str:
+def describe_rendezvous_error(error: Exception, launch: LaunchConfig) -> str:
     """Return one sentence on why the rendezvous failed."""
     if isinstance(error, ForeignStateError):
         return str(error)
@@ -273,7 +273,7 @@ def no_meeting(error: Exception, launch: LaunchConfig) -> str:
     if isinstance(error, RendezvousTimeoutError):
         return (
             f"launch.nnodes={launch.min_nodes} machines did not all come to "
-            f"launch.rdzv_endpoint={launch.rdzv_endpoint} within {MEETING_SECONDS} s; start the same command on each"
+            f"launch.rdzv_endpoint={launch.rdzv_endpoint} within {RENDEZVOUS_SECONDS} s; start the same command on each"
         )
     cause = str(error.__cause__ or error).splitlines()[0]
     return (

@@ -33,7 +33,7 @@ CONNECT_SECONDS = 60
 """Timeout of connecting to the store, and of each answer."""
 
 
-class MeetingPoint:
+class RendezvousEndpoint:
     """Address of the store, and its server on the node with that address.
 
     Args:

@@ -47,15 +47,15 @@ from fsdptoys.train.rank_store import check_interface, loopback_environment
 from fsdptoys.train.stop import SAME_REQUEST_SECONDS, STOP_SIGNALS
 from fsdptoys.utils.text import print_status
 
-from .elastic_agent import Agent, EndedError, group_runs, import_environment, quieten, runs
-from .exit_record import Outcome, leave_outcome
-from .failures import FirstFailure, first_failure, hung_ranks, outcome_of, own_failure_is_recorded, remains
+from .elastic_agent import Agent, EndedError, group_runs, import_environment, runs, silence_elastic_logging
+from .exit_record import ExitRecord, write_exit_record
+from .failures import FirstFailure, first_failure, hung_ranks, make_exit_record, own_failure_is_recorded, post_mortem
 from .flight_recorder import name_recordings
 from .open_files import check_open_files, is_out_of_files, too_few_files
-from .rendezvous import Meeting, meet, no_meeting
+from .rendezvous import Rendezvous, describe_rendezvous_error, make_rendezvous
 from .rendezvous_state import read_token
 from .worker import (
-    Handed,
+    WorkerRequest,
     make_launch_folder,
 )
 
@@ -84,7 +84,7 @@ def run_workers(
     environment: Mapping[str, str] | None = None,
     rdzv_token_file: str | None = None,
     max_restarts: int = 0,
-    handed: Handed | None = None,
+    request: WorkerRequest | None = None,
     forks: bool = False,
 ) -> int:
     """Run ``python -m module arguments`` once for each rank of this machine, and wait for all of them.
@@ -98,7 +98,7 @@ def run_workers(
         rdzv_token_file: file with the secret shared by the nodes; unused with one node.
         environment: added to the workers' environment.
         max_restarts: limit of restarts of all workers after a failure.
-        handed: the composed run, which saves the workers composing it again.
+        request: the composed run, which saves the workers composing it again.
         forks: start workers as forks of this process on Linux, which saves their imports. The process must not have
             used an accelerator or computed with several threads.
 
@@ -113,13 +113,13 @@ def run_workers(
     loopback = loopback_environment(os.environ) if nnodes == 1 else {}
     check_interface()
     token = read_token(rdzv_token_file) if nnodes > 1 else None
-    launch_folder = make_launch_folder(handed)
+    launch_folder = make_launch_folder(request)
     folder = launch_folder.path
     os.environ.update({**import_environment(os.environ), **(environment or {}), **loopback})
     os.environ.update({LAUNCHED: str(os.getpid()), LAUNCH_FOLDER: str(folder)})
     # A killed rank cannot close its semaphores; the tracker frees them, and its warning is noise.
     os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
-    quieten()
+    silence_elastic_logging()
     name_recordings(folder)
     # Otherwise torch's rendezvous opens another store, on all interfaces.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -135,16 +135,16 @@ def run_workers(
     workers = _Workers(folder, launch, token, ("-m", module, *arguments), forks and sys.platform == "linux")
     try:
         with workers.taking_signals():
-            status, told = workers.run()
+            status, message = workers.run()
     finally:
         launch_folder.remove()
         for name in loopback:  # a later run of this process may be on several machines
             os.environ.pop(name, None)
-    leave_outcome(workers.outcome(status, told))
-    if told:
+    write_exit_record(workers.exit_record(status, message))
+    if message:
         if sys.stdout is not None and sys.stdout.isatty():
             print("\x1b[?25h", end="", flush=True)  # a killed worker may have left the cursor hidden
-        print_status(told)
+        print_status(message)
     if workers.left_behind:
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -174,7 +174,7 @@ class _Workers:
         self._first: FirstFailure | None = None
         self._succeeded = False
         self._error: Exception | None = None
-        self._meeting: RendezvousHandler | None = None
+        self._rendezvous: RendezvousHandler | None = None
         self._agent = threading.Thread(target=self._run_agent, name="elastic agent", daemon=True)
 
     # In the main thread.
@@ -226,11 +226,11 @@ class _Workers:
     @property
     def left_behind(self) -> bool:
         """Whether the agent or its polling thread still runs, as when waiting for another node."""
-        return self._agent.is_alive() or (isinstance(self._meeting, Meeting) and self._meeting.hangs)
+        return self._agent.is_alive() or (isinstance(self._rendezvous, Rendezvous) and self._rendezvous.hangs)
 
-    def outcome(self, status: int, told: str | None) -> Outcome:
+    def exit_record(self, status: int, message: str | None) -> ExitRecord:
         """Return the machine-readable outcome, given the result of :meth:`run`."""
-        return outcome_of(status, told, self._end or self._stop, self._first)
+        return make_exit_record(status, message, self._end or self._stop, self._first)
 
     def _pass_on(self, number: int) -> None:
         with self._lock:
@@ -273,15 +273,15 @@ class _Workers:
             if self._stop is not None and (first.of_others or first.stopped or self._died_of_the_request()):
                 return 128 + self._stop, _stopped(self._stop)
             if first.stopped:
-                return first.status, first.told
+                return first.status, first.message
             most = self.launch.max_restarts
             used_up = most and self._failed_starts == most and not first.final
-            told = first.told_after(f", after {most} of {most} restarts" if used_up else "")
-            return first.status, told + remains(first, self._pids, self.folder)
+            message = first.message_with(f", after {most} of {most} restarts" if used_up else "")
+            return first.status, message + post_mortem(first, self._pids, self.folder)
         if is_out_of_files(self._error):
             return 2, too_few_files()
         if isinstance(self._error, RendezvousError) or (self._error is not None and not self._starts):
-            return 2, no_meeting(self._error, self.launch)
+            return 2, describe_rendezvous_error(self._error, self.launch)
         if self._error is not None:
             raise self._error
         return 1, "another machine ended the run; its output says why"
@@ -302,7 +302,7 @@ class _Workers:
         handler = None
         try:
             launch = self.launch
-            handler = self._meeting = meet(launch, self.folder, self._token)
+            handler = self._rendezvous = make_rendezvous(launch, self.folder, self._token)
             # torch 2.7 has no NUMA binding; newer versions set its default in LaunchConfig.
             known = {field.name for field in dataclasses.fields(WorkerSpec)}
             options: dict[str, Any] = {"numa_options": launch.numa_options} if "numa_options" in known else {}
@@ -391,15 +391,15 @@ class _Workers:
         if first.final:
             raise EndedError
         self._failed_starts += 1
-        told = "; ".join([first.in_short, *hung_ranks(first, self._pids, self.folder)])
+        message = "; ".join([first.in_short, *hung_ranks(first, self._pids, self.folder)])
         with self._lock:
             self._pids = {}
         self._failures = {}
         count = f"({self._failed_starts} of {self.launch.max_restarts})"
-        print_status(f"{told}; starting again {count}")
+        print_status(f"{message}; starting again {count}")
 
     @contextlib.contextmanager
-    def no_longer_than_it_may(self) -> Iterator[None]:
+    def bounded_wait(self) -> Iterator[None]:
         """Have the main thread kill workers for which the agent waits too long inside this context."""
         self._busy_since = time.monotonic()
         try:

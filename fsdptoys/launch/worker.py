@@ -29,14 +29,14 @@ from fsdptoys.utils.text import one_line, printable
 
 from .launch_folder import LaunchFolder
 
-HANDED_FILE = "handed"
+REQUEST_FILE = "request"
 """File in the launcher's folder with the composed run."""
 
 PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
-class Handed:
+class WorkerRequest:
     """A validated run, passed from the launcher to its workers; composing it again would take each a second."""
 
     config: Any
@@ -47,7 +47,7 @@ class Handed:
     world_size: int
 
 
-def make_launch_folder(handed: Handed | None) -> LaunchFolder:
+def make_launch_folder(request: WorkerRequest | None) -> LaunchFolder:
     """Make the launcher's folder, with the run for the workers.
 
     Raises:
@@ -56,8 +56,8 @@ def make_launch_folder(handed: Handed | None) -> LaunchFolder:
     folder = None
     try:
         folder = LaunchFolder()
-        if handed is not None:
-            _hand_over(folder.path, handed)
+        if request is not None:
+            _write_request(folder.path, request)
     except OSError as error:
         if folder is not None:
             folder.remove()
@@ -68,19 +68,19 @@ def make_launch_folder(handed: Handed | None) -> LaunchFolder:
     return folder
 
 
-def _hand_over(folder: Path, handed: Handed) -> None:
+def _write_request(folder: Path, request: WorkerRequest) -> None:
     """Write a run into the launcher's folder, which is private to the user."""
-    (folder / HANDED_FILE).write_bytes(pickle.dumps(handed))
+    (folder / REQUEST_FILE).write_bytes(pickle.dumps(request))
 
 
-def take_handed() -> Handed | None:
+def read_request() -> WorkerRequest | None:
     """Read the run that our launcher has passed to this process; None if the parent is not our launcher."""
     folder = launch_folder()
-    if os.environ.get(LAUNCHED) != str(os.getppid()) or folder is None or not (folder / HANDED_FILE).exists():
+    if os.environ.get(LAUNCHED) != str(os.getppid()) or folder is None or not (folder / REQUEST_FILE).exists():
         return None
-    handed = pickle.loads((folder / HANDED_FILE).read_bytes())
-    assert isinstance(handed, Handed)
-    return handed
+    request = pickle.loads((folder / REQUEST_FILE).read_bytes())
+    assert isinstance(request, WorkerRequest)
+    return request
 
 
 def run_as_worker(work: Callable[[], None]) -> int:
@@ -100,15 +100,15 @@ def run_as_worker(work: Callable[[], None]) -> int:
         # The messages of these name the phase of the run.
         explained = isinstance(error, (ExplainedOutOfMemoryError, LostRanksError, LostWorkerError))
         alone = isinstance(error, (ConfigError, GivenUpError))
-        told = f"fsdptoys: {error}" if alone else str(error) if explained else traceback.format_exc()
+        message = f"fsdptoys: {error}" if alone else str(error) if explained else traceback.format_exc()
         rank = os.environ.get("RANK", "0")
         recorded = False
         if "TORCHELASTIC_ERROR_FILE" in os.environ:
             with contextlib.suppress(OSError):  # the launcher's disk is full
-                _record(Path(os.environ["TORCHELASTIC_ERROR_FILE"]), int(rank), error, told)
+                _record(Path(os.environ["TORCHELASTIC_ERROR_FILE"]), int(rank), error, message)
                 recorded = True
         if not recorded:
-            shown = told if alone else f"fsdptoys: rank {rank} failed:\n{told}"
+            shown = message if alone else f"fsdptoys: rank {rank} failed:\n{message}"
             print(printable(shown, sys.stderr), file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -131,10 +131,10 @@ def explain_elsewhere(error: Exception) -> Exception:
     return explained.with_traceback(error.__traceback__)
 
 
-def _record(path: Path, rank: int, error: Exception, told: str) -> None:
+def _record(path: Path, rank: int, error: Exception, message: str) -> None:
     """Write ``ErrorHandler``'s record with nanoseconds; separate fields for messages shown without a rank."""
     now_ns = time.time_ns()
-    extra = {"py_callstack": told, "timestamp": str(now_ns // 10**9), "time_ns": now_ns, "rank": rank}
+    extra = {"py_callstack": message, "timestamp": str(now_ns // 10**9), "time_ns": now_ns, "rank": rank}
     extra |= {"config_error": str(error) if isinstance(error, ConfigError) else None}
     extra |= {"given_up": str(error) if isinstance(error, GivenUpError) else None}
     # These repeat after a restart.

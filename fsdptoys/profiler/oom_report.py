@@ -28,7 +28,7 @@ class ExplainedOutOfMemoryError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Situation:
+class OOMContext:
     """Phase of the run, and its live bytes."""
 
     step: int
@@ -56,12 +56,12 @@ class Failure:
 
 
 @contextlib.contextmanager
-def explain_out_of_memory(device: Device, situation: Callable[[], Situation]) -> Iterator[None]:
+def explain_out_of_memory(device: Device, context: Callable[[], OOMContext]) -> Iterator[None]:
     """Turn a failed allocation into an ``ExplainedOutOfMemoryError``; other errors pass.
 
     Args:
         device: of this rank.
-        situation: called only after a failure.
+        context: called only after a failure.
 
     Raises:
         ExplainedOutOfMemoryError: from the allocator's own error.
@@ -71,7 +71,7 @@ def explain_out_of_memory(device: Device, situation: Callable[[], Situation]) ->
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is the first, NumPy's the second
         if not is_out_of_memory(error) or isinstance(error, ExplainedOutOfMemoryError):
             raise
-        report = out_of_memory_report(read_failure(error, device), situation(), device.type)
+        report = out_of_memory_report(read_failure(error, device), context(), device.type)
         raise ExplainedOutOfMemoryError(report) from error
 
 
@@ -106,15 +106,15 @@ def read_failure(error: BaseException, device: Device) -> Failure:
     )
 
 
-def out_of_memory_report(failure: Failure, situation: Situation, device_type: str) -> str:
+def out_of_memory_report(failure: Failure, context: OOMContext, device_type: str) -> str:
     """Live bytes and the switches that would make room, in a few lines.
 
     Args:
         failure: the failed allocation.
-        situation: phase and live bytes of the run.
+        context: phase and live bytes of the run.
         device_type: ``cuda``, ``npu`` or ``cpu``.
     """
-    live, switches = situation.live, situation.switches
+    live, switches = context.live, context.switches
     on_cpu = device_type == "cpu"
     held = live.on_host() if failure.on_host else live
     rest_bytes = max(0, (failure.allocated_bytes or 0) - held.device_bytes)
@@ -124,27 +124,25 @@ def out_of_memory_report(failure: Failure, situation: Situation, device_type: st
         (held.states.device_bytes, "optimizer states"),
         (rest_bytes, REST + (", Python and its libraries" if failure.on_host else "")),
     ]
-    constructing = situation.phase == "construction"
+    constructing = context.phase == "construction"
     if constructing:
         rows = [(held.parameters.device_bytes, "parameters, once all are made")]
     memory = "host memory" if failure.on_host else "the device memory"
     lines = [
-        *_headline(failure, situation, device_type),
+        *_headline(failure, context, device_type),
         f"{'planned' if constructing else 'live'} in {memory} of this rank:",
         *(f"  {row}" for row in align_columns([(size_text(count), name) for count, name in rows])),
     ]
     if not failure.on_host and live.on_host().device_bytes:
         lines.append(f"  and in host memory {size_text(live.on_host().device_bytes)} of the first three")
-    if situation.phase != "optimizer" and switches.states_bytes > (
-        live.states.device_bytes or held.states.device_bytes
-    ):
+    if context.phase != "optimizer" and switches.states_bytes > (live.states.device_bytes or held.states.device_bytes):
         lines.append(
             f"  still to come in the first step of the optimizer: {size_text(switches.states_bytes)} of states"
         )
     if failure.on_host and not on_cpu:
         savings = host_savings(live, switches)
     else:
-        savings = device_savings(held, rest_bytes, situation.phase, switches, to_host=not on_cpu)
+        savings = device_savings(held, rest_bytes, context.phase, switches, to_host=not on_cpu)
     if savings:
         lines.append("what would make room, each by itself and at most:")
         cells = [(size_text(saving.saved_bytes), saving.switch, saving.why) for saving in savings]
@@ -154,7 +152,7 @@ def out_of_memory_report(failure: Failure, situation: Situation, device_type: st
     return "\n".join(lines)
 
 
-def _headline(failure: Failure, situation: Situation, device_type: str) -> list[str]:
+def _headline(failure: Failure, context: OOMContext, device_type: str) -> list[str]:
     where = "host memory" if failure.on_host else f"the memory of the {device_type} device"
     numbers = {
         "asked for": failure.asked_bytes,
@@ -163,9 +161,9 @@ def _headline(failure: Failure, situation: Situation, device_type: str) -> list[
         "reserved": failure.reserved_bytes,
     }
     known = [f"{size_text(count)} {name}" for name, count in numbers.items() if count is not None]
-    when = "construction" if situation.phase == "construction" else f"{situation.phase} of step {situation.step}"
+    when = "construction" if context.phase == "construction" else f"{context.phase} of step {context.step}"
     return [
-        f"{where} ran out on rank {situation.rank} in the {when}",
+        f"{where} ran out on rank {context.rank} in the {when}",
         *([", ".join(known)] if known else []),
     ]
 

@@ -29,8 +29,8 @@ from fsdptoys.metrics.results import (
     summarize,
 )
 from fsdptoys.metrics.resume_log import Resume, read_resumes, starts
-from fsdptoys.train.heartbeat import Sign, ranks_in_words
-from fsdptoys.train.recorded_run import MOST_RANKS, is_written, newest_signs, read_warmup
+from fsdptoys.train.heartbeat import Heartbeat, format_ranks
+from fsdptoys.train.recorded_run import MOST_RANKS, is_written, newest_heartbeats, read_warmup
 from fsdptoys.utils.file_lock import is_locked
 from fsdptoys.utils.regular_file import open_regular
 
@@ -114,9 +114,9 @@ class FollowedRun:
             return State.running if self.steps else State.starting
         return State.ended if (self.path / SUMMARY_FILE).exists() else State.gone
 
-    def signs(self) -> dict[int, Sign]:
+    def signs(self) -> dict[int, Heartbeat]:
         """Latest heartbeat of each rank of the newest start."""
-        return newest_signs(self.path)
+        return newest_heartbeats(self.path)
 
     def results(self) -> RunResults:
         """Summary of the steps so far."""
@@ -130,7 +130,7 @@ class FollowedRun:
         times = sorted(metrics.step_time_seconds for metrics in self.steps[-50:])
         return max(0, planned - self.steps[-1].step) * times[len(times) // 2]
 
-    def late_ranks(self, signs: dict[int, Sign], now: float) -> dict[object, str]:
+    def late_ranks(self, signs: dict[int, Heartbeat], now: float) -> dict[object, str]:
         """Describe each rank that has ended, is stopped, or is late, and the ranks without a heartbeat.
 
         Args:
@@ -145,18 +145,18 @@ class FollowedRun:
         patience = LATE_SECONDS
         if self.steps:
             patience = max(patience, 3 * self.steps[-1].step_time_seconds)
-        foremost = max(sign.place for sign in signs.values())
+        foremost = max(sign.progress for sign in signs.values())
         told: dict[object, str] = {}
         for rank, sign in signs.items():
             state = sign.state()
             if state is not None:
-                told[rank, state] = f"rank {rank} {state}; its last sign is of {sign.described(now)}"
-            elif sign.place < foremost and now - sign.time > patience:
-                told[rank, sign.place] = f"rank {rank} is late; its last sign is of {sign.described(now)}"
+                told[rank, state] = f"rank {rank} {state}; its last sign is of {sign.describe(now)}"
+            elif sign.progress < foremost and now - sign.time > patience:
+                told[rank, sign.progress] = f"rank {rank} is late; its last sign is of {sign.describe(now)}"
         silent = [rank for rank in range(self.settings.world_size or 0) if rank not in signs]
         ending = any(sign.phase == "end" for sign in signs.values())  # ranks remove their files when they end
         if silent and not ending and now - max(sign.time for sign in signs.values()) > patience:
-            told["silent", len(silent)] = f"{ranks_in_words(silent)} gave no sign yet"
+            told["silent", len(silent)] = f"{format_ranks(silent)} gave no sign yet"
         return told
 
 

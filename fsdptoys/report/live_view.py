@@ -16,7 +16,7 @@ from fsdptoys.metrics.results import (
     RunResults,
     Spread,
 )
-from fsdptoys.train.heartbeat import Sign, ranks_in_words
+from fsdptoys.train.heartbeat import Heartbeat, format_ranks
 from fsdptoys.utils.text import printable
 
 from .live_reader import FollowedRun, State
@@ -172,12 +172,12 @@ def _rank_lines(run: FollowedRun, state: State, console: Console) -> list[Text]:
     ]
 
 
-def _places(signs: dict[int, Sign], now: float) -> str:
-    places: dict[tuple[int, str], list[Sign]] = {}
+def _places(signs: dict[int, Heartbeat], now: float) -> str:
+    places: dict[tuple[int, str], list[Heartbeat]] = {}
     for sign in signs.values():
         places.setdefault((sign.step, sign.phase), []).append(sign)
     told = [
-        f"{ranks_in_words([sign.rank for sign in there])} in step {step} ({phase}) "
+        f"{format_ranks([sign.rank for sign in there])} in step {step} ({phase}) "
         f"{max(0.0, now - max(sign.time for sign in there)):.0f} s ago"
         for (step, phase), there in sorted(places.items(), key=lambda place: place[0], reverse=True)
     ]

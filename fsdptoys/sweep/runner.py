@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from fsdptoys.launch.exit_record import OUTCOME_VARIABLE, Outcome, read_outcome
+from fsdptoys.launch.exit_record import EXIT_RECORD_VARIABLE, ExitRecord, read_exit_record
 from fsdptoys.train.stop import SAME_REQUEST_SECONDS
 from fsdptoys.utils.regular_file import open_regular
 
@@ -117,7 +117,7 @@ def run_job(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, OUTCOME_VARIABLE: str(folder / OUTCOME_FILE)},
+            env={**os.environ, EXIT_RECORD_VARIABLE: str(folder / OUTCOME_FILE)},
             start_new_session=True,
             preexec_fn=interrupted_with_parent(),
         )
@@ -134,7 +134,7 @@ def run_job(
         finally:
             if interruption is not None:
                 interruption.process = None
-    outcome = read_outcome(folder / OUTCOME_FILE)
+    outcome = read_exit_record(folder / OUTCOME_FILE)
     if ended_for is JobStatus.timed_out:
         ended = ended_for, f"it was ended after {time_limit_seconds:g} s, which is the limit of a job's time"
     elif ended_for is JobStatus.stopped:
@@ -146,7 +146,7 @@ def run_job(
     return job
 
 
-def judge(exit_status: int, outcome: Outcome | None) -> tuple[JobStatus, str]:
+def judge(exit_status: int, outcome: ExitRecord | None) -> tuple[JobStatus, str]:
     """Return the status and reason of a job not ended by the sweep; the reason is empty for a finished job.
 
     Args:

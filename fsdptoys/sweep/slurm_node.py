@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.launch.exit_record import OUTCOME_VARIABLE, Outcome, read_outcome
+from fsdptoys.launch.exit_record import EXIT_RECORD_VARIABLE, ExitRecord, read_exit_record
 from fsdptoys.train.heartbeat import LOST_PEER, TIMED_OUT
 from fsdptoys.utils.file_lock import FolderLock
 from fsdptoys.utils.regular_file import open_regular
@@ -148,10 +148,10 @@ def _is_second_hand(reason: str | None) -> bool:
     return reason is None or ENDED_ELSEWHERE in reason or bool(LOST_PEER.search(reason) or TIMED_OUT.search(reason))
 
 
-def _outcomes_elsewhere(folder: Path, start: str) -> list[tuple[int, Outcome]]:
+def _outcomes_elsewhere(folder: Path, start: str) -> list[tuple[int, ExitRecord]]:
     deadline = time.monotonic() + REASONS_SECONDS
     while True:
-        found = {path: read_outcome(path) for path in sorted(folder.glob(_outcome_file(folder, "*", start).name))}
+        found = {path: read_exit_record(path) for path in sorted(folder.glob(_outcome_file(folder, "*", start).name))}
         told = [(int(path.stem.split("-")[1][4:]), outcome) for path, outcome in found.items() if outcome]
         if told or time.monotonic() > deadline:
             return told
@@ -172,7 +172,7 @@ def _follow(folder: Path, node: int, request: QueueRequest, train: Sequence[str]
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, OUTCOME_VARIABLE: str(outcome)},
+            env={**os.environ, EXIT_RECORD_VARIABLE: str(outcome)},
             start_new_session=True,
             preexec_fn=interrupted_with_parent(),
         )

@@ -36,7 +36,7 @@ START = "FSDPTOYS_START"
 
 RECORD_BYTES = 320
 
-MOST_RANKS_TOLD = 8
+MAX_RANKS_NAMED = 8
 """Maximum number of ranks that a message names."""
 
 LOST_PEER = re.compile(
@@ -56,7 +56,7 @@ TIMED_OUT = re.compile(
 
 
 @dataclass(frozen=True)
-class Sign:
+class Heartbeat:
     """The last heartbeat of a rank."""
 
     rank: int
@@ -72,7 +72,7 @@ class Sign:
     """Hash of the rendezvous, which differs between starts of the run."""
 
     @property
-    def place(self) -> tuple[int, int]:
+    def progress(self) -> tuple[int, int]:
         """Sort key of the rank's progress: (step, beat)."""
         return self.step, self.beat
 
@@ -90,17 +90,17 @@ class Sign:
         named = {"Z": "has ended", "X": "has ended", "T": "is stopped (SIGSTOP)", "t": "is stopped (by a debugger)"}
         return named.get(letter)
 
-    def described(self, now: float) -> str:
+    def describe(self, now: float) -> str:
         """Step, phase, age and process, for a sentence."""
         return f"step {self.step} ({self.phase}), {max(0.0, now - self.time):.0f} s ago, pid {self.pid} on {self.host}"
 
 
-class Heartbeat:
+class HeartbeatWriter:
     """Writes the heartbeat file of this rank."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         """Open this rank's file, and create the folder if missing; errors are ignored."""
-        self.path = path_of(folder, rank)
+        self.path = heartbeat_path(folder, rank)
         self._file: int | None = None
         with contextlib.suppress(OSError):
             if folder.is_symlink():  # a copied run directory could point it at any files
@@ -129,12 +129,12 @@ class Heartbeat:
             os.close(self._file)
 
 
-def path_of(folder: Path, rank: int) -> Path:
+def heartbeat_path(folder: Path, rank: int) -> Path:
     """Path of a rank's file."""
     return folder / f"rank-{rank:05d}.json"
 
 
-def read_heartbeats(folder: Path) -> dict[int, Sign]:
+def read_heartbeats(folder: Path) -> dict[int, Heartbeat]:
     """Last heartbeat of each rank; missing, torn and foreign files are skipped."""
     signs = {}
     for path in sorted(folder.glob("rank-*.json")):
@@ -142,7 +142,7 @@ def read_heartbeats(folder: Path) -> dict[int, Sign]:
             with contextlib.suppress(OSError, ValueError):
                 with open_regular(path) as file:
                     sign = _decode(file.read(RECORD_BYTES))
-                if path == path_of(folder, sign.rank):
+                if path == heartbeat_path(folder, sign.rank):
                     signs[sign.rank] = sign
                 break
     return signs
@@ -177,11 +177,11 @@ def explain_lost_ranks(folder: Path, rank: int, world_size: int, timeout_seconds
             else "the connection to another rank broke"
         )
         raise LostRanksError(
-            f"{happened}; {who_is_missing(folder, rank, world_size)} [{str(error).splitlines()[0]}]"
+            f"{happened}; {describe_missing_ranks(folder, rank, world_size)} [{str(error).splitlines()[0]}]"
         ) from error
 
 
-def who_is_missing(folder: Path, rank: int, world_size: int) -> str:
+def describe_missing_ranks(folder: Path, rank: int, world_size: int) -> str:
     """Describe the ranks whose progress differs from that of ``rank``."""
     signs, now = read_heartbeats(folder), time.time()
     own = signs.get(rank)
@@ -189,7 +189,7 @@ def who_is_missing(folder: Path, rank: int, world_size: int) -> str:
         return "no rank gave a sign yet"
     signs = {other: sign for other, sign in signs.items() if sign.start == own.start}
     here = f"step {own.step} ({own.phase})"
-    told, silent = [], []
+    lines, silent = [], []
     for other in range(world_size):
         sign = signs.get(other)
         if sign is None:
@@ -197,30 +197,30 @@ def who_is_missing(folder: Path, rank: int, world_size: int) -> str:
         elif other == rank:
             continue
         elif state := sign.state():
-            told.append(f"rank {other} {state}; its last sign is of {sign.described(now)}")
-        elif sign.place < own.place:
-            told.append(f"rank {other} did not arrive; its last sign is of {sign.described(now)}")
-        elif sign.place > own.place:
-            told.append(f"rank {other} is further on, in {sign.described(now)}")
+            lines.append(f"rank {other} {state}; its last sign is of {sign.describe(now)}")
+        elif sign.progress < own.progress:
+            lines.append(f"rank {other} did not arrive; its last sign is of {sign.describe(now)}")
+        elif sign.progress > own.progress:
+            lines.append(f"rank {other} is further on, in {sign.describe(now)}")
     if silent:
-        told.append(f"{ranks_in_words(silent)} gave no sign at all")
-    if not told:
+        lines.append(f"{format_ranks(silent)} gave no sign at all")
+    if not lines:
         return (
             f"the last sign of all {world_size} ranks is of {here}: the network failed, or they do not call the same "
             "collectives, or one of them hangs within it"
         )
-    if len(told) > MOST_RANKS_TOLD:
-        told[MOST_RANKS_TOLD:] = [f"and {len(told) - MOST_RANKS_TOLD} more ranks are elsewhere"]
-    return f"this rank is in {here}; " + "; ".join(told)
+    if len(lines) > MAX_RANKS_NAMED:
+        lines[MAX_RANKS_NAMED:] = [f"and {len(lines) - MAX_RANKS_NAMED} more ranks are elsewhere"]
+    return f"this rank is in {here}; " + "; ".join(lines)
 
 
-def sign_of(folder: Path, rank: int, pid: int) -> str | None:
+def describe_heartbeat(folder: Path, rank: int, pid: int) -> str | None:
     """Describe the last heartbeat of a process on this machine; None if it has none."""
     sign = read_heartbeats(folder).get(rank)
-    return sign.described(time.time()) if sign is not None and (sign.pid, sign.host) == (pid, _host()) else None
+    return sign.describe(time.time()) if sign is not None and (sign.pid, sign.host) == (pid, _host()) else None
 
 
-def last_signs(folder: Path, pids: Mapping[int, int]) -> str | None:
+def describe_last_heartbeats(folder: Path, pids: Mapping[int, int]) -> str | None:
     """Describe the last progress of all ranks after the run has ended; None without heartbeats.
 
     Args:
@@ -229,24 +229,24 @@ def last_signs(folder: Path, pids: Mapping[int, int]) -> str | None:
     """
     signs, now = read_heartbeats(folder), time.time()
     starts = {sign.start for rank, sign in signs.items() if pids.get(rank) == sign.pid and sign.host == _host()}
-    places: dict[tuple[int, str], list[Sign]] = {}
+    places: dict[tuple[int, str], list[Heartbeat]] = {}
     for sign in signs.values():
         if sign.start in starts:
             places.setdefault((sign.step, sign.phase), []).append(sign)
     if not places:
         return None
-    told = [
-        f"{ranks_in_words([sign.rank for sign in there])} in step {step} ({phase}) "
+    lines = [
+        f"{format_ranks([sign.rank for sign in there])} in step {step} ({phase}) "
         f"{max(0.0, now - max(sign.time for sign in there)):.0f} s ago"
-        for (step, phase), there in sorted(places.items(), key=lambda place: max(sign.place for sign in place[1]))
+        for (step, phase), there in sorted(places.items(), key=lambda place: max(sign.progress for sign in place[1]))
     ]
-    return "last signs: " + ", ".join(told)
+    return "last signs: " + ", ".join(lines)
 
 
-def ranks_in_words(ranks: list[int]) -> str:
-    """Format as ``rank 3`` or ``ranks 0, 2``, with at most ``MOST_RANKS_TOLD`` numbers."""
-    named = ", ".join(str(rank) for rank in ranks[:MOST_RANKS_TOLD])
-    more = f" and {len(ranks) - MOST_RANKS_TOLD} more" * (len(ranks) > MOST_RANKS_TOLD)
+def format_ranks(ranks: list[int]) -> str:
+    """Format as ``rank 3`` or ``ranks 0, 2``, with at most ``MAX_RANKS_NAMED`` numbers."""
+    named = ", ".join(str(rank) for rank in ranks[:MAX_RANKS_NAMED])
+    more = f" and {len(ranks) - MAX_RANKS_NAMED} more" * (len(ranks) > MAX_RANKS_NAMED)
     return f"rank{'s' * (len(ranks) > 1)} {named}{more}"
 
 
@@ -256,7 +256,7 @@ def _encode(record: dict[str, object]) -> bytes:
     return whole.ljust(RECORD_BYTES - 1).encode() + b"\n"
 
 
-def _decode(written: bytes) -> Sign:
+def _decode(written: bytes) -> Heartbeat:
     """Decode a record.
 
     Raises:
@@ -266,7 +266,7 @@ def _decode(written: bytes) -> Sign:
     checksum = record.pop("crc32", None) if isinstance(record, dict) else None
     if checksum != zlib.crc32(json.dumps(record).encode()):
         raise ValueError("torn")
-    sign = build(Sign, record)
+    sign = build(Heartbeat, record)
     if not 0 < sign.pid < 2**31 or min(sign.rank, sign.time) < 0:
         raise ValueError("no rank gives such a sign")
     if not (sign.host + sign.phase + sign.start).isprintable():

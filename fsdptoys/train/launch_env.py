@@ -26,8 +26,8 @@ def launch_folder() -> Path | None:
 def restart_count() -> int:
     """How many times the ranks have been restarted, by our launcher or by torchrun."""
     # torchrun counts only failures on this machine, although a failure on another node restarts all workers too.
-    told = os.environ.get(RESTARTS) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return int(told) if told.isdecimal() else 0
+    count = os.environ.get(RESTARTS) or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return int(count) if count.isdecimal() else 0
 
 
 def remember_run_dir(path: Path) -> None:

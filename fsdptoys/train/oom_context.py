@@ -7,13 +7,13 @@ from torch import Tensor
 from fsdptoys.config.schema import Config
 from fsdptoys.memory import Updates
 from fsdptoys.optim.matrix_optimizer import MATRICES
-from fsdptoys.profiler import LiveBytes, PlacedBytes, Situation, Switches, live_bytes
+from fsdptoys.profiler import LiveBytes, OOMContext, PlacedBytes, Switches, live_bytes
 from fsdptoys.utils.dtensor import (
     is_dtensor,
 )
 
 
-def situation(
+def oom_context(
     config: Config,
     world_size: int,
     rank: int,
@@ -24,7 +24,7 @@ def situation(
     *,
     on_cpu: bool = False,
     parameter_count: int = 0,
-) -> Situation:
+) -> OOMContext:
     """Count live bytes, and collect the settings that affect memory.
 
     During construction nothing can be counted yet; the rank's planned share of the parameters is reported instead.
@@ -73,7 +73,7 @@ def situation(
         live = LiveBytes(parameters=PlacedBytes(device_bytes=0 if on_host else planned, host_bytes=planned * on_host))
     else:
         live = live_bytes(parameters, updates.optimizer if updates else None, updates.held_gradients if updates else ())
-    return Situation(step, phase, rank, live, switches)
+    return OOMContext(step, phase, rank, live, switches)
 
 
 def _local_elements(param: Tensor) -> int:

@@ -197,5 +197,5 @@ def read_device(options: Mapping[str, str]) -> tuple[Device, torch.dtype]:
     try:
         return Device(device_type), DTYPES[dtype]
     except ConfigError as error:
-        told = str(error).replace("set launch.device=", "write --device ").replace("launch.device=", "--device ")
-        raise ConfigError(told) from error
+        message = str(error).replace("set launch.device=", "write --device ").replace("launch.device=", "--device ")
+        raise ConfigError(message) from error

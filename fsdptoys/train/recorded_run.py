@@ -35,7 +35,7 @@ from fsdptoys.utils.foreign import ForeignError
 from fsdptoys.utils.from_tree import typed
 from fsdptoys.utils.text import one_line
 
-from .heartbeat import HEARTBEATS_FOLDER, Sign, read_heartbeats
+from .heartbeat import HEARTBEATS_FOLDER, Heartbeat, read_heartbeats
 
 FRESH_SECONDS = 120.0
 """Without a visible lock, a run counts as running if a rank's last heartbeat is at most this old."""
@@ -45,15 +45,16 @@ def is_written(path: Path) -> bool:
     """Whether a run is writing this directory, as far as this machine can see."""
     now = time.time()
     return is_locked(path) or any(
-        abs(now - sign.time) < FRESH_SECONDS and sign.state() != "has ended" for sign in newest_signs(path).values()
+        abs(now - beat.time) < FRESH_SECONDS and beat.state() != "has ended"
+        for beat in newest_heartbeats(path).values()
     )
 
 
-def newest_signs(path: Path) -> dict[int, Sign]:
+def newest_heartbeats(path: Path) -> dict[int, Heartbeat]:
     """The last heartbeat of each rank of the newest start in a run directory."""
     signs = read_heartbeats(path / HEARTBEATS_FOLDER)
-    newest = max(signs.values(), key=lambda sign: sign.time, default=None)
-    return {rank: sign for rank, sign in signs.items() if newest is not None and sign.start == newest.start}
+    newest = max(signs.values(), key=lambda beat: beat.time, default=None)
+    return {rank: beat for rank, beat in signs.items() if newest is not None and beat.start == newest.start}
 
 
 LARGEST_LINES_BYTES = 2**29

@@ -170,13 +170,13 @@ def check_same_run(config: Config, facts: dict[str, Any]) -> list[str]:
             f"train.steps={config.train.steps} is behind {where}; set train.steps={before['train']['steps']}, or more "
             "to go on"
         )
-    told = []
+    notes = []
     if before["train"]["steps"] != config.train.steps:
-        told.append(
+        notes.append(
             f"train.steps was {before['train']['steps']} and is {config.train.steps}: the schedule goes on as if it "
             "had always been so"
         )
-    return told
+    return notes
 
 
 def _states_format(memory: dict[str, Any]) -> str:

@@ -35,7 +35,7 @@ from fsdptoys.utils.atomic_write import write_atomically
 from fsdptoys.utils.file_lock import FolderLock
 
 from .distributed import process_group
-from .heartbeat import HEARTBEATS_FOLDER, Heartbeat, explain_lost_ranks
+from .heartbeat import HEARTBEATS_FOLDER, HeartbeatWriter, explain_lost_ranks
 from .launch_env import (
     remember_run_dir,
     remembered_run_dir,
@@ -94,7 +94,7 @@ class Run:
         with ExitStack() as stack:
             if self._lock is not None:
                 stack.callback(self._lock.release)
-            heartbeat = Heartbeat(heartbeats, self.rank)
+            heartbeat = HeartbeatWriter(heartbeats, self.rank)
             stack.callback(heartbeat.close)
             trainer.on_phase = heartbeat.beat
             stack.enter_context(
@@ -102,7 +102,7 @@ class Run:
             )
             heartbeat.beat(0, "start")
             self.checkpoints = self._open_checkpoints()
-            self._go_on()
+            self._resume()
             if self.rank == 0:
                 self._recorder = stack.enter_context(self._open_recorder())
             dist.barrier(
@@ -122,9 +122,9 @@ class Run:
             try:
                 self._finish(stop, profiler)
             except GivenUpError:
-                _take_away(heartbeat)
+                _remove_heartbeat_file(heartbeat)
                 raise
-            _take_away(heartbeat)
+            _remove_heartbeat_file(heartbeat)
 
     def _finish(self, stop: Stop, profiler: Profiler) -> None:
         """Write final weights, sample and summary; after a signal or too many skipped steps, the summary only."""
@@ -154,13 +154,13 @@ class Run:
                 "steps, and to go back to an older checkpoint, move the newer ones away"
             )
         if not self._saved:
-            told = [self._problem]
-            dist.broadcast_object_list(told, device=self.trainer.device.torch_device)
-            raise GivenUpError(told[0] or "the last checkpoint was not saved")
+            shared = [self._problem]
+            dist.broadcast_object_list(shared, device=self.trainer.device.torch_device)
+            raise GivenUpError(shared[0] or "the last checkpoint was not saved")
 
     def _claim_run_dir(self) -> Path:
         """Choose and lock the run directory on rank 0, and broadcast it."""
-        told: list[str | None] = [None]
+        shared: list[str | None] = [None]
         if self.rank == 0:
             named = self.config.metrics.run_dir
             path = remembered_run_dir() or (run_dir_path(named) if named is not None else None)
@@ -168,10 +168,10 @@ class Run:
                 check_restart(self.config)
                 path = new_run_dir(self.title)
             self._lock = lock_run_dir(path)  # before anything there is touched
-            told = [str(path)]
-        dist.broadcast_object_list(told, device=self.trainer.device.torch_device)
-        assert told[0] is not None
-        path = Path(told[0])
+            shared = [str(path)]
+        dist.broadcast_object_list(shared, device=self.trainer.device.torch_device)
+        assert shared[0] is not None
+        path = Path(shared[0])
         remember_run_dir(path)
         return path
 
@@ -195,7 +195,7 @@ class Run:
             schema=FACTS,
         )
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         """Load the checkpoint selected by the settings or a restart, if any."""
         trainer, config = self.trainer, self.config
         restarted = restart_count() > 0
@@ -216,7 +216,7 @@ class Run:
             )
         if self.rank == 0 and found.step < config.train.steps:
             self._set_weights_aside()
-        trainer.go_on_from(found.facts, found.load)
+        trainer.load_state_dict(found.facts, found.load)
         self._restore_random_states(found)
         self._resumed = Resumed(found.step, found.facts["metrics"], found.name)
 
@@ -299,7 +299,7 @@ class Run:
         """Save a checkpoint, or begin an async save; all ranks call this after the same step."""
         started = time.perf_counter()
         trainer = self.trainer
-        facts = run_facts(self.config, self.world_size) | trainer.facts()
+        facts = run_facts(self.config, self.world_size) | trainer.state_dict()
         facts["metrics"] = self._recorder.offsets() if self._recorder else {}
         tensors = trainer.strategy.state_tensors(trainer.optimizer)
         prunes = stop is None or not stop.gave_up  # the cause may be older than the oldest checkpoint kept
@@ -341,7 +341,7 @@ class Run:
             print(f"fsdptoys: {text}", file=sys.stderr, flush=True)
 
 
-def _take_away(heartbeat: Heartbeat) -> None:
+def _remove_heartbeat_file(heartbeat: HeartbeatWriter) -> None:
     """Remove the heartbeat of a rank that has finished, and the folder with the last one."""
     with suppress(OSError):
         heartbeat.path.unlink()

@@ -35,14 +35,14 @@ from fsdptoys.parallel import Fill, ParallelContext, seeded
 from fsdptoys.parallel.float8 import convert_to_float8, prepare_all_gathers
 from fsdptoys.parallel.precision import DType
 from fsdptoys.patches import apply_patches
-from fsdptoys.profiler import Profiler, Situation, explain_out_of_memory
+from fsdptoys.profiler import OOMContext, Profiler, explain_out_of_memory
 
 from .build import build_updates, prepare_blocks
 from .distributed import deterministic_kernels, device_of
 from .document_flops import DocumentCounter
 from .evaluation import held_out_loss, sample_text
 from .moe_balance import build_routing_balance
-from .oom_context import situation
+from .oom_context import oom_context
 from .stop import STOP_SIGNALS, Stop, StopRequest, agreed_stop
 
 
@@ -95,7 +95,7 @@ class Trainer:
             drawn = seeded(model.init_rows, train.init_seed)
             fill = open_init_from(model).fill if config.model.init_from else drawn
         constructing = functools.partial(
-            situation,
+            oom_context,
             config,
             self.world_size,
             self.rank,
@@ -148,7 +148,7 @@ class Trainer:
         """Returns a context for the step of that number, without the evaluation after it."""
         self._phase = "forward"
 
-    def facts(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Progress of the run as JSON values; with the strategy's tensors, all that a resume needs."""
         return {
             "step": self.steps_done,
@@ -160,24 +160,24 @@ class Trainer:
             "spikes": self.spikes.state_dict(),
         }
 
-    def go_on_from(self, facts: dict[str, Any], load: Callable[[dict[str, Tensor]], None]) -> None:
+    def load_state_dict(self, state: dict[str, Any], load: Callable[[dict[str, Tensor]], None]) -> None:
         """Resume from a checkpoint.
 
         Args:
-            facts: result of ``facts`` when it was saved.
+            state: result of ``state_dict`` when it was saved.
             load: fills tensors, given by name, with their saved values.
 
         Raises:
             ConfigError: if the data or the tensors differ from the checkpoint's.
         """
-        self.batches.load_state_dict(facts["data"])
+        self.batches.load_state_dict(state["data"])
         self.strategy.load_state_tensors(self.optimizer, load)
         self._prepare_all_gathers()
-        self.steps_done = facts["step"]
+        self.steps_done = state["step"]
         set_schedule(self.schedule, self.steps_done)
-        self.updates.restore(facts["optimizer_steps"])
-        self.skipped_steps, self._skipped_in_a_row = facts["skipped_steps"], facts["skipped_in_a_row"]
-        self.spikes.load_state_dict(facts["spikes"])
+        self.updates.restore(state["optimizer_steps"])
+        self.skipped_steps, self._skipped_in_a_row = state["skipped_steps"], state["skipped_in_a_row"]
+        self.spikes.load_state_dict(state["spikes"])
 
     def train(
         self,
@@ -205,7 +205,7 @@ class Trainer:
         ):
             while stop is None:
                 step = self.steps_done + 1
-                with explain_out_of_memory(self.device, functools.partial(self._situation, step)):
+                with explain_out_of_memory(self.device, functools.partial(self._oom_context, step)):
                     with self.around_step(step):
                         metrics, stop = self._train_step(step, started, request)
                     if self.compilation:
@@ -366,6 +366,6 @@ class Trainer:
         """A zero for sums over tokens; in float64 their order does not change the result."""
         return torch.zeros((), dtype=self.config.train.sum_dtype.torch, device=self.device.torch_device)
 
-    def _situation(self, step: int) -> Situation:
+    def _oom_context(self, step: int) -> OOMContext:
         params = (param for _, param in self.strategy.named_parameters())
-        return situation(self.config, self.world_size, self.rank, step, self._phase, params, self.updates)
+        return oom_context(self.config, self.world_size, self.rank, step, self._phase, params, self.updates)

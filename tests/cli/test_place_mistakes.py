@@ -14,7 +14,7 @@ import pytest
 from fsdptoys.cli.main import main
 from fsdptoys.config.compose import compose_config
 from fsdptoys.errors import ConfigError
-from fsdptoys.launch.worker import Handed, make_launch_folder
+from fsdptoys.launch.worker import WorkerRequest, make_launch_folder
 from fsdptoys.metrics import check_run_dir
 
 ROOT = Path(__file__).parents[2]
@@ -225,6 +225,6 @@ def test_a_temporary_folder_that_cannot_be_written_is_one_sentence(
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(ConfigError) as caught:
-        make_launch_folder(Handed(None, None, 1, 1))
+        make_launch_folder(WorkerRequest(None, None, 1, 1))
     assert str(caught.value) == f"the launcher cannot write its temporary folder (No space left on device); {fix}"
     assert list(tmp_path.iterdir()) == []

@@ -8,7 +8,7 @@ from fsdptoys.cli.main import _work
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch.hardware import FoundHardware
 from fsdptoys.launch.launch import check_master, check_threads, choose_experiment, describe, note, plan_run, tell
-from fsdptoys.launch.worker import Handed
+from fsdptoys.launch.worker import WorkerRequest
 
 
 @pytest.mark.parametrize(
@@ -193,8 +193,8 @@ def test_machines_with_other_ranks_than_this_one_reckoned_with_are_a_mistake(mon
     """Oracle: the sentence; a launcher takes it that the other machines start as many ranks as it does."""
     words = ["launch.nproc_per_node=2", "launch.nnodes=2", "launch.rdzv_endpoint=x:1", "launch.device=cpu"]
     plan = plan_run(words, {})
-    handed = Handed(plan.composition.config, plan.hardware, plan.local_ranks, plan.world_size)
-    monkeypatch.setattr("fsdptoys.launch.worker.take_handed", lambda: handed)
+    request = WorkerRequest(plan.composition.config, plan.hardware, plan.local_ranks, plan.world_size)
+    monkeypatch.setattr("fsdptoys.launch.worker.read_request", lambda: request)
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(ConfigError) as caught:
         _work(words)

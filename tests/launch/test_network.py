@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch.launch_folder import PREFIX, LaunchFolder
-from fsdptoys.launch.rendezvous_server import MeetingPoint
+from fsdptoys.launch.rendezvous_server import RendezvousEndpoint
 from fsdptoys.launch.rendezvous_state import KEY, ForeignStateError, SignedBackend, read_token
 from fsdptoys.train import rank_store
 from tests.launch.stranger import Touches, attack, listening_sockets
@@ -297,7 +297,7 @@ def test_token_is_the_content_without_white_space(tmp_path: Path) -> None:
 def test_name_without_address_is_no_place_to_meet() -> None:
     """Oracle: the system's own word for it."""
     with pytest.raises(RendezvousConnectionError, match=r"no\.such\.host\.invalid has no address"):
-        MeetingPoint("no.such.host.invalid:29500")
+        RendezvousEndpoint("no.such.host.invalid:29500")
 
 
 @on_linux
@@ -309,7 +309,7 @@ def test_own_name_that_is_loopback_is_open_to_the_other_machines(
         port = free.getsockname()[1]
     resolve = socket.getaddrinfo
     monkeypatch.setattr(socket, "getaddrinfo", lambda _, *rest, **more: resolve("127.0.1.1", *rest, **more))
-    point = MeetingPoint(f"own:{port}")
+    point = RendezvousEndpoint(f"own:{port}")
     listening = point._listen(*point._addresses[0])
     assert listening is not None
     with listening:
@@ -370,14 +370,14 @@ def test_folders_of_killed_launchers_are_removed_and_no_others(tmp_path: Path, m
     stale, elsewhere = tmp_path / f"{PREFIX}stale", tmp_path / "elsewhere"
     for folder in (stale, elsewhere, tmp_path / "fsdptoys-other"):
         folder.mkdir()
-        (folder / "handed").write_text("x")
+        (folder / "request").write_text("x")
     (tmp_path / f"{PREFIX}link").symlink_to(elsewhere)
     (tmp_path / f"{PREFIX}file").write_text("x")
     made = LaunchFolder()
     assert stat.S_IMODE(made.path.stat().st_mode) == 0o700
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {living.path.name, made.path.name, "elsewhere", "fsdptoys-other", f"{PREFIX}link", f"{PREFIX}file"}
-    assert (elsewhere / "handed").exists()
+    assert (elsewhere / "request").exists()
     living.remove()
     made.remove()
     assert not living.path.exists() and not made.path.exists()

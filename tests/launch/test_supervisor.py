@@ -108,11 +108,11 @@ def hang():
         time.sleep(600)
 
 def lose():
-    from fsdptoys.train.heartbeat import Heartbeat, explain_lost_ranks
+    from fsdptoys.train.heartbeat import HeartbeatWriter, explain_lost_ranks
     from fsdptoys.train.launch_env import remember_run_dir
     remember_run_dir(Path("run"))
     beats = Path("run/heartbeats")
-    heartbeat = Heartbeat(beats, rank)
+    heartbeat = HeartbeatWriter(beats, rank)
     dist = group()
     dist.barrier()
     heartbeat.beat(3, "forward")
@@ -124,12 +124,12 @@ def lose():
         dist.barrier()
 
 def wait():
-    from fsdptoys.train.heartbeat import Heartbeat, explain_lost_ranks
+    from fsdptoys.train.heartbeat import HeartbeatWriter, explain_lost_ranks
     from fsdptoys.train.stop import StopRequest
     from fsdptoys.train.launch_env import remember_run_dir
     remember_run_dir(Path("run"))
     beats = Path("run/heartbeats")
-    heartbeat = Heartbeat(beats, rank)
+    heartbeat = HeartbeatWriter(beats, rank)
     dist = group(seconds=3)
     with StopRequest():
         dist.barrier()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.launch.exit_record import OUTCOME_VARIABLE, Outcome, leave_outcome
+from fsdptoys.launch.exit_record import EXIT_RECORD_VARIABLE, ExitRecord, write_exit_record
 from fsdptoys.metrics import Console, MetricsConfig, Recorder, Resumed, StepMetrics, check_run_dir, lock_run_dir
 from fsdptoys.metrics.config import (
     RUN_FILES,
@@ -18,7 +18,7 @@ from fsdptoys.metrics.config import (
 )
 from fsdptoys.metrics.resume_log import read_resumes, read_steps
 from fsdptoys.sweep.folder import Job, write_job
-from fsdptoys.train.heartbeat import Heartbeat
+from fsdptoys.train.heartbeat import HeartbeatWriter
 from fsdptoys.utils.file_lock import (
     LOCK_FILE,
     FolderLock,
@@ -103,7 +103,7 @@ def test_a_folder_of_a_run_is_no_link(name: str, resumed: Resumed) -> None:
     Path("run", name).symlink_to(Path("elsewhere").absolute())
     with pytest.raises(ConfigError, match=rf"^run/{name} is a symbolic link and not a folder of this run; remove it"):
         check_run_dir(MetricsConfig(run_dir="run"), resumes=True)
-    heartbeat = Heartbeat(Path("run", name), 0)
+    heartbeat = HeartbeatWriter(Path("run", name), 0)
     heartbeat.beat(1, "forward")
     heartbeat.close()
     assert Path("elsewhere/rank-00000.json").read_text() == "precious"
@@ -139,7 +139,7 @@ def test_a_lock_is_a_regular_file(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["link", "dangling link", "pipe", "device link"])
 def test_what_waits_under_a_temporary_name_is_replaced(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the files that are written whole, under their names; what the link led to is as it was."""
-    monkeypatch.setenv(OUTCOME_VARIABLE, "outcome")
+    monkeypatch.setenv(EXIT_RECORD_VARIABLE, "outcome")
     Path("run").mkdir()
     for name in ("config.yaml", "environment.json", "summary.md", "loss.png"):
         for part in (f".{name}.part", f".{name}.{os.getpid()}.part"):
@@ -148,7 +148,7 @@ def test_what_waits_under_a_temporary_name_is_replaced(kind: str, monkeypatch: p
         put(kind, Path(f".{part}.{os.getpid()}.part"))
     record(None, 1, 2)
     write_job(Path(), Job("01", (), {}, "abc"))
-    leave_outcome(Outcome(0))
+    write_exit_record(ExitRecord(0))
     for path in (
         Path("run/config.yaml"),
         Path("run/loss.png"),
@@ -164,7 +164,7 @@ def test_a_heartbeat_replaces_what_has_its_name(kind: str) -> None:
     """Oracle: the record of the rank where it can be written; a run can do without one."""
     Path("beats").mkdir()
     put(kind, Path("beats/rank-00000.json"))
-    heartbeat = Heartbeat(Path("beats"), 0)
+    heartbeat = HeartbeatWriter(Path("beats"), 0)
     heartbeat.beat(7, "forward")
     heartbeat.close()
     if kind != "folder":

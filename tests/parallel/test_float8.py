@@ -125,11 +125,11 @@ def go_on(configs: list[Config]) -> list[list[float]]:
     for config in configs:
         trainer = Trainer(config)
         if facts:
-            trainer.go_on_from(facts, load)
+            trainer.load_state_dict(facts, load)
         trainer.train()
         tensors = trainer.strategy.state_tensors(trainer.optimizer)
         assert {type(getattr(tensor, "_local_tensor", tensor)) for tensor in tensors.values()} == {Tensor}
-        saved, facts = host_copy(tensors), trainer.facts()
+        saved, facts = host_copy(tensors), trainer.state_dict()
         losses.append([step.loss for step in trainer.history])
     return losses
 

@@ -104,12 +104,12 @@ def pass_on(configs: list[Config]) -> tuple[dict[str, str], dict[str, str]]:
     for config in configs:
         trainer = Trainer(config)
         if facts:
-            trainer.go_on_from(facts, load)
+            trainer.load_state_dict(facts, load)
         last = trainer.steps_done + 1
         with closing(trainer.batches), deterministic_kernels(True, "cpu"):
             trainer._train_step(last, 0.0)
         trainer.steps_done = last
-        facts = trainer.facts()
+        facts = trainer.state_dict()
         named = [dict(whole_tensors(host_copy(trainer.strategy.state_tensors(trainer.optimizer))))]
         dist.broadcast_object_list(named)
         saved = named[0]  # type: ignore[assignment]

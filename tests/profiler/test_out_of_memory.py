@@ -14,8 +14,8 @@ from fsdptoys.profiler import (
     ExplainedOutOfMemoryError,
     Failure,
     LiveBytes,
+    OOMContext,
     PlacedBytes,
-    Situation,
     Switches,
     explain_out_of_memory,
     is_out_of_memory,
@@ -67,8 +67,8 @@ def accelerator(device_type: str = "cuda") -> types.SimpleNamespace:
     )
 
 
-def situation(switches: Switches = DDP, phase: str = "backward", live: LiveBytes = LIVE) -> Situation:
-    return Situation(step=3, phase=phase, rank=2, live=live, switches=switches)
+def oom_context(switches: Switches = DDP, phase: str = "backward", live: LiveBytes = LIVE) -> OOMContext:
+    return OOMContext(step=3, phase=phase, rank=2, live=live, switches=switches)
 
 
 def advised(switches: Switches, phase: str = "backward", live: LiveBytes = LIVE, rest: int = REST) -> dict[str, int]:
@@ -148,16 +148,16 @@ def test_states_that_are_still_to_come_are_told_and_count_where_they_are_made():
     assert "memory.optimizer_offload=true" not in advised(switches, "forward", live)
     failure = Failure(False, None, None, 13 * GIB, None)
     words = "still to come in the first step of the optimizer: 6.00 GiB of states"
-    assert words in out_of_memory_report(failure, situation(switches, "forward", live), "cuda")
-    assert words not in out_of_memory_report(failure, situation(switches, "optimizer", live), "cuda")
-    assert words not in out_of_memory_report(failure, situation(FSDP, "forward"), "cuda")
+    assert words in out_of_memory_report(failure, oom_context(switches, "forward", live), "cuda")
+    assert words not in out_of_memory_report(failure, oom_context(switches, "optimizer", live), "cuda")
+    assert words not in out_of_memory_report(failure, oom_context(FSDP, "forward"), "cuda")
 
 
 @pytest.mark.parametrize(("device_type", "message"), [("cuda", CUDA_MESSAGE), ("npu", NPU_MESSAGE)])
 def test_the_report_has_the_numbers_of_the_failure_and_of_each_category(device_type, message):
     """Oracle: the allocator's message; the device's own statistics, read later, are others."""
     device = accelerator(device_type)
-    with pytest.raises(ExplainedOutOfMemoryError) as caught, explain_out_of_memory(device, situation):
+    with pytest.raises(ExplainedOutOfMemoryError) as caught, explain_out_of_memory(device, oom_context):
         raise torch.OutOfMemoryError(message)
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
     lines = [" ".join(line.split()) for line in str(caught.value).splitlines()]
@@ -186,7 +186,7 @@ def test_states_in_host_memory_are_told_apart():
     live = LiveBytes(PlacedBytes(GIB), PlacedBytes(GIB), PlacedBytes(0, 4 * GIB))
     failure = Failure(False, None, None, 3 * GIB, None)
     switches = dataclasses.replace(FSDP, optimizer_offload=True)
-    report = out_of_memory_report(failure, situation(switches, live=live), "cuda")
+    report = out_of_memory_report(failure, oom_context(switches, live=live), "cuda")
     assert "and in host memory 4.00 GiB of the first three" in report
     assert "memory.optimizer_offload=true" not in report
 
@@ -196,7 +196,7 @@ def test_host_memory_of_an_accelerator_is_freed_by_switching_offload_off():
     live = LiveBytes(PlacedBytes(GIB), PlacedBytes(GIB), PlacedBytes(0, 4 * GIB))
     failure = Failure(True, None, None, 6 * GIB, None)
     switches = dataclasses.replace(FSDP, optimizer_offload=True)
-    report = out_of_memory_report(failure, situation(switches, live=live), "cuda")
+    report = out_of_memory_report(failure, oom_context(switches, live=live), "cuda")
     (advice,) = report.split("at most:\n")[1].splitlines()
     assert advice.split()[:3] == ["4.00", "GiB", "memory.optimizer_offload=false"]
 
@@ -204,7 +204,7 @@ def test_host_memory_of_an_accelerator_is_freed_by_switching_offload_off():
 def test_where_nothing_is_left_the_report_says_so():
     """Oracle: one process with everything on, in the optimizer's step."""
     switches = dataclasses.replace(FSDP, cpu_offload=True)
-    report = out_of_memory_report(Failure(False, None, None, GIB, None), situation(switches, "optimizer"), "cuda")
+    report = out_of_memory_report(Failure(False, None, None, GIB, None), oom_context(switches, "optimizer"), "cuda")
     assert report.splitlines()[-1].startswith("no switch is left that would make room")
 
 
@@ -214,7 +214,7 @@ def test_a_real_allocation_that_fails_on_a_cpu_is_explained():
     device = Device("cpu")
     with (
         pytest.raises(ExplainedOutOfMemoryError) as caught,
-        explain_out_of_memory(device, lambda: situation(FSDP, live=live)),
+        explain_out_of_memory(device, lambda: oom_context(FSDP, live=live)),
     ):
         torch.empty(2**50, dtype=torch.uint8)
     report = str(caught.value)
@@ -227,7 +227,7 @@ def test_a_real_allocation_of_numpy_that_fails_is_explained():
     live = LiveBytes(PlacedBytes(0, MIB), PlacedBytes(0, MIB), PlacedBytes(0, 2 * MIB))
     with (
         pytest.raises(ExplainedOutOfMemoryError) as caught,
-        explain_out_of_memory(Device("cpu"), lambda: situation(FSDP, "data", live)),
+        explain_out_of_memory(Device("cpu"), lambda: oom_context(FSDP, "data", live)),
     ):
         np.empty(2**50, dtype=np.uint8)
     assert str(caught.value).startswith("host memory ran out on rank 2 in the data of step 3\n1048576.00 GiB asked for")
@@ -237,7 +237,7 @@ def test_a_real_allocation_of_numpy_that_fails_is_explained():
 @pytest.mark.parametrize("error", [RuntimeError("size mismatch"), ValueError("out of memory"), KeyboardInterrupt()])
 def test_other_errors_pass_untouched(error):
     """Oracle: the very object."""
-    with pytest.raises(type(error)) as caught, explain_out_of_memory(Device("cpu"), situation):
+    with pytest.raises(type(error)) as caught, explain_out_of_memory(Device("cpu"), oom_context):
         raise error
     assert caught.value is error and not is_out_of_memory(error)
 
@@ -247,8 +247,8 @@ def test_an_explained_error_is_not_explained_again():
     device = Device("cpu")
     with (
         pytest.raises(ExplainedOutOfMemoryError, match="forward of step 3") as caught,
-        explain_out_of_memory(device, lambda: situation(phase="outer")),
-        explain_out_of_memory(device, lambda: situation(phase="forward")),
+        explain_out_of_memory(device, lambda: oom_context(phase="outer")),
+        explain_out_of_memory(device, lambda: oom_context(phase="forward")),
     ):
         torch.empty(2**50, dtype=torch.uint8)
     assert is_out_of_memory(caught.value)

@@ -26,7 +26,7 @@ from fsdptoys.report.live_reader import FollowedRun, State
 from fsdptoys.report.live_view import CHART_LINES, draw_chart, draw_run, fact_rows
 from fsdptoys.sweep import Job, JobStatus, Sweep
 from fsdptoys.sweep.folder import write_job
-from fsdptoys.train.heartbeat import HEARTBEATS_FOLDER, Heartbeat, path_of
+from fsdptoys.train.heartbeat import HEARTBEATS_FOLDER, HeartbeatWriter, heartbeat_path
 from fsdptoys.utils.file_lock import (
     LOCK_FILE,
     FolderLock,
@@ -288,7 +288,7 @@ def test_the_picture_keeps_to_the_width(run: WrittenRun, width: int) -> None:
     """Oracle: rich's own count of cells in every line; the numbers that were written are in the picture."""
     run.add(*(step_of(number, eval_loss=5.0 if number == 7 else None) for number in range(1, 10)))
     run.add(step_of(10, loss_spike=9.5, skipped=True, skipped_steps=1))
-    heartbeat = Heartbeat(run.path / HEARTBEATS_FOLDER, 0)
+    heartbeat = HeartbeatWriter(run.path / HEARTBEATS_FOLDER, 0)
     heartbeat.beat(11, "forward")
     heartbeat.close()
     followed = FollowedRun(run.path)
@@ -328,7 +328,7 @@ def test_a_terminal_is_drawn_over_and_left_with_the_last_state(run: WrittenRun) 
 def test_a_rank_that_stays_behind_is_named(run: WrittenRun) -> None:
     """Oracle: the heartbeats' own files of two ranks, seen at once and a minute later."""
     for rank, (step, phase) in enumerate([(7, "forward"), (6, "backward")]):
-        heartbeat = Heartbeat(run.path / HEARTBEATS_FOLDER, rank)
+        heartbeat = HeartbeatWriter(run.path / HEARTBEATS_FOLDER, rank)
         heartbeat.beat(step, phase)
         heartbeat.close()
     followed = FollowedRun(run.path)
@@ -337,7 +337,7 @@ def test_a_rank_that_stays_behind_is_named(run: WrittenRun) -> None:
     assert followed.late_ranks(signs, now) == {}
     (told,) = followed.late_ranks(signs, signs[1].time + 60).values()
     assert told.startswith("rank 1 is late; its last sign is of step 6 (backward), 60 s ago, pid ")
-    path_of(run.path / HEARTBEATS_FOLDER, 1).unlink()
+    heartbeat_path(run.path / HEARTBEATS_FOLDER, 1).unlink()
     (told,) = followed.late_ranks(followed.signs(), now + 60).values()
     assert told == "rank 1 gave no sign yet"
     ended = {0: dataclasses.replace(signs[0], pid=2**22 + 1)}  # over the highest that Linux gives
@@ -351,7 +351,7 @@ def test_without_locks_a_run_goes_on_while_its_ranks_give_signs(run: WrittenRun)
     followed = FollowedRun(run.path)
     followed.poll()
     assert followed.state() is State.gone
-    heartbeat = Heartbeat(run.path / HEARTBEATS_FOLDER, 0)
+    heartbeat = HeartbeatWriter(run.path / HEARTBEATS_FOLDER, 0)
     heartbeat.beat(2, "forward")
     heartbeat.close()
     assert followed.state() is State.running

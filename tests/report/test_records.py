@@ -13,7 +13,7 @@ from fsdptoys.metrics import Console, MetricsConfig, Recorder, Resumed
 from fsdptoys.report.runs_table import Record, gather
 from fsdptoys.report.table import make_table
 from fsdptoys.sweep import Job, JobStatus, Sweep
-from fsdptoys.train.heartbeat import HEARTBEATS_FOLDER, Heartbeat
+from fsdptoys.train.heartbeat import HEARTBEATS_FOLDER, HeartbeatWriter
 from fsdptoys.train.stop import STOP_SIGNALS, agreed_stop
 from fsdptoys.utils.file_lock import FolderLock
 from tests.report.recorded_runs import ENVIRONMENT, STEP, plain_tree, run_of, write_run
@@ -84,7 +84,7 @@ def test_a_run_that_somebody_writes_is_running_whatever_it_has(tmp_path: Path, s
     path = write_run(tmp_path / "run", run_of(3))
     lock = FolderLock(path) if sign == "lock" else None
     if lock is None:
-        heartbeat = Heartbeat(path / HEARTBEATS_FOLDER, 0)
+        heartbeat = HeartbeatWriter(path / HEARTBEATS_FOLDER, 0)
         heartbeat.beat(4, "forward")
         heartbeat.close()
     try:

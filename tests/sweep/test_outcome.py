@@ -8,8 +8,8 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fsdptoys.cli.main import main
-from fsdptoys.launch.exit_record import OUTCOME_VARIABLE, Outcome, leave_outcome, read_outcome
-from fsdptoys.launch.failures import first_failure, outcome_of
+from fsdptoys.launch.exit_record import EXIT_RECORD_VARIABLE, ExitRecord, read_exit_record, write_exit_record
+from fsdptoys.launch.failures import first_failure, make_exit_record
 
 
 def silent(exit_status: int) -> ProcessFailure:
@@ -33,7 +33,7 @@ def test_a_rank_that_nobody_of_us_killed_ran_out_of_memory(
 ) -> None:
     """SIGKILL that our side did not send, and nothing else that ends a rank in silence."""
     first = first_failure({0: silent(exit_status)}, tmp_path, killed)
-    outcome = outcome_of(1, first.told, None, first)
+    outcome = make_exit_record(1, first.message, None, first)
     assert outcome.out_of_memory is out_of_memory
     assert outcome.reason == first.headline
 
@@ -52,44 +52,44 @@ def test_an_exception_is_told_by_its_class_and_first_line(
 ) -> None:
     """The class that the rank wrote down decides, not words of its message."""
     failure = recorded(tmp_path, message, "Traceback …\n" + message)
-    outcome = outcome_of(1, "told", None, first_failure({0: failure}, tmp_path))
+    outcome = make_exit_record(1, "told", None, first_failure({0: failure}, tmp_path))
     assert (outcome.reason, outcome.out_of_memory) == (reason, out_of_memory)
 
 
 def test_a_signal_is_told_however_well_the_run_ended() -> None:
     """Status 0 after a request to stop is no run that came to its end."""
-    assert outcome_of(0, None, signal.SIGTERM, None).stopped_by == "SIGTERM"
-    assert outcome_of(130, "stopped", signal.SIGINT, None).stopped_by == "SIGINT"
-    assert outcome_of(143, "stopped by SIGTERM (rank 1 got it)", None, None).stopped_by == "SIGTERM"
-    assert outcome_of(0, None, None, None) == Outcome(0)
+    assert make_exit_record(0, None, signal.SIGTERM, None).stopped_by == "SIGTERM"
+    assert make_exit_record(130, "stopped", signal.SIGINT, None).stopped_by == "SIGINT"
+    assert make_exit_record(143, "stopped by SIGTERM (rank 1 got it)", None, None).stopped_by == "SIGTERM"
+    assert make_exit_record(0, None, None, None) == ExitRecord(0)
 
 
 def test_an_outcome_is_read_as_it_was_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that is missing or torn is none, and nothing is written where none is named."""
-    path, outcome = tmp_path / "outcome.json", Outcome(1, "why", out_of_memory=True)
-    monkeypatch.delenv(OUTCOME_VARIABLE, raising=False)
-    leave_outcome(outcome)
-    assert not list(tmp_path.iterdir()) and read_outcome(path) is None
-    monkeypatch.setenv(OUTCOME_VARIABLE, str(path))
-    leave_outcome(outcome)
-    assert read_outcome(path) == outcome and list(tmp_path.iterdir()) == [path]
+    path, outcome = tmp_path / "outcome.json", ExitRecord(1, "why", out_of_memory=True)
+    monkeypatch.delenv(EXIT_RECORD_VARIABLE, raising=False)
+    write_exit_record(outcome)
+    assert not list(tmp_path.iterdir()) and read_exit_record(path) is None
+    monkeypatch.setenv(EXIT_RECORD_VARIABLE, str(path))
+    write_exit_record(outcome)
+    assert read_exit_record(path) == outcome and list(tmp_path.iterdir()) == [path]
     path.write_text("{")
-    assert read_outcome(path) is None
+    assert read_exit_record(path) is None
 
 
 def test_an_outcome_that_cannot_be_written_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither into a folder that is gone nor onto one: no exception, and nothing half written stays."""
     (tmp_path / "taken").mkdir()
     for path in (tmp_path / "gone" / "outcome.json", tmp_path / "taken"):
-        monkeypatch.setenv(OUTCOME_VARIABLE, str(path))
-        leave_outcome(Outcome(0))
+        monkeypatch.setenv(EXIT_RECORD_VARIABLE, str(path))
+        write_exit_record(ExitRecord(0))
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
 def test_a_mistake_before_the_start_is_left_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sentence that stderr has."""
-    monkeypatch.setenv(OUTCOME_VARIABLE, str(tmp_path / "outcome.json"))
+    monkeypatch.setenv(EXIT_RECORD_VARIABLE, str(tmp_path / "outcome.json"))
     assert main(["train", "train.step=1"]) == 2
-    outcome = read_outcome(tmp_path / "outcome.json")
+    outcome = read_exit_record(tmp_path / "outcome.json")
     assert outcome is not None and outcome.status == 2
     assert outcome.reason == "train.step=1 names a key that does not exist; did you mean train.steps=1?"

@@ -20,11 +20,11 @@ from fsdptoys.train.heartbeat import (
     LOST_PEER,
     RECORD_BYTES,
     TIMED_OUT,
-    Heartbeat,
+    HeartbeatWriter,
+    describe_last_heartbeats,
     explain_lost_ranks,
-    last_signs,
-    path_of,
-    ranks_in_words,
+    format_ranks,
+    heartbeat_path,
     read_heartbeats,
 )
 from scripts.ranks import run_ranks
@@ -32,10 +32,10 @@ from scripts.ranks import run_ranks
 
 def test_last_sign_is_read_back(tmp_path: Path) -> None:
     """Oracle: what was told; a record has one size, whatever it says."""
-    heartbeat = Heartbeat(tmp_path / "beats", 3)
+    heartbeat = HeartbeatWriter(tmp_path / "beats", 3)
     for step, phase in ((1, "forward"), (120, "forward"), (120, "a phase of a very long name " * 9)):
         heartbeat.beat(step, phase)
-        assert path_of(tmp_path / "beats", 3).stat().st_size == RECORD_BYTES
+        assert heartbeat_path(tmp_path / "beats", 3).stat().st_size == RECORD_BYTES
     heartbeat.close()
     sign = read_heartbeats(tmp_path / "beats")[3]
     assert (sign.rank, sign.step, sign.beat, sign.pid) == (3, 120, 1, os.getpid())
@@ -45,27 +45,27 @@ def test_last_sign_is_read_back(tmp_path: Path) -> None:
 def test_torn_and_foreign_files_are_left_out(tmp_path: Path) -> None:
     """Oracle: the one whole record; one mixes two, as a torn write would, and is JSON nevertheless; one is a copy."""
     for rank in range(4):
-        heartbeat = Heartbeat(tmp_path, rank)
+        heartbeat = HeartbeatWriter(tmp_path, rank)
         heartbeat.beat(1234, "forward")
         heartbeat.close()
-    whole = path_of(tmp_path, 0).read_bytes()
-    path_of(tmp_path, 1).write_bytes(path_of(tmp_path, 1).read_bytes().replace(b"1234", b"1299"))
-    path_of(tmp_path, 2).write_bytes(whole[:50])
-    path_of(tmp_path, 3).write_bytes(b"")
-    path_of(tmp_path, 4).write_bytes(b"[1]\xff")
-    path_of(tmp_path, 5).write_bytes(whole)
+    whole = heartbeat_path(tmp_path, 0).read_bytes()
+    heartbeat_path(tmp_path, 1).write_bytes(heartbeat_path(tmp_path, 1).read_bytes().replace(b"1234", b"1299"))
+    heartbeat_path(tmp_path, 2).write_bytes(whole[:50])
+    heartbeat_path(tmp_path, 3).write_bytes(b"")
+    heartbeat_path(tmp_path, 4).write_bytes(b"[1]\xff")
+    heartbeat_path(tmp_path, 5).write_bytes(whole)
     assert list(read_heartbeats(tmp_path)) == [0]
 
 
 def write_until_ended(folder: Path) -> None:
-    heartbeat = Heartbeat(folder, 0)
+    heartbeat = HeartbeatWriter(folder, 0)
     for step in range(1, 10_000_000):
         heartbeat.beat(step, "odd" if step % 2 else "even, and longer")
 
 
 def test_reader_sees_whole_records_alone(tmp_path: Path) -> None:
     """Oracle: another process writes as fast as it can; what is read fits together and only goes on."""
-    heartbeat = Heartbeat(tmp_path, 0)
+    heartbeat = HeartbeatWriter(tmp_path, 0)
     heartbeat.beat(0, "even, and longer")
     writer = multiprocessing.get_context("fork").Process(target=write_until_ended, args=(tmp_path,))
     writer.start()
@@ -108,14 +108,14 @@ def lose_ranks(folder: Path, how: str) -> str:
     rank = dist.get_rank()
     group = dist.new_group(timeout=timedelta(seconds=1.5))
     if rank != 3:
-        heartbeat = Heartbeat(folder, rank)
+        heartbeat = HeartbeatWriter(folder, rank)
         heartbeat.beat(7, "forward")
         heartbeat.beat(7, "backward")
         heartbeat.beat(7, "forward")
         if rank == 0 or how == "together":
             heartbeat.beat(7, "backward")
     elif how == "together":
-        heartbeat = Heartbeat(folder, rank)
+        heartbeat = HeartbeatWriter(folder, rank)
         for phase in ("forward", "backward", "forward", "backward"):
             heartbeat.beat(7, phase)
     dist.barrier()
@@ -123,7 +123,7 @@ def lose_ranks(folder: Path, how: str) -> str:
     if rank == 1 and how in ("SIGKILL", "SIGSTOP"):
         pid = os.fork()  # its own sign would be read while it is alive, so another process stands for it
         if pid == 0:
-            Heartbeat(folder, 1).beat(7, "forward")
+            HeartbeatWriter(folder, 1).beat(7, "forward")
             os.kill(os.getpid(), signal.Signals[how])
         # It is dead, and nobody has asked for its status yet.
         os.waitid(os.P_PID, pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
@@ -164,7 +164,7 @@ def lose_ranks(folder: Path, how: str) -> str:
 )
 def test_ranks_that_a_collective_waited_for_are_named(tmp_path: Path, how: str, told: str) -> None:
     """Oracle: which ranks did not come, told by phases that repeat within a step, under gloo's real timeout."""
-    old = Heartbeat(tmp_path, 3)
+    old = HeartbeatWriter(tmp_path, 3)
     old._fixed["start"] = "another"  # a rank of an earlier start of the run was further on
     old.beat(9, "forward")
     old.close()
@@ -187,23 +187,23 @@ def test_errors_of_a_ranks_own_are_left_as_they_are(tmp_path: Path) -> None:
 def test_last_signs_are_those_of_the_workers_that_are_asked_for(tmp_path: Path) -> None:
     """Oracle: the sentence; a record of another start of the run is not in it."""
     for rank, (step, start) in enumerate([(5, "now"), (4, "now"), (5, "now"), (9, "before")]):
-        heartbeat = Heartbeat(tmp_path, rank)
+        heartbeat = HeartbeatWriter(tmp_path, rank)
         heartbeat._fixed["start"] = start
         heartbeat.beat(step, "forward")
         heartbeat.close()
-    told = last_signs(tmp_path, {0: os.getpid(), 3: -1})
+    told = describe_last_heartbeats(tmp_path, {0: os.getpid(), 3: -1})
     assert told == "last signs: rank 1 in step 4 (forward) 0 s ago, ranks 0, 2 in step 5 (forward) 0 s ago"
-    assert last_signs(tmp_path, {0: -1}) is None
+    assert describe_last_heartbeats(tmp_path, {0: -1}) is None
 
 
 def test_many_ranks_are_counted() -> None:
     """Oracle: the words."""
-    assert ranks_in_words(list(range(100))) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 92 more"
+    assert format_ranks(list(range(100))) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 92 more"
 
 
 def test_full_disk_does_not_end_a_run(tmp_path: Path) -> None:
     """Oracle: the system's own limit on the size of files, of nothing."""
-    heartbeat = Heartbeat(tmp_path, 0)
+    heartbeat = HeartbeatWriter(tmp_path, 0)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
     try:
@@ -217,8 +217,8 @@ def test_full_disk_does_not_end_a_run(tmp_path: Path) -> None:
 def test_a_link_in_the_place_of_a_heartbeat_is_not_written_through(tmp_path: Path) -> None:
     """Oracle: the content of the file that the link names."""
     (tmp_path / "precious").write_text("precious")
-    path_of(tmp_path, 0).symlink_to("precious")
-    heartbeat = Heartbeat(tmp_path, 0)
+    heartbeat_path(tmp_path, 0).symlink_to("precious")
+    heartbeat = HeartbeatWriter(tmp_path, 0)
     heartbeat.beat(1, "forward")
     heartbeat.close()
     assert (tmp_path / "precious").read_text() == "precious" and 0 in read_heartbeats(tmp_path)
@@ -231,5 +231,5 @@ def test_a_link_in_the_place_of_a_heartbeat_is_not_written_through(tmp_path: Pat
 def test_a_sign_that_no_rank_gives_is_left_out(tmp_path: Path, change: dict[str, object]) -> None:
     """Oracle: the same record unchanged, which is read; checksums are of what the file holds."""
     record = {"rank": 0, "host": "h", "pid": 1, "start": "s", "step": 1, "phase": "p", "beat": 0, "time": 1.0}
-    path_of(tmp_path, 0).write_bytes(heartbeat_module._encode(record | change))
+    heartbeat_path(tmp_path, 0).write_bytes(heartbeat_module._encode(record | change))
     assert bool(read_heartbeats(tmp_path)) == (not change)

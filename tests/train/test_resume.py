@@ -319,7 +319,7 @@ def load_and_hash(config: Config) -> tuple[int, str]:
     trainer = Trainer(config)
     run = Run(trainer)
     run.checkpoints = run._open_checkpoints()
-    run._go_on()
+    run._resume()
     return trainer.steps_done, hash_parameters(trainer)
 
 

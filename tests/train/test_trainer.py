@@ -397,7 +397,7 @@ def memory_of_a_lazy_run(config: Config) -> tuple[int, int]:
     trainer = Trainer(config)
     trainer._train_step(1, 0.0)
     parameters = live_bytes((param for _, param in trainer.strategy.named_parameters()), None).parameters
-    return trainer._situation(2).live.gradients.host_bytes, parameters.host_bytes
+    return trainer._oom_context(2).live.gradients.host_bytes, parameters.host_bytes
 
 
 def test_gradients_that_wait_for_their_update_are_counted_as_gradients() -> None:
