@@ -1,15 +1,13 @@
-"""Builds the extension with g++, for each PyTorch and Python by itself: what has changed, once for all processes."""
+"""Build the extension with g++: once for each PyTorch, Python and state of the sources, by one process."""
 
 import fcntl
 import hashlib
 import importlib.machinery
 import importlib.util
-import os
 import subprocess
 import sys
 import sysconfig
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ FOLDER = Path(__file__).parents[2]
 SOURCES = FOLDER / "csrc"
 NAME = "simulated_npu_c"
 # Without optimisation: the time goes into the CPU's kernels, and the build into reading PyTorch's headers.
-FLAGS = ["-O0", "-g0", "-std=c++20", "-fPIC", "-Wno-interference-size", f"-DTORCH_EXTENSION_NAME={NAME}"]
+FLAGS = ["-shared", "-O0", "-g0", "-std=c++20", "-fPIC", "-Wno-interference-size", f"-DTORCH_EXTENSION_NAME={NAME}"]
 
 
 def load_extension() -> Any:
@@ -39,9 +37,7 @@ def build_extension() -> Path:
         RuntimeError: with what g++ says.
     """
     build = FOLDER / "build" / f"torch-{torch.__version__}-{sys.implementation.cache_tag}"
-    headers = _digest([*sorted(SOURCES.glob("*.h")), Path(__file__)])
-    objects = {path: build / f"{path.stem}-{_digest([path], headers)}.o" for path in sorted(SOURCES.glob("*.cpp"))}
-    library = build / f"{NAME}-{_digest([], *(path.name for path in objects.values()))}.so"
+    library = build / f"{NAME}-{_digest([*sorted(SOURCES.iterdir()), Path(__file__)])}.so"
     if library.exists():
         return library
     build.mkdir(parents=True, exist_ok=True)
@@ -49,40 +45,31 @@ def build_extension() -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
             started = time.monotonic()
-            with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as workers:
-                list(workers.map(_compile, objects.keys(), objects.values()))
-            _link(list(objects.values()), library)
+            for path in build.glob("*.so"):
+                path.unlink()
+            _compile(library)
             seconds = time.monotonic() - started
             print(f"simulated_npu: built its extension in {seconds:.0f} s", file=sys.stderr, flush=True)
-            for path in build.glob("*.*o"):
-                if path != library and path not in objects.values():
-                    path.unlink()
     return library
 
 
-def _digest(paths: list[Path], *words: str) -> str:
-    content = hashlib.sha256("\n".join(words).encode())
+def _digest(paths: list[Path]) -> str:
+    content = hashlib.sha256()
     for path in paths:
         content.update(path.name.encode() + path.read_bytes())
     return content.hexdigest()[:16]
 
 
-def _compile(source: Path, target: Path) -> None:
-    if not target.exists():
-        include = Path(torch.__file__).parent / "include"
-        folders = [include, include / "torch" / "csrc" / "api" / "include", Path(sysconfig.get_path("include"))]
-        _run_compiler([*FLAGS, *(f"-I{folder}" for folder in folders), "-c", str(source)], target)
-
-
-def _link(objects: list[Path], target: Path) -> None:
-    folder = Path(torch.__file__).parent / "lib"
-    libraries = [f"-L{folder}", *(f"-l{name}" for name in ("c10", "torch", "torch_cpu", "torch_python"))]
-    _run_compiler(["-shared", *map(str, objects), *libraries], target)
-
-
-def _run_compiler(words: list[str], target: Path) -> None:
-    part = target.with_suffix(".part")
-    done = subprocess.run(["g++", *words, "-o", str(part)], capture_output=True, text=True)
+def _compile(library: Path) -> None:
+    # As one translation unit, which reads PyTorch's headers once: a third of the time of ten.
+    source = "".join(f'#include "{path}"\n' for path in sorted(SOURCES.glob("*.cpp")))
+    root = Path(torch.__file__).parent
+    include = root / "include"
+    folders = [include, include / "torch" / "csrc" / "api" / "include", Path(sysconfig.get_path("include"))]
+    libraries = [f"-L{root / 'lib'}", *(f"-l{name}" for name in ("c10", "torch", "torch_cpu", "torch_python"))]
+    part = library.with_suffix(".part")
+    words = [*FLAGS, *(f"-I{folder}" for folder in folders), "-x", "c++", "-", *libraries, "-o", str(part)]
+    done = subprocess.run(["g++", *words], input=source, capture_output=True, text=True)
     if done.returncode != 0:
-        raise RuntimeError(f"g++ cannot build {target.name}:\n{done.stderr}")
-    part.replace(target)
+        raise RuntimeError(f"g++ cannot build {library.name}:\n{done.stderr}")
+    part.replace(library)
