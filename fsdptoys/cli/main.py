@@ -193,17 +193,17 @@ def _run(words: list[str], worker: bool) -> int:
         from fsdptoys.launch.worker import run_as_worker
 
         return run_as_worker(lambda: _work(words))
-    from fsdptoys.launch.launch import launch, plan_run
+    from fsdptoys.launch.launch import launch, resolve_run
 
     from .largest_preset import choose_largest
 
-    plan = plan_run(words, os.environ, choose_largest)
-    if plan.composition.config.launch.nnodes == 1:
+    run = resolve_run(words, os.environ, choose_largest)
+    if run.composition.config.launch.nnodes == 1:
         # With several nodes, rank 0 on another one may have made the folder already.
-        _check_places(plan.composition.config)
-    _verify_weights(plan.composition.config.model.init_from)
-    _prepare_data(plan.composition.config, plan.local_ranks)
-    return launch(plan)
+        _check_places(run.composition.config)
+    _verify_weights(run.composition.config.model.init_from)
+    _prepare_data(run.composition.config, run.local_ranks)
+    return launch(run)
 
 
 def _work(words: list[str]) -> None:
@@ -214,15 +214,15 @@ def _work(words: list[str]) -> None:
     from fsdptoys.launch.worker import WorkerRequest, read_request
     from fsdptoys.train.run import train
 
-    request, plan = read_request(), None
+    request, run = read_request(), None
     if request is None:
-        from fsdptoys.launch.launch import check_master, plan_run, tell
+        from fsdptoys.launch.launch import check_master, print_run, resolve_run
 
         from .largest_preset import choose_largest
 
-        plan = plan_run(words, os.environ, choose_largest)
+        run = resolve_run(words, os.environ, choose_largest)
         check_master(os.environ)
-        request = WorkerRequest(plan.composition.config, plan.hardware, plan.local_ranks, plan.world_size)
+        request = WorkerRequest(run.composition.config, run.hardware, run.local_ranks, run.world_size)
         _prepare_data(request.config, request.local_ranks)  # called by every rank; one of them prepares
     elif int(os.environ["WORLD_SIZE"]) != request.world_size:
         raise ConfigError(
@@ -247,9 +247,9 @@ def _work(words: list[str]) -> None:
     prediction = None
     if os.environ["RANK"] == "0":
         _check_places(config)
-        if plan is not None:
+        if run is not None:
             _verify_weights(config.model.init_from)
-            tell(plan, environment)
+            print_run(run, environment)
         if config.plan.hardware != "auto" or profile_of_this_machine() is not None:
             from fsdptoys.metrics import forecast_line
             from fsdptoys.plan.predict import estimate_run
@@ -294,15 +294,15 @@ def _prepare_data(config: "Config", local_ranks: int) -> None:
 def _show(words: list[str]) -> None:
     import yaml
 
-    from fsdptoys.launch.launch import plan_run
+    from fsdptoys.launch.launch import resolve_run
 
     from .largest_preset import choose_largest
 
-    plan = plan_run(words, os.environ, choose_largest)
-    _check_places(plan.composition.config)
-    chosen = " ".join(f"{group}={name or 'null'}" for group, name in plan.composition.choices.items())
-    print(f"# {chosen}\n# validated for {plan.world_size} ranks on {plan.hardware.device_type}")
-    print(yaml.safe_dump(plan.composition.config.to_dict(), sort_keys=False, allow_unicode=True), end="")
+    run = resolve_run(words, os.environ, choose_largest)
+    _check_places(run.composition.config)
+    chosen = " ".join(f"{group}={name or 'null'}" for group, name in run.composition.choices.items())
+    print(f"# {chosen}\n# validated for {run.world_size} ranks on {run.hardware.device_type}")
+    print(yaml.safe_dump(run.composition.config.to_dict(), sort_keys=False, allow_unicode=True), end="")
 
 
 def _take_show(words: list[str]) -> tuple[list[str], bool]:

@@ -34,7 +34,7 @@ AS_TORCHRUN = "start the ranks with torchrun, or unset RANK and WORLD_SIZE"
 
 
 @dataclass(frozen=True)
-class Plan:
+class ResolvedRun:
     """A validated run, ready to start."""
 
     composition: Composition
@@ -45,11 +45,11 @@ class Plan:
     """The overrides, including the chosen experiment and device."""
 
 
-def plan_run(
+def resolve_run(
     words: Sequence[str],
     present: Mapping[str, str],
     choose_preset: "Callable[[str, str, int], list[str]]" = lambda experiment, device_type, world_size: [experiment],
-) -> Plan:
+) -> ResolvedRun:
     """Compose and validate the run of a command line on this machine's hardware.
 
     Args:
@@ -81,7 +81,7 @@ def plan_run(
     check_plan_settings(composition.config.plan, hardware.device_type)
     composition.config.validate(world_size, hardware.device_type, local_ranks)
     check_float8_here(composition.config.train.float8, hardware.device_type)
-    return Plan(composition, hardware, local_ranks, world_size, words)
+    return ResolvedRun(composition, hardware, local_ranks, world_size, words)
 
 
 def check_plan_settings(plan: PlanConfig, device_type: str) -> None:
@@ -219,9 +219,9 @@ def _ranks_on_this_machine(launch: LaunchConfig, hardware: FoundHardware, single
     return ranks
 
 
-def describe(plan: Plan, environment: Mapping[str, str]) -> str:
+def describe_run(run: ResolvedRun, environment: Mapping[str, str]) -> str:
     """Describe the found hardware and the chosen run in one line."""
-    hardware, choices = plan.hardware, plan.composition.choices
+    hardware, choices = run.hardware, run.composition.choices
     cores = f"{hardware.cores} core{'s' * (hardware.cores != 1)}"
     if hardware.devices:
         found = f"found {hardware.devices} × {hardware.name}, {cores}"
@@ -230,50 +230,50 @@ def describe(plan: Plan, environment: Mapping[str, str]) -> str:
         if available_device_type() != "cpu":
             found = f"told to use the CPU, {cores} ({hardware.name})"
     experiment = f"experiment={choices['experiment']} " if choices["experiment"] else ""
-    ranks = f"{plan.world_size} rank{'s' * (plan.world_size != 1)}"
+    ranks = f"{run.world_size} rank{'s' * (run.world_size != 1)}"
     running = (
         f"running {experiment}model={choices['model']} data={choices['data']} with {choices['parallel']} on {ranks}"
     )
     return "; ".join([found, ", ".join([running, *(f"{name}={value}" for name, value in environment.items())])])
 
 
-def tell(plan: Plan, environment: Mapping[str, str]) -> None:
+def print_run(run: ResolvedRun, environment: Mapping[str, str]) -> None:
     """Print the found hardware and the chosen run."""
-    print_status(describe(plan, environment), stdout=True)
-    sentence = note(plan)
+    print_status(describe_run(run, environment), stdout=True)
+    sentence = straddling_note(run)
     if sentence is not None:
         print_status(sentence, stdout=True)
 
 
-def note(plan: Plan) -> str | None:
+def straddling_note(run: ResolvedRun) -> str | None:
     """Return a sentence on shards that straddle nodes, or None."""
-    config = plan.composition.config
+    config = run.composition.config
     if not config.parallel.shards_parameters:
         return None
-    return straddling(config.mesh.shard_ranks(plan.world_size), plan.world_size, plan.local_ranks)
+    return straddling(config.mesh.shard_ranks(run.world_size), run.world_size, run.local_ranks)
 
 
-def launch(plan: Plan) -> int:
-    """Print the plan, start its workers and wait for them; return an exit status."""
-    config = plan.composition.config
+def launch(run: ResolvedRun) -> int:
+    """Print the run, start its workers and wait for them; return an exit status."""
+    config = run.composition.config
     environment = hardware_environment(
-        plan.hardware.device_type,
-        plan.local_ranks,
-        plan.hardware.cores,
+        run.hardware.device_type,
+        run.local_ranks,
+        run.hardware.cores,
         config.train.deterministic,
         os.environ,
         config.launch.timeout_seconds,
     )
-    tell(plan, environment)
+    print_run(run, environment)
     return run_workers(
         "fsdptoys",
-        ["train", *plan.words],
-        plan.local_ranks,
+        ["train", *run.words],
+        run.local_ranks,
         nnodes=config.launch.nnodes,
         rdzv_endpoint=config.launch.rdzv_endpoint,
         rdzv_token_file=config.launch.rdzv_token_file,
         environment=environment,
         max_restarts=config.launch.max_restarts,
-        request=WorkerRequest(config, plan.hardware, plan.local_ranks, plan.world_size),
-        forks=plan.hardware.device_type == "cpu",
+        request=WorkerRequest(config, run.hardware, run.local_ranks, run.world_size),
+        forks=run.hardware.device_type == "cpu",
     )

@@ -32,7 +32,7 @@ from fsdptoys.config.schema import DeviceChoice
 from fsdptoys.device import available_cores
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch.hardware import FoundHardware, find_hardware
-from fsdptoys.launch.launch import Plan, check_plan_settings, choose_experiment, plan_run
+from fsdptoys.launch.launch import ResolvedRun, check_plan_settings, choose_experiment, resolve_run
 from fsdptoys.utils.text import (
     near_miss,
     one_line,
@@ -206,8 +206,10 @@ def refuse_commands(words: Sequence[str], folder: Path) -> None:
             )
 
 
-def plan_job(words: Sequence[str], launcher_words: Sequence[str], time_limit_seconds: float | None = None) -> Plan:
-    """Compose and validate a run for its launcher's nodes, as ``plan_run`` does for this machine.
+def plan_job(
+    words: Sequence[str], launcher_words: Sequence[str], time_limit_seconds: float | None = None
+) -> ResolvedRun:
+    """Compose and validate a run for its launcher's nodes, as ``resolve_run`` does for this machine.
 
     Args:
         words: the run's overrides.
@@ -221,7 +223,7 @@ def plan_job(words: Sequence[str], launcher_words: Sequence[str], time_limit_sec
     place = find_place(words, launcher)
     ask_for(place, launcher, time_limit_seconds)
     if not launcher.is_slurm:
-        return plan_run(words, {})
+        return resolve_run(words, {})
     world_size = place.nodes * place.ranks
     words = list(words)
     if not any(word.startswith("experiment=") for word in words):
@@ -232,7 +234,7 @@ def plan_job(words: Sequence[str], launcher_words: Sequence[str], time_limit_sec
     where = [f"{key}={launcher.said[key]}" for key in ("partition", "constraint", "gres") if launcher.said.get(key)]
     devices = 0 if place.device_type == "cpu" else place.ranks
     hardware = FoundHardware(place.device_type, devices, " ".join(["SLURM", *where]), available_cores())
-    return Plan(composition, hardware, place.ranks, world_size, words)
+    return ResolvedRun(composition, hardware, place.ranks, world_size, words)
 
 
 def find_place(words: Sequence[str], launcher: QueueLauncher) -> Place:

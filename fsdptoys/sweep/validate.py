@@ -14,7 +14,7 @@ from fsdptoys.config.overrides import list_choices
 from fsdptoys.config.schema import Config
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch.hardware import find_hardware
-from fsdptoys.launch.launch import CPU_RANKS, MOST_RANKS_PER_CORE, choose_experiment, plan_run
+from fsdptoys.launch.launch import CPU_RANKS, MOST_RANKS_PER_CORE, choose_experiment, resolve_run
 from fsdptoys.metrics.preflight import check_writers
 
 from .fingerprint import fingerprint
@@ -65,7 +65,7 @@ class Here:
         Raises:
             ConfigError: for the first mistake.
         """
-        plan_run(words, {})
+        resolve_run(words, {})
 
 
 class InQueue(Here):

@@ -10,7 +10,7 @@ from fsdptoys.cli.largest_preset import choose_largest
 from fsdptoys.cli.main import main
 from fsdptoys.config.compose import compose_config
 from fsdptoys.device.profile import load_hardware
-from fsdptoys.launch.launch import plan_run
+from fsdptoys.launch.launch import resolve_run
 from fsdptoys.plan.predict import Predictor, predict
 
 TINY = ["model=llama_debug", "experiment=null", "train.seq_len=128", "plan.hardware=h100"]
@@ -99,7 +99,7 @@ def test_command_without_words_trains_the_largest_model_that_fits(monkeypatch: p
     """Oracle: AdamW's step takes 20 bytes a parameter (itself, gradient, two states, a temporary), which 8 H100 of 77
     GiB have for the 30.5 billion of one preset, and beside activations not for the 32.8 of the next; a CPU has its own.
     """
-    assert plan_run(["launch.device=cpu"], {}).composition.choices["experiment"] == "cpu_text"
+    assert resolve_run(["launch.device=cpu"], {}).composition.choices["experiment"] == "cpu_text"
     monkeypatch.setattr("fsdptoys.cli.largest_preset.profile_of_this_machine", lambda: "h100")
     words = choose_largest("experiment=llama2_7b", "cuda", 8)
     config = compose_config(words)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fsdptoys.launch.launch import plan_run
+from fsdptoys.launch.launch import resolve_run
 
 FILES = Path(__file__).parents[2] / "scripts" / "cluster"
 SBATCH = FILES / "train.sbatch"
@@ -94,7 +94,7 @@ def test_each_node_gets_the_words_of_a_run_that_meets_at_the_first(tmp_path: Pat
         *("metrics.run_dir=runs/fsdptoys-123456", "checkpoint.resume=auto", "metrics.console=plain"),
         *("model=llama_debug", "train.steps=3"),
     ]
-    assert plan_run([*words[3:], "launch.device=cpu"], {}).world_size == 8
+    assert resolve_run([*words[3:], "launch.device=cpu"], {}).world_size == 8
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_the_manifest_is_what_kubeflow_trainer_reads() -> None:
     assert container["command"] == ["torchrun"] and trainer["args"][:3] == ["-m", "fsdptoys", "train"]
     ranks = 8 * trainer["numNodes"]
     torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": f"{ranks}", "LOCAL_WORLD_SIZE": "8"}
-    config = plan_run([*trainer["args"][3:], "launch.device=cpu"], torchrun).composition.config
+    config = resolve_run([*trainer["args"][3:], "launch.device=cpu"], torchrun).composition.config
     assert (config.mesh.fsdp_size, config.metrics.run_dir) == (8, "/runs/llama3-8b")
     assert config.metrics.run_dir.startswith(container["volumeMounts"][0]["mountPath"])
 

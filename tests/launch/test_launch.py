@@ -7,7 +7,15 @@ import pytest
 from fsdptoys.cli.main import _work
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch.hardware import FoundHardware
-from fsdptoys.launch.launch import check_master, check_threads, choose_experiment, describe, note, plan_run, tell
+from fsdptoys.launch.launch import (
+    check_master,
+    check_threads,
+    choose_experiment,
+    describe_run,
+    print_run,
+    resolve_run,
+    straddling_note,
+)
 from fsdptoys.launch.worker import WorkerRequest
 
 
@@ -33,10 +41,10 @@ TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE
         (["launch.nproc_per_node=3"], TORCHRUN, 4, 2),
     ],
 )
-def test_ranks_of_a_plan(words: list[str], present: dict[str, str], world_size: int, local_ranks: int) -> None:
+def test_ranks_of_a_run(words: list[str], present: dict[str, str], world_size: int, local_ranks: int) -> None:
     """Oracle: two ranks on a CPU, one for ``single``, what is asked for, and above all torchrun's numbers."""
-    plan = plan_run([*words, "launch.device=cpu"], present)
-    assert (plan.world_size, plan.local_ranks) == (world_size, local_ranks)
+    run = resolve_run([*words, "launch.device=cpu"], present)
+    assert (run.world_size, run.local_ranks) == (world_size, local_ranks)
 
 
 @pytest.mark.parametrize(
@@ -50,8 +58,8 @@ def test_ranks_of_a_plan(words: list[str], present: dict[str, str], world_size: 
 )
 def test_shards_stay_within_a_machine(words: list[str], present: dict[str, str], size: int) -> None:
     """Oracle: the ranks of a machine, as the settings or torchrun have them."""
-    plan = plan_run(["mesh.fsdp_size=node", "launch.device=cpu", *words], present)
-    assert plan.composition.config.mesh.fsdp_size == size and note(plan) is None
+    run = resolve_run(["mesh.fsdp_size=node", "launch.device=cpu", *words], present)
+    assert run.composition.config.mesh.fsdp_size == size and straddling_note(run) is None
 
 
 @pytest.mark.parametrize(
@@ -65,7 +73,7 @@ def test_machines_that_do_not_say_their_ranks_or_differ_are_a_mistake(present: d
     """Oracle: the sentence; ranks that cut the mesh differently would wait for each other."""
     environment = {name: value for name, value in (TORCHRUN | present).items() if value}
     with pytest.raises(ConfigError, match=told):
-        plan_run(["mesh.fsdp_size=node", "launch.device=cpu"], environment)
+        resolve_run(["mesh.fsdp_size=node", "launch.device=cpu"], environment)
 
 
 @pytest.mark.parametrize("parallel, told", [("fsdp2", True), ("ddp", False)])
@@ -73,7 +81,7 @@ def test_groups_across_machines_are_told_and_run(parallel: str, told: bool, caps
     """Oracle: the sentence, beneath the line on what was found."""
     size = 2 if parallel == "fsdp2" else -1
     where = ["launch.nproc_per_node=3", "launch.nnodes=2", "launch.rdzv_endpoint=x:1", "launch.device=cpu"]
-    tell(plan_run([f"parallel={parallel}", f"mesh.fsdp_size={size}", *where], {}), {})
+    print_run(resolve_run([f"parallel={parallel}", f"mesh.fsdp_size={size}", *where], {}), {})
     assert ("mesh.fsdp_size=2 on nodes of 3 ranks has groups that lie" in capsys.readouterr().out) == told
 
 
@@ -103,7 +111,7 @@ def test_groups_across_machines_are_told_and_run(parallel: str, told: bool, caps
 def test_ranks_that_nobody_numbered_are_a_mistake(present: dict[str, str], told: str) -> None:
     """Oracle: the sentence; without LOCAL_RANK every rank would take the first device."""
     with pytest.raises(ConfigError, match=f"^{told}"):
-        plan_run(["launch.device=cpu"], present)
+        resolve_run(["launch.device=cpu"], present)
 
 
 @pytest.mark.parametrize("threads", ["1", " 8 ", "4,2", "", "016"])
@@ -132,7 +140,7 @@ def test_ranks_that_cannot_meet_are_a_mistake(present: dict[str, str], told: str
 def test_what_only_the_planner_reads_is_refused_in_a_run(typed: str) -> None:
     """Oracle: the sentence."""
     with pytest.raises(ConfigError) as caught:
-        plan_run([typed, "launch.device=cpu"], {})
+        resolve_run([typed, "launch.device=cpu"], {})
     assert str(caught.value) == f"{typed} is for fsdptoys plan and does nothing in a run; leave it out"
 
 
@@ -152,14 +160,14 @@ def test_what_only_the_planner_reads_is_refused_in_a_run(typed: str) -> None:
 def test_hardware_that_a_run_cannot_be_foretold_on_is_a_mistake(words: list[str], told: str) -> None:
     """Oracle: the sentence."""
     with pytest.raises(ConfigError) as caught:
-        plan_run([*words, "launch.device=cpu"], {})
+        resolve_run([*words, "launch.device=cpu"], {})
     assert str(caught.value) == told
 
 
 def test_more_ranks_than_a_cpu_can_bear_are_a_mistake() -> None:
     """Oracle: the sentence."""
     with pytest.raises(ConfigError, match=r"launch.nproc_per_node=100000 is over 32 for each of \d+ cores; set"):
-        plan_run(["launch.device=cpu", "launch.nproc_per_node=100000"], {})
+        resolve_run(["launch.device=cpu", "launch.nproc_per_node=100000"], {})
 
 
 @pytest.mark.parametrize(
@@ -173,17 +181,17 @@ def test_more_ranks_than_a_cpu_can_bear_are_a_mistake() -> None:
 )
 def test_words_of_the_user_win_over_the_experiment(words: list[str], experiment: str | None, model: str) -> None:
     """Oracle: the table."""
-    choices = plan_run([*words, "launch.device=cpu"], {}).composition.choices
+    choices = resolve_run([*words, "launch.device=cpu"], {}).composition.choices
     assert (choices["experiment"], choices["model"]) == (experiment, model)
 
 
 def test_line_names_what_was_found_and_chosen() -> None:
-    """Oracle: the line, word for word, for a plan on made-up hardware."""
-    plan = plan_run(["parallel=fsdp1", "launch.device=cpu"], {})
+    """Oracle: the line, word for word, for a run on made-up hardware."""
+    run = resolve_run(["parallel=fsdp1", "launch.device=cpu"], {})
     made_up = SimpleNamespace(
-        composition=plan.composition, hardware=FoundHardware("cuda", 2, "NVIDIA H200", 16), world_size=2
+        composition=run.composition, hardware=FoundHardware("cuda", 2, "NVIDIA H200", 16), world_size=2
     )
-    assert describe(made_up, {"OMP_NUM_THREADS": "8"}) == (  # type: ignore[arg-type]
+    assert describe_run(made_up, {"OMP_NUM_THREADS": "8"}) == (  # type: ignore[arg-type]
         "found 2 × NVIDIA H200, 16 cores; running experiment=cpu_text model=llama_bytes data=text with fsdp1 on "
         "2 ranks, OMP_NUM_THREADS=8"
     )
@@ -192,8 +200,8 @@ def test_line_names_what_was_found_and_chosen() -> None:
 def test_machines_with_other_ranks_than_this_one_reckoned_with_are_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the sentence; a launcher takes it that the other machines start as many ranks as it does."""
     words = ["launch.nproc_per_node=2", "launch.nnodes=2", "launch.rdzv_endpoint=x:1", "launch.device=cpu"]
-    plan = plan_run(words, {})
-    request = WorkerRequest(plan.composition.config, plan.hardware, plan.local_ranks, plan.world_size)
+    run = resolve_run(words, {})
+    request = WorkerRequest(run.composition.config, run.hardware, run.local_ranks, run.world_size)
     monkeypatch.setattr("fsdptoys.launch.worker.read_request", lambda: request)
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(ConfigError) as caught:

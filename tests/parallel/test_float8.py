@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 from fsdptoys.config.schema import Config
 from fsdptoys.errors import ConfigError
-from fsdptoys.launch.launch import plan_run
+from fsdptoys.launch.launch import resolve_run
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
 from fsdptoys.models import LlamaConfig, Qwen3MoEConfig
 from fsdptoys.parallel import (
@@ -260,5 +260,5 @@ def test_devices_and_environments_without_float8_are_refused(monkeypatch: pytest
             check_float8_here(Float8.tensorwise, device_type)
         check_float8_here(Float8.none, device_type)
     with pytest.raises(ConfigError, match="needs torchao, which is not installed; pip install"):
-        plan_run(["train.float8=tensorwise", "launch.device=cpu"], {})
+        resolve_run(["train.float8=tensorwise", "launch.device=cpu"], {})
     check_float8(**GOOD)

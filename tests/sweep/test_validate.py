@@ -9,7 +9,7 @@ import pytest
 from fsdptoys.config.overrides import list_choices
 from fsdptoys.config.schema import Config
 from fsdptoys.errors import ConfigError
-from fsdptoys.launch.launch import plan_run
+from fsdptoys.launch.launch import resolve_run
 from fsdptoys.sweep.axes import read_axes, read_base
 from fsdptoys.sweep.definition import list_sweeps, read_definition
 from fsdptoys.sweep.grid import Combination, combine
@@ -80,7 +80,7 @@ def test_the_classic_rows_are_those_of_the_table(strategy: str) -> None:
 
 
 def test_a_combination_is_what_its_job_will_be() -> None:
-    """``plan_run``, which the job's launcher calls, composes the same words to the same tree and ranks."""
+    """``resolve_run``, which the job's launcher calls, composes the same words to the same tree and ranks."""
     words = [
         "parallel=fsdp1,single", "optim.lr=1e-3", "data=text", "data.files=[stdlib]", "train.max_grad_norm=null",
         "train.max_seconds=${train.steps}", "memory.checkpointing_save=[mm]", "memory.gradient_checkpointing=selective",
@@ -88,7 +88,7 @@ def test_a_combination_is_what_its_job_will_be() -> None:
     ]  # fmt: skip
     for one in plan_combinations(of_words(*words)):
         assert isinstance(one, Planned)
-        plan = plan_run(one.combination.words, {})
+        plan = resolve_run(one.combination.words, {})
         expected = plan.composition.config.to_dict()
         expected["launch"]["device"] = "auto"
         assert one.config.to_dict() == expected
