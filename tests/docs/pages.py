@@ -1,0 +1,52 @@
+"""Markdown pages of the repository: their links, headings and code blocks."""
+
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted(
+    page for pattern in ("*.md", "docs/*.md", "docs/toys/**/*.md", "benchmarks/*.md") for page in ROOT.glob(pattern)
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced code block."""
+
+    info: str
+    text: str
+    line: int
+
+
+def read(page: Path) -> list[Token]:
+    """Tokens of a page."""
+    return MarkdownIt("commonmark").enable("table").parse(page.read_text(encoding="utf-8"))
+
+
+def links(page: Path) -> Iterator[str]:
+    """Targets of links and images, those in tables too."""
+    for token in read(page):
+        for child in token.children or ():
+            target = child.attrGet("href") or child.attrGet("src")
+            if target is not None:
+                yield str(target)
+
+
+def anchors(page: Path) -> set[str]:
+    """Fragments of a page's headings, as repository browsers and the site form them."""
+    tokens = read(page)
+    titles = [after for token, after in itertools.pairwise(tokens) if token.type == "heading_open"]
+    texts = ("".join(child.content for child in title.children or ()) for title in titles)
+    return {re.sub(r"[^\w\- ]", "", text.lower()).strip().replace(" ", "-") for text in texts}
+
+
+def blocks(page: Path) -> list[Block]:
+    """Fenced code blocks of a page, in order."""
+    fences = (token for token in read(page) if token.type == "fence")
+    return [Block(token.info.strip(), token.content, token.map[0] + 1 if token.map else 0) for token in fences]
