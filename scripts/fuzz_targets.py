@@ -30,7 +30,7 @@ from fsdptoys.launch.exit_record import read_exit_record
 from fsdptoys.metrics.config import Console as ConsoleChoice
 from fsdptoys.metrics.config import MetricsConfig
 from fsdptoys.metrics.prediction import Prediction
-from fsdptoys.metrics.resume_log import Resumed
+from fsdptoys.metrics.resume_log import ResumePoint
 from fsdptoys.metrics.run_directory import RunDirectory
 from fsdptoys.plan.measured_runs import read_run
 from fsdptoys.report.figures_plotly import figure
@@ -105,7 +105,7 @@ def read_page(copy: Path) -> str:
 def read_resumed(copy: Path) -> None:
     """What a run that goes on reads of its run directory."""
     config = MetricsConfig(run_dir=str(copy), console=ConsoleChoice.none)
-    resumed = Resumed(2, {"metrics.jsonl": 10, "routing.jsonl": 10}, "step-00000002")
+    resumed = ResumePoint(2, {"metrics.jsonl": 10, "routing.jsonl": 10}, "step-00000002")
     RunDirectory(config, "title", {"train": {"steps": 3}}, {"world_size": 1}, resumed).close()
 
 

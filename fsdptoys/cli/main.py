@@ -251,13 +251,13 @@ def _work(words: list[str]) -> None:
             _verify_weights(config.model.init_from)
             print_run(run, environment)
         if config.plan.hardware != "auto" or profile_of_this_machine() is not None:
-            from fsdptoys.metrics import forecast_line
+            from fsdptoys.metrics import prediction_line
             from fsdptoys.plan.predict import estimate_run
 
             estimated = estimate_run(config, request.world_size)
             if estimated is not None:
                 prediction, profile = estimated
-                print_status(forecast_line(prediction, profile.usable_bytes), stdout=True)
+                print_status(prediction_line(prediction, profile.usable_bytes), stdout=True)
     train(config, prediction)
 
 

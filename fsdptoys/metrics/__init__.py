@@ -1,16 +1,16 @@
 """Metrics of a run: console output and the files of the run directory.
 
-Only rank 0 constructs a ``Recorder``; nothing here communicates with other ranks. Each step becomes one
+Only rank 0 constructs a ``RunRecorder``; nothing here communicates with other ranks. Each step becomes one
 ``StepMetrics``, shown on the console and appended to ``metrics.jsonl``. At the end of the run, the same numbers are
 plotted in ``loss.png`` and summarized in ``summary.md``.
 """
 
 from .config import COLLECTIVES_FILE, PROFILE_FOLDER, Console, MetricsConfig, run_dir_path
 from .loss_spikes import SpikeDetector
-from .prediction import forecast_line
+from .prediction import prediction_line
 from .preflight import check_run_dir
-from .recorder import Recorder
-from .resume_log import Resumed
+from .recorder import RunRecorder
+from .resume_log import ResumePoint
 from .run_directory import RunDirectory, lock_run_dir, new_run_dir
 from .run_environment import environment
 from .step import StepMetrics, step_metrics
@@ -20,16 +20,16 @@ __all__ = [
     "PROFILE_FOLDER",
     "Console",
     "MetricsConfig",
-    "Recorder",
-    "Resumed",
+    "ResumePoint",
     "RunDirectory",
+    "RunRecorder",
     "SpikeDetector",
     "StepMetrics",
     "check_run_dir",
     "environment",
-    "forecast_line",
     "lock_run_dir",
     "new_run_dir",
+    "prediction_line",
     "run_dir_path",
     "step_metrics",
 ]

@@ -16,13 +16,13 @@ from typing import Any
 
 RECORDS = 10**6
 """Limit of PyTorch's compilation records; its default is 64."""
-TOLD = 3
+MAX_REPORTED = 3
 """Passes with recompilations reported on the console; further ones are only in the summary."""
 REASON_CHARS = 160
 
 
 @dataclass(frozen=True)
-class Again:
+class Recompilation:
     """A recompilation of a function, done or refused."""
 
     step: int
@@ -41,7 +41,7 @@ class Compilations:
     """Compilations of functions, or of their parts between graph breaks."""
     seconds: float
     """Compile time of all forwards and backwards."""
-    again: tuple[Again, ...]
+    recompilations: tuple[Recompilation, ...]
     """Recompilations."""
     graph_breaks: dict[str, int]
     """Reason of a graph break → count."""
@@ -55,11 +55,11 @@ class CompilationWatch:
         self._breaks = _graph_breaks()
         self._passes: Counter[str] = Counter()
         self._compiled, self._seconds = 0, 0.0
-        self._again: list[Again] = []
+        self._recompilations: list[Recompilation] = []
         self._sentences: list[str] = []
-        self._told = 0
+        self._reported = 0
 
-    def passed(self, phase: str, step: int) -> None:
+    def record_pass(self, phase: str, step: int) -> None:
         """Record the compilations of one pass.
 
         Args:
@@ -68,20 +68,21 @@ class CompilationWatch:
         """
         records = _records()
         new, self._seen = records[self._seen :], len(records)
-        again = []
+        recompilations = []
         for record in new:
             self._compiled += bool(record.has_guarded_code)
             self._seconds += (record.duration_us or 0) / 1e6
             at_limit = "recompile_limit" in (record.fail_reason or "")
             if at_limit or (record.has_guarded_code and (record.cache_size or 0) > 0):
                 # PyTorch does not record the name of a function that reached the limit.
-                again.append(Again(step, phase, record.co_name or "a function", _reason(record), at_limit))
-        self._again += again
+                function = record.co_name or "a function"
+                recompilations.append(Recompilation(step, phase, function, _reason(record), at_limit))
+        self._recompilations += recompilations
         self._passes[phase] += 1
-        if any(each.at_limit for each in again) or (again and self._passes[phase] > 1):
-            self._tell(again)
+        if any(each.at_limit for each in recompilations) or (recompilations and self._passes[phase] > 1):
+            self._report(recompilations)
 
-    def take_sentences(self) -> list[str]:
+    def take_messages(self) -> list[str]:
         """Messages on the passes since the last call."""
         sentences, self._sentences = self._sentences, []
         return sentences
@@ -89,10 +90,10 @@ class CompilationWatch:
     def result(self) -> Compilations:
         """All compilations so far."""
         breaks = _graph_breaks() - self._breaks
-        return Compilations(self._compiled, self._seconds, tuple(self._again), dict(breaks))
+        return Compilations(self._compiled, self._seconds, tuple(self._recompilations), dict(breaks))
 
-    def _tell(self, again: list[Again]) -> None:
-        worst = max(again, key=lambda each: each.at_limit)
+    def _report(self, recompilations: list[Recompilation]) -> None:
+        worst = max(recompilations, key=lambda each: each.at_limit)
         where = f"{worst.phase} of step {worst.step}"
         if worst.at_limit:
             self._sentences.append(
@@ -100,11 +101,11 @@ class CompilationWatch:
                 f"on in eager mode where it is called in a new way, which is slower; last reason: {worst.reason}"
             )
             return
-        self._told += 1
-        if self._told <= TOLD:
+        self._reported += 1
+        if self._reported <= MAX_REPORTED:
             self._sentences.append(
                 f"the {where} compiled {worst.function} again: {worst.reason}"
-                + "; further ones are counted in the summary" * (self._told == TOLD)
+                + "; further ones are counted in the summary" * (self._reported == MAX_REPORTED)
             )
 
 
@@ -144,8 +145,8 @@ SHOWN = 20
 
 def compilation_line(compilation: Compilations) -> str:
     """One line on number and time of compilations, recompilations and graph breaks."""
-    again = [each for each in compilation.again if not each.at_limit]
-    given_up = len(compilation.again) - len(again)
+    again = [each for each in compilation.recompilations if not each.at_limit]
+    given_up = len(compilation.recompilations) - len(again)
     breaks = sum(compilation.graph_breaks.values())
     line = f"compiled {compilation.compiled} function{'s' * (compilation.compiled != 1)} in {compilation.seconds:.1f} s"
     if again:
@@ -159,11 +160,11 @@ def compilation_line(compilation: Compilations) -> str:
     return line
 
 
-def again_rows(compilation: Compilations) -> list[tuple[str, str, str, str]]:
+def recompilation_rows(compilation: Compilations) -> list[tuple[str, str, str, str]]:
     """Step, phase, function and reason of each recompilation."""
     rows = []
-    for each in compilation.again[:SHOWN]:
+    for each in compilation.recompilations[:SHOWN]:
         reason = each.reason.replace("`", "'")
         rows.append((str(each.step), each.phase, f"`{each.function}`", f"`{reason}`" + " — given up" * each.at_limit))
-    more = len(compilation.again) - SHOWN
+    more = len(compilation.recompilations) - SHOWN
     return rows + ([("…", "", "", f"{more} more")] if more > 0 else [])

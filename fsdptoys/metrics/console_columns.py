@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Column:
+class ConsoleColumn:
     """Format of one number of a step on both consoles."""
 
     heading: tuple[str, str]
@@ -51,32 +51,34 @@ def _gib(*values: float | None) -> str:
 
 
 COLUMNS = (
-    Column(("", "loss"), "loss", "", 7, 10, lambda m: f"{m.loss:.4f}"),
-    Column(("grad", "norm"), "grad norm", "", 7, 8, lambda m: f"{m.grad_norm:.4g}"),
-    Column(("learning", "rate"), "lr", "", 8, 4, lambda m: f"{m.learning_rate:.2e}"),
-    Column(("step", "time"), "time", "", 8, 9, lambda m: _time(m.step_time_seconds)),
-    Column(("tokens", "/s"), "tokens/s", "", 7, 7, lambda m: _count(m.tokens_per_second)),
-    Column(("TFLOP/s", "a rank"), "TFLOP/s a rank", "", 7, 3, lambda m: _flops(m.tflops_per_second_per_rank)),
+    ConsoleColumn(("", "loss"), "loss", "", 7, 10, lambda m: f"{m.loss:.4f}"),
+    ConsoleColumn(("grad", "norm"), "grad norm", "", 7, 8, lambda m: f"{m.grad_norm:.4g}"),
+    ConsoleColumn(("learning", "rate"), "lr", "", 8, 4, lambda m: f"{m.learning_rate:.2e}"),
+    ConsoleColumn(("step", "time"), "time", "", 8, 9, lambda m: _time(m.step_time_seconds)),
+    ConsoleColumn(("tokens", "/s"), "tokens/s", "", 7, 7, lambda m: _count(m.tokens_per_second)),
+    ConsoleColumn(("TFLOP/s", "a rank"), "TFLOP/s a rank", "", 7, 3, lambda m: _flops(m.tflops_per_second_per_rank)),
 )
 """Columns of every device."""
 
 
-DATA_COLUMN = Column(("data", "wait"), "data wait", "", 5, 2, lambda m: f"{_stall(m):.1%}")
+DATA_COLUMN = ConsoleColumn(("data", "wait"), "data wait", "", 5, 2, lambda m: f"{_stall(m):.1%}")
 """Fraction of the step time that rank 0 waited for its batches, if it was measured."""
 
 
-MFU_COLUMN = Column(("", "MFU"), "MFU", "", 5, 2, lambda m: f"{(m.mfu or 0.0):.1%}")
+MFU_COLUMN = ConsoleColumn(("", "MFU"), "MFU", "", 5, 2, lambda m: f"{(m.mfu or 0.0):.1%}")
 """For devices with known peak FLOP/s."""
 
 
 ROUTING_COLUMNS = (
-    Column(("MoE", "load"), "busiest expert", "", 5, 5, lambda m: _load(m.routing.max_load if m.routing else 0.0)),
-    Column(("MoE", "entropy"), "entropy", "", 7, 1, lambda m: f"{m.routing.entropy if m.routing else 0.0:.3f}"),
+    ConsoleColumn(
+        ("MoE", "load"), "busiest expert", "", 5, 5, lambda m: _load(m.routing.max_load if m.routing else 0.0)
+    ),
+    ConsoleColumn(("MoE", "entropy"), "entropy", "", 7, 1, lambda m: f"{m.routing.entropy if m.routing else 0.0:.3f}"),
 )
 """For models with experts: tokens of the busiest expert over its layer's mean, and entropy of the shares."""
 
 
-DEVICE_MEMORY_COLUMN = Column(
+DEVICE_MEMORY_COLUMN = ConsoleColumn(
     ("GiB allocated/", "peak/reserved"),
     "memory",
     " GiB allocated/peak/reserved",
@@ -86,11 +88,13 @@ DEVICE_MEMORY_COLUMN = Column(
 )
 
 
-RESIDENT_SET_COLUMN = Column(("resident", "set"), "resident set", "", 9, 6, lambda m: f"{_gib(m.resident_set_gib)} GiB")
+RESIDENT_SET_COLUMN = ConsoleColumn(
+    ("resident", "set"), "resident set", "", 9, 6, lambda m: f"{_gib(m.resident_set_gib)} GiB"
+)
 """For CPUs."""
 
 
-def columns_for(metrics: StepMetrics) -> list[Column]:
+def columns_for(metrics: StepMetrics) -> list[ConsoleColumn]:
     """The columns of the numbers that a step has, which depend on device and model."""
     columns = list(COLUMNS)
     if metrics.data_wait_seconds is not None:

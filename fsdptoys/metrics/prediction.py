@@ -141,10 +141,10 @@ FLAGGED = 0.10
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PredictionError:
     """A predicted and a measured number."""
 
-    what: str
+    quantity: str
     predicted: float
     measured: float
     unit: str
@@ -160,32 +160,32 @@ class Comparison:
         return abs(self.difference) > FLAGGED
 
 
-def compare(prediction: Prediction, results: "RunResults") -> list[Comparison]:
+def prediction_errors(prediction: Prediction, results: "RunResults") -> list[PredictionError]:
     """Compare a prediction with the steps after the warmup; runs on a CPU have no device memory to compare.
 
     Measurements of 0, such as tokens/s of steps without valid tokens, are skipped, since the difference is relative.
     """
-    found: list[Comparison] = []
+    found: list[PredictionError] = []
     if results.step_time_seconds is not None:
         median = results.step_time_seconds.median
-        found.append(Comparison("step time", prediction.time.step_seconds * 1e3, median * 1e3, "ms"))
+        found.append(PredictionError("step time", prediction.time.step_seconds * 1e3, median * 1e3, "ms"))
     if results.tokens_per_second is not None:
         median = results.tokens_per_second.median
-        found.append(Comparison("tokens/s, all ranks", prediction.tokens_per_second, median, ""))
+        found.append(PredictionError("tokens/s, all ranks", prediction.tokens_per_second, median, ""))
     if results.mfu is not None and prediction.mfu is not None:
-        found.append(Comparison("MFU", prediction.mfu * 100, results.mfu.median * 100, "%"))
+        found.append(PredictionError("MFU", prediction.mfu * 100, results.mfu.median * 100, "%"))
     memory = prediction.memory
-    for what, foretold, measured in (
+    for quantity, predicted, measured in (
         ("device memory after a step", memory.end_bytes, results.memory_allocated_gib),
         ("peak device memory", memory.peak_bytes, results.memory_peak_gib),
         ("reserved device memory", memory.reserved_bytes, results.memory_reserved_gib),
     ):
         if measured is not None:
-            found.append(Comparison(what, foretold / GIB, measured, "GiB"))
+            found.append(PredictionError(quantity, predicted / GIB, measured, "GiB"))
     return [each for each in found if each.measured]
 
 
-def forecast_line(prediction: Prediction, memory_bytes: float) -> str:
+def prediction_line(prediction: Prediction, memory_bytes: float) -> str:
     """One line with the prediction, shown before the model is built.
 
     Args:
@@ -193,19 +193,19 @@ def forecast_line(prediction: Prediction, memory_bytes: float) -> str:
         memory_bytes: device memory available to the allocator.
     """
     memory, where = prediction.memory, f"({prediction.method}, plan.hardware={prediction.hardware})"
-    told = f"predicted {_seconds(prediction.time.step_seconds)} a step, {prediction.tokens_per_second:,.0f} tokens/s"
+    text = f"predicted {_seconds(prediction.time.step_seconds)} a step, {prediction.tokens_per_second:,.0f} tokens/s"
     if prediction.device_type == "cpu":
-        return f"{told} {where}"
+        return f"{text} {where}"
     peak, reserved = memory.peak_bytes / GIB, memory.reserved_bytes / GIB
     over = f", over the {memory_bytes / GIB:.2f} GiB that it can have" if memory.reserved_bytes > memory_bytes else ""
-    return f"{told}, {peak:.2f} GiB at the peak, {reserved:.2f} GiB reserved{over} {where}"
+    return f"{text}, {peak:.2f} GiB at the peak, {reserved:.2f} GiB reserved{over} {where}"
 
 
-def forecast_rows(comparisons: Sequence[Comparison]) -> list[tuple[str, str, str, str]]:
+def prediction_rows(comparisons: Sequence[PredictionError]) -> list[tuple[str, str, str, str]]:
     """Rows of the summary's table."""
     return [
         (
-            each.what,
+            each.quantity,
             _number(each.predicted, each.unit),
             _number(each.measured, each.unit),
             f"**{each.difference:+.1%}**, over {FLAGGED:.0%}" if each.flagged else f"{each.difference:+.1%}",

@@ -138,13 +138,13 @@ def wandb_mode(config: MetricsConfig, environment: Mapping[str, str]) -> WandbMo
     """
     if config.wandb_mode is not None:
         return config.wandb_mode
-    told = environment.get("WANDB_MODE") or "online"
-    if told not in WANDB_MODES:
+    mode = environment.get("WANDB_MODE") or "online"
+    if mode not in WANDB_MODES:
         raise ConfigError(
-            f"WANDB_MODE={told} must be one of {', '.join(mode.value for mode in WandbMode)}; unset it, or set "
+            f"WANDB_MODE={mode} must be one of {', '.join(mode.value for mode in WandbMode)}; unset it, or set "
             "metrics.wandb_mode=offline"
         )
-    return WandbMode(WANDB_MODES[told])
+    return WandbMode(WANDB_MODES[mode])
 
 
 def _has_wandb_key(environment: Mapping[str, str]) -> bool:

@@ -14,12 +14,12 @@ from fsdptoys.utils.text import print_status
 from .compilation import Compilations, compilation_line
 from .config import EXPERTS_FILE, LOSS_FILE, METRICS_FILE, PREDICTION_FILE, SUMMARY_FILE, MetricsConfig
 from .console import Reporter, build_reporter
-from .prediction import Comparison, Prediction, compare
+from .prediction import Prediction, PredictionError, prediction_errors
 from .results import (
     RunResults,
     summarize,
 )
-from .resume_log import Resumed, starts
+from .resume_log import ResumePoint, starts
 from .run_directory import RunDirectory
 from .run_environment import hardware_line
 from .step import StepMetrics
@@ -27,7 +27,7 @@ from .summary import (
     render_summary,
 )
 from .writer import (
-    Beginning,
+    RunStart,
 )
 from .writers import (
     Writers,
@@ -35,7 +35,7 @@ from .writers import (
 )
 
 
-class Recorder:
+class RunRecorder:
     """Context manager for one run; an exit without ``finish`` keeps all recorded steps.
 
     Args:
@@ -62,7 +62,7 @@ class Recorder:
         environment: dict[str, Any],
         steps: int,
         references: dict[str, float],
-        resumed: Resumed | None = None,
+        resumed: ResumePoint | None = None,
         lock: FolderLock | None = None,
         make_room: Callable[[], bool] = lambda: False,
         prediction: Prediction | None = None,
@@ -90,7 +90,7 @@ class Recorder:
         if prediction is not None:
             self._directory.write(PREDICTION_FILE, json.dumps(prediction.to_dict(), indent=2) + "\n")
         self._writers = Writers(build_writers(config), self.message)
-        self._writers.start(Beginning(title, config_tree, environment, self.run_dir, done))
+        self._writers.start(RunStart(title, config_tree, environment, self.run_dir, done))
         self._watch_console()
 
     @property
@@ -98,7 +98,7 @@ class Recorder:
         """The folder of the run."""
         return self._directory.path
 
-    def __enter__(self) -> "Recorder":
+    def __enter__(self) -> "RunRecorder":
         return self
 
     def __exit__(
@@ -114,7 +114,7 @@ class Recorder:
     def step(self, metrics: StepMetrics) -> None:
         """Record a completed step."""
         self._steps.append(metrics.without_counts())
-        self._tell(self._directory.append(metrics))
+        self._message_if_any(self._directory.append(metrics))
         if metrics.routing is not None:
             self._last_counts = metrics.routing.counts
             if metrics.step == 1 or metrics.step % self._config.log_every == 0:
@@ -124,7 +124,7 @@ class Recorder:
         self._writers.step(metrics)
 
     def offsets(self) -> dict[str, int]:
-        """Flush all files, and return ``Resumed.offsets`` for a checkpoint after the last recorded step.
+        """Flush all files, and return ``ResumePoint.offsets`` for a checkpoint after the last recorded step.
 
         Returns:
             File of the run directory → its bytes, flushed to the disk.
@@ -158,7 +158,7 @@ class Recorder:
         self._directory.flush()
         self._restore()
         results = summarize(self._steps, self._config.warmup_steps, starts(resumes))
-        forecast = compare(self._prediction, results) if self._prediction is not None else []
+        errors = prediction_errors(self._prediction, results) if self._prediction is not None else []
         self._reporter.close()
         self._watch_console()
         with self._directory.writing():
@@ -182,7 +182,7 @@ class Recorder:
             profile=profile,
             compilation=compilation,
             resumes=resumes,
-            forecast=forecast,
+            errors=errors,
             writers=self._config.writers,
             lost_output=self._lost_output,
         )
@@ -191,7 +191,7 @@ class Recorder:
         self._writers.close()
         if sample is not None:
             self.message(f"a sample of the trained model:\n{sample}\n")
-        lines = closing_lines(results, self._planned_steps, stop_reason, self._references, forecast)
+        lines = closing_lines(results, self._planned_steps, stop_reason, self._references, errors)
         if compilation is not None:
             lines.append(compilation_line(compilation))
         self.message("\n".join([*lines, f"run directory: {self.run_dir}"]))
@@ -210,7 +210,7 @@ class Recorder:
         for sentence in self._directory.restore():
             self.message(sentence)
 
-    def _tell(self, problem: str | None) -> None:
+    def _message_if_any(self, problem: str | None) -> None:
         if problem is not None:
             self.message(problem)
 
@@ -218,7 +218,7 @@ class Recorder:
         """Write the token counts per expert of the last step, unless already written."""
         step = self._steps[-1].step
         if self._last_counts is not None and step != self._counts_step:
-            self._tell(self._directory.append_counts(step, self._last_counts))
+            self._message_if_any(self._directory.append_counts(step, self._last_counts))
             self._counts_step = step
 
 
@@ -227,7 +227,7 @@ def closing_lines(
     planned_steps: int,
     stop_reason: str,
     references: dict[str, float],
-    forecast: Sequence[Comparison] = (),
+    errors: Sequence[PredictionError] = (),
 ) -> list[str]:
     """Last lines on the console: losses, speed, and inaccurate predictions."""
     lines = [f"{results.steps} of {planned_steps} steps; {stop_reason}"]
@@ -245,6 +245,6 @@ def closing_lines(
             f"(without the first {results.warmup_steps} steps{' of each start' * (len(results.starts) > 1)})"
         )
     lines += [
-        f"predicted {each.what} was {each.difference:+.0%} off what was measured" for each in forecast if each.flagged
+        f"predicted {each.quantity} was {each.difference:+.0%} off what was measured" for each in errors if each.flagged
     ]
     return lines

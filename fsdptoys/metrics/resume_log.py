@@ -26,13 +26,13 @@ LINE_FILES = (METRICS_FILE, ROUTING_FILE)
 
 
 @dataclass(frozen=True)
-class Resumed:
+class ResumePoint:
     """The state from which a run resumes."""
 
     step: int
     """Step of the checkpoint; 0 without one, so that the run starts from the beginning."""
     offsets: Mapping[str, int]
-    """File of the run directory → its bytes at the checkpoint, from ``Recorder.offsets``."""
+    """File of the run directory → its bytes at the checkpoint, from ``RunRecorder.offsets``."""
     checkpoint: str | None
     """Name of the checkpoint for messages; None without one."""
 
@@ -55,21 +55,21 @@ class Resume:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Outcome of ``put_in_place``."""
+class ResumedFiles:
+    """Outcome of ``truncate_or_move``."""
 
     moved_to: str | None
     notes: list[str]
     """Sentences for the user."""
 
 
-def put_in_place(folder: Path, resumed: Resumed) -> Cut:
+def truncate_or_move(folder: Path, resumed: ResumePoint) -> ResumedFiles:
     """Truncate the JSON Lines files of an existing folder to their sizes at the checkpoint, or move all files away."""
     if not resumed.step:
-        return Cut(move_aside(folder), [])
+        return ResumedFiles(move_aside(folder), [])
     if not (folder / METRICS_FILE).exists():
         # The checkpoint is from another folder; the lines of this one start with the next step.
-        return Cut(move_aside(folder) if (folder / ROUTING_FILE).exists() else None, [])
+        return ResumedFiles(move_aside(folder) if (folder / ROUTING_FILE).exists() else None, [])
     kept, notes = {}, []
     for name in LINE_FILES:
         path, offset = folder / name, resumed.offsets.get(name)
@@ -77,7 +77,7 @@ def put_in_place(folder: Path, resumed: Resumed) -> Cut:
         if offset is not None and offset <= len(content):
             if offset and not _ends_with_step(content[:offset], resumed.step, exactly=name == METRICS_FILE):
                 moved_to = move_aside(folder)
-                return Cut(
+                return ResumedFiles(
                     moved_to,
                     [
                         f"{path} is not what the checkpoint {resumed.checkpoint} saw at step {resumed.step}; it was "
@@ -97,7 +97,7 @@ def put_in_place(folder: Path, resumed: Resumed) -> Cut:
             with open_regular(path, "r+b") as file:
                 file.truncate(length)
                 os.fsync(file.fileno())
-    return Cut(None, notes)
+    return ResumedFiles(None, notes)
 
 
 def move_aside(folder: Path) -> str | None:
@@ -167,7 +167,7 @@ def starts(resumes: Sequence[Resume]) -> list[int]:
 
 
 def describe_resume(
-    folder: Path, resumed: Resumed, config_tree: dict[str, Any], environment: dict[str, Any]
+    folder: Path, resumed: ResumePoint, config_tree: dict[str, Any], environment: dict[str, Any]
 ) -> Resume | None:
     """Compare this start with the previous one in the folder; None for a new run in a new folder."""
     if not resumed.step and not any(os.path.lexists(folder / name) for name in RUN_FILES):

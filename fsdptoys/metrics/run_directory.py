@@ -32,12 +32,12 @@ from .line_file import NO_ROOM, LineFile
 from .preflight import REMOVE_IT, already_holds, check_run_dir
 from .resume_log import (
     LINE_FILES,
-    Resumed,
+    ResumePoint,
     append_resume,
     describe_resume,
-    put_in_place,
     read_resumes,
     read_steps,
+    truncate_or_move,
 )
 from .step import StepMetrics
 
@@ -65,7 +65,7 @@ class RunDirectory:
         title: str,
         config_tree: dict[str, Any],
         environment: dict[str, Any],
-        resumed: Resumed | None = None,
+        resumed: ResumePoint | None = None,
         lock: FolderLock | None = None,
         make_room: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -84,7 +84,7 @@ class RunDirectory:
             self._lock = lock or FolderLock(self.path)
             try:
                 if resumed is not None:
-                    self._go_on(resumed, config_tree, environment)
+                    self._resume(resumed, config_tree, environment)
                 try:
                     if resumed is None:
                         # "x": another process may have created the file since the check above.
@@ -101,15 +101,15 @@ class RunDirectory:
         self.resumes = read_resumes(self.path / RESUMES_FILE)
         """Resumes of the run, including this start."""
 
-    def _go_on(self, resumed: Resumed, config_tree: dict[str, Any], environment: dict[str, Any]) -> None:
+    def _resume(self, resumed: ResumePoint, config_tree: dict[str, Any], environment: dict[str, Any]) -> None:
         """Truncate or move the files of an earlier start, and record this resume."""
         resume = describe_resume(self.path, resumed, config_tree, environment)
-        cut = put_in_place(self.path, resumed)
+        files = truncate_or_move(self.path, resumed)
         (self.path / SUMMARY_FILE).unlink(missing_ok=True)  # describes the end of an earlier start
         self.earlier_steps, unread = read_steps(self.path / METRICS_FILE)
-        self.notes += [*cut.notes, *unread]
+        self.notes += [*files.notes, *unread]
         if resume is not None:
-            append_resume(self.path / RESUMES_FILE, dataclasses.replace(resume, moved_to=cut.moved_to))
+            append_resume(self.path / RESUMES_FILE, dataclasses.replace(resume, moved_to=files.moved_to))
 
     def append(self, metrics: StepMetrics) -> str | None:
         """Append a step to ``metrics.jsonl``, unbuffered.

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from .compilation import Compilations, again_rows, compilation_line
+from .compilation import Compilations, compilation_line, recompilation_rows
 from .config import (
     COLLECTIVES_FILE,
     EXPERT_FILES,
@@ -16,7 +16,7 @@ from .config import (
     RUN_FILES,
     WRITERS,
 )
-from .prediction import Comparison, forecast_rows
+from .prediction import PredictionError, prediction_rows
 from .results import RunResults, Spread
 from .resume_log import Resume, flatten
 from .step import (
@@ -39,7 +39,7 @@ def render_summary(
     profile: str | None = None,
     compilation: Compilations | None = None,
     resumes: Sequence[Resume] = (),
-    forecast: Sequence[Comparison] = (),
+    errors: Sequence[PredictionError] = (),
     writers: Sequence[str] = (),
     lost_output: str | None = None,
 ) -> str:
@@ -58,7 +58,7 @@ def render_summary(
         profile: the profiler's findings as Markdown, if it was on.
         compilation: compilations of rank 0, if the model is compiled.
         resumes: of the run, including this start.
-        forecast: predicted and measured numbers.
+        errors: predicted and measured numbers.
         writers: names of the writers with folders of their own.
         lost_output: a sentence, if console output was lost.
     """
@@ -108,12 +108,12 @@ def render_summary(
     ]
     if results.routing is not None:
         parts.append("![load of each expert, and the balance against the step](experts.png)")
-    if forecast:
+    if errors:
         head = ("what", "predicted", "measured", "difference")
-        parts += ["## What was predicted", _table(head, forecast_rows(forecast))]
-    if compilation is not None and compilation.again:
+        parts += ["## What was predicted", _table(head, prediction_rows(errors))]
+    if compilation is not None and compilation.recompilations:
         head = ("step", "in", "function", "compiled again because of")
-        parts += ["## What was compiled again", _table(head, again_rows(compilation))]
+        parts += ["## What was compiled again", _table(head, recompilation_rows(compilation))]
     if resumes:
         parts += ["## How it went on", _resumes_table(resumes)]
     if sample is not None:
@@ -131,7 +131,7 @@ def render_summary(
                 and (profile is not None or name != PROFILE_FOLDER)
                 and (name != COLLECTIVES_FILE or config_tree.get("debug", {}).get("trace_collectives"))
                 and (resumes or name != RESUMES_FILE)
-                and (forecast or name != PREDICTION_FILE)
+                and (errors or name != PREDICTION_FILE)
                 and (name in writers or name not in WRITERS)
             ],
         ),
@@ -141,7 +141,7 @@ def render_summary(
             with_experts=results.routing is not None,
             with_skipped=results.skipped_steps > 0,
             with_spikes=results.spikes > 0,
-            with_forecast=bool(forecast),
+            with_prediction=bool(errors),
             with_compilation=compilation is not None,
         ),
     ]

@@ -24,7 +24,7 @@ SPIKES_DEFINITION = (
 )
 
 
-FORECAST_DEFINITION = (
+PREDICTION_DEFINITION = (
     "- Predicted: made before the first step from the settings and a profile of the hardware alone "
     "(`plan.hardware`), as `prediction.json` tells; the difference is a share of what was measured. "
     "`fsdptoys plan calibrate` with this run's directory makes a profile of this machine."
@@ -43,7 +43,7 @@ def definitions(
     with_experts: bool,
     with_skipped: bool = False,
     with_spikes: bool = False,
-    with_forecast: bool = False,
+    with_prediction: bool = False,
     with_compilation: bool = False,
 ) -> str:
     """One line on the definition of each number in the summary."""
@@ -68,7 +68,7 @@ def definitions(
             "read after each step; its peak is the kernel's own record (VmHWM), from the process's start on.",
             *([SKIPPED_DEFINITION] if with_skipped else ()),
             *([SPIKES_DEFINITION] if with_spikes else ()),
-            *([FORECAST_DEFINITION] if with_forecast else ()),
+            *([PREDICTION_DEFINITION] if with_prediction else ()),
             *([COMPILATION_DEFINITION] if with_compilation else ()),
             *(ROUTING_DEFINITIONS if with_experts else ()),
         ]

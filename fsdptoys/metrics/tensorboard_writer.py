@@ -15,7 +15,7 @@ from .results import (
 )
 from .step import StepMetrics
 from .writer import (
-    Beginning,
+    RunStart,
 )
 
 if TYPE_CHECKING:
@@ -30,13 +30,13 @@ class TensorBoardWriter:
     def __init__(self) -> None:
         self._writer: SummaryWriter | None = None
 
-    def start(self, beginning: Beginning) -> None:
+    def start(self, run: RunStart) -> None:
         """Open an event file, and write the settings and the environment as text."""
         from torch.utils.tensorboard import SummaryWriter  # takes a second to import
 
-        done = beginning.done
-        self._writer = SummaryWriter(beginning.run_dir / TENSORBOARD_FOLDER, purge_step=done + 1 if done else None)
-        for tag, tree in (("config", beginning.config_tree), ("environment", beginning.environment)):
+        done = run.done
+        self._writer = SummaryWriter(run.run_dir / TENSORBOARD_FOLDER, purge_step=done + 1 if done else None)
+        for tag, tree in (("config", run.config_tree), ("environment", run.environment)):
             text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
             # In Markdown, lines with four leading spaces are a code block.
             self._writer.add_text(tag, "".join(f"    {line}\n" for line in text.splitlines()), done)

@@ -23,7 +23,7 @@ from .results import (
 )
 from .step import StepMetrics
 from .writer import (
-    Beginning,
+    RunStart,
 )
 
 if TYPE_CHECKING:
@@ -59,14 +59,14 @@ class WandbWriter:
         self._run: wandb.Run | None = None
         self._finished = False
 
-    def start(self, beginning: Beginning) -> None:
+    def start(self, run: RunStart) -> None:
         """Start a wandb run, or resume the one whose id is in the run directory."""
         # Read when wandb is imported and when its service process starts.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb  # takes seconds
 
-        run_id, goes_on = _claim_id(beginning.run_dir / WANDB_FOLDER, beginning.done)
+        run_id, goes_on = _claim_id(run.run_dir / WANDB_FOLDER, run.done)
         settings: dict[str, Any] = {
             "silent": True,
             "console": "off",
@@ -84,9 +84,9 @@ class WandbWriter:
             id=run_id,
             # Offline, the id alone identifies the resumed run.
             resume="allow" if goes_on and self._mode is WandbMode.online else None,
-            name=str(beginning.run_dir)[-LONGEST_NAME:],
-            dir=str(beginning.run_dir),
-            config={"title": beginning.title, **beginning.config_tree, "environment": beginning.environment},
+            name=str(run.run_dir)[-LONGEST_NAME:],
+            dir=str(run.run_dir),
+            config={"title": run.title, **run.config_tree, "environment": run.environment},
             allow_val_change=True,
             settings=wandb.Settings(**{name: value for name, value in settings.items() if name in known}),
         )

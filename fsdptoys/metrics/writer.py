@@ -9,7 +9,7 @@ from .step import StepMetrics
 
 
 @dataclass(frozen=True)
-class Beginning:
+class RunStart:
     """Facts of a run for its writers before the first step."""
 
     title: str
@@ -28,7 +28,7 @@ class Writer(Protocol):
     label: str
     """Name for messages."""
 
-    def start(self, beginning: Beginning) -> None:
+    def start(self, run: RunStart) -> None:
         """Open the destination."""
 
     def step(self, metrics: StepMetrics) -> None:

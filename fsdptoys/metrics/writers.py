@@ -15,7 +15,7 @@ from .results import (
     RunResults,
 )
 from .step import StepMetrics
-from .writer import Beginning, Writer
+from .writer import RunStart, Writer
 
 
 class Writers:
@@ -23,18 +23,18 @@ class Writers:
 
     Args:
         writers: the configured writers.
-        tell: shows a message to the user.
+        message: shows a message to the user.
     """
 
-    def __init__(self, writers: Sequence[Writer], tell: Callable[[str], None]) -> None:
+    def __init__(self, writers: Sequence[Writer], message: Callable[[str], None]) -> None:
         self._writers = list(writers)
-        self._tell = tell
+        self._message = message
         self._step = 0
 
-    def start(self, beginning: Beginning) -> None:
+    def start(self, run: RunStart) -> None:
         """Open all writers."""
-        self._step = beginning.done
-        self._each(lambda writer: writer.start(beginning))
+        self._step = run.done
+        self._each(lambda writer: writer.start(run))
 
     def step(self, metrics: StepMetrics) -> None:
         """Write a step to all writers."""
@@ -63,7 +63,7 @@ class Writers:
                 with suppress(Exception):
                     writer.close()
                 reason = " ".join(str(error).split()) or type(error).__name__
-                self._tell(
+                self._message(
                     f"{writer.label} failed after step {self._step} ({reason}) and is left out from here on; "
                     "metrics.jsonl has every step"
                 )

@@ -78,7 +78,7 @@ def comparison_page(collection: Collection, folder: str) -> tuple[list[Section],
             "prediction",
             "Predicted and measured",
             f'<div class="pair">{figures("predicted_time", "predicted_memory")}</div>{prediction_table(runs)}'
-            if any(run.comparisons() for _, run in runs)
+            if any(run.prediction_errors() for _, run in runs)
             else NOT_PREDICTED,
         ),
         Section("differences", "What differs between the configurations", _differences(names, settings, keys)),

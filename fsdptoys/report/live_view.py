@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdptoys.metrics.live_console import metrics_table
-from fsdptoys.metrics.prediction import compare, forecast_rows
+from fsdptoys.metrics.prediction import prediction_errors, prediction_rows
 from fsdptoys.metrics.results import (
     RunResults,
     Spread,
@@ -155,7 +155,9 @@ def fact_rows(run: FollowedRun, results: RunResults) -> list[tuple[str, str]]:
         count = len(run.resumes)
         rows.append(("went on", f"{count} time{'s' * (count > 1)}, last after step {run.resumes[-1].step}"))
     if run.settings.prediction is not None:
-        for what, predicted, measured, difference in forecast_rows(compare(run.settings.prediction, results)):
+        for what, predicted, measured, difference in prediction_rows(
+            prediction_errors(run.settings.prediction, results)
+        ):
             rows.append(("predicted", f"{what} {predicted}, measured {measured}: {difference.replace('*', '')}"))
     return rows
 

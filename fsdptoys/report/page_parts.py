@@ -96,14 +96,14 @@ def prediction_table(runs: Sequence[tuple[str, RecordedRun]]) -> str:
     rows: list[list[Cell | str]] = []
     several = len(runs) > 1
     for name, run in runs:
-        for each in run.comparisons():
+        for each in run.prediction_errors():
             difference = Cell(
                 f"{each.difference:+.1%}" + f", over {FLAGGED:.0%}" * each.flagged,
                 each.difference,
                 "warn" * each.flagged,
             )
             numbers = [number(each.predicted, unit=each.unit), number(each.measured, unit=each.unit), difference]
-            rows.append([*([name] if several else []), each.what, *numbers])
+            rows.append([*([name] if several else []), each.quantity, *numbers])
     if not rows:
         return ""
     methods = sorted(
@@ -132,7 +132,7 @@ def definitions_section(runs: Sequence[RecordedRun]) -> Section:
         with_experts=any(run.results.routing is not None for run in runs),
         with_skipped=any(run.results.skipped_steps for run in runs),
         with_spikes=any(run.results.spikes for run in runs),
-        with_forecast=any(run.prediction is not None for run in runs),
+        with_prediction=any(run.prediction is not None for run in runs),
     )
     if len(warmups) > 1:
         text = text.replace(f"the first {warmups[0]} steps", f"the first {' or '.join(map(str, warmups))} steps")

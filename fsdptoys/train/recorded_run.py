@@ -24,7 +24,7 @@ from fsdptoys.metrics.config import (
     SUMMARY_FILE,
     MetricsConfig,
 )
-from fsdptoys.metrics.prediction import Comparison, Prediction, compare
+from fsdptoys.metrics.prediction import Prediction, PredictionError, prediction_errors
 from fsdptoys.metrics.results import (
     RunResults,
     summarize,
@@ -102,9 +102,9 @@ class RecordedRun:
         """
         return read_config(self.tree, str(self.path / CONFIG_FILE))
 
-    def comparisons(self) -> list[Comparison]:
+    def prediction_errors(self) -> list[PredictionError]:
         """Predicted and measured values; empty without a prediction."""
-        return compare(self.prediction, self.results) if self.prediction is not None else []
+        return prediction_errors(self.prediction, self.results) if self.prediction is not None else []
 
 
 def is_run_dir(path: Path) -> bool:

@@ -20,8 +20,8 @@ from fsdptoys.errors import GivenUpError
 from fsdptoys.metrics import (
     COLLECTIVES_FILE,
     PROFILE_FOLDER,
-    Recorder,
-    Resumed,
+    ResumePoint,
+    RunRecorder,
     StepMetrics,
     environment,
     lock_run_dir,
@@ -82,8 +82,8 @@ class Run:
         self.rank, self.world_size = trainer.rank, trainer.world_size
         self._lock: FolderLock | None = None
         self.run_dir = self._claim_run_dir()
-        self._recorder: Recorder | None = None
-        self._resumed: Resumed | None = None
+        self._recorder: RunRecorder | None = None
+        self._resumed: ResumePoint | None = None
         self._saved = True
         self._problem: str | None = None
 
@@ -202,7 +202,7 @@ class Run:
         found = self.checkpoints.resume(restarted=restarted)
         if found is None:
             if restarted or config.checkpoint.resumes:
-                self._resumed = Resumed(0, {}, None)
+                self._resumed = ResumePoint(0, {}, None)
                 if self.rank == 0:
                     self._set_weights_aside()
             return
@@ -218,7 +218,7 @@ class Run:
             self._set_weights_aside()
         trainer.load_state_dict(found.facts, found.load)
         self._restore_random_states(found)
-        self._resumed = Resumed(found.step, found.facts["metrics"], found.name)
+        self._resumed = ResumePoint(found.step, found.facts["metrics"], found.name)
 
     def _restore_random_states(self, found: Checkpoint) -> None:
         """Restore each rank's generators; rank 0 reports the ranks that start from the seed instead."""
@@ -234,13 +234,13 @@ class Run:
                 "generators start from the seed"
             )
 
-    def _open_recorder(self) -> Recorder:
+    def _open_recorder(self) -> RunRecorder:
         dataset = self.trainer.dataset
         references = {
             "unigram entropy of the data": dataset.unigram_entropy_nats,
             "conditional entropy of the data": dataset.conditional_entropy_nats,
         }
-        return Recorder(
+        return RunRecorder(
             dataclasses.replace(self.config.metrics, run_dir=str(self.run_dir)),
             title=self.title,
             config_tree=self.config.to_dict(),
@@ -291,7 +291,7 @@ class Run:
     def _on_step(self, metrics: StepMetrics) -> None:
         if self._recorder:
             self._recorder.step(metrics)
-            for sentence in self.trainer.compilation.take_sentences() if self.trainer.compilation else ():
+            for sentence in self.trainer.compilation.take_messages() if self.trainer.compilation else ():
                 self._recorder.message(sentence)
         self._report()
 

@@ -209,7 +209,7 @@ class Trainer:
                     with self.around_step(step):
                         metrics, stop = self._train_step(step, started, request)
                     if self.compilation:
-                        self.compilation.passed("training", step)
+                        self.compilation.record_pass("training", step)
                     if stop is None and step == train.steps:
                         stop = Stop("all steps done")
                     hurries = stop is not None and stop.signal
@@ -346,7 +346,7 @@ class Trainer:
         batches = eval_batches(self.dataset.eval, train.batch_size, train.eval_batches, *ranks)
         loss = held_out_loss(self.strategy.model, self.eval_loss_fn, batches, self._zero())
         if self.compilation:
-            self.compilation.passed("evaluation", step)
+            self.compilation.record_pass("evaluation", step)
         return loss
 
     def sample(self) -> str | None:

@@ -11,7 +11,7 @@ import pytest
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch.exit_record import EXIT_RECORD_VARIABLE, ExitRecord, write_exit_record
-from fsdptoys.metrics import Console, MetricsConfig, Recorder, Resumed, StepMetrics, check_run_dir, lock_run_dir
+from fsdptoys.metrics import Console, MetricsConfig, ResumePoint, RunRecorder, StepMetrics, check_run_dir, lock_run_dir
 from fsdptoys.metrics.config import (
     RUN_FILES,
     RUN_FOLDERS,
@@ -58,9 +58,9 @@ def put(kind: str, path: Path) -> None:
         path.symlink_to(Path(target).absolute())
 
 
-def record(resumed: Resumed | None, *steps: int, finish: bool = True) -> dict[str, int]:
+def record(resumed: ResumePoint | None, *steps: int, finish: bool = True) -> dict[str, int]:
     config = MetricsConfig(run_dir="run", console=Console.none)
-    with Recorder(config, "tiny", {"train": {"steps": 2}}, ENVIRONMENT, 4, {}, resumed) as recorder:
+    with RunRecorder(config, "tiny", {"train": {"steps": 2}}, ENVIRONMENT, 4, {}, resumed) as recorder:
         for step in steps:
             recorder.step(replace(STEP, step=step))
         offsets = recorder.offsets()
@@ -70,21 +70,21 @@ def record(resumed: Resumed | None, *steps: int, finish: bool = True) -> dict[st
 
 
 @pytest.fixture
-def resumed() -> Resumed:
+def resumed() -> ResumePoint:
     """Two steps of a run that is there."""
-    return Resumed(2, record(None, 1, 2, finish=False), "step-00000002")
+    return ResumePoint(2, record(None, 1, 2, finish=False), "step-00000002")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_that_is_none_is_refused_before_anything_is_written(name: str, kind: str, resumed: Resumed) -> None:
+def test_a_file_that_is_none_is_refused_before_anything_is_written(name: str, kind: str, resumed: ResumePoint) -> None:
     """Oracle: one sentence that names file and fix, from the launcher's check and the run; nothing changes."""
     put(kind, Path("run", name))
     before = {path.name: path.lstat().st_mtime_ns for path in Path("run").iterdir()}
     for attempt in (
         lambda: check_run_dir(MetricsConfig(run_dir="run"), resumes=True),
         lambda: record(resumed, 3),
-        lambda: record(Resumed(0, {}, None), 1),
+        lambda: record(ResumePoint(0, {}, None), 1),
     ):
         with pytest.raises(ConfigError) as told:
             attempt()
@@ -96,7 +96,7 @@ def test_a_file_that_is_none_is_refused_before_anything_is_written(name: str, ki
 
 
 @pytest.mark.parametrize("name", ["heartbeats", "weights", "flight_recorder"])
-def test_a_folder_of_a_run_is_no_link(name: str, resumed: Resumed) -> None:
+def test_a_folder_of_a_run_is_no_link(name: str, resumed: ResumePoint) -> None:
     """Oracle: one sentence from the launcher's check; a rank that comes by all the same writes nothing elsewhere."""
     Path("elsewhere").mkdir()
     Path("elsewhere/rank-00000.json").write_text("precious")
@@ -110,7 +110,7 @@ def test_a_folder_of_a_run_is_no_link(name: str, resumed: Resumed) -> None:
     assert os.listdir("elsewhere") == ["rank-00000.json"]
 
 
-def test_profiles_may_be_a_link_to_a_folder_and_nothing_else(resumed: Resumed) -> None:
+def test_profiles_may_be_a_link_to_a_folder_and_nothing_else(resumed: ResumePoint) -> None:
     """Oracle: a run with its profiles on another disk resumes; a pipe of that name is one sentence."""
     Path("elsewhere").mkdir()
     Path("run/profile").symlink_to(Path("elsewhere").absolute())
@@ -192,7 +192,7 @@ LINE = json.loads(STEP.to_json())
     ],
     ids=["deep", "deep value", "huge loss", "infinite loss", "huge tokens", "huge step", "0 s", "-1 s", "nan s", "-5"],
 )
-def test_a_line_that_no_run_writes_is_one_that_cannot_be_read(line: str, resumed: Resumed) -> None:
+def test_a_line_that_no_run_writes_is_one_that_cannot_be_read(line: str, resumed: ResumePoint) -> None:
     """Oracle: the sentence for such a line; the run ends well, with the steps that can be read."""
     path = Path("run/metrics.jsonl")
     text = path.read_text()
@@ -227,7 +227,7 @@ def bomb(levels: int = 9) -> str:
     ids=["deep list", "deep mapping", "bomb", "recursive", "base 60", "odd keys", "not yaml", "list"],
 )
 @pytest.mark.parametrize("name", ["config.yaml", "environment.json"])
-def test_settings_that_cannot_be_read_count_as_missing(name: str, text: str, resumed: Resumed) -> None:
+def test_settings_that_cannot_be_read_count_as_missing(name: str, text: str, resumed: ResumePoint) -> None:
     """Oracle: the run goes on to its end, and its files are its own again."""
     Path("run", name).write_text(text)
     record(resumed, 3, finish=False)
@@ -253,7 +253,7 @@ GOOD = {
      {"world_size": "x"}, {"moved_to": 3}, {"checkpoint": []}, {"more": 1}],
     ids=str,
 )  # fmt: skip
-def test_a_resume_of_another_kind_is_left_out(change: dict, resumed: Resumed) -> None:
+def test_a_resume_of_another_kind_is_left_out(change: dict, resumed: ResumePoint) -> None:
     """Oracle: the run that resumes after such a line, and after one that is nested deeply, ends with its summary."""
     path = Path("run/resumes.jsonl")
     path.write_text("\n".join([json.dumps(GOOD | change), DEEP, json.dumps(GOOD)]) + "\n")
@@ -276,7 +276,7 @@ def test_lines_survive_the_loss_of_their_file(
     """Oracle: every step is in the file at the next checkpoint and at the end, and the console says what happened."""
     path = Path("run/metrics.jsonl")
     config = MetricsConfig(run_dir="run", console=Console.plain)
-    with Recorder(config, "tiny", {}, ENVIRONMENT, 4, {}) as recorder:
+    with RunRecorder(config, "tiny", {}, ENVIRONMENT, 4, {}) as recorder:
         for step in (1, 2, 3, 4):
             recorder.step(replace(STEP, step=step))
             if step == 2:
@@ -302,7 +302,7 @@ def test_lines_survive_the_loss_of_their_file_in_a_run_that_fails() -> None:
     """Oracle: the steps that were taken, after an exception."""
     with (
         pytest.raises(ZeroDivisionError),
-        Recorder(MetricsConfig(run_dir="run", console=Console.none), "tiny", {}, ENVIRONMENT, 4, {}) as recorder,
+        RunRecorder(MetricsConfig(run_dir="run", console=Console.none), "tiny", {}, ENVIRONMENT, 4, {}) as recorder,
     ):
         recorder.step(STEP)
         Path("run/metrics.jsonl").unlink()

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from fsdptoys.device import Device
-from fsdptoys.metrics import MetricsConfig, Recorder, StepMetrics, environment
+from fsdptoys.metrics import MetricsConfig, RunRecorder, StepMetrics, environment
 from fsdptoys.metrics.config import Console
 from fsdptoys.metrics.prediction import (
     Category,
     MemoryPrediction,
     Prediction,
     TimePrediction,
-    compare,
-    forecast_line,
+    prediction_errors,
+    prediction_line,
 )
 from fsdptoys.metrics.results import (
     summarize,
@@ -57,8 +57,8 @@ def step(number: int, seconds: float, reserved: float | None) -> StepMetrics:
 
 def test_differences_are_shares_of_what_was_measured_and_flagged_over_a_tenth() -> None:
     """Oracle: the differences worked by hand: 0.5 s against 0.4, 20 GiB against 19, 24 against 20."""
-    found = compare(PREDICTION, summarize([step(number, 0.4, 20.0) for number in (1, 2, 3)], warmup_steps=1))
-    assert {each.what: (round(each.difference, 4), each.flagged) for each in found} == {
+    found = prediction_errors(PREDICTION, summarize([step(number, 0.4, 20.0) for number in (1, 2, 3)], warmup_steps=1))
+    assert {each.quantity: (round(each.difference, 4), each.flagged) for each in found} == {
         "step time": (0.25, True),
         "tokens/s, all ranks": (-0.2, True),
         "MFU": (-0.2, True),
@@ -70,26 +70,28 @@ def test_differences_are_shares_of_what_was_measured_and_flagged_over_a_tenth() 
 
 def test_a_cpu_has_no_device_memory_to_compare() -> None:
     """Oracle: the list of what is left."""
-    found = compare(PREDICTION, summarize([step(number, 0.4, None) for number in (1, 2, 3)], warmup_steps=1))
-    assert [each.what for each in found] == ["step time", "tokens/s, all ranks"]
+    found = prediction_errors(PREDICTION, summarize([step(number, 0.4, None) for number in (1, 2, 3)], warmup_steps=1))
+    assert [each.quantity for each in found] == ["step time", "tokens/s, all ranks"]
 
 
 @pytest.mark.parametrize("memory_gib, told", [(80, ""), (22, ", over the 22.00 GiB that it can have")])
 def test_line_before_the_run_says_what_it_takes_and_whether_that_is_too_much(memory_gib: float, told: str) -> None:
     """Oracle: the line, word for word."""
-    assert forecast_line(PREDICTION, memory_gib * GIB) == (
+    assert prediction_line(PREDICTION, memory_gib * GIB) == (
         f"predicted 500.0 ms a step, 16,384 tokens/s, 20.00 GiB at the peak, 24.00 GiB reserved{told} "
         "(closed form, plan.hardware=h100)"
     )
     on_cpu = dataclasses.replace(PREDICTION, device_type="cpu")
-    assert forecast_line(on_cpu, 0) == ("predicted 500.0 ms a step, 16,384 tokens/s (closed form, plan.hardware=h100)")
+    assert prediction_line(on_cpu, 0) == (
+        "predicted 500.0 ms a step, 16,384 tokens/s (closed form, plan.hardware=h100)"
+    )
 
 
 def test_summary_shows_predicted_beside_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the table's rows, the file that the page names, and the last words on the console."""
     config = MetricsConfig(run_dir=str(tmp_path / "run"), console=Console.plain, warmup_steps=0)
     where = environment(Device("cpu"), 8, ["train"])
-    with Recorder(config, "t", {}, where, 2, {}, prediction=PREDICTION) as recorder:
+    with RunRecorder(config, "t", {}, where, 2, {}, prediction=PREDICTION) as recorder:
         recorder.step(step(1, 0.4, 24.0))
         recorder.step(step(2, 0.4, 24.0))
         recorder.finish("all steps done")

@@ -12,7 +12,7 @@ import pytest
 
 from fsdptoys.device import Device
 from fsdptoys.errors import ConfigError
-from fsdptoys.metrics import Console, MetricsConfig, Recorder, StepMetrics, environment
+from fsdptoys.metrics import Console, MetricsConfig, RunRecorder, StepMetrics, environment
 from fsdptoys.metrics.config import RUN_FILES
 from fsdptoys.metrics.plots import draw_experts, draw_loss
 from fsdptoys.metrics.recorder import closing_lines
@@ -65,10 +65,10 @@ def run_with_experts(count: int, layers: int = 2, experts: int = 4) -> list[Step
     ]
 
 
-def make_recorder(tmp_path: Path, console: Console = Console.none, steps: int = 20, title: str = "tiny") -> Recorder:
+def make_recorder(tmp_path: Path, console: Console = Console.none, steps: int = 20, title: str = "tiny") -> RunRecorder:
     found = environment(Device("cpu"), 2, ["fsdptoys", "train"])
     config = MetricsConfig(run_dir=str(tmp_path / "run"), console=console, log_every=10)
-    return Recorder(config, title, TREE, found, steps, REFERENCES)
+    return RunRecorder(config, title, TREE, found, steps, REFERENCES)
 
 
 def test_a_run_leaves_every_file_and_says_how_it_ended(tmp_path, capsys):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.metrics import Console, MetricsConfig, Recorder, Resumed, StepMetrics, check_run_dir
+from fsdptoys.metrics import Console, MetricsConfig, ResumePoint, RunRecorder, StepMetrics, check_run_dir
 from fsdptoys.metrics.results import (
     summarize,
 )
@@ -47,13 +47,15 @@ def steps_between(first: int, last: int, experts: bool = False) -> list[StepMetr
     ]
 
 
-def start(resumed: Resumed | None, run_dir: str | None = "run", console: Console = Console.none, **changes) -> Recorder:
+def start(
+    resumed: ResumePoint | None, run_dir: str | None = "run", console: Console = Console.none, **changes
+) -> RunRecorder:
     config = MetricsConfig(run_dir=run_dir, console=console, log_every=10)
     environment = ENVIRONMENT | {"world_size": changes.pop("world_size", 2)}
-    return Recorder(config, "tiny", TREE | changes, environment, 40, {}, resumed)
+    return RunRecorder(config, "tiny", TREE | changes, environment, 40, {}, resumed)
 
 
-def record(recorder: Recorder, first: int, last: int, experts: bool = False, save_after: int | None = None) -> dict:
+def record(recorder: RunRecorder, first: int, last: int, experts: bool = False, save_after: int | None = None) -> dict:
     """Take steps; the offsets are those after one of them."""
     offsets: dict[str, int] = {}
     for metrics in steps_between(first, last, experts):
@@ -78,7 +80,7 @@ def test_files_of_a_run_that_went_on_are_those_of_one_that_never_stopped(experts
         offsets = record(recorder, 1, 27, experts, save_after=20)
     with open("run/metrics.jsonl", "a") as file:
         file.write(lost)
-    with start(Resumed(20, offsets, "step-00000020")) as recorder:
+    with start(ResumePoint(20, offsets, "step-00000020")) as recorder:
         record(recorder, 21, 40, experts)
         recorder.finish("done")
     for name in ("metrics.jsonl", "config.yaml") + ("routing.jsonl",) * experts:
@@ -122,11 +124,13 @@ def test_each_start_that_goes_on_says_from_where_and_what_is_new(capsys):
     """Oracle: the lines of ``resumes.jsonl`` but for the time, the rows of the page, and what the console said."""
     with start(None) as recorder:
         first = record(recorder, 1, 10, save_after=10)
-    with start(Resumed(10, first, "step-00000010"), world_size=4, optim={"lr": 0.2, "new": None}) as recorder:
+    with start(ResumePoint(10, first, "step-00000010"), world_size=4, optim={"lr": 0.2, "new": None}) as recorder:
         second = record(recorder, 11, 20, save_after=20)
     with open("run/resumes.jsonl", "a") as file:
         file.write('{"torn')
-    with start(Resumed(20, second, "step-00000020"), "run", Console.plain, world_size=4, optim={"lr": 0.2}) as recorder:
+    with start(
+        ResumePoint(20, second, "step-00000020"), "run", Console.plain, world_size=4, optim={"lr": 0.2}
+    ) as recorder:
         recorder.finish("stopped")
     lines = [line for line in Path("run/resumes.jsonl").read_text().splitlines() if line != '{"torn']
     lines = [json.loads(line) for line in lines]
@@ -164,7 +168,7 @@ def test_settings_are_compared_by_their_dotted_keys():
 
 def test_files_of_an_attempt_without_a_checkpoint_are_moved_and_never_written_over():
     """Oracle: the files' bytes in ``attempt-1`` and ``attempt-2``; a start with nothing before is as without resume."""
-    nothing = Resumed(0, {}, None)
+    nothing = ResumePoint(0, {}, None)
     contents = []
     for last in (5, 7, 3):
         with start(nothing) as recorder:
@@ -187,7 +191,7 @@ def test_a_run_from_another_folder_s_checkpoint_starts_its_own_files(run_dir, ca
     with start(None) as recorder:
         offsets = record(recorder, 1, 20, save_after=20)
     before = Path("run/metrics.jsonl").read_bytes()
-    with start(Resumed(20, offsets, "step-00000020"), run_dir, Console.plain) as recorder:
+    with start(ResumePoint(20, offsets, "step-00000020"), run_dir, Console.plain) as recorder:
         record(recorder, 21, 23)
         recorder.finish("stopped")
     assert steps_in("metrics.jsonl", recorder.run_dir) == [21, 22, 23]
@@ -204,7 +208,7 @@ def test_a_file_shorter_than_the_checkpoint_saw_keeps_its_whole_lines(capsys):
     content = Path("run/metrics.jsonl").read_bytes()
     cut = sum(len(line) for line in content.splitlines(keepends=True)[:14]) + 9
     Path("run/metrics.jsonl").write_bytes(content[:cut])
-    with start(Resumed(20, offsets, "step-00000020"), console=Console.plain) as recorder:
+    with start(ResumePoint(20, offsets, "step-00000020"), console=Console.plain) as recorder:
         record(recorder, 21, 22)
     assert steps_in("metrics.jsonl") == [*range(1, 15), 21, 22]
     assert (
@@ -221,7 +225,7 @@ def test_another_run_s_files_are_moved_and_not_cut(capsys):
         for metrics in steps_between(1, 40):
             recorder.step(replace(metrics, loss=1 / metrics.step))
     before = Path("run/metrics.jsonl").read_bytes()
-    with start(Resumed(20, offsets, "step-00000020"), console=Console.plain) as recorder:
+    with start(ResumePoint(20, offsets, "step-00000020"), console=Console.plain) as recorder:
         record(recorder, 21, 22)
     assert Path("run/attempt-1/metrics.jsonl").read_bytes() == before
     assert steps_in("metrics.jsonl") == [21, 22]
@@ -237,7 +241,7 @@ def test_a_line_that_cannot_be_read_stays_and_is_told(capsys):
         offsets = record(recorder, 1, 10, save_after=10)
     content = Path("run/metrics.jsonl").read_bytes().replace(b'"step": 4,', b'"step": x,')
     Path("run/metrics.jsonl").write_bytes(content)
-    with start(Resumed(10, offsets, "step-00000010"), console=Console.plain) as recorder:
+    with start(ResumePoint(10, offsets, "step-00000010"), console=Console.plain) as recorder:
         recorder.finish("stopped")
     assert Path("run/metrics.jsonl").read_bytes() == content
     out = capsys.readouterr().out
@@ -251,7 +255,7 @@ def test_a_run_that_goes_on_has_no_summary_until_it_ends_anew():
         saved = record(recorder, 1, 3)
         recorder.finish("train.max_seconds=1 reached")
     assert Path("run/summary.md").exists()
-    with start(Resumed(3, saved, "step-3")) as recorder:
+    with start(ResumePoint(3, saved, "step-3")) as recorder:
         assert not Path("run/summary.md").exists()
         record(recorder, 4, 4)
     assert not Path("run/summary.md").exists()
@@ -273,7 +277,7 @@ def hold_the_lock(tells) -> None:
     lock.release()
 
 
-@pytest.mark.parametrize("resumed", [None, Resumed(0, {}, None)])
+@pytest.mark.parametrize("resumed", [None, ResumePoint(0, {}, None)])
 def test_a_run_that_another_process_writes_is_refused(resumed):
     """Oracle: the sentence with the other's number; once it is killed, whatever it left, the run can go on."""
     Path("run").mkdir()
@@ -310,7 +314,7 @@ def test_a_start_that_fails_leaves_the_folder_to_others(monkeypatch):
         with pytest.raises(ConfigError, match=r"^metrics\.run_dir=run cannot be written \(No space left on device\)"):
             start(None)
     assert sorted(os.listdir("run")) == ["metrics.jsonl"]
-    start(Resumed(0, {}, None)).__exit__(None, None, None)
+    start(ResumePoint(0, {}, None)).__exit__(None, None, None)
 
 
 def test_a_file_system_without_locks_has_none(monkeypatch):
@@ -320,7 +324,7 @@ def test_a_file_system_without_locks_has_none(monkeypatch):
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr("fcntl.flock", refuse)
-    with start(None), start(Resumed(0, {}, None)):
+    with start(None), start(ResumePoint(0, {}, None)):
         pass
 
 

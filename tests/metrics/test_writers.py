@@ -15,14 +15,14 @@ import pytest
 
 from fsdptoys.device import Device
 from fsdptoys.errors import ConfigError
-from fsdptoys.metrics import Console, MetricsConfig, Recorder, Resumed, StepMetrics, check_run_dir, environment
+from fsdptoys.metrics import Console, MetricsConfig, ResumePoint, RunRecorder, StepMetrics, check_run_dir, environment
 from fsdptoys.metrics.config import RUN_FILES, WandbMode
 from fsdptoys.metrics.preflight import check_writers, wandb_mode
 from fsdptoys.metrics.step import (
     RoutingMetrics,
 )
 from fsdptoys.metrics.writer import (
-    Beginning,
+    RunStart,
 )
 from fsdptoys.metrics.writers import (
     Writers,
@@ -46,7 +46,7 @@ def step_of(number: int, shift: float = 0.0) -> StepMetrics:
     )
 
 
-def open_recorder(folder: Path, writers: list[str], resumed: Resumed | None = None) -> Recorder:
+def open_recorder(folder: Path, writers: list[str], resumed: ResumePoint | None = None) -> RunRecorder:
     config = MetricsConfig(
         run_dir=str(folder),
         console=Console.plain,
@@ -54,7 +54,7 @@ def open_recorder(folder: Path, writers: list[str], resumed: Resumed | None = No
         wandb_mode=WandbMode.offline if "wandb" in writers else None,
     )
     found = environment(Device("cpu"), 2, ["fsdptoys", "train"])
-    return Recorder(config, "tiny", TREE, found, 8, {}, resumed=resumed)
+    return RunRecorder(config, "tiny", TREE, found, 8, {}, resumed=resumed)
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Left]:
                     if number == 4:
                         offsets = recorder.offsets()
                 raise ZeroDivisionError
-            resumed = Resumed(4, offsets, "step-00000004")
+            resumed = ResumePoint(4, offsets, "step-00000004")
             with open_recorder(folder, ["tensorboard", "wandb"], resumed) as recorder:
                 for number in range(5, 9):
                     recorder.step(step_of(number, shift=1.0))
@@ -212,7 +212,7 @@ def test_a_writer_that_cannot_open_its_folder_is_told_of_and_left_out(name: str,
     """Oracle: a file in the folder's place; one sentence, and a run that is whole without the writer."""
     pytest.importorskip(name)
     (tmp_path / name).write_text("no folder")
-    with open_recorder(tmp_path, [name], Resumed(2, {}, "step-00000002")) as recorder:
+    with open_recorder(tmp_path, [name], ResumePoint(2, {}, "step-00000002")) as recorder:
         recorder.step(step_of(3))
         recorder.finish("all steps done")
     label = {"tensorboard": "TensorBoard", "wandb": "Weights & Biases"}[name]
@@ -248,7 +248,7 @@ def test_a_writer_that_fails_is_closed_and_never_asked_again(stage: str) -> None
     broken, sound = Fragile(stage), Fragile(None)
     writers = Writers([broken, sound], told.append)
     order = ["start", "step", "step", "flush", "finish", "close"]
-    writers.start(Beginning("tiny", TREE, {}, Path(), 0))
+    writers.start(RunStart("tiny", TREE, {}, Path(), 0))
     for number in (1, 2):
         writers.step(step_of(number))
     writers.flush()
@@ -337,7 +337,7 @@ def test_what_disabled_writes_is_nothing(tmp_path: Path) -> None:
         run_dir=str(tmp_path / "run"), console=Console.none, writers=["wandb"], wandb_mode=WandbMode.disabled
     )
     pytest.importorskip("wandb")
-    with Recorder(config, "tiny", TREE, environment(Device("cpu"), 1, []), 1, {}) as recorder:
+    with RunRecorder(config, "tiny", TREE, environment(Device("cpu"), 1, []), 1, {}) as recorder:
         recorder.step(STEP)
         recorder.finish("done")
     assert not (tmp_path / "run" / "wandb").exists()

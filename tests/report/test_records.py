@@ -9,7 +9,7 @@ import pytest
 
 from fsdptoys.config.schema import TrainConfig
 from fsdptoys.errors import ConfigError
-from fsdptoys.metrics import Console, MetricsConfig, Recorder, Resumed
+from fsdptoys.metrics import Console, MetricsConfig, ResumePoint, RunRecorder
 from fsdptoys.report.runs_table import Record, gather
 from fsdptoys.report.table import make_table
 from fsdptoys.sweep import Job, JobStatus, Sweep
@@ -37,8 +37,8 @@ def record_run(path: Path, last: int, reason: str | None, after: int = 0) -> Non
     """Have a recorder write a run of 20 steps up to some step, from a checkpoint on, and sum it up for a reason."""
     config = MetricsConfig(run_dir=str(path), console=Console.none)
     offsets = {"metrics.jsonl": (path / "metrics.jsonl").stat().st_size} if after else {}
-    resumed = Resumed(after, offsets, "a checkpoint") if after else None
-    with Recorder(config, "a run", plain_tree(), ENVIRONMENT, TRAIN.steps, {}, resumed) as recorder:
+    resumed = ResumePoint(after, offsets, "a checkpoint") if after else None
+    with RunRecorder(config, "a run", plain_tree(), ENVIRONMENT, TRAIN.steps, {}, resumed) as recorder:
         for number in range(after + 1, last + 1):
             recorder.step(replace(STEP, step=number))
         if reason is not None:

@@ -13,7 +13,7 @@ import torch._dynamo
 from fsdptoys.config.schema import Config
 from fsdptoys.data import TextConfig
 from fsdptoys.metrics import Console, MetricsConfig
-from fsdptoys.metrics.compilation import Compilations, CompilationWatch, again_rows, compilation_line
+from fsdptoys.metrics.compilation import Compilations, CompilationWatch, compilation_line, recompilation_rows
 from fsdptoys.models import LlamaConfig
 from fsdptoys.models.generate import Draw, generate
 from fsdptoys.parallel import SingleConfig
@@ -47,18 +47,18 @@ def test_another_shape_is_told_as_a_recompilation_with_its_reason() -> None:
     watch = CompilationWatch()
     for step, length in enumerate((8, 8, 16), start=1):
         run(model, length)
-        watch.passed("training", step)
-        assert len(watch.result().again) == (length == 16)
+        watch.record_pass("training", step)
+        assert len(watch.result().recompilations) == (length == 16)
     result = watch.result()
     assert (result.compiled, result.graph_breaks) == (2, {})
-    (again,) = result.again
+    (again,) = result.recompilations
     assert (again.step, again.phase, again.at_limit) == (3, "training", False)
     assert again.reason.endswith("expected 8, actual 16")
-    (sentence,) = watch.take_sentences()
+    (sentence,) = watch.take_messages()
     assert sentence.startswith("the training of step 3 compiled forward again: ") and again.reason in sentence
-    assert watch.take_sentences() == []
+    assert watch.take_messages() == []
     assert compilation_line(result).startswith("compiled 2 functions in ")
-    assert again_rows(result)[0][:3] == ("3", "training", "`forward`")
+    assert recompilation_rows(result)[0][:3] == ("3", "training", "`forward`")
 
 
 def test_kinds_of_blocks_and_the_first_evaluation_are_counted_but_not_told() -> None:
@@ -67,14 +67,14 @@ def test_kinds_of_blocks_and_the_first_evaluation_are_counted_but_not_told() -> 
     compile_blocks(model.layers, backend="aot_eager")
     watch = CompilationWatch()
     run(model, 8)
-    watch.passed("training", 1)
+    watch.record_pass("training", 1)
     with torch.no_grad():
         model(torch.zeros(2, 8, dtype=torch.long))
-    watch.passed("evaluation", 1)
-    assert [(each.phase, each.reason) for each in watch.result().again] == [
+    watch.record_pass("evaluation", 1)
+    assert [(each.phase, each.reason) for each in watch.result().recompilations] == [
         ("evaluation", "GLOBAL_STATE changed: grad_mode")
     ]
-    assert watch.take_sentences() == []
+    assert watch.take_messages() == []
 
 
 def test_a_function_that_the_compiler_gives_up_on_is_told() -> None:
@@ -85,10 +85,12 @@ def test_a_function_that_the_compiler_gives_up_on_is_told() -> None:
     with torch._dynamo.config.patch(recompile_limit=1):
         for step, length in enumerate((8, 16), start=1):
             run(model, length)
-            watch.passed("training", step)
+            watch.record_pass("training", step)
     result = watch.result()
-    assert result.compiled == 1 and [each.at_limit for each in result.again] == [True] * len(result.again)
-    (sentence,) = watch.take_sentences()
+    assert result.compiled == 1 and [each.at_limit for each in result.recompilations] == [True] * len(
+        result.recompilations
+    )
+    (sentence,) = watch.take_messages()
     assert sentence.startswith("in the training of step 2 the compiler gave up on a function")
     assert "gave up" in compilation_line(result)
 
@@ -115,7 +117,7 @@ def train(configs: list[Config]) -> list[tuple[list[float], list[Compilations]]]
             found.append(trainer.compilation.result())
             for once_more in (trainer.sample, functools.partial(draw, trainer)):
                 once_more()
-                trainer.compilation.passed("sample", config.train.steps)
+                trainer.compilation.record_pass("sample", config.train.steps)
                 found.append(trainer.compilation.result())
         results.append((losses, found))
     return results
@@ -137,7 +139,7 @@ def test_a_run_compiles_all_blocks_once_for_training_once_for_evaluation_and_nev
     assert none == []
     assert losses == pytest.approx(expected, rel=1e-5)
     assert compilation.compiled == 2
-    assert [(each.step, each.phase, each.reason) for each in compilation.again] == [
+    assert [(each.step, each.phase, each.reason) for each in compilation.recompilations] == [
         (2, "evaluation", "GLOBAL_STATE changed: grad_mode")
     ]
     assert compilation.graph_breaks == {} and compilation.seconds > 0

@@ -12,7 +12,7 @@ from fsdptoys.config.schema import Config
 from fsdptoys.device import Device
 from fsdptoys.device.profile import load_hardware
 from fsdptoys.errors import ConfigError
-from fsdptoys.metrics import Console, MetricsConfig, Recorder, StepMetrics, environment
+from fsdptoys.metrics import Console, MetricsConfig, RunRecorder, StepMetrics, environment
 from fsdptoys.metrics.config import PREDICTION_FILE, SUMMARY_FILE
 from fsdptoys.metrics.prediction import Prediction
 from fsdptoys.plan.estimate.estimate import closed_form
@@ -38,7 +38,7 @@ def record(path: Path, config: Config, prediction: Prediction | None, steps: int
     """Write a run directory as a run does."""
     metrics = MetricsConfig(run_dir=str(path), console=Console.none)
     found = environment(Device("cpu"), 2, ["fsdptoys"])
-    with Recorder(metrics, "a run", config.to_dict(), found, steps, {}, prediction=prediction) as recorder:
+    with RunRecorder(metrics, "a run", config.to_dict(), found, steps, {}, prediction=prediction) as recorder:
         for number in range(1, steps + 1):
             recorder.step(dataclasses.replace(STEP, step=number, step_time_seconds=0.1 * number))
         if finish:
@@ -55,7 +55,7 @@ def test_what_was_recorded_is_read_back(tmp_path: Path, config: Config, predicti
     assert run.results.step_time_seconds.median == pytest.approx(0.4)
     assert (run.world_size, run.device_type, run.finished, run.running, run.notes) == (2, "cpu", True, False, ())
     assert run.config().parallel == config.parallel
-    assert {each.what for each in run.comparisons()} == {"step time", "tokens/s, all ranks"}
+    assert {each.quantity for each in run.prediction_errors()} == {"step time", "tokens/s, all ranks"}
 
 
 def test_a_prediction_survives_json(prediction: Prediction) -> None:
