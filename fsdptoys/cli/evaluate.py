@@ -26,12 +26,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fsdptoys.data import IGNORE_INDEX, DataConfig, Samples, TokenDataset
+from fsdptoys.data import DataConfig, Samples, TokenDataset
 from fsdptoys.data.tokenizer import Tokenizer, check_ids
 from fsdptoys.device import Device
 from fsdptoys.errors import ConfigError
 from fsdptoys.loss import build_loss
 from fsdptoys.models import DecoderModel
+from fsdptoys.train.evaluation import sum_losses
 from fsdptoys.train.pretrained import OPTIONS, TrainedModel, read_device
 
 from .help import read_integer, refuse_unknown, take_options
@@ -103,7 +104,6 @@ def run_evaluate(words: Sequence[str]) -> int:
     return int(not math.isfinite(found.loss))
 
 
-@torch.no_grad()
 def evaluate(
     model: DecoderModel,
     batches: Iterable[tuple[Tensor, Tensor]],
@@ -120,10 +120,9 @@ def evaluate(
         device: device of the model.
         bytes_count: bytes of the predicted tokens, or None if unknown.
     """
-    loss_fn, total, predicted = build_loss(chunk_loss=True), 0.0, 0
-    for tokens_BT, labels_BT in batches:
-        total += float(model(tokens_BT.to(device.torch_device), labels_BT.to(device.torch_device), loss_fn))
-        predicted += int((labels_BT != IGNORE_INDEX).sum())
+    zero = torch.zeros((), dtype=torch.float64)  # on the host, since not every device has float64
+    sums = sum_losses(model, build_loss(chunk_loss=True), batches, device.torch_device, zero)
+    total, predicted = sums[0].item(), int(sums[1])
     loss = total / predicted if predicted else math.nan
     perplexity = math.exp(loss) if loss < math.log(sys.float_info.max) else loss * math.inf
     bits = total / math.log(2) / bytes_count if bytes_count else None

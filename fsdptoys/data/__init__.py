@@ -6,8 +6,8 @@ tokens; several folders can be mixed by weight. Not covered: reading over a netw
 """
 
 from .bin import BinConfig, TokenDType
-from .byte_text import BYTES, TextConfig, TextDataset, decode_bytes, encode_bytes
-from .dataset import IGNORE_INDEX, DataConfig, Samples, TokenDataset
+from .byte_text import BYTES, TextConfig, decode_bytes, encode_bytes
+from .dataset import IGNORE_INDEX, DataConfig, Samples, TextSample, TokenDataset
 from .dataset_index import TOKENIZER_FILE, Index, check_folder, files_of, read_ends, read_index
 from .document_reader import find_sources
 from .hf import HFConfig
@@ -43,7 +43,7 @@ __all__ = [
     "Samples",
     "SyntheticConfig",
     "TextConfig",
-    "TextDataset",
+    "TextSample",
     "TokenDType",
     "TokenDataset",
     "check_eval_fraction",

@@ -16,7 +16,7 @@ import numpy as np
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.bounds import at_least, between
 
-from .dataset import DataConfig, Tokens
+from .dataset import DataConfig, TextSample, Tokens
 from .token_files import FileStream, SourceFile, match_files, source_file, without_repeats
 from .token_windows import FileDataset, check_eval_fraction, split_windows
 
@@ -69,10 +69,14 @@ class TextConfig(DataConfig):
         """Check that the files exist and are long enough, and that a byte fits the vocabulary."""
         split_windows(self._open(vocab_size), seq_len, self.eval_fraction)
 
-    def build(self, seq_len: int, vocab_size: int, seed: int) -> "TextDataset":
+    def build(self, seq_len: int, vocab_size: int, seed: int) -> FileDataset:
         """Open the files."""
         train, held_out = split_windows(self._open(vocab_size), seq_len, self.eval_fraction)
-        return TextDataset(self.name, train, held_out, seed, SEPARATOR)
+        dataset = FileDataset(self.name, train, held_out, seed, SEPARATOR)
+        if self.sample_tokens:
+            prompt_T = encode_bytes(self.sample_prompt)
+            dataset.text_sample = TextSample(prompt_T, self.sample_tokens, self.sample_temperature, decode_bytes)
+        return dataset
 
     def _open(self, vocab_size: int) -> FileStream:
         if vocab_size < BYTES:
@@ -88,18 +92,6 @@ class TextConfig(DataConfig):
         # Empty files, such as many an __init__.py, are no documents.
         documents = sorted((file for file in without_repeats(files) if file.size_bytes), key=_hash_of_name)
         return FileStream("data.files", documents, np.dtype(np.uint8), BYTES, SEPARATOR)
-
-
-class TextDataset(FileDataset):
-    """Samples of bytes, and conversion between text and bytes."""
-
-    def encode(self, text: str) -> Tokens:
-        """Bytes of a text in UTF-8, shape (T,)."""
-        return encode_bytes(text)
-
-    def decode(self, tokens: Sequence[int] | Tokens) -> str:
-        """Text of UTF-8 bytes; invalid ids and bytes become U+FFFD."""
-        return decode_bytes(tokens)
 
 
 def encode_bytes(text: str) -> Tokens:

@@ -7,6 +7,7 @@ rank can start at any step; ``sampler`` decides the order.
 import hashlib
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar, Protocol
@@ -41,6 +42,18 @@ class Samples(Protocol):
         """Tokens and labels of one sample, each of shape (T,)."""
 
 
+@dataclass(frozen=True)
+class TextSample:
+    """Text that the trained model continues."""
+
+    prompt_T: Tokens
+    tokens: int
+    """Number to generate."""
+    temperature: float
+    """Divides the logits; 0 is greedy."""
+    decode: Callable[[Tokens], str]
+
+
 class TokenDataset(ABC):
     """Training and held-out samples."""
 
@@ -53,6 +66,8 @@ class TokenDataset(ABC):
     """The last id of every document; None if unknown."""
     conditional_entropy_nats: float | None = None
     """Lowest loss that a model can reach, if known."""
+    text_sample: TextSample | None = None
+    """Sample to generate after training, if any."""
 
     def sample_files(self) -> SampledFiles | None:
         """Read sampled blocks of the training files; None if the data has no files.

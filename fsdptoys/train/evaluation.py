@@ -1,4 +1,4 @@
-"""Evaluation between training steps: loss on the held-out split, and text samples.
+"""Evaluation of a model: loss over batches, and text samples.
 
 Shapes: B sequences of a micro-batch, T tokens of each.
 """
@@ -10,27 +10,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdptoys.data import TextConfig, TextDataset
+from fsdptoys.data import TextSample
 from fsdptoys.loss.objective import IGNORE_INDEX
 from fsdptoys.models.generate import Draw, generate
 from fsdptoys.models.layers import LossFn
 
 
 @torch.no_grad()
-def held_out_loss(model: nn.Module, loss_fn: LossFn, batches: Iterable[tuple[Tensor, Tensor]], zero: Tensor) -> float:
-    """Mean loss over all ranks' batches, in nats per token. A collective.
+def sum_losses(
+    model: nn.Module, loss_fn: LossFn, batches: Iterable[tuple[Tensor, Tensor]], device: torch.device, zero: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Sum of the losses over batches, in nats, and number of valid labels.
 
     Args:
-        model: as prepared by the strategy.
+        model: in evaluation mode, on ``device``.
         loss_fn: sums the loss over valid labels.
-        batches: (tokens_BT, labels_BT) of this rank; every rank needs the same number.
-        zero: scalar zero on the model's device; its dtype is that of the sums.
+        batches: (tokens_BT, labels_BT) of this rank; if the model is sharded, every rank needs the same number.
+        device: of the model.
+        zero: scalar of the results' device and dtype.
     """
-    model.eval()
     loss_sum, valid = zero.clone(), zero.clone()
     for tokens_BT, labels_BT in batches:
-        loss_sum += model(tokens_BT.to(zero.device), labels_BT.to(zero.device), loss_fn)
+        loss_sum += model(tokens_BT.to(device), labels_BT.to(device), loss_fn).to(zero.device)
         valid += int((labels_BT != IGNORE_INDEX).sum())
+    return loss_sum, valid
+
+
+def held_out_loss(model: nn.Module, loss_fn: LossFn, batches: Iterable[tuple[Tensor, Tensor]], zero: Tensor) -> float:
+    """Mean loss over all ranks' batches, in nats per token, with arguments as for ``sum_losses``. A collective."""
+    model.eval()
+    loss_sum, valid = sum_losses(model, loss_fn, batches, zero.device, zero)
     dist.all_reduce(loss_sum)
     dist.all_reduce(valid)
     model.train()
@@ -38,30 +47,21 @@ def held_out_loss(model: nn.Module, loss_fn: LossFn, batches: Iterable[tuple[Ten
 
 
 def sample_text(
-    model: nn.Module,
-    data: TextConfig,
-    dataset: TextDataset,
-    seq_len: int,
-    seed: int,
-    device: torch.device,
-    *,
-    compiled: bool,
+    model: nn.Module, sample: TextSample, seq_len: int, seed: int, device: torch.device, *, compiled: bool
 ) -> str:
     """Return the prompt and the model's continuation. A collective if the model is sharded.
 
     Args:
         model: as prepared by the strategy.
-        data: prompt, length and temperature.
-        dataset: encodes and decodes token ids.
+        sample: prompt, length and temperature.
         seq_len: maximum context length.
         seed: of the sampling.
         device: of the model.
         compiled: whether parts of the model are compiled; they run eagerly here, since each length would recompile.
     """
-    prompt = torch.from_numpy(dataset.encode(data.sample_prompt)).to(device)
     model.eval()
-    draw = Draw(data.sample_temperature, seed=seed)
+    draw = Draw(sample.temperature, seed=seed)
     with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
-        tokens = generate(model, prompt, data.sample_tokens, seq_len, draw)
+        tokens_T = generate(model, torch.from_numpy(sample.prompt_T).to(device), sample.tokens, seq_len, draw)
     model.train()
-    return dataset.decode(tokens.cpu().numpy())
+    return sample.decode(tokens_T.cpu().numpy())

@@ -22,7 +22,7 @@ from torch import Tensor
 from fsdptoys.checkpoint import open_init_from
 from fsdptoys.config.kernel_choice import put_kernels
 from fsdptoys.config.schema import Config
-from fsdptoys.data import BatchStream, TextConfig, TextDataset, eval_batches
+from fsdptoys.data import BatchStream, eval_batches
 from fsdptoys.device import Device
 from fsdptoys.loss import build_loss
 from fsdptoys.loss.objective import IGNORE_INDEX, Objective
@@ -350,13 +350,13 @@ class Trainer:
         return loss
 
     def sample(self) -> str | None:
-        """The prompt with the model's continuation; None if the data is not text or ``data.sample_tokens`` is 0."""
-        train, data = self.config.train, self.config.data
-        if not isinstance(data, TextConfig) or data.sample_tokens == 0:
+        """The prompt with the model's continuation; None if the dataset has no ``text_sample``."""
+        seed, device = self.config.train.sample_seed, self.device.torch_device
+        if self.dataset.text_sample is None:
             return None
-        assert isinstance(self.dataset, TextDataset) and train.sample_seed is not None
-        model, device, compiled = self.strategy.model, self.device.torch_device, self.compilation is not None
-        return sample_text(model, data, self.dataset, train.seq_len, train.sample_seed, device, compiled=compiled)
+        assert seed is not None
+        sample, seq_len, compiled = self.dataset.text_sample, self.config.train.seq_len, self.compilation is not None
+        return sample_text(self.strategy.model, sample, seq_len, seed, device, compiled=compiled)
 
     def _enter(self, step: int, phase: str) -> None:
         self._phase = phase

@@ -1,4 +1,4 @@
-"""Strategies, optimizers and data are known by facts of their config classes, not by their names."""
+"""Strategies, optimizers and data are known by facts of their config classes, not by their names or classes."""
 
 import ast
 from collections.abc import Iterator
@@ -30,6 +30,13 @@ def test_names_are_compared_in_their_own_packages_only() -> None:
     found = [(str(path.relative_to(root)), *hit) for path in files for hit in compared(ast.parse(path.read_text()))]
     assert len(files) > 100
     assert found == []
+
+
+def test_the_trainer_asks_for_no_class() -> None:
+    """Oracle: the syntax tree of the training loop."""
+    tree = ast.parse((Path(fsdptoys.__file__).parent / "train" / "trainer.py").read_text())
+    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    assert "build_optimizer" in called and not called & {"isinstance", "issubclass", "type"}
 
 
 def test_the_scan_finds_comparisons() -> None:
