@@ -28,11 +28,7 @@ CHECKSUMS_FILE = "checksums.json"
 
 
 def check_new_folder(path: Path) -> None:
-    """Check that ``path`` does not exist or is an empty folder.
-
-    Raises:
-        ConfigError: naming the folder.
-    """
+    """Check that ``path`` does not exist or is an empty folder, else raise a ConfigError."""
     try:
         taken = path.exists() and (not path.is_dir() or any(path.iterdir()))
     except OSError as error:
@@ -71,10 +67,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def verify_checksums(path: Path) -> int | None:
-    """Read every file of a folder and compare it with the folder's checksums.
-
-    Returns:
-        The number of files; None if the folder has no checksums.
+    """Compare every file of a folder with the folder's checksums, and return their number; None without checksums.
 
     Raises:
         ConfigError: naming the first damaged file.

@@ -47,13 +47,11 @@ class Checkpointer:
     """Saves a run's checkpoints, deletes old ones, and finds the one to resume from.
 
     Args:
-        config: retention and resume settings.
         folder: path or URL of the checkpoints; created on demand.
         group: dedicated gloo group of all ranks; None for one process.
         message: called on rank 0 with one sentence at a time.
         copy: copies tensors to host memory; its second argument is its previous result, to be reused. None to clone.
-        gather_full: gathers full tensors one by one: on the CPU of rank 0, None on other ranks. None if all tensors are
-            full already.
+        gather_full: gathers full tensors one by one: on the CPU of rank 0, None on other ranks. None if all are full.
         schema: types and ranges that saved facts are checked against when they are read.
 
     Attributes:
@@ -108,7 +106,7 @@ class Checkpointer:
 
         Returns:
             Whether the checkpoint is committed, the same on all ranks; True once a background save has started. The
-            reason of a failure goes to ``message``.
+                reason of a failure goes to ``message``.
         """
         self.finish()
         self._clean()
@@ -130,22 +128,14 @@ class Checkpointer:
         return True
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait for this rank's part of a background save, successful or not; return whether one was running.
-
-        Args:
-            seconds: timeout; None for no limit.
-        """
+        """Wait for this rank's part of a background save, at most ``seconds``; return whether one was running."""
         if self._thread is None or not self._thread.is_alive():
             return False
         self._thread.join(seconds)
         return True
 
     def finish(self) -> bool:
-        """Wait for a background save; collective.
-
-        Returns:
-            Whether the last save was committed; True if there was none.
-        """
+        """Wait for a background save; return whether the last save, if any, was committed. Collective."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -168,14 +158,10 @@ class Checkpointer:
         return self._ranks.gather(value)
 
     def resume(self, restarted: bool = False) -> Checkpoint | None:
-        """Find the checkpoint to resume from and verify all its files; collective.
+        """Find the checkpoint to resume from and verify all its files; None to start from scratch. Collective.
 
         Args:
-            restarted: whether this is a restart of the run, whose own newest checkpoint then precedes
-                ``config.resume``.
-
-        Returns:
-            The checkpoint; None to start from scratch.
+            restarted: this is a restart of the run, whose own newest checkpoint then precedes ``config.resume``.
 
         Raises:
             ConfigError: on all ranks, as ``peek``, or if a rank cannot see the checkpoint folder.

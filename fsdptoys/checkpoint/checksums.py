@@ -25,11 +25,7 @@ class FileSum:
 
 
 def sum_file(file: BinaryIO) -> FileSum:
-    """Sum a file from its current position to its end.
-
-    Raises:
-        OSError: if it cannot be read.
-    """
+    """Sum a file from its current position to its end."""
     digest, size = hashlib.sha256(), 0
     while block := file.read(BLOCK_BYTES):
         digest.update(block)
@@ -43,11 +39,7 @@ def sums_to_json(files: Mapping[str, FileSum]) -> dict[str, dict[str, Any]]:
 
 
 def sums_from_json(tree: object) -> dict[str, FileSum]:
-    """Invert ``sums_to_json``.
-
-    Raises:
-        ValueError: unless every entry has a file name (not a path), a size and a SHA-256.
-    """
+    """Invert ``sums_to_json``; ValueError unless every entry has a file name (not a path), a size and a SHA-256."""
     if not isinstance(tree, dict):
         raise ValueError("it does not list files")
     files = {}

@@ -39,13 +39,7 @@ from .tensor_index import INDEX_FILE, Chunk, StoredTensor, chunk_key, file_name,
 
 
 class SafetensorsWriter(dcp.StorageWriter):
-    """Writes this rank's part of a plan into one safetensors file, and the index on rank 0.
-
-    Args:
-        storage: destination.
-        folder: existing folder within it.
-        rank: this process's rank among those that save.
-    """
+    """Writes this rank's part of a plan into one safetensors file, and the index on rank 0."""
 
     def __init__(self, storage: Storage, folder: str, rank: int) -> None:
         self.files: list[str] = []
@@ -107,13 +101,7 @@ class SafetensorsWriter(dcp.StorageWriter):
 
 
 class SafetensorsReader(dcp.StorageReader):
-    """Reads a plan's parts from the files of ``SafetensorsWriter``.
-
-    Args:
-        storage: source.
-        folder: folder within it.
-        index: the tensors that may be requested.
-    """
+    """Reads a plan's parts from the files of ``SafetensorsWriter``; ``index`` has all requested tensors."""
 
     def __init__(self, storage: Storage, folder: str, index: dict[str, StoredTensor]) -> None:
         self._storage, self._folder, self._index = storage, folder, index
@@ -139,11 +127,7 @@ class SafetensorsReader(dcp.StorageReader):
         """See StorageReader."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Locate the chunks in their files, so that all ranks learn of a damaged header before any tensor is read.
-
-        Raises:
-            ConfigError: naming the file.
-        """
+        """Locate the chunks, so that all ranks learn of a damaged header (a ConfigError) before any tensor is read."""
         items = [item for item in plan.items if math.prod(item.lengths)]
         wanted: dict[str, dict[str, ChunkForm]] = {}
         for item in items:

@@ -49,11 +49,7 @@ def read_state(storage: Storage, manifest: Manifest, schema: Schema) -> Facts:
 
 
 def read_own(storage: Storage, manifest: Manifest, path: str, schema: Schema) -> Facts:
-    """Read the facts of one rank.
-
-    Raises:
-        InvalidCheckpointError, UnreadableError: as ``read_state``.
-    """
+    """Read the facts of one rank; errors as ``read_state``."""
     return _checked(read_facts(storage, manifest, path), path, schema.own)
 
 

@@ -32,9 +32,7 @@ def write_hugging_face(
 
     Args:
         out_dir: a new or empty folder.
-        config: the model's configuration.
         read: returns any part of a parameter by its name in the model.
-        dtype: dtype to write.
         max_file_bytes: tensor bytes per file; also roughly the peak memory.
 
     Raises:

@@ -50,14 +50,7 @@ ROTARY_NUMBERS = {
 
 
 class HuggingFaceFolder:
-    """A folder with ``config.json`` and safetensors files: call ``check``, then ``fill`` for each parameter.
-
-    Args:
-        path: the folder; ``~`` is the home directory.
-
-    Raises:
-        ConfigError: if there is no such folder.
-    """
+    """A folder with ``config.json`` and safetensors files: call ``check``, then ``fill`` for each parameter."""
 
     tensors: TensorFolder
     """The files' tensors; set by ``check``."""
@@ -103,10 +96,7 @@ class HuggingFaceFolder:
         return config
 
     def check(self, model: DecoderModel) -> None:
-        """Check from the files' headers that the folder holds exactly the tensors of a model.
-
-        Args:
-            model: on the meta device.
+        """Check from the files' headers that the folder holds exactly the tensors of a model on the meta device.
 
         Raises:
             ConfigError: naming the file, the tensor, and its actual and expected form.
@@ -162,10 +152,8 @@ class HuggingFaceFolder:
         return verify_checksums(self.path)
 
     def check_values(self) -> None:
-        """Read the model's tensors in blocks and reject non-finite values.
-
-        Raises:
-            ConfigError: naming file and tensor; also if a tied head differs from the embedding.
+        """Read the model's tensors in blocks and reject non-finite values, and a tied head that differs from the
+        embedding.
         """
         assert self.model is not None, "check the folder first"
         for name, shape in self._needed.items():
@@ -197,14 +185,7 @@ class HuggingFaceFolder:
 
 
 def open_init_from(model: DecoderModel) -> HuggingFaceFolder:
-    """Open the folder of ``model.init_from`` and check that it is complete and fits the model.
-
-    Args:
-        model: on the meta device.
-
-    Raises:
-        ConfigError: before anything is allocated.
-    """
+    """Open the folder of ``model.init_from`` and check that it fits the model, which is on the meta device."""
     init_from = model.config.init_from
     assert init_from is not None
     try:

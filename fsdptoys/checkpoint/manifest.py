@@ -48,11 +48,8 @@ class InvalidCheckpointError(Exception):
 
 
 class UnreadableError(Exception):
-    """A folder cannot be read, so it may or may not be a complete checkpoint.
-
-    Attributes:
-        name: name of the folder.
-        reason: continues a sentence that starts with the name.
+    """A folder cannot be read, so it may or may not be complete; ``reason`` continues a sentence that starts with its
+    name.
     """
 
     def __init__(self, name: str, reason: str) -> None:
@@ -78,11 +75,7 @@ def rank_file(rank: int) -> str:
 
 
 def to_json(facts: Mapping[str, Any]) -> bytes:
-    """Encode facts so that every value is read back bit for bit.
-
-    Raises:
-        AssertionError: for a value that JSON cannot represent, such as a tuple or NaN.
-    """
+    """Encode facts so that every value is read back bit for bit; an assertion fails for tuples, NaN and the like."""
     try:
         text = json.dumps(facts, allow_nan=False, separators=(",", ":")).encode()
     except (TypeError, ValueError) as error:
@@ -92,11 +85,7 @@ def to_json(facts: Mapping[str, Any]) -> bytes:
 
 
 def from_json(text: bytes) -> dict[str, Any]:
-    """Parse a JSON object strictly by the standard.
-
-    Raises:
-        ValueError: for anything else.
-    """
+    """Parse a JSON object strictly by the standard; ValueError for anything else."""
     tree = parse_json(text, unique_keys=True)
     if not isinstance(tree, dict):
         raise ValueError("it is not an object")
@@ -118,11 +107,7 @@ class Manifest:
 
 
 def with_retries(read: Callable[[], T]) -> T:
-    """Call ``read``, with retries after short pauses on an OSError.
-
-    Raises:
-        OSError: of the last attempt; without retries if in ``ABSENT``.
-    """
+    """Call ``read``, with retries after short pauses on an OSError that is not in ``ABSENT``."""
     for pause in RETRY_PAUSES_SECONDS:
         try:
             return read()
@@ -134,12 +119,7 @@ def with_retries(read: Callable[[], T]) -> T:
 
 
 def read_manifest(storage: Storage, name: str, patient: bool = True) -> Manifest:
-    """Read a folder's manifest and check file sizes against it.
-
-    Args:
-        storage: source.
-        name: name of the folder.
-        patient: whether to retry refused reads.
+    """Read a folder's manifest and check file sizes against it; retry refused reads if ``patient``.
 
     Raises:
         InvalidCheckpointError: if the folder is incomplete or damaged.
@@ -171,12 +151,7 @@ def read_manifest(storage: Storage, name: str, patient: bool = True) -> Manifest
 
 
 def verify_file(storage: Storage, manifest: Manifest, path: str) -> None:
-    """Compare a file's size and SHA-256 with the manifest.
-
-    Raises:
-        InvalidCheckpointError: if it differs or is missing.
-        UnreadableError: if the system refuses to read it.
-    """
+    """Compare a file's size and SHA-256 with the manifest; errors as ``read_manifest``."""
 
     def read() -> FileSum:
         with storage.reading(f"{manifest.name}/{path}") as file:
@@ -188,12 +163,7 @@ def verify_file(storage: Storage, manifest: Manifest, path: str) -> None:
 
 
 def read_facts(storage: Storage, manifest: Manifest, path: str) -> dict[str, Any]:
-    """Read a JSON file, parsing it only if it matches the manifest.
-
-    Raises:
-        InvalidCheckpointError: if it differs, is missing, or is not JSON.
-        UnreadableError: if the system refuses to read it.
-    """
+    """Read a JSON file, parsing it only if it matches the manifest; errors as ``read_manifest``."""
 
     def read() -> bytes:
         with storage.reading(f"{manifest.name}/{path}") as file:

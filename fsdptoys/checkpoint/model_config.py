@@ -82,11 +82,7 @@ def short(value: Any) -> str:
 
 
 def differences(chosen: ModelConfig, wanted: ModelConfig) -> dict[str, tuple[Any, Any]]:
-    """Return the settings of ``chosen`` to change so that weights of ``wanted`` compute the same function.
-
-    Args:
-        chosen: the run's configuration.
-        wanted: the weights' configuration, of the same family.
+    """Return the settings of ``chosen`` to change so that weights of ``wanted`` (same family) compute the same.
 
     Returns:
         Key below ``model.`` → (chosen value, wanted value), in field order.
@@ -111,7 +107,7 @@ def check_same(chosen: ModelConfig, wanted: ModelConfig, holder: str, source: st
     Args:
         chosen: the run's configuration.
         wanted: the weights' configuration.
-        holder: source of the weights, for the message.
+        holder: name of the weights, for the message.
         source: command or file with all settings of the weights, for the message.
 
     Raises:

@@ -11,11 +11,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """All ranks of a group, or a single process.
-
-    Args:
-        group: a gloo group of all ranks, used by one thread per rank at a time; None for one process.
-    """
+    """All ranks of a gloo group, used by one thread per rank at a time; or a single process, for None."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -39,11 +35,7 @@ class Ranks:
         return values or []
 
     def ask_first(self, look: Callable[[], T]) -> T:
-        """Call ``look`` on rank 0 and broadcast its result.
-
-        Raises:
-            ConfigError: on all ranks, if raised on rank 0.
-        """
+        """Call ``look`` on rank 0 and broadcast its result, or its ConfigError."""
         found: tuple[T | None, str | None] = (None, None)
         if self.rank == 0:
             try:

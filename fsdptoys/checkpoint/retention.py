@@ -50,9 +50,6 @@ class Pruned:
 class Series:
     """The checkpoints of one storage.
 
-    Args:
-        storage: the folder or URL of the checkpoints.
-
     Attributes:
         damaged: names of checkpoints to ignore even if their file sizes match.
         aside: sentences on folders renamed to make way for a checkpoint; the caller clears it.
@@ -67,20 +64,11 @@ class Series:
         self._reported: set[str] = set()
 
     def resume_from(self, name: str, names: Iterable[str]) -> None:
-        """Take over the checkpoints of an earlier start, so that old ones may be deleted.
-
-        Args:
-            name: checkpoint that the run resumes from.
-            names: all checkpoint folders of the storage.
-        """
+        """Take over the checkpoints among ``names`` up to ``name``, so that they may be deleted when they are old."""
         self._resumed = {each for each in names if _step(each) <= _step(name)} - self.damaged
 
     def names(self) -> list[str]:
-        """Return the names of all possible checkpoints, newest first.
-
-        Raises:
-            OSError: if the storage cannot be list_with_retries.
-        """
+        """Return the names of all possible checkpoints, newest first."""
         steps = [step for name in self.storage.names() if (step := step_of(name)) is not None]
         return [step_name(step) for step in sorted(steps, reverse=True)]
 
@@ -88,16 +76,14 @@ class Series:
         """Return the name of the newest checkpoint with a manifest and matching file sizes, if any.
 
         Raises:
-            OSError: if the storage cannot be list_with_retries.
+            OSError: if the storage cannot be listed.
             UnreadableError: if a newer folder, possibly complete, cannot be read.
         """
         return next((name for name in self.names() if self.is_complete(name)), None)
 
     def is_complete(self, name: str, patient: bool = True) -> bool:
-        """Return whether a folder has a manifest and matching file sizes.
-
-        Raises:
-            UnreadableError: if the system refuses to read it.
+        """Return whether a folder has a manifest and matching file sizes; UnreadableError if the system refuses to read
+        it.
         """
         try:
             read_manifest(self.storage, name, patient)
@@ -143,11 +129,7 @@ class Series:
                         self._set_aside(entry, name, "replaced")
 
     def begin(self, name: str) -> str:
-        """Make the working folder of a new checkpoint and return its name.
-
-        Raises:
-            OSError: if the storage cannot be written.
-        """
+        """Make the working folder of a new checkpoint and return its name."""
         working = f".{name}{PARTIAL}" if self.storage.renames else name
         # An incomplete folder at a URL comes from a killed save; if kept, they would accumulate.
         if self.storage.renames or self._is_incomplete(name):
@@ -164,22 +146,15 @@ class Series:
         return working
 
     def discard(self, working: str) -> None:
-        """Remove a working folder.
-
-        Raises:
-            OSError: if it cannot be removed.
-        """
+        """Remove a working folder."""
         if not self.storage.renames:
             self.storage.remove(f"{working}/{MANIFEST_FILE}")
         self.storage.remove(working)
 
     def commit(self, working: str, manifest: Manifest) -> None:
-        """Turn a filled working folder into a checkpoint.
+        """Turn a filled working folder into a checkpoint; after an OSError either the older or the new one exists.
 
         An older checkpoint of the same name is deleted if this run wrote it, otherwise renamed.
-
-        Raises:
-            OSError: if the storage cannot be written; either the older or the new checkpoint then exists.
         """
         storage, name = self.storage, manifest.name
         for path, said in manifest.files.items():
@@ -212,11 +187,7 @@ class Series:
                 self._set_aside(old, name, reason)
 
     def point_to(self, name: str) -> None:
-        """Write the name of the newest checkpoint to ``latest``, for people and tools.
-
-        Raises:
-            OSError: if the storage cannot be written.
-        """
+        """Write the name of the newest checkpoint to ``latest``, for people and tools."""
         temporary = f".{LATEST_FILE}{PARTIAL}" if self.storage.renames else LATEST_FILE
         write_file(self.storage, temporary, f"{name}\n".encode())
         if self.storage.renames:
@@ -282,11 +253,7 @@ class Series:
         return "replaced"
 
     def _is_incomplete(self, name: str) -> bool:
-        """Return whether a folder lacks a manifest, checked in two ways because either may miss it.
-
-        Raises:
-            OSError: if the folder cannot be list_with_retries.
-        """
+        """Return whether a folder lacks a manifest, checked in two ways because either may miss it."""
         return MANIFEST_FILE not in self.storage.names(name) and not self.storage.exists(f"{name}/{MANIFEST_FILE}")
 
     def _set_aside(self, entry: str, name: str, reason: str) -> None:

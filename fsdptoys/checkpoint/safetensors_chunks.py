@@ -73,13 +73,9 @@ def write_chunks(
     """Write one safetensors file.
 
     Args:
-        storage: destination.
         path: path of the file, in an existing folder.
         forms: forms of all chunks, by key.
         chunks: keys and tensors in the order of ``in_file_order``, on any device.
-
-    Raises:
-        OSError: if the file cannot be written.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end, keys = 0, in_file_order(forms)
@@ -112,12 +108,7 @@ class ChunkPlace:
 
 
 def read_places(storage: Storage, path: str, forms: Mapping[str, ChunkForm]) -> dict[str, ChunkPlace]:
-    """Read the positions of chunks from a file's header, and check it against their expected forms.
-
-    Args:
-        storage: source.
-        path: path of the file.
-        forms: expected chunks, by key; the file may hold more.
+    """Read the positions of chunks from a file's header; ``forms`` are the expected chunks by key, of maybe more.
 
     Raises:
         ConfigError: naming the file and the problem.
@@ -153,7 +144,6 @@ def read_rows(file: BinaryIO, place: ChunkPlace, first: int, into: Tensor) -> No
 
     Raises:
         ConfigError: if the file ends early.
-        OSError: if the file cannot be read.
     """
     row_bytes = math.prod(place.form.shape[1:]) * place.form.dtype.itemsize
     file.seek(place.start + first * row_bytes)

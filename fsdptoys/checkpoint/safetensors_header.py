@@ -41,11 +41,7 @@ class StoredTensor:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Read the list of a file's tensors and check the file's length against it.
-
-    Raises:
-        ConfigError: naming the file and the problem.
-    """
+    """Read the list of a file's tensors and check the file's length; a ConfigError names file and problem."""
     try:
         size = path.stat().st_size
         with open_regular(path) as file:

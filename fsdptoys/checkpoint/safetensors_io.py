@@ -54,11 +54,7 @@ def slices(bounds: Bounds, origin: tuple[int, ...] | None = None) -> tuple[slice
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file.
-
-    Raises:
-        ConfigError: naming the file.
-    """
+    """Read a JSON object from a file; a ConfigError names the file."""
     try:
         # Published configurations contain Infinity, in keys that no family here reads.
         tree = parse_json(read_regular(path, LARGEST_JSON_BYTES), non_finite=True)
@@ -77,11 +73,7 @@ def is_file_name(name: object) -> bool:
 
 
 class TensorFolder:
-    """The tensors of a folder, list_with_retries from the files' headers.
-
-    Args:
-        path: the folder.
-        stem: prefix of the file names.
+    """The tensors of a folder, listed from the headers of its files, whose names start with ``stem``.
 
     Raises:
         ConfigError: if files are missing or damaged, or disagree with the index.
@@ -118,11 +110,7 @@ class TensorFolder:
                 )
 
     def require(self, shapes: Mapping[str, tuple[int, ...]], owner: str) -> None:
-        """Check that tensors exist, with the expected shapes and supported dtypes.
-
-        Args:
-            shapes: shapes of the required tensors, by name.
-            owner: the user of the tensors, for the message.
+        """Check that tensors exist, with the expected shapes and supported dtypes, which ``owner`` needs.
 
         Raises:
             ConfigError: naming the file, the tensor, and its actual and expected form.
@@ -152,10 +140,8 @@ class TensorFolder:
     def reading(self) -> Iterator[ReadRegion]:
         """Yield a reader; files are opened on first use and closed at the end of the block.
 
-        Pages read count as this process's memory until then, so keep blocks small.
-
-        Raises:
-            ConfigError: naming the unreadable file.
+        Pages read count as this process's memory until then, so keep blocks small. A ConfigError names an unreadable
+        file.
         """
         with ExitStack() as stack:
             opened: dict[str, Any] = {}

@@ -44,13 +44,7 @@ class Answer:
 
 
 class Saver:
-    """Saves checkpoints, one at a time.
-
-    Args:
-        ranks: the ranks that save together.
-        series: the checkpoints to add to.
-        config: retention settings.
-        report: called on rank 0 with one sentence at a time.
+    """Saves checkpoints, one at a time; ``report`` is called on rank 0 with one sentence at a time.
 
     Attributes:
         committed: step of this run's newest checkpoint, which is not saved again.
@@ -65,7 +59,7 @@ class Saver:
         self._report = report
 
     def save(self, step: int, put: Put, state: bytes, own: bytes, prunes: bool = True) -> bool:
-        """Save a checkpoint; collective.
+        """Save a checkpoint; collective. Return whether it is committed, the same on all ranks.
 
         Args:
             step: number of completed steps.
@@ -73,9 +67,6 @@ class Saver:
             state: facts common to all ranks, as JSON.
             own: facts of this rank, as JSON.
             prunes: whether old checkpoints may be deleted.
-
-        Returns:
-            Whether the checkpoint is committed, the same on all ranks.
         """
         ranks = self._ranks
         problems, wrote = self._attempt(step, put, state, own)

@@ -50,16 +50,13 @@ class NamedCheckpoint:
 
 
 def peek(config: CheckpointConfig, folder: str | None, restarted: bool = False, schema: Schema = ANY) -> Facts | None:
-    """Find the checkpoint that a run would resume from, in one process without a process group.
+    """Find the checkpoint that a run would resume from, in one process; return its facts, None to start from scratch.
 
     Args:
         config: resume and save settings.
         folder: path or URL of the run's checkpoints; None for a folder yet to be created.
-        restarted: whether this is a restart of the run, whose own newest checkpoint then precedes ``config.resume``.
+        restarted: this is a restart of the run, whose own newest checkpoint then precedes ``config.resume``.
         schema: types and ranges of the facts.
-
-    Returns:
-        The checkpoint's facts; None to start from scratch.
 
     Raises:
         ConfigError: if a required checkpoint is missing, incomplete, damaged or unreadable, if existing checkpoints
@@ -90,11 +87,7 @@ def peek(config: CheckpointConfig, folder: str | None, restarted: bool = False, 
 
 
 def check_not_taken(config: CheckpointConfig, storage: Storage | None) -> None:
-    """Reject ``never`` if the folder already holds checkpoints.
-
-    Raises:
-        ConfigError: naming the folder.
-    """
+    """Reject ``never`` if the folder already holds checkpoints."""
     if config.resumes or storage is None:
         return
     newest = listing(Series(storage).newest_complete, storage)
@@ -108,9 +101,7 @@ def check_not_taken(config: CheckpointConfig, storage: Storage | None) -> None:
 def locate(config: CheckpointConfig, storage: Storage | None) -> NamedCheckpoint:
     """Find the checkpoint that ``checkpoint.resume`` names: a checkpoint, or the newest one of a folder or run.
 
-    Args:
-        config: the run's checkpoint settings.
-        storage: the run's own checkpoints, if any.
+    ``storage`` holds the run's own checkpoints, if any.
 
     Raises:
         ConfigError: if there is none, or if ``auto`` would later resume from another checkpoint than this run's last.
@@ -173,13 +164,7 @@ def unreadable(storage: Storage, problem: UnreadableError) -> str:
 
 
 def check_writable(storage: Storage) -> None:
-    """Write and remove a small file.
-
-    A missing local folder is not created; its nearest existing parent is tested instead.
-
-    Raises:
-        ConfigError: naming the folder.
-    """
+    """Write and remove a small file; for a missing local folder, in its nearest existing parent."""
     try:
         if isinstance(storage, LocalStorage):
             path = Path(storage.where).absolute()
@@ -202,11 +187,7 @@ def check_writable(storage: Storage) -> None:
 
 
 def listing(look: Callable[[], T], storage: Storage) -> T:
-    """Call ``look``, which reads a storage, with retries.
-
-    Raises:
-        ConfigError: if the system still refuses after retries.
-    """
+    """Call ``look``, which reads a storage, with retries; ConfigError if the system still refuses."""
     try:
         return with_retries(look)
     except UnreadableError as problem:

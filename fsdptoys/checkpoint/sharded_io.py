@@ -38,7 +38,7 @@ GatherFull = Callable[[dict[str, Tensor]], Iterator[tuple[str, Tensor | None]]]
 def save_tensors(
     storage: Storage, folder: str, tensors: dict[str, Tensor], group: dist.ProcessGroup | None
 ) -> list[str]:
-    """Write tensors into an existing folder, each rank its shards. Collective.
+    """Write tensors into an existing folder, each rank its shards; return the names of this rank's files. Collective.
 
     Args:
         storage: destination.
@@ -46,9 +46,6 @@ def save_tensors(
         tensors: by name, the same names on all ranks: DTensors, or plain tensors equal on all ranks. Must not change
             until this returns.
         group: process group for CPU tensors, otherwise unused meanwhile; None for one process.
-
-    Returns:
-        Names of the files that this rank wrote.
 
     Raises:
         OSError, ConfigError: on all ranks, the error of the lowest failed rank.
@@ -72,18 +69,8 @@ def save_full_tensors(
 ) -> list[str]:
     """Write full tensors, one by one, into an existing folder on rank 0. Collective.
 
-    Args:
-        storage: destination.
-        folder: folder within it, without other writers.
-        tensors: as in ``save_tensors``.
-        gather_full: gathers tensors; called on all ranks with some of them at a time, and may use groups of its own.
-        group: as in ``save_tensors``.
-
-    Returns:
-        Names of the files that this rank wrote.
-
-    Raises:
-        OSError, ConfigError: on all ranks, the error of the lowest failed rank.
+    Arguments, result and errors as ``save_tensors``; ``gather_full`` is called on all ranks with some tensors at a
+    time, and may use groups of its own.
     """
     _check_kinds(tensors)
     forms = {name: ChunkForm(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
@@ -121,8 +108,8 @@ def load_tensors(storage: Storage, folder: str, tensors: dict[str, Tensor], grou
         group: as in ``save_tensors``.
 
     Raises:
-        ConfigError: on all ranks, before anything is filled, if a tensor is missing or differs in dtype or shape, or
-            if the index or a header is damaged.
+        ConfigError: on all ranks, before anything is filled, if a tensor is missing or differs in dtype or shape, or if
+            the index or a header is damaged.
         OSError: on all ranks, if a file cannot be read.
     """
     import torch.distributed.checkpoint as dcp

@@ -112,11 +112,7 @@ def sync_to_disk(path: Path) -> None:
 
 
 class LocalStorage(Storage):
-    """A folder of the local file system, which need not exist yet.
-
-    Args:
-        where: its path; ``~`` is the home directory.
-    """
+    """A folder of the local file system, which need not exist yet; ``~`` is the home directory."""
 
     renames = True
 
@@ -194,13 +190,8 @@ class LocalStorage(Storage):
 
 
 class UrlStorage(Storage):
-    """A folder, or a prefix of object names, at an fsspec URL.
-
-    Args:
-        where: the URL, such as ``s3://bucket/folder``.
-
-    Raises:
-        ConfigError: as ``open_storage``.
+    """A folder, or a prefix of object names, at an fsspec URL such as ``s3://bucket/folder``; errors as
+    ``open_storage``.
     """
 
     renames = False
@@ -356,12 +347,7 @@ class _UrlFile(io.RawIOBase):
 
 
 def _check_answer(where: str) -> None:
-    """Test the connection for schemes in ``PORTS``, whose constructors would wait much longer for a server.
-
-    Raises:
-        OSError: if the server does not accept the connection within ``CONNECT_SECONDS``.
-        ValueError: for an invalid port.
-    """
+    """Test the connection for schemes in ``PORTS``, whose constructors would wait much longer for a server."""
     parts = urlsplit(where)
     if parts.scheme in PORTS and parts.hostname:
         socket.create_connection((parts.hostname, parts.port or PORTS[parts.scheme]), CONNECT_SECONDS).close()

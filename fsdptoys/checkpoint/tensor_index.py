@@ -63,12 +63,7 @@ def chunk_key(name: str, form: ChunkForm, offsets: Iterable[int], shape: Iterabl
 
 
 def write_index(storage: Storage, folder: str, tensors: Mapping[str, StoredTensor]) -> None:
-    """Write the index of a checkpoint.
-
-    Raises:
-        ConfigError: if it exceeds the size limit.
-        OSError: if it cannot be written.
-    """
+    """Write the index of a checkpoint; ConfigError if it exceeds the size limit."""
     tree = {
         name: {
             "dtype": tensor.dtype,
@@ -95,7 +90,6 @@ def read_index(storage: Storage, folder: str) -> dict[str, StoredTensor]:
 
     Raises:
         ConfigError: naming the file, if it is missing or deviates from the format of ``write_index``.
-        OSError: if it cannot be read.
     """
     path = f"{folder}/{INDEX_FILE}"
     where = f"{storage.where}/{path}"

@@ -59,10 +59,7 @@ def save_weights(
 
 
 class RunWeights:
-    """Final weights of a run.
-
-    Args:
-        path: the run's directory, or the folder ``weights`` in it.
+    """Final weights of a run, from its directory or the folder ``weights`` in it.
 
     Raises:
         ConfigError: if it holds no weights, or they are incomplete or do not fit the model in ``config.yaml``.
@@ -127,10 +124,9 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 
 def model_config_of(section: object, where: str, fix: str) -> ModelConfig:
-    """Build a model configuration from a run's saved settings.
+    """Build a model configuration from the section ``model`` of a run's saved settings.
 
     Args:
-        section: the settings' section ``model``.
         where: source of the settings, for messages.
         fix: the fix for a missing section, for the message.
 
@@ -158,9 +154,6 @@ class CheckpointWeights:
 
     Raises:
         ConfigError: if there is no checkpoint, or it is incomplete, damaged or unreadable.
-
-    Attributes:
-        settings: the run's configuration, as plain values.
     """
 
     def __init__(self, where: str) -> None:

@@ -108,11 +108,7 @@ def decode_bytes(tokens: Sequence[int] | Tokens) -> str:
 
 
 def stdlib_files() -> list[SourceFile]:
-    """Source of the running Python's standard library, without tests and installed packages.
-
-    Raises:
-        ConfigError: if this interpreter has no source files.
-    """
+    """Source of the running Python's standard library, without tests and installed packages; ConfigError if none."""
     root = sysconfig.get_paths()["stdlib"]
     files = [source_file("data.files", path, root) for path in _python_files(root)]
     if not files:

@@ -64,11 +64,9 @@ class SampledFiles:
         return {"version": VERSION, "digests": self._sums}
 
     def check_unchanged(self, state: Any) -> None:
-        """Compare the files with those of a checkpoint.
+        """Compare the files with those of a checkpoint's ``state_dict``.
 
-        Args:
-            state: from ``state_dict``. None (of earlier versions) and digests of another choice of blocks or number of
-                files are not compared.
+        None (of earlier versions) and digests of another choice of blocks or number of files are not compared.
 
         Raises:
             ConfigError: naming the first changed file, or the few that share its digest.
@@ -91,12 +89,7 @@ class SampledFiles:
 
 
 def sampled_offsets(size_bytes: int, blocks: int) -> list[int]:
-    """Offsets of the sampled blocks of a file, ascending.
-
-    Args:
-        size_bytes: of the file.
-        blocks: besides the first and the last.
-    """
+    """Offsets of the sampled blocks of a file, ascending: the first, the last and ``blocks`` between them."""
     if size_bytes <= (blocks + 2) * BLOCK_BYTES:
         return list(range(0, size_bytes, BLOCK_BYTES))
     inner = size_bytes - 2 * BLOCK_BYTES

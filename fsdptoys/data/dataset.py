@@ -70,11 +70,7 @@ class TokenDataset(ABC):
     """Sample to generate after training, if any."""
 
     def sample_files(self) -> SampledFiles | None:
-        """Read sampled blocks of the training files; None if the data has no files.
-
-        Raises:
-            ConfigError: if a file cannot be read.
-        """
+        """Read sampled blocks of the training files, if any; ConfigError if one cannot be read."""
         return None
 
     def __init__(self, train: Samples, eval: Samples | None, fingerprint: str) -> None:
@@ -83,11 +79,7 @@ class TokenDataset(ABC):
         self.fingerprint = fingerprint
 
     def end_labels_with_documents(self) -> int:
-        """Ignore the label after each document's end, since it cannot be predicted from its own document.
-
-        Returns:
-            The id that ends a document.
-        """
+        """Ignore the label after each document's end, which is of another document; return the id of the end."""
         assert self.document_end is not None
         self.train = LabelsWithinDocuments(self.train, self.document_end)
         self.eval = None if self.eval is None else LabelsWithinDocuments(self.eval, self.document_end)
@@ -164,11 +156,7 @@ class DataConfig(ABC):
         return None
 
     def check_documents(self) -> None:
-        """Refuse ``mask_documents`` for data without known ends of documents.
-
-        Raises:
-            ConfigError: naming key, value and fix.
-        """
+        """Refuse ``mask_documents`` for data without known ends of documents."""
         if self.mask_documents and not self.knows_document_end:
             raise ConfigError(
                 f"data.mask_documents=true needs the id that ends a document, which data={self.name} does not know as "
@@ -177,39 +165,14 @@ class DataConfig(ABC):
 
     @abstractmethod
     def validate(self, seq_len: int, vocab_size: int) -> None:
-        """Run the cheap checks, before any rank starts.
-
-        Args:
-            seq_len: tokens a sample.
-            vocab_size: the model's number of token ids.
-
-        Raises:
-            ConfigError: naming key, value and fix.
-        """
+        """Run the cheap checks, before any rank starts; a ConfigError names key, value and fix."""
 
     def prepare(self, seq_len: int, vocab_size: int) -> None:  # noqa: B027  # most data needs no preparation
-        """Make the files that ``build`` reads: once on each node, before the process group, since it may take long.
-
-        Args:
-            seq_len: tokens a sample.
-            vocab_size: the model's number of token ids.
-
-        Raises:
-            ConfigError: naming key, value and fix.
-        """
+        """Make the files that ``build`` reads: once on each node, before the process group, since it may take long."""
 
     @abstractmethod
     def build(self, seq_len: int, vocab_size: int, seed: int) -> TokenDataset:
-        """Open the data.
-
-        Args:
-            seq_len: tokens a sample.
-            vocab_size: the model's number of token ids.
-            seed: decides synthetic data, and is part of every fingerprint.
-
-        Raises:
-            ConfigError: naming key, value and fix.
-        """
+        """Open the data; ``seed`` decides synthetic data, and is part of every fingerprint."""
 
 
 def hash_of(*parts: object, contents: bytes = b"") -> str:

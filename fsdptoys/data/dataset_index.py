@@ -263,11 +263,7 @@ def check_folder(folder: str, advance: Callable[[int], None] = lambda count: Non
 
 
 def kept_tokenizer(folder: str, index: Index) -> Path | None:
-    """The folder's copy of its tokenizer's file; None where it has none.
-
-    Raises:
-        ConfigError: if it is missing or damaged.
-    """
+    """The folder's copy of its tokenizer's file, if it has one; ConfigError if it is missing or damaged."""
     root = Path(folder).expanduser()
     damage = _check_tokenizer(root, index)
     if damage:
@@ -306,11 +302,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _from_tree(tree: Any) -> Index:
-    """Build the index from a file's content.
-
-    Raises:
-        ValueError: with the mistake.
-    """
+    """Build the index from a file's content; ValueError with the mistake."""
     if not isinstance(tree, dict) or tree.get("format") != FORMAT:
         raise ForeignError(f"it is not of the format {FORMAT!r}")
     if tree.get("version") != VERSION:

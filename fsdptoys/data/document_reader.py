@@ -118,11 +118,7 @@ def find_sources(key: str, patterns: Sequence[str]) -> list[SourceData]:
 
 
 def require_datasets(owner: str) -> None:
-    """Check that the package ``datasets`` is installed.
-
-    Raises:
-        ConfigError: if it is not.
-    """
+    """Check that the package ``datasets`` is installed."""
     try:
         import datasets  # noqa: F401
     except ImportError as error:

@@ -164,11 +164,7 @@ class HFConfig(DataConfig):
 
 
 def _is_prepared(request: Request) -> bool:
-    """Whether the cache has the folder, with a valid index and files of the right sizes.
-
-    Raises:
-        ConfigError: if the system refuses to read it, so that preparing it again would not help.
-    """
+    """Whether the cache has the folder, with a valid index and files of the right sizes; ConfigError if unreadable."""
     try:
         read_index(str(request.folder), str(request.folder))
     except UnusableFolderError:

@@ -103,13 +103,7 @@ def _no_shared_memory(workers: int, reason: str) -> str:
 
 
 class StepPrefetcher:
-    """Consecutive steps, prefetched.
-
-    Args:
-        reader: makes the batches, in the workers.
-        place: position of the first step.
-        workers: background processes.
-    """
+    """Consecutive steps from the one at position ``place`` on, prefetched by background processes."""
 
     def __init__(self, reader: StepSource, place: int, workers: int) -> None:
         others = set(multiprocessing.active_children())
@@ -137,12 +131,7 @@ class StepPrefetcher:
         self._at_exit = util.Finalize(None, self.close, exitpriority=10)
 
     def next(self) -> Tensor:
-        """The next step's batches.
-
-        Raises:
-            ConfigError: from the reader.
-            LostWorkerError: if a worker has ended.
-        """
+        """The next step's batches; ConfigError from the reader, LostWorkerError if a worker has ended."""
         try:
             step = next(self._steps)
         except (RuntimeError, OSError, EOFError):

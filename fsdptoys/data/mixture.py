@@ -27,11 +27,7 @@ ENDLESS = 2**62
 
 
 class Pattern:
-    """Order of the sources in a block, spread evenly.
-
-    Args:
-        weights: of the sources, above 0.
-    """
+    """Order of the sources in a block, spread evenly by their weights, all above 0."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         self.counts = _places(weights)
@@ -61,13 +57,7 @@ class Pattern:
 
 
 class MixedSamples:
-    """Endless samples of several sources.
-
-    Args:
-        sources: their samples, at least one each.
-        weights: of the sources, above 0.
-        seed: decides the order.
-    """
+    """Endless samples of several sources, at least one each, with weights above 0; the seed decides the order."""
 
     endless = True
 
@@ -96,12 +86,7 @@ class MixedSamples:
 
 
 class MixedHeldOut:
-    """Held-out samples of several sources, up to the end of the first.
-
-    Args:
-        sources: their samples, at least one each.
-        weights: of the sources, above 0.
-    """
+    """Held-out samples of several sources, at least one each, with weights above 0, up to the end of the first."""
 
     endless = False
 
@@ -126,11 +111,7 @@ class MixedHeldOut:
 
 
 def _places(weights: Sequence[float]) -> list[int]:
-    """Positions of each source in the smallest block with the proportions, to within half a position in ``BLOCK``.
-
-    Raises:
-        ConfigError: if a share is below one position.
-    """
+    """Positions of each source in the smallest block with the proportions, to within half a position in ``BLOCK``."""
     total = math.fsum(weights)
     shares = [weight / total for weight in weights]
     for size in _block_sizes(shares):

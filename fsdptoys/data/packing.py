@@ -60,15 +60,7 @@ class Packing(Enum):
 
 
 def best_fit(lengths: NDArray[Any], capacity: int) -> list[list[int]]:
-    """Assign pieces to rows.
-
-    Args:
-        lengths: of the pieces, from ``SHORTEST`` to ``capacity``.
-        capacity: of a row.
-
-    Returns:
-        Numbers of the pieces of each row, ascending.
-    """
+    """Assign pieces, of ``SHORTEST`` to ``capacity`` ids, to rows; returns numbers of each row's pieces."""
     rows: list[list[int]] = []
     with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
     rooms = 0  # bit r: some row has room for exactly r more
@@ -111,14 +103,10 @@ class _Counts:
 
 
 class PackedRows:
-    """The ids of each row, mapped from the files of a folder.
-
-    Args:
-        folder: made by ``pack_rows``.
+    """The ids of each row, mapped from the files of a folder made by ``pack_rows``.
 
     Raises:
         ValueError: if the files do not fit each other.
-        OSError: from the system.
     """
 
     _maps: tuple[NDArray[Any], ...] | None = None
@@ -151,14 +139,7 @@ class PackedRows:
 
 
 class PackedSamples:
-    """Rows of whole documents as samples.
-
-    Args:
-        stream: all documents of a split.
-        rows: packed from it.
-        seq_len: tokens a sample.
-        padding: id that fills the rest of a row.
-    """
+    """Rows of whole documents as samples; ``padding`` is the id that fills the rest of a row."""
 
     endless = False
 
@@ -238,11 +219,7 @@ def pack_rows(
 
 
 def _open_rows(place: Path) -> tuple[PackedRows | None, str | None]:
-    """The rows in a folder, or the damage; neither where nothing is there.
-
-    Raises:
-        OSError: from the system.
-    """
+    """The rows in a folder, or the damage; neither if the folder does not exist."""
     try:
         return PackedRows(place), None
     except (FileNotFoundError, NotADirectoryError):

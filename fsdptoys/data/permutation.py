@@ -23,12 +23,7 @@ WORD = 2**64 - 1
 
 
 class Shuffle:
-    """A pseudo-random permutation of ``range(count)``.
-
-    Args:
-        count: positions, at least one.
-        key: selects the permutation.
-    """
+    """A pseudo-random permutation of ``range(count)`` (at least one), selected by the key."""
 
     def __init__(self, count: int, *key: object) -> None:
         assert count > 0
@@ -53,12 +48,7 @@ class Shuffle:
 
 
 class EndlessShuffle:
-    """Endless positions: one permutation after the other, one for each epoch.
-
-    Args:
-        count: positions of an epoch.
-        key: selects the permutations.
-    """
+    """Endless positions: one permutation of ``range(count)`` for each epoch, selected by the key."""
 
     def __init__(self, count: int, *key: object) -> None:
         self.count = count

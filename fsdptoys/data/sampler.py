@@ -41,10 +41,8 @@ class StepReader:
         self._shuffle = EndlessShuffle(len(samples), seed)
 
     def read(self, place: int) -> Tensor:
-        """Tokens and labels of the step whose first sample is at a position of the order.
-
-        Returns:
-            int64 of shape (micro-batches · own ranks, 2, B, T).
+        """Tokens and labels of the step whose first sample is at a position, int64 (micro-batches · own ranks, 2, B,
+        T).
         """
         step: Tokens | None = None
         for microbatch in range(self.microbatches):
@@ -137,11 +135,7 @@ class BatchStream:
         return state if self._files is None else state | {"files": self._files.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the samples seen before.
-
-        Raises:
-            ConfigError: if the data or its order has changed.
-        """
+        """Continue after the samples seen before; ConfigError if the data or its order has changed."""
         if state.get("order") != self._order:
             raise ConfigError(
                 f"the checkpoint's data came in the order {state.get('order') or 'of an earlier version'}, and this "
@@ -163,13 +157,10 @@ class BatchStream:
 def eval_batches(
     samples: Samples, batch_size: int, batches: int, rank: int, data_ranks: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield one rank's share of the first ``batches * data_ranks * batch_size`` samples, in order.
+    """Yield one rank's share of the first ``batches * data_ranks * batch_size`` samples, in order, as ``next_step``.
 
     Every rank gets the same number of batches, so that collectives stay aligned. If the samples end early, there are
     fewer batches, the last padded with rows whose labels are all ``IGNORE_INDEX``.
-
-    Returns:
-        ``(tokens_BT, labels_BT)``, int64 on the CPU.
     """
     needed = -(-len(samples) // (data_ranks * batch_size))
     for batch in range(min(batches, needed)):

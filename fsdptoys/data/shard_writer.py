@@ -82,7 +82,7 @@ class ShardsWriter:
     """Writes documents into shards.
 
     Args:
-        folder: of the dataset to be; files go into ``NAME.part`` beside it.
+        folder: of the dataset to be; files go into ``NAME.part`` next to it.
         request: fingerprint of the request; the part of another request is deleted.
         dtype: of an id, as the index names it.
         shard_tokens: a shard ends with the document that brings it to this many ids.
@@ -105,13 +105,7 @@ class ShardsWriter:
         return sum(shard.tokens for shard in self._shards)
 
     def add(self, split: str, ids: NDArray[Any], lengths: Tokens) -> None:
-        """Append documents to a split.
-
-        Args:
-            split: ``train`` or ``eval``.
-            ids: of all documents, one after the other, with the end of each.
-            lengths: of each document.
-        """
+        """Append documents to a split: the ids of all, one after the other with the end of each, and their lengths."""
         stops = np.cumsum(lengths)
         first = 0
         while first < len(lengths):
@@ -126,12 +120,7 @@ class ShardsWriter:
         self._unsaved += len(ids)
 
     def add_long(self, split: str, blocks: Iterable[NDArray[Any]]) -> None:
-        """Append one document to a split.
-
-        Args:
-            split: ``train`` or ``eval``.
-            blocks: its ids with the end of the document, in parts.
-        """
+        """Append one document to a split: its ids in parts, with the end of the document."""
         shard = self._open(split)
         before = shard.tokens
         for ids in blocks:
@@ -230,11 +219,7 @@ class _OpenShard:
 
     @classmethod
     def reopen(cls, folder: Path, noted: ShardProgress, dtype: "np.dtype[Any]") -> "_OpenShard":
-        """Restore a shard to its recorded progress.
-
-        Raises:
-            ValueError: if its files are shorter.
-        """
+        """Restore a shard to its recorded progress; ValueError if its files are shorter."""
         shard = cls(folder, noted.name, noted.split, dtype, "r+b")
         shard.tokens, shard.documents = noted.tokens, noted.documents
         sizes = (shard.tokens * dtype.itemsize, shard.documents * ENDS_DTYPE.itemsize)

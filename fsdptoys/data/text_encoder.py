@@ -116,14 +116,11 @@ class FileEncoder(Encoder):
 
 @contextmanager
 def explain_package_errors(failure: str, fix: str = "name another tokenizer, or mend this one") -> Iterator[None]:
-    """Report errors of the package ``tokenizers``, including panics of its Rust code, in one sentence.
+    """Report errors of the package ``tokenizers``, including panics of its Rust code, as ConfigErrors.
 
     Args:
         failure: start of the sentence.
         fix: its end, an imperative.
-
-    Raises:
-        ConfigError: instead of the package's own errors.
     """
     try:
         yield
@@ -137,11 +134,7 @@ def explain_package_errors(failure: str, fix: str = "name another tokenizer, or 
 
 
 def read_file(file: Path) -> bytes:
-    """Content of a tokenizer's file.
-
-    Raises:
-        ConfigError: if it cannot be read, is not a regular file, or is too large.
-    """
+    """Content of a tokenizer's file; ConfigError if it cannot be read, is not a regular file, or is too large."""
     try:
         return read_regular(file, MOST_TOKENIZER_BYTES)
     except OSError as error:
@@ -198,15 +191,7 @@ def read_tokenizer(file: Path, owner: str, extra: str, instead: str, missing: st
 
 
 def open_encoder(choice: str, end: str | None, owner: str, end_owner: str) -> Encoder:
-    """Open the named encoder.
-
-    Args:
-        choice: ``bytes``, or the path of a ``tokenizer.json`` or its folder.
-        end, owner, end_owner: as for ``FileEncoder``.
-
-    Raises:
-        ConfigError: if it does not exist.
-    """
+    """Open the encoder ``bytes`` or a ``FileEncoder``; ConfigError if it does not exist."""
     if choice == "bytes":
         if end is not None:
             raise ConfigError(f"{end_owner} names a token, and bytes have none but 0 for the end; leave it out")
@@ -215,11 +200,7 @@ def open_encoder(choice: str, end: str | None, owner: str, end_owner: str) -> En
 
 
 def _own_end(folder: Path, end_owner: str) -> str | None:
-    """The end-of-sequence token of a Hugging Face folder, if it names one.
-
-    Raises:
-        ConfigError: if its settings cannot be read.
-    """
+    """The end-of-sequence token of a Hugging Face folder, if any; ConfigError if its settings are unreadable."""
     path = folder / SETTINGS_FILE
     try:
         settings = parse_json(read_regular(path, MOST_SETTINGS_BYTES), non_finite=True)

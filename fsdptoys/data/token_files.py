@@ -35,11 +35,7 @@ class SourceFile:
 
 
 def match_files(key: str, pattern: str) -> list[SourceFile]:
-    """Find the files of a path or a glob (``**`` for any depth), sorted by path.
-
-    Args:
-        key: the configuration's key, for messages.
-        pattern: an existing path is never a glob, whatever characters it has.
+    """Find the files of a path or a glob (``**`` for any depth), sorted by path; an existing path is never a glob.
 
     Raises:
         ConfigError: if nothing matches, or a file is empty, not regular or not readable.
@@ -61,11 +57,7 @@ def match_files(key: str, pattern: str) -> list[SourceFile]:
 
 
 def source_file(key: str, path: str, root: str) -> SourceFile:
-    """Check one file, named by its path below ``root``.
-
-    Raises:
-        ConfigError: if it is missing, not regular or not readable.
-    """
+    """Check one file, named by its path below ``root``; ConfigError if it is missing, not regular or not readable."""
     if os.path.isdir(path):
         raise ConfigError(
             f"{key}=[{path}] is a directory; set {key}=[{os.path.join(path, '**')}] for all files below it"
@@ -83,11 +75,7 @@ def source_file(key: str, path: str, root: str) -> SourceFile:
 
 
 def require_content(key: str, file: SourceFile) -> None:
-    """Refuse an empty file.
-
-    Raises:
-        ConfigError: if it is empty.
-    """
+    """Refuse an empty file."""
     if not file.size_bytes:
         raise ConfigError(f"{key}=[{file.path}] is an empty file; take it out of {key} or write it again")
 
@@ -152,11 +140,7 @@ class FileStream:
         return tokens
 
     def check_heads(self) -> None:
-        """Read the first MiB of every file.
-
-        Raises:
-            ConfigError: if a file cannot be read, or has a token outside the vocabulary.
-        """
+        """Read the first MiB of every file; errors as ``read``."""
         for index, tokens in enumerate(self.file_tokens):
             self._read_file(index, 0, min(tokens, HEAD_BYTES // self.dtype.itemsize))
 
@@ -187,11 +171,7 @@ class FileStream:
         return tokens
 
     def check_tokens(self, index: int, offset: int, tokens: NDArray[Any]) -> None:
-        """Check tokens of a file against the vocabulary.
-
-        Raises:
-            ConfigError: naming the first outside.
-        """
+        """Check tokens of a file against the vocabulary; a ConfigError names the first outside."""
         if len(tokens) and int(tokens.max()) >= self.vocab_size:
             first = int(np.flatnonzero(tokens >= self.vocab_size)[0])
             token = int(tokens[first])

@@ -39,15 +39,7 @@ class WindowSamples:
         return window[:-1], window[1:]
 
     def require_one(self, part: str, fix: str) -> None:
-        """Check that there is at least one sample.
-
-        Args:
-            part: name of these samples in the message.
-            fix: alternative to shorter sequences, an imperative.
-
-        Raises:
-            ConfigError: if the stream is too short.
-        """
+        """Check that there is at least one sample; ``part`` and ``fix`` (an imperative) are for the message."""
         tokens = self.stop - self.start
         if len(self) == 0:
             shorter = f"set train.seq_len={tokens - 1} or " if tokens > 1 else ""
@@ -58,11 +50,7 @@ class WindowSamples:
 
 
 def check_eval_fraction(eval_fraction: float) -> None:
-    """Check a held-out share.
-
-    Raises:
-        ConfigError: unless it is in [0, 1).
-    """
+    """Check that a held-out share is in [0, 1)."""
     if not 0 <= eval_fraction < 1:
         raise ConfigError(
             f"data.eval_fraction={eval_fraction} must be at least 0 and below 1; set data.eval_fraction=0.05"
@@ -70,11 +58,7 @@ def check_eval_fraction(eval_fraction: float) -> None:
 
 
 def split_windows(stream: FileStream, seq_len: int, eval_fraction: float) -> tuple[WindowSamples, WindowSamples | None]:
-    """Cut a stream into training windows and, from its last ``eval_fraction``, held-out ones (None if that is 0).
-
-    Raises:
-        ConfigError: if either part is too short for one sample.
-    """
+    """Cut a stream into training windows and, from its last ``eval_fraction``, held-out ones (None if that is 0)."""
     boundary = len(stream) - int(len(stream) * eval_fraction)
     train = WindowSamples(stream, 0, boundary, seq_len)
     train.require_one("the training part of data.files", "add files to data.files")

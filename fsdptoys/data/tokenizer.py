@@ -28,22 +28,14 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Ids of a text.
-
-        Raises:
-            ConfigError: if it has none.
-        """
+        """Ids of a text; ConfigError if it has none."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids."""
 
     def encode_file(self, content: bytes, path: str) -> list[int]:
-        """Ids of a file.
-
-        Raises:
-            ConfigError: if it is not UTF-8, or its text has no ids.
-        """
+        """Ids of a file; ConfigError if it is not UTF-8, or its text has no ids."""
         try:
             return self.encode(content.decode("utf-8"))
         except UnicodeDecodeError as error:
@@ -84,11 +76,9 @@ class IdTokenizer(Tokenizer):
 
 
 class FileTokenizer(Tokenizer):
-    """A ``tokenizer.json``.
+    """A ``tokenizer.json``: the file or its folder.
 
-    Args:
-        path: the file or its folder.
-        plain: encode text as prepared data is (``data.text_encoder``), rather than as the file says.
+    ``plain`` encodes text as prepared data is (``data.text_encoder``), rather than as the file says.
 
     Raises:
         ConfigError: if it cannot be read, or the package ``tokenizers`` is missing.
@@ -135,11 +125,7 @@ def open_tokenizer(choice: str, vocab_size: int, *, plain: bool = False) -> Toke
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, owner: str) -> None:
-    """Check that ids are below the model's vocabulary size.
-
-    Raises:
-        ConfigError: naming the first that is not.
-    """
+    """Check that ids are below the model's vocabulary size; a ConfigError names the first that is not."""
     for position, token in enumerate(ids):
         if token >= vocab_size:
             raise ConfigError(

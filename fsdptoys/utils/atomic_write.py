@@ -10,13 +10,8 @@ from .regular_file import open_regular
 def write_atomically(path: "str | os.PathLike[str]", content: "str | bytes", *, sync: bool = False) -> None:
     """Write a new file under a hidden name in the same folder and rename it to ``path``.
 
-    Args:
-        path: the file; a symbolic link in its place is replaced, not its target.
-        content: text is written as UTF-8.
-        sync: flush the content to the disk before the rename.
-
-    Raises:
-        OSError: from the system; the old file stays, without a part of the new one.
+    Text is written as UTF-8; a symbolic link at ``path`` is replaced, not its target; ``sync`` flushes the content to
+    the disk before the rename. After an OSError the old file stays, without a part of the new one.
     """
     path = Path(path)
     data = content.encode("utf-8") if isinstance(content, str) else content

@@ -55,11 +55,7 @@ def bounds_of(field: "dataclasses.Field[Any]") -> Bounds:
 
 
 def check_bounds(section: str, config: Any) -> None:
-    """Check a section of the configuration against the bounds of its fields; None passes.
-
-    Raises:
-        ConfigError: for the first number outside.
-    """
+    """Check a section of the configuration against the bounds of its fields; None passes."""
     for field in dataclasses.fields(config):
         bounds, value = bounds_of(field), getattr(config, field.name)
         if bounds.most < math.inf:
@@ -69,16 +65,7 @@ def check_bounds(section: str, config: Any) -> None:
 
 
 def check_at_most(section: str, config: object, **bounds: float) -> None:
-    """Check numbers of a section against their upper bounds.
-
-    Args:
-        section: first part of the keys.
-        config: has the fields; None passes.
-        bounds: field → largest value.
-
-    Raises:
-        ConfigError: for the first value over its bound.
-    """
+    """Check numbers of a section against their upper bounds, by field; None passes."""
     for name, most in bounds.items():
         value = getattr(config, name)
         if value is not None and value > most:
@@ -87,10 +74,6 @@ def check_at_most(section: str, config: object, **bounds: float) -> None:
 
 
 def check_at_least(key: str, value: float, least: float) -> None:
-    """Check a number against its lower bound.
-
-    Raises:
-        ConfigError: if it is below, infinite or nan.
-    """
+    """Check that a number is finite and not below its lower bound."""
     if not least <= value < math.inf:
         raise ConfigError(f"{key}={value} must be at least {least}; set {key}={least}")

@@ -33,8 +33,8 @@ _stdout_may_end = False
 def install_streams() -> None:
     """Replace ``sys.stdout`` and ``sys.stderr``, and occupy descriptors 0 to 2 where they are closed.
 
-    Otherwise the next opened file would get the descriptor of a closed stream, and its output. Streams of a test
-    runner or a notebook stay.
+    Otherwise the next opened file would get the descriptor of a closed stream, and its output. Streams of a test runner
+    or a notebook stay.
     """
     global _stdout_may_end
     _stdout_may_end = False
@@ -62,12 +62,9 @@ def lost_output() -> dict[str, str]:
 
 
 def hold_descriptors() -> set[int]:
-    """Open /dev/null on closed descriptors among 0 to 2.
+    """Open /dev/null on closed descriptors among 0 to 2, and return these.
 
     It is opened for reading only, so that a child process still sees that it cannot print.
-
-    Returns:
-        The previously closed descriptors.
     """
     held = set()
     for number in range(3):

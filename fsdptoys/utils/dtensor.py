@@ -47,8 +47,7 @@ def unwrapped(tensor: Tensor) -> Tensor:
 def local_bounds(param: Tensor) -> tuple[tuple[int, int], ...]:
     """Start and stop index of this rank's shard in each dim of the full tensor.
 
-    Args:
-        param: a plain tensor, or a DTensor with placements ``Shard`` (as by ``torch.chunk``) or ``Replicate``.
+    DTensors may have placements ``Shard`` (as by ``torch.chunk``) or ``Replicate``.
     """
     bounds = [(0, size) for size in param.shape]
     if is_dtensor(param):

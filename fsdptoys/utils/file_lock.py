@@ -32,11 +32,7 @@ WAIT_SECONDS = 0.2
 
 
 class HeldError(Exception):
-    """Another process holds the lock.
-
-    Args:
-        holder: process id in the lock file, or "unknown".
-    """
+    """Another process holds the lock; its id comes from the lock file, or is "unknown"."""
 
     def __init__(self, holder: str = "unknown") -> None:
         super().__init__(f"held by pid {holder}")
@@ -137,16 +133,12 @@ def hold_lock(path: Path, owner: str, wait: Callable[[str], object] | None) -> I
 
 
 def lock_file(path: Path) -> int:
-    """Lock a file, created if missing, and write this process's id into it.
-
-    Returns:
-        The descriptor that holds the lock, for ``unlock_file``.
+    """Lock a file, created if missing, and write this process's id into it; return the descriptor for ``unlock_file``.
 
     Raises:
         HeldError: if another process holds it.
         NoLocksError: if the file system has no locks.
         NotRegularFileError: if something else has the name; a symbolic link is not followed.
-        OSError: from the system.
     """
     while True:
         descriptor = open_descriptor(path, os.O_RDWR | os.O_CREAT)
@@ -175,14 +167,10 @@ def unlock_file(path: Path, descriptor: int) -> None:
 
 
 def lock_folder(path: Path) -> int | None:
-    """Lock a folder itself.
-
-    Returns:
-        The descriptor that holds the lock until closed; None without flock for folders, as on NFS.
+    """Lock a folder itself until the returned descriptor is closed; None without flock for folders, as on NFS.
 
     Raises:
         HeldError: if another process holds it.
-        OSError: if it cannot be opened.
     """
     if fcntl is None:
         return None

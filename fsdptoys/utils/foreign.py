@@ -114,11 +114,7 @@ def parse_yaml(text: "str | bytes", *, unique_keys: bool = False) -> Any:
 
 
 def check_depth(tree: Any, max_depth: int = MAX_DEPTH) -> None:
-    """Check that a tree of dicts and lists is safe for recursion.
-
-    Raises:
-        ForeignError: if it has more than ``max_depth`` levels.
-    """
+    """Check that a tree of dicts and lists has at most ``max_depth`` levels, so that recursion is safe."""
     level = [tree]
     for _ in range(max_depth + 1):
         level = [node for node in level if isinstance(node, (dict, list))]

@@ -53,11 +53,7 @@ def build(kind: type[T], tree: Any, name: str = "", *, skip_unknown: bool = Fals
 
 
 def typed(kind: Any, value: Any, name: str) -> Any:
-    """Convert a value to an annotation's type; lists may become tuples, and integers floats.
-
-    Raises:
-        ForeignError: if the value has another type, or is too large or not finite.
-    """
+    """Convert a value to an annotation's type; lists may become tuples, and integers floats. ForeignError otherwise."""
     return _typed(kind, value, name, Bounds(), False)
 
 

@@ -11,15 +11,7 @@ FILE_BYTES = 200
 
 
 def check_text(key: str, text: str) -> None:
-    """Check that text can be encoded in UTF-8 and passed to the system.
-
-    Args:
-        key: key of the setting, for the message.
-        text: invalid bytes of the command line are surrogates in it.
-
-    Raises:
-        ConfigError: if it is not valid UTF-8, or has a NUL character.
-    """
+    """Check that text is valid UTF-8 without NUL characters; invalid bytes of the command line are surrogates in it."""
     shown = f"{key}={printable(text)}" if key else printable(text)
     try:
         text.encode("utf-8")
@@ -30,11 +22,7 @@ def check_text(key: str, text: str) -> None:
 
 
 def check_home(key: str, path: str) -> None:
-    """Check that a path's leading ``~`` or ``~user``, if any, can be expanded.
-
-    Raises:
-        ConfigError: if there is no such user or home folder.
-    """
+    """Check that a path's leading ``~`` or ``~user``, if any, can be expanded."""
     if path.startswith("~") and os.path.expanduser(path) == path:
         user = path.partition("/")[0]
         raise ConfigError(f"{key}={path} starts with {user}, whose home folder is not known; write the folder's path")
@@ -47,9 +35,6 @@ def check_length(key: str, path: str | os.PathLike[str], directory: str | os.Pat
         key: key of the setting with its value, for the message.
         path: absolute; need not exist.
         directory: the nearest existing parent.
-
-    Raises:
-        ConfigError: if a name or the path is too long.
     """
     longest_name, longest_path = os.pathconf(directory, "PC_NAME_MAX"), os.pathconf(directory, "PC_PATH_MAX")
     encoded = os.fsencode(path)

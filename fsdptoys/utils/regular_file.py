@@ -42,16 +42,10 @@ class NotRegularFileError(OSError):
 
 
 def open_regular(path: "str | os.PathLike[str]", mode: str = "rb", **options: Any) -> IO[Any]:
-    """``open`` for regular files.
-
-    Args:
-        path: the file.
-        mode: as for ``open``; modes that write refuse a symbolic link as the last part of the path.
-        options: as for ``open``: ``encoding``, ``buffering``, …
+    """``open`` for regular files; modes that write refuse a symbolic link as the last part of the path.
 
     Raises:
         NotRegularFileError: for any other type of file.
-        OSError: from the system.
     """
     writes = any(letter in mode for letter in "wax+")
     opened = -1
@@ -77,7 +71,6 @@ def open_descriptor(
 
     Raises:
         NotRegularFileError: for any other type of file.
-        OSError: from the system.
     """
     # Windows has none of these flags, and no FIFOs in folders.
     flags |= getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
@@ -100,13 +93,7 @@ def open_descriptor(
 
 
 def read_regular(path: "str | os.PathLike[str]", largest_bytes: int) -> bytes:
-    """The content of a regular file of limited size.
-
-    Raises:
-        NotRegularFileError: for any other type of file.
-        ValueError: if the file is larger.
-        OSError: from the system.
-    """
+    """The content of a regular file; ValueError if it is larger than ``largest_bytes``."""
     with open_regular(path, "rb") as file:
         content: bytes = file.read(largest_bytes + 1)
     if len(content) > largest_bytes:
@@ -115,11 +102,7 @@ def read_regular(path: "str | os.PathLike[str]", largest_bytes: int) -> bytes:
 
 
 def check_regular(path: "str | os.PathLike[str]") -> None:
-    """Check that a path is a regular file or does not exist; links are not followed.
-
-    Raises:
-        NotRegularFileError: for any other type of file.
-    """
+    """NotRegularFileError unless a path is a regular file or does not exist; links are not followed."""
     mode = _mode_of(path)
     if mode is not None and not stat.S_ISREG(mode):
         raise NotRegularFileError(path, mode)

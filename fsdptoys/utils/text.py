@@ -62,14 +62,9 @@ def align_columns(rows: Sequence[Sequence[str]], right: Sequence[int] = (0,)) ->
 
 
 def printable(text: str, stream: "IO[str] | None" = None) -> str:
-    """Escape characters that control a terminal: escape sequences, carriage returns, right-to-left marks.
+    """Escape characters that control a terminal (as ``\\x1b``): escape sequences, right-to-left marks.
 
-    Args:
-        text: foreign text, such as a model's output or a name in a file.
-        stream: destination; characters outside its encoding are escaped too.
-
-    Returns:
-        The text with Python's escapes (``\\x1b``); newlines and tabs stay.
+    Newlines and tabs stay. Characters outside the encoding of a destination ``stream`` are escaped too.
     """
     escaped = "".join(
         char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode() for char in text
@@ -81,12 +76,7 @@ def printable(text: str, stream: "IO[str] | None" = None) -> str:
 
 
 def one_line(text: object, longest: int | None = LONGEST_LINE) -> str:
-    """Printable text on one line, to quote in a sentence or a table.
-
-    Args:
-        text: a string, or an exception.
-        longest: maximum length, in characters; None for no limit.
-    """
+    """Printable text of a string or an exception on one line of at most ``longest`` characters."""
     line = printable(" ".join(str(text).split()))
     return line if longest is None or len(line) <= longest else f"{line[: longest - 1]}…"
 
@@ -102,15 +92,7 @@ def encodable(text: str, stream: "IO[str] | None") -> str:
 
 
 def print_status(sentence: str, *, stdout: bool = False) -> bool:
-    """Print ``fsdptoys: SENTENCE``; a full disk, a broken pipe or a closed stream raises nothing.
-
-    Args:
-        sentence: may quote foreign text.
-        stdout: print to stdout instead of stderr.
-
-    Returns:
-        Whether it was printed.
-    """
+    """Print ``fsdptoys: SENTENCE``; return whether it was printed, as a full disk raises nothing."""
     stream = sys.stdout if stdout else sys.stderr
     if stream is None:  # closed when this process started
         return False
