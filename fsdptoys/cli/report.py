@@ -22,9 +22,7 @@ from fsdptoys.utils.text import encodable, one_line, print_status
 from .help import refuse_unknown, take_options
 
 if TYPE_CHECKING:
-    from fsdptoys.report.table_data import (
-        Table,
-    )
+    from fsdptoys.report.table import Table
 
 FORMS = ("--table", "--markdown", "--csv", "--json")
 
@@ -168,10 +166,13 @@ def _check_page(page: Path, typed: bool) -> None:
 
 
 def _print(table: "Table", form: str) -> None:
+    from fsdptoys.report.table_export import to_csv, to_json, to_markdown
+    from fsdptoys.report.table_terminal import print_table
+
     if form == "--table":
-        table.print(_console())
+        print_table(table, _console())
     else:
-        text = {"--markdown": table.markdown, "--csv": table.csv, "--json": table.json}[form]()
+        text = {"--markdown": to_markdown, "--csv": to_csv, "--json": to_json}[form](table)
         sys.stdout.write(encodable(text, sys.stdout))
 
 

@@ -10,7 +10,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.sweep import Sweep
 from fsdptoys.sweep.definition import is_file_name, list_sweeps
 from fsdptoys.sweep.folder import SWEEP_FILE
-from fsdptoys.sweep.slurm_settings import refuse_commands, take_launcher_words
+from fsdptoys.sweep.slurm_settings import refuse_commands, split_launcher_words
 from fsdptoys.utils.text import (
     near_miss,
 )
@@ -69,7 +69,7 @@ def read_words(words: Sequence[str]) -> Asked:
         )
     if "--retry" in options and not resume:
         raise ConfigError("--retry runs jobs again that ended badly, which a new sweep does not have; add --resume")
-    settings, launcher_words = take_launcher_words(rest)
+    settings, launcher_words = split_launcher_words(rest)
     name = settings.pop(0) if settings and "=" not in settings[0] and not settings[0].startswith("-") else None
     _check_names(name, settings)
     if name is not None and is_file_name(name):

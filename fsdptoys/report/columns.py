@@ -22,7 +22,7 @@ NOTHING = "–"
 
 
 @dataclass(frozen=True)
-class Cell:
+class TableCell:
     """One value of a row."""
 
     value: Any
@@ -33,18 +33,18 @@ class Cell:
     """Shorter text for narrow terminals."""
 
 
-EMPTY = Cell(None, NOTHING)
+EMPTY = TableCell(None, NOTHING)
 
 
 @dataclass(frozen=True)
-class Column:
+class TableColumn:
     """One cell per row, in row order."""
 
     name: str
     """Key in CSV and JSON; its suffix is the unit of the raw values."""
     heading: str
     """Displayed; names the unit of the formatted texts."""
-    cells: list[Cell]
+    cells: list[TableCell]
     numeric: bool
     weight: int
     """Narrow terminals drop the lightest columns first, and never those of ``STAYS`` or more."""
@@ -137,17 +137,21 @@ FORECASTS = (
 )
 
 
-def name_column(records: Sequence[Record]) -> Column:
+def name_column(records: Sequence[Record]) -> TableColumn:
     """Names of the rows."""
-    return Column("run", "Run", [Cell(record.name, value_text(record.name)) for record in records], False, STAYS)
+    return TableColumn(
+        "run", "Run", [TableCell(record.name, value_text(record.name)) for record in records], False, STAYS
+    )
 
 
-def status_column(records: Sequence[Record]) -> Column:
+def status_column(records: Sequence[Record]) -> TableColumn:
     """Status of each row."""
-    return Column("status", "Status", [Cell(each.status.value, each.status.value) for each in records], False, STAYS)
+    return TableColumn(
+        "status", "Status", [TableCell(each.status.value, each.status.value) for each in records], False, STAYS
+    )
 
 
-def setting_column(key: str, settings: Sequence[Settings], records: Sequence[Record]) -> Column:
+def setting_column(key: str, settings: Sequence[Settings], records: Sequence[Record]) -> TableColumn:
     """One setting of every row; rows without a recorded run fall back to the overrides of their sweep job."""
     cells = []
     for row, record in zip(settings, records, strict=True):
@@ -156,12 +160,12 @@ def setting_column(key: str, settings: Sequence[Settings], records: Sequence[Rec
         if value is None and not (record.run is not None and key in row):
             cells.append(EMPTY)
         else:
-            cells.append(Cell(value if value is not None else "null", _shown(value)))
+            cells.append(TableCell(value if value is not None else "null", _shown(value)))
     numeric = all(isinstance(cell.value, (int, float)) and not isinstance(cell.value, bool) for cell in cells)
-    return Column(key, heading(key), cells, numeric, STAYS, setting=True)
+    return TableColumn(key, heading(key), cells, numeric, STAYS, setting=True)
 
 
-def measured_columns(records: Sequence[Record]) -> list[Column]:
+def measured_columns(records: Sequence[Record]) -> list[TableColumn]:
     """Medians and memory; resident set columns only if a run uses a CPU device or offloads to the host."""
     columns = {measure.name: _measured(measure, records) for measure in MEASURES}
     runs = [record.run for record in records if record.run is not None]
@@ -172,20 +176,20 @@ def measured_columns(records: Sequence[Record]) -> list[Column]:
     return list(columns.values())
 
 
-def forecast_columns(records: Sequence[Record]) -> list[Column]:
+def forecast_columns(records: Sequence[Record]) -> list[TableColumn]:
     """Predictions, each with its relative error."""
     return [_foretold(forecast, records) for forecast in FORECASTS]
 
 
-def loss_columns(records: Sequence[Record], step: int | None) -> list[Column]:
+def loss_columns(records: Sequence[Record], step: int | None) -> list[TableColumn]:
     """Loss at ``step`` (from :func:`common_step`; None omits the column), and the last held-out loss."""
     columns = []
     if step is not None:
         losses = [_number_cell(_loss_at(record, step), 4) for record in records]
         plural = "s" * (step != 1)
-        columns.append(Column("loss", f"Loss after {step} step{plural}", losses, True, 88))
+        columns.append(TableColumn("loss", f"Loss after {step} step{plural}", losses, True, 88))
     held_out = [_number_cell(each.run.results.eval_loss if each.run else None, 4) for each in records]
-    columns.append(Column("eval_loss", "Held-out loss", held_out, True, 50))
+    columns.append(TableColumn("eval_loss", "Held-out loss", held_out, True, 50))
     return columns
 
 
@@ -228,7 +232,7 @@ def _offloads(run: RecordedRun) -> bool:
     )
 
 
-def _measured(measure: Measure, records: Sequence[Record]) -> Column:
+def _measured(measure: Measure, records: Sequence[Record]) -> TableColumn:
     read = [measure.read(record.run) if record.run is not None else None for record in records]
     medians = [value.median if isinstance(value, Spread) else value for value in read]
     shown = [value * measure.factor if value is not None else None for value in medians]
@@ -241,13 +245,13 @@ def _measured(measure: Measure, records: Sequence[Record]) -> Column:
         brief = _number(median * measure.factor, digits)
         if measure.shows_spread and isinstance(value, Spread):
             low, high = (_number(part * measure.factor, digits) for part in (value.p10, value.p90))
-            cells.append(Cell(median, f"{brief} ({low}–{high})", brief))
+            cells.append(TableCell(median, f"{brief} ({low}–{high})", brief))
         else:
-            cells.append(Cell(median, brief))
-    return Column(measure.name, measure.heading, cells, True, measure.weight)
+            cells.append(TableCell(median, brief))
+    return TableColumn(measure.name, measure.heading, cells, True, measure.weight)
 
 
-def _foretold(forecast: Forecast, records: Sequence[Record]) -> Column:
+def _foretold(forecast: Forecast, records: Sequence[Record]) -> TableColumn:
     predicted = [forecast.predicted(record.run) if record.run is not None else None for record in records]
     digits = _digits([value * forecast.factor if value is not None else None for value in predicted])
     cells = []
@@ -257,8 +261,8 @@ def _foretold(forecast: Forecast, records: Sequence[Record]) -> Column:
             continue
         brief = _number(value * forecast.factor, digits)
         difference = forecast_difference(record.run, forecast.name)
-        cells.append(Cell(value, f"{brief} ({difference:+.0%})" if difference is not None else brief, brief))
-    return Column(forecast.name, forecast.heading, cells, True, forecast.weight)
+        cells.append(TableCell(value, f"{brief} ({difference:+.0%})" if difference is not None else brief, brief))
+    return TableColumn(forecast.name, forecast.heading, cells, True, forecast.weight)
 
 
 def _loss_at(record: Record, step: int) -> float | None:
@@ -266,8 +270,8 @@ def _loss_at(record: Record, step: int) -> float | None:
     return next((metrics.loss for metrics in steps if metrics.step == step), None)
 
 
-def _number_cell(value: float | None, digits: int) -> Cell:
-    return EMPTY if value is None else Cell(value, _number(value, digits))
+def _number_cell(value: float | None, digits: int) -> TableCell:
+    return EMPTY if value is None else TableCell(value, _number(value, digits))
 
 
 def _digits(values: Sequence[float | None]) -> int:

@@ -74,7 +74,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """Result of comparing two runs."""
 
     tolerance: float
@@ -127,7 +127,7 @@ def open_run(path: Path) -> RecordedRun:
     return run
 
 
-def compare_runs(first: RecordedRun, second: RecordedRun, tolerance: float = 0.0) -> Comparison:
+def compare_runs(first: RecordedRun, second: RecordedRun, tolerance: float = 0.0) -> RunComparison:
     """Compare two runs.
 
     Args:
@@ -158,7 +158,7 @@ def compare_runs(first: RecordedRun, second: RecordedRun, tolerance: float = 0.0
     evaluates = [any(pair[run].eval_loss is not None for pair in pairs) for run in (0, 1)]
     if all(evaluates) and not same_samples:
         notes.append("Their held-out losses are over different samples and were not compared.")
-    return Comparison(
+    return RunComparison(
         tolerance=tolerance,
         courses=courses,
         only_first=sorted(ours.keys() - theirs.keys()),

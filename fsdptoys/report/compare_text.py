@@ -10,7 +10,7 @@ from rich.text import Text
 
 from fsdptoys.utils.text import encodable, printable, value_text
 
-from .compare import Comparison, Course, Difference
+from .compare import Course, Difference, RunComparison
 from .setting_effects import Effect
 
 REASONS = {
@@ -30,7 +30,7 @@ GAP = 2
 """Spaces between columns."""
 
 
-def print_comparison(found: Comparison, names: tuple[str, str], console: Console) -> None:
+def print_comparison(found: RunComparison, names: tuple[str, str], console: Console) -> None:
     """Print the verdict, the numbers behind it, and possible causes.
 
     Args:
@@ -73,7 +73,7 @@ def print_comparison(found: Comparison, names: tuple[str, str], console: Console
         _line("All settings, versions and machines are the same.", console)
 
 
-def verdict(found: Comparison) -> str:
+def verdict(found: RunComparison) -> str:
     """Summarize the comparison in one sentence."""
     steps = f"{found.courses[0].steps:,} step{'s' * (found.courses[0].steps != 1)}"
     how = f"within {found.tolerance:g} relative" if found.tolerance else "equal in every bit"
@@ -90,7 +90,7 @@ def verdict(found: Comparison) -> str:
     )
 
 
-def _ends(found: Comparison, names: tuple[str, str]) -> list[str]:
+def _ends(found: RunComparison, names: tuple[str, str]) -> list[str]:
     told = []
     for steps, letter, name in ((found.only_first, "A", names[0]), (found.only_second, "B", names[1])):
         if steps:
@@ -99,7 +99,7 @@ def _ends(found: Comparison, names: tuple[str, str]) -> list[str]:
     return told
 
 
-def _not_finite(found: Comparison) -> list[str]:
+def _not_finite(found: RunComparison) -> list[str]:
     return [
         f"The {course.quantity} is NaN or infinite in {course.not_finite[0]:,} of A's and {course.not_finite[1]:,} of "
         f"B's {course.steps:,} steps; NaN counts as equal to NaN."

@@ -15,7 +15,7 @@ from fsdptoys.utils.text import value_text
 from . import columns
 from .comparison_figures import draw_comparison
 from .figures import Picture
-from .html import Cell, escape, table
+from .html import HtmlCell, escape, table
 from .page_parts import (
     NOT_PREDICTED,
     Section,
@@ -29,13 +29,7 @@ from .page_parts import (
 from .plot_inputs import Shown, measure_of
 from .runs_table import Collection, Record
 from .setting_diff import as_word, differing, own_key
-from .table import (
-    make_table,
-)
-from .table_data import (
-    MARK,
-    Table,
-)
+from .table import MARK, Table, make_table
 
 
 def comparison_page(collection: Collection, folder: str) -> tuple[list[Section], list[Picture]]:
@@ -172,14 +166,14 @@ def _rows(rows: Table) -> str:
     return f"{made}{same}<ul class=soft>{notes}</ul>"
 
 
-def _shown(cell: columns.Cell, record: Record, rows: Table) -> Cell:
+def _shown(cell: columns.TableCell, record: Record, rows: Table) -> HtmlCell:
     value = cell.value
     if isinstance(value, bool) or not isinstance(value, (int, float, str, type(None))):
         value = cell.text
     elif isinstance(value, float) and not math.isfinite(value):
         value = None
     off = record.status is not JobStatus.done and cell.text == record.status.value
-    return Cell(cell.text, value, "warn" * (off or cell.text.endswith(MARK)))
+    return HtmlCell(cell.text, value, "warn" * (off or cell.text.endswith(MARK)))
 
 
 def _key(value: object) -> float | str:
@@ -189,13 +183,13 @@ def _key(value: object) -> float | str:
 def _differences(names: Sequence[str], settings: Sequence[dict], keys: Sequence[str]) -> str:
     if not keys:
         return "<p>All settings are the same.</p>"
-    rows: list[list[Cell | str]] = []
+    rows: list[list[HtmlCell | str]] = []
     for name, own in zip(names, settings, strict=True):
         rows.append(
             [
                 name,
                 *(
-                    Cell(value_text(own[key]), _key(own[key])) if key in own else Cell("—", mark="quiet")
+                    HtmlCell(value_text(own[key]), _key(own[key])) if key in own else HtmlCell("—", mark="quiet")
                     for key in keys
                 ),
             ]
@@ -209,13 +203,17 @@ def _differences(names: Sequence[str], settings: Sequence[dict], keys: Sequence[
 
 
 def _failed(collection: Collection, names: Sequence[str]) -> str:
-    rows: list[list[Cell | str]] = [
-        [name, Cell(record.status.value, record.status.value, "warn"), record.reason or "no reason was written down"]
+    rows: list[list[HtmlCell | str]] = [
+        [
+            name,
+            HtmlCell(record.status.value, record.status.value, "warn"),
+            record.reason or "no reason was written down",
+        ]
         for record, name in zip(collection.records, names, strict=True)
         if record.status is not JobStatus.done
     ]
     rows += [
-        [" ".join(f"{key}={value}" for key, value in one.varied.items()), Cell("skipped", "skipped"), one.reason]
+        [" ".join(f"{key}={value}" for key, value in one.varied.items()), HtmlCell("skipped", "skipped"), one.reason]
         for one in collection.skipped
     ]
     if not rows:

@@ -9,7 +9,7 @@ from fsdptoys.utils.text import printable
 
 
 @dataclass(frozen=True)
-class Cell:
+class HtmlCell:
     """Text and sort key of one cell."""
 
     text: str
@@ -42,7 +42,7 @@ def table(
     name: str,
     caption: str,
     headings: Sequence[str],
-    rows: Sequence[Sequence[Cell | str]],
+    rows: Sequence[Sequence[HtmlCell | str]],
     *,
     sortable: bool = False,
     filterable: bool = False,
@@ -60,7 +60,7 @@ def table(
         keys: whether the table has few columns, of keys and long values that wrap.
     """
     numeric = [
-        any(isinstance(row[column], Cell) and isinstance(row[column].sort, (int, float)) for row in rows)  # type: ignore[union-attr]
+        any(isinstance(row[column], HtmlCell) and isinstance(row[column].sort, (int, float)) for row in rows)  # type: ignore[union-attr]
         for column in range(len(headings))
     ]
     head = "".join(
@@ -90,9 +90,9 @@ def table(
     )
 
 
-def _cell(cell: Cell | str, column: int, numeric: bool) -> str:
+def _cell(cell: HtmlCell | str, column: int, numeric: bool) -> str:
     if isinstance(cell, str):
-        cell = Cell(cell, cell or None)
+        cell = HtmlCell(cell, cell or None)
     key = "" if cell.sort is None else f' data-sort="{escape(cell.sort)}"'
     classes = " ".join(filter(None, ["number" if numeric else "", cell.mark]))
     attributes = key + (f' class="{classes}"' if classes else "")

@@ -10,7 +10,7 @@ from fsdptoys.metrics.summary_notes import definitions
 from fsdptoys.train.recorded_run import RecordedRun
 
 from .figures import Picture
-from .html import Cell, bullets, escape, table
+from .html import HtmlCell, bullets, escape, table
 
 NOT_PREDICTED = (
     "<p>Nothing was predicted: a run foretells its time and memory with plan.predict=true and a hardware profile, that "
@@ -68,15 +68,15 @@ def environment_section(runs: Sequence[tuple[str, RecordedRun]]) -> Section:
     flats = [(name, dict(flatten(run.environment))) for name, run in runs]
     keys = list(dict.fromkeys(key for _, flat in flats for key in flat if key not in OF_EACH_RUN or len(flats) == 1))
     single = len(flats) == 1
-    rows: list[list[Cell | str]] = []
-    same: list[list[Cell | str]] = []
+    rows: list[list[HtmlCell | str]] = []
+    same: list[list[HtmlCell | str]] = []
     for key in keys:
         values = group_by_value(flats, key)
         if len(values) == 1:
-            same.append([key, next(iter(values)), *([] if single else [Cell("the same", mark="quiet nowrap")])])
+            same.append([key, next(iter(values)), *([] if single else [HtmlCell("the same", mark="quiet nowrap")])])
         else:
             told = "; ".join(f"{value}: {', '.join(names)}" for value, names in values.items())
-            rows.append([key, Cell(told, mark="warn"), Cell("differs", mark="warn nowrap")])
+            rows.append([key, HtmlCell(told, mark="warn"), HtmlCell("differs", mark="warn nowrap")])
     caption = "Versions, machine and what decides speed in the environment, as the runs wrote them down."
     headings = ("what", "value") if single else ("what", "value", "among the runs")
     return Section("environment", "Environment", table("environments", caption, headings, rows + same, keys=True))
@@ -93,11 +93,11 @@ def group_by_value(flats: Sequence[tuple[str, Mapping[str, Any]]], key: str) -> 
 
 def prediction_table(runs: Sequence[tuple[str, RecordedRun]]) -> str:
     """Table of predicted and measured values; empty without predictions."""
-    rows: list[list[Cell | str]] = []
+    rows: list[list[HtmlCell | str]] = []
     several = len(runs) > 1
     for name, run in runs:
         for each in run.prediction_errors():
-            difference = Cell(
+            difference = HtmlCell(
                 f"{each.difference:+.1%}" + f", over {FLAGGED:.0%}" * each.flagged,
                 each.difference,
                 "warn" * each.flagged,
@@ -114,14 +114,14 @@ def prediction_table(runs: Sequence[tuple[str, RecordedRun]]) -> str:
     return table("predictions", caption, headings, rows, sortable=several)
 
 
-def number(value: float | None, digits: int = 4, unit: str = "") -> Cell:
-    """Cell of a number with ``digits`` significant digits, sorted by its exact value."""
+def number(value: float | None, digits: int = 4, unit: str = "") -> HtmlCell:
+    """HtmlCell of a number with ``digits`` significant digits, sorted by its exact value."""
     if value is None:
-        return Cell("")
+        return HtmlCell("")
     if value != value:
-        return Cell("not a number", mark="warn")
+        return HtmlCell("not a number", mark="warn")
     text = f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
-    return Cell(f"{text} {unit}".strip(), value)
+    return HtmlCell(f"{text} {unit}".strip(), value)
 
 
 def definitions_section(runs: Sequence[RecordedRun]) -> Section:

@@ -8,7 +8,7 @@ from fsdptoys.train.recorded_run import RecordedRun
 from fsdptoys.utils.text import value_text
 
 from .figures import Picture
-from .html import Cell, escape, table
+from .html import HtmlCell, escape, table
 from .page_parts import (
     NOT_PREDICTED,
     Section,
@@ -98,7 +98,7 @@ def _memory(run: RecordedRun, pictures: list[Picture], folder: str) -> str:
         memory = run.prediction.memory
         total = sum(memory.categories.values()) or 1
         rows = [
-            [kind.value, Cell(f"{size / 2**20:,.2f}", size), Cell(f"{size / total:.1%}", size / total)]
+            [kind.value, HtmlCell(f"{size / 2**20:,.2f}", size), HtmlCell(f"{size / total:.1%}", size / total)]
             for kind, size in sorted(memory.categories.items(), key=lambda item: -item[1])
         ]
         caption = (
@@ -118,7 +118,9 @@ def _operators(run: RecordedRun) -> str:
             else "profile.enabled=true traces a few steps and lists the operators that take most time"
         )
         return f"<p>The run has no profile to tell: {why}.</p>"
-    cells: list[list[Cell | str]] = [[row[0], *(Cell(text, _size(text)) for text in row[1:])] for row in rows[1:]]
+    cells: list[list[HtmlCell | str]] = [
+        [row[0], *(HtmlCell(text, _size(text)) for text in row[1:])] for row in rows[1:]
+    ]
     caption = (
         "Operators with the largest self time over the traced steps, as the run's profiler found them; steps that are "
         "traced are slower than others."
@@ -159,7 +161,7 @@ def _starts(run: RecordedRun) -> str:
     return "".join(parts)
 
 
-def _resume_row(resume: Resume) -> list[Cell | str]:
+def _resume_row(resume: Resume) -> list[HtmlCell | str]:
     changed = "; ".join(
         f"{key}: {value_text(old)} → {value_text(new)}" for key, (old, new) in (resume.changed or {}).items()
     )

@@ -5,14 +5,15 @@ raw values and units in the names. Numbers of unfinished rows cover the steps th
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from fsdptoys.sweep import JobStatus
+from fsdptoys.sweep import JobStatus, Skipped
 from fsdptoys.train.recorded_run import RecordedRun
 from fsdptoys.utils.text import value_text
 
 from .columns import (
-    Cell,
-    Column,
+    TableCell,
+    TableColumn,
     common_step,
     forecast_columns,
     loss_columns,
@@ -26,7 +27,33 @@ from .comparability import source_notes
 from .loss_agreement import Disagreement, find_disagreements
 from .runs_table import Collection, Record
 from .setting_diff import HEADINGS, Settings, as_word, differing, own_key, settings_of
-from .table_data import MARK, Table
+
+MARK = " ≠"
+"""Appended to the name of a row whose losses disagree with its reference."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows, columns and notes."""
+
+    title: str
+    records: list[Record]
+    settings: list[Settings]
+    """All effective settings of each row."""
+    columns: list[TableColumn]
+    """Displayed columns."""
+    everything: list[TableColumn]
+    """All columns, including empty ones and those equal in all rows."""
+    everywhere: list[str]
+    """Values equal in all rows, as texts."""
+    loss_step: int | None
+    """Step of the loss column; None if no row has steps."""
+    notes: list[str]
+    """Sentences on definitions, comparability, disagreements and failures."""
+    disagreements: dict[str, Disagreement] = field(default_factory=dict)
+    """Row name → first difference from its reference."""
+    skipped: list[Skipped] = field(default_factory=list)
+    commands: list[str] = field(default_factory=list)
 
 
 def make_table(collection: Collection) -> Table:
@@ -65,7 +92,7 @@ def make_table(collection: Collection) -> Table:
     )
 
 
-def _chosen(settings: Sequence[Settings], varied: Sequence[str], records: Sequence[Record]) -> list[Column]:
+def _chosen(settings: Sequence[Settings], varied: Sequence[str], records: Sequence[Record]) -> list[TableColumn]:
     """Columns of the settings in ``HEADINGS``, then of varied and differing ones; empty columns are left out."""
     known = [row for row, record in zip(settings, records, strict=True) if record.run is not None]
     keys = [*HEADINGS, *(key for key in [*varied, *differing(known, varied)] if key not in HEADINGS)]
@@ -73,7 +100,7 @@ def _chosen(settings: Sequence[Settings], varied: Sequence[str], records: Sequen
     return [column for column in columns if not column.empty]
 
 
-def _fold(columns: Sequence[Column], records: Sequence[Record]) -> tuple[list[Column], list[str]]:
+def _fold(columns: Sequence[TableColumn], records: Sequence[Record]) -> tuple[list[TableColumn], list[str]]:
     """Split columns into those that differ among the rows, and texts for those that do not."""
     shown, settings, numbers = [], [], []
     for column in columns:
@@ -95,19 +122,19 @@ def _fold(columns: Sequence[Column], records: Sequence[Record]) -> tuple[list[Co
     return shown, [*([" ".join(settings)] if settings else []), *numbers]
 
 
-def _is_told(cell: Cell, record: Record) -> bool:
+def _is_told(cell: TableCell, record: Record) -> bool:
     """Whether a row counts in comparisons: a row without a recorded run and without a value does not."""
     return cell.value is not None or record.run is not None
 
 
-def _mark(column: Column, records: Sequence[Record], disagreements: dict[str, Disagreement]) -> Column:
+def _mark(column: TableColumn, records: Sequence[Record], disagreements: dict[str, Disagreement]) -> TableColumn:
     if column.name != "run" or not disagreements:
         return column
     cells = [
-        Cell(cell.value, cell.text + MARK * (record.name in disagreements))
+        TableCell(cell.value, cell.text + MARK * (record.name in disagreements))
         for cell, record in zip(column.cells, records, strict=True)
     ]
-    return Column(column.name, column.heading, cells, column.numeric, column.weight, column.setting)
+    return TableColumn(column.name, column.heading, cells, column.numeric, column.weight, column.setting)
 
 
 def _is_profiled(run: RecordedRun) -> bool:
@@ -116,7 +143,9 @@ def _is_profiled(run: RecordedRun) -> bool:
     return measured and isinstance(profile, dict) and profile.get("enabled") is True
 
 
-def _how(records: Sequence[Record], shown: Sequence[Column], everywhere: Sequence[str], step: int | None) -> list[str]:
+def _how(
+    records: Sequence[Record], shown: Sequence[TableColumn], everywhere: Sequence[str], step: int | None
+) -> list[str]:
     runs = [record.run for record in records if record.run is not None and record.run.steps]
     counts = sorted({measured_steps(run) for run in runs if run.results.step_time_seconds is not None})
     warmups = sorted({run.results.warmup_steps for run in runs})

@@ -6,25 +6,21 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fsdptoys.train.recorded_run import RecordedRun
 from fsdptoys.utils.text import printable, value_text
 
-from .columns import FORECASTS, MEASURES, Column, forecast_difference, measured_steps, spread_of
+from .columns import FORECASTS, MEASURES, TableColumn, forecast_difference, measured_steps, spread_of
 from .comparability import source_fingerprint, source_of
 from .setting_diff import as_word, words_of
-
-if TYPE_CHECKING:
-    from .table_data import (
-        Table,
-    )
+from .table import Table
 
 WITH_SPREAD = ("step_time_seconds", "tokens_per_second", "mfu")
 """Measures with percentiles."""
 
 
-def to_markdown(table: "Table") -> str:
+def to_markdown(table: Table) -> str:
     """Format title, common values, rows, notes and skipped combinations as Markdown."""
     parts = [f"# {escape(table.title)}"]
     if table.commands:
@@ -44,7 +40,7 @@ def to_markdown(table: "Table") -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def to_csv(table: "Table") -> str:
+def to_csv(table: Table) -> str:
     """Format one line per row, with empty cells for missing values.
 
     Line breaks become spaces, and texts that a spreadsheet would run as a formula get an apostrophe in front.
@@ -58,7 +54,7 @@ def to_csv(table: "Table") -> str:
     return file.getvalue()
 
 
-def to_json(table: "Table") -> str:
+def to_json(table: Table) -> str:
     """Format all data of each row as JSON in ASCII, which every terminal can print; non-finite numbers become null."""
     tree = {
         "title": table.title,
@@ -78,7 +74,7 @@ def escape(text: str) -> str:
     return re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", marked).replace("&", "&amp;")
 
 
-def _rows(columns: Sequence[Column]) -> str:
+def _rows(columns: Sequence[TableColumn]) -> str:
     head = " | ".join(escape(column.heading) for column in columns)
     rule = " | ".join("---:" if column.numeric else "---" for column in columns)
     count = len(columns[0].cells)
@@ -86,7 +82,7 @@ def _rows(columns: Sequence[Column]) -> str:
     return "\n".join(f"| {line} |" for line in [head, rule, *lines])
 
 
-def _flat_row(table: "Table", index: int) -> dict[str, Any]:
+def _flat_row(table: Table, index: int) -> dict[str, Any]:
     record = table.records[index]
     row: dict[str, Any] = {"run": record.name, "path": str(record.path), "status": record.status.value}
     row["reason"] = record.reason
@@ -124,7 +120,7 @@ def _measured(run: RecordedRun | None) -> dict[str, Any]:
     return numbers
 
 
-def _deep_row(table: "Table", index: int) -> dict[str, Any]:
+def _deep_row(table: Table, index: int) -> dict[str, Any]:
     record, run = table.records[index], table.records[index].run
     flat = _flat_row(table, index)
     chosen = {column.name for column in table.everything if column.setting}

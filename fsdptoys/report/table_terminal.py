@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table as Grid
@@ -11,13 +10,9 @@ from rich.text import Text
 
 from fsdptoys.utils.text import encodable, printable, value_text
 
-from .columns import STAYS, Cell, Column
+from .columns import STAYS, TableCell, TableColumn
 from .setting_diff import as_word
-
-if TYPE_CHECKING:
-    from .table_data import (
-        Table,
-    )
+from .table import Table
 
 GAP = 2
 """Spaces between columns."""
@@ -31,7 +26,7 @@ WANTED = 70
 SETTINGS = "settings"
 
 
-def print_table(table: "Table", console: Console) -> None:
+def print_table(table: Table, console: Console) -> None:
     """Print title, common values, rows, notes and skipped combinations."""
     _line(table.title, console, "bold")
     if table.everywhere:
@@ -55,7 +50,7 @@ def print_table(table: "Table", console: Console) -> None:
         _line(f"skipped {words}: {value_text(skipped.reason)}", console)
 
 
-def fit(columns: Sequence[Column], width: int) -> tuple[list[Column], list[Column]]:
+def fit(columns: Sequence[TableColumn], width: int) -> tuple[list[TableColumn], list[TableColumn]]:
     """Split columns into those that fit and those left out.
 
     Percentiles are dropped first, then the lightest columns. Before a column of weight ``WANTED`` or more goes, all
@@ -75,12 +70,12 @@ def fit(columns: Sequence[Column], width: int) -> tuple[list[Column], list[Colum
     return kept, [column for column in columns if column.name not in names and not column.setting]
 
 
-def width_of(columns: Sequence[Column]) -> int:
+def width_of(columns: Sequence[TableColumn]) -> int:
     """Characters needed by columns side by side, gaps included."""
     return sum(_column_width(column) for column in columns) + GAP * (len(columns) - 1)
 
 
-def _column_width(column: Column) -> int:
+def _column_width(column: TableColumn) -> int:
     """Width of the widest cell or heading word, since headings wrap; the minimum for the column of settings."""
     texts = [cell.text for cell in column.cells]
     if column.name == SETTINGS:
@@ -88,11 +83,11 @@ def _column_width(column: Column) -> int:
     return max(len(text) for text in [*column.heading.split(), *texts])
 
 
-def _briefly(column: Column) -> Column:
-    return replace(column, cells=[Cell(cell.value, cell.brief or cell.text) for cell in column.cells])
+def _briefly(column: TableColumn) -> TableColumn:
+    return replace(column, cells=[TableCell(cell.value, cell.brief or cell.text) for cell in column.cells])
 
 
-def _with_settings_in_one(columns: Sequence[Column]) -> list[Column]:
+def _with_settings_in_one(columns: Sequence[TableColumn]) -> list[TableColumn]:
     """Merge settings into one column that lists deviations from the most common values."""
     settings = [column for column in columns if column.setting]
     if not settings:
@@ -103,18 +98,18 @@ def _with_settings_in_one(columns: Sequence[Column]) -> list[Column]:
         for row in range(len(settings[0].cells))
     ]
     texts = [" ".join(word for word in words if word not in usual) or "-" for words in rows]
-    told = Column(SETTINGS, "Settings", [Cell(text, text) for text in texts], False, STAYS, setting=True)
+    told = TableColumn(SETTINGS, "Settings", [TableCell(text, text) for text in texts], False, STAYS, setting=True)
     first = columns.index(settings[0])
     others = [column for column in columns if not column.setting]
     return [*others[:first], told, *others[first:]]
 
 
-def _usual_words(settings: Sequence[Column]) -> list[str]:
+def _usual_words(settings: Sequence[TableColumn]) -> list[str]:
     words = ([as_word(column.name, value) for value in column.values if value is not None] for column in settings)
     return [Counter(each).most_common(1)[0][0] for each in words if each]
 
 
-def _print_rows(columns: Sequence[Column], console: Console) -> None:
+def _print_rows(columns: Sequence[TableColumn], console: Console) -> None:
     grid = Grid(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="bold", show_edge=False)
     too_wide = max(0, width_of(columns) - console.width)
     for column in columns:

@@ -34,14 +34,14 @@ def fingerprint(config: Config, world_size: int, device_name: str) -> str:
     for section, keys in WITHOUT_EFFECT.items():
         tree[section] = {key: value for key, value in tree[section].items() if key not in keys}
     tree["mesh"] = {**tree["mesh"], "fsdp_size": config.mesh.shard_ranks(world_size)}
-    told = {
+    content = {
         "config": tree,
         "world_size": world_size,
         "device": device_name,
         "torch": str(torch.__version__),
         "fsdptoys": code_version(),
     }
-    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
 @functools.cache

@@ -31,22 +31,22 @@ def run_jobs(
     seconds: list[float] = []
     with Interruption() as interruption:
         for index, job in enumerate(jobs, start=1):
-            tell(f"[{index}/{len(jobs)}] {job.name} {job.label}")
+            print_status(f"[{index}/{len(jobs)}] {job.name} {job.label}")
             folder = sweep.job_folder(job)
             job = run_job(folder, sweep.time_limit_seconds, interruption=interruption, train=train)
             after_job()
             seconds.append(job.seconds or 0.0)
-            told = describe_end(sweep, job)
+            parts = describe_end(sweep, job)
             left = len(jobs) - index
             if left and interruption.number is None:
-                told += f"; about {duration(left * sum(seconds) / len(seconds))} left"
-            tell(f"[{index}/{len(jobs)}] {job.name} {told}")
+                parts += f"; about {duration(left * sum(seconds) / len(seconds))} left"
+            print_status(f"[{index}/{len(jobs)}] {job.name} {parts}")
             if interruption.number is not None:
                 break
     return interruption.number
 
 
-def tell(text: str) -> None:
+def print_status(text: str) -> None:
     """Print a line; a closed terminal is ignored, so that jobs and tables continue."""
     try:
         print(printable(text, sys.stdout), flush=True)
@@ -86,14 +86,14 @@ def _numbers(sweep: Sweep, job: Job) -> list[str]:
         results = None
     if results is None:
         return []
-    told = []
+    parts = []
     if results.step_time_seconds is not None:
-        told.append(f"{results.step_time_seconds.median:.3g} s a step")
+        parts.append(f"{results.step_time_seconds.median:.3g} s a step")
     peak_gib = results.memory_peak_gib
     if peak_gib is not None:
-        told.append(f"{peak_gib:.2f} GiB at the peak")
+        parts.append(f"{peak_gib:.2f} GiB at the peak")
     elif results.resident_set_peak_gib is not None:
-        told.append(f"{results.resident_set_peak_gib:.2f} GiB of host memory at the peak")
+        parts.append(f"{results.resident_set_peak_gib:.2f} GiB of host memory at the peak")
     if results.last_loss is not None:
-        told.append(f"loss {results.last_loss:.4f}")
-    return told
+        parts.append(f"loss {results.last_loss:.4f}")
+    return parts

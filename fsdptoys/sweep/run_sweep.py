@@ -30,16 +30,13 @@ from .definition import read_definition
 from .folder import SWEEP_FILE, Skipped, Sweep, is_sweep_dir, read_sweep
 from .grid import Combination, combine
 from .job_list import Arrangement, arrange, newest_with_words, refuse_running, write_arrangement
-from .local import duration, run_jobs, tell
+from .local import duration, print_status, run_jobs
 from .runner import TRAIN
 from .slurm_queue import jobs_in_queue
-from .validate import Here, InQueue, Planned, Refused, plan_combinations
+from .validate import BatchQueue, InvalidJob, LocalMachine, ValidJob, validate_combinations
 
 SWEEPS_FOLDER = Path("sweeps")
 """Default parent of sweep folders, below the current directory."""
-
-TABLES = {"table.md": "markdown", "table.csv": "csv", "table.json": "json"}
-"""File of a sweep's folder → method of the table that formats it."""
 
 
 def run_sweep(words: Sequence[str], environment: Mapping[str, str], train: Sequence[str] = TRAIN) -> int:
@@ -69,14 +66,14 @@ def run_sweep(words: Sequence[str], environment: Mapping[str, str], train: Seque
     title, combinations, time_limit_seconds = _combinations(asked)
     if asked.time_limit_seconds is None and before is not None:
         time_limit_seconds = before.time_limit_seconds
-    where = InQueue(asked.launcher_words, time_limit_seconds) if asked.launcher_words else Here()
-    planned = plan_combinations(combinations, where)
+    where = BatchQueue(asked.launcher_words, time_limit_seconds) if asked.launcher_words else LocalMachine()
+    validated = validate_combinations(combinations, where)
     command = shlex.join(["fsdptoys", "sweep", *words]) if before is None else before.command
     if asked.dry_run:
         if before is None and asked.out is not None:
             _refuse_used(asked.out)
         path = before.path if before is not None else asked.out or SWEEPS_FOLDER
-        arrangement = _arranged(planned, before, asked.retry)
+        arrangement = _arranged(validated, before, asked.retry)
         _print_plan(_sweep(path, title, command, arrangement, time_limit_seconds, asked.words), arrangement)
         return 0
     path = before.path if before is not None else _new_folder(asked.out, title)
@@ -87,7 +84,7 @@ def run_sweep(words: Sequence[str], environment: Mapping[str, str], train: Seque
             before = read_sweep(path)  # another process may have changed it before we took the lock
             queued = jobs_in_queue(before)
             refuse_running(before, queued if asked.launcher_words else ())
-        arrangement = _arranged(planned, before, asked.retry, queued)
+        arrangement = _arranged(validated, before, asked.retry, queued)
         if not asked.launcher_words:
             _refuse_queued(arrangement, queued, path)
         sweep = _sweep(path, title, command, arrangement, time_limit_seconds, asked.words)
@@ -145,10 +142,10 @@ def _combinations(asked: Asked) -> tuple[str, list[Combination], float | None]:
 
 
 def _arranged(
-    planned: Sequence[Planned | Refused], before: Sweep | None, retry: bool, queued: Collection[str] = ()
+    validated: Sequence[ValidJob | InvalidJob], before: Sweep | None, retry: bool, queued: Collection[str] = ()
 ) -> Arrangement:
-    asked = [(one.combination, one.fingerprint) for one in planned if isinstance(one, Planned)]
-    refused = [Skipped(one.combination.varied, one.reason) for one in planned if isinstance(one, Refused)]
+    asked = [(one.combination, one.fingerprint) for one in validated if isinstance(one, ValidJob)]
+    refused = [Skipped(one.combination.varied, one.reason) for one in validated if isinstance(one, InvalidJob)]
     return arrange(asked, refused, before, retry=retry, queued=queued)
 
 
@@ -219,19 +216,19 @@ def _print_plan(sweep: Sweep, arrangement: Arrangement, briefly: bool = False) -
         count += f", {len(arrangement.kept)} of which have ended already"
     limit = f", each for {duration(sweep.time_limit_seconds)} at most" if sweep.time_limit_seconds is not None else ""
     where = f" in {sweep.path}" if briefly else ""
-    tell(f"fsdptoys: {sweep.title}: {count}, {to_run} to run{where}{limit}")
+    print_status(f"fsdptoys: {sweep.title}: {count}, {to_run} to run{where}{limit}")
     if not briefly:
         waiting = {job.name for job in arrangement.to_run}
         for job in arrangement.jobs:
-            tell(f"  {job.name} {job.label}" + ("" if job.name in waiting else f" ({job.status.value})"))
+            print_status(f"  {job.name} {job.label}" + ("" if job.name in waiting else f" ({job.status.value})"))
     for job in arrangement.changed:
-        tell(
+        print_status(
             f"  {job.name} {job.label} is run anew, since FSDPToys, PyTorch, a preset or the machine is not what it "
             "was; what it left is kept as an attempt"
         )
     for one in arrangement.skipped:
         label = " ".join(f"{key}={value}" for key, value in one.varied.items()) or "as it is"
-        tell(f"  skipped {label}: {one.reason}")
+        print_status(f"  skipped {label}: {one.reason}")
 
 
 def _refuse_queued(arrangement: Arrangement, queued: Collection[str], path: Path) -> None:
@@ -264,11 +261,11 @@ def _run(sweep: Sweep, arrangement: Arrangement, launcher_words: Sequence[str], 
     if number is not None:
         name = signal.Signals(number).name
         command = f"fsdptoys sweep --resume {shlex.quote(str(sweep.path))}"
-        tell(f"fsdptoys: stopped by {name}; {command} goes on")
+        print_status(f"fsdptoys: stopped by {name}; {command} goes on")
         return 128 + number
     bad = [job for job in now.jobs if job.status.value != "done"]
     if bad:
-        tell(
+        print_status(
             f"fsdptoys: {len(bad)} of {len(now.jobs)} jobs are not done; fsdptoys sweep --resume "
             f"{shlex.quote(str(sweep.path))} --retry runs them again"
         )
@@ -286,13 +283,15 @@ def make_tables(path: Path, console: Console | None = None) -> None:
     """
     from fsdptoys.report.runs_table import gather
     from fsdptoys.report.table import make_table
+    from fsdptoys.report.table_export import to_csv, to_json, to_markdown
+    from fsdptoys.report.table_terminal import print_table
 
     table = make_table(gather([path]))
     try:
-        for name, method in TABLES.items():
-            write_atomically(path / name, getattr(table, method)())
+        for name, export in {"table.md": to_markdown, "table.csv": to_csv, "table.json": to_json}.items():
+            write_atomically(path / name, export(table))
     except OSError as problem:
-        tell(f"fsdptoys: the tables in {path} could not be written ({problem.strerror or problem})")
+        print_status(f"fsdptoys: the tables in {path} could not be written ({problem.strerror or problem})")
     if console is not None:
         with contextlib.suppress(OSError):  # a closed terminal
-            table.print(console)
+            print_table(table, console)

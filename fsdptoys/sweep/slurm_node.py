@@ -121,14 +121,14 @@ def _lead(folder: Path, request: QueueRequest, train: Sequence[str], start: str 
             print(f"{folder} has been run in the meantime", flush=True)
             return
         job = run_job(folder, read_sweep(folder.parents[1]).time_limit_seconds, interruption=request, train=train)
-        told = _retell(folder, job, request.received, start)
-        if told != job:
-            write_job(folder, told)
+        refined = _refine_outcome(folder, job, request.received, start)
+        if refined != job:
+            write_job(folder, refined)
     finally:
         lock.release()
 
 
-def _retell(folder: Path, job: Job, received: signal.Signals | None, start: str | None) -> Job:
+def _refine_outcome(folder: Path, job: Job, received: signal.Signals | None, start: str | None) -> Job:
     """Return the job with its outcome refined by the queue's signals and the other nodes' outcomes."""
     if job.status is JobStatus.stopped and received is not None:
         if received in LIMIT_SIGNALS:
@@ -152,9 +152,9 @@ def _outcomes_elsewhere(folder: Path, start: str) -> list[tuple[int, ExitRecord]
     deadline = time.monotonic() + REASONS_SECONDS
     while True:
         found = {path: read_exit_record(path) for path in sorted(folder.glob(_outcome_file(folder, "*", start).name))}
-        told = [(int(path.stem.split("-")[1][4:]), outcome) for path, outcome in found.items() if outcome]
-        if told or time.monotonic() > deadline:
-            return told
+        refined = [(int(path.stem.split("-")[1][4:]), outcome) for path, outcome in found.items() if outcome]
+        if refined or time.monotonic() > deadline:
+            return refined
         time.sleep(POLL_SECONDS)
 
 

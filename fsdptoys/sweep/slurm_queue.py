@@ -66,7 +66,7 @@ ENDED_STATES = {
 
 
 @dataclass(frozen=True)
-class _Handed:
+class _SubmissionFile:
     """Content of a submission's file."""
 
     launcher: str
@@ -101,9 +101,9 @@ class Submission:
 
 def begin_submission(sweep: Sweep, launcher: str, jobs: Sequence[Job]) -> Submission:
     """Make the folder of a new submission."""
-    place = sweep.path.absolute() / QUEUE_FOLDER
-    numbers = [int(path.name) for path in place.glob("*") if path.name.isdecimal()]
-    folder = place / str(max(numbers, default=0) + 1)
+    parent = sweep.path.absolute() / QUEUE_FOLDER
+    numbers = [int(path.name) for path in parent.glob("*") if path.name.isdecimal()]
+    folder = parent / str(max(numbers, default=0) + 1)
     folder.mkdir(parents=True)
     names = tuple(job.name for job in jobs)
     write_atomically(folder / SUBMISSION_FILE, json.dumps({"launcher": launcher, "jobs": names}) + "\n")
@@ -120,13 +120,13 @@ def read_submissions(sweep: Sweep) -> list[Submission]:
     submissions = []
     for path in sorted(files, key=lambda path: int(path.parent.name)):
         try:
-            handed = build(_Handed, parse_json(read_regular(path, LARGEST_FILE_BYTES)))
+            submissions = build(_SubmissionFile, parse_json(read_regular(path, LARGEST_FILE_BYTES)))
         except (OSError, ValueError) as mistake:
             raise ConfigError(
                 f"{path} cannot be read ({one_line(mistake)}), and would say which jobs a queue may still run; remove "
                 f"{path.parent} when none of them runs"
             ) from mistake
-        submissions.append(Submission(path.parent, handed.launcher, handed.jobs))
+        submissions.append(Submission(path.parent, submissions.launcher, submissions.jobs))
     return submissions
 
 
@@ -168,10 +168,10 @@ def ask_queue(ids: Iterable[str]) -> dict[str, str] | None:
         return None
     # squeue fails if its only id is forgotten; then the user's full queue is read.
     base = ["squeue", "--noheader", "--states=all", "--array", "--format=%i %T"]
-    told = _ask([*base, f"--jobs={','.join(arrays)}"])
-    if told is None and (told := _ask([*base, "--me"])) is None:
+    output = _ask([*base, f"--jobs={','.join(arrays)}"])
+    if output is None and (output := _ask([*base, "--me"])) is None:
         return None
-    pairs = (line.split() for line in told.splitlines())
+    pairs = (line.split() for line in output.splitlines())
     return {pair[0]: pair[1] for pair in pairs if len(pair) == 2 and re.match(r"\d", pair[0])}
 
 
@@ -184,7 +184,7 @@ def _ask(command: Sequence[str]) -> str | None:
 
 
 @dataclass
-class Handed:
+class WatchedSubmission:
     """A submission being watched."""
 
     submission: Submission
@@ -207,7 +207,7 @@ class Handed:
         """Whether the plugin has stopped waiting."""
         return self.thread is not None and not self.thread.is_alive()
 
-    def told(self, name: str) -> str | None:
+    def error_of(self, name: str) -> str | None:
         """Return the plugin's error for a job, or None."""
         error = self.error
         if error is None and self.returns is not None:
@@ -218,26 +218,26 @@ class Handed:
         return None if error is None else first_line(error)
 
 
-def still_queued(sweep: Sweep, queued: Mapping[str, str]) -> list[Handed]:
+def still_queued(sweep: Sweep, queued: Mapping[str, str]) -> list[WatchedSubmission]:
     """Return earlier commands' submissions with jobs still in SLURM's queue.
 
     Args:
         sweep: the sweep.
         queued: result of :func:`jobs_in_queue`.
     """
-    handed = []
+    submissions = []
     for one in read_submissions(sweep):
         names = tuple(name for name, identity in one.ids().items() if queued.get(name) == identity)
         if names:
-            handed.append(Handed(one, names))
-    return handed
+            submissions.append(WatchedSubmission(one, names))
+    return submissions
 
 
-def tell_what_goes_on(sweep: Sweep, handed: Sequence[Handed]) -> None:
+def print_queued_jobs(sweep: Sweep, submissions: Sequence[WatchedSubmission]) -> None:
     """Print that jobs in SLURM's queue continue after this command, and how to end or collect them."""
     numbers = {
         identity.partition("_")[0]
-        for one in handed
+        for one in submissions
         if one.submission.launcher == SLURM
         for identity in one.ids.values()
     }
@@ -250,7 +250,7 @@ def tell_what_goes_on(sweep: Sweep, handed: Sequence[Handed]) -> None:
         )
 
 
-def watch_jobs(sweep: Sweep, handed: Sequence[Handed], after_job: Callable[[], None]) -> None:
+def watch_jobs(sweep: Sweep, submissions: Sequence[WatchedSubmission], after_job: Callable[[], None]) -> None:
     """Watch jobs through their folders until all have ended; record an outcome for jobs that wrote none.
 
     Args:
@@ -259,7 +259,7 @@ def watch_jobs(sweep: Sweep, handed: Sequence[Handed], after_job: Callable[[], N
         after_job: called after the end of each job.
     """
     watched = {job.name: job for job in sweep.jobs}
-    open_jobs = {name: one for one in handed for name in one.jobs}
+    open_jobs = {name: one for one in submissions for name in one.jobs}
     shown = dict.fromkeys(open_jobs, JobStatus.waiting)
     missed = dict.fromkeys(open_jobs, 0)
     states: dict[str, str] = {}
@@ -294,9 +294,9 @@ def watch_jobs(sweep: Sweep, handed: Sequence[Handed], after_job: Callable[[], N
             time.sleep(POLL_SECONDS)
 
 
-def _close(sweep: Sweep, job: Job, state: str | None, one: Handed) -> Job:
+def _close(sweep: Sweep, job: Job, state: str | None, one: WatchedSubmission) -> Job:
     """Record the outcome of a job that left the queue without recording one."""
-    how = f"SLURM says {state}" if state else one.told(job.name) or "it has left the queue"
+    how = f"SLURM says {state}" if state else one.error_of(job.name) or "it has left the queue"
     status = ENDED_STATES.get(state or "", JobStatus.stopped if one.submission.launcher == SLURM else JobStatus.failed)
     reason = f"it ended without a word of its own ({how}); {one.submission.log(job.name)} may tell more"
     closed = dataclasses.replace(job, status=status, exit_status=None, reason=reason)

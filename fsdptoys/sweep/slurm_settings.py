@@ -94,7 +94,7 @@ class QueueLauncher:
 
     name: str
     words: tuple[str, ...]
-    said: Mapping[str, Any]
+    typed: Mapping[str, Any]
     """Typed options of the plugin → value."""
     options: Mapping[str, Any]
     """All options of the plugin, as composed."""
@@ -106,7 +106,7 @@ class QueueLauncher:
 
 
 @dataclass(frozen=True)
-class Place:
+class SlurmNeeds:
     """Nodes, ranks and device type of a run."""
 
     nodes: int
@@ -115,7 +115,7 @@ class Place:
     device_type: str
 
 
-def take_launcher_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_launcher_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split words into those of the run and those of the launcher."""
     of_launcher = [word for word in words if re.match(r"\+{0,2}hydra[/.]launcher\b", word)]
     return [word for word in words if word not in of_launcher], of_launcher
@@ -158,7 +158,7 @@ def read_launcher(words: tuple[str, ...]) -> QueueLauncher:
             f"the cluster, or leave {LAUNCHER_GROUP} out to run the jobs here"
         )
     known = set(_compose_launcher((f"{LAUNCHER_GROUP}={name}",)))
-    said = {}
+    typed = {}
     for override in parsed:
         key = override.key_or_group.removeprefix(LAUNCHER_SECTION)
         if override in chosen:
@@ -167,20 +167,20 @@ def read_launcher(words: tuple[str, ...]) -> QueueLauncher:
             near = near_miss(key, sorted(known))
             fix = f"did you mean {LAUNCHER_SECTION}{near}?" if near else "hydra-submitit-launcher lists its options"
             raise ConfigError(f"{override.input_line} is no option of {LAUNCHER_GROUP}={name}; {fix}")
-        said[key] = override.value()
+        typed[key] = override.value()
     options = _compose_launcher(words)
-    _refuse_options(said)
-    return QueueLauncher(name, tuple(words), said, options)
+    _refuse_options(typed)
+    return QueueLauncher(name, tuple(words), typed, options)
 
 
-def _refuse_options(said: Mapping[str, Any]) -> None:
+def _refuse_options(typed: Mapping[str, Any]) -> None:
     for key, allowed, why in (
         ("tasks_per_node", (1,), "one task on a node starts its launch.nproc_per_node ranks"),
         ("max_num_timeout", (0,), "a job of a sweep begins anew and would run out of time again"),
         ("submitit_folder", (), "the sweep's own folder is where ids and logs are looked for"),
     ):
-        if key in said and said[key] not in allowed:
-            raise ConfigError(f"{LAUNCHER_SECTION}{key}={said[key]} cannot be set, since {why}; leave it out")
+        if key in typed and typed[key] not in allowed:
+            raise ConfigError(f"{LAUNCHER_SECTION}{key}={typed[key]} cannot be set, since {why}; leave it out")
 
 
 def refuse_commands(words: Sequence[str], folder: Path) -> None:
@@ -206,7 +206,7 @@ def refuse_commands(words: Sequence[str], folder: Path) -> None:
             )
 
 
-def plan_job(
+def validate_job(
     words: Sequence[str], launcher_words: Sequence[str], time_limit_seconds: float | None = None
 ) -> ResolvedRun:
     """Compose and validate a run for its launcher's nodes, as ``resolve_run`` does for this machine.
@@ -220,36 +220,36 @@ def plan_job(
         ConfigError: for the first mistake in the run or the queue's settings.
     """
     launcher = read_launcher(tuple(launcher_words))
-    place = find_place(words, launcher)
-    ask_for(place, launcher, time_limit_seconds)
+    needs = find_needs(words, launcher)
+    plugin_options(needs, launcher, time_limit_seconds)
     if not launcher.is_slurm:
         return resolve_run(words, {})
-    world_size = place.nodes * place.ranks
+    world_size = needs.nodes * needs.ranks
     words = list(words)
     if not any(word.startswith("experiment=") for word in words):
-        words = [f"experiment={choose_experiment(place.device_type, world_size)}", *words]
-    composition = compose([*words, *_meeting(place)])
-    check_plan_settings(composition.config.plan, place.device_type)
-    composition.config.validate(world_size, place.device_type, place.ranks)
-    where = [f"{key}={launcher.said[key]}" for key in ("partition", "constraint", "gres") if launcher.said.get(key)]
-    devices = 0 if place.device_type == "cpu" else place.ranks
-    hardware = FoundHardware(place.device_type, devices, " ".join(["SLURM", *where]), available_cores())
-    return ResolvedRun(composition, hardware, place.ranks, world_size, words)
+        words = [f"experiment={choose_experiment(needs.device_type, world_size)}", *words]
+    composition = compose([*words, *_rendezvous_words(needs)])
+    check_plan_settings(composition.config.plan, needs.device_type)
+    composition.config.validate(world_size, needs.device_type, needs.ranks)
+    where = [f"{key}={launcher.typed[key]}" for key in ("partition", "constraint", "gres") if launcher.typed.get(key)]
+    devices = 0 if needs.device_type == "cpu" else needs.ranks
+    hardware = FoundHardware(needs.device_type, devices, " ".join(["SLURM", *where]), available_cores())
+    return ResolvedRun(composition, hardware, needs.ranks, world_size, words)
 
 
-def find_place(words: Sequence[str], launcher: QueueLauncher) -> Place:
+def find_needs(words: Sequence[str], launcher: QueueLauncher) -> SlurmNeeds:
     """Return the nodes, ranks and device type of a run.
 
     Raises:
         ConfigError: if its words do not give them.
     """
-    return _find_place(
+    return _find_needs(
         tuple(word for word in words if re.match(r"(launch\.|(parallel|experiment)=)", word)), launcher.name
     )
 
 
 @functools.cache
-def _find_place(words: tuple[str, ...], launcher_name: str) -> Place:
+def _find_needs(words: tuple[str, ...], launcher_name: str) -> SlurmNeeds:
     for word in words:
         if word.startswith("launch.rdzv_endpoint="):
             raise ConfigError(f"{word} is for machines that are known before; leave it out, the queue chooses them")
@@ -263,7 +263,7 @@ def _find_place(words: tuple[str, ...], launcher_name: str) -> Place:
                 f"set {LAUNCHER_GROUP}={SLURM}"
             )
         found = find_hardware(launch.device)
-        return Place(1, ranks if ranks > 0 else max(1, found.devices), found.device_type)
+        return SlurmNeeds(1, ranks if ranks > 0 else max(1, found.devices), found.device_type)
     if launch.device is DeviceChoice.auto:
         raise ConfigError(
             f"{LAUNCHER_GROUP}={SLURM} runs jobs on machines that are not looked at before, so their devices must be "
@@ -274,43 +274,43 @@ def _find_place(words: tuple[str, ...], launcher_name: str) -> Place:
             f"{LAUNCHER_GROUP}={SLURM} runs jobs on machines that are not looked at before, so the ranks on each must "
             "be named; add launch.nproc_per_node=8"
         )
-    return Place(launch.nnodes, ranks, launch.device.value)
+    return SlurmNeeds(launch.nnodes, ranks, launch.device.value)
 
 
-def _meeting(place: Place) -> list[str]:
-    return ["launch.rdzv_endpoint=chosen-by-the-queue"] if place.nodes > 1 else []
+def _rendezvous_words(needs: SlurmNeeds) -> list[str]:
+    return ["launch.rdzv_endpoint=chosen-by-the-queue"] if needs.nodes > 1 else []
 
 
-def ask_for(place: Place, launcher: QueueLauncher, time_limit_seconds: float | None) -> dict[str, Any]:
+def plugin_options(needs: SlurmNeeds, launcher: QueueLauncher, time_limit_seconds: float | None) -> dict[str, Any]:
     """Return the plugin's options derived from a run's settings, without typed ones.
 
     Raises:
         ConfigError: if a typed option contradicts the run's settings.
     """
-    said = launcher.said
-    if said.get("nodes", place.nodes) != place.nodes:
+    typed = launcher.typed
+    if typed.get("nodes", needs.nodes) != needs.nodes:
         raise ConfigError(
-            f"{LAUNCHER_SECTION}nodes={said['nodes']} and launch.nnodes={place.nodes} contradict each other; "
+            f"{LAUNCHER_SECTION}nodes={typed['nodes']} and launch.nnodes={needs.nodes} contradict each other; "
             f"leave out {LAUNCHER_SECTION}nodes"
         )
-    accelerated = place.device_type != "cpu"
-    if accelerated and (said.get("gpus_per_node") or place.ranks) < place.ranks:
+    accelerated = needs.device_type != "cpu"
+    if accelerated and (typed.get("gpus_per_node") or needs.ranks) < needs.ranks:
         raise ConfigError(
-            f"{LAUNCHER_SECTION}gpus_per_node={said['gpus_per_node']} is under launch.nproc_per_node={place.ranks}; "
+            f"{LAUNCHER_SECTION}gpus_per_node={typed['gpus_per_node']} is under launch.nproc_per_node={needs.ranks}; "
             f"leave out {LAUNCHER_SECTION}gpus_per_node"
         )
-    asked: dict[str, Any] = {"nodes": place.nodes, "tasks_per_node": 1}
-    if place.device_type == "cuda" and not any(said.get(key) for key in ("gpus_per_task", "gres")):
-        asked["gpus_per_node"] = place.ranks
+    asked: dict[str, Any] = {"nodes": needs.nodes, "tasks_per_node": 1}
+    if needs.device_type == "cuda" and not any(typed.get(key) for key in ("gpus_per_task", "gres")):
+        asked["gpus_per_node"] = needs.ranks
     if not accelerated:
-        asked["cpus_per_task"] = place.ranks
+        asked["cpus_per_task"] = needs.ranks
     # The queue's signal precedes its limit by this much, which lets a run save and stop.
     signal_seconds = int(launcher.options.get("signal_delay_s", 30))
     if time_limit_seconds is not None:
         needed = math.ceil((time_limit_seconds + START_SECONDS + signal_seconds) / 60)
-        if said.get("timeout_min", needed) * 60 < time_limit_seconds:
+        if typed.get("timeout_min", needed) * 60 < time_limit_seconds:
             raise ConfigError(
-                f"{LAUNCHER_SECTION}timeout_min={said['timeout_min']} ends jobs before their own limit of "
+                f"{LAUNCHER_SECTION}timeout_min={typed['timeout_min']} ends jobs before their own limit of "
                 f"{time_limit_seconds:g} s; set {LAUNCHER_SECTION}timeout_min={needed}"
             )
         asked["timeout_min"] = needed
@@ -320,7 +320,7 @@ def ask_for(place: Place, launcher: QueueLauncher, time_limit_seconds: float | N
         signals = {"signal": f"USR1@{signal_seconds}"}
         asked["additional_parameters"] = {**signals, **(launcher.options.get("additional_parameters") or {})}
     kept = ("setup", "additional_parameters")
-    return {key: value for key, value in asked.items() if key in kept or said.get(key) is None}
+    return {key: value for key, value in asked.items() if key in kept or typed.get(key) is None}
 
 
 def _plugin_is_installed() -> bool:

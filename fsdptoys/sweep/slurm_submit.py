@@ -44,22 +44,22 @@ from .runner import END_SIGNALS, quote, set_aside
 from .slurm_node import run_on_node
 from .slurm_queue import (
     SLURM,
-    Handed,
+    WatchedSubmission,
     begin_submission,
     first_line,
     jobs_in_queue,
+    print_queued_jobs,
     still_queued,
-    tell_what_goes_on,
     watch_jobs,
 )
 from .slurm_settings import (
     LAUNCHER_GROUP,
     LAUNCHER_SECTION,
     LOCAL,
-    Place,
     QueueLauncher,
-    ask_for,
-    find_place,
+    SlurmNeeds,
+    find_needs,
+    plugin_options,
     read_launcher,
 )
 
@@ -100,36 +100,36 @@ def submit(
     """
     launcher = read_launcher(tuple(launcher_words))
     queued = jobs_in_queue(sweep)
-    groups: dict[Place, list[Job]] = {}
+    groups: dict[SlurmNeeds, list[Job]] = {}
     for job in jobs:
         if queued.get(job.name) == "":
             raise ConfigError(
                 f"job {job.name} of {sweep.path} is still running; wait for its end, or end it, and go on then"
             )
         if job.name not in queued:
-            groups.setdefault(find_place(job.words, launcher), []).append(job)
+            groups.setdefault(find_needs(job.words, launcher), []).append(job)
     batches = [
-        (part, ask_for(place, launcher, sweep.time_limit_seconds))
-        for place, members in groups.items()
+        (part, plugin_options(needs, launcher, sweep.time_limit_seconds))
+        for needs, members in groups.items()
         # Local processes would all start at once and disturb each other's measurements.
         for part in ([members] if launcher.is_slurm else [[job] for job in members])
     ]
-    _quieten_submitit()
-    handed = still_queued(sweep, queued)
+    _silence_submitit()
+    watched = still_queued(sweep, queued)
     try:
         with _ended_by_signals():
-            for one in handed:
-                _tell_ids(one)
+            for one in watched:
+                _print_ids(one)
             for members, asked in batches:
-                _hand_over(sweep, members, launcher, asked, handed)
+                _submit_jobs(sweep, members, launcher, asked, watched)
                 if launcher.is_slurm:
-                    _tell_ids(handed[-1])
+                    _print_ids(watched[-1])
                 else:
-                    watch_jobs(sweep, handed[-1:], after_job)
-            watch_jobs(sweep, [one for one in handed if one.submission.launcher == SLURM], after_job)
+                    watch_jobs(sweep, watched[-1:], after_job)
+            watch_jobs(sweep, [one for one in watched if one.submission.launcher == SLURM], after_job)
     except KeyboardInterrupt:
-        tell_what_goes_on(sweep, handed)
-        for one in handed:
+        print_queued_jobs(sweep, watched)
+        for one in watched:
             if one.submission.launcher == LOCAL:
                 _end_local(sweep, one)
         raise
@@ -154,15 +154,15 @@ def _ended_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _end_local(sweep: Sweep, handed: Handed) -> None:
+def _end_local(sweep: Sweep, watched: WatchedSubmission) -> None:
     """End a local launcher's job, and record that it was stopped if its process could not."""
-    (name,) = handed.jobs
+    (name,) = watched.jobs
     folder = sweep.path / JOBS_FOLDER / name
     began, sent = time.monotonic(), None
     while True:
         held = is_locked(folder)
-        controller = 0 if handed.is_over else int(handed.ids.get(name, 0))
-        if not held and not is_locked(folder / RUN_FOLDER) and (handed.is_over or _has_ended(controller)):
+        controller = 0 if watched.is_over else int(watched.ids.get(name, 0))
+        if not held and not is_locked(folder / RUN_FOLDER) and (watched.is_over or _has_ended(controller)):
             break
         waited = time.monotonic() - began
         # SIGTERM has the training finish its step; SIGINT ends it, or the process about to start it, at once.
@@ -173,8 +173,8 @@ def _end_local(sweep: Sweep, handed: Handed) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(*asked)
         if waited > 3 * GRACE_SECONDS:
-            told = f"; kill -9 {process} ends it" if process else ""
-            print(f"fsdptoys: job {name} has not ended{told}", file=sys.stderr, flush=True)
+            message = f"; kill -9 {process} ends it" if process else ""
+            print(f"fsdptoys: job {name} has not ended{message}", file=sys.stderr, flush=True)
             return
         time.sleep(POLL_SECONDS)
     job = read_job(folder)
@@ -199,7 +199,7 @@ def _has_ended(process: int) -> bool:
     return False
 
 
-def _quieten_submitit() -> None:
+def _silence_submitit() -> None:
     """Silence submitit and its polling by ``sacct``; we poll ``squeue``, which needs no accounting database."""
     import submitit
 
@@ -208,13 +208,13 @@ def _quieten_submitit() -> None:
     watcher.update = lambda: None
 
 
-def _tell_ids(handed: Handed) -> None:
-    ids = ", ".join(f"{name} as {identity}" for name, identity in handed.ids.items())
-    print(f"fsdptoys: SLURM has the jobs {ids}; what it keeps of them is in {handed.submission.folder}", flush=True)
+def _print_ids(watched: WatchedSubmission) -> None:
+    ids = ", ".join(f"{name} as {identity}" for name, identity in watched.ids.items())
+    print(f"fsdptoys: SLURM has the jobs {ids}; what it keeps of them is in {watched.submission.folder}", flush=True)
 
 
-def _hand_over(
-    sweep: Sweep, jobs: Sequence[Job], launcher: QueueLauncher, asked: Mapping[str, Any], every: list[Handed]
+def _submit_jobs(
+    sweep: Sweep, jobs: Sequence[Job], launcher: QueueLauncher, asked: Mapping[str, Any], every: list[WatchedSubmission]
 ) -> None:
     """Submit jobs through the plugin; append them to ``every`` at once, so that an interrupted caller knows them.
 
@@ -229,25 +229,27 @@ def _hand_over(
     submission = begin_submission(sweep, launcher.name, jobs)
     plugin = _make_launcher(sweep, launcher, {**asked, "submitit_folder": str(submission.folder / "%j")})
     overrides = [[f"hydra.sweep.subdir={JOBS_FOLDER}/{job.name}"] for job in jobs]
-    handed = Handed(submission, submission.jobs)
+    watched = WatchedSubmission(submission, submission.jobs)
 
     def launch() -> None:
         try:
-            handed.returns = list(plugin.launch(overrides, 0))
+            watched.returns = list(plugin.launch(overrides, 0))
         except BaseException as error:
-            handed.error = error
+            watched.error = error
 
     # The plugin blocks until its jobs end, and fails for all of them if one has no result. So it runs in a thread, and
     # the jobs are watched through their folders.
-    handed.thread = threading.Thread(target=launch, daemon=True)
-    every.append(handed)
+    watched.thread = threading.Thread(target=launch, daemon=True)
+    every.append(watched)
     with contextlib.redirect_stderr(io.StringIO()):  # sbatch's error is reported below
-        handed.thread.start()
-        while handed.thread.is_alive() and len(handed.ids) < len(jobs):
+        watched.thread.start()
+        while watched.thread.is_alive() and len(watched.ids) < len(jobs):
             time.sleep(0.05)
-    if not handed.ids:
-        told = first_line(handed.error) if handed.error is not None else "it took none of them"
-        raise ConfigError(f"{LAUNCHER_GROUP}={launcher.name} refuses the jobs ({told}); change {LAUNCHER_SECTION}KEY")
+    if not watched.ids:
+        message = first_line(watched.error) if watched.error is not None else "it took none of them"
+        raise ConfigError(
+            f"{LAUNCHER_GROUP}={launcher.name} refuses the jobs ({message}); change {LAUNCHER_SECTION}KEY"
+        )
 
 
 def _make_launcher(sweep: Sweep, launcher: QueueLauncher, asked: Mapping[str, Any]) -> Any:
@@ -270,7 +272,7 @@ def _make_launcher(sweep: Sweep, launcher: QueueLauncher, asked: Mapping[str, An
     title = re.sub(r"[^\w.-]+", "-", sweep.title) or "sweep"
     with open_dict(tree):
         for key, value in {"name": f"fsdptoys-{title}", **asked}.items():
-            if key != "name" or "name" not in launcher.said:
+            if key != "name" or "name" not in launcher.typed:
                 tree.hydra.launcher[key] = value
     return Plugins.instance().instantiate_launcher(
         hydra_context=HydraContext(config_loader=loader, callbacks=Callbacks()), task_function=run_in_job, config=tree

@@ -19,11 +19,11 @@ from fsdptoys.metrics.preflight import check_writers
 
 from .fingerprint import fingerprint
 from .grid import Combination
-from .slurm_settings import ask_for, find_place, plan_job, read_launcher
+from .slurm_settings import find_needs, plugin_options, read_launcher, validate_job
 
 
 @dataclass(frozen=True)
-class Place:
+class JobHardware:
     """Devices and ranks of a job."""
 
     device_type: str
@@ -35,13 +35,13 @@ class Place:
     """Whether the number of ranks exceeds the usual limit, so that the launcher's own check must run."""
 
 
-class Here:
+class LocalMachine:
     """This machine."""
 
     extra_words: tuple[str, ...] = ()
     """Words added to those of each job."""
 
-    def find(self, words: Sequence[str], settings: Config) -> Place:
+    def find(self, words: Sequence[str], settings: Config) -> JobHardware:
         """Return the devices and ranks of a job.
 
         Args:
@@ -57,7 +57,7 @@ class Here:
         ranks = launch.nproc_per_node
         if ranks == -1:
             ranks = 1 if settings.parallel.single_process else hardware.devices or CPU_RANKS
-        return Place(hardware.device_type, hardware.name, ranks * launch.nnodes, ranks, unusual)
+        return JobHardware(hardware.device_type, hardware.name, ranks * launch.nnodes, ranks, unusual)
 
     def check(self, words: Sequence[str]) -> None:
         """Check a job as its start would.
@@ -68,7 +68,7 @@ class Here:
         resolve_run(words, {})
 
 
-class InQueue(Here):
+class BatchQueue(LocalMachine):
     """Machines chosen by a batch queue.
 
     Args:
@@ -85,23 +85,25 @@ class InQueue(Here):
         if self._launcher.is_slurm:
             self.extra_words = ("launch.rdzv_endpoint=chosen-by-the-queue",)
 
-    def find(self, words: Sequence[str], settings: Config) -> Place:
+    def find(self, words: Sequence[str], settings: Config) -> JobHardware:
         """Return the devices and ranks that a job requests from the queue."""
-        place = find_place(words, self._launcher)
-        ask_for(place, self._launcher, self._limit)
+        place = find_needs(words, self._launcher)
+        plugin_options(place, self._launcher, self._limit)
         if not self._launcher.is_slurm:
             return super().find(words, settings)
-        said = self._launcher.said
-        where = [f"{key}={said[key]}" for key in ("partition", "constraint", "gres") if said.get(key)]
-        return Place(place.device_type, " ".join([self._launcher.name, *where]), place.nodes * place.ranks, place.ranks)
+        typed = self._launcher.typed
+        where = [f"{key}={typed[key]}" for key in ("partition", "constraint", "gres") if typed.get(key)]
+        return JobHardware(
+            place.device_type, " ".join([self._launcher.name, *where]), place.nodes * place.ranks, place.ranks
+        )
 
     def check(self, words: Sequence[str]) -> None:
         """Check a job as its submission would."""
-        plan_job(words, self._words, self._limit)
+        validate_job(words, self._words, self._limit)
 
 
 @dataclass(frozen=True)
-class Planned:
+class ValidJob:
     """A combination that can run."""
 
     combination: Combination
@@ -111,7 +113,7 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class Refused:
+class InvalidJob:
     """A combination that cannot run."""
 
     combination: Combination
@@ -122,7 +124,9 @@ class Refused:
     """Whether composing failed; otherwise validation did."""
 
 
-def plan_combinations(combinations: Sequence[Combination], where: Here | None = None) -> list[Planned | Refused]:
+def validate_combinations(
+    combinations: Sequence[Combination], where: LocalMachine | None = None
+) -> list[ValidJob | InvalidJob]:
     """Compose and validate combinations.
 
     Args:
@@ -132,26 +136,26 @@ def plan_combinations(combinations: Sequence[Combination], where: Here | None = 
     Raises:
         ConfigError: for a word invalid by itself, or if no combination can run.
     """
-    planner = _Planner(where or Here())
-    planned = [planner.plan(combination) for combination in combinations]
-    _refuse_mistakes(planned)
-    refused = [one for one in planned if isinstance(one, Refused)]
-    if len(refused) == len(planned):
+    planner = _Validator(where or LocalMachine())
+    validated = [planner.plan(combination) for combination in combinations]
+    _refuse_mistakes(validated)
+    refused = [one for one in validated if isinstance(one, InvalidJob)]
+    if len(refused) == len(validated):
         first = refused[0].reason
         reasons = len({one.reason for one in refused})
         of = f", of which the first is refused for this, and others for {reasons - 1} more reasons" * (reasons > 1)
         count = f"none of the {len(refused)} combinations can be run{of}: " if len(refused) > 1 else ""
         raise ConfigError(count + first)
-    return planned
+    return validated
 
 
-class _Planner:
-    def __init__(self, where: Here) -> None:
+class _Validator:
+    def __init__(self, where: LocalMachine) -> None:
         self._where = where
-        self._found: dict[tuple[str, ...], Place] = {}
+        self._found: dict[tuple[str, ...], JobHardware] = {}
         self._checked: set[tuple[str, ...]] = set()
 
-    def plan(self, combination: Combination) -> Planned | Refused:
+    def plan(self, combination: Combination) -> ValidJob | InvalidJob:
         words = [*combination.words, *self._where.extra_words]
         launching = tuple(word for word in combination.words if re.match(r"(launch\.|(parallel|experiment)=)", word))
         by_composition = True
@@ -170,9 +174,9 @@ class _Planner:
             config.validate(place.world_size, place.device_type, place.node_ranks)
             check_writers(config.metrics, os.environ)
             number = fingerprint(config, place.world_size, place.device_name)
-            return Planned(combination, config, place.world_size, number)
+            return ValidJob(combination, config, place.world_size, number)
         except ConfigError as reason:
-            return Refused(combination, str(reason), tuple(words), by_composition)
+            return InvalidJob(combination, str(reason), tuple(words), by_composition)
 
     def _check(self, words: Sequence[str], unusual: bool) -> None:
         """Run the checks that only the launcher makes."""
@@ -182,17 +186,17 @@ class _Planner:
             self._checked.add(key)
 
 
-def _refuse_mistakes(planned: Sequence[Planned | Refused]) -> None:
+def _refuse_mistakes(validated: Sequence[ValidJob | InvalidJob]) -> None:
     """Reject a word that fails to compose in every combination, and also with the groups alone.
 
     Raises:
         ConfigError: with the message for that word alone.
     """
-    fine = {word for one in planned if not _is_no_configuration(one) for word in one.combination.words}
+    fine = {word for one in validated if not _is_no_configuration(one) for word in one.combination.words}
     choices = list_choices()
     asked: dict[tuple[str, ...], str | None] = {}
-    for one in planned:
-        if not (isinstance(one, Refused) and one.by_composition):
+    for one in validated:
+        if not (isinstance(one, InvalidJob) and one.by_composition):
             continue
         groups = [word for word in one.words if word.partition("=")[0] in choices]
         for word in one.combination.words:
@@ -207,8 +211,8 @@ def _refuse_mistakes(planned: Sequence[Planned | Refused]) -> None:
                 raise ConfigError(reason)
 
 
-def _is_no_configuration(one: Planned | Refused) -> bool:
-    return isinstance(one, Refused) and one.by_composition
+def _is_no_configuration(one: ValidJob | InvalidJob) -> bool:
+    return isinstance(one, InvalidJob) and one.by_composition
 
 
 def _mistake(words: Sequence[str]) -> str | None:

@@ -11,6 +11,7 @@ import pytest
 from fsdptoys.cli.main import main
 from fsdptoys.report.runs_table import gather
 from fsdptoys.report.table import make_table
+from fsdptoys.report.table_export import to_csv, to_json, to_markdown
 from tests.report.recorded_runs import run_of, write_run
 
 FOLDER = "give a folder that fsdptoys train has written, as runs/NAME"
@@ -76,9 +77,9 @@ def test_mistake_gets_its_sentence(typed: str, folder: Path, capsys: pytest.Capt
 def test_tables_go_to_the_terminal_in_each_form(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the table itself; both runs are found by their folders and by the one above."""
     table = make_table(gather([Path("a"), Path("b")]))
-    for form, wanted in {"--markdown": table.markdown(), "--csv": table.csv(), "--json": table.json()}.items():
+    for form, wanted in {"--markdown": to_markdown, "--csv": to_csv, "--json": to_json}.items():
         assert main(["report", "a", "b", form]) == 0
-        assert capsys.readouterr().out == wanted
+        assert capsys.readouterr().out == wanted(table)
     assert main(["report", form := "--csv", "."]) == 0 and form
     assert [row["run"] for row in csv.DictReader(io.StringIO(capsys.readouterr().out))] == ["a", "b"]
     assert main(["report", "a", "--json"]) == 0

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.metrics import StepMetrics
-from fsdptoys.report.compare import Comparison, compare_runs, open_run
+from fsdptoys.report.compare import RunComparison, compare_runs, open_run
 from fsdptoys.report.compare_text import print_comparison, verdict
 from fsdptoys.report.setting_effects import Effect
 from fsdptoys.train.recorded_run import read_recorded_run
@@ -26,7 +26,7 @@ def compared(
     settings: dict[str, Any] | None = None,
     environment: dict[str, Any] | None = None,
     tolerance: float = 0.0,
-) -> Comparison:
+) -> RunComparison:
     """A run, and another with other settings and environment."""
     write_run(folder / "a", first)
     write_run(folder / "b", second, settings, environment)
@@ -41,7 +41,7 @@ def altered(**at: tuple[int, float]) -> list[StepMetrics]:
     return steps
 
 
-def printed(found: Comparison, width: int = 100) -> str:
+def printed(found: RunComparison, width: int = 100) -> str:
     console = Console(file=io.StringIO(), width=width)
     print_comparison(found, ("a", "b"), console)
     return console.file.getvalue()  # type: ignore[attr-defined]

@@ -15,6 +15,7 @@ from fsdptoys.report.html import escape
 from fsdptoys.report.live import follow
 from fsdptoys.report.runs_table import gather
 from fsdptoys.report.table import make_table
+from fsdptoys.report.table_export import to_csv, to_json, to_markdown
 from tests.report.recorded_runs import run_of, write_run
 
 STEERING = re.compile(r"[^\n\t -~\u00a0-\ud7ff\ue000-\uffff]")
@@ -66,7 +67,7 @@ KINDS = (pipe, device, folder, giant)
 def check_others(folder: Path, told: str) -> None:
     """The other run is in the table and can be compared with itself; of the spoiled one there is a sentence."""
     table = make_table(gather([folder]))
-    text = table.markdown() + table.csv() + table.json()
+    text = to_markdown(table) + to_csv(table) + to_json(table)
     assert [record.name for record in table.records if record.run is not None] == ["good"]
     assert told in " ".join(str(record.reason) for record in table.records if record.run is None)
     assert not STEERING.search(text)

@@ -12,6 +12,7 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.metrics import Console, MetricsConfig, ResumePoint, RunRecorder
 from fsdptoys.report.runs_table import Record, gather
 from fsdptoys.report.table import make_table
+from fsdptoys.report.table_export import to_csv
 from fsdptoys.sweep import Job, JobStatus, Sweep
 from fsdptoys.train.heartbeat import HEARTBEATS_FOLDER, HeartbeatWriter
 from fsdptoys.train.stop import STOP_SIGNALS, agreed_stop
@@ -155,7 +156,8 @@ def test_a_damaged_run_is_a_row_that_says_so_beside_the_others(tmp_path: Path, n
         bad, good = collection.records
         assert (bad.status, bad.run, good.status) == (JobStatus.failed, None, JobStatus.done)
         assert good.run is not None and bad.reason is not None and name in bad.reason
-        assert bad.reason in make_table(collection).csv() + "\n".join(make_table(collection).notes)
+        table = make_table(collection)
+        assert bad.reason in to_csv(table) + "\n".join(table.notes)
     with pytest.raises(ConfigError, match=name):
         gather([tmp_path / "runs/bad"])
 

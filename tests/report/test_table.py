@@ -16,13 +16,9 @@ from fsdptoys.device import GIB
 from fsdptoys.metrics import StepMetrics
 from fsdptoys.metrics.prediction import MemoryPrediction, Prediction, TimePrediction
 from fsdptoys.report.runs_table import Collection, Record
-from fsdptoys.report.table import (
-    make_table,
-)
-from fsdptoys.report.table_data import (
-    Table,
-)
-from fsdptoys.report.table_terminal import fit
+from fsdptoys.report.table import Table, make_table
+from fsdptoys.report.table_export import to_csv, to_json, to_markdown
+from fsdptoys.report.table_terminal import fit, print_table
 from fsdptoys.sweep import Job, JobStatus, Skipped
 from fsdptoys.sweep.folder import write_job
 from tests.report.recorded_runs import GPU_STEP, STEP, record_of, run_of, write_run
@@ -54,7 +50,7 @@ def cells(table: Table) -> dict[str, list[str]]:
 
 def printed(table: Table, width: int) -> str:
     console = Console(file=io.StringIO(), width=width)
-    table.print(console)
+    print_table(table, console)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -177,7 +173,7 @@ def test_markdown_shows_what_would_steer_it_as_it_is(tmp_path: Path) -> None:
     write_run(tmp_path / "y", run_of(3), {"data.files": "plain_text"})
     names = ("a|b*c", "x", "y")
     table = table_of([record_of(tmp_path / name) for name in names], title="# `one`\nline\x1b[31m")
-    text = table.markdown()
+    text = to_markdown(table)
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {len(table.columns) + 1}
     assert r"a\|b\*c" in text and r"\[a\|b\](c)\<d\>\_e\_" in text and "plain_text" in text
@@ -187,7 +183,7 @@ def test_markdown_shows_what_would_steer_it_as_it_is(tmp_path: Path) -> None:
 
 def test_csv_has_raw_numbers_with_units_in_their_names(two: list[Record]) -> None:
     """Oracle: what the runs' own results hold."""
-    rows = list(csv.DictReader(io.StringIO(table_of(two).csv())))
+    rows = list(csv.DictReader(io.StringIO(to_csv(table_of(two)))))
     for row, record in zip(rows, two, strict=True):
         assert record.run is not None and record.run.results.step_time_seconds is not None
         spread = record.run.results.step_time_seconds
@@ -206,7 +202,7 @@ def test_csv_has_no_cell_that_steers_a_terminal_or_a_spreadsheet(tmp_path: Path)
     write_run(tmp_path / "a", run_of(3), {"data.files": "=1+1", "optim.weight_decay": -1.5})
     write_run(tmp_path / "b", run_of(3), {"data.files": "x\x1b[31m\ny", "optim.weight_decay": 2.5})
     names = {"a": "@SUM(A1)", "b": "-cmd"}
-    text = table_of([record_of(tmp_path / folder, name=name) for folder, name in names.items()]).csv()
+    text = to_csv(table_of([record_of(tmp_path / folder, name=name) for folder, name in names.items()]))
     assert "\x1b" not in text and len(text.splitlines()) == 3
     first, second = csv.DictReader(io.StringIO(text))
     assert (first["run"], second["run"]) == ("'@SUM(A1)", "'-cmd")
@@ -243,7 +239,7 @@ def test_a_loss_that_is_no_number_is_null_in_json_and_shown(tmp_path: Path) -> N
     """Oracle: strict JSON has no NaN."""
     write_run(tmp_path / "a", [*run_of(3), replace(STEP, step=4, loss=float("nan"))])
     table = table_of([record_of(tmp_path / "a")])
-    assert json.loads(table.json())["rows"][0]["loss"] is None
+    assert json.loads(to_json(table))["rows"][0]["loss"] is None
     assert cells(table)["Loss after 4 steps"] == ["nan"]
 
 
@@ -259,7 +255,7 @@ def test_rows_of_different_places_are_told_to_be_so(tmp_path: Path) -> None:
         "commit None (a, c), 0123456789ab-dirty (b)."
     ) in table_of(records).notes
     assert not any("different places" in note for note in table_of([records[0], records[2]]).notes)
-    rows = json.loads(table_of(records).json())["rows"]
+    rows = json.loads(to_json(table_of(records)))["rows"]
     assert rows[0]["source"] == rows[2]["source"] != rows[1]["source"]
 
 
@@ -269,8 +265,8 @@ def test_a_row_whose_losses_disagree_is_marked_and_explained(tmp_path: Path) -> 
     write_run(tmp_path / "b", [replace(step, loss=step.loss * 1.1) for step in run_of(5)], {"parallel.name": "ddp"})
     table = table_of([record_of(tmp_path / "a"), record_of(tmp_path / "b")])
     assert cells(table)["Run"] == ["a", "b ≠"]
-    assert table.disagreements["b"].sentence in table.notes and table.disagreements["b"].sentence in table.markdown()
-    row = json.loads(table.json())["rows"][1]
+    assert table.disagreements["b"].sentence in table.notes and table.disagreements["b"].sentence in to_markdown(table)
+    row = json.loads(to_json(table))["rows"][1]
     assert (row["run"], row["disagreement"]["reference"], row["disagreement"]["step"]) == ("b", "a", 1)
 
 

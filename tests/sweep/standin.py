@@ -16,7 +16,7 @@ words = dict(word.split("=", 1) for word in sys.argv[1:])
 outcome = Path(os.environ["FSDPTOYS_OUTCOME_FILE"])
 print("words", *sys.argv[1:], flush=True)
 Path(words["metrics.run_dir"].strip("'").replace("\\'", "'")).mkdir()
-told = {
+outcomes = {
     "0": {"status": 0},
     "1": {"status": 1, "reason": "rank 1 failed: RuntimeError: no"},
     "2": {"status": 1, "reason": "rank 0 failed: host memory ran out on rank 0", "out_of_memory": True},
@@ -32,5 +32,5 @@ if how in ("5", "6", "8"):
         signal.signal(signal.SIGINT, signal.SIG_IGN if how == "6" else signal.SIG_DFL)
     Path(outcome.parent, "ready").write_text(str(os.getpid()))
     time.sleep(600)
-outcome.write_text(json.dumps(told[how]))
-sys.exit(told[how]["status"])
+outcome.write_text(json.dumps(outcomes[how]))
+sys.exit(outcomes[how]["status"])

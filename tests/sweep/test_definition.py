@@ -46,9 +46,9 @@ def test_a_mistake_in_a_file_is_told_in_one_sentence(tmp_path: Path, text: str) 
     """The sentences above, each of which names file, key and fix."""
     path = tmp_path / "mine.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as mistake:
         read_base(read_definition(str(path)), str(path), list_choices())
-    assert str(told.value) == MISTAKES[text].format(path=path)
+    assert str(mistake.value) == MISTAKES[text].format(path=path)
 
 
 def test_values_of_a_file_are_as_typed(tmp_path: Path) -> None:
@@ -71,9 +71,9 @@ def test_values_of_a_file_are_as_typed(tmp_path: Path) -> None:
 )
 def test_a_name_that_is_none_is_told_with_what_was_meant(name: str, sentence: str) -> None:
     """The sentence."""
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as mistake:
         read_definition(name)
-    assert str(told.value) == sentence
+    assert str(mistake.value) == sentence
 
 
 def test_the_help_names_every_shipped_sweep() -> None:

@@ -123,6 +123,6 @@ MISTAKES = {
 @pytest.mark.parametrize("words", MISTAKES)
 def test_a_mistake_of_form_is_told_in_one_sentence(words: str) -> None:
     """The sentences above, each of which names word and fix."""
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as mistake:
         axes(*words.split())
-    assert str(told.value) == MISTAKES[words]
+    assert str(mistake.value) == MISTAKES[words]

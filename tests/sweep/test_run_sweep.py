@@ -81,12 +81,12 @@ def test_jobs_run_in_order_and_a_bad_one_is_a_row(capsys: pytest.CaptureFixture[
     assert statuses(found) == ["done", "done", "out of memory", "out of memory"]
     assert [one.reason for one in found.skipped] == ["it is the same run as 01", "it is the same run as 02"]
     assert found.title == "seed-steps" and found.words[-1] == "train.steps=5,6"
-    told = capsys.readouterr().out
-    assert "fsdptoys: seed-steps: 4 jobs, 4 to run in sweeps/" in told
-    assert "[3/4] 03 train.seed=2 train.steps=5\n" in told
-    assert "host memory ran out on rank 0 (sweeps/" in told and " left\n" in told
+    mistake = capsys.readouterr().out
+    assert "fsdptoys: seed-steps: 4 jobs, 4 to run in sweeps/" in mistake
+    assert "[3/4] 03 train.seed=2 train.steps=5\n" in mistake
+    assert "host memory ran out on rank 0 (sweeps/" in mistake and " left\n" in mistake
     assert {path.name for path in found.path.glob("table.*")} == {"table.md", "table.csv", "table.json"}
-    assert "fsdptoys: 2 of 4 jobs are not done; fsdptoys sweep --resume sweeps/" in told
+    assert "fsdptoys: 2 of 4 jobs are not done; fsdptoys sweep --resume sweeps/" in mistake
 
 
 def test_finished_jobs_are_not_run_again(capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,9 +139,10 @@ def test_a_signal_keeps_what_is_done_and_the_sweep_can_be_gone_on_with(
     assert interrupted(numbers, *SMALL, f"train.seed={seeds}", "train.steps=5,6") == status
     found = the_sweep()
     assert statuses(found) == ["done", "done", "stopped", "waiting"]
-    told = capfd.readouterr().out
+    mistake = capfd.readouterr().out
     assert (
-        f"fsdptoys: stopped by {signal.Signals(numbers[0]).name}; fsdptoys sweep --resume {found.path} goes on" in told
+        f"fsdptoys: stopped by {signal.Signals(numbers[0]).name}; fsdptoys sweep --resume {found.path} goes on"
+        in mistake
     )
     done = (sys.executable, "-I", "-S", "-c", "")
     assert sweep("--resume", str(found.path), train=done) == 0
@@ -162,12 +163,12 @@ def test_a_disk_that_is_full_is_told_and_the_sweep_can_be_gone_on_with(capsys: p
     fill = "import os, resource as r; r.prlimit(os.getppid(), r.RLIMIT_FSIZE, (100, r.getrlimit(r.RLIMIT_FSIZE)[1]))"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
-        with pytest.raises(ConfigError) as told:
+        with pytest.raises(ConfigError) as mistake:
             sweep(*SMALL, "train.seed=0", train=(sys.executable, "-I", "-S", "-c", fill))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     path = the_sweep().path
-    assert str(told.value) == (
+    assert str(mistake.value) == (
         f"{path} cannot be written (File too large); make room, and go on with fsdptoys sweep --resume {path}"
     )
     assert not list(path.rglob("*.part"))

@@ -18,7 +18,7 @@ from fsdptoys.sweep.grid import Combination
 from fsdptoys.sweep.job_list import arrange
 from fsdptoys.sweep.slurm_queue import (
     SLURM,
-    Handed,
+    WatchedSubmission,
     ask_queue,
     begin_submission,
     in_queue,
@@ -80,7 +80,7 @@ def test_jobs_that_left_the_queue_without_a_word_are_closed(
     for name, status in (("03", JobStatus.running), ("04", JobStatus.done)):
         write_job(sweep.path / "jobs" / name, Job(name, TINY, {}, "", status, seconds=1.0))
     (submission,) = read_submissions(sweep)
-    watch_jobs(sweep, [Handed(submission, submission.jobs)], lambda: None)
+    watch_jobs(sweep, [WatchedSubmission(submission, submission.jobs)], lambda: None)
     jobs = read_sweep(sweep.path).jobs
     assert [job.status for job in jobs] == [
         JobStatus.stopped,
@@ -104,16 +104,16 @@ def test_ctrl_c_leaves_the_jobs_in_the_queue_and_says_how_to_end_them(
     hand_over(sweep, {"01": "12_0", "02": "12_1"})
 
     def interrupt() -> None:
-        wait_for(lambda: told.append(capsys.readouterr().out) or "12_1" in told[-1])
+        wait_for(lambda: printed.append(capsys.readouterr().out) or "12_1" in printed[-1])
         os.kill(os.getpid(), number)
 
-    told: list[str] = []
+    printed: list[str] = []
     interrupting = threading.Thread(target=interrupt)
     interrupting.start()
     with pytest.raises(KeyboardInterrupt) as request:
         submit(sweep, sweep.jobs, [ON_SLURM])
     interrupting.join()
-    assert "SLURM has the jobs 01 as 12_0, 02 as 12_1" in told[-1]
+    assert "SLURM has the jobs 01 as 12_0, 02 as 12_1" in printed[-1]
     assert getattr(request.value, "number", signal.SIGINT) == number
     assert f"scancel 12 ends them, and fsdptoys sweep --resume '{sweep.path}' takes" in capsys.readouterr().err
     assert len(read_submissions(sweep)) == 1

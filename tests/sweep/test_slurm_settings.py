@@ -6,12 +6,19 @@ import pytest
 from submitit.slurm.slurm import _make_sbatch_string
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.sweep.slurm_settings import LOCAL, Place, ask_for, plan_job, read_launcher, take_launcher_words
+from fsdptoys.sweep.slurm_settings import (
+    LOCAL,
+    SlurmNeeds,
+    plugin_options,
+    read_launcher,
+    split_launcher_words,
+    validate_job,
+)
 from tests.sweep.jobs import CUDA, ON_SLURM
 
 
 @pytest.mark.parametrize(
-    ("words", "launcher_words", "told"),
+    ("words", "launcher_words", "message"),
     [
         (
             CUDA,
@@ -105,15 +112,15 @@ from tests.sweep.jobs import CUDA, ON_SLURM
     ],
 )
 def test_what_cannot_be_submitted_is_told_in_one_sentence(
-    words: tuple[str, ...], launcher_words: tuple[str, ...], told: str | None, slurm_commands: Path
+    words: tuple[str, ...], launcher_words: tuple[str, ...], message: str | None, slurm_commands: Path
 ) -> None:
     """Held against the sentences as a user should read them."""
     with pytest.raises(ConfigError) as refusal:
-        plan_job(("model=llama_debug", *words), launcher_words, 600)
-    if told is None:
+        validate_job(("model=llama_debug", *words), launcher_words, 600)
+    if message is None:
         assert str(refusal.value).startswith("mesh.fsdp_size=3 ")
     else:
-        assert str(refusal.value) == told
+        assert str(refusal.value) == message
 
 
 def test_a_machine_without_slurm_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -125,23 +132,33 @@ def test_a_machine_without_slurm_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 @pytest.mark.parametrize(
-    ("place", "said", "limit", "expected"),
+    ("needs", "typed", "limit", "expected"),
     [
-        (Place(2, 8, "cuda"), (), None, {"nodes": "2", "ntasks-per-node": "1", "gpus-per-node": "8", "time": "60"}),
-        (Place(1, 4, "cpu"), (), None, {"nodes": "1", "cpus-per-task": "4", "gpus-per-node": None}),
-        # 600 s of the job, 120 s between the signal and the limit, 60 s before the launcher starts
-        (Place(1, 4, "cpu"), (), 600.0, {"time": "13"}),
-        (Place(1, 4, "cpu"), ("hydra.launcher.timeout_min=30",), 600.0, {"time": "30"}),
         (
-            Place(1, 8, "cuda"),
+            SlurmNeeds(2, 8, "cuda"),
+            (),
+            None,
+            {"nodes": "2", "ntasks-per-node": "1", "gpus-per-node": "8", "time": "60"},
+        ),
+        (SlurmNeeds(1, 4, "cpu"), (), None, {"nodes": "1", "cpus-per-task": "4", "gpus-per-node": None}),
+        # 600 s of the job, 120 s between the signal and the limit, 60 s before the launcher starts
+        (SlurmNeeds(1, 4, "cpu"), (), 600.0, {"time": "13"}),
+        (SlurmNeeds(1, 4, "cpu"), ("hydra.launcher.timeout_min=30",), 600.0, {"time": "30"}),
+        (
+            SlurmNeeds(1, 8, "cuda"),
             ("hydra.launcher.gres='gpu:h100:8'",),
             None,
             {"gres": "gpu:h100:8", "gpus-per-node": None},
         ),
-        (Place(1, 4, "cpu"), ("hydra.launcher.cpus_per_task=16",), None, {"cpus-per-task": "16", "signal": "USR1@120"}),
-        (Place(1, 4, "cpu"), ("hydra.launcher.signal_delay_s=30",), None, {"signal": "USR1@30"}),
         (
-            Place(1, 4, "cpu"),
+            SlurmNeeds(1, 4, "cpu"),
+            ("hydra.launcher.cpus_per_task=16",),
+            None,
+            {"cpus-per-task": "16", "signal": "USR1@120"},
+        ),
+        (SlurmNeeds(1, 4, "cpu"), ("hydra.launcher.signal_delay_s=30",), None, {"signal": "USR1@30"}),
+        (
+            SlurmNeeds(1, 4, "cpu"),
             ("+hydra.launcher.additional_parameters.reservation=maintenance",),
             None,
             {"reservation": "maintenance", "signal": "USR1@120"},
@@ -149,11 +166,15 @@ def test_a_machine_without_slurm_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp
     ],
 )
 def test_a_run_says_what_its_batch_script_asks_for(
-    place: Place, said: tuple[str, ...], limit: float | None, expected: dict[str, str | None], slurm_commands: Path
+    needs: SlurmNeeds,
+    typed: tuple[str, ...],
+    limit: float | None,
+    expected: dict[str, str | None],
+    slurm_commands: Path,
 ) -> None:
     """Held against the ``#SBATCH`` lines that submitit writes of the same options."""
-    launcher = read_launcher((ON_SLURM, *said))
-    options = {**launcher.options, **ask_for(place, launcher, limit)}
+    launcher = read_launcher((ON_SLURM, *typed))
+    options = {**launcher.options, **plugin_options(needs, launcher, limit)}
     renamed = {"timeout_min": "time", "tasks_per_node": "ntasks_per_node", "name": "job_name"}
     left_out = {"_target_", "submitit_folder", "max_num_timeout", "mem_gb"}
     script = _make_sbatch_string(
@@ -169,13 +190,13 @@ def test_a_run_says_what_its_batch_script_asks_for(
 def test_what_the_user_has_set_up_comes_after_what_the_task_needs(slurm_commands: Path) -> None:
     """Held against the list that was typed."""
     launcher = read_launcher((ON_SLURM, "hydra.launcher.setup=['module load cuda']"))
-    setup = ask_for(Place(1, 1, "cpu"), launcher, None)["setup"]
+    setup = plugin_options(SlurmNeeds(1, 1, "cpu"), launcher, None)["setup"]
     assert setup[-1] == "module load cuda" and any("SRUN_CPUS_PER_TASK" in line for line in setup[:-1])
 
 
 def test_a_login_node_need_not_have_the_devices_of_the_jobs(slurm_commands: Path) -> None:
     """Held against a run of 2 × 8 GPUs, on a machine that may have none; the queue chooses where they meet."""
-    plan = plan_job((*CUDA, "launch.nnodes=2", "parallel=fsdp2"), (ON_SLURM, "hydra.launcher.partition=gpu"))
+    plan = validate_job((*CUDA, "launch.nnodes=2", "parallel=fsdp2"), (ON_SLURM, "hydra.launcher.partition=gpu"))
     assert (plan.world_size, plan.local_ranks, plan.hardware.device_type) == (16, 8, "cuda")
     assert plan.composition.choices["experiment"] == "llama2_7b"
     assert plan.hardware.name == "SLURM partition=gpu"
@@ -185,5 +206,5 @@ def test_a_login_node_need_not_have_the_devices_of_the_jobs(slurm_commands: Path
 def test_words_of_the_launcher_are_taken_out_of_those_of_the_run() -> None:
     """Held against what was typed, in its order."""
     words = ["parallel=fsdp1,fsdp2", "hydra/launcher=submitit_slurm", "+hydra.launcher.additional_parameters.x=1"]
-    assert take_launcher_words(words) == (words[:1], words[1:])
-    assert take_launcher_words(["hydra.run.dir=x"]) == (["hydra.run.dir=x"], [])
+    assert split_launcher_words(words) == (words[:1], words[1:])
+    assert split_launcher_words(["hydra.run.dir=x"]) == (["hydra.run.dir=x"], [])

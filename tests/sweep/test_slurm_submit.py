@@ -21,7 +21,7 @@ from fsdptoys.sweep import slurm_submit as submitting
 from fsdptoys.sweep.folder import Job, JobStatus, Sweep, read_job, read_sweep, write_job
 from fsdptoys.sweep.run_sweep import run_sweep
 from fsdptoys.sweep.slurm_node import run_on_node
-from fsdptoys.sweep.slurm_queue import Handed, begin_submission, jobs_in_queue
+from fsdptoys.sweep.slurm_queue import WatchedSubmission, begin_submission, jobs_in_queue
 from fsdptoys.sweep.slurm_settings import LOCAL, read_launcher
 from fsdptoys.sweep.slurm_submit import submit
 from fsdptoys.utils.file_lock import is_locked
@@ -98,7 +98,7 @@ def test_a_local_job_whose_task_was_killed_is_stopped(tmp_path: Path) -> None:
     over = threading.Thread(target=lambda: None)
     over.start()
     over.join()
-    submitting._end_local(sweep, Handed(begin_submission(sweep, LOCAL, sweep.jobs), ("01",), over))
+    submitting._end_local(sweep, WatchedSubmission(begin_submission(sweep, LOCAL, sweep.jobs), ("01",), over))
     job = read_job(sweep.job_folder(sweep.jobs[0]))
     assert (job.status, job.reason) == (JobStatus.stopped, "the sweep was ended")
 

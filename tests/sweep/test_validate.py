@@ -13,19 +13,19 @@ from fsdptoys.launch.launch import resolve_run
 from fsdptoys.sweep.axes import read_axes, read_base
 from fsdptoys.sweep.definition import list_sweeps, read_definition
 from fsdptoys.sweep.grid import Combination, combine
-from fsdptoys.sweep.validate import Here, Place, Planned, Refused, plan_combinations
+from fsdptoys.sweep.validate import InvalidJob, JobHardware, LocalMachine, ValidJob, validate_combinations
 
 CHOICES = list_choices()
 SMALL = ["model=llama_debug", "train.seq_len=64"]
 
 
-class Imagined(Here):
+class Imagined(LocalMachine):
     """Eight CUDA devices that are not there."""
 
-    def find(self, words: Sequence[str], settings: Config) -> Place:
+    def find(self, words: Sequence[str], settings: Config) -> JobHardware:
         """Eight of them, unless the run is one process."""
         ranks = 1 if settings.parallel.name == "single" else 8
-        return Place("cuda", "imagined", ranks, ranks)
+        return JobHardware("cuda", "imagined", ranks, ranks)
 
 
 def of_words(*words: str) -> list[Combination]:
@@ -38,16 +38,18 @@ def of_sweep(name: str, *words: str) -> list[Combination]:
 
 
 @pytest.mark.parametrize("name", list_sweeps())
-@pytest.mark.parametrize("place", [Here(), Imagined()], ids=["two CPU ranks", "eight CUDA devices"])
-def test_every_combination_of_a_shipped_sweep_is_valid_or_left_out_with_a_reason(name: str, place: Here) -> None:
+@pytest.mark.parametrize("place", [LocalMachine(), Imagined()], ids=["two CPU ranks", "eight CUDA devices"])
+def test_every_combination_of_a_shipped_sweep_is_valid_or_left_out_with_a_reason(
+    name: str, place: LocalMachine
+) -> None:
     """None may be no configuration at all; on eight devices as the file has it, on a CPU with a small model."""
-    on_cpu = type(place) is Here
-    planned = plan_combinations(of_sweep(name, *(SMALL if on_cpu and name != "debug" else [])), place)
-    refused = [one for one in planned if isinstance(one, Refused)]
+    on_cpu = type(place) is LocalMachine
+    validated = validate_combinations(of_sweep(name, *(SMALL if on_cpu and name != "debug" else [])), place)
+    refused = [one for one in validated if isinstance(one, InvalidJob)]
     assert not [one for one in refused if one.by_composition]
-    assert len(planned) - len(refused) >= 3
+    assert len(validated) - len(refused) >= 3
     if name.startswith("classic") or name == "debug":
-        assert len(planned) == 8
+        assert len(validated) == 8
         reasons = {one.reason for one in refused}
         assert len(refused) == 2 * (on_cpu and name == "classic_fsdp1")
         assert all("needs an accelerator to offload from under parallel=fsdp1" in reason for reason in reasons)
@@ -56,10 +58,10 @@ def test_every_combination_of_a_shipped_sweep_is_valid_or_left_out_with_a_reason
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
 def test_the_classic_rows_are_those_of_the_table(strategy: str) -> None:
     """The first table's columns: wrap, gradient checkpointing, chunked loss, optimizer offload, CPU offload."""
-    planned = plan_combinations(of_sweep(f"classic_{strategy}"), Imagined())
+    validated = validate_combinations(of_sweep(f"classic_{strategy}"), Imagined())
     rows = []
-    for one in planned:
-        assert isinstance(one, Planned)
+    for one in validated:
+        assert isinstance(one, ValidJob)
         memory, config = one.config.memory, one.config
         checkpointed = memory.gradient_checkpointing.value == "full"
         rows.append((config.parallel.wrap.value, checkpointed, memory.chunk_loss, memory.optimizer_offload,
@@ -86,8 +88,8 @@ def test_a_combination_is_what_its_job_will_be() -> None:
         "train.max_seconds=${train.steps}", "memory.checkpointing_save=[mm]", "memory.gradient_checkpointing=selective",
         "plan.predict=false", "data.sample_prompt='a, b'", "model.rope_theta=5000",
     ]  # fmt: skip
-    for one in plan_combinations(of_words(*words)):
-        assert isinstance(one, Planned)
+    for one in validate_combinations(of_words(*words)):
+        assert isinstance(one, ValidJob)
         plan = resolve_run(one.combination.words, {})
         expected = plan.composition.config.to_dict()
         expected["launch"]["device"] = "auto"
@@ -118,9 +120,9 @@ MISTAKES = {
 @pytest.mark.parametrize("words", MISTAKES)
 def test_what_is_wrong_everywhere_stops_the_sweep(words: str) -> None:
     """A word that no combination can have, or a sweep without any combination that can be run."""
-    with pytest.raises(ConfigError) as told:
-        plan_combinations(of_words("launch.nproc_per_node=2", *words.split()))
-    assert str(told.value) == MISTAKES[words]
+    with pytest.raises(ConfigError) as mistake:
+        validate_combinations(of_words("launch.nproc_per_node=2", *words.split()))
+    assert str(mistake.value) == MISTAKES[words]
 
 
 def test_what_a_writer_needs_is_asked_for_before_the_first_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -129,11 +131,11 @@ def test_what_a_writer_needs_is_asked_for_before_the_first_job(monkeypatch: pyte
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    online, offline = plan_combinations(
+    online, offline = validate_combinations(
         of_words("model=llama_debug", "metrics=wandb", "metrics.wandb_mode=online,offline")
     )
-    assert isinstance(online, Refused) and "needs an API key for Weights & Biases" in online.reason
-    assert isinstance(offline, Planned)
+    assert isinstance(online, InvalidJob) and "needs an API key for Weights & Biases" in online.reason
+    assert isinstance(offline, ValidJob)
 
 
 REFUSED = {
@@ -151,6 +153,6 @@ REFUSED = {
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_contradicts_other_words_or_the_machine_is_left_out(words: str) -> None:
     """Each of these words stands in another combination, or would elsewhere, without harm."""
-    planned = plan_combinations(of_words("model=llama_debug", *words.split()))
-    assert tuple(isinstance(one, Refused) for one in planned) == REFUSED[words]
-    assert all(len(one.reason) > 30 for one in planned if isinstance(one, Refused))
+    validated = validate_combinations(of_words("model=llama_debug", *words.split()))
+    assert tuple(isinstance(one, InvalidJob) for one in validated) == REFUSED[words]
+    assert all(len(one.reason) > 30 for one in validated if isinstance(one, InvalidJob))
