@@ -36,11 +36,11 @@ def run_jobs(
             job = run_job(folder, sweep.time_limit_seconds, interruption=interruption, train=train)
             after_job()
             seconds.append(job.seconds or 0.0)
-            parts = describe_end(sweep, job)
+            message = describe_end(sweep, job)
             left = len(jobs) - index
             if left and interruption.number is None:
-                parts += f"; about {duration(left * sum(seconds) / len(seconds))} left"
-            print_status(f"[{index}/{len(jobs)}] {job.name} {parts}")
+                message += f"; about {duration(left * sum(seconds) / len(seconds))} left"
+            print_status(f"[{index}/{len(jobs)}] {job.name} {message}")
             if interruption.number is not None:
                 break
     return interruption.number

@@ -152,9 +152,9 @@ def _outcomes_elsewhere(folder: Path, start: str) -> list[tuple[int, ExitRecord]
     deadline = time.monotonic() + REASONS_SECONDS
     while True:
         found = {path: read_exit_record(path) for path in sorted(folder.glob(_outcome_file(folder, "*", start).name))}
-        refined = [(int(path.stem.split("-")[1][4:]), outcome) for path, outcome in found.items() if outcome]
-        if refined or time.monotonic() > deadline:
-            return refined
+        outcomes = [(int(path.stem.split("-")[1][4:]), outcome) for path, outcome in found.items() if outcome]
+        if outcomes or time.monotonic() > deadline:
+            return outcomes
         time.sleep(POLL_SECONDS)
 
 

@@ -120,13 +120,13 @@ def read_submissions(sweep: Sweep) -> list[Submission]:
     submissions = []
     for path in sorted(files, key=lambda path: int(path.parent.name)):
         try:
-            submissions = build(_SubmissionFile, parse_json(read_regular(path, LARGEST_FILE_BYTES)))
+            content = build(_SubmissionFile, parse_json(read_regular(path, LARGEST_FILE_BYTES)))
         except (OSError, ValueError) as mistake:
             raise ConfigError(
                 f"{path} cannot be read ({one_line(mistake)}), and would say which jobs a queue may still run; remove "
                 f"{path.parent} when none of them runs"
             ) from mistake
-        submissions.append(Submission(path.parent, submissions.launcher, submissions.jobs))
+        submissions.append(Submission(path.parent, content.launcher, content.jobs))
     return submissions
 
 
@@ -255,7 +255,7 @@ def watch_jobs(sweep: Sweep, submissions: Sequence[WatchedSubmission], after_job
 
     Args:
         sweep: the sweep of the jobs.
-        handed: submissions to watch.
+        submissions: to watch.
         after_job: called after the end of each job.
     """
     watched = {job.name: job for job in sweep.jobs}

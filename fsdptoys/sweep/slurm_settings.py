@@ -136,14 +136,15 @@ def read_launcher(words: tuple[str, ...]) -> QueueLauncher:
             raise ConfigError(f"{word} cannot be read ({first_line(error)}); put quotes around the value") from error
     for override in parsed:
         if override.is_sweep_override():
-            typed = str(override.input_line)
-            raise ConfigError(f"{typed} gives several values, but all jobs go to one launcher; keep one of them")
+            raise ConfigError(
+                f"{override.input_line} gives several values, but all jobs go to one launcher; keep one of them"
+            )
     chosen = [override for override in parsed if override.key_or_group == LAUNCHER_GROUP]
     if not chosen:
         raise ConfigError(f"{words[0]} is of no use without a launcher; add {LAUNCHER_GROUP}={SLURM}")
     if len(chosen) > 1:
-        typed = " ".join(str(override.input_line) for override in chosen)
-        raise ConfigError(f"{typed} names {len(chosen)} launchers, but all jobs go to one; keep one of them")
+        launchers = " ".join(str(override.input_line) for override in chosen)
+        raise ConfigError(f"{launchers} names {len(chosen)} launchers, but all jobs go to one; keep one of them")
     name = str(chosen[0].value())
     if name not in (SLURM, LOCAL):
         near = near_miss(name, (SLURM, LOCAL))
@@ -158,7 +159,7 @@ def read_launcher(words: tuple[str, ...]) -> QueueLauncher:
             f"the cluster, or leave {LAUNCHER_GROUP} out to run the jobs here"
         )
     known = set(_compose_launcher((f"{LAUNCHER_GROUP}={name}",)))
-    typed = {}
+    typed: dict[str, Any] = {}
     for override in parsed:
         key = override.key_or_group.removeprefix(LAUNCHER_SECTION)
         if override in chosen:

@@ -140,10 +140,10 @@ def test_rows_that_failed_and_those_that_were_skipped_are_told_with_their_reason
     assert shown["Strategy"] == ["ddp", "fsdp2", "fsdp1"]
     assert shown["Status"] == ["done", "out of memory", "failed"]
     assert shown["Loss after 8 steps"] == ["4.2000", "–", "–"]
-    for text in (printed(mixed, 100), mixed.markdown()):
+    for text in (printed(mixed, 100), to_markdown(mixed)):
         assert "02 out of memory: no room" in text and "03 failed: it broke" in text
         assert "parallel=single: it has one rank" in text
-    assert mixed.markdown().startswith("# these\n\n    fsdptoys sweep x\n")
+    assert to_markdown(mixed).startswith("# these\n\n    fsdptoys sweep x\n")
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 160])
@@ -223,7 +223,7 @@ def test_rows_under_the_profiler_are_told(tmp_path: Path) -> None:
 
 def test_json_has_everything_of_a_row(mixed: Table) -> None:
     """Oracle: what the jobs and runs hold."""
-    told = json.loads(mixed.json())
+    told = json.loads(to_json(mixed))
     done, full, failed = told["rows"]
     assert (told["commands"], told["loss_step"]) == (["fsdptoys sweep x"], 8)
     assert told["skipped"] == [{"varied": {"parallel": "single"}, "reason": "it has one rank"}]
@@ -282,7 +282,7 @@ def test_one_run_and_none_make_a_table_too(tmp_path: Path) -> None:
         "Run": ["b"], "Status": ["stopped"],
     }  # fmt: skip
     empty = table_of([], skipped=[Skipped({"a": "b"}, "no")])
-    assert "skipped a=b: no" in printed(empty, 80) and empty.csv() == "run\n" and "- a=b: no" in empty.markdown()
+    assert "skipped a=b: no" in printed(empty, 80) and to_csv(empty) == "run\n" and "- a=b: no" in to_markdown(empty)
 
 
 def test_columns_can_be_read_by_programs(two: list[Record]) -> None:

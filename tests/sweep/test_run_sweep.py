@@ -81,12 +81,12 @@ def test_jobs_run_in_order_and_a_bad_one_is_a_row(capsys: pytest.CaptureFixture[
     assert statuses(found) == ["done", "done", "out of memory", "out of memory"]
     assert [one.reason for one in found.skipped] == ["it is the same run as 01", "it is the same run as 02"]
     assert found.title == "seed-steps" and found.words[-1] == "train.steps=5,6"
-    mistake = capsys.readouterr().out
-    assert "fsdptoys: seed-steps: 4 jobs, 4 to run in sweeps/" in mistake
-    assert "[3/4] 03 train.seed=2 train.steps=5\n" in mistake
-    assert "host memory ran out on rank 0 (sweeps/" in mistake and " left\n" in mistake
+    printed = capsys.readouterr().out
+    assert "fsdptoys: seed-steps: 4 jobs, 4 to run in sweeps/" in printed
+    assert "[3/4] 03 train.seed=2 train.steps=5\n" in printed
+    assert "host memory ran out on rank 0 (sweeps/" in printed and " left\n" in printed
     assert {path.name for path in found.path.glob("table.*")} == {"table.md", "table.csv", "table.json"}
-    assert "fsdptoys: 2 of 4 jobs are not done; fsdptoys sweep --resume sweeps/" in mistake
+    assert "fsdptoys: 2 of 4 jobs are not done; fsdptoys sweep --resume sweeps/" in printed
 
 
 def test_finished_jobs_are_not_run_again(capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,10 +139,10 @@ def test_a_signal_keeps_what_is_done_and_the_sweep_can_be_gone_on_with(
     assert interrupted(numbers, *SMALL, f"train.seed={seeds}", "train.steps=5,6") == status
     found = the_sweep()
     assert statuses(found) == ["done", "done", "stopped", "waiting"]
-    mistake = capfd.readouterr().out
+    printed = capfd.readouterr().out
     assert (
         f"fsdptoys: stopped by {signal.Signals(numbers[0]).name}; fsdptoys sweep --resume {found.path} goes on"
-        in mistake
+        in printed
     )
     done = (sys.executable, "-I", "-S", "-c", "")
     assert sweep("--resume", str(found.path), train=done) == 0
