@@ -1,10 +1,10 @@
 """Settings of checkpoints, resuming and final weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.utils.bounds import MOST_SECONDS, MOST_STEPS, check_at_most
+from fsdptoys.utils.bounds import MOST_SECONDS, MOST_STEPS, above, at_least, check_bounds
 
 RESUME_WORDS = ("never", "auto", "must")
 
@@ -24,19 +24,19 @@ class CheckpointConfig:
 
     folder: str | None = None
     """Checkpoint folder: a path or an fsspec URL; null for ``checkpoints`` in the run directory."""
-    every: int = 0
+    every: int = field(default=0, metadata=at_least(0, MOST_STEPS))
     """Save every N steps and after the last step; 0 saves only on signals (see ``on_signal``)."""
     on_signal: bool = True
     """Save when a signal (SIGTERM, SIGUSR1) ends the run."""
-    keep: int = 3
+    keep: int = field(default=3, metadata=at_least(1, MOST_STEPS))
     """Number of newest checkpoints to keep; older ones are deleted."""
-    keep_every: int = 0
+    keep_every: int = field(default=0, metadata=at_least(0, MOST_STEPS))
     """Also keep every checkpoint whose step is a multiple of N; 0 for none."""
     async_save: bool = False
     """Pause training only to copy tensors to host memory, and write in the background."""
     form: Form = Form.sharded
     """Layout of a checkpoint's tensors."""
-    timeout_seconds: float = 7200.0
+    timeout_seconds: float = field(default=7200.0, metadata=above(0, MOST_SECONDS))
     """End the run if one rank waits longer than this for another while saving or loading a checkpoint."""
     resume: str = "never"
     """``never``; ``auto``: from the newest complete checkpoint, if any; ``must``: fail without one; or a folder."""
@@ -45,16 +45,7 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        check_at_most("checkpoint", self, every=MOST_STEPS, keep=MOST_STEPS, keep_every=MOST_STEPS)
-        for name, bound in (("every", 0), ("keep", 1), ("keep_every", 0)):
-            value = getattr(self, name)
-            if value < bound:
-                raise ConfigError(f"checkpoint.{name}={value} must be at least {bound}; set checkpoint.{name}={bound}")
-        if not 0 < self.timeout_seconds <= MOST_SECONDS:
-            raise ConfigError(
-                f"checkpoint.timeout_seconds={self.timeout_seconds} must be above 0 and at most "
-                f"{MOST_SECONDS}; set checkpoint.timeout_seconds=7200"
-            )
+        check_bounds("checkpoint", self)
         for name in ("folder", "resume"):
             value = getattr(self, name)
             if value is not None and not value.strip():

@@ -345,6 +345,8 @@ def _fields(classes: dict[str, Declaration], name: str, prefix: str, without: st
         if annotation in classes:
             members = ", ".join(member for member, _, _ in classes[annotation].fields)
             doc = f"{doc} [{members}]"
+        elif found.bounds:
+            doc = f"{doc} [{found.bounds}]"
         lines.append(f"  {f'{prefix}.{key}={found.default}':<42} {doc}")
     return lines
 

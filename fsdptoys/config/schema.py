@@ -5,7 +5,6 @@ depend on Hydra: the command line composes YAML into these classes and calls ``v
 """
 
 import dataclasses
-import math
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -25,11 +24,18 @@ from fsdptoys.parallel.float8 import Float8, check_even_shards, check_float8
 from fsdptoys.parallel.mesh import MeshConfig
 from fsdptoys.patches import check_patches
 from fsdptoys.profiler import DebugConfig, ProfileConfig
-from fsdptoys.utils.bounds import MOST_SECONDS, MOST_STEPS, MOST_TOKENS, check_at_least, check_at_most
+from fsdptoys.utils.bounds import MOST_SECONDS, MOST_STEPS, MOST_TOKENS, above, at_least, between, check_bounds
 
 from .kernel_choice import KernelConfig
 from .optimizer_checks import check_blocks, check_in_backward, check_optimizer
 from .plan_config import PlanConfig
+
+MOST_BATCHES = 2**20
+"""Upper bound of a batch's sequences, and of the batches of a step or an evaluation."""
+
+MOST_RANKS = 10**6
+
+MOST_SEED = 2**63 - 1
 
 
 class DeviceChoice(Enum):
@@ -61,31 +67,31 @@ class SumDType(Enum):
 class TrainConfig:
     """The training loop."""
 
-    batch_size: int = 1
+    batch_size: int = field(default=1, metadata=at_least(1, MOST_BATCHES))
     """Sequences per micro-batch on each rank."""
-    seq_len: int = 512
+    seq_len: int = field(default=512, metadata=at_least(1, MOST_TOKENS))
     """Tokens per sequence."""
-    steps: int = 10
+    steps: int = field(default=10, metadata=at_least(1, MOST_STEPS))
     """Number of optimizer steps."""
-    grad_accum: int = 1
+    grad_accum: int = field(default=1, metadata=at_least(1, MOST_BATCHES))
     """Micro-batches per optimizer step; their gradients are summed."""
-    max_grad_norm: float | None = 1.0
+    max_grad_norm: float | None = field(default=1.0, metadata=above(0))
     """Clip the gradient norm to this value; null only measures it."""
-    max_seconds: float | None = None
+    max_seconds: float | None = field(default=None, metadata=above(0))
     """Stop after the step in which the loop reaches this time; null for no limit. Schedules follow ``steps`` only."""
-    eval_every: int = 0
+    eval_every: int = field(default=0, metadata=at_least(0, MOST_STEPS))
     """Evaluate on the held-out split every N steps and after the last; 0 for never."""
-    eval_batches: int = 8
+    eval_batches: int = field(default=8, metadata=at_least(1, MOST_BATCHES))
     """Micro-batches per evaluation on each rank."""
-    label_smoothing: float = 0.0
+    label_smoothing: float = field(default=0.0, metadata=between(0, 1, below=True))
     """Share of each label spread evenly over the vocabulary; not used in evaluation."""
-    z_loss_coef: float = 0.0
+    z_loss_coef: float = field(default=0.0, metadata=at_least(0, 1e6))
     """Weight of logsumexp(logits)², which keeps logits from drifting; not used in evaluation."""
     skip_nonfinite: bool = True
     """Skip the update on all ranks if the loss or any gradient is not finite."""
-    max_skipped: int = 20
+    max_skipped: int = field(default=20, metadata=at_least(1, MOST_STEPS))
     """Save a checkpoint and stop after this many skipped updates in total."""
-    max_skipped_in_a_row: int = 5
+    max_skipped_in_a_row: int = field(default=5, metadata=at_least(1, MOST_STEPS))
     """Save a checkpoint and stop after this many consecutive skipped updates."""
     compile: bool = False
     """Compile each block with ``torch.compile``."""
@@ -97,39 +103,17 @@ class TrainConfig:
     """Deterministic kernels and float64 reductions: the same bits on any layout of 1, 2, 4, 8, … ranks."""
     sum_dtype: SumDType = SumDType.auto
     """dtype of sums of gradient norms and losses over ranks; auto: float64, on NPUs float32."""
-    seed: int = 0
+    seed: int = field(default=0, metadata=at_least(0, MOST_SEED))
     """Seed for every purpose without a seed of its own."""
-    init_seed: int | None = None
+    init_seed: int | None = field(default=None, metadata=at_least(0, MOST_SEED))
     """Seed of initial weights; null for ``seed``."""
-    data_seed: int | None = None
+    data_seed: int | None = field(default=None, metadata=at_least(0, MOST_SEED))
     """Seed of data order and synthetic data; null for ``seed``."""
-    sample_seed: int | None = None
+    sample_seed: int | None = field(default=None, metadata=at_least(0, MOST_SEED))
     """Seed of text generation; null for ``seed``."""
 
     def __post_init__(self) -> None:
-        """Check each value by itself."""
-        steps = dict.fromkeys(("steps", "eval_every", "max_skipped", "max_skipped_in_a_row"), MOST_STEPS)
-        micro_batches = dict.fromkeys(("batch_size", "grad_accum", "eval_batches"), 2**20)
-        check_at_most("train", self, seq_len=MOST_TOKENS, z_loss_coef=1e6, **steps, **micro_batches)
-        for name in ("seq_len", *micro_batches, "steps", "max_skipped", "max_skipped_in_a_row"):
-            check_at_least(f"train.{name}", getattr(self, name), 1)
-        check_at_least("train.eval_every", self.eval_every, 0)
-        check_at_least("train.z_loss_coef", self.z_loss_coef, 0)
-        if not 0 <= self.label_smoothing < 1:
-            raise ConfigError(
-                f"train.label_smoothing={self.label_smoothing} must be at least 0 and below 1; "
-                "set train.label_smoothing=0.1"
-            )
-        for name in ("max_grad_norm", "max_seconds"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ConfigError(
-                    f"train.{name}={value} must be a finite number above 0; set train.{name}=null for none"
-                )
-        for name in ("seed", "init_seed", "data_seed", "sample_seed"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < 2**63:
-                raise ConfigError(f"train.{name}={value} must be at least 0 and below 2**63; set train.{name}=0")
+        check_bounds("train", self)
 
     def resolve(self) -> None:
         """Set missing seeds to ``seed``."""
@@ -144,34 +128,21 @@ class LaunchConfig:
 
     device: DeviceChoice = DeviceChoice.auto
     """Hardware to run on."""
-    nproc_per_node: int = -1
+    nproc_per_node: int = field(default=-1, metadata=at_least(1, MOST_RANKS, other=-1))
     """Ranks on this node; -1 for one per device (two on a CPU)."""
-    nnodes: int = 1
+    nnodes: int = field(default=1, metadata=at_least(1, MOST_RANKS))
     """Number of nodes; run the same command on each of them."""
     rdzv_endpoint: str | None = None
     """host:port of the first node for the rendezvous; required for more than one node."""
     rdzv_token_file: str | None = None
     """File of mode 0600 with a secret shared by all nodes; unused on one node."""
-    timeout_seconds: float = 600.0
+    timeout_seconds: float = field(default=600.0, metadata=above(0, MOST_SECONDS))
     """Timeout of collectives in seconds; a longer one ends the run."""
-    max_restarts: int = 0
+    max_restarts: int = field(default=0, metadata=at_least(0, 10**6))
     """Maximum number of restarts of all workers from the newest checkpoint, after one was lost or failed."""
 
     def __post_init__(self) -> None:
-        """Check each value by itself."""
-        check_at_most("launch", self, nproc_per_node=10**6, nnodes=10**6, max_restarts=10**6)
-        if self.nproc_per_node < 1 and self.nproc_per_node != -1:
-            raise ConfigError(
-                f"launch.nproc_per_node={self.nproc_per_node} must be at least 1, or -1 for one rank a device; "
-                "set launch.nproc_per_node=-1"
-            )
-        check_at_least("launch.nnodes", self.nnodes, 1)
-        check_at_least("launch.max_restarts", self.max_restarts, 0)
-        if not 0 < self.timeout_seconds <= MOST_SECONDS:
-            raise ConfigError(
-                f"launch.timeout_seconds={self.timeout_seconds} must be above 0 and at most {MOST_SECONDS}; "
-                "set launch.timeout_seconds=600"
-            )
+        check_bounds("launch", self)
         if self.nnodes > 1 and not self.rdzv_endpoint:
             raise ConfigError(
                 f"launch.nnodes={self.nnodes} needs a meeting point; set launch.rdzv_endpoint=HOST:29400 to the "

@@ -1,4 +1,4 @@
-"""Read keys, annotations, defaults and docstrings of the config dataclasses from their source.
+"""Read keys, annotations, defaults, bounds and docstrings of the config dataclasses from their source.
 
 Parsing with ``ast`` keeps ``--help`` under a second; importing the classes would import torch.
 """
@@ -6,8 +6,12 @@ Parsing with ``ast`` keeps ``--help`` under a second; importing the classes woul
 import ast
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from fsdptoys.utils import bounds as bounds_module
 from fsdptoys.utils.text import value_text
+
+ARITHMETIC = (ast.Constant, ast.BinOp, ast.operator)
 
 
 @dataclass
@@ -19,6 +23,8 @@ class Declaration:
     fields: list[tuple[str, str, str]] = field(default_factory=list)
     """Name, annotation and default."""
     docs: dict[str, str] = field(default_factory=dict)
+    """Docstrings of fields, and of an enum's members."""
+    bounds: dict[str, bounds_module.Bounds] = field(default_factory=dict)
     family: str | None = None
     """Of a model's configuration: the suffix of the ``base_<family>`` schema that its presets start from."""
 
@@ -29,6 +35,7 @@ class Key:
 
     annotation: str
     default: str
+    bounds: str
     doc: str
 
 
@@ -38,7 +45,7 @@ def collect_keys(classes: dict[str, Declaration], name: str) -> dict[str, Key]:
     for owner in [*reversed(ancestors(classes, name)), name]:
         for key, annotation, default in classes[owner].fields:
             doc = classes[owner].docs.get(key) or (collected[key].doc if key in collected else "")
-            collected[key] = Key(annotation, default, doc)
+            collected[key] = Key(annotation, default, str(classes[owner].bounds.get(key, "")), doc)
     return collected
 
 
@@ -52,39 +59,61 @@ def ancestors(classes: dict[str, Declaration], name: str) -> list[str]:
     return [base for index, base in enumerate(found) if base not in found[index + 1 :]]
 
 
-def read_classes(root: Path) -> dict[str, Declaration]:
-    """Read all classes of a folder and its direct subfolders, by name; aliases (``A = B``) included."""
-    classes: dict[str, Declaration] = {}
+def read_classes(root: Path, quote: str = "") -> dict[str, Declaration]:
+    """Read all classes of a folder and its direct subfolders, by name; aliases (``A = B``) included.
+
+    Args:
+        root: the folder.
+        quote: replaces the double backticks of docstrings.
+    """
     aliases: dict[str, str] = {}
+    names = dict(vars(bounds_module))  # with the constants of all modules, to evaluate the fields' metadata
+    nodes: list[ast.ClassDef] = []
     for path in sorted(root.glob("*.py")) + sorted(root.glob("*/*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef):
-                classes[node.name] = _read_class(node)
-            elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Name):
-                aliases |= {target.id: node.value.id for target in node.targets if isinstance(target, ast.Name)}
+                nodes.append(node)
+            elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                if isinstance(node.value, ast.Name):
+                    aliases[node.targets[0].id] = node.value.id
+                elif all(isinstance(part, ARITHMETIC) for part in ast.walk(node.value)):
+                    names[node.targets[0].id] = _evaluate(node.value, {})
+    classes = {node.name: _read_class(node, names, quote) for node in nodes}
     return classes | {alias: classes[name] for alias, name in aliases.items() if name in classes}
 
 
-def _read_class(node: ast.ClassDef) -> Declaration:
+def _evaluate(node: ast.expr, names: dict[str, Any]) -> Any:
+    return eval(compile(ast.Expression(node), "<config>", "eval"), {}, names)  # of this package's own source
+
+
+def _read_class(node: ast.ClassDef, names: dict[str, Any], quote: str) -> Declaration:
+    def plain(text: str) -> str:
+        return " ".join(text.replace("``", quote).split())
+
     bases = [ast.unparse(base) for base in node.bases]
     is_enum = "Enum" in bases
-    found = Declaration(bases, " ".join((ast.get_docstring(node) or "").split()))
+    found = Declaration(bases, plain(ast.get_docstring(node) or ""))
     is_dataclass = any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
     if not (is_enum or is_dataclass):
         return found
     last = ""
     for statement in node.body:
         if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and last:
-            found.docs[last] = " ".join(str(statement.value.value).replace("``", "").split())
+            found.docs[last] = plain(str(statement.value.value))
         last = ""
         if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
             if is_enum:
-                found.fields.append((statement.targets[0].id, "", ""))
+                last = statement.targets[0].id
+                found.fields.append((last, "", ""))
         elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             last = statement.target.id
             annotation = ast.unparse(statement.annotation)
             if not annotation.startswith("ClassVar"):
                 found.fields.append((last, annotation, _default(statement.value)))
+                given = statement.value.keywords if isinstance(statement.value, ast.Call) else []
+                metadata = next((keyword.value for keyword in given if keyword.arg == "metadata"), None)
+                if metadata is not None:
+                    found.bounds[last] = _evaluate(metadata, names).get("bounds", "")
             elif last == "family" and isinstance(statement.value, ast.Constant):
                 found.family = str(statement.value.value)
     return found

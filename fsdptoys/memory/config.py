@@ -1,12 +1,13 @@
 """The switches of ``configs/memory``, and checks among them."""
 
+import re
 from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.utils.bounds import check_at_most
+from fsdptoys.utils.bounds import at_least, between, check_bounds
 
 from .activation_checkpointing import SAVED_OPERATORS, GradientCheckpointing
 
@@ -65,13 +66,13 @@ class MemoryConfig:
     """dtype in which the gradient of the head's weight is summed over chunks."""
     gradient_checkpointing: GradientCheckpointing = GradientCheckpointing.none
     """Recompute the activations of blocks in the backward: ``full``, or all but some operators' (``selective``)."""
-    checkpointing_start_index: int = 0
+    checkpointing_start_index: int = field(default=0, metadata=at_least(0))
     """First checkpointed block; the ones before it keep their activations."""
-    checkpointing_every: int = 1
+    checkpointing_every: int = field(default=1, metadata=at_least(1, 10**6))
     """Checkpoint every N-th block, counted from the first; the others keep their activations."""
     checkpointing_save: list[str] = field(default_factory=lambda: ["mm", "bmm", "attention", "grouped_mm"])
     """``selective``: the operators whose results are kept, any of these; the rest is recomputed."""
-    checkpointing_budget: float | None = None
+    checkpointing_budget: float | None = field(default=None, metadata=between(0, 1))
     """Share of the activations, 0 to 1, that PyTorch's partitioner keeps under ``train.compile``; null for all."""
     activation_offload: bool = False
     """Keep the saved tensors of checkpointed blocks in host memory; they return one block ahead of their use."""
@@ -79,9 +80,9 @@ class MemoryConfig:
     """Keep optimizer states in host memory and stream them through the device, bucket by bucket."""
     offload_schedule: OffloadSchedule = OffloadSchedule.auto
     """When ``optimizer_offload`` copies states."""
-    offload_fraction: float = 1.0
+    offload_fraction: float = field(default=1.0, metadata=between(0, 1))
     """Share of the optimizer states, by bytes, that ``optimizer_offload`` keeps in host memory."""
-    offload_bucket_mib: int = 256
+    offload_bucket_mib: int = field(default=256, metadata=at_least(1, 2**20))
     """Optimizer states copied at a time; a bucket holds at least one parameter."""
     offload_state_dtype: OffloadStateDType = OffloadStateDType.float32
     """dtype of the states that ``optimizer_offload`` keeps in host memory."""
@@ -91,29 +92,16 @@ class MemoryConfig:
     """Keep parameters, gradients and optimizer states in host memory and update them there."""
     cpu_offload_executor: CPUOffloadExecutor = CPUOffloadExecutor.native
     """Executor of ``cpu_offload``."""
-    cpu_threads: int | None = None
+    cpu_threads: int | None = field(default=None, metadata=at_least(1))
     """Threads of a rank's optimizer under ``cpu_offload``; null for the node's cores over its ranks."""
 
     def __post_init__(self) -> None:
-        if self.chunk_tokens != "auto" and not (self.chunk_tokens.isascii() and self.chunk_tokens.isdecimal()):
+        if not re.fullmatch("auto|0*[1-9][0-9]{0,8}", self.chunk_tokens):
             raise ConfigError(
-                f"memory.chunk_tokens={self.chunk_tokens} must be auto or a number of tokens; "
-                "set memory.chunk_tokens=auto"
+                f"memory.chunk_tokens={self.chunk_tokens} must be auto or a number of tokens from 1 to 999999999; set "
+                "memory.chunk_tokens=auto"
             )
-        if self.chunk_tokens != "auto":
-            if len(self.chunk_tokens) > 9:
-                raise ConfigError(
-                    f"memory.chunk_tokens={self.chunk_tokens} must be below 10**9; set memory.chunk_tokens=auto"
-                )
-            _at_least_one("chunk_tokens", int(self.chunk_tokens))
-        check_at_most("memory", self, checkpointing_every=10**6, offload_bucket_mib=2**20)
-        for name in ("checkpointing_every", "offload_bucket_mib", "cpu_threads"):
-            if getattr(self, name) is not None:
-                _at_least_one(name, getattr(self, name))
-        for name in ("offload_fraction", "checkpointing_budget"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value <= 1:
-                raise ConfigError(f"memory.{name}={value} must be between 0 and 1; set memory.{name}=0.5")
+        check_bounds("memory", self)
         self._check_checkpointing()
         self._check_offload()
         self._refuse_without_owner()
@@ -124,11 +112,6 @@ class MemoryConfig:
         return self.gradient_checkpointing is not GradientCheckpointing.none
 
     def _check_checkpointing(self) -> None:
-        if self.checkpointing_start_index < 0:
-            raise ConfigError(
-                f"memory.checkpointing_start_index={self.checkpointing_start_index} must be at least 0; set it to 0 "
-                "to checkpoint every block"
-            )
         unknown = [name for name in self.checkpointing_save if name not in SAVED_OPERATORS]
         if unknown:
             raise ConfigError(
@@ -184,8 +167,3 @@ class MemoryConfig:
                 shown = value.value if isinstance(value, Enum) else value
                 shown = f"[{','.join(value)}]" if isinstance(value, list) else shown
                 raise ConfigError(f"memory.{name}={shown} does nothing as set; set memory.{fix} or leave it out")
-
-
-def _at_least_one(name: str, value: int) -> None:
-    if value < 1:
-        raise ConfigError(f"memory.{name}={value} must be at least 1; set memory.{name}=1")

@@ -1,13 +1,12 @@
 """Settings of the metrics, and names of the files in a run directory."""
 
-import math
 import os
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.utils.bounds import MOST_STEPS, check_at_most
+from fsdptoys.utils.bounds import MOST_STEPS, at_least, check_bounds
 
 RUNS_FOLDER = Path("runs")
 """Parent of run directories that the configuration does not name, below the current directory."""
@@ -86,11 +85,11 @@ class MetricsConfig:
     """Folder for the run's files, created if missing; null for ``runs/<date>-<time>-<title>``."""
     console: Console = Console.auto
     """Console output of rank 0."""
-    log_every: int = 10
+    log_every: int = field(default=10, metadata=at_least(1, MOST_STEPS))
     """Steps between lines of the plain console and of ``routing.jsonl``; the last step always has a line."""
-    warmup_steps: int = 2
+    warmup_steps: int = field(default=2, metadata=at_least(0, MOST_STEPS))
     """First steps of each start to exclude from the summary's medians; they include compilation."""
-    spike_threshold: float = 8.0
+    spike_threshold: float = field(default=8.0, metadata=at_least(0))
     """Robust standard deviations above the median of earlier losses that make a loss spike; 0 for never."""
 
     writers: list[str] = field(default_factory=list)
@@ -108,23 +107,12 @@ class MetricsConfig:
         Raises:
             ConfigError: for a value out of range, or a wandb setting without the wandb writer.
         """
-        check_at_most("metrics", self, log_every=MOST_STEPS, warmup_steps=MOST_STEPS)
+        check_bounds("metrics", self)
         self._check_writers()
         if self.run_dir is not None and not self.run_dir.strip():
             raise ConfigError(
                 f"metrics.run_dir={self.run_dir!r} must name a folder; set metrics.run_dir=null for one named by time "
                 "and title"
-            )
-        if self.log_every < 1:
-            raise ConfigError(f"metrics.log_every={self.log_every} must be at least 1; set metrics.log_every=1")
-        if self.warmup_steps < 0:
-            raise ConfigError(
-                f"metrics.warmup_steps={self.warmup_steps} must be at least 0; set metrics.warmup_steps=0"
-            )
-        if not (math.isfinite(self.spike_threshold) and self.spike_threshold >= 0):
-            raise ConfigError(
-                f"metrics.spike_threshold={self.spike_threshold} must be at least 0; set metrics.spike_threshold=8, or "
-                "0 for none"
             )
 
     def _check_writers(self) -> None:

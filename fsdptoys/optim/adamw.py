@@ -1,15 +1,14 @@
 """AdamW (arXiv:1711.05101): settings, and the choice of its implementation by device and state dtype."""
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar
 
 import torch
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.utils.bounds import check_at_most
+from fsdptoys.utils.bounds import above, between
 
 from . import low_bit_adamw
 from .bfloat16_adamw import BFloat16AdamW
@@ -38,22 +37,12 @@ class OptimStateDType(Enum):
 class AdamWSettings(OptimConfig):
     """Settings of AdamW, by itself or for a part of the parameters."""
 
-    beta1: float = 0.9
+    beta1: float = field(default=0.9, metadata=between(0, 1, below=True))
     """Decay of the mean of the gradients."""
-    beta2: float = 0.95
+    beta2: float = field(default=0.95, metadata=between(0, 1, below=True))
     """Decay of the mean of their squares."""
-    eps: float = 1e-8
+    eps: float = field(default=1e-8, metadata=above(0, 1e6))
     """Added to the root of the mean square."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_at_most("optim", self, eps=1e6)
-        for name in ("beta1", "beta2"):
-            value = getattr(self, name)
-            if not 0 <= value < 1:
-                raise ConfigError(f"optim.{name}={value} must be at least 0 and below 1; set optim.{name}=0.9")
-        if not (math.isfinite(self.eps) and self.eps > 0):
-            raise ConfigError(f"optim.eps={self.eps} must be a finite number above 0; set optim.eps=1e-08")
 
     @property
     def state_widths(self) -> tuple[int, ...]:

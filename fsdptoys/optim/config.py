@@ -1,9 +1,8 @@
 """Settings that all optimizers share, and their construction over parameter groups."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.utils.bounds import MOST_STEPS, check_at_most
+from fsdptoys.utils.bounds import MOST_STEPS, at_least, between, check_bounds
 
 from .matrix_optimizer import MATRICES
 
@@ -68,9 +67,9 @@ class OptimConfig(ABC):
     fused_takes_shards: ClassVar[bool] = True
     """Whether the fused update takes DTensors and, on a CPU, gives bits that do not depend on a shard's size."""
 
-    lr: float = 3e-4
+    lr: float = field(default=3e-4, metadata=at_least(0, 1e6))
     """Highest learning rate."""
-    weight_decay: float = 0.1
+    weight_decay: float = field(default=0.1, metadata=at_least(0, 1e6))
     """Decoupled for AdamW, added to the gradient for SGD."""
     weight_decay_on: WeightDecayOn = WeightDecayOn.matrices
     """Which parameters decay."""
@@ -78,22 +77,15 @@ class OptimConfig(ABC):
     """How the update runs over the parameters."""
     schedule: Schedule = Schedule.cosine
     """Course of the learning rate after the warm-up."""
-    warmup_steps: int = 0
+    warmup_steps: int = field(default=0, metadata=at_least(0, MOST_STEPS))
     """Steps over which the learning rate rises linearly to ``lr``; a run of fewer steps does not get there."""
-    min_lr_ratio: float = 0.1
+    min_lr_ratio: float = field(default=0.1, metadata=between(0, 1))
     """Last learning rate as a share of ``lr``; for ``cosine`` and ``wsd``."""
-    decay_share: float = 0.2
+    decay_share: float = field(default=0.2, metadata=between(0, 1))
     """Share of the steps in which ``wsd`` decays."""
 
     def __post_init__(self) -> None:
-        check_at_most("optim", self, lr=1e6, weight_decay=1e6, warmup_steps=MOST_STEPS)
-        check_at_least_zero("lr", self.lr, fix=3e-4)
-        check_at_least_zero("weight_decay", self.weight_decay)
-        check_at_least_zero("warmup_steps", self.warmup_steps)
-        for name in ("min_lr_ratio", "decay_share"):
-            value = getattr(self, name)
-            if not 0 <= value <= 1:
-                raise ConfigError(f"optim.{name}={value} must be between 0 and 1; set optim.{name}=0.1")
+        check_bounds("optim", self)
 
     def resolve(self, deterministic: bool) -> None:  # noqa: B027 (not every optimizer has such settings)
         """Replace every ``auto`` of the optimizer's own settings by its value."""
@@ -160,23 +152,11 @@ def build_optimizer(
     )
 
 
-def check_at_least_zero(name: str, value: float, fix: float = 0) -> None:
-    """Refuse negative and non-finite numbers.
+def check_nesterov(momentum: float, nesterov: bool, fix: float) -> None:
+    """Check that Nesterov's method has a momentum.
 
     Raises:
         ConfigError: naming key, value and fix.
     """
-    if not (math.isfinite(value) and value >= 0):
-        raise ConfigError(f"optim.{name}={value} must be a finite number of at least 0; set optim.{name}={fix}")
-
-
-def check_momentum(momentum: float, nesterov: bool, fix: float) -> None:
-    """Check a momentum, and that Nesterov's method has one.
-
-    Raises:
-        ConfigError: naming key, value and fix.
-    """
-    if not 0 <= momentum < 1:
-        raise ConfigError(f"optim.momentum={momentum} must be at least 0 and below 1; set optim.momentum={fix}")
     if nesterov and momentum == 0:
         raise ConfigError(f"optim.nesterov=true needs momentum; set optim.momentum={fix} or optim.nesterov=false")

@@ -16,7 +16,7 @@ Sources: https://kellerjordan.github.io/posts/muon/; Moonlight (arXiv:2502.16982
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -24,12 +24,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdptoys.errors import ConfigError
-from fsdptoys.utils.bounds import check_at_most
+from fsdptoys.utils.bounds import at_least, between
 from fsdptoys.utils.dtensor import is_dtensor, local_tensor
 
 from .adamw import AdamWSettings
-from .config import check_at_least_zero, check_momentum
+from .config import check_nesterov
 from .matrix_optimizer import MATRICES, Groups, MatrixOptimizer
 from .newton_schulz import orthogonalize
 
@@ -68,29 +67,22 @@ class MuonConfig(AdamWSettings):
     name: ClassVar[str] = "muon"
     exchanges_matrices: ClassVar[bool] = True
 
-    momentum: float = 0.95
+    momentum: float = field(default=0.95, metadata=between(0, 1, below=True))
     """Decay of the mean of the matrices' gradients."""
     nesterov: bool = True
     """Look ahead by one momentum step."""
-    ns_steps: int = 5
+    ns_steps: int = field(default=5, metadata=between(1, MOST_NS_STEPS))
     """Rounds of Newton-Schulz."""
     ns_dtype: MatmulDType = MatmulDType.auto
     """dtype of its matmuls."""
     update_scale: UpdateScale = UpdateScale.match_adamw
     """Length of an orthogonalized update."""
-    adamw_lr: float | None = None
+    adamw_lr: float | None = field(default=None, metadata=at_least(0, 1e6))
     """Highest learning rate of AdamW's part; null for ``lr``."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_most("optim", self, adamw_lr=1e6)
-        check_momentum(self.momentum, self.nesterov, fix=0.95)
-        if not 1 <= self.ns_steps <= MOST_NS_STEPS:
-            raise ConfigError(
-                f"optim.ns_steps={self.ns_steps} must be between 1 and {MOST_NS_STEPS}; set optim.ns_steps=5"
-            )
-        if self.adamw_lr is not None:
-            check_at_least_zero("adamw_lr", self.adamw_lr, fix=3e-4)
+        check_nesterov(self.momentum, self.nesterov, fix=0.95)
 
     def is_matrix(self, shape: Sequence[int], in_block: bool) -> bool:
         """Whether a parameter is orthogonalized."""

@@ -1,11 +1,13 @@
 """Stochastic gradient descent: settings of ``torch.optim.SGD``."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 
-from .config import OptimConfig, check_momentum
+from fsdptoys.utils.bounds import between
+
+from .config import OptimConfig, check_nesterov
 
 
 @dataclass
@@ -16,14 +18,14 @@ class SGDConfig(OptimConfig):
     update_takes_scratch: ClassVar[bool] = False
     fused_takes_shards: ClassVar[bool] = False
 
-    momentum: float = 0.9
+    momentum: float = field(default=0.9, metadata=between(0, 1, below=True))
     """Decay of the running sum of gradients; 0 keeps none."""
     nesterov: bool = False
     """Look ahead by one momentum step."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_momentum(self.momentum, self.nesterov, fix=0.9)
+        check_nesterov(self.momentum, self.nesterov, fix=0.9)
 
     @property
     def state_widths(self) -> tuple[int, ...]:

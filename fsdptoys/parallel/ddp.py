@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel
-from fsdptoys.utils.bounds import check_at_most
+from fsdptoys.utils.bounds import at_least
 
 from .init_weights import Fill
 from .mesh import MeshConfig
@@ -35,7 +34,7 @@ class DDPConfig(ReducingConfig):
 
     name: ClassVar[str] = "ddp"
 
-    bucket_cap_mb: int = 25
+    bucket_cap_mb: int = field(default=25, metadata=at_least(1, 2**20))
     """Gradients are all-reduced in buckets of this many MiB during the backward."""
 
     @property
@@ -47,13 +46,6 @@ class DDPConfig(ReducingConfig):
     def gradients_held(self) -> str:
         """Buckets are never freed."""
         return "keeps all of them in its buckets"
-
-    def __post_init__(self) -> None:
-        check_at_most("parallel", self, bucket_cap_mb=2**20)
-        if self.bucket_cap_mb < 1:
-            raise ConfigError(
-                f"parallel.bucket_cap_mb={self.bucket_cap_mb} must be at least 1; set parallel.bucket_cap_mb=25"
-            )
 
     def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
         """Refuse sharding."""

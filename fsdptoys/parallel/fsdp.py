@@ -4,15 +4,14 @@ ZeRO-3 (arXiv:1910.02054): every rank keeps 1/N of parameters, gradients and opt
 all-gathered before its forward and again before its backward; its gradients are reduce-scattered after the backward.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import ClassVar
 
 import torch
 from torch import nn
 
-from fsdptoys.errors import ConfigError
-from fsdptoys.utils.bounds import check_at_most
+from fsdptoys.utils.bounds import at_least
 
 from .mesh import MeshConfig
 from .strategy import ReducingConfig
@@ -49,22 +48,15 @@ class FSDPConfig(ReducingConfig):
     """Which modules become units."""
     reshard_after_forward: ReshardAfterForward = ReshardAfterForward.default
     """Which units free their gathered parameters after the forward."""
-    forward_prefetch: int = 0
+    forward_prefetch: int = field(default=0, metadata=at_least(0, 10**6))
     """Units gathered ahead of the one that computes, in the forward; 0 lets the device's queue do it."""
-    backward_prefetch: int = 1
+    backward_prefetch: int = field(default=1, metadata=at_least(0, 10**6))
     """Units gathered ahead of the one that computes, in the backward."""
 
     @property
     def hooks_parts_of_blocks(self) -> bool:
         """Whether attention and feed-forward are units of their own."""
         return self.wrap is Wrap.block_attn_mlp
-
-    def __post_init__(self) -> None:
-        check_at_most("parallel", self, forward_prefetch=10**6, backward_prefetch=10**6)
-        for name in ("forward_prefetch", "backward_prefetch"):
-            value = getattr(self, name)
-            if value < 0:
-                raise ConfigError(f"parallel.{name}={value} must be at least 0; set parallel.{name}=0")
 
     def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
         """Check that the shard axis divides the world."""

@@ -6,7 +6,7 @@ trains on the same global batches as R ranks with the same settings.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel
-from fsdptoys.utils.bounds import check_at_most
+from fsdptoys.utils.bounds import at_least
 
 from .init_weights import Fill, init_buffers, materialize
 from .mesh import MeshConfig
@@ -29,7 +29,7 @@ class SingleConfig(ParallelConfig):
     name: ClassVar[str] = "single"
     single_process: ClassVar[bool] = True
 
-    simulated_ranks: int = 1
+    simulated_ranks: int = field(default=1, metadata=at_least(1, 2**16))
     """Data-parallel ranks whose micro-batches the one process runs one after another."""
 
     @property
@@ -42,13 +42,6 @@ class SingleConfig(ParallelConfig):
         """Gradients of several simulated ranks are added up."""
         several = self.simulated_ranks > 1
         return f"adds them up with parallel.simulated_ranks={self.simulated_ranks}" if several else None
-
-    def __post_init__(self) -> None:
-        check_at_most("parallel", self, simulated_ranks=2**16)
-        if self.simulated_ranks < 1:
-            raise ConfigError(
-                f"parallel.simulated_ranks={self.simulated_ranks} must be at least 1; set parallel.simulated_ranks=1"
-            )
 
     def validate(self, world_size: int, mesh: MeshConfig, device_type: str, cpu_offload: bool) -> None:
         """Refuse several ranks and sharding."""

@@ -33,6 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdptoys.device import Device, float64_collectives
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import DecoderModel
+from fsdptoys.utils.bounds import check_bounds
 from fsdptoys.utils.dtensor import local_tensor
 
 from . import state
@@ -83,6 +84,9 @@ class ParallelConfig(ABC):
     """dtype of forward and backward; parameters and optimizer states stay float32."""
     buffer_dtype: DType = DType.float32
     """dtype of the model's buffers: rotary frequencies; bf16 makes the angles of late positions wrong."""
+
+    def __post_init__(self) -> None:
+        check_bounds("parallel", self)
 
     @property
     def keeps_parameters(self) -> bool:

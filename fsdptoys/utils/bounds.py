@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 from fsdptoys.errors import ConfigError
 
+from .text import value_text
+
 MOST_STEPS = 10**12
 """Upper bound of step counts."""
 
@@ -19,28 +21,50 @@ MOST_SECONDS = 30 * 24 * 3600
 MOST_TOKENS = 2**30
 """Upper bound of the tokens of one sequence."""
 
+GUARD = 2**16
+"""Upper bounds from here on only guard against overflow; documentation omits them."""
+
 
 class Bounds(NamedTuple):
-    """Inclusive range of a field's numbers, and maximum length of its text, list or mapping."""
+    """Range of a field's finite numbers, and maximum length of its text, list or mapping."""
 
     least: float = -math.inf
     most: float = math.inf
     longest: float = math.inf
+    above: bool = False
+    """Exclude ``least`` itself."""
+    below: bool = False
+    """Exclude ``most`` itself."""
+    other: float | None = None
+    """A value outside of the range that is valid as well."""
+
+    def holds(self, value: float) -> bool:
+        """Whether a number is finite and within the range; False for nan."""
+        low = value > self.least if self.above else self.least <= value
+        high = value < self.most if self.below else value <= self.most
+        return (low and high and -math.inf < value < math.inf) or value == self.other
+
+    def __str__(self) -> str:
+        low = f"{'above' if self.above else 'at least'} {self.least}" if self.least > -math.inf else ""
+        high = f"{'below' if self.below else 'at most'} {self.most}" if self.most < GUARD else ""
+        if low and high and not (self.above or self.below):
+            return f"between {self.least} and {self.most}"
+        return " and ".join(filter(None, (low, high))) + ("" if self.other is None else f", or {self.other}")
 
 
-def at_least(least: float) -> dict[str, Bounds]:
-    """Field metadata: each number is finite and at least ``least``."""
-    return {"bounds": Bounds(least)}
+def at_least(least: float, most: float = math.inf, *, other: float | None = None) -> dict[str, Bounds]:
+    """Field metadata: each number is finite and at least ``least``, or ``other``."""
+    return {"bounds": Bounds(least, most, other=other)}
 
 
-def at_most(most: float) -> dict[str, Bounds]:
-    """Field metadata: each number is finite and at most ``most``."""
-    return {"bounds": Bounds(most=most)}
+def above(least: float, most: float = math.inf) -> dict[str, Bounds]:
+    """Field metadata: each number is finite and above ``least``."""
+    return {"bounds": Bounds(least, most, above=True)}
 
 
-def between(least: float, most: float, longest: float = math.inf) -> dict[str, Bounds]:
+def between(least: float, most: float, longest: float = math.inf, *, below: bool = False) -> dict[str, Bounds]:
     """Field metadata: each number is from ``least`` to ``most``; a list has at most ``longest`` numbers."""
-    return {"bounds": Bounds(least, most, longest)}
+    return {"bounds": Bounds(least, most, longest, below=below)}
 
 
 def max_length(longest: int) -> dict[str, Bounds]:
@@ -57,23 +81,12 @@ def bounds_of(field: "dataclasses.Field[Any]") -> Bounds:
 def check_bounds(section: str, config: Any) -> None:
     """Check a section of the configuration against the bounds of its fields; None passes."""
     for field in dataclasses.fields(config):
-        bounds, value = bounds_of(field), getattr(config, field.name)
-        if bounds.most < math.inf:
-            check_at_most(section, config, **{field.name: bounds.most})
-        if bounds.least > -math.inf and value is not None:
-            check_at_least(f"{section}.{field.name}", value, bounds.least)
-
-
-def check_at_most(section: str, config: object, **bounds: float) -> None:
-    """Check numbers of a section against their upper bounds, by field; None passes."""
-    for name, most in bounds.items():
-        value = getattr(config, name)
-        if value is not None and value > most:
-            key = f"{section}.{name}"
-            raise ConfigError(f"{key}={value} must be at most {most:.15g}; set {key} to that or less")
-
-
-def check_at_least(key: str, value: float, least: float) -> None:
-    """Check that a number is finite and not below its lower bound."""
-    if not least <= value < math.inf:
-        raise ConfigError(f"{key}={value} must be at least {least}; set {key}={least}")
+        bounds, value, key = bounds_of(field), getattr(config, field.name), f"{section}.{field.name}"
+        if "bounds" not in field.metadata or value is None or bounds.holds(value):
+            continue
+        if GUARD <= bounds.most < value < math.inf:
+            most = f"{bounds.most:.15g}" if isinstance(bounds.most, float) else bounds.most
+            raise ConfigError(f"{key}={value} must be at most {most}; set {key} to that or less")
+        is_count = isinstance(value, int) and value < bounds.least and bounds.other is None
+        fix = value_text(bounds.least if is_count else field.default, quote=True)
+        raise ConfigError(f"{key}={value} must be {bounds}; set {key}={fix}")

@@ -86,10 +86,10 @@ def _typed(kind: Any, value: Any, name: str, bounds: Bounds, skip_unknown: bool)
         found = next((each for each in kind if each.value == value and type(each.value) is type(value)), None)
         if found is not None:
             return found
-    elif kind is int and _is_integer(value) and bounds.least <= value <= bounds.most:
+    elif kind is int and _is_integer(value) and bounds.holds(value):
         return value
     elif kind is float and (math.isfinite(value) if type(value) is float else _is_integer(value)):
-        if bounds.least <= value <= bounds.most:
+        if bounds.holds(value):
             return float(value)
     elif kind is str and isinstance(value, str):
         if bounds.longest == math.inf or (len(value) <= bounds.longest and value.isprintable()):
@@ -114,6 +114,8 @@ def _describe(kind: Any, bounds: Bounds) -> str:
     if issubclass(kind, Enum):
         return " | ".join(str(each.value) for each in kind)
     noun = "an integer" if kind is int else "a finite number"
+    if bounds.above or bounds.below or bounds.other is not None:
+        return f"{noun} {bounds}"
     if bounds.most < math.inf:
         return f"{noun} from {bounds.least} to {bounds.most}"
     return f"{noun} of at least {bounds.least}" if bounds.least > -math.inf else noun

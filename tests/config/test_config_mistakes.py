@@ -48,13 +48,12 @@ MISTAKES = {
     "set optim=muon or leave it out",
     "optim.ns_steps=6": "optim.ns_steps=6 is not an option of optim=adamw, it belongs to muon; set optim=muon or leave "
     "it out",
-    "optim=muon optim.ns_steps=0": "optim.ns_steps=0 must be between 1 and 99; set optim.ns_steps=5",
+    "optim=muon optim.ns_steps=0": "optim.ns_steps=0 must be between 1 and 99; set optim.ns_steps=1",
     "optim=muon optim.momentum=1": "optim.momentum=1.0 must be at least 0 and below 1; set optim.momentum=0.95",
     "optim=muon optim.momentum=0": "optim.nesterov=true needs momentum; set optim.momentum=0.95 or "
     "optim.nesterov=false",
-    "optim=muon optim.beta2=1": "optim.beta2=1.0 must be at least 0 and below 1; set optim.beta2=0.9",
-    "optim=muon optim.adamw_lr=-1": "optim.adamw_lr=-1.0 must be a finite number of at least 0; set "
-    "optim.adamw_lr=0.0003",
+    "optim=muon optim.beta2=1": "optim.beta2=1.0 must be at least 0 and below 1; set optim.beta2=0.95",
+    "optim=muon optim.adamw_lr=-1": "optim.adamw_lr=-1.0 must be at least 0; set optim.adamw_lr=null",
     "optim=muon parallel=fsdp1": "optim=muon orthogonalizes whole matrices, which parallel=fsdp1 cuts elsewhere than "
     "between rows; set parallel=fsdp2 or optim=adamw",
     "optim=muon parallel=toy_zero1": "optim=muon orthogonalizes whole matrices, which parallel=toy_zero1 cuts "
@@ -166,14 +165,13 @@ MISTAKES = {
     "write the value itself",
     # Values.
     "train.batch_size=0": "train.batch_size=0 must be at least 1; set train.batch_size=1",
-    "optim.lr=-1": "optim.lr=-1.0 must be a finite number of at least 0; set optim.lr=0.0003",
+    "optim.lr=-1": "optim.lr=-1.0 must be at least 0; set optim.lr=0.0003",
     "model.n_heads=3": "model.n_heads=3 must divide model.dim=64 into heads of even width; "
     "set model.dim to a multiple of 6",
     "memory.cpu_offload=true memory.optimizer_offload=true": "memory.cpu_offload=true and "
     "memory.optimizer_offload=true exclude each other, since CPU offload already keeps the optimizer states in host "
     "memory; set memory.optimizer_offload=false",
-    "launch.nproc_per_node=0": "launch.nproc_per_node=0 must be at least 1, or -1 for one rank a device; "
-    "set launch.nproc_per_node=-1",
+    "launch.nproc_per_node=0": "launch.nproc_per_node=0 must be at least 1, or -1; set launch.nproc_per_node=-1",
     "launch.nnodes=2": "launch.nnodes=2 needs a meeting point; set launch.rdzv_endpoint=HOST:29400 to the first "
     "machine's name",
     "model=qwen3_debug model.head_dim=7": "model.head_dim=7 must be even and at least 2, since its channels are "
@@ -243,10 +241,9 @@ MISTAKES = {
     "metrics=wandb metrics.wandb_mode=ofline": "metrics.wandb_mode=ofline must be one of online, offline, disabled or "
     "null; did you mean metrics.wandb_mode=offline?",
     # What the ranks and the device cannot do.
-    "plan.world_size=0": "plan.world_size=0 must be at least 1; set plan.world_size=8",
-    "plan.rows=0": "plan.rows=0 must be at least 1; set plan.rows=10",
-    "plan.memory_gib=0": "plan.memory_gib=0.0 must be a finite number above 0; set plan.memory_gib=80, or null for all "
-    "that the hardware has",
+    "plan.world_size=0": "plan.world_size=0 must be at least 1; set plan.world_size=1",
+    "plan.rows=0": "plan.rows=0 must be at least 1; set plan.rows=1",
+    "plan.memory_gib=0": "plan.memory_gib=0.0 must be above 0; set plan.memory_gib=null",
     "mesh.fsdp_size=nod": "mesh.fsdp_size=nod must be a number of ranks, node for those of a node, or -1 for all "
     "ranks; set mesh.fsdp_size=node",
     "mesh.fsdp_size=1.5": "mesh.fsdp_size=1.5 must be an integer or a word; set mesh.fsdp_size=-1",
@@ -268,24 +265,24 @@ MISTAKES = {
     "parameters; set optim.implementation=foreach",
     "parallel=ddp optim=sgd train.deterministic=true optim.implementation=fused": "optim.implementation=fused has SGD "
     "round by a shard's size on a CPU, which train.deterministic=true rules out; set optim.implementation=auto",
-    "optim.eps=0": "optim.eps=0.0 must be a finite number above 0; set optim.eps=1e-08",
-    "train.seed=18446744073709551616": "train.seed=18446744073709551616 must be at least 0 and below 2**63; "
-    "set train.seed=0",
-    "launch.timeout_seconds=1e30": "launch.timeout_seconds=1e+30 must be above 0 and at most 2592000; "
-    "set launch.timeout_seconds=600",
+    "optim.eps=0": "optim.eps=0.0 must be above 0; set optim.eps=1e-08",
+    "train.seed=18446744073709551616": "train.seed=18446744073709551616 must be at most 9223372036854775807; set "
+    "train.seed to that or less",
+    "launch.timeout_seconds=1e30": "launch.timeout_seconds=1e+30 must be at most 2592000; set launch.timeout_seconds "
+    "to that or less",
     "model.rope_theta=0": "model.rope_theta=0.0 must be a finite number above 0; set model.rope_theta=10000.0",
     "model.init_std=-1": "model.init_std=-1.0 must be a finite number above 0; set model.init_std=0.02",
     "model.rope_scaling.high_freq_factor=0.5": "model.rope_scaling.high_freq_factor=0.5 must be at least "
     "model.rope_scaling.low_freq_factor=1.0; set model.rope_scaling.high_freq_factor=4.0",
-    "train.label_smoothing=1": "train.label_smoothing=1.0 must be at least 0 and below 1; "
-    "set train.label_smoothing=0.1",
-    "train.z_loss_coef=-1": "train.z_loss_coef=-1.0 must be at least 0; set train.z_loss_coef=0",
+    "train.label_smoothing=1": "train.label_smoothing=1.0 must be at least 0 and below 1; set "
+    "train.label_smoothing=0.0",
+    "train.z_loss_coef=-1": "train.z_loss_coef=-1.0 must be at least 0; set train.z_loss_coef=0.0",
     "patches=3": "patches=3 must be a word or a list of words; set patches=auto",
     # Switches of memory.
-    "memory.chunk_loss=true memory.chunk_tokens=many": "memory.chunk_tokens=many must be auto or a number of tokens; "
-    "set memory.chunk_tokens=auto",
-    "memory.chunk_loss=true memory.chunk_tokens=0": "memory.chunk_tokens=0 must be at least 1; "
-    "set memory.chunk_tokens=1",
+    "memory.chunk_loss=true memory.chunk_tokens=many": "memory.chunk_tokens=many must be auto or a number of tokens "
+    "from 1 to 999999999; set memory.chunk_tokens=auto",
+    "memory.chunk_loss=true memory.chunk_tokens=0": "memory.chunk_tokens=0 must be auto or a number of tokens from 1 "
+    "to 999999999; set memory.chunk_tokens=auto",
     "memory.chunk_tokens=512": "memory.chunk_tokens=512 does nothing as set; set memory.chunk_loss=true or leave it "
     "out",
     "memory.chunk_grad_dtype=bfloat16": "memory.chunk_grad_dtype=bfloat16 does nothing as set; "
@@ -298,8 +295,8 @@ MISTAKES = {
     "as set; set memory.gradient_checkpointing=selective or leave it out",
     "memory.gradient_checkpointing=selective memory.checkpointing_save=[mul]": "memory.checkpointing_save names mul, "
     f"which is none of {', '.join(SAVED_OPERATORS)}; set memory.checkpointing_save=[{','.join(SAVED_OPERATORS)}]",
-    "train.compile=true memory.checkpointing_budget=2": "memory.checkpointing_budget=2.0 must be between 0 and 1; "
-    "set memory.checkpointing_budget=0.5",
+    "train.compile=true memory.checkpointing_budget=2": "memory.checkpointing_budget=2.0 must be between 0 and 1; set "
+    "memory.checkpointing_budget=null",
     "parallel=fsdp1 parallel.use_orig_params=false optim.weight_decay_on=all train.compile=true": "train.compile=true "
     "passes over every module whose parameters FSDP1 made flat; set parallel.use_orig_params=true",
     "memory.checkpointing_budget=0.5": "memory.checkpointing_budget=0.5 acts through the compiler; "
@@ -311,8 +308,8 @@ MISTAKES = {
     "none is checkpointed; set memory.gradient_checkpointing=full",
     "memory.offload_fraction=0.5": "memory.offload_fraction=0.5 does nothing as set; set memory.optimizer_offload=true "
     "or leave it out",
-    "memory.optimizer_offload=true memory.offload_fraction=1.5": "memory.offload_fraction=1.5 must be between 0 and 1; "
-    "set memory.offload_fraction=0.5",
+    "memory.optimizer_offload=true memory.offload_fraction=1.5": "memory.offload_fraction=1.5 must be between 0 and "
+    "1; set memory.offload_fraction=1.0",
     "memory.optimizer_offload=true memory.offload_bucket_mib=0": "memory.offload_bucket_mib=0 must be at least 1; "
     "set memory.offload_bucket_mib=1",
     "parallel=fsdp1 memory.optimizer_offload=true memory.offload_schedule=lazy": "memory.offload_schedule=lazy is not "
@@ -350,8 +347,8 @@ MISTAKES = {
     "checkpoint.folder=''": "checkpoint.folder='' must not be empty; leave it out",
     "checkpoint.every=-1": "checkpoint.every=-1 must be at least 0; set checkpoint.every=0",
     "checkpoint.every=1e2": "checkpoint.every=1e2 must be an integer; set checkpoint.every=100",
-    "checkpoint.timeout_seconds=0": "checkpoint.timeout_seconds=0.0 must be above 0 and at most 2592000; set "
-    "checkpoint.timeout_seconds=7200",
+    "checkpoint.timeout_seconds=0": "checkpoint.timeout_seconds=0.0 must be above 0; set "
+    "checkpoint.timeout_seconds=7200.0",
     "checkpoint.keep=0": "checkpoint.keep=0 must be at least 1; set checkpoint.keep=1",
     "checkpoint.keep_every=100": "checkpoint.keep_every=100 keeps some of the checkpoints of checkpoint.every, which "
     "is 0; set checkpoint.every=100",

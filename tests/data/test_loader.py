@@ -182,7 +182,7 @@ def test_workers_outlive_signals_and_not_their_rank(end, tmp_path):
 
 @pytest.mark.parametrize(
     ("workers", "sentence"),
-    [(-1, "must be at least 0; set data.workers=0"), (65, "must be at most 64; set data.workers to that or less")],
+    [(-1, "must be between 0 and 64; set data.workers=0"), (65, "must be between 0 and 64; set data.workers=0")],
 )
 def test_a_number_of_workers_out_of_bounds_is_told(workers, sentence):
     """Oracle: the sentence."""

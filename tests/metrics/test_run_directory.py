@@ -46,7 +46,7 @@ def open_run(run_dir: str | None = None, title: str = "tiny") -> RunDirectory:
         (
             "spike_threshold",
             float("nan"),
-            "metrics.spike_threshold=nan must be at least 0; set metrics.spike_threshold=8, or 0 for none",
+            "metrics.spike_threshold=nan must be at least 0; set metrics.spike_threshold=8.0",
         ),
     ],
 )
