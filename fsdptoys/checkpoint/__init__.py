@@ -3,11 +3,10 @@
 from .atomic_folder import CHECKSUMS_FILE, check_new_folder
 from .checkpointer import Checkpointer
 from .config import RESUME_WORDS, CheckpointConfig, Form
-from .facts import Schema
 from .hf_export import write_hugging_face
 from .hf_load import HuggingFaceFolder, open_init_from
 from .load import Checkpoint
-from .manifest import MANIFEST_FILE, step_of
+from .manifest import MANIFEST_FILE, Schema, step_of
 from .model_config import check_same, differences
 from .safetensors_io import MAX_FILE_BYTES, ReadRegion, TensorFolder, Written, dtype_name
 from .select import RUN_FOLDER, peek

@@ -20,9 +20,8 @@ from torch import Tensor
 from fsdptoys.errors import ConfigError
 
 from .config import RESUME_WORDS, CheckpointConfig, Form
-from .facts import ANY, Schema
 from .load import Checkpoint, read_checkpoint
-from .manifest import InvalidCheckpointError, UnreadableError, reason_of, to_json
+from .manifest import ANY, InvalidCheckpointError, Schema, UnreadableError, to_json
 from .rank_sync import Ranks
 from .retention import LATEST_FILE, PARTIAL, Series, write_file
 from .save import Put, Saver
@@ -34,6 +33,7 @@ from .select import (
     locate,
     no_checkpoint,
     unreadable,
+    unwritable,
 )
 from .sharded_io import GatherFull, save_full_tensors, save_tensors
 from .storage import open_storage
@@ -112,9 +112,9 @@ class Checkpointer:
         self._clean()
         state = to_json(facts | {"step": step, "world_size": self._ranks.size})
         own = to_json(own_facts)
+        put = self._writer(tensors, from_copies=self._config.async_save)
         if not self._config.async_save:
-            return self._settle(self._saver.save(step, self._writer(tensors), state, own, prunes))
-        put = self._background_writer(tensors)
+            return self._settle(self._saver.save(step, put, state, own, prunes))
 
         def work() -> None:
             try:
@@ -183,19 +183,16 @@ class Checkpointer:
             raise ConfigError(no_checkpoint(self._storage, passed))
         return None
 
-    def _writer(self, tensors: Tensors) -> Put:
-        group = self._ranks.group
+    def _writer(self, tensors: Tensors, from_copies: bool) -> Put:
+        group, gather_full = self._ranks.group, self._gather_full
         if self._config.form is Form.full:
-            return lambda storage, folder: save_full_tensors(storage, folder, tensors, self._gather_full, group)
+            if from_copies:
+                tensors = {name: tensor.clone() for name, tensor in gather_full(tensors) if tensor is not None}
+                gather_full = _each
+            return lambda storage, folder: save_full_tensors(storage, folder, tensors, gather_full, group)
+        if from_copies:
+            tensors = self._copies = self._copy(tensors, self._copies)
         return lambda storage, folder: save_tensors(storage, folder, tensors, group)
-
-    def _background_writer(self, tensors: Tensors) -> Put:
-        group = self._ranks.group
-        if self._config.form is Form.full:
-            full = {name: tensor.clone() for name, tensor in self._gather_full(tensors) if tensor is not None}
-            return lambda storage, folder: save_full_tensors(storage, folder, full, _each, group)
-        copies = self._copies = self._copy(tensors, self._copies)
-        return lambda storage, folder: save_tensors(storage, folder, copies, group)
 
     def _settle(self, committed: bool) -> bool:
         """Record a verdict; called on all ranks at the same point."""
@@ -286,10 +283,7 @@ class Checkpointer:
             self._storage.make("")
             write_file(self._storage, probe, b"x")
         except OSError as error:
-            raise ConfigError(
-                f"checkpoints go to {self._storage.where}, which cannot be written ({reason_of(error)}); set "
-                "checkpoint.folder to a place that can be"
-            ) from error
+            raise unwritable(self._storage, error) from error
         return probe
 
 

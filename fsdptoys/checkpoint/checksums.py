@@ -5,7 +5,7 @@ safetensors has no checksums: its reader noticed 1 of 300 flipped bits. Checksum
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
@@ -53,7 +53,7 @@ def sums_from_json(tree: object) -> dict[str, FileSum]:
     return files
 
 
-class SummingStorage(Storage):
+class SummingStorage:
     """Wraps a storage and sums every file while it is written.
 
     Nothing is read back: the sums are of the intended bytes, so they also detect damage on the way to the disk.
@@ -64,14 +64,16 @@ class SummingStorage(Storage):
     """
 
     def __init__(self, storage: Storage) -> None:
-        self.where, self.renames = storage.where, storage.renames
         self.sums: dict[str, FileSum] = {}
         self.refused: OSError | None = None
         self._storage = storage
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._storage, name)
+
     @contextmanager
     def writing(self, path: str) -> Iterator[BinaryIO]:
-        """See Storage. The file must be written sequentially."""
+        """See ``Storage``. The file must be written sequentially."""
         try:
             with self._storage.writing(path) as file:
                 summing = _SummingFile(file)
@@ -80,38 +82,6 @@ class SummingStorage(Storage):
             self.refused = self.refused or error
             raise
         self.sums[path] = FileSum(summing.size, summing.digest.hexdigest())
-
-    def names(self, folder: str = "") -> list[str]:
-        """See Storage."""
-        return self._storage.names(folder)
-
-    def exists(self, path: str) -> bool:
-        """See Storage."""
-        return self._storage.exists(path)
-
-    def size(self, path: str) -> int:
-        """See Storage."""
-        return self._storage.size(path)
-
-    def reading(self, path: str) -> AbstractContextManager[BinaryIO]:
-        """See Storage."""
-        return self._storage.reading(path)
-
-    def make(self, folder: str) -> None:
-        """See Storage."""
-        self._storage.make(folder)
-
-    def sync(self, folder: str) -> None:
-        """See Storage."""
-        self._storage.sync(folder)
-
-    def rename(self, old: str, new: str) -> None:
-        """See Storage."""
-        self._storage.rename(old, new)
-
-    def remove(self, path: str) -> None:
-        """See Storage."""
-        self._storage.remove(path)
 
 
 class _SummingFile:

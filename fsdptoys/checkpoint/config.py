@@ -44,7 +44,6 @@ class CheckpointConfig:
     """Write the trained weights into the run directory at the end; ``fsdptoys convert to-hf`` reads them."""
 
     def __post_init__(self) -> None:
-        """Check the values."""
         check_bounds("checkpoint", self)
         for name in ("folder", "resume"):
             value = getattr(self, name)

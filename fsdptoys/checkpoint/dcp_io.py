@@ -9,7 +9,7 @@ Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 import dataclasses
 import math
 import os
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -37,8 +37,24 @@ from .safetensors_chunks import (
 from .storage import Storage
 from .tensor_index import INDEX_FILE, Chunk, StoredTensor, chunk_key, file_name, write_index
 
+T = TypeVar("T")
 
-class SafetensorsWriter(dcp.StorageWriter):
+
+class _UnplannedIO:
+    """Parts of DCP's interface without effect here: each object serves one save or load of a given folder."""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Do nothing."""
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return False
+
+
+class SafetensorsWriter(_UnplannedIO, dcp.StorageWriter):
     """Writes this rank's part of a plan into one safetensors file, and the index on rank 0."""
 
     def __init__(self, storage: Storage, folder: str, rank: int) -> None:
@@ -46,20 +62,12 @@ class SafetensorsWriter(dcp.StorageWriter):
         """Names of the written files."""
         self._storage, self._folder, self._rank = storage, folder, rank
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """See StorageWriter. The identifier is ignored."""
-        self.files = []
-
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """See StorageWriter."""
+        """Do nothing."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """See StorageWriter."""
+        """Return the plan unchanged."""
         return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """See StorageWriter."""
-        return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file unless its plan is empty."""
@@ -73,9 +81,7 @@ class SafetensorsWriter(dcp.StorageWriter):
             write_chunks(self._storage, f"{self._folder}/{file}", forms, chunks)  # type: ignore[arg-type]
             self.files.append(file)
         results = [WriteResult(item.index, _form(item).nbytes, (file, key)) for key, item in items.items()]
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
+        return _completed(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the index."""
@@ -94,23 +100,14 @@ class SafetensorsWriter(dcp.StorageWriter):
         write_index(self._storage, self._folder, stored)
         self.files.append(INDEX_FILE)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return False: the folder is a constructor argument, not an identifier."""
-        return False
 
-
-class SafetensorsReader(dcp.StorageReader):
+class SafetensorsReader(_UnplannedIO, dcp.StorageReader):
     """Reads a plan's parts from the files of ``SafetensorsWriter``; ``index`` has all requested tensors."""
 
     def __init__(self, storage: Storage, folder: str, index: dict[str, StoredTensor]) -> None:
         self._storage, self._folder, self._index = storage, folder, index
         self._chunks = {(name, chunk.offsets): chunk for name, tensor in index.items() for chunk in tensor.chunks}
         self._places: dict[Chunk, ChunkPlace] = {}
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """See StorageReader. The identifier is ignored."""
-        self._places = {}
 
     def read_metadata(self, *args: Any) -> Metadata:
         """Return the index in the form PyTorch's planner expects."""
@@ -124,7 +121,7 @@ class SafetensorsReader(dcp.StorageReader):
         return Metadata(metadata)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any) -> None:
-        """See StorageReader."""
+        """Do nothing."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Locate the chunks, so that all ranks learn of a damaged header (a ConfigError) before any tensor is read."""
@@ -139,10 +136,6 @@ class SafetensorsReader(dcp.StorageReader):
             self._places[chunk] = found[chunk.file][chunk.key]
         return dataclasses.replace(plan, items=items)
 
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """See StorageReader."""
-        return plans
-
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the required rows file by file, in file order."""
         by_file: dict[str, list[tuple[ChunkPlace, Any]]] = {}
@@ -155,17 +148,10 @@ class SafetensorsReader(dcp.StorageReader):
                     into = planner.resolve_tensor(item).detach()
                     _read_part(opened, place, tuple(item.storage_offsets), into)
                     planner.commit_tensor(item, into)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        return _completed(None)
 
     def _chunk(self, index: Any) -> Chunk:
         return self._chunks[index.fqn, tuple(index.offset)]
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return False: the folder is a constructor argument, not an identifier."""
-        return False
 
 
 def _read_part(file: Any, place: ChunkPlace, offsets: tuple[int, ...], into: Tensor) -> None:
@@ -180,6 +166,12 @@ def _read_part(file: Any, place: ChunkPlace, offsets: tuple[int, ...], into: Ten
     for dim, (offset, length) in enumerate(zip(offsets[1:], into.shape[1:], strict=True), start=1):
         rows = rows.narrow(dim, offset, length)
     into.copy_(rows)
+
+
+def _completed(result: T) -> Future[T]:
+    future: Future[T] = Future()
+    future.set_result(result)
+    return future
 
 
 def _data(item: WriteItem) -> Any:

@@ -26,10 +26,10 @@ from fsdptoys.utils.dtensor import (
     local_bounds,
     local_tensor,
 )
-from fsdptoys.utils.text import one_line
+from fsdptoys.utils.text import one_line, short_text
 
 from .atomic_folder import check_sizes, verify_checksums
-from .model_config import build_dataclass, check_same, check_type
+from .model_config import build_model_config, check_same, check_type
 from .safetensors_header import AGAIN
 from .safetensors_io import TensorFolder, read_json, slices
 
@@ -90,10 +90,7 @@ class HuggingFaceFolder:
                 fix = AGAIN if reason.startswith(f"{CONFIG_FILE} lacks") else "use weights of another model"
                 raise ConfigError(f"{path}{reason.removeprefix(CONFIG_FILE)}; {fix}") from error
             raise ConfigError(f"{path} describes a model that cannot be built: {reason}") from error
-        keys = family.hugging_face.keys
-        config = build_dataclass(family, _defaults(family) | fields, str(path), lambda name: keys.get(name, name))
-        assert isinstance(config, ModelConfig)
-        return config
+        return build_model_config(family, _defaults(family) | fields, str(path), "", family.hugging_face.keys)
 
     def check(self, model: DecoderModel) -> None:
         """Check from the files' headers that the folder holds exactly the tensors of a model on the meta device.
@@ -205,7 +202,7 @@ def _family(tree: Mapping[str, Any], path: Path) -> type[ModelConfig]:
     if isinstance(architectures, list) and len(architectures) == 1 and architectures[0] in tuple(families):
         return families[architectures[0]]
     raise ConfigError(
-        f"{path} says architectures={architectures!r:.100}, which is none of those here; use weights of "
+        f"{path} says architectures={short_text(architectures)}, which is none of those here; use weights of "
         f"{', '.join(families)}"
     )
 
@@ -216,7 +213,7 @@ def _check_rotary_numbers(tree: Mapping[str, Any], path: Path) -> None:
         if section is None:
             continue
         if not isinstance(section, dict):
-            raise ConfigError(f"{path} says {key}={section!r:.100}, which must be an object or null; correct it")
+            raise ConfigError(f"{path}: {key} is {short_text(section)}, not an object or null; correct it")
         if section.get("rope_type", section.get("type", "default")) in ("default", "llama3"):
             for name, kind in ROTARY_NUMBERS.items():
                 if name in section:

@@ -9,13 +9,16 @@ from torch import Tensor
 
 from fsdptoys.errors import ConfigError
 
-from .facts import ANY, Schema, read_own, read_state
 from .manifest import (
+    ANY,
     InvalidCheckpointError,
     Manifest,
+    Schema,
     UnreadableError,
     rank_file,
     read_manifest,
+    read_own,
+    read_state,
     reason_of,
     verify_file,
     with_retries,

@@ -16,14 +16,15 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
-from fsdptoys.utils.foreign import parse_json
+from fsdptoys.utils.foreign import ForeignError, parse_json
+from fsdptoys.utils.from_tree import build
 from fsdptoys.utils.regular_file import NotRegularFileError
 from fsdptoys.utils.text import one_line
 
 from .checksums import FileSum, sum_file, sums_from_json, sums_to_json
-from .storage import Storage
+from .storage import Storage, read_bytes
 
 MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
@@ -40,7 +41,22 @@ ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError, NotRegularFi
 
 T = TypeVar("T")
 
+Facts = dict[str, Any]
+
 NAME = re.compile(r"step-([0-9]{8,15})")
+
+
+@dataclass(frozen=True)
+class Schema:
+    """Dataclasses with the types and ranges of facts (``utils.from_tree``); None accepts any facts."""
+
+    state: type | None = None
+    """Common facts, without ``step`` and ``world_size``."""
+    own: type | None = None
+    """Facts of one rank."""
+
+
+ANY = Schema()
 
 
 class InvalidCheckpointError(Exception):
@@ -67,6 +83,13 @@ def step_of(name: str) -> int | None:
     match = NAME.fullmatch(name)
     step = int(match[1]) if match else -1
     return step if step_name(step) == name else None
+
+
+def known_step(name: str) -> int:
+    """Return the step of the folder name of a checkpoint."""
+    step = step_of(name)
+    assert step is not None, name
+    return step
 
 
 def rank_file(rank: int) -> str:
@@ -134,7 +157,7 @@ def read_manifest(storage: Storage, name: str, patient: bool = True) -> Manifest
         if not 0 < size <= LARGEST_BYTES:
             raise InvalidCheckpointError(f"is damaged: its {MANIFEST_FILE} holds {size} bytes")
         with storage.reading(f"{name}/{MANIFEST_FILE}") as file:
-            text = _read_bytes(file, size)
+            text = read_bytes(file, size)
         manifest = _parse(text, name)
         present = set(storage.names(name))
         for path, said in manifest.files.items():
@@ -162,12 +185,12 @@ def verify_file(storage: Storage, manifest: Manifest, path: str) -> None:
         raise InvalidCheckpointError(f"is damaged: the SHA-256 of {path} is not the one that {MANIFEST_FILE} says")
 
 
-def read_facts(storage: Storage, manifest: Manifest, path: str) -> dict[str, Any]:
+def _read_facts(storage: Storage, manifest: Manifest, path: str) -> dict[str, Any]:
     """Read a JSON file, parsing it only if it matches the manifest; errors as ``read_manifest``."""
 
     def read() -> bytes:
         with storage.reading(f"{manifest.name}/{path}") as file:
-            return _read_bytes(file, said.size)
+            return read_bytes(file, said.size)
 
     said = manifest.files[path]
     if said.size > LARGEST_BYTES:
@@ -181,6 +204,39 @@ def read_facts(storage: Storage, manifest: Manifest, path: str) -> dict[str, Any
         raise InvalidCheckpointError(f"is damaged: {path} is not JSON ({error})") from error
 
 
+def read_state(storage: Storage, manifest: Manifest, schema: Schema) -> Facts:
+    """Read the facts common to all ranks.
+
+    Raises:
+        InvalidCheckpointError: if the file is damaged or does not fit the schema.
+        UnreadableError: if the system fails to read it.
+    """
+    facts = _read_facts(storage, manifest, STATE_FILE)
+    step, ranks = facts.get("step"), facts.get("world_size")
+    if type(step) is not int or step != step_of(manifest.name):
+        raise InvalidCheckpointError(f"is damaged: {STATE_FILE} is that of step {step!r:.100}")
+    if type(ranks) is not int or ranks != world_size_of(manifest):
+        raise InvalidCheckpointError(
+            f"is damaged: {STATE_FILE} is that of {ranks!r:.100} ranks, and {MANIFEST_FILE} lists files of "
+            f"{world_size_of(manifest)}"
+        )
+    return _checked(facts, STATE_FILE, schema.state)
+
+
+def read_own(storage: Storage, manifest: Manifest, path: str, schema: Schema) -> Facts:
+    """Read the facts of one rank; errors as ``read_state``."""
+    return _checked(_read_facts(storage, manifest, path), path, schema.own)
+
+
+def _checked(facts: Facts, path: str, schema: type | None) -> Facts:
+    try:
+        if schema is not None:
+            build(schema, facts, skip_unknown=True)
+    except ForeignError as error:
+        raise InvalidCheckpointError(f"holds facts that this version does not read ({path}: {error})") from error
+    return facts
+
+
 def world_size_of(manifest: Manifest) -> int:
     """Return the number of ranks that saved a checkpoint."""
     rank = 0
@@ -192,14 +248,6 @@ def world_size_of(manifest: Manifest) -> int:
 def reason_of(error: OSError) -> str:
     """Return the system's error message without the path."""
     return one_line(error.strerror or error) or type(error).__name__
-
-
-def _read_bytes(file: BinaryIO, size: int) -> bytes:
-    """Read ``size`` bytes or to the end; a single read of an unbuffered file may return fewer."""
-    content = b""
-    while len(content) < size and (block := file.read(size - len(content))):
-        content += block
-    return content
 
 
 def _judged(read: Callable[[], T], name: str, path: str, patient: bool = True) -> T:

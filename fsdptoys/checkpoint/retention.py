@@ -18,13 +18,13 @@ Only rank 0 runs this code.
 import errno
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 
 from .manifest import (
     MANIFEST_FILE,
     InvalidCheckpointError,
     Manifest,
     UnreadableError,
+    known_step,
     read_manifest,
     reason_of,
     step_name,
@@ -35,16 +35,6 @@ from .storage import Storage
 
 LATEST_FILE = "latest"
 PARTIAL, OLD, DELETED = ".partial", ".old", ".deleted"
-
-
-@dataclass(frozen=True)
-class Pruned:
-    """Result of deleting old checkpoints."""
-
-    deleted: list[str]
-    """Names of deleted checkpoints."""
-    problems: list[str]
-    """Sentences on checkpoints that could not be read or deleted."""
 
 
 class Series:
@@ -65,7 +55,7 @@ class Series:
 
     def resume_from(self, name: str, names: Iterable[str]) -> None:
         """Take over the checkpoints among ``names`` up to ``name``, so that they may be deleted when they are old."""
-        self._resumed = {each for each in names if _step(each) <= _step(name)} - self.damaged
+        self._resumed = {each for each in names if known_step(each) <= known_step(name)} - self.damaged
 
     def names(self) -> list[str]:
         """Return the names of all possible checkpoints, newest first."""
@@ -194,8 +184,8 @@ class Series:
             self.storage.rename(temporary, LATEST_FILE)
             self.storage.sync("")
 
-    def prune(self, newest: int, keep: int, keep_every: int) -> Pruned:
-        """Delete this run's complete checkpoints beyond those to keep.
+    def prune(self, newest: int, keep: int, keep_every: int) -> tuple[list[str], list[str]]:
+        """Delete this run's complete checkpoints beyond those to keep; return their names, and sentences on problems.
 
         Checkpoints that cannot be read now are neither counted nor deleted, and are left to a later call.
 
@@ -209,7 +199,7 @@ class Series:
         problems: list[str] = []
         try:
             for name in self.names():
-                step = _step(name)
+                step = known_step(name)
                 if step > newest or name in self.damaged or name not in self._written | self._resumed:
                     continue
                 if kept == keep and keep_every and step % keep_every == 0:
@@ -229,7 +219,7 @@ class Series:
                     deleted.append(name)
         except OSError as error:
             problems.append(f"old checkpoints could not be deleted: {reason_of(error)} at {self.storage.where}/{name}")
-        return Pruned(deleted, problems)
+        return deleted, problems
 
     def _delete(self, name: str) -> None:
         if not self.storage.renames:
@@ -277,12 +267,6 @@ class Series:
             if entry[0] == "." and ours and dot + ending in (PARTIAL, OLD, DELETED):
                 found.append(entry)
         return found
-
-
-def _step(name: str) -> int:
-    step = step_of(name)
-    assert step is not None, name
-    return step
 
 
 def write_file(storage: Storage, path: str, content: bytes) -> None:

@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.utils.foreign import parse_json
 from fsdptoys.utils.text import one_line
 
-from .safetensors_header import LONGEST_HEADER_BYTES
+from .safetensors_header import LONGEST_HEADER_BYTES, parse_header
 from .safetensors_io import DTYPES
 from .storage import Storage
 
@@ -118,13 +117,7 @@ def read_places(storage: Storage, path: str, forms: Mapping[str, ChunkForm]) -> 
     try:
         size = storage.size(path)
         with storage.reading(path) as file:
-            length = int.from_bytes(_read_bytes(file, min(8, size)), "little")
-            if size < 8 or length > min(size - 8, LONGEST_HEADER_BYTES):
-                raise ValueError(f"its header does not fit into its {size} bytes")
-            header = parse_json(_read_bytes(file, length), unique_keys=True)
-        if not isinstance(header, dict):
-            raise ValueError("its header is not an object")
-        data = 8 + length
+            header, data = parse_header(file, size)
         starts = {key: _start(header, key, form, size - data) for key, form in forms.items()}
         return {key: ChunkPlace(where, form, data + starts[key]) for key, form in forms.items()}
     except FileNotFoundError as error:
@@ -162,13 +155,6 @@ def _pieces(tensor: Tensor) -> Iterator[Any]:
     content = tensor.detach().view(-1).view(torch.uint8).numpy()
     for start in range(0, len(content), PIECE_BYTES):
         yield content[start : start + PIECE_BYTES]
-
-
-def _read_bytes(file: BinaryIO, count: int) -> bytes:
-    content = bytearray(count)
-    if not _fill(file, memoryview(content)):
-        raise ValueError("it ends early")
-    return bytes(content)
 
 
 def _fill(file: BinaryIO, view: memoryview) -> bool:

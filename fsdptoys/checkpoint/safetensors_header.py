@@ -8,12 +8,14 @@ safetensors library makes the same checks, but its messages name neither the fil
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.foreign import ForeignError, parse_json
 from fsdptoys.utils.regular_file import open_regular
 from fsdptoys.utils.text import one_line
+
+from .storage import read_bytes
 
 AGAIN = "download or write the folder again"
 
@@ -45,20 +47,14 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     try:
         size = path.stat().st_size
         with open_regular(path) as file:
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8:
-                raise ConfigError(f"{path} is damaged: it holds {size} bytes, too few for a safetensors file; {AGAIN}")
-            if length > min(size - 8, LONGEST_HEADER_BYTES):
-                raise ConfigError(
-                    f"{path} is no safetensors file or is damaged: it holds {size} bytes, and its first eight say "
-                    f"that its header takes {length}; {AGAIN}"
-                )
-            text = file.read(length)
+            header, data_start = parse_header(cast(BinaryIO, file), size)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror or error}); {AGAIN}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is no safetensors file or is damaged: {error}; {AGAIN}") from error
     tensors: dict[str, StoredTensor] = {}
     spans: list[tuple[int, int]] = []
-    for name, entry in _parse(path, text).items():
+    for name, entry in header.items():
         if name == "__metadata__":
             continue
         tensor, span = _read_entry(path, name, entry)
@@ -68,20 +64,31 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     ends = [0, *(stop for _, stop in spans)]
     if any(start != end for (start, _), end in zip(spans, ends, strict=False)):
         raise ConfigError(f"{path} is damaged: its header places tensors over one another or leaves gaps; {AGAIN}")
-    expected = 8 + length + ends[-1]
+    expected = data_start + ends[-1]
     if size != expected:
         raise ConfigError(f"{path} is damaged: it holds {size} bytes, and its header asks for {expected}; {AGAIN}")
     return tensors
 
 
-def _parse(path: Path, text: bytes) -> dict[str, Any]:
+def parse_header(file: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
+    """Return the header of an open file of ``size`` bytes, and the offset of the tensors behind it.
+
+    Raises:
+        ValueError: with the damage.
+    """
+    length = int.from_bytes(read_bytes(file, 8), "little")
+    if size < 8 or length > min(size - 8, LONGEST_HEADER_BYTES):
+        raise ValueError(f"its header does not fit into its {size} bytes")
+    text = read_bytes(file, length)
+    if len(text) < length:
+        raise ValueError("it ends early")
     try:
         header = parse_json(text, unique_keys=True)
-        if not isinstance(header, dict):
-            raise ForeignError("it is not an object")
     except ForeignError as error:
-        raise ConfigError(f"{path} is damaged: its header cannot be read ({error}); {AGAIN}") from error
-    return header
+        raise ValueError(f"its header cannot be read ({error})") from error
+    if not isinstance(header, dict):
+        raise ValueError("its header is not an object")
+    return header, 8 + length
 
 
 def _read_entry(path: Path, name: str, entry: Any) -> tuple[StoredTensor, tuple[int, int]]:

@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import cast
 
 from .checksums import FileSum, SummingStorage
 from .config import CheckpointConfig
@@ -109,7 +110,8 @@ class Saver:
             return None, self._place_of(error)
 
     def _write(self, working: str, put: Put, state: bytes, own: bytes) -> Answer:
-        storage, rank = SummingStorage(self._storage), self._ranks.rank
+        summing, rank = SummingStorage(self._storage), self._ranks.rank
+        storage = cast(Storage, summing)
         problem = None
         try:
             put(storage, working)
@@ -117,9 +119,9 @@ class Saver:
             if rank == 0:
                 write_file(storage, f"{working}/{STATE_FILE}", state)
         except OSError as error:
-            problem = self._place_of(storage.refused or error, rank)
-        sums = {path.removeprefix(f"{working}/"): said for path, said in storage.sums.items()}
-        return Answer(rank, sums, problem, storage.refused is not None)
+            problem = self._place_of(summing.refused or error, rank)
+        sums = {path.removeprefix(f"{working}/"): said for path, said in summing.sums.items()}
+        return Answer(rank, sums, problem, summing.refused is not None)
 
     def _commit(self, step: int, working: str, answers: list[Answer]) -> list[str]:
         failed = [answer for answer in answers if answer.problem is not None]
@@ -149,10 +151,10 @@ class Saver:
 
     def _prune(self, step: int) -> bool:
         """Delete old checkpoints; return whether any was deleted."""
-        pruned = self._series.prune(step, self._config.keep, self._config.keep_every)
-        for problem in pruned.problems:
+        deleted, problems = self._series.prune(step, self._config.keep, self._config.keep_every)
+        for problem in problems:
             self._report(problem)
-        return bool(pruned.deleted)
+        return bool(deleted)
 
     def _report_failure(self, step: int, problems: list[str]) -> None:
         if self._ranks.rank != 0:

@@ -20,12 +20,16 @@ from typing import TypeVar
 from fsdptoys.errors import ConfigError
 
 from .config import RESUME_WORDS, CheckpointConfig
-from .facts import ANY, Facts, Schema, read_state
 from .manifest import (
+    ANY,
     MANIFEST_FILE,
+    Facts,
     InvalidCheckpointError,
+    Schema,
     UnreadableError,
+    known_step,
     read_manifest,
+    read_state,
     reason_of,
     step_of,
     with_retries,
@@ -122,7 +126,7 @@ def locate(config: CheckpointConfig, storage: Storage | None) -> NamedCheckpoint
             f"checkpoint.resume={config.resume} starts a run in {storage.where}, which already holds {newest} of "
             "another one; set checkpoint.resume=auto to go on from that, or another folder"
         )
-    if newest is not None and newest != name and _step(newest) > _step(name):
+    if newest is not None and newest != name and known_step(newest) > known_step(name):
         raise ConfigError(
             f"checkpoint.resume={config.resume} goes back to before {newest}, which the next checkpoint.resume=auto "
             f"would take; move the newer ones out of {storage.where}, or set metrics.run_dir or checkpoint.folder to "
@@ -137,7 +141,8 @@ def invalid_checkpoint(config: CheckpointConfig, place: NamedCheckpoint, problem
     older = None
     with suppress(OSError, UnreadableError):
         older = next(
-            (name for name in series.names() if _step(name) < _step(place.name) and series.is_complete(name)), None
+            (name for name in series.names() if known_step(name) < known_step(place.name) and series.is_complete(name)),
+            None,
         )
     fix = f"set checkpoint.resume={place.storage.where}/{older}" if older else "name another one"
     if older and place.own:
@@ -152,6 +157,14 @@ def no_checkpoint(storage: Storage | None, passed: list[str]) -> str:
     return (
         f"checkpoint.resume=must finds no whole checkpoint in {where}{found}; set checkpoint.resume=auto to start "
         "anew, or checkpoint.folder or metrics.run_dir to where they are"
+    )
+
+
+def unwritable(storage: Storage, error: OSError) -> ConfigError:
+    """Return the error for a folder that refuses checkpoints."""
+    return ConfigError(
+        f"checkpoints go to {storage.where}, which cannot be written ({reason_of(error)}); set checkpoint.folder to a "
+        "place that can be"
     )
 
 
@@ -180,10 +193,7 @@ def check_writable(storage: Storage) -> None:
                 file.write(b"x")
             storage.remove(probe)
     except OSError as error:
-        raise ConfigError(
-            f"checkpoints go to {storage.where}, which cannot be written ({reason_of(error)}); set checkpoint.folder "
-            "to a place that can be"
-        ) from error
+        raise unwritable(storage, error) from error
 
 
 def listing(look: Callable[[], T], storage: Storage) -> T:
@@ -212,12 +222,6 @@ def _peek_newest(storage: Storage, passed: list[str], schema: Schema) -> Facts |
 
 def _facts(storage: Storage, name: str, schema: Schema) -> Facts:
     return read_state(storage, read_manifest(storage, name), schema)
-
-
-def _step(name: str) -> int:
-    step = step_of(name)
-    assert step is not None, name
-    return step
 
 
 def _find(where: str) -> tuple[Storage, str] | None:

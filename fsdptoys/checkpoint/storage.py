@@ -98,6 +98,14 @@ def open_storage(where: str) -> Storage:
     return UrlStorage(where) if "://" in where else LocalStorage(where)
 
 
+def read_bytes(file: BinaryIO, size: int) -> bytes:
+    """Read ``size`` bytes or to the end; a single read of an unbuffered file may return fewer."""
+    content = b""
+    while len(content) < size and (block := file.read(size - len(content))):
+        content += block
+    return content
+
+
 def sync_to_disk(path: Path) -> None:
     """Sync a file's bytes or a folder's entries to disk, so that they survive a power loss."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -64,17 +64,8 @@ def chunk_key(name: str, form: ChunkForm, offsets: Iterable[int], shape: Iterabl
 
 def write_index(storage: Storage, folder: str, tensors: Mapping[str, StoredTensor]) -> None:
     """Write the index of a checkpoint; ConfigError if it exceeds the size limit."""
-    tree = {
-        name: {
-            "dtype": tensor.dtype,
-            "shape": tensor.shape,
-            "chunks": [
-                {"file": chunk.file, "key": chunk.key, "offsets": chunk.offsets, "sizes": chunk.sizes}
-                for chunk in tensor.chunks
-            ],
-        }
-        for name, tensor in sorted(tensors.items())
-    }
+    # The fields in their order; ``dataclasses.asdict`` would copy each.
+    tree = {name: vars(each) | {"chunks": list(map(vars, each.chunks))} for name, each in sorted(tensors.items())}
     text = json.dumps({"format": FORMAT, "tensors": tree}, separators=(",", ":"), allow_nan=False).encode()
     if len(text) > LARGEST_INDEX_BYTES:
         raise ConfigError(

@@ -18,13 +18,13 @@ from fsdptoys.models import MODELS, DecoderModel, ModelConfig
 from fsdptoys.models.huggingface import Bounds
 from fsdptoys.utils.foreign import parse_yaml
 from fsdptoys.utils.regular_file import read_regular
-from fsdptoys.utils.text import one_line
+from fsdptoys.utils.text import one_line, short_text
 
 from .atomic_folder import new_folder, verify_checksums
 from .config import CheckpointConfig
 from .load import read_checkpoint
 from .manifest import InvalidCheckpointError, UnreadableError
-from .model_config import build_dataclass, short
+from .model_config import build_model_config
 from .rank_sync import Ranks
 from .safetensors_io import MAX_FILE_BYTES, TensorFolder, Written, slices, write_tensors
 from .select import locate, unreadable
@@ -139,11 +139,9 @@ def model_config_of(section: object, where: str, fix: str) -> ModelConfig:
     family = values.pop("family", None)
     if not isinstance(family, str) or family not in MODELS:
         raise ConfigError(
-            f"{where} says model.family={short(family)}, which is none of {', '.join(MODELS)}; correct it"
+            f"{where} says model.family={short_text(family)}, which is none of {', '.join(MODELS)}; correct it"
         )
-    config = build_dataclass(MODELS[family], values, where, lambda name: f"model.{name}")
-    assert isinstance(config, ModelConfig)
-    return config
+    return build_model_config(MODELS[family], values, where, "model")
 
 
 class CheckpointWeights:

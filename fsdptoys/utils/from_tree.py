@@ -12,7 +12,7 @@ import types
 import typing
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from .bounds import Bounds, bounds_of
 from .foreign import ForeignError
@@ -23,14 +23,29 @@ LARGEST_INTEGER = 2**63 - 1
 T = TypeVar("T")
 
 
-def build(kind: type[T], tree: Any, name: str = "", *, skip_unknown: bool = False) -> T:
+class _Options(NamedTuple):
+    skip_unknown: bool = False
+    complete: bool = False
+
+
+def build(
+    kind: type[T],
+    tree: Any,
+    name: str = "",
+    *,
+    names: Mapping[str, str] | None = None,
+    skip_unknown: bool = False,
+    complete: bool = False,
+) -> T:
     """Build a dataclass from a mapping.
 
     Args:
         kind: the dataclass.
         tree: field → plain value.
         name: the mapping's name in messages.
+        names: fields' names in messages, if others.
         skip_unknown: ignore unknown keys, which a later version may have added, instead of raising an error.
+        complete: require fields with defaults, too.
 
     Raises:
         ForeignError: if ``tree`` is no mapping, lacks a required field, or has an unknown key or a value of the wrong
@@ -44,21 +59,22 @@ def build(kind: type[T], tree: Any, name: str = "", *, skip_unknown: bool = Fals
         raise ForeignError(f"{name or 'it'} has the key {short_text(unknown)}, which this version does not read")
     values, hints = {}, _hints(kind)  # type: ignore[arg-type]  # a class has a hash
     for key, field in fields.items():
-        full_name = f"{name}.{key}" if name else key
+        shown = names.get(key, key) if names else key
+        full_name = f"{name}.{shown}" if name else shown
         if key in tree:
-            values[key] = _typed(hints[key], tree[key], full_name, bounds_of(field), skip_unknown)
-        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            values[key] = _typed(hints[key], tree[key], full_name, bounds_of(field), _Options(skip_unknown, complete))
+        elif complete or (field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING):
             raise ForeignError(f"{full_name} is missing")
     return kind(**values)
 
 
 def typed(kind: Any, value: Any, name: str) -> Any:
     """Convert a value to an annotation's type; lists may become tuples, and integers floats. ForeignError otherwise."""
-    return _typed(kind, value, name, Bounds(), False)
+    return _typed(kind, value, name, Bounds(), _Options())
 
 
-def _typed(kind: Any, value: Any, name: str, bounds: Bounds, skip_unknown: bool) -> Any:
-    inner = functools.partial(_typed, bounds=bounds._replace(longest=math.inf), skip_unknown=skip_unknown)
+def _typed(kind: Any, value: Any, name: str, bounds: Bounds, options: _Options) -> Any:
+    inner = functools.partial(_typed, bounds=bounds._replace(longest=math.inf), options=options)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return value
@@ -68,10 +84,10 @@ def _typed(kind: Any, value: Any, name: str, bounds: Bounds, skip_unknown: bool)
         others = [each for each in arguments if each is not type(None)]
         for each in others[:-1]:
             try:
-                return _typed(each, value, name, bounds, skip_unknown)
+                return _typed(each, value, name, bounds, options)
             except ForeignError:
                 continue
-        return _typed(others[-1], value, name, bounds, skip_unknown)
+        return _typed(others[-1], value, name, bounds, options)
     if origin in (list, tuple) and isinstance(value, (list, tuple)) and len(value) <= bounds.longest:
         parts = [inner(arguments[0], each, f"{name}[{index}]") for index, each in enumerate(value)]
         return parts if origin is list else tuple(parts)
@@ -81,7 +97,7 @@ def _typed(kind: Any, value: Any, name: str, bounds: Bounds, skip_unknown: bool)
             for key, each in value.items()
         }
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        return build(kind, value, name, skip_unknown=skip_unknown)
+        return value if isinstance(value, kind) else build(kind, value, name, **options._asdict())
     if origin is None and issubclass(kind, Enum):
         found = next((each for each in kind if each.value == value and type(each.value) is type(value)), None)
         if found is not None:

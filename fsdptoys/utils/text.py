@@ -36,9 +36,20 @@ def value_text(value: Any, *, quote: bool = False) -> str:
     return one_line(value, longest=None)
 
 
+class _JsonRepr(reprlib.Repr):
+    def repr_NoneType(self, value: None, level: int) -> str:  # noqa: N802
+        return "null"
+
+    def repr_bool(self, value: bool, level: int) -> str:
+        return str(value).lower()
+
+
+_JSON = _JsonRepr()
+
+
 def short_text(value: object) -> str:
-    """A foreign value of any type, shortened to fit into a sentence."""
-    return one_line(reprlib.repr(value))
+    """A foreign value of any type, shortened to fit into a sentence; None, True and False as in JSON."""
+    return one_line(_JSON.repr(value))
 
 
 def size_text(count: int) -> str:

@@ -66,21 +66,21 @@ def test_the_hostile_pickle_is_hostile(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "key", "value", "message"),
     [
-        (LLAMA4, "num_hidden_layers", "2", "num_hidden_layers='2', which must be an integer; correct it"),
-        (LLAMA4, "attention_chunk_size", 8.0, "attention_chunk_size=8.0, which must be an integer or null; correct it"),
+        (LLAMA4, "num_hidden_layers", "2", ": num_hidden_layers is '2', not an integer; correct it"),
+        (LLAMA4, "attention_chunk_size", 8.0, ": attention_chunk_size is 8.0, not an integer; correct it"),
         (
             LLAMA4,
             "moe_layers",
             [0],
-            "moe_layers=[0], which llama4_text models here do not compute (only [0, 1], as its "
+            " says moe_layers=[0], which llama4_text models here do not compute (only [0, 1], as its "
             "other keys say); use weights of another model",
         ),
-        (GPT2, "n_inner", "x", "n_inner='x', which must be an integer or null; correct it"),
+        (GPT2, "n_inner", "x", ": n_inner is 'x', not an integer; correct it"),
         (
             GPT2,
             "scale_attn_by_inverse_layer_idx",
             True,
-            "scale_attn_by_inverse_layer_idx=True, which gpt2 models here do "
+            " says scale_attn_by_inverse_layer_idx=True, which gpt2 models here do "
             "not compute (only False); use weights of another model",
         ),
     ],
@@ -92,7 +92,7 @@ def test_other_families_refuse_their_own_keys(
     make_folder(tmp_path / "folder", config)
     edit_json("config.json", **{key: value})(tmp_path / "folder")
     (tmp_path / "folder" / "checksums.json").unlink()
-    assert refusal(tmp_path / "folder", config) == f"{{}}/config.json says {message}"
+    assert refusal(tmp_path / "folder", config) == f"{{}}/config.json{message}"
 
 
 CHANGED = "or delete checksums.json if the file was changed on purpose"

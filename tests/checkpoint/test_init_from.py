@@ -24,7 +24,7 @@ MISMATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "several keys": (
         {"dim": 32, "tie_embeddings": True},
         "model.dim=32 is not 16, with which the weights of model.init_from={} were made; set model.dim=16 "
-        "(fsdptoys convert from-hf {} tells the other 1 too)",
+        "(fsdptoys convert from-hf {} lists the other 1 too)",
     ),
     "implied key": (
         {"head_dim": 4},
@@ -79,8 +79,8 @@ def test_init_from_that_is_no_folder_of_that_family_is_refused(tmp_path: Path) -
     for name, message in {
         "nothing": f"model.init_from={{}}/nothing does not exist, {expected}",
         "file": f"model.init_from={{}}/file is a file, {expected}",
-        "folder": "model=llama is of the family llama, and model.init_from={}/folder holds a gpt2 model; set what "
-        "fsdptoys convert from-hf {}/folder tells",
+        "folder": "model=llama is of the family llama, and model.init_from={}/folder holds a gpt2 model; take the "
+        "settings of fsdptoys convert from-hf {}/folder",
     }.items():
         chosen = dataclasses.replace(CONFIG, init_from=str(tmp_path / name))
         with pytest.raises(ConfigError) as refused:

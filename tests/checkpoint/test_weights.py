@@ -219,24 +219,24 @@ def edit(**values: Any) -> Callable[[dict[str, Any]], object]:
 BROKEN: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "unknown family": (
         edit(family="mamba"),
-        "says model.family='mamba', which is none of llama, llama4, qwen3, qwen3_moe, gpt2; correct it",
+        " says model.family='mamba', which is none of llama, llama4, qwen3, qwen3_moe, gpt2; correct it",
     ),
     "no family": (
         lambda model: model.pop("family"),
-        "says model.family=None, which is none of llama, llama4, qwen3, qwen3_moe, gpt2; correct it",
+        " says model.family=null, which is none of llama, llama4, qwen3, qwen3_moe, gpt2; correct it",
     ),
-    "missing key": (lambda model: model.pop("rope_theta"), "lacks model.rope_theta; add it"),
-    "unknown key": (edit(colour="red"), "says model.colour='red', which nothing here reads; remove it"),
-    "wrong type": (edit(dim="64"), "says model.dim='64', which must be an integer; correct it"),
-    "null": (edit(n_layers=None), "says model.n_layers=None, which must be an integer; correct it"),
+    "missing key": (lambda model: model.pop("rope_theta"), ": model.rope_theta is missing; correct it"),
+    "unknown key": (edit(colour="red"), ": model has the key 'colour', which this version does not read; correct it"),
+    "wrong type": (edit(dim="64"), ": model.dim is '64', not an integer; correct it"),
+    "null": (edit(n_layers=None), ": model.n_layers is null, not an integer; correct it"),
     "wrong type below": (
         lambda model: model["rope_scaling"].update(factor=[1, 2]),
-        "says model.rope_scaling.factor=a list of 2, which must be a number; correct it",
+        ": model.rope_scaling.factor is [1, 2], not a finite number; correct it",
     ),
-    "section that is none": (edit(rope_scaling=3), "says model.rope_scaling=3, which must be a mapping; correct it"),
+    "section that is none": (edit(rope_scaling=3), ": model.rope_scaling is 3, not a mapping; correct it"),
     "impossible": (
         edit(n_kv_heads=3),
-        "describes a model that cannot be built: model.n_kv_heads=3 must divide model.n_heads=4; set "
+        " describes a model that cannot be built: model.n_kv_heads=3 must divide model.n_heads=4; set "
         "model.n_kv_heads=1",
     ),
 }
@@ -252,7 +252,7 @@ def test_a_configuration_that_was_edited_wrongly_is_refused(case: str, tmp_path:
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
     with pytest.raises(ConfigError) as refused:
         RunWeights(tmp_path)
-    assert str(refused.value) == f"{tmp_path}/config.yaml {message}"
+    assert str(refused.value) == f"{tmp_path}/config.yaml{message}"
 
 
 def test_runs_without_whole_weights_are_refused(tmp_path: Path) -> None:

@@ -485,7 +485,7 @@ def test_mistakes_are_told_in_a_sentence(tmp_path, monkeypatch, words, sentence)
         ({"format": "other"}, "it is not of the format 'fsdptoys tokens'"),
         ({"version": 2}, "it is of version 2, and this program reads version 1"),
         ({"dtype": "int8"}, "dtype, vocabulary and end of document do not fit each other"),
-        ({"vocab_size": True}, "vocab_size is True, not an integer from 1 to 4294967296"),
+        ({"vocab_size": True}, "vocab_size is true, not an integer from 1 to 4294967296"),
         ({"tokenizer_file_sha256": 5}, "tokenizer_file_sha256 is 5, not text"),
         ({"document_end": 256}, "dtype, vocabulary and end of document do not fit each other"),
         ({"shards": [{"name": "../shard-00000"}]}, "it describes shard '../shard-00000' wrongly"),

@@ -145,15 +145,15 @@ MISTAKES: list[tuple[str, Callable[[], object], str]] = [
                         "config.train.steps is '3', not an integer from 1 to 999999999999999",
                     ),
                     (("config.memory.optimizer_offload", 0), "config.memory.optimizer_offload is 0, not true or false"),
-                    (("data", None), "data is None, not a mapping"),
+                    (("data", None), "data is null, not a mapping"),
                     (("data.samples", -1), "data.samples is -1, not an integer of at least 0"),
                     (
                         ("data.samples", 10**200),
                         "data.samples is 100000000000000000...0000000000000000000, not an integer of at least 0",
                     ),
                     (("global_batch",), "global_batch is missing"),
-                    (("skipped_steps", True), "skipped_steps is True, not an integer from 0 to 999999999999999"),
-                    (("spikes.losses", [1.0, None]), "spikes.losses[1] is None, not a finite number"),
+                    (("skipped_steps", True), "skipped_steps is true, not an integer from 0 to 999999999999999"),
+                    (("spikes.losses", [1.0, None]), "spikes.losses[1] is null, not a finite number"),
                     (
                         ("metrics", {"metrics.jsonl": "0"}),
                         "metrics.metrics.jsonl is '0', not an integer from 0 to 9223372036854775807",
@@ -202,8 +202,8 @@ MISTAKES: list[tuple[str, Callable[[], object], str]] = [
     (
         "metrics.run_dir=run checkpoint.resume=auto model=gpt2_debug",
         nothing,
-        "model=gpt2_debug is of the family gpt2, and the checkpoint of step 3 holds a llama model; set what the "
-        "config.yaml of its run tells",
+        "model=gpt2_debug is of the family gpt2, and the checkpoint of step 3 holds a llama model; take the "
+        "settings of the config.yaml of its run",
     ),
     (
         "metrics.run_dir=run checkpoint.resume=auto model.vocab_size=300",
