@@ -1,6 +1,8 @@
-"""Checks of model settings; each error names key, value and fix."""
+"""Ranges of model settings, declared in the field's metadata and checked by ``check_bounds``."""
 
+import dataclasses
 import math
+from typing import Any
 
 MOST_LAYERS = 10_000
 """Blocks are built one by one, even on the meta device."""
@@ -17,44 +19,38 @@ MOST_TOKENS = 2**30
 """Bound of settings in tokens of one sequence."""
 
 
-def check_at_least_one(config: object, *names: str) -> None:
-    """Refuse counts below 1.
-
-    Raises:
-        ValueError: for the first field below 1.
-    """
-    for name in names:
-        if getattr(config, name) < 1:
-            raise ValueError(f"model.{name}={getattr(config, name)} must be at least 1; set model.{name}=1")
+def at_least(least: float, most: float = math.inf) -> dict[str, tuple[float, ...]]:
+    """Field metadata: a number from ``least`` to ``most``."""
+    return {"bounds": (least, most)}
 
 
-def check_at_most(config: object, prefix: str = "", **bounds: float) -> None:
-    """Check numbers against upper bounds, beyond which building the model would take minutes or overflow.
+def above(least: float, most: float = math.inf) -> dict[str, tuple[float, ...]]:
+    """Field metadata: a number above ``least``, at most ``most``."""
+    return {"bounds": (least, most, math.inf, True)}
+
+
+def check_bounds(config: Any, prefix: str = "") -> None:
+    """Check the fields of a dataclass against their bounds, also where a subclass changes the default; None passes.
 
     Args:
-        config: has the fields; None passes.
-        prefix: of the keys, within ``model``.
-        bounds: field → largest value.
+        config: the dataclass.
+        prefix: of its keys, within ``model``.
 
     Raises:
-        ValueError: for the first value over its bound.
+        ValueError: for the first number outside, with key, value and fix.
     """
-    for name, most in bounds.items():
-        value = getattr(config, name)
-        if value is not None and value > most:
-            key = f"model.{prefix}{name}"
+    for field in dataclasses.fields(config):
+        value, key = getattr(config, field.name), f"model.{prefix}{field.name}"
+        owners = [owner for owner in type(config).__mro__ if dataclasses.is_dataclass(owner)]
+        declared = [owner.__dataclass_fields__.get(field.name, field).metadata for owner in owners]
+        bounds = next((metadata["bounds"] for metadata in declared if "bounds" in metadata), None)
+        if bounds is None or value is None:
+            continue
+        least, most, excluded = bounds[0], bounds[1], len(bounds) > 2
+        if most < value < math.inf:
             raise ValueError(f"{key}={value} must be at most {most:.15g}; set {key} to that or less")
-
-
-def check_positive(*checks: tuple[str, float, float]) -> None:
-    """Refuse numbers that are not finite and above 0.
-
-    Args:
-        checks: key, value, and a valid value.
-
-    Raises:
-        ValueError: for the first such number.
-    """
-    for name, value, fix in checks:
-        if not (math.isfinite(value) and value > 0):
-            raise ValueError(f"model.{name}={value} must be a finite number above 0; set model.{name}={fix}")
+        if not (least < value if excluded else least <= value) or value == math.inf:
+            default = "null" if field.default is None else field.default
+            raise ValueError(
+                f"{key}={value} must be {'above' if excluded else 'at least'} {least}; set {key}={default}"
+            )

@@ -1,10 +1,10 @@
 """Settings that all model families share."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from .checks import MOST_CHANNELS, MOST_LAYERS, MOST_TOKENS, check_at_least_one, check_at_most, check_positive
+from .checks import MOST_CHANNELS, MOST_LAYERS, MOST_TOKENS, above, at_least, check_bounds
 from .huggingface import HuggingFaceFormat
 
 
@@ -19,30 +19,27 @@ class ModelConfig(ABC):
 
     name: str = ""
     """Name of the preset, for titles."""
-    dim: int = 4096
+    dim: int = field(default=4096, metadata=at_least(1, MOST_CHANNELS))
     """Width of the residual stream."""
-    n_layers: int = 32
+    n_layers: int = field(default=32, metadata=at_least(1, MOST_LAYERS))
     """Number of blocks."""
-    n_heads: int = 32
+    n_heads: int = field(default=32, metadata=at_least(1, MOST_CHANNELS))
     """Query heads."""
-    vocab_size: int = 32000
+    vocab_size: int = field(default=32000, metadata=at_least(1, 2**30))
     """Number of token ids."""
-    max_seq_len: int = 4096
+    max_seq_len: int = field(default=4096, metadata=at_least(1, MOST_TOKENS))
     """Longest sequence for the positions, in tokens."""
-    norm_eps: float = 1e-5
+    norm_eps: float = field(default=1e-5, metadata=above(0, 1e6))
     """Added to the mean square, or the variance, in normalizations."""
     tie_embeddings: bool = False
     """Share one weight between the token embedding and the head."""
-    init_std: float = 0.02
+    init_std: float = field(default=0.02, metadata=above(0, 1e6))
     """Standard deviation of initial weights; divided by sqrt(2·n_layers) for projections into the residual stream."""
     init_from: str | None = None
     """Folder in Hugging Face format with the initial weights; null draws them from train.init_seed."""
 
     def __post_init__(self) -> None:
-        check_at_most(self, dim=MOST_CHANNELS, n_layers=MOST_LAYERS, n_heads=MOST_CHANNELS, vocab_size=2**30)
-        check_at_most(self, max_seq_len=MOST_TOKENS, norm_eps=1e6, init_std=1e6)
-        check_at_least_one(self, "dim", "n_layers", "n_heads", "vocab_size", "max_seq_len")
-        check_positive(("init_std", self.init_std, 0.02), ("norm_eps", self.norm_eps, 1e-5))
+        check_bounds(self)
         if self.init_from is not None and not self.init_from.strip():
             raise ValueError(
                 f"model.init_from={self.init_from!r} must name a folder; set model.init_from=null to draw values"

@@ -6,13 +6,13 @@ GPT2LMHeadModel (``tests/models/test_families.py``). Not covered: dropout.
 Shapes: D width, T sequence.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from .checks import MOST_HIDDEN, check_at_least_one, check_at_most
+from .checks import MOST_HIDDEN, at_least
 from .config import ModelConfig
 from .decoder import DecoderModel
 from .huggingface import HuggingFaceFormat, Piece, whole
@@ -87,7 +87,7 @@ class GPT2Config(ModelConfig):
     dim: int = 768
     n_layers: int = 12
     n_heads: int = 12
-    ffn_dim: int | None = None
+    ffn_dim: int | None = field(default=None, metadata=at_least(1, MOST_HIDDEN))
     """Width of the feed-forward's hidden layer; null for four times ``dim``."""
     vocab_size: int = 50257
     max_seq_len: int = 1024
@@ -100,9 +100,6 @@ class GPT2Config(ModelConfig):
                 f"model.n_heads={self.n_heads} must divide model.dim={self.dim}; "
                 f"set model.dim to a multiple of {self.n_heads}"
             )
-        check_at_most(self, ffn_dim=MOST_HIDDEN)
-        if self.ffn_dim is not None:
-            check_at_least_one(self, "ffn_dim")
 
     def implied(self) -> dict[str, int]:
         """The width of the feed-forward."""

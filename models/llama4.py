@@ -10,12 +10,12 @@ biases, dropout.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import nn
 
-from .checks import MOST_LAYERS, MOST_TOKENS, check_at_least_one, check_at_most, check_positive
+from .checks import MOST_LAYERS, MOST_TOKENS, above, at_least
 from .decoder import rms_norm
 from .huggingface import Piece, whole
 from .kernels import Pairs
@@ -105,31 +105,22 @@ class Llama4Config(MoEConfig, RotaryConfig):
     top_k: int = 1
     expert_ffn_dim: int = 8192
     """Width of an expert's hidden layer, including the shared one."""
-    nope_every: int = 4
+    nope_every: int = field(default=4, metadata=at_least(1, MOST_LAYERS))
     """Every N-th block has no rotary positions and attends to the full sequence."""
-    attention_chunk_len: int | None = 8192
+    attention_chunk_len: int | None = field(default=8192, metadata=at_least(1, MOST_TOKENS))
     """Tokens of a chunk, within which the rotary blocks attend; null for the full sequence."""
     qk_norm: bool = True
     """Normalize queries and keys of the rotary blocks."""
     attention_temperature: bool = True
     """Scale queries of the other blocks by position."""
-    temperature_scale: float = 0.1
+    temperature_scale: float = field(default=0.1, metadata=above(0, 1e6))
     """Growth with the logarithm of the position."""
-    temperature_floor: int = 8192
+    temperature_floor: int = field(default=8192, metadata=at_least(1, MOST_TOKENS))
     """Tokens before the first growth step, and between two."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_experts(self.n_layers)
-        check_at_most(self, nope_every=MOST_LAYERS, attention_chunk_len=MOST_TOKENS, temperature_floor=MOST_TOKENS)
-        check_at_most(self, temperature_scale=1e6)
-        check_at_least_one(self, "nope_every", "temperature_floor")
-        check_positive(("temperature_scale", self.temperature_scale, 0.1))
-        if self.attention_chunk_len is not None and self.attention_chunk_len < 1:
-            raise ValueError(
-                f"model.attention_chunk_len={self.attention_chunk_len} must be at least 1; "
-                "set model.attention_chunk_len=null to attend to the whole sequence"
-            )
 
     def implied(self) -> dict[str, int]:
         """The width of a head, and a chunk of the full context."""

@@ -15,7 +15,7 @@ Shapes: N tokens, D width, E experts, K experts of a token.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .checks import MOST_EXPERTS, MOST_HIDDEN, check_at_least_one, check_at_most
+from .checks import MOST_EXPERTS, MOST_HIDDEN, at_least
 from .experts import Experts
 from .layers import SwiGLU
 
@@ -151,28 +151,25 @@ class MoE(nn.Module):
 class MoEConfig:
     """Settings of a family with experts."""
 
-    n_experts: int = 128
+    n_experts: int = field(default=128, metadata=at_least(1, MOST_EXPERTS))
     """Experts of a layer."""
-    top_k: int = 8
+    top_k: int = field(default=8, metadata=at_least(1, MOST_EXPERTS))
     """Experts of each token."""
-    expert_ffn_dim: int = 768
+    expert_ffn_dim: int = field(default=768, metadata=at_least(1, MOST_HIDDEN))
     """Width of an expert's hidden layer."""
-    moe_every: int = 1
+    moe_every: int = field(default=1, metadata=at_least(1))
     """Every N-th block has experts; the others have one feed-forward of ``ffn_dim``."""
-    router_aux_loss_coef: float = 0.0
+    router_aux_loss_coef: float = field(default=0.0, metadata=at_least(0, 1e6))
     """Weight of the load-balancing loss over the global batch, a mean over the layers with experts."""
-    router_z_loss_coef: float = 0.0
+    router_z_loss_coef: float = field(default=0.0, metadata=at_least(0, 1e6))
     """Weight of the router's z-loss, a mean over tokens and over the layers with experts."""
 
     def check_experts(self, n_layers: int) -> None:
-        """Check the experts' settings.
+        """Check the experts' settings against each other.
 
         Raises:
             ValueError: naming the key, its value and the fix.
         """
-        check_at_most(self, n_experts=MOST_EXPERTS, top_k=MOST_EXPERTS, expert_ffn_dim=MOST_HIDDEN)
-        check_at_most(self, router_aux_loss_coef=1e6, router_z_loss_coef=1e6)
-        check_at_least_one(self, "n_experts", "top_k", "expert_ffn_dim", "moe_every")
         if self.top_k > self.n_experts:
             raise ValueError(
                 f"model.top_k={self.top_k} is more than model.n_experts={self.n_experts}; "
@@ -183,11 +180,6 @@ class MoEConfig:
                 f"model.moe_every={self.moe_every} leaves none of the model.n_layers={n_layers} blocks with experts; "
                 "set model.moe_every=1"
             )
-        for name in ("router_aux_loss_coef", "router_z_loss_coef"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(
-                    f"model.{name}={getattr(self, name)} must be a finite number of at least 0; set model.{name}=0"
-                )
 
     def has_experts_everywhere(self, n_layers: int) -> bool:
         """Whether no block has a feed-forward of ``ffn_dim``."""

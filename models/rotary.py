@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checks import MOST_CHANNELS, MOST_HIDDEN, MOST_TOKENS, check_at_least_one, check_at_most, check_positive
+from .checks import MOST_CHANNELS, MOST_HIDDEN, MOST_TOKENS, above, at_least, check_bounds
 from .config import ModelConfig
 from .decoder import DecoderModel
 from .huggingface import HuggingFaceFormat
@@ -24,32 +24,22 @@ from .layers import Block, rope_tables
 class RopeScaling:
     """Llama 3's stretching of rotary frequencies to a longer context (arXiv:2407.21783, published as ``llama3``)."""
 
-    factor: float = 1.0
+    factor: float = field(default=1.0, metadata=at_least(1, 1e30))
     """Stretch of the low frequencies' wavelengths; 1 switches scaling off."""
-    low_freq_factor: float = 1.0
+    low_freq_factor: float = field(default=1.0, metadata=above(0, 1e30))
     """Wavelengths above ``original_max_seq_len / low_freq_factor`` are stretched in full."""
-    high_freq_factor: float = 4.0
+    high_freq_factor: float = field(default=4.0, metadata=above(0, 1e30))
     """Wavelengths below ``original_max_seq_len / high_freq_factor`` stay as they are."""
-    original_max_seq_len: int = 8192
+    original_max_seq_len: int = field(default=8192, metadata=at_least(1, MOST_TOKENS))
     """Context length of the pre-training, in tokens."""
 
     def __post_init__(self) -> None:
-        check_at_most(self, "rope_scaling.", factor=1e30, low_freq_factor=1e30, high_freq_factor=1e30)
-        check_at_most(self, "rope_scaling.", original_max_seq_len=MOST_TOKENS)
-        check_positive(
-            ("rope_scaling.low_freq_factor", self.low_freq_factor, 1.0),
-            ("rope_scaling.original_max_seq_len", self.original_max_seq_len, 8192),
-        )
-        if not self.low_freq_factor <= self.high_freq_factor < math.inf:
+        check_bounds(self, "rope_scaling.")
+        if self.low_freq_factor > self.high_freq_factor:
             raise ValueError(
                 f"model.rope_scaling.high_freq_factor={self.high_freq_factor} must be at least "
                 f"model.rope_scaling.low_freq_factor={self.low_freq_factor}; "
                 f"set model.rope_scaling.high_freq_factor={4 * self.low_freq_factor}"
-            )
-        if not 1 <= self.factor < math.inf:
-            raise ValueError(
-                f"model.rope_scaling.factor={self.factor} must be at least 1; "
-                "set model.rope_scaling.factor=1 for no scaling"
             )
 
 
@@ -57,37 +47,34 @@ class RopeScaling:
 class RotaryConfig(ModelConfig):
     """Shape of a model with rotary positions, grouped key/value heads and gated feed-forwards."""
 
-    n_kv_heads: int = 32
+    n_kv_heads: int = field(default=32, metadata=at_least(1, MOST_CHANNELS))
     """Key and value heads; divides ``n_heads``."""
-    head_dim: int | None = None
+    head_dim: int | None = field(default=None, metadata=at_least(2, MOST_CHANNELS))
     """Width of a head; null for ``dim / n_heads``."""
-    ffn_dim: int = 11008
+    ffn_dim: int = field(default=11008, metadata=at_least(1, MOST_HIDDEN))
     """Width of the feed-forward's hidden layer."""
-    rope_theta: float = 10000.0
+    rope_theta: float = field(default=10000.0, metadata=above(0, 1e30))
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     """Stretching of the rotary frequencies."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_most(self, n_kv_heads=MOST_CHANNELS, head_dim=MOST_CHANNELS, ffn_dim=MOST_HIDDEN, rope_theta=1e30)
-        check_at_least_one(self, "n_kv_heads", "ffn_dim")
         if self.head_dim is None and (self.dim % self.n_heads or self.dim // self.n_heads % 2):
             raise ValueError(
                 f"model.n_heads={self.n_heads} must divide model.dim={self.dim} into heads of even width; "
                 f"set model.dim to a multiple of {2 * self.n_heads}"
             )
-        if self.head_dim is not None and (self.head_dim < 2 or self.head_dim % 2):
+        if self.head_dim is not None and self.head_dim % 2:
             raise ValueError(
-                f"model.head_dim={self.head_dim} must be even and at least 2, since its channels are rotated in "
-                f"pairs; set model.head_dim={max(2, self.head_dim + self.head_dim % 2)}"
+                f"model.head_dim={self.head_dim} must be even, since its channels are rotated in pairs; set "
+                f"model.head_dim={self.head_dim + 1}"
             )
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
                 f"model.n_kv_heads={self.n_kv_heads} must divide model.n_heads={self.n_heads}; "
                 f"set model.n_kv_heads={math.gcd(self.n_heads, self.n_kv_heads)}"
             )
-        check_positive(("rope_theta", self.rope_theta, 10000.0))
 
     def implied(self) -> dict[str, int]:
         """The width of a head."""

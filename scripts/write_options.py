@@ -23,7 +23,6 @@ from fsdptoys.config.compose import SCHEMAS
 from fsdptoys.config.overrides import list_choices, list_defaults, schema_name
 from fsdptoys.config.schema import Config
 from fsdptoys.config.schema_docs import Declaration, collect_keys, read_classes
-from fsdptoys.utils.bounds import Bounds, bounds_of
 from fsdptoys.utils.text import value_text
 
 ROOT = Path(__file__).parents[1]
@@ -55,7 +54,7 @@ class Key:
     name: str
     annotation: Any
     default: Any
-    bounds: Bounds
+    bounds: str
     doc: str
 
     @property
@@ -67,7 +66,7 @@ class Key:
     @property
     def values(self) -> str:
         """Choices or bounds, if any."""
-        return ", ".join(each.name for each in self.enum) if self.enum else str(self.bounds)
+        return ", ".join(each.name for each in self.enum) if self.enum else self.bounds
 
 
 @functools.cache
@@ -85,7 +84,7 @@ def keys_of(schema: type, prefix: str = "") -> Iterator[Key]:
             yield from keys_of(annotation, f"{prefix}{field.name}.")  # type: ignore[arg-type]
             continue
         default = field.default if callable(field.default_factory) is False else field.default_factory()
-        yield Key(prefix + field.name, annotation, default, bounds_of(field), docs[field.name].doc)
+        yield Key(prefix + field.name, annotation, default, docs[field.name].bounds, docs[field.name].doc)
 
 
 def yaml_value(value: Any) -> str:
@@ -127,7 +126,7 @@ def root_keys() -> list[Key]:
     """Keys outside of any section."""
     docs, hints = declarations()["Config"].docs, typing.get_type_hints(Config)
     fields = [field for field in dataclasses.fields(Config) if not dataclasses.is_dataclass(hints[field.name])]
-    return [Key(each.name, hints[each.name], each.default, bounds_of(each), docs[each.name]) for each in fields]
+    return [Key(each.name, hints[each.name], each.default, "", docs[each.name]) for each in fields]
 
 
 def type_text(key: Key) -> str:

@@ -45,7 +45,8 @@ def collect_keys(classes: dict[str, Declaration], name: str) -> dict[str, Key]:
     for owner in [*reversed(ancestors(classes, name)), name]:
         for key, annotation, default in classes[owner].fields:
             doc = classes[owner].docs.get(key) or (collected[key].doc if key in collected else "")
-            collected[key] = Key(annotation, default, str(classes[owner].bounds.get(key, "")), doc)
+            bounds = classes[owner].bounds.get(key) or (collected[key].bounds if key in collected else "")
+            collected[key] = Key(annotation, default, str(bounds), doc)
     return collected
 
 
@@ -113,7 +114,7 @@ def _read_class(node: ast.ClassDef, names: dict[str, Any], quote: str) -> Declar
                 given = statement.value.keywords if isinstance(statement.value, ast.Call) else []
                 metadata = next((keyword.value for keyword in given if keyword.arg == "metadata"), None)
                 if metadata is not None:
-                    found.bounds[last] = _evaluate(metadata, names).get("bounds", "")
+                    found.bounds[last] = _evaluate(metadata, names).get("bounds", bounds_module.Bounds())
             elif last == "family" and isinstance(statement.value, ast.Constant):
                 found.family = str(statement.value.value)
     return found

@@ -18,7 +18,6 @@ from .progress import Display
 from .sampler import BatchStream, eval_batches
 from .synthetic import SyntheticConfig
 from .text_encoder import explain_package_errors, open_encoder, read_tokenizer
-from .token_windows import check_eval_fraction
 
 DATASETS: dict[str, type[DataConfig]] = {
     kind.name: kind for kind in (SyntheticConfig, TextConfig, BinConfig, PreparedConfig, HFConfig)
@@ -46,7 +45,6 @@ __all__ = [
     "TextSample",
     "TokenDType",
     "TokenDataset",
-    "check_eval_fraction",
     "check_folder",
     "check_shared_memory",
     "decode_bytes",

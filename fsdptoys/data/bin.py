@@ -11,10 +11,11 @@ from enum import Enum
 import numpy as np
 
 from fsdptoys.errors import ConfigError
+from fsdptoys.utils.bounds import between
 
 from .dataset import DataConfig
 from .token_files import FileStream, SourceFile, match_files, require_content, without_repeats
-from .token_windows import FileDataset, WindowSamples, check_eval_fraction, split_windows
+from .token_windows import FileDataset, WindowSamples, split_windows
 
 
 class TokenDType(Enum):
@@ -40,13 +41,12 @@ class BinConfig(DataConfig):
     """The last id of every document; null if there is none."""
     eval_files: list[str] = field(default_factory=list)
     """Paths or globs of held-out files."""
-    eval_fraction: float = 0.0
+    eval_fraction: float = field(default=0.0, metadata=between(0, 1, below=True))
     """Share of ``files`` held out, at their end; 0 for none. Excludes ``eval_files``."""
 
     def __post_init__(self) -> None:
         """Check each value by itself."""
         super().__post_init__()
-        check_eval_fraction(self.eval_fraction)
         if self.eval_files and self.eval_fraction:
             raise ConfigError(
                 f"data.eval_fraction={self.eval_fraction} and data.eval_files exclude each other; "

@@ -18,7 +18,7 @@ from fsdptoys.utils.bounds import at_least, between
 
 from .dataset import DataConfig, TextSample, Tokens
 from .token_files import FileStream, SourceFile, match_files, source_file, without_repeats
-from .token_windows import FileDataset, check_eval_fraction, split_windows
+from .token_windows import FileDataset, split_windows
 
 BYTES = 256
 """Ids of a byte-level vocabulary."""
@@ -37,7 +37,7 @@ class TextConfig(DataConfig):
 
     files: list[str] = field(default_factory=lambda: [STDLIB])
     """Paths or globs (``**`` for any depth); ``stdlib`` is the source of Python's standard library."""
-    eval_fraction: float = 0.05
+    eval_fraction: float = field(default=0.05, metadata=between(0, 1, below=True))
     """Share of the bytes held out: whole files, and part of the one at the cut; 0 for none."""
     sample_tokens: int = field(default=300, metadata=between(0, 2**20))
     """Tokens that the trained model generates after the prompt; 0 for no sample."""
@@ -49,7 +49,6 @@ class TextConfig(DataConfig):
     def __post_init__(self) -> None:
         """Check each value by itself."""
         super().__post_init__()
-        check_eval_fraction(self.eval_fraction)
         if self.sample_tokens and not self.sample_prompt:
             raise ConfigError(
                 "data.sample_prompt='' gives the model nothing to continue; "

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from fsdptoys.device import available_cores
 from fsdptoys.errors import ConfigError
+from fsdptoys.utils.bounds import at_least, between
 from fsdptoys.utils.text import one_line, print_status
 
 from .dataset import DataConfig, TokenDataset
@@ -25,7 +26,6 @@ from .prepare import MOST_PROCESSES, Request, cache_folder, prepare_folder
 from .prepared import Fixes, PreparedConfig
 from .progress import Display
 from .text_encoder import ByteEncoder, Encoder, open_encoder
-from .token_windows import check_eval_fraction
 
 KEY_LENGTH = 24
 FIXES = Fixes(
@@ -51,24 +51,14 @@ class HFConfig(DataConfig):
     """Token that ends a document; null for the tokenizer's own."""
     text_field: str = "text"
     """Field of a record that holds the text."""
-    eval_fraction: float = 0.0
+    eval_fraction: float = field(default=0.0, metadata=between(0, 1, below=True))
     """Share of the documents held out, by a hash of their text; 0 for none."""
     packing: Packing = Packing.none
     """How documents become samples."""
-    processes: int = -1
+    processes: int = field(default=-1, metadata=at_least(1, MOST_PROCESSES, other=-1))
     """Processes that tokenize; -1 for one a core."""
     cache: str | None = None
     """Folder of prepared data; null for fsdptoys/data in $XDG_CACHE_HOME or ~/.cache."""
-
-    def __post_init__(self) -> None:
-        """Check each value by itself."""
-        super().__post_init__()
-        check_eval_fraction(self.eval_fraction)
-        if not (self.processes == -1 or 1 <= self.processes <= MOST_PROCESSES):
-            raise ConfigError(
-                f"data.processes={self.processes} must be at least 1 and at most {MOST_PROCESSES}, or -1 for one a "
-                "core; set data.processes=-1"
-            )
 
     @property
     def has_eval(self) -> bool:

@@ -49,14 +49,6 @@ class WindowSamples:
             )
 
 
-def check_eval_fraction(eval_fraction: float) -> None:
-    """Check that a held-out share is in [0, 1)."""
-    if not 0 <= eval_fraction < 1:
-        raise ConfigError(
-            f"data.eval_fraction={eval_fraction} must be at least 0 and below 1; set data.eval_fraction=0.05"
-        )
-
-
 def split_windows(stream: FileStream, seq_len: int, eval_fraction: float) -> tuple[WindowSamples, WindowSamples | None]:
     """Cut a stream into training windows and, from its last ``eval_fraction``, held-out ones (None if that is 0)."""
     boundary = len(stream) - int(len(stream) * eval_fraction)

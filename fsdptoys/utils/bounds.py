@@ -48,7 +48,7 @@ class Bounds(NamedTuple):
         low = f"{'above' if self.above else 'at least'} {self.least}" if self.least > -math.inf else ""
         high = f"{'below' if self.below else 'at most'} {self.most}" if self.most < GUARD else ""
         if low and high and not (self.above or self.below):
-            return f"between {self.least} and {self.most}"
+            low, high = f"between {self.least}", f"{self.most}"
         return " and ".join(filter(None, (low, high))) + ("" if self.other is None else f", or {self.other}")
 
 
@@ -74,8 +74,7 @@ def max_length(longest: int) -> dict[str, Bounds]:
 
 def bounds_of(field: "dataclasses.Field[Any]") -> Bounds:
     """The bounds in a field's metadata."""
-    found: Bounds = field.metadata.get("bounds", Bounds())
-    return found
+    return Bounds(*field.metadata.get("bounds", ()))
 
 
 def check_bounds(section: str, config: Any) -> None:

@@ -217,7 +217,7 @@ DAMAGED_CONFIGS: dict[str, tuple[Damage, str]] = {
     "impossible rotary number": (
         edit_rope(factor=0.5),
         "{}/config.json describes a model that cannot be built: model.rope_scaling.factor=0.5 must be at least 1; "
-        "set model.rope_scaling.factor=1 for no scaling",
+        "set model.rope_scaling.factor=1.0",
     ),
 }
 """Case → change of the folder, expected message; {} is the folder."""

@@ -174,17 +174,17 @@ MISTAKES = {
     "launch.nproc_per_node=0": "launch.nproc_per_node=0 must be at least 1, or -1; set launch.nproc_per_node=-1",
     "launch.nnodes=2": "launch.nnodes=2 needs a meeting point; set launch.rdzv_endpoint=HOST:29400 to the first "
     "machine's name",
-    "model=qwen3_debug model.head_dim=7": "model.head_dim=7 must be even and at least 2, since its channels are "
-    "rotated in pairs; set model.head_dim=8",
+    "model=qwen3_debug model.head_dim=7": "model.head_dim=7 must be even, since its channels are rotated in pairs; "
+    "set model.head_dim=8",
     "model=gpt2_debug model.n_heads=3": "model.n_heads=3 must divide model.dim=64; set model.dim to a multiple of 3",
-    "model=gpt2_debug model.ffn_dim=0": "model.ffn_dim=0 must be at least 1; set model.ffn_dim=1",
-    "model=qwen3_moe_debug model.n_experts=0": "model.n_experts=0 must be at least 1; set model.n_experts=1",
-    "model=qwen3_moe_debug model.router_z_loss_coef=-1": "model.router_z_loss_coef=-1.0 must be a finite number of at "
-    "least 0; set model.router_z_loss_coef=0",
-    "model=llama4_debug model.attention_chunk_len=0": "model.attention_chunk_len=0 must be at least 1; "
-    "set model.attention_chunk_len=null to attend to the whole sequence",
-    "model=llama4_debug model.temperature_scale=0": "model.temperature_scale=0.0 must be a finite number above 0; "
-    "set model.temperature_scale=0.1",
+    "model=gpt2_debug model.ffn_dim=0": "model.ffn_dim=0 must be at least 1; set model.ffn_dim=null",
+    "model=qwen3_moe_debug model.n_experts=0": "model.n_experts=0 must be at least 1; set model.n_experts=128",
+    "model=qwen3_moe_debug model.router_z_loss_coef=-1": "model.router_z_loss_coef=-1.0 must be at least 0; set "
+    "model.router_z_loss_coef=0.0",
+    "model=llama4_debug model.attention_chunk_len=0": "model.attention_chunk_len=0 must be at least 1; set "
+    "model.attention_chunk_len=8192",
+    "model=llama4_debug model.temperature_scale=0": "model.temperature_scale=0.0 must be above 0; set "
+    "model.temperature_scale=0.1",
     "model.init_from=''": "model.init_from='' must name a folder; set model.init_from=null to draw values",
     "model.init_from=missing": "model.init_from=missing does not exist, where a folder in Hugging Face format is "
     "expected; name one that holds config.json and safetensors files",
@@ -270,8 +270,8 @@ MISTAKES = {
     "train.seed to that or less",
     "launch.timeout_seconds=1e30": "launch.timeout_seconds=1e+30 must be at most 2592000; set launch.timeout_seconds "
     "to that or less",
-    "model.rope_theta=0": "model.rope_theta=0.0 must be a finite number above 0; set model.rope_theta=10000.0",
-    "model.init_std=-1": "model.init_std=-1.0 must be a finite number above 0; set model.init_std=0.02",
+    "model.rope_theta=0": "model.rope_theta=0.0 must be above 0; set model.rope_theta=10000.0",
+    "model.init_std=-1": "model.init_std=-1.0 must be above 0; set model.init_std=0.02",
     "model.rope_scaling.high_freq_factor=0.5": "model.rope_scaling.high_freq_factor=0.5 must be at least "
     "model.rope_scaling.low_freq_factor=1.0; set model.rope_scaling.high_freq_factor=4.0",
     "train.label_smoothing=1": "train.label_smoothing=1.0 must be at least 0 and below 1; set "

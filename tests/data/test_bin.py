@@ -151,7 +151,7 @@ def folder(tmp_path, monkeypatch):
         ),
         (
             {"files": ["high.bin"], "eval_fraction": -0.5},
-            "data.eval_fraction=-0.5 must be at least 0 and below 1; set data.eval_fraction=0.05",
+            "data.eval_fraction=-0.5 must be at least 0 and below 1; set data.eval_fraction=0.0",
         ),
     ],
 )

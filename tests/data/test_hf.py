@@ -140,8 +140,8 @@ def test_two_ranks_train_as_one():
         ({"tokenizer": "none"}, "data.tokenizer=none names no tokenizer.json that is there (none); name one, its fol"),
         ({"tokenizer": "bytes"}, "data.tokenizer=bytes has ids up to 255, over model.vocab_size=200; set model.vocab_"),
         ({"document_end": "x"}, "data.document_end names a token, and bytes have none but 0 for the end; leave it out"),
-        ({"processes": 0}, "data.processes=0 must be at least 1 and at most 1024, or -1 for one a core; set data.pro"),
-        ({"eval_fraction": 1.0}, "data.eval_fraction=1.0 must be at least 0 and below 1; set data.eval_fraction=0.05"),
+        ({"processes": 0}, "data.processes=0 must be between 1 and 1024, or -1; set data.processes=-1"),
+        ({"eval_fraction": 1.0}, "data.eval_fraction=1.0 must be at least 0 and below 1; set data.eval_fraction=0.0"),
     ],
 )
 @pytest.mark.usefixtures("corpus")
