@@ -7,9 +7,7 @@ from typing import Any
 
 from fsdptoys.device import GIB
 from fsdptoys.metrics import StepMetrics
-from fsdptoys.metrics.results import (
-    Spread,
-)
+from fsdptoys.metrics.results import Spread
 from fsdptoys.sweep import JobStatus
 from fsdptoys.train.recorded_run import RecordedRun
 from fsdptoys.utils.text import value_text

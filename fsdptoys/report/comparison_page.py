@@ -4,10 +4,7 @@ import math
 from collections.abc import Sequence
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.plan.search.ranking import (
-    layout,
-    traits,
-)
+from fsdptoys.plan.search.ranking import layout, traits
 from fsdptoys.sweep import JobStatus
 from fsdptoys.train.recorded_run import RecordedRun
 from fsdptoys.utils.text import value_text
@@ -26,7 +23,7 @@ from .page_parts import (
     notes_html,
     prediction_table,
 )
-from .plot_inputs import Shown, measure_of
+from .plot_inputs import PlottedRun, common_measure
 from .runs_table import Collection, Record
 from .setting_diff import as_word, differing, own_key
 from .table import MARK, Table, make_table
@@ -45,7 +42,7 @@ def comparison_page(collection: Collection, folder: str) -> tuple[list[Section],
     keys = differing(settings, varied)
     names = short_names(collection.records)
     shown = [
-        Shown(
+        PlottedRun(
             names[index],
             record.run,
             tuple(as_word(key, settings[index][key]) for key in keys if key in settings[index]),
@@ -116,7 +113,7 @@ def _traits(run: RecordedRun | None) -> str:
     return " ".join([layout(config), *traits(config)])
 
 
-def _glance(collection: Collection, shown: Sequence[Shown]) -> str:
+def _glance(collection: Collection, shown: Sequence[PlottedRun]) -> str:
     records = collection.records
     done = sum(record.status is JobStatus.done for record in records)
     shown = [one for one in shown if one.done] or shown
@@ -126,7 +123,7 @@ def _glance(collection: Collection, shown: Sequence[Shown]) -> str:
         fastest = max(timed, key=lambda one: one.run.results.tokens_per_second.median)  # type: ignore[union-attr]
         speed = fastest.run.results.tokens_per_second
         entries.append(("fastest", f"{speed.median:,.0f} tokens/s", fastest.name))  # type: ignore[union-attr]
-    measure = measure_of([one.run for one in shown])
+    measure = common_measure([one.run for one in shown])
     if measure is not None:
         read = [(measure.of(one.run.results), one.name) for one in shown]
         least, name = min((memory, name) for memory, name in read if memory is not None)

@@ -21,7 +21,6 @@ HATCHES = ("", "/", ".", "x", "-", "\\", "+", "|")
 MOST_POINTS = 1200
 """Points of one line; see :func:`thin`."""
 
-
 Numbers = Sequence[float] | np.ndarray
 
 
@@ -45,7 +44,7 @@ class Axis:
     title: str
     unit: str = ""
     log: bool = False
-    whole: bool = False
+    integer: bool = False
     """Whether ticks are integers only."""
     categories: tuple[str, ...] = ()
     """Names that replace numbers, from the top."""
@@ -77,6 +76,8 @@ class Series:
     """Whether it is background of a clearer series, as raw losses behind their running mean."""
     ink: bool = False
     """Whether it is drawn as diamonds in the text color."""
+    window: int = 1
+    """Number of consecutive points of which two are drawn; see :func:`thin`."""
 
     @property
     def color(self) -> str:
@@ -139,8 +140,8 @@ class Picture:
     name: str
     """File name without the suffix."""
     title: str
-    caption: str
-    """Sentences about content, method and omissions."""
+    sentences: Sequence[str]
+    """Caption: content, method and omissions; empty ones are skipped."""
     alt: str
     """Text alternative for screen readers."""
     x: Axis
@@ -155,6 +156,13 @@ class Picture:
     """Whether to draw the line y = x."""
 
     @property
+    def caption(self) -> str:
+        """The sentences, and one about points that were left out."""
+        window = max(series.window for series in self.series)
+        thinned = f"Of every {window:,} points the lowest and the highest are drawn." if window > 1 else ""
+        return " ".join(filter(None, [*self.sentences, thinned]))
+
+    @property
     def ranges(self) -> tuple[tuple[float, float], tuple[float, float]] | None:
         """Limits of both axes, padded; None for categories, or without finite values."""
         if self.y.categories:
@@ -165,14 +173,14 @@ class Picture:
             numbers = [float(v) for each in values for v in each if math.isfinite(float(v)) and (v > 0 or not axis.log)]  # type: ignore[operator]
             if not numbers:
                 return None
-            ends.append(room_about(min(numbers), max(numbers), axis))
+            ends.append(padded_range(min(numbers), max(numbers), axis))
         if self.diagonal:
             both = (min(ends[0][0], ends[1][0]), max(ends[0][1], ends[1][1]))
             ends = [both, both]
         return ends[0], ends[1]
 
 
-def room_about(low: float, high: float, axis: Axis, share: float = 0.08) -> tuple[float, float]:
+def padded_range(low: float, high: float, axis: Axis, share: float = 0.08) -> tuple[float, float]:
     """Axis limits with padding beyond the extreme values."""
     if axis.log:
         factor = max((high / low) ** share, 1.15)
@@ -210,9 +218,10 @@ def thin(x: np.ndarray, *ys: np.ndarray, most: int = MOST_POINTS) -> tuple[np.nd
     return x[kept], [y[kept] for y in ys], width
 
 
-def thinned_words(width: int) -> str:
-    """Caption sentence for lines shortened by :func:`thin`; empty if nothing was removed."""
-    return f"Of every {width:,} points the lowest and the highest are drawn." if width > 1 else ""
+def thinned_line(name: str, x: np.ndarray, y: np.ndarray, look: int, faint: bool = False) -> Series:
+    """Line of at most about ``MOST_POINTS`` points; see :func:`thin`."""
+    x, (y,), window = thin(x, y)
+    return Series(name, Shape.line, x, y, look, faint=faint, window=window)
 
 
 Box = tuple[float, float, float, float]
@@ -232,9 +241,6 @@ def place_labels(
         texts: index of a point and its label, the most important first.
         obstacles: further boxes to keep free.
         letter: width of a letter and height of a line, in the same unit.
-
-    Returns:
-        Index, text and side of each placed label.
     """
     taken = [(x - 0.008, y - 0.018, x + 0.008, y + 0.018) for x, y in points] + list(obstacles)
     placed = []
@@ -248,8 +254,7 @@ def place_labels(
             "left": (x - 0.012 - width, y - height / 2, x - 0.012, y + height / 2),
         }
         for side, box in boxes.items():
-            inside = box[0] >= 0 and box[1] >= 0 and box[2] <= 1 and box[3] <= 1
-            if inside and not any(_overlap(box, other) for other in taken):
+            if min(box) >= 0 and max(box) <= 1 and not any(_overlap(box, other) for other in taken):
                 taken.append(box)
                 placed.append((index, text, side))
                 break

@@ -197,7 +197,7 @@ def _set_axes(axes: "Axes", picture: Picture) -> None:
             axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=8))
             axis.set_major_formatter("{x:,g}")
             axis.set_minor_formatter(NullFormatter())
-        elif given.whole:
+        elif given.integer:
             axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         elif not given.categories and _large(axis):
             axis.set_major_formatter("{x:,.0f}")

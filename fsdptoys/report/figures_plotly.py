@@ -132,7 +132,7 @@ def _hover(picture: Picture, series: Series) -> str:
     if series.shape is Shape.bars or picture.y.categories:
         return f"%{{y}}<br>{name}: %{{x:,.4~g}} {html.escape(picture.x.unit)}<extra></extra>"
     x, y = (
-        "%{x:,}" if axis.whole else "%{" + letter + ":,.5~g}" for axis, letter in ((picture.x, "x"), (picture.y, "y"))
+        "%{x:,}" if axis.integer else "%{" + letter + ":,.5~g}" for axis, letter in ((picture.x, "x"), (picture.y, "y"))
     )
     return f"{name}<br>{html.escape(picture.x.text)}: {x}<br>{html.escape(picture.y.text)}: {y}<extra></extra>"
 
@@ -223,7 +223,7 @@ def _axis(axis: Axis, ends: tuple[float, float] | None, fixed: bool) -> dict[str
     made |= {"type": "log" if axis.log else "linear", "exponentformat": "none", "separatethousands": True}
     if axis.log and ends is not None:
         made |= _log_ticks(*ends)
-    if axis.whole:
+    if axis.integer:
         made |= {"tickformat": ",d", "minallowed": 0}
     if axis.from_zero:
         made["rangemode"] = "tozero"

@@ -24,10 +24,7 @@ from fsdptoys.metrics.config import (
     MetricsConfig,
 )
 from fsdptoys.metrics.prediction import Prediction
-from fsdptoys.metrics.results import (
-    RunResults,
-    summarize,
-)
+from fsdptoys.metrics.results import RunResults, summarize
 from fsdptoys.metrics.resume_log import Resume, read_resumes, starts
 from fsdptoys.train.heartbeat import Heartbeat, format_ranks
 from fsdptoys.train.recorded_run import MOST_RANKS, is_written, newest_heartbeats, read_warmup

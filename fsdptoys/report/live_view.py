@@ -12,10 +12,7 @@ from rich.text import Text
 
 from fsdptoys.metrics.live_console import metrics_table
 from fsdptoys.metrics.prediction import prediction_errors, prediction_rows
-from fsdptoys.metrics.results import (
-    RunResults,
-    Spread,
-)
+from fsdptoys.metrics.results import RunResults, Spread
 from fsdptoys.train.heartbeat import Heartbeat, format_ranks
 from fsdptoys.utils.text import printable
 

@@ -3,14 +3,12 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fsdptoys.metrics.results import (
-    RunResults,
-)
+from fsdptoys.metrics.results import RunResults
 from fsdptoys.train.recorded_run import RecordedRun
 
 
 @dataclass(frozen=True)
-class Shown:
+class PlottedRun:
     """A run with steps and its label in figures."""
 
     name: str
@@ -34,22 +32,22 @@ MEASURES = (
     Measure(
         "device memory reserved",
         lambda results: results.memory_reserved_gib,
-        "Memory: the most that the device's allocator held on rank 0.",
+        "Memory: the maximum reserved by the device's allocator on rank 0.",
     ),
     Measure(
         "peak resident set",
         lambda results: results.resident_set_peak_gib,
-        "Memory: on a CPU, the most that the process of rank 0 had in RAM, Python included.",
+        "Memory: the peak resident set of rank 0's process, including Python.",
     ),
     Measure(
         "largest resident set after a step",
         lambda results: results.resident_set_gib,
-        "Memory: on a CPU, what the process of rank 0 had in RAM after a step, at most.",
+        "Memory: the largest resident set of rank 0's process after a step.",
     ),
 )
 
 
-def measure_of(runs: Sequence[RecordedRun]) -> Measure | None:
+def common_measure(runs: Sequence[RecordedRun]) -> Measure | None:
     """The measure that most runs have, device memory first; None if no run has any."""
     counts = [sum(measure.of(run.results) is not None for run in runs) for measure in MEASURES]
     return MEASURES[counts.index(max(counts))] if max(counts, default=0) else None

@@ -1,7 +1,8 @@
 """Figures of one run: its curves, and its memory by category."""
 
-import math
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,37 +12,29 @@ from fsdptoys.metrics.config import PROFILE_FOLDER
 from fsdptoys.metrics.plots import SMOOTH_FROM_STEPS, running_mean
 from fsdptoys.train.recorded_run import RecordedRun
 
-from .figures import Axis, Band, Picture, Rule, Series, Shape, thin, thinned_words
+from .figures import Axis, Band, Picture, Rule, Series, Shape, thin, thinned_line
 from .memory_timeline import Lifetime, Timeline, read_timeline
 from .result_file import read_references
 
 MIB = 2**20
-STEP = Axis("optimizer step", whole=True)
+STEP = Axis("optimizer step", integer=True)
 WIDE = 20
 """Ratio of the highest to the lowest value above which an axis is logarithmic."""
-WARMUP_WORDS = "warm-up, left out of medians"
 
 
 def draw_run(run: RecordedRun, timeline: Timeline | None) -> list[Picture]:
-    """Draw all figures of a run.
-
-    Args:
-        run: run with at least one step.
-        timeline: memory history of its profile, if any; see :func:`run_timeline`.
-    """
+    """Draw all figures of a run with at least one step; for ``timeline`` see :func:`run_timeline`."""
     found = [
         _loss(run),
-        _curve(run, "grad_norm", "Gradient norm", "gradient norm", "", lambda m: m.grad_norm, "before clipping", True),
-        _curve(run, "learning_rate", "Learning rate", "learning rate", "", lambda m: m.learning_rate, "of the update"),
+        _curve(run, "grad_norm", "Gradient norm", "gradient norm", "Before clipping.", wide_is_log=True),
+        _curve(run, "learning_rate", "Learning rate", "learning rate", "Of the update."),
         step_times([("this run", run)]),
         _curve(
             run,
             "tokens_per_second",
             "Speed",
             "tokens/s of all ranks",
-            "",
-            lambda m: m.tokens_per_second,
-            "valid tokens of all ranks over the step time",
+            "Valid tokens of all ranks over the step time.",
         ),
         _memory(run),
         _routing(run),
@@ -55,33 +48,40 @@ def run_timeline(run: RecordedRun) -> Timeline | None:
     return read_timeline(run.path / PROFILE_FOLDER, run.device_type)
 
 
+def step_series(name: str, steps: Sequence[StepMetrics], attribute: str, look: int, factor: float = 1.0) -> Series:
+    """Line of a (dotted) attribute of the steps; missing values leave gaps."""
+    read = operator.attrgetter(attribute)
+    values = np.array([read(metrics) for metrics in steps], dtype=float) * factor  # None becomes NaN
+    return thinned_line(name, np.array([metrics.step for metrics in steps]), values, look)
+
+
+def mean_loss_series(name: str, steps: Sequence[StepMetrics], look: int) -> tuple[Series, int] | None:
+    """Running mean of the losses, and its window in steps; None for a run too short for one."""
+    if len(steps) < SMOOTH_FROM_STEPS:
+        return None
+    window, means = running_mean(np.array([metrics.loss for metrics in steps], dtype=float))
+    middle = np.array([metrics.step for metrics in steps[window // 2 :][: len(means)]])
+    return thinned_line(name, middle, means, look), window
+
+
 def _loss(run: RecordedRun) -> Picture:
-    steps, losses = _numbers(run.steps, lambda m: m.loss)
-    x, (y,), width = thin(steps, losses)
-    smooth = len(steps) >= SMOOTH_FROM_STEPS
-    series = [Series("loss of each step", Shape.line, x, y, 0, faint=smooth)]
-    caption = ["Mean over the global batch's valid tokens, before the step's update.", thinned_words(width)]
-    if smooth:
-        window, mean = running_mean(losses)
-        middle = steps[window // 2 : window // 2 + len(mean)]
-        x, (y,), _ = thin(middle, mean)
-        series.append(Series(f"running mean over {window} steps", Shape.line, x, y, 0))
+    series = [step_series("loss of each step", run.steps, "loss", 0)]
+    smooth = mean_loss_series("", run.steps, 0)
+    if smooth is not None:
+        mean, window = smooth
+        series = [replace(series[0], faint=True), replace(mean, name=f"running mean over {window} steps")]
     held_out = [(m.step, m.eval_loss) for m in run.steps if m.eval_loss is not None]
     if held_out:
         numbers, values = zip(*held_out, strict=True)
         series.append(Series("held-out loss, after the update", Shape.line, numbers, values, 1))
-    references = read_references(run.path)
-    rules = tuple(Rule(nats, f"{label}: {nats:.3f}") for label, nats in references.items())
-    if rules:
-        caption.append(
-            "Dashed: entropies of simple models of the same data; a loss below one has learned more than it."
-        )
-    last = run.results.last_loss
+    rules = tuple(Rule(nats, f"{label}: {nats:.3f}") for label, nats in read_references(run.path).items())
+    references = "Dashed: entropies of simple models of the same data; a loss below one has learned more than it."
+    first, last = ("nothing" if v is None else f"{v:.4f}" for v in (run.results.first_loss, run.results.last_loss))
     return Picture(
         "loss",
         "Loss",
-        " ".join(filter(None, caption)),
-        f"Loss against the optimizer step, from {_told(run.results.first_loss)} to {_told(last)} nats a token.",
+        ["Mean over the global batch's valid tokens, before the step's update.", references if rules else ""],
+        f"Loss against the optimizer step, from {first} to {last} nats a token.",
         STEP,
         Axis("loss", "nats a token"),
         tuple(series),
@@ -90,43 +90,31 @@ def _loss(run: RecordedRun) -> Picture:
 
 
 def _curve(
-    run: RecordedRun,
-    name: str,
-    title: str,
-    axis: str,
-    unit: str,
-    of: Callable[[StepMetrics], float | None],
-    caption: str,
-    log: bool = False,
+    run: RecordedRun, attribute: str, title: str, axis: str, sentence: str, wide_is_log: bool = False
 ) -> Picture | None:
-    steps, values = _numbers(run.steps, of)
-    finite = values[np.isfinite(values)]
+    series = step_series(axis, run.steps, attribute, 0)
+    finite = finite_values([series])
     if not finite.size:
         return None
-    x, (y,), width = thin(steps, values)
     return Picture(
-        name,
+        attribute,
         title,
-        " ".join(filter(None, [caption[0].upper() + caption[1:] + ".", thinned_words(width)])),
+        [sentence],
         f"{title} against the optimizer step, between {finite.min():.4g} and {finite.max():.4g}.",
         STEP,
-        Axis(axis, unit, log=log and wide(finite)),
-        (Series(axis, Shape.line, x, y, 0),),
+        Axis(axis, log=wide_is_log and is_wide(finite)),
+        (series,),
     )
 
 
 def step_times(runs: Sequence[tuple[str, RecordedRun]]) -> Picture | None:
     """Draw step times of one or several runs; a run's index is the look of its series."""
-    series, widths, all_finite = [], [1], []
-    for look, (name, run) in enumerate(runs):
-        steps, seconds = _numbers(run.steps, lambda m: m.step_time_seconds)
-        if not len(steps):
-            continue
-        x, (y,), width = thin(steps, seconds * 1e3)
-        series.append(Series(name, Shape.line, x, y, look))
-        widths.append(width)
-        all_finite.append(y[np.isfinite(y)])
-    values = np.concatenate(all_finite) if all_finite else np.zeros(0)
+    series = [
+        step_series(name, run.steps, "step_time_seconds", look, 1e3)
+        for look, (name, run) in enumerate(runs)
+        if run.steps
+    ]
+    values = finite_values(series)
     if not values.size:
         return None
     bands = {
@@ -135,59 +123,50 @@ def step_times(runs: Sequence[tuple[str, RecordedRun]]) -> Picture | None:
         for start in run.results.starts
         if run.results.warmup_steps and run.steps
     }
-    traced = [name for name, run in runs if is_profiled(run) and len(run.steps)]
-    log = wide(values)
-    caption = [
-        "Wall time of each step on rank 0, evaluations not included.",
-        "Shaded: the first steps of each start, which pay for allocation and compilation and are left out of medians."
-        if bands
-        else "",
-        f"Steps under the profiler are slower and are in the medians: {', '.join(traced)}." if traced else "",
-        "The axis is logarithmic." if log else "",
-        thinned_words(max(widths)),
-    ]
+    profiled = [name for name, run in runs if is_profiled(run) and run.steps]
+    log = is_wide(values)
     return Picture(
         "step_time",
         "Step time",
-        " ".join(filter(None, caption)),
+        [
+            "Wall time of each step on rank 0, without evaluations.",
+            "Shaded: the first steps of each start, which include allocation and compilation; medians exclude them."
+            if bands
+            else "",
+            f"Steps under the profiler are slower; medians include them: {', '.join(profiled)}." if profiled else "",
+            "The axis is logarithmic." if log else "",
+        ],
         f"Step time of {len(series)} run{'s' * (len(series) != 1)} against the optimizer step, between "
         f"{values.min():.4g} and {values.max():.4g} milliseconds.",
         STEP,
         Axis("step time", "ms", log=log),
         tuple(series),
         bands=tuple(Band(start, end) for start, end in sorted(bands)),
-        bands_text=WARMUP_WORDS,
+        bands_text="warm-up, excluded from medians",
     )
 
 
 def _memory(run: RecordedRun) -> Picture | None:
-    names: dict[str, Callable[[StepMetrics], float | None]] = {
-        "reserved by the allocator": lambda m: m.memory_reserved_gib,
-        "peak in tensors so far": lambda m: m.memory_peak_gib,
-        "in tensors after the step": lambda m: m.memory_allocated_gib,
+    where, sentence = "device memory of rank 0", "As counted by the allocator."
+    attributes = {
+        "reserved by the allocator": "memory_reserved_gib",
+        "peak in tensors so far": "memory_peak_gib",
+        "in tensors after the step": "memory_allocated_gib",
     }
-    where = "device memory of rank 0"
-    if all(m.memory_reserved_gib is None for m in run.steps):
+    if all(metrics.memory_reserved_gib is None for metrics in run.steps):
         where = "host memory of rank 0"
-        names = {
-            "peak resident set so far": lambda m: m.resident_set_peak_gib,
-            "resident set after the step": lambda m: m.resident_set_gib,
+        sentence = "A CPU has no device memory: this is the resident set of the process, including Python."
+        attributes = {
+            "peak resident set so far": "resident_set_peak_gib",
+            "resident set after the step": "resident_set_gib",
         }
-    series, width = [], 1
-    for look, (name, of) in enumerate(names.items()):
-        steps, values = _numbers(run.steps, of)
-        if np.isfinite(values).any():
-            x, (y,), width = thin(steps, values)
-            series.append(Series(name, Shape.line, x, y, look))
+    series = [each for each in _all_series(run.steps, attributes) if finite_values([each]).size]
     if not series:
         return None
-    on_host = "On a CPU there is no device memory: this is the whole process in RAM, Python included."
     return Picture(
         "memory",
         "Memory",
-        " ".join(
-            filter(None, [on_host if where.startswith("host") else "As the allocator tells.", thinned_words(width)])
-        ),
+        [sentence],
         f"{where[0].upper() + where[1:]} against the optimizer step: {', '.join(s.name for s in series)}.",
         STEP,
         Axis(where, "GiB", from_zero=True),
@@ -196,66 +175,66 @@ def _memory(run: RecordedRun) -> Picture | None:
 
 
 def _routing(run: RecordedRun) -> Picture | None:
-    routed = [m for m in run.steps if m.routing is not None]
+    routed = [metrics for metrics in run.steps if metrics.routing is not None]
     if not routed:
         return None
-    series, width = [], 1
-    for look, (name, of) in enumerate(
-        {
-            "busiest expert": lambda m: m.routing.max_load,
-            "idlest expert": lambda m: m.routing.min_load,
-            "entropy of the shares (1: balanced)": lambda m: m.routing.entropy,
-        }.items()
-    ):
-        steps, values = _numbers(routed, of)
-        x, (y,), width = thin(steps, values)
-        series.append(Series(name, Shape.line, x, y, look))
-    caption = "Tokens of the busiest and of the idlest expert over the mean of their layers; 1 is balance."
+    attributes = {
+        "busiest expert": "routing.max_load",
+        "idlest expert": "routing.min_load",
+        "entropy of the shares (1: balanced)": "routing.entropy",
+    }
     return Picture(
         "experts",
-        "Balance of the experts",
-        " ".join(filter(None, [caption, thinned_words(width)])),
+        "Load balance of the experts",
+        ["Tokens of the busiest and of the idlest expert relative to the mean of their layer; 1 is balance."],
         "Load of the busiest and the idlest expert, and the entropy of all shares, against the optimizer step.",
         STEP,
-        Axis("over the mean of the layer", from_zero=True),
-        tuple(series),
+        Axis("relative to the layer mean", from_zero=True),
+        tuple(_all_series(routed, attributes)),
         (Rule(1.0, "balance"),),
     )
 
 
+def _all_series(steps: Sequence[StepMetrics], attributes: Mapping[str, str]) -> list[Series]:
+    return [step_series(name, steps, attribute, look) for look, (name, attribute) in enumerate(attributes.items())]
+
+
 def draw_timeline(timeline: Timeline) -> Picture:
     """Draw memory by lifetime as stacked areas."""
-    x, (total, *layers), width = thin(timeline.moments, timeline.total, *timeline.layers.values(), most=1600)
+    x, (total, *layers), window = thin(timeline.moments, timeline.total, *timeline.layers.values(), most=1600)
     unit, size = ("GiB", GIB) if total.max() >= GIB else ("MiB", MIB)
     looks = {kind: look for look, kind in enumerate(Lifetime)}
-    series = tuple(
-        Series(kind.value, Shape.area, x, layer / size, looks[kind])
-        for kind, layer in zip(timeline.layers, layers, strict=True)
-        if layer.max() > 0.002 * total.max()
-    )
-    caption = [
-        f"{timeline.device[0].upper() + timeline.device[1:]}, from profile/{timeline.file}.",
-        "What a block was for is told by the phases in which it was allocated and freed.",
-        ""
-        if timeline.knows_before
-        else "What was live before the first traced step (parameters, optimizer states) is not in such a trace.",
-        "Shaded: backward passes." if timeline.backwards else "",
-        thinned_words(width).replace("points", "events"),
-    ]
     return Picture(
         "memory_timeline",
-        "Memory over the profiled steps, by what it was for",
-        " ".join(filter(None, caption)),
+        "Memory over the profiled steps, by category",
+        [
+            f"{timeline.device[0].upper() + timeline.device[1:]}, from profile/{timeline.file}.",
+            "A block's category follows from the phases in which it was allocated and freed.",
+            ""
+            if timeline.knows_before
+            else "Memory allocated before the first traced step (parameters, optimizer states) is not in such a trace.",
+            "Shaded: backward passes." if timeline.backwards else "",
+        ],
         f"Stacked areas of memory over the profiled steps; the highest sum is {total.max() / size:.4g} {unit}.",
         Axis("time since the first allocation", timeline.unit) if timeline.unit else Axis("allocations and frees"),
         Axis(timeline.device, unit, from_zero=True),
-        series,
+        tuple(
+            Series(kind.value, Shape.area, x, layer / size, looks[kind], window=window)
+            for kind, layer in zip(timeline.layers, layers, strict=True)
+            if layer.max() > 0.002 * total.max()
+        ),
         bands=tuple(Band(start, end) for start, end in timeline.backwards),
         bands_text="backward",
     )
 
 
-def wide(values: np.ndarray) -> bool:
+def finite_values(series: Sequence[Series]) -> np.ndarray:
+    """All finite y values."""
+    values = np.array([value for each in series for value in each.y], dtype=float)
+    return values[np.isfinite(values)]
+
+
+def is_wide(values: np.ndarray) -> bool:
     """Whether positive values span a ratio above ``WIDE``, which calls for a logarithmic axis."""
     finite = values[np.isfinite(values)]
     return bool(finite.size and finite.min() > 0 and finite.max() / finite.min() > WIDE)
@@ -265,11 +244,3 @@ def is_profiled(run: RecordedRun) -> bool:
     """Whether the profiler was enabled."""
     profile = run.tree.get("profile")
     return isinstance(profile, dict) and profile.get("enabled") is True
-
-
-def _numbers(steps: Sequence[StepMetrics], of: Callable[[StepMetrics], float | None]) -> tuple[np.ndarray, np.ndarray]:
-    return np.array([m.step for m in steps]), np.array([math.nan if of(m) is None else of(m) for m in steps], float)
-
-
-def _told(value: float | None) -> str:
-    return "nothing" if value is None else f"{value:.4f}"

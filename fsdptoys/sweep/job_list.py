@@ -12,17 +12,7 @@ from pathlib import Path
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.file_lock import is_locked
 
-from .folder import (
-    JOBS_FOLDER,
-    SWEEP_FILE,
-    Job,
-    JobStatus,
-    Skipped,
-    Sweep,
-    is_sweep_dir,
-    read_sweep,
-    write_job,
-)
+from .folder import JOBS_FOLDER, SWEEP_FILE, Job, JobStatus, Skipped, Sweep, is_sweep_dir, read_sweep, write_job
 from .grid import Combination
 from .runner import set_aside
 

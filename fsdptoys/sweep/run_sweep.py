@@ -19,10 +19,7 @@ from fsdptoys.cli.sweep import Asked, read_words, with_words
 from fsdptoys.config.overrides import list_choices
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.atomic_write import write_atomically
-from fsdptoys.utils.file_lock import (
-    LOCK_FILE,
-    FolderLock,
-)
+from fsdptoys.utils.file_lock import LOCK_FILE, FolderLock
 from fsdptoys.utils.regular_file import NotRegularFileError, read_regular
 
 from .axes import read_axes, read_base

@@ -33,10 +33,7 @@ from fsdptoys.device import available_cores
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch.hardware import FoundHardware, find_hardware
 from fsdptoys.launch.launch import ResolvedRun, check_plan_settings, choose_experiment, resolve_run
-from fsdptoys.utils.text import (
-    near_miss,
-    one_line,
-)
+from fsdptoys.utils.text import near_miss, one_line
 
 from .slurm_queue import SLURM, first_line
 

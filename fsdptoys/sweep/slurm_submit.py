@@ -33,10 +33,7 @@ from omegaconf import DictConfig, open_dict
 
 from fsdptoys.config.compose import CONFIG_MODULE
 from fsdptoys.errors import ConfigError
-from fsdptoys.utils.file_lock import (
-    LOCK_FILE,
-    is_locked,
-)
+from fsdptoys.utils.file_lock import LOCK_FILE, is_locked
 from fsdptoys.utils.regular_file import read_regular
 
 from .folder import JOBS_FOLDER, RUN_FOLDER, Job, JobStatus, Sweep, read_job, write_job

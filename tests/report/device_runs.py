@@ -7,12 +7,7 @@ from pathlib import Path
 
 from fsdptoys.device import GIB
 from fsdptoys.metrics import StepMetrics
-from fsdptoys.metrics.prediction import (
-    Category,
-    MemoryPrediction,
-    Prediction,
-    TimePrediction,
-)
+from fsdptoys.metrics.prediction import Category, MemoryPrediction, Prediction, TimePrediction
 from fsdptoys.sweep import Job, JobStatus, Skipped, Sweep
 from tests.profiler.snapshots import make_snapshot
 from tests.report.recorded_runs import GPU_STEP, write_run

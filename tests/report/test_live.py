@@ -27,11 +27,7 @@ from fsdptoys.report.live_view import CHART_LINES, draw_chart, draw_run, fact_ro
 from fsdptoys.sweep import Job, JobStatus, Sweep
 from fsdptoys.sweep.folder import write_job
 from fsdptoys.train.heartbeat import HEARTBEATS_FOLDER, HeartbeatWriter, heartbeat_path
-from fsdptoys.utils.file_lock import (
-    LOCK_FILE,
-    FolderLock,
-    is_locked,
-)
+from fsdptoys.utils.file_lock import LOCK_FILE, FolderLock, is_locked
 
 STEP = StepMetrics(1, 5.5, 1.0, 1e-3, 0.5, 512, 1024.0, 0.1, None, None, None, None, 0.5, 0.75)
 POLL = 0.02

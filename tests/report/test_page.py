@@ -295,11 +295,11 @@ def test_runs_without_predictions_say_why_nothing_is_split(tmp_path: Path, witho
     for name in ("a", "b"):
         write_run(tmp_path / "runs" / name, run_of(6))
     page = write_page(gather([tmp_path / "runs"]), tmp_path / "report.html")[0].read_text()
-    assert "Measured totals; there is no split without a prediction" in page
+    assert "Measured totals; a breakdown needs a prediction" in page
     assert "Nothing was predicted" in page and page.count("plan.hardware") >= 2
     told = page[page.index("<main>") : page.index("</main>")]
-    assert "Diamonds" not in told and "Bars: as predicted" not in told
-    assert "on a CPU, the most that the process of rank 0 had in RAM" in page
+    assert "Diamonds" not in told and "Bars: predicted" not in told
+    assert "the peak resident set of rank 0&#x27;s process" in page
 
 
 ODD = "a`b` **c** $d$ <i>\udcff"
@@ -321,7 +321,7 @@ def test_runs_that_others_have_touched_make_a_page(tmp_path: Path, monkeypatch: 
         pytest.skip("this file system takes names in UTF-8 alone")
     page = write_page(gather([runs]), tmp_path / "all.html", title=ODD)[0].read_text()
     assert "a`b` **c** $d$ &lt;i&gt;\\udcff" in page and "<strong>" not in page
-    assert "Steps under the profiler are slower and are in the medians: a." in page
+    assert "Steps under the profiler are slower; medians include them: a." in page
     draw_png(next(picture for picture in drawn if picture.name == "time_split"), tmp_path / "time_split.png")
     for name in ("a", "b"):
         own = write_page(gather([runs / name]), tmp_path / f"{name}.html")[0].read_text()

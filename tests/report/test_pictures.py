@@ -9,16 +9,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fsdptoys.metrics.results import (
-    summarize,
-)
+from fsdptoys.metrics.results import summarize
 from fsdptoys.plan.search.ranking import unbeaten
 from fsdptoys.report import figures_matplotlib as png
 from fsdptoys.report.comparison_figures import draw_comparison, draw_tradeoff
 from fsdptoys.report.figures import COLORS, GREY, Axis, Picture, Series, place_labels, thin
 from fsdptoys.report.figures_matplotlib import draw_png
 from fsdptoys.report.figures_plotly import figure
-from fsdptoys.report.plot_inputs import Shown
+from fsdptoys.report.plot_inputs import PlottedRun
 from fsdptoys.report.result_file import read_operators, read_references
 from fsdptoys.report.run_figures import draw_run, run_timeline
 from fsdptoys.train.recorded_run import read_recorded_run
@@ -31,19 +29,19 @@ PAPERS = ("#ffffff", "#14181d")
 
 
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory) -> list[Shown]:
+def shown(tmp_path_factory: pytest.TempPathFactory) -> list[PlottedRun]:
     folder = tmp_path_factory.mktemp("runs")
     found = []
     for number, (_, _, _, seconds, gib) in enumerate(JOBS, 1):
         prediction = None if number == 3 else device_prediction(seconds, gib)
         steps = device_steps(60, seconds, gib)
         run = write_run(folder / f"run{number}", steps, environment={"device.type": "cuda"}, prediction=prediction)
-        found.append(Shown(f"run{number}", read_recorded_run(run), (f"number={number}",)))
+        found.append(PlottedRun(f"run{number}", read_recorded_run(run), (f"number={number}",)))
     return found
 
 
 @pytest.fixture(scope="module")
-def pictures(shown: list[Shown], tmp_path_factory: pytest.TempPathFactory) -> list[Picture]:
+def pictures(shown: list[PlottedRun], tmp_path_factory: pytest.TempPathFactory) -> list[Picture]:
     run = read_recorded_run(write_device_run(tmp_path_factory.mktemp("runs") / "one"))
     return [*draw_comparison(shown), *draw_run(run, run_timeline(run))]
 
@@ -101,7 +99,7 @@ def test_labels_cover_neither_points_nor_one_another() -> None:
         assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
 
 
-def test_the_frontier_is_what_nothing_beats(shown: list[Shown]) -> None:
+def test_the_frontier_is_what_nothing_beats(shown: list[PlottedRun]) -> None:
     """Oracle: comparing every pair of runs."""
     picture = draw_tradeoff(shown)
     assert picture is not None
@@ -111,7 +109,7 @@ def test_the_frontier_is_what_nothing_beats(shown: list[Shown]) -> None:
     assert set(picture.series[0].hover) == {f"run{n + 1}" for n in range(len(places)) if n not in beaten}
 
 
-def test_runs_of_different_batches_are_compared_by_their_tokens(shown: list[Shown]) -> None:
+def test_runs_of_different_batches_are_compared_by_their_tokens(shown: list[PlottedRun]) -> None:
     """Oracle: a run of half the tokens a step in half the time is no faster."""
     other = shown[0].run
     halves = [
@@ -123,7 +121,7 @@ def test_runs_of_different_batches_are_compared_by_their_tokens(shown: list[Show
         )
         for m in other.steps
     ]
-    half = Shown("half", dataclasses.replace(other, steps=halves, results=summarize(halves, 2)), ())
+    half = PlottedRun("half", dataclasses.replace(other, steps=halves, results=summarize(halves, 2)), ())
     picture = draw_tradeoff([shown[0], half])
     assert picture is not None
     assert "1,000 tokens" in picture.x.title and "different numbers of tokens" in picture.caption
@@ -131,7 +129,7 @@ def test_runs_of_different_batches_are_compared_by_their_tokens(shown: list[Show
     assert picture.series[1].x == pytest.approx(picture.series[2].x)
 
 
-def test_bars_add_up_to_the_prediction(shown: list[Shown]) -> None:
+def test_bars_add_up_to_the_prediction(shown: list[PlottedRun]) -> None:
     """Oracle: the predicted peak and step time themselves; a run without a prediction has its measured total."""
     named = {picture.name: picture for picture in draw_comparison(shown)}
     for name, of in (
@@ -150,11 +148,11 @@ def test_bars_add_up_to_the_prediction(shown: list[Shown]) -> None:
             if prediction is not None:
                 assert sum(parts) == pytest.approx(of(prediction))
             else:
-                assert len(parts) == 1 and "Grey: measured totals of run3" in named[name].caption
+                assert len(parts) == 1 and "Gray: measured totals of run3" in named[name].caption
 
 
 def test_bars_of_more_rows_than_a_png_holds_are_cut_and_it_says_so(
-    shown: list[Shown], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shown: list[PlottedRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Oracle: the picture's own height, that of one with as many rows as are allowed."""
     monkeypatch.setattr(png, "MOST_BARS", 3)
@@ -176,10 +174,10 @@ def test_every_series_becomes_a_trace(pictures: list[Picture]) -> None:
         assert picture.alt and picture.caption and picture.title
 
 
-def test_twenty_runs_of_five_thousand_steps_stay_small(shown: list[Shown]) -> None:
+def test_twenty_runs_of_five_thousand_steps_stay_small(shown: list[PlottedRun]) -> None:
     """Oracle: the JSON of all pictures beside the 4.8 MB that plotly takes itself; captions tell what is left out."""
     long = dataclasses.replace(shown[0].run, steps=device_steps(5000, 0.5, 70.0))
-    pictures = draw_comparison([Shown(f"run {n}", long, ()) for n in range(20)])
+    pictures = draw_comparison([PlottedRun(f"run {n}", long, ()) for n in range(20)])
     assert sum(len(json.dumps(figure(picture))) for picture in pictures) < 2_500_000
     assert all("lowest and the highest are drawn" in p.caption for p in pictures if p.name in ("losses", "step_time"))
 
