@@ -22,8 +22,7 @@ class MemoryStats:
     """Bytes on an accelerator."""
 
     allocated_bytes: int
-    peak_bytes: int
-    """Highest allocated since the last ``reset_peak_memory``."""
+    peak_bytes: int  # Highest allocated since the last ``reset_peak_memory``
     reserved_bytes: int
 
 

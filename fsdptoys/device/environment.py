@@ -22,11 +22,9 @@ DETERMINISTIC = {
 
 ALLOCATOR = {"cuda": "PYTORCH_CUDA_ALLOC_CONF", "npu": "PYTORCH_NPU_ALLOC_CONF"}
 
-GRACE_SECONDS = 60
-"""Margin of HCCL's own timeout over ours."""
+GRACE_SECONDS = 60  # Margin of HCCL's own timeout over ours
 
-CONNECT_SECONDS = 120, 7200
-"""Least (also the default) and largest value of HCCL's timeout for connecting."""
+CONNECT_SECONDS = 120, 7200  # Least (also the default) and largest value of HCCL's timeout for connecting
 
 
 def check_allocator_settings(device_type: str, present: Mapping[str, str]) -> None:

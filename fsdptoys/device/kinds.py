@@ -22,12 +22,9 @@ NPU_PACKAGE = "torch_npu"
 class Kind:
     """Properties of a device type."""
 
-    backend: str
-    """Of collectives on device tensors."""
-    float64_collectives: bool = True
-    """Whether collectives reduce float64; not with HCCL."""
-    splits_groups: bool = False
-    """Whether communicators can be split; not with HCCL in torch_npu 2.13.0."""
+    backend: str  # Of collectives on device tensors
+    float64_collectives: bool = True  # Whether collectives reduce float64; not with HCCL
+    splits_groups: bool = False  # Whether communicators can be split; not with HCCL in torch_npu 2.13.0
 
 
 KINDS = {

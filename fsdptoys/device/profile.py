@@ -31,10 +31,8 @@ LARGEST_PROFILE_BYTES = 2**16
 class AttentionKind(Enum):
     """Fused attention of the device; decides the tensors kept for the backward and the scratch memory."""
 
-    flash = "flash"
-    """FlashAttention 2 (arXiv:2307.08691) as PyTorch calls it on CUDA."""
-    npu = "npu"
-    """torch_npu's npu_fusion_attention."""
+    flash = "flash"  # FlashAttention 2 (arXiv:2307.08691) as PyTorch calls it on CUDA
+    npu = "npu"  # torch_npu's npu_fusion_attention
     cpu = "cpu"
 
 
@@ -51,46 +49,33 @@ class Hardware:
     """One kind of device in its nodes. Rates are bytes or operations per second."""
 
     name: str
-    title: str
-    """Display name."""
-    device_type: str
-    """``cuda``, ``npu`` or ``cpu``."""
+    title: str  # Display name
+    device_type: str  # ``cuda``, ``npu`` or ``cpu``
     attention: AttentionKind
-    matches: tuple[str, ...]
-    """Parts of the names that such devices report."""
-    peak_flops: dict[str, Quantity]
-    """dtype → dense FLOP/s."""
-    memory_bytes: Quantity
-    """As reported by the device."""
-    outside_allocator_bytes: Quantity
-    """Device memory of driver, kernels and communication, outside PyTorch's allocator."""
+    matches: tuple[str, ...]  # Parts of the names that such devices report
+    peak_flops: dict[str, Quantity]  # dtype → dense FLOP/s
+    memory_bytes: Quantity  # As reported by the device
+    outside_allocator_bytes: Quantity  # Device memory of driver, kernels and communication, outside PyTorch's allocator
     memory_bandwidth: Quantity
     matmul_efficiency: Quantity
     attention_efficiency: Quantity
     memory_efficiency: Quantity
-    kernel_seconds: Quantity
-    """Minimum time of a kernel."""
-    host_operator_seconds: Quantity
-    """Host time to issue an operator."""
+    kernel_seconds: Quantity  # Minimum time of a kernel
+    host_operator_seconds: Quantity  # Host time to issue an operator
     host_collective_seconds: Quantity
     devices_per_node: Quantity
-    intra_node_bandwidth: Quantity
-    """Per device, one direction, within a node."""
+    intra_node_bandwidth: Quantity  # Per device, one direction, within a node
     intra_node_efficiency: Quantity
     intra_node_latency_seconds: Quantity
-    inter_node_bandwidth: Quantity
-    """A device's share of the node's network, one direction."""
+    inter_node_bandwidth: Quantity  # A device's share of the node's network, one direction
     inter_node_efficiency: Quantity
     inter_node_latency_seconds: Quantity
     transfer_bandwidth: Quantity
     """Between pinned host memory and the device, one direction, with all devices of the node at once."""
     transfer_latency_seconds: Quantity
-    cpu_adam_parameters_per_second: Quantity
-    """Float32 parameters that AdamW updates on one device's share of the cores."""
-    cpu_bandwidth: Quantity
-    """Host memory bandwidth, one device's share."""
-    host_memory_bytes: Quantity
-    """One device's share."""
+    cpu_adam_parameters_per_second: Quantity  # Float32 parameters that AdamW updates on one device's share of the cores
+    cpu_bandwidth: Quantity  # Host memory bandwidth, one device's share
+    host_memory_bytes: Quantity  # One device's share
 
     @property
     def usable_bytes(self) -> float:

@@ -5,11 +5,9 @@ from typing import Any
 
 import torch
 
-Stream = Any
-"""A stream of the device's module; CUDA's and NPU's have the same methods."""
+Stream = Any  # A stream of the device's module; CUDA's and NPU's have the same methods
 
-Event = Any
-"""An event of the device's module; None for nothing to wait for."""
+Event = Any  # An event of the device's module; None for nothing to wait for
 
 
 class Streams:

@@ -23,15 +23,12 @@ import numpy as np
 
 from fsdptoys.device.profile import Hardware, Quantity
 
-NOISE = 0.01
-"""Expected relative error of a measured step time."""
-SURPRISE = math.log(2.0)
-"""Expected error of a profile's rate, as the logarithm of a factor."""
+NOISE = 0.01  # Expected relative error of a measured step time
+SURPRISE = math.log(2.0)  # Expected error of a profile's rate, as the logarithm of a factor
 LEAST_EFFECT = 1e-3
 """Smallest relative change of a prediction, on doubling or halving a rate, for the rate to be fitted."""
 LEAST_EFFICIENCY = 0.02
-STEP = 0.01
-"""Step in the logarithm of a factor, for derivatives."""
+STEP = 0.01  # Step in the logarithm of a factor, for derivatives
 ITERATIONS = 30
 JUMPS = tuple(math.log(2) * halves / 2 for halves in (-4, -2, -1, 1, 2, 4))
 """Trial moves of single rates: a rate that bounds nothing at the current point has no derivative, but may matter
@@ -52,8 +49,7 @@ class Parameter:
 
     name: str
     fields: tuple[str, ...]
-    least: float = 1 / 30
-    """Smallest factor."""
+    least: float = 1 / 30  # Smallest factor
     most: float = 30.0
 
     def bounds(self, hardware: Hardware) -> tuple[float, float]:
@@ -92,10 +88,8 @@ class Calibration:
     """Result of a calibration."""
 
     hardware: Hardware
-    changes: dict[str, tuple[float, float]]
-    """Field → value before and after."""
-    unknown: tuple[str, ...]
-    """Names of the parameters without effect on any run."""
+    changes: dict[str, tuple[float, float]]  # Field → value before and after
+    unknown: tuple[str, ...]  # Names of the parameters without effect on any run
     fitted: tuple[FittedValue, ...]
 
 

@@ -33,13 +33,11 @@ class MeasuredRun:
     """Content of a run directory."""
 
     path: Path
-    config: Config
-    """Not validated; without settings that do not affect step times."""
+    config: Config  # Not validated; without settings that do not affect step times
     world_size: int
     device_type: str
     device_name: str
-    step_seconds: float
-    """Median after the warm-up, of steps with an update."""
+    step_seconds: float  # Median after the warm-up, of steps with an update
 
 
 def read_run(path: Path) -> MeasuredRun:

@@ -21,13 +21,10 @@ from fsdptoys.plan.simulator.replay import Replay, replay
 from fsdptoys.plan.trace.extrapolate_layers import choose_depths, extrapolate
 from fsdptoys.plan.trace.tracer import trace
 
-VALIDATED_RANKS = 128
-"""Most ranks of a published run that the model was tested against."""
+VALIDATED_RANKS = 128  # Most ranks of a published run that the model was tested against
 UNCALIBRATED_BAND = "published runs took 1.1 to 1.7 times as long as predicted without calibration"
-HIGHER = 0.02
-"""Relative excess of the closed form's peak over the extrapolated one from which all layers are traced."""
-ALARM = 0.10
-"""Reported relative difference between closed form and trace."""
+HIGHER = 0.02  # Relative excess of the closed form's peak over the extrapolated one from which all layers are traced
+ALARM = 0.10  # Reported relative difference between closed form and trace
 
 
 def hardware_of(config: Config) -> Hardware:

@@ -21,10 +21,8 @@ from fsdptoys.plan.search.ranking import Candidate, frontier, layout, traits
 from fsdptoys.plan.search.search import SearchResult, count_parameters
 from fsdptoys.plan.search.switches import node_ranks_of
 
-BAR = 24
-"""Characters of the longest bar."""
-GAP = 2
-"""Spaces between columns."""
+BAR = 24  # Characters of the longest bar
+GAP = 2  # Spaces between columns
 MOST_ROWS_OF_FRONTIER = 12
 
 

@@ -43,8 +43,7 @@ CARRIERS = ("share", "bucket", "handle", "fsdp_params", "unit", "self")
 class Origin:
     """Caller of a collective."""
 
-    site: str
-    """``module.function``, with the last part of the module's name."""
+    site: str  # ``module.function``, with the last part of the module's name
     phase: str
     parameters: list[str]
 

@@ -14,8 +14,7 @@ from .collectives import Call, over_ranks
 
 LONGEST_PATTERN = 4
 COLUMNS = ("#", "phase", "collective", "dtype", "size", "this rank gives", "gets", "ranks", "of", "called by")
-RIGHT = (0, 4, 5, 6, 7)
-"""Right-aligned columns."""
+RIGHT = (0, 4, 5, 6, 7)  # Right-aligned columns
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,7 @@ FUNCTIONAL = {
 }
 """Operators of ``_c10d_functional``, whose variants end in ``_``, ``_out`` or ``_coalesced``."""
 MESSAGES = {"send": "send", "recv_": "receive", "recv_any_source_": "receive", "barrier": "barrier"}
-PHASES = ("forward", "backward")
-"""Phases taken from the trainer; in its ``optimizer`` phase the caller decides."""
+PHASES = ("forward", "backward")  # Phases taken from the trainer; in its ``optimizer`` phase the caller decides
 OTHER = "other"
 
 
@@ -48,25 +47,17 @@ class Call:
 
     number: int
     phase: str
-    microbatch: int | None
-    """Within the step, from 1; None outside forward and backward."""
+    microbatch: int | None  # Within the step, from 1; None outside forward and backward
     collective: str
     dtype: str
-    size_bytes: int
-    """Of the full tensor: an all-gather's output, a reduce-scatter's input."""
-    gives_bytes: int
-    """Input of this rank."""
-    gets_bytes: int
-    """New data on this rank afterwards."""
-    sends_bytes: float
-    """Sent by a rank on average, on a ring."""
+    size_bytes: int  # Of the full tensor: an all-gather's output, a reduce-scatter's input
+    gives_bytes: int  # Input of this rank
+    gets_bytes: int  # New data on this rank afterwards
+    sends_bytes: float  # Sent by a rank on average, on a ring
     ranks: int
-    group: str
-    """The description of the process group."""
-    site: str
-    """Innermost calling function outside torch.distributed."""
-    parameters: list[str] = field(default_factory=list)
-    """Parameters whose values or gradients it moves, if known."""
+    group: str  # The description of the process group
+    site: str  # Innermost calling function outside torch.distributed
+    parameters: list[str] = field(default_factory=list)  # Parameters whose values or gradients it moves, if known
 
 
 class CollectiveTrace(TorchDispatchMode):

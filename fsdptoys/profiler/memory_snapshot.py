@@ -24,8 +24,7 @@ from fsdptoys.utils.regular_file import open_regular
 
 from .memory_snapshot_page import render_snapshot
 
-MAX_ENTRIES = 100_000
-"""Allocations and frees in the ring."""
+MAX_ENTRIES = 100_000  # Allocations and frees in the ring
 
 
 class Snapshot:
@@ -59,8 +58,7 @@ class Snapshot:
         self._last_step = first_step + steps - 1
         self._message = message
         self._last_done = 0
-        self.paths: list[Path] = []
-        """Pages written so far."""
+        self.paths: list[Path] = []  # Pages written so far
 
     def start(self, next_step: int) -> None:
         """Start recording before a step."""

@@ -18,12 +18,9 @@ import torch
 
 from fsdptoys.utils.text import size_text
 
-POINTS = 2000
-"""Points of the timeline, each the highest of its events."""
-HOLDERS = 30
-"""Stacks in the table of the peak."""
-LEAST_SHARE = 0.002
-"""Smallest share of a branch in the tree."""
+POINTS = 2000  # Points of the timeline, each the highest of its events
+HOLDERS = 30  # Stacks in the table of the peak
+LEAST_SHARE = 0.002  # Smallest share of a branch in the tree
 
 Frames = list[dict[str, Any]]
 UNKNOWN = "allocated before the history began"
@@ -42,13 +39,10 @@ class Holder:
 class Timeline:
     """Live bytes after each event of a device's history."""
 
-    live_bytes: list[int]
-    """The first value is from before the first event."""
-    out_of_memory: list[int]
-    """Indices into ``live_bytes`` of the events that failed."""
+    live_bytes: list[int]  # The first value is from before the first event
+    out_of_memory: list[int]  # Indices into ``live_bytes`` of the events that failed
     peak_index: int
-    holders: list[Holder]
-    """Holders of the memory at the peak, the largest first."""
+    holders: list[Holder]  # Holders of the memory at the peak, the largest first
 
 
 @dataclass

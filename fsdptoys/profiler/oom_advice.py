@@ -8,34 +8,26 @@ from dataclasses import dataclass
 
 from .live_bytes import LiveBytes
 
-LOGITS_BYTES = 12
-"""Peak bytes of a logit in the unchunked loss, measured with bf16 and float32 parameters."""
+LOGITS_BYTES = 12  # Peak bytes of a logit in the unchunked loss, measured with bf16 and float32 parameters
 
 
 @dataclass(frozen=True)
 class Switches:
     """Memory settings of a run, and the sizes that they act on."""
 
-    shards_parameters: bool
-    """Whether the strategy shards parameters over ``mesh.fsdp_size`` ranks."""
-    takes_cpu_offload: bool
-    """Whether the strategy can keep parameters in host memory."""
+    shards_parameters: bool  # Whether the strategy shards parameters over ``mesh.fsdp_size`` ranks
+    takes_cpu_offload: bool  # Whether the strategy can keep parameters in host memory
     world_size: int
-    fsdp_size: int
-    """Ranks that share one copy of the parameters; 1 without sharding."""
-    batch_size: int
-    """Sequences a micro-batch on each rank."""
+    fsdp_size: int  # Ranks that share one copy of the parameters; 1 without sharding
+    batch_size: int  # Sequences a micro-batch on each rank
     seq_len: int
     grad_accum: int
-    dim: int
-    """Width of the hidden states."""
+    dim: int  # Width of the hidden states
     n_layers: int
     vocab_size: int
-    param_dtype: str
-    """dtype of forward and backward: ``float32`` or ``bfloat16``."""
+    param_dtype: str  # dtype of forward and backward: ``float32`` or ``bfloat16``
     chunk_loss: bool = False
-    gradient_checkpointing: str = "none"
-    """``none``, ``full`` or ``selective``."""
+    gradient_checkpointing: str = "none"  # ``none``, ``full`` or ``selective``
     activation_offload: bool = False
     optimizer_offload: bool = False
     cpu_offload: bool = False
@@ -47,11 +39,9 @@ class Switches:
 class Saving:
     """Saving of one switch on this rank's device."""
 
-    switch: str
-    """As typed on the command line."""
+    switch: str  # As typed on the command line
     saved_bytes: int
-    why: str
-    """Source of the number."""
+    why: str  # Source of the number
 
 
 def device_savings(live: LiveBytes, rest_bytes: int, phase: str, now: Switches, to_host: bool = True) -> list[Saving]:

@@ -31,10 +31,8 @@ class ExplainedOutOfMemoryError(RuntimeError):
 class OOMContext:
     """Phase of the run, and its live bytes."""
 
-    step: int
-    """From 1; meaningless in the construction."""
-    phase: str
-    """``construction``, with the expected bytes as ``live``, or ``forward``, ``backward``, ``optimizer``, …"""
+    step: int  # From 1; meaningless in the construction
+    phase: str  # ``construction``, with the expected bytes as ``live``, or ``forward``, ``backward``, ``optimizer``, …
     rank: int
     live: LiveBytes
     switches: Switches
@@ -44,15 +42,11 @@ class OOMContext:
 class Failure:
     """A failed allocation; None for unknown numbers."""
 
-    on_host: bool
-    """Whether host memory ran out, as always on a CPU."""
+    on_host: bool  # Whether host memory ran out, as always on a CPU
     asked_bytes: int | None
-    total_bytes: int | None
-    """Of the device, or of the node."""
-    allocated_bytes: int | None
-    """In tensors at the failure; for host memory the largest resident set of this process."""
-    reserved_bytes: int | None
-    """By the device's allocator at the failure."""
+    total_bytes: int | None  # Of the device, or of the node
+    allocated_bytes: int | None  # In tensors at the failure; for host memory the largest resident set of this process
+    reserved_bytes: int | None  # By the device's allocator at the failure
 
 
 @contextlib.contextmanager

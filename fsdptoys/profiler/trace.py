@@ -22,8 +22,7 @@ from torch.autograd import DeviceType
 
 from .config import ProfileConfig
 
-TOP_OPS = 20
-"""Operators in the table."""
+TOP_OPS = 20  # Operators in the table
 
 
 @dataclass(frozen=True)
@@ -32,13 +31,10 @@ class TopOp:
 
     name: str
     calls: int
-    self_cpu_us: float | None
-    """Without its callees."""
+    self_cpu_us: float | None  # Without its callees
     cpu_us: float | None
-    self_device_us: float | None
-    """Of its own kernels; None on a CPU."""
-    self_memory_bytes: int | None
-    """Allocated minus freed, on the device or on a CPU; None unless memory was recorded."""
+    self_device_us: float | None  # Of its own kernels; None on a CPU
+    self_memory_bytes: int | None  # Allocated minus freed, on the device or on a CPU; None unless memory was recorded
 
 
 class Trace:
@@ -75,12 +71,9 @@ class Trace:
         self._profiler: Any = None
         self._is_empty = False
         self._worker_name = f"rank{rank}"
-        self.path: Path | None = None
-        """The written trace: a file, or torch_npu's folder."""
-        self.traced_steps: tuple[int, int] | None = None
-        """First and last step of the written trace."""
-        self.top_ops: list[TopOp] = []
-        """Operators of the written trace with the largest self time, descending."""
+        self.path: Path | None = None  # The written trace: a file, or torch_npu's folder
+        self.traced_steps: tuple[int, int] | None = None  # First and last step of the written trace
+        self.top_ops: list[TopOp] = []  # Operators of the written trace with the largest self time, descending
 
     def start(self) -> None:
         """Start the profiler, in the phase of ``first_step``."""

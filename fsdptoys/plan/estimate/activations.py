@@ -15,7 +15,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 from unittest import mock
 
@@ -47,17 +47,10 @@ class Segment:
     forward: tuple[Stage, ...]
     backward: tuple[Stage, ...]
     output_bytes: int
-    output: int
-    """Number of the output's storage."""
+    output: int  # Number of the output's storage
     offloadable: dict[int, int]
     """Number → bytes of the kept storages that activation offload moves, including a kept input."""
-    gradients: dict[str, tuple[int, ...]]
-    """Part → numbers of its parameters' gradients, which outlive the backward."""
-
-    @property
-    def offloadable_bytes(self) -> int:
-        """Bytes that activation offload moves."""
-        return sum(self.offloadable.values())
+    gradients: dict[str, list[int]]  # Part → numbers of its parameters' gradients, which outlive the backward
 
 
 @dataclass(frozen=True)
@@ -65,10 +58,8 @@ class Segments:
     """All parts of a model."""
 
     embedding: Segment
-    blocks: tuple[Segment, ...]
-    """In order; equal blocks are one object."""
-    head: Segment
-    """Norm, head and loss."""
+    blocks: tuple[Segment, ...]  # In order; equal blocks are one object
+    head: Segment  # Norm, head and loss
 
 
 def segments_of(config: Config, model: DecoderModel, attention: AttentionKind) -> Segments:
@@ -98,17 +89,11 @@ def _model_key(config: ModelConfig) -> str:
     return repr(replace(config, name="", init_from=None))
 
 
+@dataclass(frozen=True)
 class Uncached(Generic[T]):
     """An argument that ``lru_cache`` ignores because another one, its key, identifies it."""
 
-    def __init__(self, value: T) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Uncached)
-
-    def __hash__(self) -> int:
-        return 0
+    value: T = field(compare=False)
 
 
 @dataclass(frozen=True)
@@ -116,8 +101,7 @@ class _Common:
     """Settings of all parts."""
 
     attention: AttentionKind
-    kernels: tuple[tuple[str, str], ...]
-    """Operation and its implementation."""
+    kernels: tuple[tuple[str, str], ...]  # Operation and its implementation
     dtype: torch.dtype
     batch: int
     length: int
@@ -130,12 +114,7 @@ def _kinds(key: str, source: Uncached[DecoderModel]) -> list[tuple[object, ...]]
 
 @functools.lru_cache(maxsize=1024)
 def _block(
-    key: str,
-    index: int,
-    common: _Common,
-    mode: GradientCheckpointing,
-    save: tuple[str, ...],
-    source: Uncached[DecoderModel],
+    key: str, index: int, common: _Common, mode: GradientCheckpointing, save: Any, source: Uncached[DecoderModel]
 ) -> Segment:
     model = source.value
     block = copy.deepcopy(model.layers[index]).to(common.dtype)
@@ -183,12 +162,10 @@ def _head(
     model = source.value
     chunk_loss, chunk_tokens, grad_dtype, smoothing, z_loss_coef = loss
     loss_fn = build_loss(chunk_loss, chunk_tokens, grad_dtype, Objective(smoothing, z_loss_coef))
-    norm, head = (copy.deepcopy(module).to(common.dtype) for module in (model.norm, model.lm_head))
+    norm, head = both = nn.ModuleList([copy.deepcopy(part).to(common.dtype) for part in (model.norm, model.lm_head)])
     labels_BT = torch.empty(common.batch, common.length, dtype=torch.int64, device="meta")
-    both, dim = nn.ModuleList([norm, head]), model.config.dim
-    return _measure(
-        both, lambda hidden: head(norm(hidden), labels_BT, loss_fn), dim, common, MetaTrace(common.attention)
-    )
+    trace = MetaTrace(common.attention)
+    return _measure(both, lambda hidden: head(norm(hidden), labels_BT, loss_fn), model.config.dim, common, trace)
 
 
 @contextmanager
@@ -249,17 +226,9 @@ def _measure(
         trace.stages.clear()
         loss.backward()
         trace.cut()
-        gradients: dict[str, tuple[int, ...]] = {}
+        gradients: dict[str, list[int]] = {}
         for name, param in module.named_parameters():
             part = name.split(".")[0] if name.startswith(PARTS) else ""
             if param.grad is not None:
-                storage = param.grad.untyped_storage()._cdata
-                gradients[part] = (*gradients.get(part, ()), trace.numbers[storage])
-    return Segment(
-        forward=tuple(forward),
-        backward=tuple(trace.stages),
-        output_bytes=output_bytes,
-        output=number,
-        offloadable=large,
-        gradients=gradients,
-    )
+                gradients.setdefault(part, []).append(trace.numbers[param.grad.untyped_storage()._cdata])
+    return Segment(tuple(forward), tuple(trace.stages), output_bytes, number, large, gradients)

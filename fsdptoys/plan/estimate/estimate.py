@@ -29,21 +29,19 @@ from fsdptoys.plan.trace.op_costs import matmul_workspace_bytes
 
 from .activations import Uncached, segments_of
 from .fsdp_steps import FSDP1StepModel, FSDP2StepModel
-from .make_update import make_update
 from .memory_ledger import Ledger
+from .muon_step import MuonUpdate
+from .optimizer_step import HostUpdate, LowBitUpdate, StreamedUpdate, Update
 from .replicated import ReplicatedStepModel
 from .step_model import StepModel
-from .step_setup import StepSetup
-from .units import Units, make_units
+from .units import StepSetup, Units, make_units
 
-SHALLOW_LAYERS = 4
-"""Blocks of the model in which gaps between allocations are measured."""
+SHALLOW_LAYERS = 4  # Blocks of the model in which gaps between allocations are measured
 
 
 def closed_form(config: Config, hardware: Hardware, world_size: int, allocator: AllocatorKind) -> Prediction:
     """Predict one rank's memory and time for a validated configuration."""
-    train = config.train
-    setup = _setup(config, hardware, world_size)
+    train, setup = config.train, _setup(config, hardware, world_size)
     local_ranks = getattr(config.parallel, "simulated_ranks", 1)
     micro_batches = train.grad_accum * local_ranks
     ledger, model = _run_steps(setup, hardware, micro_batches, None)
@@ -67,7 +65,7 @@ def closed_form(config: Config, hardware: Hardware, world_size: int, allocator: 
             peak_phase=ledger.peak_phase,
             categories={category: bytes for category, bytes in ledger.peak_categories.items() if bytes},
             streams=streams,
-            host_bytes=model.host_bytes,
+            host_bytes=model.offload_bytes + model.update.host_bytes,
         ),
         time=TimePrediction(
             step_seconds=step_seconds,
@@ -87,11 +85,11 @@ def _run_steps(
     setup: StepSetup, hardware: Hardware, micro_batches: int, allocator: Allocator | None
 ) -> tuple[Ledger, StepModel]:
     ledger = Ledger(hardware, allocator)
-    model = _step_model(setup.config.parallel)(setup, ledger, make_update(setup, ledger))
+    model = _step_model(setup.config.parallel)(setup, ledger, _make_update(setup, ledger))
     model.construct()
     # The forward's and the backward's threads have one each.
     workspace = matmul_workspace_bytes(hardware)
-    ledger.add(Category.temporary, 2 * workspace, pieces=[workspace] * 2)
+    ledger.add_pieces(Category.temporary, [workspace] * 2)
     if setup.config.kernels.attention is KernelLibrary.npu:
         ledger.add(Category.buffers, npu_kernels.MASK_ROWS**2)
     if allocator is None:
@@ -106,6 +104,16 @@ def _step_model(parallel: ParallelConfig) -> type[StepModel]:
     if not parallel.shards_parameters:
         return ReplicatedStepModel
     return FSDP1StepModel if parallel.flattens_parameters else FSDP2StepModel
+
+
+def _make_update(setup: StepSetup, ledger: Ledger) -> Update:
+    memory, optim = setup.config.memory, setup.config.optim
+    kind: type[Update] = HostUpdate if memory.cpu_offload else StreamedUpdate if memory.optimizer_offload else Update
+    if optim.exchanges_matrices:
+        kind = MuonUpdate
+    elif optim.low_bit_format and not memory.cpu_offload:
+        kind = LowBitUpdate
+    return kind(setup, ledger)
 
 
 def _gaps(setup: StepSetup, hardware: Hardware, micro_batches: int, kind: AllocatorKind) -> dict[str, int]:

@@ -16,8 +16,7 @@ from fsdptoys.plan.simulator.events import KernelKind
 from .memory_ledger import COMPUTE, Ledger
 from .optimizer_step import Update
 from .step_model import StepModel
-from .step_setup import StepSetup
-from .units import UnitBytes
+from .units import StepSetup, UnitBytes
 
 COPY_IN, GATHER, REDUCE, ALL_REDUCE = "all-gather copy-in", "all-gather", "reduce-scatter", "all-reduce"
 
@@ -37,18 +36,16 @@ class ShardedStepModel(StepModel):
         self.gathered: set[UnitBytes] = set()
         self.in_flight: dict[UnitBytes, tuple[float, float, float]] = {}
         """Unit → times at which its gather was issued, its shards were on the device, and the gather ends."""
-        self.reduced = 0.0
-        """End of the last reduction."""
+        self.reduced = 0.0  # End of the last reduction
         self.gradients: dict[str, int] = {}
-        self.gather_after = 0.0
-        """Earliest start of the next gather."""
+        self.gather_after = 0.0  # Earliest start of the next gather
         self.begun: set[UnitBytes] = set()
+        self.accumulated: set[UnitBytes] = set()
 
     def construct(self) -> None:
         """Allocate the shards."""
         if not self.cpu_offload:
-            pieces = [4 * size for unit in self.order for size in unit.local]
-            self.ledger.add(Category.parameters, sum(pieces), pieces=pieces)
+            self.ledger.add_pieces(Category.parameters, [4 * size for unit in self.order for size in unit.local])
         self.update.construct()
 
     def begin_forward(self) -> None:
@@ -65,6 +62,11 @@ class ShardedStepModel(StepModel):
         ahead = self.order.index(unit) + 1
         for other in self.order[ahead : ahead + self.parallel.forward_prefetch]:
             self._issue(other)
+
+    def leave(self, unit: UnitBytes) -> None:
+        """Reshard."""
+        if unit.resharded:
+            self._reshard(unit)
 
     def before_backward(self, unit: UnitBytes) -> None:
         """Gather the unit and prefetch the next ones; once a backward, even for a tied weight."""
@@ -104,13 +106,28 @@ class ShardedStepModel(StepModel):
         self.ledger.spike(4 * max(unit.local), COPY_IN)
         return max(self.ledger.transfer(self.upload_width * size, "up", self.gather_after) for size in unit.local)
 
-    @abstractmethod
     def _issue(self, unit: UnitBytes) -> None:
-        """Start to gather a unit, unless started."""
+        if unit not in self.gathered and unit not in self.in_flight:
+            self._start_gather(unit)
+
+    def _reshard(self, unit: UnitBytes) -> None:
+        if unit in self.gathered:
+            self.gathered.remove(unit)
+            self._free_gathered(unit)
+
+    @abstractmethod
+    def _start_gather(self, unit: UnitBytes) -> None: ...
 
     @abstractmethod
     def _complete(self, unit: UnitBytes, in_forward: bool) -> None:
         """Wait for a unit's gather."""
+
+    @abstractmethod
+    def _free_gathered(self, unit: UnitBytes) -> None: ...
+
+    def _padded_bytes(self, unit: UnitBytes, width: int) -> int:
+        """Bytes of the full parameters or gradients of a unit, with padding."""
+        return unit.local_elements * self.setup.shard_ranks * width
 
     def _reduce(self, bytes: int, after: float) -> float:
         if self.setup.shard_ranks == 1:
@@ -123,8 +140,14 @@ class ShardedStepModel(StepModel):
             return after
         return self.ledger.communicate("all_reduce", shard_bytes, setup.replicas, setup.shard_ranks, "replicate", after)
 
-    def _keep_gradient(self, unit: UnitBytes, bytes: int, stream: str) -> None:
-        """Keep a shard's reduced float32 gradient, or offload it, and update in the backward if asked to."""
+    def _keep_gradient(self, unit: UnitBytes, shard_bytes: int, holds_shard: bool = False) -> None:
+        """Keep a shard's reduced gradient in float32, or offload it, and update in the backward if asked to."""
+        bytes, stream = shard_bytes, REDUCE
+        if self.setup.reduce_bytes != 4:
+            bytes, stream = 4 * unit.local_elements, ALL_REDUCE if self.setup.replicas > 1 else REDUCE
+            self.ledger.add(Category.gradients, bytes, stream)
+            if not holds_shard:
+                self.ledger.add(Category.gradients, -shard_bytes, REDUCE)
         if self.cpu_offload:
             self.reduced = max(self.reduced, self.ledger.transfer(bytes, "down", self.reduced))
             self.ledger.add(Category.gradients, -bytes, stream)
@@ -150,34 +173,24 @@ class FSDP2StepModel(ShardedStepModel):
 
     def __init__(self, setup: StepSetup, ledger: Ledger, update: Update) -> None:
         super().__init__(setup, ledger, update)
-        self.previous_output = 0
-        """Bytes of the last gather's buffer, kept until the next is complete."""
-        self.reduce_input = 0
-        """Bytes of the last reduction's buffer, kept until the next."""
+        self.previous_output = 0  # Bytes of the last gather's buffer, kept until the next is complete
+        self.reduce_input = 0  # Bytes of the last reduction's buffer, kept until the next
         self.reduction_read = 0.0
         self.held_until_end = 0
-        self.copied_out = 0.0
-        """Time at which the last gather's buffer was read."""
-        self.accumulated: set[UnitBytes] = set()
+        self.copied_out = 0.0  # Time at which the last gather's buffer was read
 
-    def _issue(self, unit: UnitBytes) -> None:
-        if unit in self.gathered or unit in self.in_flight:
-            return
-        setup, ledger = self.setup, self.ledger
-        ranks, width = setup.shard_ranks, setup.compute_bytes
-        output = unit.local_elements * ranks * width
-        if ranks == 1:
-            self._gather(unit, output)
-            return
-        cast = unit.local_elements * width if width < 4 else 0
-        ledger.add(Category.gathered_parameters, cast, COPY_IN)
-        ledger.add(Category.gathered_parameters, output, COPY_IN)
-        ledger.add(Category.gathered_parameters, -cast, COPY_IN)
+    def _start_gather(self, unit: UnitBytes) -> None:
+        width = self.setup.compute_bytes
+        output = self._padded_bytes(unit, width)
+        if self.setup.shard_ranks > 1:
+            cast = unit.local_elements * width if width < 4 else 0
+            for bytes in (cast, output, -cast):
+                self.ledger.add(Category.gathered_parameters, bytes, COPY_IN)
         self._gather(unit, output)
 
     def _complete(self, unit: UnitBytes, in_forward: bool) -> None:
         setup, ledger = self.setup, self.ledger
-        output = unit.local_elements * setup.shard_ranks * setup.compute_bytes if setup.shard_ranks > 1 else 0
+        output = self._padded_bytes(unit, setup.compute_bytes) if setup.shard_ranks > 1 else 0
         if in_forward:
             ledger.add(Category.gathered_parameters, -self.previous_output, COPY_IN)
             self.gather_after = max(self.gather_after, self.copied_out)
@@ -198,21 +211,17 @@ class FSDP2StepModel(ShardedStepModel):
 
     def leave(self, unit: UnitBytes) -> None:
         """Reshard; free the last buffer after the last unit."""
-        if unit.resharded:
-            self._reshard(unit)
+        super().leave(unit)
         if unit is self.units.head:
             self.ledger.add(Category.gathered_parameters, -self.previous_output, COPY_IN)
             self.previous_output = 0
 
-    def _reshard(self, unit: UnitBytes) -> None:
-        if unit in self.gathered:
-            self.gathered.remove(unit)
-            self._hold(unit, -1)
+    def _free_gathered(self, unit: UnitBytes) -> None:
+        self._hold(unit, -1)
 
     def _hold(self, unit: UnitBytes, sign: int) -> None:
         each = self.setup.shard_ranks * self.setup.compute_bytes
-        pieces = [size * each for size in unit.local]
-        self.ledger.add(Category.gathered_parameters, sign * sum(pieces), pieces=pieces)
+        self.ledger.add_pieces(Category.gathered_parameters, [size * each for size in unit.local], sign)
 
     def after_backward(self, unit: UnitBytes) -> None:
         """Reshard, then reduce through a buffer of the compute stream, or accumulate before the last micro-batch."""
@@ -235,38 +244,31 @@ class FSDP2StepModel(ShardedStepModel):
                 ledger.note_peak(max(accumulated))
                 ledger.move(gradients + sum(accumulated))
             self.release_gradients(unit)
-            ledger.add(Category.reduction_buffers, sum(accumulated), pieces=accumulated)
+            ledger.add_pieces(Category.reduction_buffers, accumulated)
             self.accumulated.add(unit)
             return
         ledger.wait(self.reduction_read, "communication")
         ledger.add(Category.reduction_buffers, -self.reduce_input)
-        self.reduce_input = unit.local_elements * setup.shard_ranks * setup.reduce_bytes
+        self.reduce_input = self._padded_bytes(unit, setup.reduce_bytes)
         ledger.add(Category.reduction_buffers, self.reduce_input)
         ledger.move(gradients + self.reduce_input)
         if unit in self.accumulated:
             self.accumulated.remove(unit)
-            pieces = [param.numel() * setup.reduce_bytes for param in unit.params]
-            ledger.add(Category.reduction_buffers, -sum(pieces), pieces=pieces)
+            ledger.add_pieces(
+                Category.reduction_buffers, [param.numel() * setup.reduce_bytes for param in unit.params], -1
+            )
         else:
             self.release_gradients(unit)
         shard_bytes = unit.local_elements * setup.reduce_bytes
         ledger.add(Category.gradients, shard_bytes, REDUCE)
         self.reduction_read = self._reduce(self.reduce_input, ledger.compute)
         self.reduced = max(self.reduced, self._all_reduce(shard_bytes, self.reduction_read))
-        hybrid = setup.replicas > 1
-        if setup.reduce_bytes == 4:
-            if hybrid and self.cpu_offload:
-                self.held_until_end += shard_bytes
-                ledger.add(Category.gradients, shard_bytes, REDUCE)
-            self._keep_gradient(unit, shard_bytes, REDUCE)
-            return
-        stream = ALL_REDUCE if hybrid else REDUCE
-        ledger.add(Category.gradients, 4 * unit.local_elements, stream)
-        if hybrid:
+        holds = setup.replicas > 1 and (self.cpu_offload or setup.reduce_bytes != 4)
+        if holds:
             self.held_until_end += shard_bytes
-        else:
-            ledger.add(Category.gradients, -shard_bytes, REDUCE)
-        self._keep_gradient(unit, 4 * unit.local_elements, stream)
+            if setup.reduce_bytes == 4:
+                ledger.add(Category.gradients, shard_bytes, REDUCE)
+        self._keep_gradient(unit, shard_bytes, holds)
 
     def end_backward(self) -> None:
         """Wait for the reductions and free their buffers."""
@@ -291,7 +293,6 @@ class FSDP1StepModel(ShardedStepModel):
         self.freed: deque[tuple[int, float]] = deque()
         """Freed gathers: bytes, and the time at which the compute stream has passed them."""
         self.flat_gradients: deque[int] = deque()
-        self.accumulated: set[UnitBytes] = set()
 
     def construct(self) -> None:
         """Materialize, flatten and shard one unit after the other."""
@@ -303,30 +304,23 @@ class FSDP1StepModel(ShardedStepModel):
     def begin_forward(self) -> None:
         """Free the last step's flat gradients, which ``zero_grad`` leaves with ``use_orig_params``."""
         super().begin_forward()
-        if self.first and self._keeps_gradients:
+        if self.first and self.parallel.keeps_parameters:
             super().free_gradients()
 
     def free_gradients(self, elements: int | None = None) -> None:
         """Free flat gradients, unless only the next forward does."""
-        if not self._keeps_gradients:
+        if not self.parallel.keeps_parameters:
             super().free_gradients(elements)
 
-    @property
-    def _keeps_gradients(self) -> bool:
-        return self.parallel.keeps_parameters
-
-    def _issue(self, unit: UnitBytes) -> None:
-        if unit in self.gathered or unit in self.in_flight:
-            return
-        setup, ledger = self.setup, self.ledger
-        width = setup.compute_bytes
+    def _start_gather(self, unit: UnitBytes) -> None:
+        ledger, width = self.ledger, self.setup.compute_bytes
         if width < 4 or self.cpu_offload:
             ledger.spike(unit.local_elements * width, COPY_IN, Category.gathered_parameters)
         if len(self.freed) >= 2:
             bytes_freed, moment = self.freed.popleft()
             ledger.host = max(ledger.host, moment)
             ledger.reuse(bytes_freed, GATHER)
-        output = unit.local_elements * setup.shard_ranks * width
+        output = self._padded_bytes(unit, width)
         ledger.add(Category.gathered_parameters, output, GATHER)
         self._gather(unit, output)
 
@@ -334,17 +328,10 @@ class FSDP1StepModel(ShardedStepModel):
         self._await(unit)
         self.gathered.add(unit)
 
-    def leave(self, unit: UnitBytes) -> None:
-        """Reshard."""
-        if unit.resharded:
-            self._reshard(unit)
-
-    def _reshard(self, unit: UnitBytes) -> None:
-        if unit in self.gathered:
-            self.gathered.remove(unit)
-            freed = unit.local_elements * self.setup.shard_ranks * self.setup.compute_bytes
-            self.ledger.retire(Category.gathered_parameters, freed, GATHER)
-            self.freed.append((freed, self.ledger.compute))
+    def _free_gathered(self, unit: UnitBytes) -> None:
+        freed = self._padded_bytes(unit, self.setup.compute_bytes)
+        self.ledger.retire(Category.gathered_parameters, freed)
+        self.freed.append((freed, self.ledger.compute))
 
     def after_backward(self, unit: UnitBytes) -> None:
         """Join the gradients into a flat one, reshard, reduce on the reduction stream."""
@@ -367,7 +354,7 @@ class FSDP1StepModel(ShardedStepModel):
         self.accumulated.discard(unit)
         if len(self.flat_gradients) >= 2:
             ledger.reuse(self.flat_gradients.popleft(), COMPUTE)
-        padded = unit.local_elements * setup.shard_ranks * setup.reduce_bytes
+        padded = self._padded_bytes(unit, setup.reduce_bytes)
         shard_bytes = unit.local_elements * setup.reduce_bytes
         cast = padded if setup.reduce_bytes != setup.compute_bytes else 0
         ledger.add(Category.reduction_buffers, cast, REDUCE)
@@ -378,16 +365,10 @@ class FSDP1StepModel(ShardedStepModel):
         begins += kernel_seconds(ledger.hardware, KernelKind.memory, 0.0, moved, "")
         self.reduced = self._reduce(padded, begins)
         ledger.add(Category.reduction_buffers, -cast, REDUCE)
-        ledger.retire(Category.reduction_buffers, gradients, COMPUTE)
+        ledger.retire(Category.reduction_buffers, gradients)
         self.flat_gradients.append(gradients)
         self.reduced = self._all_reduce(shard_bytes, self.reduced)
-        if setup.reduce_bytes != 4:
-            stream = ALL_REDUCE if setup.replicas > 1 else REDUCE
-            ledger.add(Category.gradients, 4 * unit.local_elements, stream)
-            ledger.add(Category.gradients, -shard_bytes, REDUCE)
-            self._keep_gradient(unit, 4 * unit.local_elements, stream)
-        else:
-            self._keep_gradient(unit, shard_bytes, REDUCE)
+        self._keep_gradient(unit, shard_bytes)
 
     def end_backward(self) -> None:
         """Wait for the reductions."""

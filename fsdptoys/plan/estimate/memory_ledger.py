@@ -7,7 +7,7 @@ compute stream, its links, both copy directions, the host. A wait moves a lane t
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from fsdptoys.device.profile import Hardware
 from fsdptoys.metrics.prediction import Category, Volume
@@ -21,8 +21,7 @@ COMPUTE = "compute"
 LANES = ("shard", "replicate", "up", "down")
 
 
-@dataclass
-class Work:
+class Work(NamedTuple):
     """Work of a stage on device and host."""
 
     seconds: float
@@ -37,8 +36,7 @@ class Ledger:
         self.hardware = hardware
         self.allocator = allocator
         self._blocks: defaultdict[tuple[str, int], list[Block]] = defaultdict(list)
-        self._held: dict[tuple[int, int], Block] = {}
-        """Blocks of segments' storages, by numbers of segment and storage."""
+        self._held: dict[tuple[int, int], Block] = {}  # Blocks of segments' storages, by numbers of segment and storage
         self.phase = "construction"
         # Memory.
         self.live: defaultdict[str, int] = defaultdict(int)
@@ -59,12 +57,16 @@ class Ledger:
 
     # Memory
 
-    def add(self, category: Category, bytes: int, stream: str = COMPUTE, pieces: Sequence[int] | None = None) -> None:
-        """Allocate tensors of ``pieces`` (one by default), or free them if ``bytes`` is negative."""
-        self.account(category, bytes, stream)
+    def add(self, category: Category, bytes: int, stream: str = COMPUTE) -> None:
+        """Allocate a tensor, or free it if ``bytes`` is negative."""
+        self.add_pieces(category, [bytes], stream=stream)
+
+    def add_pieces(self, category: Category, pieces: Sequence[int], sign: int = 1, stream: str = COMPUTE) -> None:
+        """Allocate tensors of these sizes, or free them if ``sign`` is negative."""
+        self.account(category, sign * sum(pieces), stream)
         if self.allocator is not None:
-            for piece in pieces or [bytes]:
-                self._place(piece if bytes > 0 else -abs(piece), stream)
+            for piece in pieces:
+                self._place(sign * piece, stream)
 
     def account(self, category: Category, bytes: int, stream: str = COMPUTE) -> None:
         """Count an allocation or free without asking the allocator."""
@@ -78,19 +80,19 @@ class Ledger:
         """Count a short-lived allocation on the compute stream."""
         self._note(COMPUTE, self.live[COMPUTE] + bytes, self.total + bytes, Category.temporary, bytes)
 
-    def spike(
-        self,
-        bytes: int,
-        stream: str = COMPUTE,
-        category: Category = Category.temporary,
-        pieces: Sequence[int] | None = None,
+    def spike(self, bytes: int, stream: str = COMPUTE, category: Category = Category.temporary) -> None:
+        """Allocate and free a tensor at once."""
+        self.spike_pieces([bytes], stream, category)
+
+    def spike_pieces(
+        self, pieces: Sequence[int], stream: str = COMPUTE, category: Category = Category.temporary
     ) -> None:
-        """Allocate and free at once."""
+        """Allocate tensors and free them at once."""
+        bytes = sum(pieces)
         self._note(stream, self.live[stream] + bytes, self.total + bytes, category, bytes)
         if self.allocator is not None:
-            for sign in (1, -1):
-                for piece in pieces or [bytes]:
-                    self._place(sign * piece, stream)
+            for piece in [*pieces, *(-piece for piece in pieces)]:
+                self._place(piece, stream)
 
     def storages(self, segment: int, stage: Stage) -> None:
         """Allocate and free a stage's storages in order; ``segment`` is the segment's number."""
@@ -124,20 +126,15 @@ class Ledger:
             number = self.stream_numbers.setdefault(stream, len(self.stream_numbers))
             self._blocks[stream, bytes].append(self.allocator.allocate(bytes, number))
         elif bytes < 0:
-            blocks = self._blocks.get((stream, -bytes))
-            if blocks:
+            if blocks := self._blocks.get((stream, -bytes)):
                 self.allocator.free(blocks.pop(0))
-            else:
-                self._free_about(-bytes, stream)
+                return
+            for (of, size), blocks in self._blocks.items():  # blocks of about the size
+                while of == stream and blocks and size <= -bytes:
+                    self.allocator.free(blocks.pop(0))
+                    bytes += size
 
-    def _free_about(self, bytes: int, stream: str) -> None:
-        assert self.allocator is not None
-        for (of, size), blocks in self._blocks.items():
-            while of == stream and blocks and size <= bytes:
-                self.allocator.free(blocks.pop(0))
-                bytes -= size
-
-    def retire(self, category: Category, bytes: int, stream: str) -> None:
+    def retire(self, category: Category, bytes: int) -> None:
         """Free memory that another stream still uses: no longer allocated, but not reusable yet."""
         self.categories[category] -= bytes
         self.total -= bytes
@@ -224,9 +221,8 @@ class Ledger:
         """Reset times; memory stays."""
         self.compute = self.host = 0.0
         self.lanes = dict.fromkeys(LANES, 0.0)
-        self.sums.clear()
-        self.kinds.clear()
-        self.volumes.clear()
+        for counts in (self.sums, self.kinds, self.volumes):
+            counts.clear()
 
     def times(self) -> "Times":
         """Snapshot of all time counters."""
@@ -244,22 +240,15 @@ class Ledger:
                 now[key] += times * (now[key] - then.get(key, 0.0))
         for group, (calls, sent, seconds) in self.volumes.items():
             before = since.volumes.get(group, (0, 0.0, 0.0))
-            self.volumes[group] = (
-                calls + times * (calls - before[0]),
-                sent + times * (sent - before[1]),
-                seconds + times * (seconds - before[2]),
-            )
+            more = times * (calls - before[0]), times * (sent - before[1]), times * (seconds - before[2])
+            self.volumes[group] = calls + more[0], sent + more[1], seconds + more[2]
 
     def all_volumes(self) -> tuple[Volume, ...]:
         """Volume of each kind of collective."""
-        return tuple(
-            Volume(name, axis, size, calls, round(sent), seconds)
-            for (name, axis, size), (calls, sent, seconds) in self.volumes.items()
-        )
+        return tuple(Volume(*key, calls, round(sent), seconds) for key, (calls, sent, seconds) in self.volumes.items())
 
 
-@dataclass(frozen=True)
-class Times:
+class Times(NamedTuple):
     """Time counters of a ledger."""
 
     compute: float

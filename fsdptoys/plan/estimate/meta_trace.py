@@ -18,10 +18,8 @@ from fsdptoys.plan.trace.op_costs import ATTENTION, count_flops, scratch_bytes
 from fsdptoys.plan.trace.op_schema import NO_KERNEL, TRAFFIC, traffic
 from fsdptoys.profiler.dispatch import arguments_of, dtype_name, given, tensors_in
 
-INPUT = 0
-"""Number of the storage of a part's input."""
-PARTS = ("attn", "mlp")
-"""Parts of a block that may be units."""
+INPUT = 0  # Number of the storage of a part's input
+PARTS = ("attn", "mlp")  # Parts of a block that may be units
 
 
 class Operator(NamedTuple):
@@ -37,14 +35,10 @@ class Operator(NamedTuple):
 class Stage:
     """A section of a forward or backward."""
 
-    part: str
-    """``attn``, ``mlp``, or empty for the rest of the block."""
-    backward: bool
-    """Whether gradients are computed; False for recomputation."""
-    peak_bytes: int
-    """Highest live bytes, relative to the start."""
-    net_bytes: int
-    """Live bytes at the end minus those at the start."""
+    part: str  # ``attn``, ``mlp``, or empty for the rest of the block
+    backward: bool  # Whether gradients are computed; False for recomputation
+    peak_bytes: int  # Highest live bytes, relative to the start
+    net_bytes: int  # Live bytes at the end minus those at the start
     operators: tuple[Operator, ...]
     storages: tuple[tuple[int, int], ...]
     """Births and deaths in order: storage number, and bytes or 0 for a death; ``INPUT`` is the part's input."""
@@ -58,8 +52,7 @@ class MetaTrace:
     live: int = 0
     sizes: dict[int, int] = field(default_factory=dict)
     numbers: dict[int, int] = field(default_factory=dict)
-    ignored: set[int] = field(default_factory=set)
-    """Storages from before: parameters and inputs."""
+    ignored: set[int] = field(default_factory=set)  # Storages from before: parameters and inputs
     stages: list[Stage] = field(default_factory=list)
     part: str = ""
     backward: bool = False
@@ -67,8 +60,7 @@ class MetaTrace:
     _start: int = 0
     _operators: list[Operator] = field(default_factory=list)
     _storages: list[tuple[int, int]] = field(default_factory=list)
-    _count: int = INPUT
-    """Number of the next storage; the input has the first."""
+    _count: int = INPUT  # Number of the next storage; the input has the first
 
     def ignore(self, *tensors: Tensor) -> None:
         """Leave out storages from before."""

@@ -1,6 +1,6 @@
 """Muon's part of a step: matrices distributed over ranks in rounds, all other parameters updated by AdamW."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from fsdptoys.optim import MuonConfig
 from fsdptoys.optim.newton_schulz import orthogonalize_flops
@@ -8,22 +8,18 @@ from fsdptoys.parallel.fsdp2 import placement
 
 from .memory_ledger import Ledger
 from .optimizer_step import Update
-from .step_setup import StepSetup
+from .units import StepSetup
 
-MOMENTUM_BYTES = 12 + 12
-"""Bytes moved by momentum and Nesterov's step for each element on a rank."""
-APPLY_BYTES = 8 + 8
-"""Bytes moved by weight decay and the float32 update, besides the update's own."""
+MOMENTUM_BYTES = 12 + 12  # Bytes moved by momentum and Nesterov's step for each element on a rank
+APPLY_BYTES = 8 + 8  # Bytes moved by weight decay and the float32 update, besides the update's own
 
 
-@dataclass(frozen=True)
-class Matrix:
+class Matrix(NamedTuple):
     """A matrix that this rank orthogonalizes or holds a shard of."""
 
     rows: int
     columns: int
-    local: int
-    """Elements on this rank."""
+    local: int  # Elements on this rank
 
     @property
     def elements(self) -> int:
@@ -42,24 +38,22 @@ class MuonUpdate(Update):
         self.ranks = setup.world_size if self.replicated else setup.shard_ranks
         self.matrix_elements = 0
         self.adamw_sizes: list[int] = []
-        self.own: list[Matrix] = []
-        """Matrices that this rank orthogonalizes without an exchange."""
+        self.own: list[Matrix] = []  # Matrices that this rank orthogonalizes without an exchange
         self.exchanged: list[Matrix] = []
         in_blocks = self.units.in_blocks
-        for unit in self.units.in_forward():
-            for param, local in unit.shards():
-                if unit not in in_blocks or param.ndim < 2:
-                    self.adamw_sizes.append(local)
-                    continue
-                self.matrix_elements += local
-                rows, columns = param.shape[-2:]
-                count = param.numel() // (rows * columns)
-                chosen = placement(param, setup.shard_ranks)
-                whole = param.ndim == 3 and not self.replicated and (chosen is None or chosen.dim == 0)
-                if whole or self.ranks == 1:
-                    self.own += [Matrix(rows, columns, rows * columns)] * (local // (rows * columns))
-                else:
-                    self.exchanged += [Matrix(rows, columns, local // count)] * count
+        for unit, param, local in self.units.shards():
+            if unit not in in_blocks or param.ndim < 2:
+                self.adamw_sizes.append(local)
+                continue
+            self.matrix_elements += local
+            rows, columns = param.shape[-2:]
+            count = param.numel() // (rows * columns)
+            chosen = placement(param, setup.shard_ranks)
+            in_full = param.ndim == 3 and not self.replicated and (chosen is None or chosen.dim == 0)
+            if in_full or self.ranks == 1:
+                self.own += [Matrix(rows, columns, rows * columns)] * (local // (rows * columns))
+            else:
+                self.exchanged += [Matrix(rows, columns, local // count)] * count
         self.exchanged.sort(key=lambda matrix: -matrix.elements)
 
     def step(self) -> None:
@@ -83,7 +77,7 @@ class MuonUpdate(Update):
         count = len(self.own) + len(self.exchanged)
         ledger.move((MOMENTUM_BYTES + APPLY_BYTES + 3 * width) * self.matrix_elements, 5 * max(1, count))
         if self.adamw_sizes:
-            self.compute(self.adamw_sizes)
+            self.spend(self.cost(self.adamw_sizes))
 
     def _exchange(self, name: str, bytes: int) -> None:
         axis = "world" if self.replicated or self.setup.replicas == 1 else "shard"
@@ -94,8 +88,7 @@ class MuonUpdate(Update):
         """Run Newton-Schulz on a matrix, with three copies of it and two small squares in memory."""
         size = self.dtype.itemsize * matrix.elements
         square = self.dtype.itemsize * min(matrix.rows, matrix.columns) ** 2
-        pieces = [*([held_bytes] if held_bytes else []), *[size] * 3, square, square]
-        self.ledger.spike(sum(pieces), pieces=pieces)
+        self.ledger.spike_pieces([*([held_bytes] if held_bytes else []), *[size] * 3, square, square])
         flops = orthogonalize_flops(matrix.rows, matrix.columns, self.steps)
         bytes = self.steps * (6 * size + 4 * square)
         self.ledger.multiply(flops, bytes, str(self.dtype).removeprefix("torch."), 3 * self.steps)

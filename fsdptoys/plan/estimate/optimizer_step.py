@@ -1,5 +1,6 @@
 """The optimizer's part of a step: on the device, streamed through it, or on the host."""
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -15,8 +16,7 @@ from fsdptoys.plan.simulator.costs import cpu_update_seconds, kernel_seconds
 from fsdptoys.plan.simulator.events import KernelKind
 
 from .memory_ledger import COMPUTE, Ledger
-from .step_setup import StepSetup
-from .units import UnitBytes
+from .units import StepSetup, UnitBytes
 
 UPDATE_BYTES = {"fused": 28, "other": 80}
 """Bytes that AdamW moves for each parameter: one pass over parameter, gradient and states, or eight partial ones."""
@@ -25,8 +25,7 @@ UPDATE_BYTES = {"fused": 28, "other": 80}
 class Cost(NamedTuple):
     """Cost of an update."""
 
-    pieces: list[int]
-    """Bytes of its temporaries."""
+    pieces: list[int]  # Bytes of its temporaries
     bytes: float
     kernels: int
 
@@ -34,8 +33,7 @@ class Cost(NamedTuple):
 class Update:
     """The optimizer on the device, after the backward or in it."""
 
-    holds_gradients = False
-    """Whether gradients live until the next forward."""
+    holds_gradients = False  # Whether gradients live until the next forward
 
     def __init__(self, setup: StepSetup, ledger: Ledger) -> None:
         self.setup, self.ledger, self.units = setup, ledger, setup.units
@@ -43,9 +41,7 @@ class Update:
         self.host_bytes = 0
         in_blocks = self.units.in_blocks
         self.states = [
-            self.optim.state_bytes(param.shape, local, unit in in_blocks)
-            for unit in self.units.in_forward()
-            for param, local in unit.shards()
+            self.optim.state_bytes(param.shape, local, unit in in_blocks) for unit, param, local in self.units.shards()
         ]
         self.in_backward = self.memory.optimizer_in_backward
         self.state_width = sum(self.optim.state_widths)
@@ -61,8 +57,8 @@ class Update:
 
     def make_states(self, stream: str) -> None:
         """Allocate the states, on the given stream if the update runs in the backward."""
-        pieces = [piece for states in self.states for piece in states]
-        self.ledger.add(Category.optimizer_states, sum(pieces), stream if self.in_backward else COMPUTE, pieces)
+        pieces = list(itertools.chain(*self.states))
+        self.ledger.add_pieces(Category.optimizer_states, pieces, stream=stream if self.in_backward else COMPUTE)
 
     def before_forward(self, unit: UnitBytes, free_gradients: Callable[[int], None]) -> None:
         """Run a deferred update of a unit before its forward in the first micro-batch."""
@@ -70,16 +66,12 @@ class Update:
     def step(self) -> None:
         """Update all parameters, unless the backward did."""
         if not self.in_backward:
-            for cost in self.costs([each for unit in self.units.in_forward() for each in unit.shards()]):
-                self._spend(cost)
+            for cost in self.costs([(param, local) for _, param, local in self.units.shards()]):
+                self.spend(cost)
 
     def costs(self, shards: Sequence[tuple[nn.Parameter, int]]) -> list[Cost]:
         """Costs of updating parameters together, each with its elements on this rank."""
         return [self.cost([local for _, local in shards])]
-
-    def compute(self, sizes: Sequence[int]) -> None:
-        """Update parameters of these sizes together, by AdamW or SGD."""
-        self._spend(self.cost(sizes))
 
     def update_in_backward(self, unit: UnitBytes, stream: str = COMPUTE) -> float:
         """Measure the norm of a unit's gradients and update its parameters, one by one; return seconds on another
@@ -88,16 +80,17 @@ class Update:
         for param, local in unit.shards():
             for cost in [Cost([], 4 * local, 1), *self.costs([(param, local)])]:
                 if stream == COMPUTE:
-                    self._spend(cost)
+                    self.spend(cost)
                 else:
-                    ledger.spike(sum(cost.pieces), stream, pieces=cost.pieces)
+                    ledger.spike_pieces(cost.pieces, stream)
                     each = kernel_seconds(ledger.hardware, KernelKind.memory, 0.0, int(cost.bytes / cost.kernels), "")
                     seconds += cost.kernels * each
         return seconds
 
-    def _spend(self, cost: Cost) -> None:
+    def spend(self, cost: Cost) -> None:
+        """Run an update on the device."""
         if cost.pieces:
-            self.ledger.spike(sum(cost.pieces), pieces=cost.pieces)
+            self.ledger.spike_pieces(cost.pieces)
         self.ledger.move(cost.bytes, cost.kernels)
 
     def cost(self, sizes: Sequence[int]) -> Cost:
@@ -202,15 +195,14 @@ class StreamedUpdate(Update):
         self.rings = 1 if serial else min(BUFFERS, len(sizes) - self.stays)
         self.buffers = [largest * self.width] * self.rings + ([largest * 4] if self.width == 2 else [])
         self.host_bytes += sum(pinned_bytes(size * kinds * self.width) for size in sizes[self.stays :])
-        staying = [size * self.state_width for size in sizes[: self.stays]]
-        self.ledger.add(Category.optimizer_states, sum(staying), pieces=staying)
+        self.ledger.add_pieces(Category.optimizer_states, [size * self.state_width for size in sizes[: self.stays]])
         self._number = 0
         self._stored: deque[float] = deque([0.0] * self.rings)
 
     def make_states(self, stream: str) -> None:
         """Allocate the buffers of the lazy schedule, which keeps them."""
         if self.lazy:
-            self._add_buffers()
+            self.ledger.add_pieces(Category.optimizer_states, self.buffers)
 
     def before_forward(self, unit: UnitBytes, free_gradients: Callable[[int], None]) -> None:
         """Update the unit's buckets if lazy."""
@@ -223,15 +215,12 @@ class StreamedUpdate(Update):
         if self.lazy:
             self._stored = deque([0.0] * self.rings)
             return
-        self._add_buffers()
+        self.ledger.add_pieces(Category.optimizer_states, self.buffers)
         self._stored = deque([self.ledger.compute] * self.rings)
         for unit in self.units.in_forward():
             self._update(unit)
         self.ledger.wait(max(self._stored), "transfers")
-        self._add_buffers(-1)
-
-    def _add_buffers(self, sign: int = 1) -> None:
-        self.ledger.add(Category.optimizer_states, sign * sum(self.buffers), pieces=self.buffers)
+        self.ledger.add_pieces(Category.optimizer_states, self.buffers, -1)
 
     def _update(self, unit: UnitBytes, free_gradients: Callable[[int], None] | None = None) -> None:
         ledger, kinds = self.ledger, self.state_width // 4
@@ -242,7 +231,7 @@ class StreamedUpdate(Update):
             if travels:
                 free = self._stored.popleft()
                 ledger.wait(ledger.transfer(bytes_moved, "up", free), "transfers")
-            self.compute([size])
+            self.spend(self.cost([size]))
             if travels:
                 self._stored.append(ledger.transfer(bytes_moved, "down", ledger.compute))
             if free_gradients is not None:

@@ -6,7 +6,9 @@ later one: optimizer states exist.
 """
 
 import functools
+import itertools
 from abc import ABC, abstractmethod
+from collections import Counter
 
 from torch import nn
 
@@ -16,35 +18,27 @@ from fsdptoys.parallel.strategy import norm_elements
 
 from .activations import Segment
 from .memory_ledger import COMPUTE, Ledger
-from .meta_trace import INPUT, Stage
+from .meta_trace import INPUT, PARTS, Stage
 from .optimizer_step import Update, pinned_bytes
-from .step_setup import StepSetup
-from .units import UnitBytes
+from .units import StepSetup, UnitBytes
 
 
 class StepModel(ABC):
     """Issues the events of steps to a ledger; a strategy implements those around units."""
 
-    update_stream: str = COMPUTE
-    """Stream of updates in the backward."""
+    update_stream: str = COMPUTE  # Stream of updates in the backward
 
     def __init__(self, setup: StepSetup, ledger: Ledger, update: Update) -> None:
         self.setup, self.ledger, self.update = setup, ledger, update
         self.config, self.units = setup.config, setup.units
         memory = self.config.memory
-        blocks = range(len(setup.segments.blocks))
-        on = memory.gradient_checkpointing is not GradientCheckpointing.none
-        chosen = list(blocks[memory.checkpointing_start_index :: memory.checkpointing_every]) if on else []
-        self._offloaded = chosen if memory.activation_offload else []
-        self._offload_bytes = 0
+        chosen = range(len(setup.segments.blocks))[memory.checkpointing_start_index :: memory.checkpointing_every]
+        on = memory.gradient_checkpointing is not GradientCheckpointing.none and memory.activation_offload
+        self._offloaded = list(chosen) if on else []
+        self.offload_bytes = 0  # Host memory of offloaded activations
         self._transfers: dict[int, float] = {}
         self._on_host: set[int] = set()
         self._gradients: dict[UnitBytes, list[tuple[int, int]]] = {}
-
-    @property
-    def host_bytes(self) -> int:
-        """Host memory of offloaded activations and of the optimizer."""
-        return self._offload_bytes + self.update.host_bytes
 
     # Implemented by strategies
 
@@ -146,18 +140,14 @@ class StepModel(ABC):
 
     def _forward_through(self, number: int, segment: Segment, units: dict[str, UnitBytes], category: Category) -> None:
         self._enter(units[""])
-        part = ""
-        for stage in segment.forward:
-            if stage.part != part:
-                if part in units and part:
-                    self.leave(units[part])
-                if stage.part in units and stage.part:
-                    self._enter(units[stage.part])
-                part = stage.part
-            self._stage(number, stage, category, 0)
+        for part, stages in itertools.groupby(segment.forward, lambda stage: stage.part):
+            if part and part in units:
+                self._enter(units[part])
+            for stage in stages:
+                self._stage(number, stage, category, 0)
+            if part and part in units:
+                self.leave(units[part])
         self.ledger.pass_on(number, segment.output)
-        if part in units and part:
-            self.leave(units[part])
         self.leave(units[""])
 
     def _enter(self, unit: UnitBytes) -> None:
@@ -242,18 +232,19 @@ class StepModel(ABC):
         place = self._offloaded.index(index)
         if place >= 2:
             leaving = self._offloaded[place - 2]
+            saved = self.setup.segments.blocks[leaving].offloadable
             self.ledger.wait(self._transfers.pop(leaving), "transfers")
-            self.ledger.account(Category.activations, -self.setup.segments.blocks[leaving].offloadable_bytes)
-            for number in self.setup.segments.blocks[leaving].offloadable:
+            self.ledger.account(Category.activations, -sum(saved.values()))
+            for number in saved:
                 self.ledger.release(leaving + 1, number)
             self._on_host.add(leaving)
 
     def _offload_after(self, index: int) -> None:
         if index in self._offloaded and index != self._offloaded[-1]:
-            saved = self.setup.segments.blocks[index].offloadable_bytes
+            saved = sum(self.setup.segments.blocks[index].offloadable.values())
             self._transfers[index] = self.ledger.transfer(saved, "down", self.ledger.compute)
             if self.first:
-                self._offload_bytes += pinned_bytes(saved)
+                self.offload_bytes += pinned_bytes(saved)
 
     def _return_before(self, index: int) -> None:
         """Before a checkpointed block's backward, prefetch the activations of the preceding one."""
@@ -263,21 +254,19 @@ class StepModel(ABC):
         for wanted in self._offloaded[max(0, place - 1) : place + 1]:
             if wanted in self._on_host:
                 self._on_host.remove(wanted)
-                saved = self.setup.segments.blocks[wanted].offloadable_bytes
-                self.ledger.account(Category.activations, saved)
-                for number, size in self.setup.segments.blocks[wanted].offloadable.items():
+                saved = self.setup.segments.blocks[wanted].offloadable
+                self.ledger.account(Category.activations, sum(saved.values()))
+                for number, size in saved.items():
                     self.ledger.hold(wanted + 1, number, size)
-                self._transfers[wanted] = self.ledger.transfer(saved, "up", self.ledger.compute)
+                self._transfers[wanted] = self.ledger.transfer(sum(saved.values()), "up", self.ledger.compute)
         self.ledger.wait(self._transfers.pop(index, 0.0), "transfers")
 
 
 @functools.lru_cache(maxsize=4096)
 def _elements(*modules: nn.Module) -> dict[str, int]:
     """Elements of the modules' parameters by part of a block."""
-    counts: dict[str, int] = {}
-    for module in modules:
-        for name, param in module.named_parameters():
-            part = name.split(".")[0]
-            part = part if part in ("attn", "mlp") else ""
-            counts[part] = counts.get(part, 0) + param.numel()
+    counts: Counter[str] = Counter()
+    for name, param in itertools.chain(*(module.named_parameters() for module in modules)):
+        part = name.split(".")[0]
+        counts[part if part in PARTS else ""] += param.numel()
     return counts

@@ -1,4 +1,4 @@
-"""Sizes of the units: the parameters that a strategy gathers and reduces together."""
+"""Inputs of a step model: the configuration, and its units of parameters that are gathered and reduced together."""
 
 import functools
 import math
@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from fsdptoys.config.schema import Config
 from fsdptoys.models import DecoderModel
 from fsdptoys.parallel.fsdp2 import placement
+from fsdptoys.parallel.precision import DType
 
+from .activations import Segments
 from .meta_trace import PARTS
 
 
@@ -18,10 +21,8 @@ class UnitBytes:
     """A unit's parameters and this rank's share of each."""
 
     params: list[nn.Parameter] = field(default_factory=list)
-    local: list[int] = field(default_factory=list)
-    """Elements of each parameter on this rank, including padding."""
-    resharded: bool = True
-    """Whether the gathered parameters are freed after the forward."""
+    local: list[int] = field(default_factory=list)  # Elements of each parameter on this rank, including padding
+    resharded: bool = True  # Whether the gathered parameters are freed after the forward
     gathered_in_backward: bool = True
 
     @functools.cached_property
@@ -44,17 +45,18 @@ class Units:
     """All units of a model."""
 
     embedding: UnitBytes
-    blocks: list[dict[str, UnitBytes]]
-    """For each block: its own unit under the empty name, and the units of its parts."""
-    head: UnitBytes
-    """The embedding's unit if one unit holds both."""
-    root: UnitBytes
-    """Parameters of no other unit; they stay gathered."""
+    blocks: list[dict[str, UnitBytes]]  # For each block: its own unit under the empty name, and the units of its parts
+    head: UnitBytes  # The embedding's unit if one unit holds both
+    root: UnitBytes  # Parameters of no other unit; they stay gathered
 
     @property
     def local_elements(self) -> int:
         """Elements on this rank, which it updates."""
         return sum(unit.local_elements for unit in self.in_forward())
+
+    def shards(self) -> list[tuple[UnitBytes, nn.Parameter, int]]:
+        """Each unit, parameter and its elements on this rank, in the forward's order."""
+        return [(unit, *shard) for unit in self.in_forward() for shard in unit.shards()]
 
     @property
     def in_blocks(self) -> set[UnitBytes]:
@@ -72,6 +74,34 @@ class Units:
         inner = [unit for block in self.blocks for unit in [*list(block.values())[1:], block[""]]]
         first = [] if self.embedding is self.head else [self.embedding]
         return [unit for unit in [*first, *inner, self.head] if unit.params]
+
+
+@dataclass(frozen=True)
+class StepSetup:
+    """A configuration with its model's measured segments and units."""
+
+    config: Config
+    world_size: int
+    model: DecoderModel
+    segments: Segments
+    units: Units
+    shard_ranks: int  # Ranks that share one copy of the parameters
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes of a parameter in forward and backward."""
+        return 4 if self.config.parallel.param_dtype is DType.float32 else 2
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Bytes of a gradient element during its reduction."""
+        dtype = getattr(self.config.parallel, "reduce_dtype", None)
+        return dtype.torch.itemsize if dtype is not None else 4
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the parameters."""
+        return self.world_size // self.shard_ranks
 
 
 def make_units(model: DecoderModel, *, flatten: bool, split_blocks: bool, ranks: int) -> Units:

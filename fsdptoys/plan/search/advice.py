@@ -20,23 +20,18 @@ from fsdptoys.parallel.precision import DType
 from .switches import Changes, overrides_between, read, validate_switches, vary
 
 MAX_ADVICE = 5
-WORTHWHILE = 0.02
-"""Smallest reported gain in tokens per second."""
+WORTHWHILE = 0.02  # Smallest reported gain in tokens per second
 
 
 @dataclass(frozen=True)
 class Advice:
     """A change and its predicted effect."""
 
-    words: tuple[str, ...]
-    """Overrides to append to the command line."""
-    reserved_bytes: float
-    """After the change."""
-    tokens_per_second: float
-    """After the change."""
+    words: tuple[str, ...]  # Overrides to append to the command line
+    reserved_bytes: float  # After the change
+    tokens_per_second: float  # After the change
     reserved_change_bytes: int
-    speed_change: float
-    """Relative to the present tokens per second."""
+    speed_change: float  # Relative to the present tokens per second
     fits: bool
 
 

@@ -17,12 +17,10 @@ from .switches import STRATEGIES, Changes, read
 class Space:
     """Alternatives of each switch; keys from the command line are excluded."""
 
-    strategies: Sequence[str] = tuple(STRATEGIES)
-    """``single`` applies to one rank, ``ddp`` to several."""
+    strategies: Sequence[str] = tuple(STRATEGIES)  # ``single`` applies to one rank, ``ddp`` to several
     wraps: Sequence[Wrap] = tuple(Wrap)
     reshards: Sequence[ReshardAfterForward] = (ReshardAfterForward.default, ReshardAfterForward.never)
-    every_shard_size: bool = True
-    """Powers of two, the node and its multiples; otherwise one node and all ranks."""
+    every_shard_size: bool = True  # Powers of two, the node and its multiples; otherwise one node and all ranks
     activation_offload: bool = True
     optimizer_offload: bool = True
     cpu_offload: bool = True

@@ -12,8 +12,7 @@ from .search import SearchResult
 
 FRONTIER_COLOR, OTHER_COLOR, LIMIT_COLOR = "#1f5fa8", "#b3bac1", "#b2182b"
 
-MOST_LABELS = 9
-"""Labels in the plot, on the points of the frontier furthest apart."""
+MOST_LABELS = 9  # Labels in the plot, on the points of the frontier furthest apart
 LABEL_PLACES = (((7, -9), "left"), ((7, 5), "left"), ((-7, 5), "right"), ((-7, -12), "right"))
 """Offsets of a label from its point, in points, and the alignment; the first free one is used."""
 

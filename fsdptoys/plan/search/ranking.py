@@ -46,25 +46,19 @@ def traits(config: Config) -> list[str]:
     return words
 
 
-TIE = 0.01
-"""Relative difference in tokens per second that counts as a tie."""
+TIE = 0.01  # Relative difference in tokens per second that counts as a tie
 
 
 @dataclass(frozen=True)
 class Candidate:
     """A predicted combination."""
 
-    words: tuple[str, ...]
-    """All overrides that compose it: the command line's without ``plan.*``, and the changes."""
-    config: Config
-    """Validated; its section ``plan`` is as composed."""
+    words: tuple[str, ...]  # All overrides that compose it: the command line's without ``plan.*``, and the changes
+    config: Config  # Validated; its section ``plan`` is as composed
     prediction: Prediction
-    switches: int
-    """Number of sharding and memory settings that differ from their defaults."""
-    changes: Changes = field(default_factory=dict)
-    """Changed switches, without the batch."""
-    place: int = 0
-    """Rank; tied candidates share it."""
+    switches: int  # Number of sharding and memory settings that differ from their defaults
+    changes: Changes = field(default_factory=dict)  # Changed switches, without the batch
+    place: int = 0  # Rank; tied candidates share it
 
     @property
     def reserved_bytes(self) -> int:

@@ -37,14 +37,10 @@ from .candidates import EVERYTHING, SENSIBLE, Combinations, Space
 from .ranking import TIE, Candidate, frontier, rank
 from .switches import Changes, count_switches, node_ranks_of, overrides_between, read, validate_switches, vary
 
-MOST_SEQUENCES = 2**14
-"""Largest batch of a rank."""
-REFINED = 8
-"""Combinations of each kind to refine."""
-ROUNDS = 2
-"""Number of refinements; the second starts from the first one's best."""
-CHECKED = 3
-"""Best candidates to predict again by ``check``."""
+MOST_SEQUENCES = 2**14  # Largest batch of a rank
+REFINED = 8  # Combinations of each kind to refine
+ROUNDS = 2  # Number of refinements; the second starts from the first one's best
+CHECKED = 3  # Best candidates to predict again by ``check``
 
 Predict = Callable[[Config, Hardware, int, AllocatorKind], Prediction]
 
@@ -69,8 +65,7 @@ class SearchResult:
     memory_bytes: float
     candidates: list[Candidate]
     over: list[Candidate]
-    refused: dict[str, int]
-    """Message of the configuration's checks → number of refused combinations."""
+    refused: dict[str, int]  # Message of the configuration's checks → number of refused combinations
     checked: list[Checked] = field(default_factory=list)
 
     @property

@@ -19,8 +19,7 @@ from fsdptoys.memory import GradientCheckpointing, MemoryConfig
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
 from fsdptoys.utils.text import value_text
 
-Changes = Mapping[str, Any]
-"""Key → value, as typed except for the value's type; ``parallel`` names the strategy."""
+Changes = Mapping[str, Any]  # Key → value, as typed except for the value's type; ``parallel`` names the strategy
 STRATEGIES: dict[str, type[ParallelConfig]] = {
     strategy.name: strategy for strategy in (FSDP2Config, FSDP1Config, DDPConfig, SingleConfig)
 }

@@ -36,19 +36,15 @@ from collections.abc import Callable, Iterator
 from fsdptoys.config.plan_config import AllocatorKind
 
 MIB = 2**20
-MIN_BLOCK_BYTES = 512
-"""Every block is a multiple."""
-SMALL_BYTES = MIB
-"""Largest request of a small pool."""
-SMALL_SEGMENT_BYTES = 2 * MIB
-"""Native segments, and pages of expandable ones, in small pools."""
+MIN_BLOCK_BYTES = 512  # Every block is a multiple
+SMALL_BYTES = MIB  # Largest request of a small pool
+SMALL_SEGMENT_BYTES = 2 * MIB  # Native segments, and pages of expandable ones, in small pools
 LARGE_SEGMENT_BYTES = 20 * MIB
 """Native segments for requests below ``MIN_LARGE_BYTES``, and pages of expandable ones, in large pools."""
 MIN_LARGE_BYTES = 10 * MIB
 """Requests of at least this size get a native segment of their own, rounded up to ``ROUND_LARGE_BYTES``."""
 ROUND_LARGE_BYTES = 2 * MIB
-NPU_PADDING_BYTES = 32
-"""Added to each request on an NPU."""
+NPU_PADDING_BYTES = 32  # Added to each request on an NPU
 NPU_ALIGNMENT_BYTES = 16 * 2**10
 """Alignment of large blocks (from ``ROUND_LARGE_BYTES``) in expandable segments on an NPU."""
 ADDRESSES = 2**32 * LARGE_SEGMENT_BYTES
@@ -119,8 +115,7 @@ class Allocator(ABC):
         device_type: ``npu`` selects the NPU's rules.
     """
 
-    leaves_bytes = MIN_BLOCK_BYTES
-    """Smallest rest of a large block that is split off."""
+    leaves_bytes = MIN_BLOCK_BYTES  # Smallest rest of a large block that is split off
     npu_alignment_bytes = 1
 
     def __init__(
@@ -133,13 +128,10 @@ class Allocator(ABC):
         self.wait_for_device = wait_for_device
         self._padding_bytes = NPU_PADDING_BYTES if device_type == "npu" else 0
         self._alignment_bytes = self.npu_alignment_bytes if device_type == "npu" else 1
-        self.allocated_bytes = 0
-        """Bytes of blocks in use, rounded: ``memory_allocated()``."""
-        self.reserved_bytes = 0
-        """Bytes taken from the device: ``memory_reserved()``."""
+        self.allocated_bytes = 0  # Bytes of blocks in use, rounded: ``memory_allocated()``
+        self.reserved_bytes = 0  # Bytes taken from the device: ``memory_reserved()``
         self.peak_reserved_bytes = 0
-        self.releases = 0
-        """How often cached memory was given back for lack of memory."""
+        self.releases = 0  # How often cached memory was given back for lack of memory
         self._pools: dict[int, tuple[Pool, Pool]] = {}
         self._reserved_by_stream: defaultdict[int, int] = defaultdict(int)
         self._next_address = ADDRESSES

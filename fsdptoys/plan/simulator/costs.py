@@ -24,8 +24,7 @@ class Spread(NamedTuple):
     """Layout of a group over nodes; ranks are numbered node by node."""
 
     nodes: int
-    local: int
-    """Ranks of the group in one node."""
+    local: int  # Ranks of the group in one node
 
 
 def spread(hardware: Hardware, group_size: int, group_stride: int) -> Spread:

@@ -19,8 +19,7 @@ class KernelKind(Enum):
 
     matmul = "matrix products"
     attention = "attention"
-    memory = "element-wise"
-    """Bound by memory bandwidth."""
+    memory = "element-wise"  # Bound by memory bandwidth
 
 
 class Alloc(NamedTuple):
@@ -51,11 +50,9 @@ class Kernel(NamedTuple):
     name: str
     stream: int
     kind: KernelKind
-    flops: float
-    """As computed: for causal attention half the square."""
+    flops: float  # As computed: for causal attention half the square
     bytes: int
-    dtype: str
-    """Dtype of its largest input, such as ``bfloat16``."""
+    dtype: str  # Dtype of its largest input, such as ``bfloat16``
 
 
 class HostWork(NamedTuple):
@@ -63,8 +60,7 @@ class HostWork(NamedTuple):
 
     name: str
     bytes: int
-    elements: int
-    """Elements of parameters that an optimizer updates; 0 for other work."""
+    elements: int  # Elements of parameters that an optimizer updates; 0 for other work
     worker: bool
 
 
@@ -74,23 +70,18 @@ class Transfer(NamedTuple):
     stream: int
     bytes: int
     to_device: bool
-    blocking: bool
-    """Whether the host waits for its end: not pinned, or not asynchronous."""
+    blocking: bool  # Whether the host waits for its end: not pinned, or not asynchronous
 
 
 class Collective(NamedTuple):
     """A collective among ranks."""
 
-    name: str
-    """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast``, ``all_to_all``, …"""
+    name: str  # ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast``, ``all_to_all``, …
     stream: int
-    bytes: int
-    """The full buffer to gather, scatter or reduce."""
+    bytes: int  # The full buffer to gather, scatter or reduce
     group_size: int
-    group_stride: int
-    """Distance between the group's neighbors in the global rank order: 1 for a shard axis."""
-    axis: str
-    """``shard``, ``replicate`` or ``world``."""
+    group_stride: int  # Distance between the group's neighbors in the global rank order: 1 for a shard axis
+    axis: str  # ``shard``, ``replicate`` or ``world``
 
 
 class RecordEvent(NamedTuple):
@@ -122,15 +113,13 @@ class HostWaitStream(NamedTuple):
 class HostWaitWorkers(NamedTuple):
     """The host waits for its worker threads."""
 
-    works: int
-    """Number of the workers' ``HostWork`` events, counted from the beginning, that must be done."""
+    works: int  # Number of the workers' ``HostWork`` events, counted from the beginning, that must be done
 
 
 class Mark(NamedTuple):
     """Start of a phase: ``construction``, ``data``, ``forward``, ``backward``, ``optimizer``, ``end``."""
 
-    step: int
-    """From 1; 0 for the construction."""
+    step: int  # From 1; 0 for the construction
     phase: str
 
 
@@ -162,9 +151,6 @@ class Trace:
     """Blocks whose purpose became known after their ``Alloc``, which this overrides."""
     n_layers: int = 0
     steps: int = 0
-    tokens_per_step: int = 0
-    """Tokens of this rank."""
-    model_flops_per_step: float = 0.0
-    """FLOPs of this rank, as MFU counts them."""
-    host_bytes: int = 0
-    """Host memory of the rank's tensors at the end of a step."""
+    tokens_per_step: int = 0  # Tokens of this rank
+    model_flops_per_step: float = 0.0  # FLOPs of this rank, as MFU counts them
+    host_bytes: int = 0  # Host memory of the rank's tensors at the end of a step

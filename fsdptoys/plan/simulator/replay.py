@@ -32,31 +32,24 @@ class Phase:
 
     step: int
     name: str
-    seconds: float
-    """Advance of the later of host and compute stream."""
+    seconds: float  # Advance of the later of host and compute stream
     end_bytes: int
     peak_bytes: int
-    categories: dict[Category, int]
-    """Bytes at the peak."""
-    reserved: dict[str, int]
-    """Reserved by each stream at the end."""
+    categories: dict[Category, int]  # Bytes at the peak
+    reserved: dict[str, int]  # Reserved by each stream at the end
 
 
 @dataclass(frozen=True)
 class Replay:
     """Numbers of a replay, each of which can be extrapolated in the number of layers."""
 
-    phases: tuple[Phase, ...]
-    """Phases of the construction and all steps, in order."""
-    kinds: dict[str, float]
-    """Seconds of compute in the last step, by kind of kernel."""
-    waits: dict[str, float]
-    """Seconds of waiting in the last step, by ``Cause``."""
+    phases: tuple[Phase, ...]  # Phases of the construction and all steps, in order
+    kinds: dict[str, float]  # Seconds of compute in the last step, by kind of kernel
+    waits: dict[str, float]  # Seconds of waiting in the last step, by ``Cause``
     volumes: dict[tuple[str, str, int], Volume] = field(default_factory=dict)
     """Collectives of the last step, by name, axis and group size."""
     host_bytes: int = 0
-    releases: int = 0
-    """How often the allocator gave cached memory back, after which nothing is linear."""
+    releases: int = 0  # How often the allocator gave cached memory back, after which nothing is linear
 
     @property
     def last_step(self) -> list[Phase]:
@@ -103,19 +96,16 @@ class _Replaying:
     def __init__(self, trace: Trace, hardware: Hardware, allocator: Allocator) -> None:
         self.trace, self.allocator, self.clock = trace, allocator, Clock(hardware)
         allocator.wait_for_device = self.wait_for_device
-        self.blocks: dict[int, tuple[Block, int]] = {}
-        """Number → block and the index of its category."""
+        self.blocks: dict[int, tuple[Block, int]] = {}  # Number → block and the index of its category
         self.own_stream_counts = hardware.device_type == "npu"
-        self.uses: dict[int, set[int]] = {}
-        """Number → streams that it was recorded on."""
+        self.uses: dict[int, set[int]] = {}  # Number → streams that it was recorded on
         self.pending: list[tuple[float, int, Block]] = []
         """Heap of (time at which it becomes reusable, its number, block)."""
         self.pending_bytes = 0
         self.by_category = [0] * len(CATEGORIES)
         self.peak_bytes = 0
         self.at_peak = list(self.by_category)
-        self.rising = True
-        """Whether nothing was freed since the peak, whose categories are not yet saved."""
+        self.rising = True  # Whether nothing was freed since the peak, whose categories are not yet saved
         self.phases: list[Phase] = []
         self.phase_begins = 0.0
 

@@ -37,12 +37,10 @@ class Cause(Enum):
 class Work(NamedTuple):
     """Work of a side stream and its dependency."""
 
-    start: float
-    """Earliest start, without others on the same link."""
+    start: float  # Earliest start, without others on the same link
     end: float
     cause: Cause
-    parent: Optional["Work"]
-    """The dependency that ended last; None for the host or the compute stream itself."""
+    parent: Optional["Work"]  # The dependency that ended last; None for the host or the compute stream itself
 
 
 @dataclass
@@ -53,8 +51,7 @@ class Parts:
     """Compute, by kind of kernel."""
     waits: dict[Cause, float] = field(default_factory=lambda: dict.fromkeys(Cause, 0.0))
     """Waits, and its own part in collectives and copies."""
-    volumes: dict[tuple[str, str, int], Volume] = field(default_factory=dict)
-    """By name, axis and group size."""
+    volumes: dict[tuple[str, str, int], Volume] = field(default_factory=dict)  # By name, axis and group size
 
 
 class Lane:
@@ -102,10 +99,8 @@ class Clock:
         self._events: dict[int, tuple[float, Work | None]] = {}
         self._communicators: defaultdict[tuple[str, int, int], float] = defaultdict(float)
         self._intra, self._inter, self._up, self._down = Lane(), Lane(), Lane(), Lane()
-        self._workers: list[float] = []
-        """Ends of the worker threads' operators."""
-        self._computed = 0.0
-        """Time until which the compute stream is accounted for in ``parts``."""
+        self._workers: list[float] = []  # Ends of the worker threads' operators
+        self._computed = 0.0  # Time until which the compute stream is accounted for in ``parts``
         self._handlers: dict[type, Callable[[Any], None]] = {
             events.Kernel: self._kernel,
             events.Collective: self._collective,

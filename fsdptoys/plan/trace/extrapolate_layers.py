@@ -22,12 +22,9 @@ from fsdptoys.config.plan_config import AllocatorKind
 from fsdptoys.config.schema import Config
 from fsdptoys.models import DecoderModel
 
-LEAST_LAYERS = 8
-"""Fewest layers of the shallower trace."""
-LEAST_APART = 4
-"""Smallest difference of the depths."""
-APART_SHARE = 8
-"""The difference is at least this fraction of all layers, which bounds how far a line is stretched."""
+LEAST_LAYERS = 8  # Fewest layers of the shallower trace
+LEAST_APART = 4  # Smallest difference of the depths
+APART_SHARE = 8  # The difference is at least this fraction of all layers, which bounds how far a line is stretched
 
 T = TypeVar("T")
 

@@ -25,10 +25,8 @@ class Collectives:
         self._device_type, self._storages = device_type, storages
         self._stream, self._add = stream, add
         self._layouts: dict[str, tuple[int, int, bool]] = {}
-        self._own: dict[str, Any] = {}
-        """Group → its stream."""
-        self._pending: dict[int, int] = {}
-        """Stream of a group → event at the end of its last work without a wait."""
+        self._own: dict[str, Any] = {}  # Group → its stream
+        self._pending: dict[int, int] = {}  # Stream of a group → event at the end of its last work without a wait
 
     @property
     def streams(self) -> list[int]:

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from fsdptoys.device import Device, MemoryStats
 from fsdptoys.plan.simulator import events as simulated
 
-DEVICE_NAME = "planned"
-"""Device type that stands for CUDA: a name that nothing else has."""
+DEVICE_NAME = "planned"  # Device type that stands for CUDA: a name that nothing else has
 
 
 class Listener(Protocol):

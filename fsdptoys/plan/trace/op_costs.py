@@ -33,8 +33,7 @@ HOPPER_WORKSPACE_BYTES = 32 * MIB
 WORKSPACE_BYTES = 8 * MIB + 128 * 1024
 HOPPERS = ("H100", "H200", "H800", "H20", "GH200")
 
-EMBEDDING_SORTS_ABOVE = 3072
-"""Number of indices above which CUDA sorts them for a lookup's gradient."""
+EMBEDDING_SORTS_ABOVE = 3072  # Number of indices above which CUDA sorts them for a lookup's gradient
 EMBEDDING_ROWS_PER_THREAD = 10
 
 

@@ -59,10 +59,8 @@ class OpRecorder(TorchDispatchMode):
         """Returns the purposes of streams; called at the end of each step."""
         self.objects: Callable[[], Iterable[tuple[Category, Tensor]]] = tuple
         """Returns tensors of known purpose; called at the start and end of a step, and before the optimizer step."""
-        self.in_worker = False
-        """Whether the current work belongs to a worker thread."""
-        self.worker_jobs = 0
-        """``HostWork`` events of worker threads so far."""
+        self.in_worker = False  # Whether the current work belongs to a worker thread
+        self.worker_jobs = 0  # ``HostWork`` events of worker threads so far
         self._attention, self._workspace_bytes = attention, workspace_bytes
         self._multiplied: set[tuple[bool, int]] = set()
         self._storages = Storages(device_type, self.trace.events, self._stream)

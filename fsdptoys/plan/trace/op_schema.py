@@ -8,8 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdptoys.profiler.dispatch import Argument, tensors_in
 
-COPIES = ("aten::_to_copy", "aten::copy_", "aten::_foreach_copy_")
-"""Operators that may copy between host and device."""
+COPIES = ("aten::_to_copy", "aten::copy_", "aten::_foreach_copy_")  # Operators that may copy between host and device
 NO_KERNEL = ("aten::set_", "aten::resize_", "aten::lift_fresh", "aten::lift", "aten::is_pinned", "prim::device")
 
 LOOK_UPS = {

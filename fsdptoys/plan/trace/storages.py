@@ -19,8 +19,7 @@ from fsdptoys.plan.simulator.events import Alloc, Event, Free, RecordStream, Tra
 
 from .op_schema import local
 
-ALIGNMENT = 512
-"""Rounding of allocators, for the count of ``memory`` only; a trace has the requested sizes."""
+ALIGNMENT = 512  # Rounding of allocators, for the count of ``memory`` only; a trace has the requested sizes
 
 CERTAINTY = (
     Category.temporary,
@@ -53,8 +52,7 @@ class _Replaced(NamedTuple):
 
     old: int
     new: Storage
-    alloc: int
-    """Index of the new storage's ``Alloc`` event."""
+    alloc: int  # Index of the new storage's ``Alloc`` event
     events: int
     peak: int
 
