@@ -109,8 +109,7 @@ def test_models_patches_and_configs_are_found_in(form: str, links: bool, tmp_pat
         make_source_zip(tmp_path / "source.zip")
         unpack(tmp_path / "source.zip", tree, links)
     if form == "wheel":
-        run("-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(tree))
-        run("-m", "pip", "install", *NO_NETWORK, "--target", str(installed), str(next(tmp_path.glob("*.whl"))))
+        run("-m", "pip", "install", *NO_NETWORK, "--target", str(installed), str(tree))  # by way of a wheel
     elif form == "editable":
         run("-m", "pip", "install", *NO_NETWORK, "--target", str(installed), "--editable", str(tree))
     if installed.exists():
