@@ -17,12 +17,12 @@ from typing import BinaryIO, cast
 from safetensors import SafetensorError
 
 from fsdptoys.errors import ConfigError
+from fsdptoys.utils.atomic_write import sync_to_disk
 from fsdptoys.utils.regular_file import open_regular
 
 from .checksums import FileSum, sum_file, sums_from_json, sums_to_json
 from .safetensors_header import AGAIN
 from .safetensors_io import read_json
-from .storage import sync_to_disk
 
 CHECKSUMS_FILE = "checksums.json"
 

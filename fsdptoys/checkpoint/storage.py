@@ -23,6 +23,7 @@ from typing import Any, BinaryIO, cast
 from urllib.parse import urlsplit
 
 from fsdptoys.errors import ConfigError
+from fsdptoys.utils.atomic_write import sync_to_disk
 from fsdptoys.utils.regular_file import open_regular
 from fsdptoys.utils.text import one_line
 
@@ -104,19 +105,6 @@ def read_bytes(file: BinaryIO, size: int) -> bytes:
     while len(content) < size and (block := file.read(size - len(content))):
         content += block
     return content
-
-
-def sync_to_disk(path: Path) -> None:
-    """Sync a file's bytes or a folder's entries to disk, so that they survive a power loss."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError:
-        # Some network file systems refuse this for folders.
-        if not path.is_dir():
-            raise
-    finally:
-        os.close(descriptor)
 
 
 class LocalStorage(Storage):

@@ -45,7 +45,6 @@ class BinConfig(DataConfig):
     """Share of ``files`` held out, at their end; 0 for none. Excludes ``eval_files``."""
 
     def __post_init__(self) -> None:
-        """Check each value by itself."""
         super().__post_init__()
         if self.eval_files and self.eval_fraction:
             raise ConfigError(

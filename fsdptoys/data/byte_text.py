@@ -47,7 +47,6 @@ class TextConfig(DataConfig):
     """Divides the logits before sampling; 0 is greedy."""
 
     def __post_init__(self) -> None:
-        """Check each value by itself."""
         super().__post_init__()
         if self.sample_tokens and not self.sample_prompt:
             raise ConfigError(

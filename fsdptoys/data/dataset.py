@@ -134,7 +134,6 @@ class DataConfig(ABC):
     """Restrict attention to the own document, and ignore the label after its end."""
 
     def __post_init__(self) -> None:
-        """Check each value by itself."""
         check_bounds("data", self)
 
     @property

@@ -15,7 +15,6 @@ only ``check_folder`` reads the files themselves.
 import dataclasses
 import hashlib
 import json
-import os
 import re
 import stat
 from collections.abc import Callable, Sequence
@@ -150,17 +149,14 @@ def read_index(folder: str, owner: str) -> Index:
         raise _unusable(
             owner, f"{what} {INDEX_FILE}", f"make one with fsdptoys data prepare FILE ... --out {folder} --tokenizer T"
         ) from None
-    except NotRegularFileError as error:
+    except (NotRegularFileError, ValueError) as error:
+        reason = getattr(error, "strerror", error)
         raise _unusable(
-            owner, f"has an {INDEX_FILE} that cannot be used ({error.strerror})", "prepare the folder again"
+            owner, f"has an {INDEX_FILE} that cannot be used ({reason})", "prepare the folder again"
         ) from error
     except OSError as error:
         raise ConfigError(
             f"{owner} cannot be read ({error.strerror}); change its permissions or name another"
-        ) from error
-    except ValueError as error:
-        raise _unusable(
-            owner, f"has an {INDEX_FILE} that cannot be used ({error})", "prepare the folder again"
         ) from error
     for file, size in files_of(index):
         try:
@@ -285,20 +281,6 @@ def _check_tokenizer(root: Path, index: Index) -> str | None:
     if found != index.tokenizer_file_sha256:
         return f"{path} is not what was written: its SHA-256 is {found[:12]}…"
     return None
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries to the disk, where the system supports it."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except OSError:  # Windows opens no folders
-        return
-    try:
-        os.fsync(descriptor)
-    except OSError:
-        pass
-    finally:
-        os.close(descriptor)
 
 
 def _from_tree(tree: Any) -> Index:

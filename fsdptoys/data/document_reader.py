@@ -10,10 +10,11 @@ Nothing is downloaded. Not covered: one JSON array a file, nested fields, compre
 
 import gzip
 import io
+import itertools
 import json
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -113,18 +114,14 @@ def find_sources(key: str, patterns: Sequence[str]) -> list[SourceData]:
     ]
     needing = next((source for source in sources if source.needs_datasets), None)
     if needing is not None:
-        require_datasets(f"{key}=[{needing.path}]")
+        try:
+            import datasets  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(
+                f"{key}=[{needing.path}] needs the package datasets, which is not installed; "
+                "pip install 'fsdptoys[data]'"
+            ) from error
     return sources
-
-
-def require_datasets(owner: str) -> None:
-    """Check that the package ``datasets`` is installed."""
-    try:
-        import datasets  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f"{owner} needs the package datasets, which is not installed; pip install 'fsdptoys[data]'"
-        ) from error
 
 
 def read_documents(key: str, source: SourceData, field: str, *, long_texts: bool = False) -> Read:
@@ -222,11 +219,9 @@ def _parquet(owner: str, source: SourceData, field: str) -> Read:
         with pyarrow.parquet.ParquetFile(source.path) as file:
             if field not in file.schema_arrow.names:
                 raise _no_field(owner, field, file.schema_arrow.names)
-            rows, done = file.metadata.num_rows, 0
-            for batch in file.iter_batches(batch_size=ROWS, columns=[field]):
-                for value in batch.column(0).to_pylist():
-                    done += 1
-                    yield _checked(owner, field, value, f" in row {done}"), done / rows
+            batches = file.iter_batches(batch_size=ROWS, columns=[field])
+            columns = (batch.column(0).to_pylist() for batch in batches)
+            yield from _rows(owner, field, columns, file.metadata.num_rows)
     except pyarrow.ArrowException as error:
         raise ConfigError(f"{owner} cannot be read as Parquet ({error}); write it again or leave it out") from error
 
@@ -239,15 +234,17 @@ def _arrow(owner: str, source: SourceData, field: str) -> Read:
         table = cast(Any, load(source.path))
         if field not in table.column_names:
             raise _no_field(owner, field, table.column_names)
-        done = 0
-        for batch in table.select_columns([field]).with_format(None).iter(batch_size=ROWS):
-            for value in batch[field]:
-                done += 1
-                yield _checked(owner, field, value, f" in row {done}"), done / len(table)
+        batches = table.select_columns([field]).with_format(None).iter(batch_size=ROWS)
+        yield from _rows(owner, field, (batch[field] for batch in batches), len(table))
     except ConfigError:
         raise
     except Exception as error:  # pyarrow's, datasets' and the system's own
         raise ConfigError(f"{owner} cannot be read by datasets ({error}); save it again or leave it out") from error
+
+
+def _rows(owner: str, field: str, columns: Iterable[list[Any]], rows: int) -> Read:
+    for row, value in enumerate(itertools.chain.from_iterable(columns), 1):
+        yield _checked(owner, field, value, f" in row {row}"), row / rows
 
 
 def _open(source: SourceData) -> tuple[IO[bytes], IO[bytes]]:

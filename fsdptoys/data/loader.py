@@ -88,17 +88,15 @@ def check_shared_memory(workers: int, step_bytes: int, local_ranks: int, place: 
     # One step more than are prefetched: the loop holds one while its worker makes the next.
     needed_bytes = local_ranks * ((workers * STEPS_AHEAD + 1) * step_bytes + semaphores)
     if needed_bytes > free_bytes:
-        raise ConfigError(
-            f"data.workers={workers} passes batches through {place}, which has {free_bytes / 2**20:.4g} MiB free, and "
-            f"{local_ranks} ranks need {needed_bytes / 2**20:.4g} MiB; set data.workers=0, or give {place} more memory "
-            "(docker run --shm-size)"
-        )
+        free, needed = free_bytes / 2**20, needed_bytes / 2**20
+        problem = f"has {free:.4g} MiB free, and {local_ranks} ranks need {needed:.4g} MiB"
+        raise ConfigError(_no_shared_memory(workers, problem, place))
 
 
-def _no_shared_memory(workers: int, reason: str) -> str:
+def _no_shared_memory(workers: int, problem: str, place: str = SHARED_MEMORY) -> str:
     return (
-        f"data.workers={workers} passes batches through {SHARED_MEMORY}, which takes no more ({reason}); set "
-        f"data.workers=0, or give {SHARED_MEMORY} more memory (docker run --shm-size)"
+        f"data.workers={workers} passes batches through {place}, which {problem}; set data.workers=0, or give {place} "
+        "more memory (docker run --shm-size)"
     )
 
 
@@ -122,7 +120,7 @@ class StepPrefetcher:
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
-            raise ConfigError(_no_shared_memory(workers, error.strerror or str(error))) from error
+            raise ConfigError(_no_shared_memory(workers, f"takes no more ({error.strerror or error})")) from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
         self._workers = [child for child in multiprocessing.active_children() if child not in others]
@@ -168,7 +166,6 @@ def _loader(reader: StepSource, place: int, workers: int) -> "DataLoader[Any]":
         batch_size=None,
         sampler=itertools.count(place, reader.stride),
         num_workers=workers,
-        collate_fn=_as_it_is,
         prefetch_factor=STEPS_AHEAD,
         worker_init_fn=_prepare_worker,
         multiprocessing_context=context,
@@ -192,11 +189,7 @@ class _Steps(Dataset[Any]):
             # The loader does it in a thread whose failure is lost: the loop would wait forever.
             return step.share_memory_()
         except (RuntimeError, OSError) as error:
-            return _no_shared_memory(self._workers, one_line(error))
-
-
-def _as_it_is(step: Any) -> Any:
-    return step
+            return _no_shared_memory(self._workers, f"takes no more ({one_line(error)})")
 
 
 def _prepare_worker(index: int) -> None:

@@ -114,7 +114,12 @@ def _places(weights: Sequence[float]) -> list[int]:
     """Positions of each source in the smallest block with the proportions, to within half a position in ``BLOCK``."""
     total = math.fsum(weights)
     shares = [weight / total for weight in weights]
-    for size in _block_sizes(shares):
+    exact = (
+        size
+        for size in range(1, BLOCK + 1)
+        if all(abs(share * size - round(share * size)) < 1e-9 * size for share in shares)
+    )
+    for size in (next(exact, BLOCK), BLOCK):
         counts = _rounded(shares, size)
         if all(counts):
             return counts
@@ -123,15 +128,6 @@ def _places(weights: Sequence[float]) -> list[int]:
         f"data.weights gives source {smallest + 1} a share of {shares[smallest]:.2g}, less than one sample in {BLOCK}; "
         "give it more, or leave it out"
     )
-
-
-def _block_sizes(shares: Sequence[float]) -> list[int]:
-    exact = (
-        size
-        for size in range(1, BLOCK + 1)
-        if all(abs(share * size - round(share * size)) < 1e-9 * size for share in shares)
-    )
-    return [next(exact, BLOCK), BLOCK]
 
 
 def _rounded(shares: Sequence[float], size: int) -> list[int]:

@@ -18,6 +18,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -27,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fsdptoys.errors import ConfigError
+from fsdptoys.utils.atomic_write import sync_to_disk
 from fsdptoys.utils.bounds import between
 from fsdptoys.utils.file_lock import hold_lock
 from fsdptoys.utils.foreign import parse_json
@@ -35,7 +37,7 @@ from fsdptoys.utils.regular_file import NotRegularFileError, read_regular
 from fsdptoys.utils.text import one_line
 
 from .dataset import IGNORE_INDEX, Tokens, hash_of
-from .dataset_index import MOST_COUNT, Index, ends_file, read_ends, sync_folder
+from .dataset_index import MOST_COUNT, Index, ends_file, read_ends
 from .token_files import FileStream
 
 GROUP = 2**16
@@ -251,7 +253,8 @@ def _write_rows(place: Path, folder: str, index: Index, split: str, seq_len: int
         for file in files:
             file.close()
     (part / COUNTS_FILE).write_text(json.dumps({"rows": rows_before, "pieces": pieces, "ids": ids}))
-    sync_folder(part)
+    with suppress(OSError):  # some systems sync no folders
+        sync_to_disk(part)
     shutil.rmtree(place, ignore_errors=True)
     part.rename(place)
 

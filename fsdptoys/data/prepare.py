@@ -252,17 +252,14 @@ def _encode_all(groups: Iterable[_Group], request: Request) -> Iterator[tuple[_G
     executor = ProcessPoolExecutor(request.processes, context, _begin_process, (encoder, fraction))
     under_way: deque[tuple[_Group, Future[_Encoded]]] = deque()
     try:
-        for group in groups:
-            under_way.append((group, executor.submit(_encode_here, group.texts)))
-            if group.long is not None:  # two at once could exceed the memory
-                for first, future in under_way:
-                    yield first, future.result()
-                under_way.clear()
-            if len(under_way) >= GROUPS_AHEAD * request.processes:
+        for group in itertools.chain(groups, [None]):
+            if group is not None:
+                under_way.append((group, executor.submit(_encode_here, group.texts)))
+            # Two long texts at once could exceed the memory.
+            most = 0 if group is None or group.long is not None else GROUPS_AHEAD * request.processes - 1
+            while len(under_way) > most:
                 first, future = under_way.popleft()
                 yield first, future.result()
-        for first, future in under_way:
-            yield first, future.result()
     except BrokenProcessPool as error:
         fewer = max(1, request.processes // 2)
         raise ConfigError(

@@ -70,7 +70,6 @@ class PreparedConfig(DataConfig):
     """Folder for packed rows; null for fsdptoys/data in $XDG_CACHE_HOME or ~/.cache."""
 
     def __post_init__(self) -> None:
-        """Check each value by itself."""
         super().__post_init__()
         if self.folder is not None and self.sources:
             raise ConfigError(

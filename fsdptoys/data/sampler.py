@@ -63,7 +63,18 @@ class StepReader:
 
 
 class BatchStream:
-    """Batches of this process's ranks, step after step."""
+    """Batches of this process's ranks, step after step.
+
+    Args:
+        samples: of the training split.
+        batch_size: sequences a micro-batch on each rank.
+        microbatches: micro-batches a step on each rank.
+        ranks: whose batches this process takes, out of ``range(data_ranks)``, which share a step's samples.
+        seed: decides the order.
+        fingerprint: of the data; a checkpoint of other data is refused.
+        workers: background processes that read ahead, started with the first step.
+        files: sampled contents of the data; a checkpoint is refused if they have changed since.
+    """
 
     def __init__(
         self,
@@ -77,19 +88,6 @@ class BatchStream:
         workers: int = 0,
         files: SampledFiles | None = None,
     ) -> None:
-        """Start at the first step.
-
-        Args:
-            samples: of the training split.
-            batch_size: sequences a micro-batch on each rank.
-            microbatches: micro-batches a step on each rank.
-            ranks: whose batches this process takes, out of ``range(data_ranks)``.
-            data_ranks: number of ranks that share a step's samples.
-            seed: decides the order.
-            fingerprint: of the data; a checkpoint of other data is refused.
-            workers: background processes that read ahead, started with the first step.
-            files: sampled contents of the data; a checkpoint is refused if they have changed since.
-        """
         self.fingerprint = fingerprint
         self._files = files
         self.samples_seen = 0
@@ -168,10 +166,5 @@ def eval_batches(
         rows = [samples[index] for index in range(first, min(first + batch_size, len(samples)))]
         blank_T = np.zeros_like(rows[0][0] if rows else samples[0][0])
         rows += [(blank_T, np.full_like(blank_T, IGNORE_INDEX))] * (batch_size - len(rows))
-        tokens_BT, labels_BT = torch.from_numpy(_stack(rows))
+        tokens_BT, labels_BT = torch.from_numpy(np.stack(rows, axis=1))
         yield tokens_BT, labels_BT
-
-
-def _stack(rows: list[tuple[Tokens, Tokens]]) -> Tokens:
-    """Tokens and labels of several samples, shape (2, B, T)."""
-    return np.stack([np.stack(part) for part in zip(*rows, strict=True)])

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -18,30 +19,15 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fsdptoys.utils.atomic_write import write_atomically
+from fsdptoys.utils.atomic_write import sync_to_disk, write_atomically
 from fsdptoys.utils.bounds import between
 from fsdptoys.utils.foreign import ForeignError, parse_json
 from fsdptoys.utils.from_tree import build
 from fsdptoys.utils.regular_file import open_regular, read_regular
 
+from . import dataset_index as layout
 from .dataset import Tokens
-from .dataset_index import (
-    BLOCK_BYTES,
-    DTYPES,
-    ENDS_DTYPE,
-    INDEX_FILE,
-    MOST_COUNT,
-    MOST_INDEX_BYTES,
-    SPLITS,
-    TOKENIZER_FILE,
-    Index,
-    Shard,
-    ends_file,
-    is_shard_name,
-    shard_name,
-    sync_folder,
-    tokens_file,
-)
+from .dataset_index import MOST_COUNT, Index, Shard
 
 PROGRESS_FILE = "progress.json"
 SAVE_TOKENS = 2**24
@@ -59,8 +45,7 @@ class ShardProgress:
     closed: bool
 
     def __post_init__(self) -> None:
-        """Check name and split."""
-        if not (is_shard_name(self.name) and self.split in SPLITS):
+        if not (layout.is_shard_name(self.name) and self.split in layout.SPLITS):
             raise ForeignError("a shard has no valid name or split")
 
 
@@ -93,7 +78,7 @@ class ShardsWriter:
         self.part = folder.with_name(folder.name + ".part")
         self.shard_tokens = shard_tokens
         self.progress = Progress(request, 0, 0, [])
-        self._dtype = DTYPES[dtype]
+        self._dtype = layout.DTYPES[dtype]
         self._shards: list[_OpenShard] = []
         self._unsaved = 0
         self.resumed = self._resume()
@@ -153,17 +138,19 @@ class ShardsWriter:
             tokenizer: content of the tokenizer's file, of which the folder keeps a copy.
         """
         if tokenizer is not None:
-            write_atomically(self.part / TOKENIZER_FILE, tokenizer, sync=True)
+            write_atomically(self.part / layout.TOKENIZER_FILE, tokenizer, sync=True)
             index = dataclasses.replace(index, tokenizer_file_sha256=hashlib.sha256(tokenizer).hexdigest())
         for shard in self._shards:
             shard.close()
         shards = tuple(shard.entry() for shard in self._shards)
         index = dataclasses.replace(index, left_out=self.progress.left_out, shards=shards)
-        write_atomically(self.part / INDEX_FILE, index.to_json(), sync=True)
+        write_atomically(self.part / layout.INDEX_FILE, index.to_json(), sync=True)
         (self.part / PROGRESS_FILE).unlink(missing_ok=True)
-        sync_folder(self.part)
+        with suppress(OSError):  # some systems sync no folders
+            sync_to_disk(self.part)
         self.part.rename(self.folder)
-        sync_folder(self.folder.parent)
+        with suppress(OSError):
+            sync_to_disk(self.folder.parent)
         return index
 
     def close(self) -> None:
@@ -174,13 +161,13 @@ class ShardsWriter:
     def _open(self, split: str) -> "_OpenShard":
         last = next((shard for shard in reversed(self._shards) if shard.split == split), None)
         if last is None or last.closed:
-            last = _OpenShard(self.part, shard_name(len(self._shards)), split, self._dtype)
+            last = _OpenShard(self.part, layout.shard_name(len(self._shards)), split, self._dtype)
             self._shards.append(last)
         return last
 
     def _resume(self) -> bool:
         try:
-            progress = build(Progress, parse_json(read_regular(self.part / PROGRESS_FILE, MOST_INDEX_BYTES)))
+            progress = build(Progress, parse_json(read_regular(self.part / PROGRESS_FILE, layout.MOST_INDEX_BYTES)))
             if progress.request == self.progress.request:
                 for noted in progress.shards:
                     self._shards.append(_OpenShard.reopen(self.part, noted, self._dtype))
@@ -198,7 +185,9 @@ class ShardsWriter:
         return False
 
     def _remove_unnoted(self) -> None:
-        noted = {name for shard in self._shards for name in (tokens_file(shard.name), ends_file(shard.name))}
+        noted = {
+            name for shard in self._shards for name in (layout.tokens_file(shard.name), layout.ends_file(shard.name))
+        }
         for path in self.part.iterdir():
             if path.name not in noted | {PROGRESS_FILE}:
                 path.unlink()
@@ -213,7 +202,7 @@ class _OpenShard:
         self.closed = False
         self._dtype = dtype
         self._files: list[IO[bytes]] = []
-        for file in (tokens_file(name), ends_file(name)):
+        for file in (layout.tokens_file(name), layout.ends_file(name)):
             self._files.append(open_regular(folder / file, mode))
         self._sums = [hashlib.sha256(), hashlib.sha256()]
 
@@ -222,12 +211,12 @@ class _OpenShard:
         """Restore a shard to its recorded progress; ValueError if its files are shorter."""
         shard = cls(folder, noted.name, noted.split, dtype, "r+b")
         shard.tokens, shard.documents = noted.tokens, noted.documents
-        sizes = (shard.tokens * dtype.itemsize, shard.documents * ENDS_DTYPE.itemsize)
+        sizes = (shard.tokens * dtype.itemsize, shard.documents * layout.ENDS_DTYPE.itemsize)
         for file, digest, size in zip(shard._files, shard._sums, sizes, strict=True):
             if os.fstat(file.fileno()).st_size < size:
                 raise ValueError(f"{file.name} is shorter than it was")
             file.truncate(size)
-            while block := file.read(BLOCK_BYTES):
+            while block := file.read(layout.BLOCK_BYTES):
                 digest.update(block)
         if noted.closed:
             shard.close()
@@ -235,7 +224,7 @@ class _OpenShard:
 
     def append(self, ids: NDArray[Any], stops: Tokens) -> None:
         """Add documents: their ids, and the end of each among these."""
-        parts = (ids.astype(self._dtype, copy=False), (stops + self.tokens).astype(ENDS_DTYPE))
+        parts = (ids.astype(self._dtype, copy=False), (stops + self.tokens).astype(layout.ENDS_DTYPE))
         for file, digest, part in zip(self._files, self._sums, parts, strict=True):
             file.write(part.data)
             digest.update(part.data)

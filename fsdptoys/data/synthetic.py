@@ -38,7 +38,6 @@ class SyntheticConfig(DataConfig):
     name = "synthetic"
     reads_files = False
     eval_fix = "data.eval_samples=256"
-    reads_files = False
 
     branching: int = field(default=8, metadata=at_least(1))
     """Equally likely successors of each id; the lowest loss is log(branching) nats."""

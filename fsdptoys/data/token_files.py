@@ -89,7 +89,15 @@ def without_repeats(files: Iterable[SourceFile]) -> list[SourceFile]:
 
 
 class FileStream:
-    """Tokens of several files, one after the other."""
+    """Tokens of several files, one after the other.
+
+    Args:
+        key: the configuration's key, for messages.
+        files: not empty, each a whole number of tokens.
+        dtype: of a token.
+        vocab_size: tokens must be below it.
+        separator: token between two files; None for none.
+    """
 
     def __init__(
         self,
@@ -99,15 +107,6 @@ class FileStream:
         vocab_size: int,
         separator: int | None = None,
     ) -> None:
-        """Compute the position of each file.
-
-        Args:
-            key: the configuration's key, for messages.
-            files: not empty, each a whole number of tokens.
-            dtype: of a token.
-            vocab_size: tokens must be below it.
-            separator: token between two files; None for none.
-        """
         self.key = key
         self.files = files
         self.dtype = dtype

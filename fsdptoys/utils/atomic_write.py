@@ -1,4 +1,4 @@
-"""Replace a file atomically: readers see the old content or the new one; symbolic links are not followed."""
+"""Durable writes: sync to the disk, and atomic replacement, in which readers see the old content or the new one."""
 
 import contextlib
 import os
@@ -29,3 +29,16 @@ def write_atomically(path: "str | os.PathLike[str]", content: "str | bytes", *, 
         with contextlib.suppress(OSError):
             part.unlink()
         raise
+
+
+def sync_to_disk(path: Path) -> None:
+    """Sync a file's bytes or a folder's entries to disk, so that they survive a power loss."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        # Some network file systems refuse this for folders.
+        if not path.is_dir():
+            raise
+    finally:
+        os.close(descriptor)
