@@ -160,23 +160,23 @@ DAMAGED_CONFIGS: dict[str, tuple[Damage, str]] = {
     ),
     "integer as text": (
         edit_json("config.json", hidden_size="16"),
-        "{}/config.json: hidden_size is '16', not an integer; correct it",
+        "{}/config.json: hidden_size is '16', not an integer from 1 to 1048576; correct it",
     ),
     "integer as fraction": (
         edit_json("config.json", vocab_size=32.0),
-        "{}/config.json: vocab_size is 32.0, not an integer; correct it",
+        "{}/config.json: vocab_size is 32.0, not an integer from 1 to 1073741824; correct it",
     ),
     "integer as switch": (
         edit_json("config.json", num_hidden_layers=True),
-        "{}/config.json: num_hidden_layers is true, not an integer; correct it",
+        "{}/config.json: num_hidden_layers is true, not an integer from 1 to 10000; correct it",
     ),
     "number as text": (
         edit_json("config.json", rms_norm_eps="1e-5"),
-        "{}/config.json: rms_norm_eps is '1e-5', not a finite number; correct it",
+        "{}/config.json: rms_norm_eps is '1e-5', not a finite number above 0; correct it",
     ),
     "number that is not finite": (
         edit_json("config.json", rms_norm_eps=float("nan")),
-        "{}/config.json: rms_norm_eps is nan, not a finite number; correct it",
+        "{}/config.json: rms_norm_eps is nan, not a finite number above 0; correct it",
     ),
     "switch as number": (
         edit_json("config.json", tie_word_embeddings=1),

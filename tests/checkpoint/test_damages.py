@@ -67,7 +67,12 @@ def test_the_hostile_pickle_is_hostile(tmp_path: Path) -> None:
     ("config", "key", "value", "message"),
     [
         (LLAMA4, "num_hidden_layers", "2", ": num_hidden_layers is '2', not an integer; correct it"),
-        (LLAMA4, "attention_chunk_size", 8.0, ": attention_chunk_size is 8.0, not an integer; correct it"),
+        (
+            LLAMA4,
+            "attention_chunk_size",
+            8.0,
+            ": attention_chunk_size is 8.0, not an integer from 1 to 1073741824; correct it",
+        ),
         (
             LLAMA4,
             "moe_layers",
@@ -75,7 +80,7 @@ def test_the_hostile_pickle_is_hostile(tmp_path: Path) -> None:
             " says moe_layers=[0], which llama4_text models here do not compute (only [0, 1], as its "
             "other keys say); use weights of another model",
         ),
-        (GPT2, "n_inner", "x", ": n_inner is 'x', not an integer; correct it"),
+        (GPT2, "n_inner", "x", ": n_inner is 'x', not an integer from 1 to 4194304; correct it"),
         (
             GPT2,
             "scale_attn_by_inverse_layer_idx",

@@ -227,11 +227,11 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "missing key": (lambda model: model.pop("rope_theta"), ": model.rope_theta is missing; correct it"),
     "unknown key": (edit(colour="red"), ": model has the key 'colour', which this version does not read; correct it"),
-    "wrong type": (edit(dim="64"), ": model.dim is '64', not an integer; correct it"),
-    "null": (edit(n_layers=None), ": model.n_layers is null, not an integer; correct it"),
+    "wrong type": (edit(dim="64"), ": model.dim is '64', not an integer from 1 to 1048576; correct it"),
+    "null": (edit(n_layers=None), ": model.n_layers is null, not an integer from 1 to 10000; correct it"),
     "wrong type below": (
         lambda model: model["rope_scaling"].update(factor=[1, 2]),
-        ": model.rope_scaling.factor is [1, 2], not a finite number; correct it",
+        ": model.rope_scaling.factor is [1, 2], not a finite number from 1 to 1e+30; correct it",
     ),
     "section that is none": (edit(rope_scaling=3), ": model.rope_scaling is 3, not a mapping; correct it"),
     "impossible": (
