@@ -1,6 +1,6 @@
 """Effect of each setting on losses: another training, other rounding, or none.
 
-Layouts and memory switches change at most the order of summation (``docs/architecture.md``, "Which bits are equal";
+Layouts and memory switches change at most the order of summation (``docs/bit_equality.md``;
 ``docs/memory.md``). So runs that differ only in these should have the same losses: a difference larger than rounding is
 a bug.
 """
