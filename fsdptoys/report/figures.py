@@ -107,11 +107,10 @@ class Series:
 
 @dataclass(frozen=True)
 class Rule:
-    """A straight line across the figure."""
+    """A horizontal line across the figure."""
 
     at: float
     text: str
-    upright: bool = False
 
 
 @dataclass(frozen=True)
@@ -161,6 +160,11 @@ class Picture:
         window = max(series.window for series in self.series)
         thinned = f"Of every {window:,} points the lowest and the highest are drawn." if window > 1 else ""
         return " ".join(filter(None, [*self.sentences, thinned]))
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the axes span exactly :attr:`ranges`; else the renderer chooses their limits."""
+        return self.ranges is not None and any(each.shape in (Shape.points, Shape.steps) for each in self.series)
 
     @property
     def ranges(self) -> tuple[tuple[float, float], tuple[float, float]] | None:

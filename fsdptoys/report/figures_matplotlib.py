@@ -10,21 +10,13 @@ import numpy as np
 from fsdptoys.metrics.plots import shorten
 from fsdptoys.utils.atomic_write import write_atomically
 
-from .figures import Axis, Picture, Series, Shape
+from .figures import MARKERS, Picture, Series, Shape
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 INK, GRID, SHADE = "#20262c", "#d9dde1", "#eef1f4"
-SYMBOLS = {
-    "circle": "o",
-    "square": "s",
-    "diamond": "D",
-    "triangle-up": "^",
-    "cross": "P",
-    "triangle-down": "v",
-    "x": "X",
-}
+SYMBOLS = dict(zip(MARKERS, "osD^PvX", strict=True))
 STYLES: dict[str, Any] = {"solid": "-", "dash": (0, (6, 3)), "dot": (0, (1.5, 2)), "dashdot": (0, (6, 2, 1.5, 2))}
 OFFSETS = {
     "right": ((8, 0), "left", "center"),
@@ -52,31 +44,21 @@ def draw_png(picture: Picture, path: Path) -> None:
     for index, band in enumerate(picture.bands):
         axes.axvspan(band.start, band.end, color=SHADE, zorder=0, label=None if index else picture.bands_text)
     lefts: dict[str, float] = dict.fromkeys(picture.y.categories, 0.0)
-    below: np.ndarray | None = None
+    top: np.ndarray = np.zeros(1)
     for series in picture.series:
         if series.shape is Shape.bars:
             _draw_bars(axes, series, picture.y.categories, lefts)
         elif series.shape is Shape.area:
-            below = _draw_area(axes, series, below)
+            top = _draw_area(axes, series, top)
         else:
             _draw_line(axes, series, picture.y.categories)
     for rule in picture.rules:
-        draw = axes.axvline if rule.upright else axes.axhline
-        draw(rule.at, color=INK, linestyle=(0, (5, 3)), linewidth=1.1, label=rule.text)
+        axes.axhline(rule.at, color=INK, linestyle=(0, (5, 3)), linewidth=1.1, label=rule.text)
     _set_axes(axes, picture)
     for label in picture.labels:
         offset, across, up = OFFSETS[label.side]
-        axes.annotate(
-            label.text,
-            (label.x, label.y),
-            xytext=offset,
-            textcoords="offset points",
-            ha=across,
-            va=up,
-            fontsize=8,
-            color=INK,
-            parse_math=False,
-        )
+        place: dict[str, Any] = {"xytext": offset, "textcoords": "offset points", "ha": across, "va": up}
+        axes.annotate(label.text, (label.x, label.y), fontsize=8, color=INK, parse_math=False, **place)
     if names + len(picture.rules) > 1:
         columns = 2 if max(len(series.name) for series in picture.series) > 34 else 3
         legend = figure.legend(loc="outside lower center", ncols=columns, frameon=False, fontsize=8.5)
@@ -104,14 +86,12 @@ def _first_bars(picture: Picture) -> Picture:
 
 def _of_rows(series: Series, rows: frozenset[str]) -> Series:
     at = [index for index, name in enumerate(series.y) if name in rows]
-    return dataclasses.replace(
-        series,
-        x=[series.x[i] for i in at],
-        y=[str(series.y[i]) for i in at],
-        hover=tuple(series.hover[i] for i in at) if series.hover else (),
-        low=tuple(series.low[i] for i in at) if series.low else (),
-        high=tuple(series.high[i] for i in at) if series.high else (),
-    )
+
+    def pick(values: Any) -> Any:
+        return tuple(values[index] for index in at) if len(values) else ()
+
+    parts = {part: pick(getattr(series, part)) for part in ("x", "y", "hover", "low", "high")}
+    return dataclasses.replace(series, **parts)
 
 
 def _draw_bars(axes: "Axes", series: Series, categories: tuple[str, ...], lefts: dict[str, float]) -> None:
@@ -131,21 +111,12 @@ def _draw_bars(axes: "Axes", series: Series, categories: tuple[str, ...], lefts:
         lefts[name] += size
 
 
-def _draw_area(axes: "Axes", series: Series, below: np.ndarray | None) -> np.ndarray:
-    heights = np.asarray(series.y, dtype=float)
-    floor = np.zeros_like(heights) if below is None else below
-    axes.fill_between(
-        series.x,
-        floor,
-        floor + heights,
-        facecolor=series.color,
-        edgecolor="white",
-        hatch=series.hatch,
-        linewidth=0.0,
-        label=series.name,
-        step="post",
-    )
-    return np.asarray(floor + heights)
+def _draw_area(axes: "Axes", series: Series, floor: np.ndarray) -> np.ndarray:
+    """Draw an area above ``floor``; return its upper edge."""
+    top = floor + np.asarray(series.y, dtype=float)
+    look: dict[str, Any] = {"facecolor": series.color, "edgecolor": "white", "hatch": series.hatch, "linewidth": 0.0}
+    axes.fill_between(series.x, floor, top, label=series.name, step="post", **look)
+    return np.asarray(top)
 
 
 def _draw_line(axes: "Axes", series: Series, categories: tuple[str, ...]) -> None:
@@ -153,24 +124,16 @@ def _draw_line(axes: "Axes", series: Series, categories: tuple[str, ...]) -> Non
     y = np.array([categories.index(v) if isinstance(v, str) else v for v in series.y], dtype=float)
     color = INK if series.ink else series.color
     symbol = SYMBOLS[series.marker]
+    look: dict[str, Any]
     if series.shape is Shape.points:
         if series.low:
             spread = np.array([x - np.asarray(series.low), np.asarray(series.high) - x])
             axes.errorbar(x, y, xerr=spread, fmt="none", ecolor=color, elinewidth=1.1, capsize=2.5, zorder=3)
-        axes.plot(
-            x,
-            y,
-            symbol,
-            color=color,
-            markersize=8,
-            label=series.name,
-            markeredgecolor="white",
-            markeredgewidth=0.5,
-            zorder=4,
-        )
+        look = {"markersize": 8, "markeredgecolor": "white", "markeredgewidth": 0.5, "zorder": 4}
+        axes.plot(x, y, symbol, color=color, label=series.name, **look)
         return
     steps = series.shape is Shape.steps
-    marked: dict[str, Any] = {"marker": symbol, "markersize": 3.5} if series.marked and not steps else {}
+    look = {"marker": symbol, "markersize": 3.5} if series.marked and not steps else {}
     axes.plot(
         x,
         y,
@@ -180,7 +143,7 @@ def _draw_line(axes: "Axes", series: Series, categories: tuple[str, ...]) -> Non
         linestyle=STYLES["solid" if series.faint else series.dash],
         drawstyle="steps-post" if steps else "default",
         label=series.name,
-        **marked,
+        **look,
     )
 
 
@@ -199,7 +162,7 @@ def _set_axes(axes: "Axes", picture: Picture) -> None:
             axis.set_minor_formatter(NullFormatter())
         elif given.integer:
             axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-        elif not given.categories and _large(axis):
+        elif not given.categories and max(map(abs, axis.get_view_interval())) >= 10_000:
             axis.set_major_formatter("{x:,.0f}")
     categories = picture.y.categories
     if categories:
@@ -207,26 +170,17 @@ def _set_axes(axes: "Axes", picture: Picture) -> None:
         for text in axes.get_yticklabels():
             text.set_parse_math(False)
         axes.set_ylim(len(categories) - 0.4, -0.6)
-    elif any(series.shape in (Shape.points, Shape.steps) for series in picture.series) and picture.ranges:
+    elif picture.is_fixed and picture.ranges:
         axes.set_xlim(*picture.ranges[0])
         axes.set_ylim(*picture.ranges[1])
     else:
         axes.margins(x=0.015)
-    _from_zero(axes, picture.x, picture.y)
+    if picture.x.from_zero:
+        axes.set_xlim(left=0)
+    if picture.y.from_zero:
+        axes.set_ylim(bottom=0)
     if picture.diagonal and picture.ranges:
         axes.plot(*picture.ranges, color=INK, linestyle=(0, (5, 3)), linewidth=1.1, label="predicted = measured")
     axes.grid(color=GRID, linewidth=0.6, axis="x" if categories else "both")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _from_zero(axes: "Axes", x: Axis, y: Axis) -> None:
-    if x.from_zero:
-        axes.set_xlim(left=0)
-    if y.from_zero:
-        axes.set_ylim(bottom=0)
-
-
-def _large(axis: Any) -> bool:
-    low, high = axis.get_view_interval()
-    return max(abs(low), abs(high)) >= 10_000

@@ -51,80 +51,55 @@ def figure(picture: Picture) -> dict[str, Any]:
     """Data and layout of a figure as a JSON tree, validated by plotly."""
     import plotly.graph_objects as go  # most of a second to import
 
-    traces = [trace for series in picture.series for trace in _traces(go, picture, series)]
-    made = go.Figure(traces, _layout(picture))
+    made = go.Figure([_trace(go, picture, series) for series in picture.series], _layout(picture))
     read: dict[str, Any] = json.loads(made.to_json())
     read["layout"].pop("template", None)
     return read
 
 
-def _traces(go: Any, picture: Picture, series: Series) -> list[Any]:
-    name = html.escape(series.name)
+def _trace(go: Any, picture: Picture, series: Series) -> Any:
     color = INK if series.ink else series.color
-    common = {"name": name, "meta": series.name, "showlegend": False}
-    hover: dict[str, Any] = {"hovertemplate": _hover(picture, series)}
-    if series.hover:
-        hover = {"hovertext": [_lines(text) for text in series.hover], "hovertemplate": "%{hovertext}<extra></extra>"}
+    common: dict[str, Any] = {
+        "x": series.x,
+        "y": [html.escape(value) for value in series.y] if len(series.y) and isinstance(series.y[0], str) else series.y,  # type: ignore[arg-type]
+        "name": html.escape(series.name),
+        "meta": series.name,
+        "showlegend": False,
+        "hovertemplate": "%{hovertext}<extra></extra>" if series.hover else _hover(picture, series),
+        "hovertext": ["<br>".join(html.escape(text).split("\n")) for text in series.hover] or None,
+    }
     if series.shape is Shape.bars:
-        return [
-            go.Bar(
-                x=list(series.x),
-                y=[html.escape(str(y)) for y in series.y],
-                orientation="h",
-                marker={
-                    "color": color,
-                    "line": {"width": 0},
-                    "pattern": {"shape": series.hatch, "solidity": 0.2, "fillmode": "overlay"},
-                },
-                **common,
-                **hover,
-            )
-        ]
-    y = [html.escape(value) if isinstance(value, str) else value for value in series.y]
-    spread = None
-    if series.low:
+        pattern = {"shape": series.hatch, "solidity": 0.2, "fillmode": "overlay"}
+        return go.Bar(orientation="h", marker={"color": color, "line": {"width": 0}, "pattern": pattern}, **common)
+    if series.shape is Shape.points:
+        marker = {"symbol": series.marker, "size": 11, "color": color, "line": {"width": 1}}
         spread = {
             "type": "data",
             "symmetric": False,
-            "array": [high - x for x, high in zip(series.x, series.high, strict=True)],
-            "arrayminus": [x - low for x, low in zip(series.x, series.low, strict=True)],
+            "array": [high - x for x, high in zip(series.x, series.high, strict=False)],
+            "arrayminus": [x - low for x, low in zip(series.x, series.low, strict=False)],
             "thickness": 1.4,
             "width": 4,
         }
-    if series.shape is Shape.points:
-        marker = {"symbol": series.marker, "size": 11, "color": color, "line": {"width": 1}}
-        return [go.Scatter(x=series.x, y=y, mode="markers", marker=marker, error_x=spread, **common, **hover)]
+        return go.Scatter(mode="markers", marker=marker, error_x=spread if series.low else None, **common)
     if series.shape is Shape.area:
-        return [
-            go.Scatter(
-                x=series.x,
-                y=series.y,
-                stackgroup="one",
-                line={"width": 0.6, "color": color, "shape": "hv"},
-                fillpattern={"shape": series.hatch, "solidity": 0.14, "fillmode": "overlay"},
-                **common,
-                **hover,
-            )
-        ]
+        pattern = {"shape": series.hatch, "solidity": 0.14, "fillmode": "overlay"}
+        line = {"width": 0.6, "color": color, "shape": "hv"}
+        return go.Scatter(stackgroup="one", line=line, fillpattern=pattern, **common)
     steps = series.shape is Shape.steps
-    return [
-        go.Scatter(
-            x=series.x,
-            y=series.y,
-            mode="lines+markers" if series.marked and not steps else "lines",
-            line={
-                "color": color,
-                "dash": "solid" if series.faint else series.dash,
-                "width": 1 if series.faint else 2,
-                "shape": "hv" if steps else "linear",
-            },
-            marker={"symbol": series.marker, "size": 6},
-            opacity=0.4 if series.faint else 1.0,
-            connectgaps=False,
-            **common,
-            **hover,
-        )
-    ]
+    return go.Scatter(
+        mode="lines+markers" if series.marked and not steps else "lines",
+        line={
+            "color": color,
+            "dash": "solid" if series.faint else series.dash,
+            "width": 1 if series.faint else 2,
+            "shape": "hv" if steps else "linear",
+        },
+        marker={"symbol": series.marker, "size": 6},
+        opacity=0.4 if series.faint else 1.0,
+        connectgaps=False,
+        **common,
+    )
 
 
 def _hover(picture: Picture, series: Series) -> str:
@@ -139,63 +114,43 @@ def _hover(picture: Picture, series: Series) -> str:
 
 def _layout(picture: Picture) -> dict[str, Any]:
     ranges = picture.ranges
-    height = HEIGHT
-    if picture.y.categories:
-        height = max(220, 110 + BAR_HEIGHT * len(picture.y.categories))
-    points = any(series.shape in (Shape.points, Shape.steps) for series in picture.series) and ranges is not None
-    layout: dict[str, Any] = {
-        "height": height,
+    dashed = {"type": "line", "line": {"dash": "dash", "width": 1.3}}
+    shapes: list[dict[str, Any]] = []
+    annotations: list[dict[str, Any]] = [
+        {
+            "x": label.x,
+            "y": label.y,
+            "text": html.escape(label.text),
+            "name": "label",
+            "showarrow": False,
+            **SIDES[label.side],
+        }
+        for label in picture.labels
+    ]
+    for rule in picture.rules:
+        shapes.append({**dashed, "layer": "below", "y0": rule.at, "y1": rule.at, "x0": 0, "x1": 1, "xref": "paper"})
+        corner = {"x": 1, "xref": "paper", "y": rule.at, "xanchor": "right", "yanchor": "bottom"}
+        annotations.append({**corner, "text": html.escape(rule.text), "showarrow": False})
+    for band in picture.bands:
+        place = {"x0": band.start, "x1": band.end, "y0": 0, "y1": 1, "yref": "paper"}
+        shapes.append({"type": "rect", **place, "line": {"width": 0}, "layer": "below", "name": "band"})
+    if picture.diagonal and ranges is not None:
+        low, high = ranges[0]
+        shapes.append({**dashed, "x0": low, "x1": high, "y0": low, "y1": high})
+    x_range, y_range = ranges or (None, None)
+    bars = len(picture.y.categories)
+    return {
+        "height": max(220, 110 + BAR_HEIGHT * bars) if bars else HEIGHT,
         "margin": {"l": 64, "r": 14, "t": 14, "b": 52},
-        "xaxis": _axis(picture.x, ranges[0] if ranges else None, points),
-        "yaxis": _axis(picture.y, ranges[1] if ranges else None, points),
+        "xaxis": _axis(picture.x, x_range, picture.is_fixed),
+        "yaxis": _axis(picture.y, y_range, picture.is_fixed),
         "barmode": "stack",
         "showlegend": False,
         "hovermode": "closest",
         "dragmode": "zoom",
-        "shapes": [],
-        "annotations": [],
+        "shapes": shapes,
+        "annotations": annotations,
     }
-    for label in picture.labels:
-        place = {"x": label.x, "y": label.y, "text": html.escape(label.text), "name": "label"}
-        layout["annotations"].append({"showarrow": False, **place, **SIDES[label.side]})
-    for rule in picture.rules:
-        line = {"type": "line", "line": {"dash": "dash", "width": 1.3}, "layer": "below"}
-        place = (
-            {"x0": rule.at, "x1": rule.at, "y0": 0, "y1": 1, "yref": "paper"}
-            if rule.upright
-            else {"y0": rule.at, "y1": rule.at, "x0": 0, "x1": 1, "xref": "paper"}
-        )
-        layout["shapes"].append({**line, **place})
-        corner = {"x": rule.at, "y": 1, "yref": "paper"} if rule.upright else {"x": 1, "xref": "paper", "y": rule.at}
-        layout["annotations"].append(
-            {
-                **corner,
-                "text": html.escape(rule.text),
-                "showarrow": False,
-                "xanchor": "left" if rule.upright else "right",
-                "yanchor": "top" if rule.upright else "bottom",
-            }
-        )
-    for band in picture.bands:
-        layout["shapes"].append(
-            {
-                "type": "rect",
-                "x0": band.start,
-                "x1": band.end,
-                "y0": 0,
-                "y1": 1,
-                "yref": "paper",
-                "line": {"width": 0},
-                "layer": "below",
-                "name": "band",
-            }
-        )
-    if picture.diagonal and ranges is not None:
-        (low, high), _ = ranges
-        layout["shapes"].append(
-            {"type": "line", "x0": low, "x1": high, "y0": low, "y1": high, "line": {"dash": "dash", "width": 1.3}}
-        )
-    return layout
 
 
 def _log_ticks(low: float, high: float) -> dict[str, Any]:
@@ -230,7 +185,3 @@ def _axis(axis: Axis, ends: tuple[float, float] | None, fixed: bool) -> dict[str
     if ends is not None and fixed:
         made["range"] = [math.log10(end) for end in ends] if axis.log else list(ends)
     return made
-
-
-def _lines(text: str) -> str:
-    return "<br>".join(html.escape(line) for line in text.split("\n"))

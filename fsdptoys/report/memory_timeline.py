@@ -12,10 +12,11 @@ Snapshots are read by an unpickler limited to plain lists and dicts, since forei
 """
 
 import bisect
+import contextlib
 import gzip
+import itertools
 import pickle
-import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -37,22 +38,6 @@ LARGEST_SNAPSHOT_BYTES = 2**29
 
 LARGEST_NUMBER = 2**62
 """Limit of bytes and of microseconds since 1970."""
-
-MISTAKES = (
-    OSError,
-    EOFError,
-    ValueError,
-    KeyError,
-    IndexError,
-    TypeError,
-    AttributeError,
-    OverflowError,
-    MemoryError,
-    RecursionError,
-    zlib.error,
-    pickle.UnpicklingError,
-)
-"""Exceptions of malformed files. Values, maybe millions, are not validated one by one before use."""
 
 
 class Lifetime(Enum):
@@ -130,90 +115,70 @@ def read_timeline(folder: Path, device_type: str) -> Timeline | None:
 
 def read_trace(path: Path, device_type: str) -> Timeline | None:
     """Read a trace of ``torch.profiler``; None if it was taken without ``profile.memory=true``."""
-    try:
-        return _trace_timeline(path, device_type)
-    except MISTAKES as mistake:
-        raise ConfigError(
-            f"{path} cannot be read ({_reason(mistake)}); take the trace again with profile.memory=true"
-        ) from None
-
-
-def _trace_timeline(path: Path, device_type: str) -> Timeline | None:
-    with open_regular(path) as packed:
-        if path.stat().st_size > LARGEST_TRACE_BYTES:
-            raise ValueError(f"it is larger than {LARGEST_TRACE_BYTES // 2**20} MiB")
+    with _errors_of(path, "take the trace again with profile.memory=true"), open_regular(path) as packed:
+        _check_size(path, LARGEST_TRACE_BYTES)
         with gzip.open(packed) as file:
             text = file.read(LARGEST_UNPACKED_BYTES + 1)
-    if len(text) > LARGEST_UNPACKED_BYTES:
-        raise ValueError(f"it holds more than {LARGEST_UNPACKED_BYTES // 2**20} MiB")
-    events = parse_json(text, non_finite=True)["traceEvents"]
-    wanted = 0 if device_type == "cpu" else 1  # c10's device type numbers; NPUs write no such trace
-    memory = sorted(
-        (e for e in events if e.get("name") == "[memory]" and e["args"]["Device Type"] == wanted),
-        key=lambda e: (_checked(e["ts"]), _checked(e["args"].get("Ev Idx", 0))),
-    )
-    if not memory:
-        return None
-    phases = _phases_of_trace(events)
-    start = float(memory[0]["ts"])
-    changes = [((e["ts"] - start) / 1e3, e["args"]["Addr"], int(_checked(e["args"]["Bytes"]))) for e in memory]
-    first = memory[0]["args"]
-    before = int(_checked(first["Total Allocated"])) - int(first["Bytes"])
-    stop = changes[-1][0]
-    phases = Phases([(moment - start) / 1e3 for moment in phases.moments], phases.names)
-    blocks = _blocks(changes)
-    lost = sum(block.bytes for block in blocks if block.begin == -np.inf)
-    if before > lost:
-        blocks.append(Block(before - lost, -np.inf, np.inf))
-    device = "host memory in tensors" if device_type == "cpu" else "device memory in tensors"
-    return _timeline(path.name, [moment for moment, _, _ in changes], "ms", blocks, phases, stop, device, before > 0)
+        if len(text) > LARGEST_UNPACKED_BYTES:
+            raise ValueError(f"it holds more than {LARGEST_UNPACKED_BYTES // 2**20} MiB")
+        events = parse_json(text, non_finite=True)["traceEvents"]
+        wanted = 0 if device_type == "cpu" else 1  # c10's device type numbers; NPUs write no such trace
+        memory = sorted(
+            (e for e in events if e.get("name") == "[memory]" and e["args"]["Device Type"] == wanted),
+            key=lambda e: (_checked(e["ts"]), _checked(e["args"].get("Ev Idx", 0))),
+        )
+        if memory:
+            start, first = float(memory[0]["ts"]), memory[0]["args"]
+            changes = [((e["ts"] - start) / 1e3, e["args"]["Addr"], int(_checked(e["args"]["Bytes"]))) for e in memory]
+            phases = _phases([((moment - start) / 1e3, name) for moment, name in _phase_marks(events)])
+            before = int(_checked(first["Total Allocated"])) - int(first["Bytes"])
+            kind = "host" if device_type == "cpu" else "device"
+            return _timeline(path.name, changes, "ms", phases, f"{kind} memory in tensors", before)
+    return None
 
 
 def read_snapshot(path: Path) -> Timeline | None:
     """Read a memory snapshot; moments are event numbers, since not all events have a time."""
-    try:
-        return _snapshot_timeline(path)
-    except MISTAKES as mistake:
-        raise ConfigError(f"{path} cannot be read ({_reason(mistake)}); take the snapshot again") from None
-
-
-def _snapshot_timeline(path: Path) -> Timeline | None:
-    with open_regular(path) as file:
-        if path.stat().st_size > LARGEST_SNAPSHOT_BYTES:
-            raise ValueError(f"it is larger than {LARGEST_SNAPSHOT_BYTES // 2**20} MiB")
+    with _errors_of(path, "take the snapshot again"), open_regular(path) as file:
+        _check_size(path, LARGEST_SNAPSHOT_BYTES)
         snapshot = _Plain(file).load()
-    traces = snapshot["device_traces"]
-    device = max(range(len(traces)), key=lambda index: len(traces[index]), default=0)
-    events = [e for e in traces[device] if e["action"] in ("alloc", "free_completed")]
-    live = sum(
-        int(_checked(block.get("requested_size", block["size"])))
-        for segment in snapshot["segments"]
-        if segment.get("device", 0) == device
-        for block in segment["blocks"]
-        if block["state"] != "inactive"
-    )
-    signs = {"alloc": 1, "free_completed": -1}
-    changes = [(float(i), e["addr"], signs[e["action"]] * int(_checked(e["size"]))) for i, e in enumerate(events, 1)]
-    names = [phase_of_stack(e.get("frames", [])) for e in events]
-    if not changes:
-        return None
-    # Only allocations mark the start of a phase: a free inside one can come from anywhere.
-    moments: list[float] = []
-    phases: list[str] = []
-    for (moment, _, bytes), name in zip(changes, names, strict=True):
-        if bytes > 0 and (not phases or phases[-1] != name):
-            moments.append(moment if phases else 0.0)
-            phases.append(name)
-    blocks = _blocks(changes)
-    lost = sum(block.bytes for block in blocks if block.begin == -np.inf)
-    before = live - sum(change for _, _, change in changes) - lost
-    if before > 0:
-        blocks.append(Block(before, -np.inf, np.inf))
-    stop = changes[-1][0]
-    order = [moment for moment, _, _ in changes]
-    return _timeline(
-        path.name, order, "", blocks, Phases(moments, phases), stop, "device memory in tensors", bool(before + lost > 0)
-    )
+        traces = snapshot["device_traces"]
+        device = max(range(len(traces)), key=lambda index: len(traces[index]), default=0)
+        events = [e for e in traces[device] if e["action"] in ("alloc", "free_completed")]
+        live = sum(
+            int(_checked(block.get("requested_size", block["size"])))
+            for segment in snapshot["segments"]
+            if segment.get("device", 0) == device
+            for block in segment["blocks"]
+            if block["state"] != "inactive"
+        )
+        signs = {"alloc": 1, "free_completed": -1}
+        changes = [
+            (float(i), e["addr"], signs[e["action"]] * int(_checked(e["size"]))) for i, e in enumerate(events, 1)
+        ]
+        names = [phase_of_stack(e.get("frames", [])) for e in events]
+        # Only allocations mark the start of a phase: a free inside one can come from anywhere.
+        marks = [(moment, name) for (moment, _, size), name in zip(changes, names, strict=True) if size > 0]
+        if changes:
+            before = live - sum(size for _, _, size in changes)
+            phases = _phases([(0.0, name) for _, name in marks[:1]] + marks)
+            return _timeline(path.name, changes, "", phases, "device memory in tensors", before)
+    return None
+
+
+@contextlib.contextmanager
+def _errors_of(path: Path, fix: str) -> Iterator[None]:
+    """Report a malformed file, whose values, maybe millions, are not validated one by one before use."""
+    try:
+        yield
+    except Exception as mistake:
+        reason = one_line(mistake if str(mistake) else type(mistake).__name__)
+        raise ConfigError(f"{path} cannot be read ({reason}); {fix}") from None
+
+
+def _check_size(path: Path, largest: int) -> None:
+    if path.stat().st_size > largest:
+        raise ValueError(f"it is larger than {largest // 2**20} MiB")
 
 
 def _checked(value: float) -> float:
@@ -221,10 +186,6 @@ def _checked(value: float) -> float:
     if type(value) not in (int, float) or not abs(value) <= LARGEST_NUMBER:
         raise ValueError(f"{short_text(value)} is no number of bytes or microseconds")
     return value
-
-
-def _reason(mistake: BaseException) -> str:
-    return one_line(mistake if str(mistake) else type(mistake).__name__)
 
 
 def phase_of_stack(frames: Sequence[dict[str, Any]]) -> str:
@@ -239,8 +200,8 @@ def phase_of_stack(frames: Sequence[dict[str, Any]]) -> str:
     return "backward" if in_backward or not names else "forward"
 
 
-def _phases_of_trace(events: Iterable[dict[str, Any]]) -> Phases:
-    """Phases of a trace: a forward begins with the token embedding, a backward with autograd's next function."""
+def _phase_marks(events: Iterable[dict[str, Any]]) -> list[tuple[float, str]]:
+    """Phase starts in a trace: a forward begins with the token embedding, a backward with autograd's next function."""
     marks: list[tuple[float, str]] = []
     for event in events:
         name = event.get("name", "")
@@ -253,14 +214,13 @@ def _phases_of_trace(events: Iterable[dict[str, Any]]) -> Phases:
             marks.append((_checked(event["ts"]), "backward"))
         elif name == "aten::embedding" or name.startswith("ProfilerStep#"):
             marks.append((_checked(event["ts"]), "forward"))
-    moments: list[float] = []
-    names: list[str] = []
-    for moment, name in sorted(marks):
-        plain = "forward" if name == "updated" else name
-        if not names or names[-1] != plain:
-            moments.append(float(moment))
-            names.append(plain)
-    return Phases(moments, names)
+    return [(float(moment), "forward" if name == "updated" else name) for moment, name in sorted(marks)]
+
+
+def _phases(marks: Sequence[tuple[float, str]]) -> Phases:
+    """Phases that begin at marks, of which consecutive equal ones are one phase."""
+    firsts = [next(group) for _, group in itertools.groupby(marks, key=lambda mark: mark[1])]
+    return Phases([moment for moment, _ in firsts], [name for _, name in firsts])
 
 
 def _blocks(changes: Sequence[tuple[float, Any, int]]) -> list[Block]:
@@ -295,15 +255,23 @@ def lifetime(block: Block, phases: Phases) -> Lifetime:
 
 
 def _timeline(
-    file: str,
-    moments: Sequence[float],
-    unit: str,
-    blocks: Sequence[Block],
-    phases: Phases,
-    stop: float,
-    device: str,
-    knows_before: bool,
+    file: str, changes: Sequence[tuple[float, Any, int]], unit: str, phases: Phases, device: str, before: int
 ) -> Timeline:
+    """Sum blocks by lifetime.
+
+    Args:
+        file: name of the file.
+        changes: moment, address and bytes (negative for a free) of each event.
+        unit: of the moments.
+        phases: of the steps.
+        device: kind of memory.
+        before: bytes live before the first event.
+    """
+    blocks = _blocks(changes)
+    freed = sum(block.bytes for block in blocks if block.begin == -np.inf)
+    if before > freed:
+        blocks.append(Block(before - freed, -np.inf, np.inf))
+    moments = [moment for moment, _, _ in changes]
     order = np.unique(np.asarray(moments, dtype=float))
     sums = {kind: np.zeros(len(order) + 1) for kind in Lifetime}
     for block in blocks:
@@ -311,10 +279,10 @@ def _timeline(
         kind[0 if block.begin == -np.inf else np.searchsorted(order, block.begin)] += block.bytes
         kind[len(order) if block.end == np.inf else np.searchsorted(order, block.end)] -= block.bytes
     layers = {kind: np.cumsum(change)[:-1] for kind, change in sums.items() if np.any(change[:-1])}
-    ends = [*phases.moments[1:], stop]
+    ends = [*phases.moments[1:], moments[-1]]
     spans = zip(phases.moments, ends, phases.names, strict=True) if phases.names else ()
     backwards = [(start, end) for start, end, name in spans if name == "backward"]
-    return Timeline(file, order, unit, layers, backwards, device, knows_before)
+    return Timeline(file, order, unit, layers, backwards, device, before > 0)
 
 
 class _Plain(pickle.Unpickler):
