@@ -16,7 +16,7 @@ from fsdptoys.checkpoint import CheckpointConfig, Checkpointer, HuggingFaceFolde
 from fsdptoys.checkpoint.checksums import FileSum
 from fsdptoys.checkpoint.manifest import MANIFEST_FILE, Manifest
 from fsdptoys.cli.main import main
-from fsdptoys.cli.sweep import read_words, with_words
+from fsdptoys.cli.sweep import read_words
 from fsdptoys.config.saved import read_tree
 from fsdptoys.data import find_sources, open_encoder, read_index
 from fsdptoys.data.dataset_index import check_folder
@@ -42,6 +42,7 @@ from fsdptoys.report.memory_timeline import read_timeline
 from fsdptoys.report.run_page import run_page
 from fsdptoys.report.runs_table import gather
 from fsdptoys.sweep import read_sweep
+from fsdptoys.sweep.arguments import with_recorded_words
 from fsdptoys.sweep.definition import read_definition
 from fsdptoys.sweep.slurm_queue import read_submissions
 from fsdptoys.train.heartbeat import HEARTBEATS_FOLDER, _encode, describe_last_heartbeats, read_heartbeats
@@ -197,7 +198,7 @@ def read_sweep_files(copy: Path) -> str:
     """What ``--resume`` reads of a sweep's folder."""
     sweep = read_sweep(copy)
     read_submissions(sweep)
-    asked = with_words(read_words(["--resume", str(copy)]), sweep)
+    asked = with_recorded_words(read_words(["--resume", str(copy)]), sweep)
     assert not any("setup" in word for word in asked.launcher_words)
     return ""
 

@@ -103,10 +103,10 @@ def _run(words: list[str], worker: bool) -> int:
 
             print(sweep_help(), end="")
             return 0
-        from fsdptoys.sweep.run_sweep import run_sweep
+        from .sweep import sweep_command
 
         let_stdout_end()
-        return run_sweep(words, os.environ)
+        return sweep_command(words, os.environ)
     if command == "models":
         if any(word in ("-h", "--help") for word in words):
             from .help import models_help

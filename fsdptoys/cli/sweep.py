@@ -1,48 +1,56 @@
-"""Parse the arguments of ``fsdptoys sweep``: a name, settings, launcher words and dashed options."""
+"""``fsdptoys sweep``: parse its arguments, run it, and keep its tables up to date."""
 
+import contextlib
 import dataclasses
-import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fsdptoys.errors import ConfigError
-from fsdptoys.sweep import Sweep
-from fsdptoys.sweep.definition import is_file_name, list_sweeps
-from fsdptoys.sweep.folder import SWEEP_FILE
-from fsdptoys.sweep.slurm_settings import refuse_commands, split_launcher_words
-from fsdptoys.utils.text import (
-    near_miss,
-)
+from rich.console import Console
 
-from .help import (
-    take_options,
-)
+from fsdptoys.errors import ConfigError
+from fsdptoys.report.runs_table import gather
+from fsdptoys.report.table import make_table
+from fsdptoys.report.table_export import to_csv, to_json, to_markdown
+from fsdptoys.report.table_terminal import print_table
+from fsdptoys.sweep.arguments import SweepArguments, split_words
+from fsdptoys.sweep.definition import is_file_name
+from fsdptoys.sweep.local import print_status
+from fsdptoys.sweep.run_sweep import run_sweep
+from fsdptoys.sweep.runner import TRAIN
+from fsdptoys.utils.atomic_write import write_atomically
+from fsdptoys.utils.text import near_miss
+
+from .help import take_options
 
 FLAGS = ("--dry-run", "--retry", "--resume")
 VALUES = {"--out": "DIR", "--time-limit": "SECONDS"}
 
 
-@dataclass(frozen=True)
-class Asked:
-    """Parsed arguments."""
+def sweep_command(words: Sequence[str], environment: Mapping[str, str], train: Sequence[str] = TRAIN) -> int:
+    """Run ``fsdptoys sweep``.
 
-    words: tuple[str, ...]
-    """Arguments without dashed options; a sweep's file as an absolute path, valid from any folder."""
-    name: str | None
-    """Name or file of a sweep."""
-    settings: list[str]
-    launcher_words: list[str]
-    resume: bool
-    resumed: Path | None
-    """The folder to resume, if given."""
-    out: Path | None
-    time_limit_seconds: float | None
-    dry_run: bool
-    retry: bool
+    Args:
+        words: as typed after the command.
+        environment: of this process.
+        train: the command of a job on this machine, before its words.
+
+    Returns:
+        Exit status, see ``run_sweep``.
+
+    Raises:
+        ConfigError: for the first mistake.
+    """
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        raise ConfigError(
+            "fsdptoys sweep starts the ranks of each job itself, and here torchrun has started it as one of several; "
+            f"write {shlex.join(['fsdptoys', 'sweep', *words])} launch.nproc_per_node={environment['WORLD_SIZE']}, "
+            "without torchrun"
+        )
+    return run_sweep(read_words(words), make_tables, train)
 
 
-def read_words(words: Sequence[str]) -> Asked:
+def read_words(words: Sequence[str]) -> SweepArguments:
     """Parse the arguments after ``fsdptoys sweep``.
 
     Raises:
@@ -69,33 +77,16 @@ def read_words(words: Sequence[str]) -> Asked:
         )
     if "--retry" in options and not resume:
         raise ConfigError("--retry runs jobs again that ended badly, which a new sweep does not have; add --resume")
-    settings, launcher_words = split_launcher_words(rest)
-    name = settings.pop(0) if settings and "=" not in settings[0] and not settings[0].startswith("-") else None
-    _check_names(name, settings)
-    if name is not None and is_file_name(name):
-        rest[rest.index(name)] = os.path.abspath(name)
-    return Asked(
-        words=tuple(rest),
-        name=name,
-        settings=settings,
-        launcher_words=launcher_words,
+    return dataclasses.replace(
+        split_words(rest),
+        command=shlex.join(["fsdptoys", "sweep", *words]),
         resume=resume,
-        resumed=resumed,
+        resume_dir=resumed,
         out=Path(options["--out"]) if "--out" in options else None,
         time_limit_seconds=_seconds(options.get("--time-limit")),
         dry_run="--dry-run" in options,
         retry="--retry" in options,
     )
-
-
-def _check_names(name: str | None, settings: Sequence[str]) -> None:
-    """Reject a sweep's name after the first word, and a key mistaken for a name."""
-    if name is not None and settings and settings[0].startswith("="):
-        value = settings[0][1:] or "".join(settings[1:2]) or "VALUE"
-        raise ConfigError(f"{name} has no value; write {name}={value} without spaces")
-    for word in settings:
-        if "=" not in word and (is_file_name(word) or word in list_sweeps()):
-            raise ConfigError(f"{word} names a sweep; put it first, and only one")
 
 
 def _take_folder(words: Sequence[str], rest: list[str]) -> tuple[Path | None, list[str]]:
@@ -123,17 +114,22 @@ def _seconds(text: str | None) -> float | None:
     return seconds
 
 
-def with_words(asked: Asked, before: Sweep) -> Asked:
-    """Return the arguments with the words of the resumed folder; a typed launcher replaces the recorded one.
+def make_tables(path: Path, console: Console | None = None) -> None:
+    """Write ``table.md``, ``table.csv`` and ``table.json`` for the current state of a sweep's folder.
 
-    Raises:
-        ConfigError: if the folder has no words, or its launcher words may run commands.
+    A write error is printed, not raised, so that the remaining jobs still run.
+
+    Args:
+        path: the sweep's folder.
+        console: also print the table there.
     """
-    if not before.words:
-        raise ConfigError(f"{before.path / SWEEP_FILE} does not say its words; give them after --resume {before.path}")
-    old = read_words(before.words)
-    if not asked.launcher_words:
-        refuse_commands(old.launcher_words, before.path)
-    launcher_words = asked.launcher_words or old.launcher_words
-    words = (*(word for word in old.words if word not in old.launcher_words), *launcher_words)
-    return dataclasses.replace(asked, words=words, name=old.name, settings=old.settings, launcher_words=launcher_words)
+
+    table = make_table(gather([path]))
+    try:
+        for name, export in {"table.md": to_markdown, "table.csv": to_csv, "table.json": to_json}.items():
+            write_atomically(path / name, export(table))
+    except OSError as problem:
+        print_status(f"fsdptoys: the tables in {path} could not be written ({problem.strerror or problem})")
+    if console is not None:
+        with contextlib.suppress(OSError):  # a closed terminal
+            print_table(table, console)

@@ -6,22 +6,22 @@ fsdptoys sweep --resume
 """
 
 import contextlib
+import functools
 import re
 import shlex
 import signal
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import datetime
 from pathlib import Path
 
 from rich.console import Console
 
-from fsdptoys.cli.sweep import Asked, read_words, with_words
 from fsdptoys.config.overrides import list_choices
 from fsdptoys.errors import ConfigError
-from fsdptoys.utils.atomic_write import write_atomically
 from fsdptoys.utils.file_lock import LOCK_FILE, FolderLock
 from fsdptoys.utils.regular_file import NotRegularFileError, read_regular
 
+from .arguments import SweepArguments, with_recorded_words
 from .axes import read_axes, read_base
 from .definition import read_definition
 from .folder import SWEEP_FILE, Skipped, Sweep, is_sweep_dir, read_sweep
@@ -36,12 +36,14 @@ SWEEPS_FOLDER = Path("sweeps")
 """Default parent of sweep folders, below the current directory."""
 
 
-def run_sweep(words: Sequence[str], environment: Mapping[str, str], train: Sequence[str] = TRAIN) -> int:
-    """Run ``fsdptoys sweep``.
+def run_sweep(
+    asked: SweepArguments, make_tables: Callable[[Path, Console | None], None], train: Sequence[str] = TRAIN
+) -> int:
+    """Run a sweep.
 
     Args:
-        words: as typed after the command.
-        environment: of this process.
+        asked: the arguments.
+        make_tables: writes the tables of a sweep's folder after each job, and prints them to a console if given.
         train: the command of a job on this machine, before its words.
 
     Returns:
@@ -50,22 +52,15 @@ def run_sweep(words: Sequence[str], environment: Mapping[str, str], train: Seque
     Raises:
         ConfigError: for the first mistake, before anything starts; later if the folder can no longer be written.
     """
-    if "RANK" in environment and "WORLD_SIZE" in environment:
-        raise ConfigError(
-            "fsdptoys sweep starts the ranks of each job itself, and here torchrun has started it as one of several; "
-            f"write {shlex.join(['fsdptoys', 'sweep', *words])} launch.nproc_per_node={environment['WORLD_SIZE']}, "
-            "without torchrun"
-        )
-    asked = read_words(words)
     before = _before(asked)
     if before is not None and asked.name is None and not asked.settings:
-        asked = with_words(asked, before)
+        asked = with_recorded_words(asked, before)
     title, combinations, time_limit_seconds = _combinations(asked)
     if asked.time_limit_seconds is None and before is not None:
         time_limit_seconds = before.time_limit_seconds
     where = BatchQueue(asked.launcher_words, time_limit_seconds) if asked.launcher_words else LocalMachine()
     validated = validate_combinations(combinations, where)
-    command = shlex.join(["fsdptoys", "sweep", *words]) if before is None else before.command
+    command = asked.command if before is None else before.command
     if asked.dry_run:
         if before is None and asked.out is not None:
             _refuse_used(asked.out)
@@ -87,7 +82,7 @@ def run_sweep(words: Sequence[str], environment: Mapping[str, str], train: Seque
         sweep = _sweep(path, title, command, arrangement, time_limit_seconds, asked.words)
         write_arrangement(sweep, arrangement, queued)
         _print_plan(sweep, arrangement, briefly=True)
-        return _run(sweep, arrangement, asked.launcher_words, train)
+        return _run(sweep, arrangement, asked.launcher_words, make_tables, train)
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be written ({error.strerror or error}); make room, and go on with fsdptoys sweep --resume "
@@ -97,17 +92,17 @@ def run_sweep(words: Sequence[str], environment: Mapping[str, str], train: Seque
         lock.release()
 
 
-def _before(asked: Asked) -> Sweep | None:
+def _before(asked: SweepArguments) -> Sweep | None:
     """Return the sweep to resume, or None."""
     if not asked.resume:
         return None
-    if asked.resumed is not None:
-        if not is_sweep_dir(asked.resumed):
+    if asked.resume_dir is not None:
+        if not is_sweep_dir(asked.resume_dir):
             raise ConfigError(
-                f"--resume {asked.resumed} is no folder of a sweep, which has a {SWEEP_FILE}; name one, or leave the "
-                "folder out to go on with the newest that has the same words"
+                f"--resume {asked.resume_dir} is no folder of a sweep, which has a {SWEEP_FILE}; name one, or leave "
+                "the folder out to go on with the newest that has the same words"
             )
-        return read_sweep(asked.resumed)
+        return read_sweep(asked.resume_dir)
     if not asked.words:
         raise ConfigError(
             "--resume names neither a folder nor the words of the sweep; write fsdptoys sweep --resume sweeps/NAME"
@@ -121,7 +116,7 @@ def _before(asked: Asked) -> Sweep | None:
     return read_sweep(found)
 
 
-def _combinations(asked: Asked) -> tuple[str, list[Combination], float | None]:
+def _combinations(asked: SweepArguments) -> tuple[str, list[Combination], float | None]:
     """Return the title, combinations and time limit of the command line."""
     if asked.name is None and not asked.settings:
         raise ConfigError("fsdptoys sweep has neither a name nor keys to vary; write fsdptoys sweep debug")
@@ -237,12 +232,15 @@ def _refuse_queued(arrangement: Arrangement, queued: Collection[str], path: Path
             )
 
 
-def _run(sweep: Sweep, arrangement: Arrangement, launcher_words: Sequence[str], train: Sequence[str]) -> int:
+def _run(
+    sweep: Sweep,
+    arrangement: Arrangement,
+    launcher_words: Sequence[str],
+    make_tables: Callable[[Path, Console | None], None],
+    train: Sequence[str],
+) -> int:
     """Run jobs, keep the tables up to date, and print the last one."""
-
-    def after_job() -> None:
-        make_tables(sweep.path)
-
+    after_job = functools.partial(make_tables, sweep.path, None)
     number: int | None = None
     if launcher_words:
         from .slurm_submit import submit
@@ -267,28 +265,3 @@ def _run(sweep: Sweep, arrangement: Arrangement, launcher_words: Sequence[str], 
             f"{shlex.quote(str(sweep.path))} --retry runs them again"
         )
     return 1 if bad else 0
-
-
-def make_tables(path: Path, console: Console | None = None) -> None:
-    """Write ``table.md``, ``table.csv`` and ``table.json`` for the current state of a sweep's folder.
-
-    A write error is printed, not raised, so that the remaining jobs still run.
-
-    Args:
-        path: the sweep's folder.
-        console: also print the table there.
-    """
-    from fsdptoys.report.runs_table import gather
-    from fsdptoys.report.table import make_table
-    from fsdptoys.report.table_export import to_csv, to_json, to_markdown
-    from fsdptoys.report.table_terminal import print_table
-
-    table = make_table(gather([path]))
-    try:
-        for name, export in {"table.md": to_markdown, "table.csv": to_csv, "table.json": to_json}.items():
-            write_atomically(path / name, export(table))
-    except OSError as problem:
-        print_status(f"fsdptoys: the tables in {path} could not be written ({problem.strerror or problem})")
-    if console is not None:
-        with contextlib.suppress(OSError):  # a closed terminal
-            print_table(table, console)

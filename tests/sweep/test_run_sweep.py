@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from fsdptoys.cli.main import main
-from fsdptoys.cli.sweep import read_words, with_words
+from fsdptoys.cli.sweep import read_words, sweep_command
 from fsdptoys.config.overrides import list_choices
 from fsdptoys.errors import ConfigError
 from fsdptoys.sweep import JobStatus, Sweep, fingerprint, read_sweep
+from fsdptoys.sweep.arguments import with_recorded_words
 from fsdptoys.sweep.folder import write_job
-from fsdptoys.sweep.run_sweep import run_sweep
 from fsdptoys.utils.file_lock import FolderLock
 
 STANDIN = (sys.executable, "-I", "-S", str(Path(__file__).parents[1] / "sweep" / "standin.py"))
@@ -30,7 +30,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sweep(*words: str, train: Sequence[str] = STANDIN) -> int:
-    return run_sweep(words, {}, train)
+    return sweep_command(words, {}, train)
 
 
 def the_sweep() -> Sweep:
@@ -331,9 +331,9 @@ def test_a_folders_launcher_runs_no_command_unless_it_is_typed(tmp_path: Path, o
     launcher = ["hydra/launcher=submitit_slurm", option]
     before = Sweep(tmp_path, "t", "c", [], [], None, ("train.seed=1,2", *launcher))
     if taken:
-        assert with_words(read_words(["--resume", str(tmp_path)]), before).launcher_words == launcher
+        assert with_recorded_words(read_words(["--resume", str(tmp_path)]), before).launcher_words == launcher
     else:
         with pytest.raises(ConfigError, match="may run commands on the nodes") as caught:
-            with_words(read_words(["--resume", str(tmp_path)]), before)
+            with_recorded_words(read_words(["--resume", str(tmp_path)]), before)
         assert str(caught.value).isprintable() and option.split("=")[0] in str(caught.value)
-    assert with_words(read_words(["--resume", str(tmp_path), *launcher]), before).launcher_words == launcher
+    assert with_recorded_words(read_words(["--resume", str(tmp_path), *launcher]), before).launcher_words == launcher

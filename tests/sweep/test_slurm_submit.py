@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from fsdptoys.cli.sweep import sweep_command
 from fsdptoys.errors import ConfigError
 from fsdptoys.sweep import slurm_submit as submitting
 from fsdptoys.sweep.folder import Job, JobStatus, Sweep, read_job, read_sweep, write_job
-from fsdptoys.sweep.run_sweep import run_sweep
 from fsdptoys.sweep.slurm_node import run_on_node
 from fsdptoys.sweep.slurm_queue import WatchedSubmission, begin_submission, jobs_in_queue
 from fsdptoys.sweep.slurm_settings import LOCAL, read_launcher
@@ -85,7 +85,7 @@ def test_a_local_job_ends_with_the_command_that_waits_for_it(
     asking = threading.Thread(target=ask)
     asking.start()
     words = (*TINY, "train.seed=1,2", "launch.nproc_per_node=1", f"hydra/launcher={LOCAL}", "--out", str(path))
-    assert run_sweep(words, {}) == 128 + number
+    assert sweep_command(words, {}) == 128 + number
     asking.join()
     assert [job.status for job in read_sweep(path).jobs] == [JobStatus.stopped, JobStatus.waiting]
     assert not is_locked(folder)
