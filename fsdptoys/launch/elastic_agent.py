@@ -50,7 +50,7 @@ class Agent(LocalElasticAgent):
     """Torch's agent with callbacks to a watcher.
 
     Args:
-        watcher: receives the callbacks; owns the signal handlers.
+        watcher: receives the callbacks.
         spec: torch's worker specification; its arguments start with ``-m`` if ``forks``.
         logs_specs: torch's log settings.
         forks: workers are forks of this process instead of new interpreters.

@@ -1,7 +1,4 @@
-"""Find the first of several failures and report it.
-
-Also the post-mortem of failed ranks: hung ranks, the last heartbeat of each, and recordings of collectives.
-"""
+"""The first of several failures, and the post-mortem of failed ranks: hung ranks, last heartbeats, recordings."""
 
 import contextlib
 import json
@@ -24,9 +21,7 @@ from fsdptoys.train.heartbeat import (
     describe_last_heartbeats,
     format_ranks,
 )
-from fsdptoys.train.launch_env import (
-    remembered_run_dir,
-)
+from fsdptoys.train.launch_env import remembered_run_dir
 from fsdptoys.train.stop import STOP_SIGNALS
 
 from .exit_record import ExitRecord
@@ -83,11 +78,7 @@ class FirstFailure:
 
 
 def own_failure_is_recorded(folder: Path) -> bool | None:
-    """Whether some rank has recorded a failure of its own; None if no rank has recorded anything.
-
-    Args:
-        folder: holds the error files of this start's workers.
-    """
+    """Whether some rank has recorded a failure of its own in ``folder``; None if none has recorded anything."""
     messages = [record["message"] for record in _records(folder)]
     return any(_remoteness(message) == 0 for message in messages) if messages else None
 
@@ -135,14 +126,7 @@ def first_failure(
 
 
 def make_exit_record(status: int, message: str | None, number: int | None, first: FirstFailure | None) -> ExitRecord:
-    """Return the outcome record of a launcher.
-
-    Args:
-        status: the launcher's exit status.
-        message: its final message, if any.
-        number: the signal it received, if any.
-        first: the failure that caused the others, if one was found.
-    """
+    """Return the launcher's exit record, given its final message, the signal it received and the first failure."""
     if status > 128 or (number and not status):
         return ExitRecord(status, message, stopped_by=signal.Signals(number or status - 128).name)
     return ExitRecord(status, first.reason if first else message, bool(first and first.out_of_memory))
@@ -186,13 +170,7 @@ def _remoteness(message: str) -> int:
 
 
 def hung_ranks(first: FirstFailure, pids: Mapping[int, int], folder: Path) -> list[str]:
-    """Return a line for each rank that others timed out on, as far as known.
-
-    Args:
-        first: the failure that caused the others.
-        pids: the ranks of this machine.
-        folder: the launcher's.
-    """
+    """Return a line for each rank of this machine that others timed out on, as far as known."""
     heartbeats = (remembered_run_dir(folder) or folder) / HEARTBEATS_FOLDER
     # Where several ended in silence, some of them may have waited for the one that hung.
     what = "it hung" if first.timed_out and len(first.hung) == 1 else "it hung, or waited for one that did"
@@ -207,12 +185,9 @@ def hung_ranks(first: FirstFailure, pids: Mapping[int, int], folder: Path) -> li
 
 
 def post_mortem(first: FirstFailure, pids: Mapping[int, int], folder: Path) -> str:
-    """Return the post-mortem: hung ranks, last heartbeats if the failure was silent, and the path of recordings.
+    """Return the hung ranks, last heartbeats if the failure was silent, and the path of recordings.
 
     Moves recordings of collectives from the launcher's folder to the run directory.
-
-    Args:
-        first, pids, folder: as for ``hung_ranks``.
     """
     message = "".join(f"\n{line}" for line in hung_ranks(first, pids, folder))
     run_dir = remembered_run_dir(folder)

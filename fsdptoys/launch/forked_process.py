@@ -24,13 +24,7 @@ MOST_FILES = 4096
 
 
 class ForkedProcess:
-    """A module run in a fork, with the part of ``subprocess.Popen``'s interface that torch's agent uses.
-
-    Args:
-        module: module to run, as in ``python -m``.
-        words: its command-line arguments.
-        environment: the fork's full environment.
-    """
+    """A module run in a fork, with the part of ``subprocess.Popen``'s interface that torch's agent uses."""
 
     def __init__(self, module: str, words: Sequence[str], environment: Mapping[str, str]) -> None:
         def body() -> None:
@@ -62,14 +56,7 @@ class ForkedProcess:
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the process to end and return ``returncode``.
-
-        Args:
-            timeout: seconds.
-
-        Raises:
-            subprocess.TimeoutExpired: if it has not ended by then.
-        """
+        """Wait up to ``timeout`` seconds for the process to end, or raise TimeoutExpired; return ``returncode``."""
         self._process.join(timeout)
         status = self._process.exitcode
         if status is None:

@@ -1,6 +1,8 @@
-"""Devices and cores of this machine, and the environment variables that its hardware needs."""
+"""Devices, cores and limits of this machine, and the environment variables that its hardware needs."""
 
+import errno
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -17,8 +19,19 @@ from fsdptoys.device import (
     missing_device,
 )
 from fsdptoys.device.profile import hardware_for
+from fsdptoys.errors import ConfigError
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
 
 VISIBLE_NPUS = "ASCEND_RT_VISIBLE_DEVICES"
+
+LEAST_FILES = 32
+"""Of the limit of open files (``ulimit -n``): a launcher of two CPU ranks starts with 32 and fails with 24."""
+
+_SPENT = re.compile(r"too many open files|failed to init uv loop", re.I)
 
 
 @dataclass(frozen=True)
@@ -76,8 +89,29 @@ def hardware_environment(
         cores: CPU cores shared by the ranks.
         deterministic: whether runs must repeat bit for bit.
         present: the current environment; its variables are kept.
-        timeout_seconds: timeout of a collective.
+        timeout_seconds: of a collective.
     """
     wanted = {"OMP_NUM_THREADS": str(max(1, cores // local_ranks))}
     wanted |= device_environment(device_type, deterministic, timeout_seconds, present)
     return {name: value for name, value in wanted.items() if name not in present}
+
+
+def check_open_files() -> None:
+    """Raise a ConfigError if this process may not open enough files to start ranks."""
+    if resource is not None and 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] < LEAST_FILES:
+        raise ConfigError(too_few_files())
+
+
+def is_out_of_files(error: BaseException | None) -> bool:
+    """Whether an error, or one of its causes, reports that no more files may be opened."""
+    while error is not None:
+        if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE) or _SPENT.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def too_few_files() -> str:
+    """Return one sentence on the limit and how to raise it."""
+    limit = "unknown" if resource is None else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return f"ulimit -n is {limit}, which is too few open files for a run; set it higher, as with: ulimit -n 1024"

@@ -9,7 +9,6 @@ import os
 import platform
 import re
 import shutil
-import stat
 import tempfile
 from pathlib import Path
 
@@ -43,10 +42,10 @@ class LaunchFolder:
         os.close(self._lock)
 
 
-def _lock(folder: Path) -> int | None:
+def _lock(folder: Path, *, required: bool = False) -> int | None:
     """Lock a folder and return its descriptor; None if another process holds the lock or the folder is gone.
 
-    On file systems that cannot lock folders, the descriptor is returned without a lock.
+    On file systems that cannot lock folders, return the descriptor without a lock, or None if the lock is required.
     """
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -55,32 +54,17 @@ def _lock(folder: Path) -> int | None:
     try:
         if fcntl is not None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    except OSError:
-        pass
+    except OSError as error:
+        if required or isinstance(error, BlockingIOError):
+            os.close(descriptor)
+            return None
     return descriptor
 
 
 def _remove_stale(parent: Path) -> None:
-    for folder in _own_folders(parent) if fcntl is not None else []:
-        with contextlib.suppress(OSError):
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with contextlib.suppress(OSError):
+        for folder in parent.glob(f"{PREFIX}*") if fcntl is not None else ():
+            if (descriptor := _lock(folder, required=True)) is not None:
                 if os.fstat(descriptor).st_uid == os.getuid():
                     shutil.rmtree(folder, ignore_errors=True)
-            finally:
                 os.close(descriptor)
-
-
-def _own_folders(parent: Path) -> list[Path]:
-    found = []
-    with contextlib.suppress(OSError):
-        for path in parent.glob(f"{PREFIX}*"):
-            with contextlib.suppress(OSError):
-                facts = path.lstat()
-                if stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid():
-                    found.append(path)
-    return found

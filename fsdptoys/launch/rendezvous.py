@@ -1,11 +1,11 @@
 """Rendezvous of a run's nodes, and the messages when it fails.
 
-- One node: ``LocalRendezvous`` opens no port; ranks use a file store in the launcher's folder.
+- One node: no open port; ranks use a file store in the launcher's folder.
 - Several nodes: a TCP store that listens only on the address of ``launch.rdzv_endpoint``. Its state is JSON
   (``rendezvous_state``), never a pickle. Ranks use the same store, under a new key prefix for each start.
 
-torch's rendezvous waits forever for an unrelated service that accepts the connection and stays silent. A waiting
-thread could not be ended, so a separate process first checks that the listener is a torch store.
+torch's rendezvous waits forever for an unrelated service that accepts the connection and stays silent, so a separate
+process first checks that the listener is a torch store (a waiting thread could not be ended).
 
 When a node's network fails, each query of the store blocks for a minute, during which an agent polling for new nodes
 could not watch its own ranks. So ``Rendezvous`` polls in its own thread. The ranks' collectives detect lost nodes by
@@ -48,18 +48,16 @@ ASK_SECONDS = 1.0
 GOODBYE_SECONDS = 5.0
 """Timeout of announcing to the others that this node leaves."""
 
-
 RANKS_KEY = "fsdptoys.ranks"
 """Key of the prefix under which the ranks of one start keep their keys."""
 
 
 class LocalRendezvous(RendezvousHandler):
-    """Rendezvous of a single node: no port, and a new file store for each start of the ranks.
+    """Rendezvous of a single node: no port, and a new file store in the launcher's folder for each start."""
 
-    Args:
-        folder: the launcher's folder, of mode 0700.
-        run_id: the run's name.
-    """
+    hangs = False
+    """Whether a thread is blocked in the store, so that leaving the interpreter would abort."""
+    use_agent_store = True  # no rank opens a store
 
     def __init__(self, folder: Path, run_id: str) -> None:
         self._folder, self._run_id = folder, run_id
@@ -69,10 +67,9 @@ class LocalRendezvous(RendezvousHandler):
         """Name of the backend."""
         return "fsdptoys"
 
-    @property
-    def use_agent_store(self) -> bool:
-        """True: no rank opens a store."""
-        return True
+    def get_run_id(self) -> str:
+        """The run's name."""
+        return self._run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Name a new store; port 0 makes a rank fail that uses ``env://``."""
@@ -91,24 +88,18 @@ class LocalRendezvous(RendezvousHandler):
         """None."""
         return 0
 
-    def get_run_id(self) -> str:
-        """The run's name."""
-        return self._run_id
-
     def shutdown(self) -> bool:
         """Nothing to do."""
         return True
 
 
-class Rendezvous(RendezvousHandler):
-    """Torch's rendezvous of several nodes, polled in a thread so that a failed network does not block the agent.
+class Rendezvous(LocalRendezvous):
+    """Torch's rendezvous of several nodes, polled in a thread so that a failed network does not block the agent."""
 
-    Args:
-        make: opens the store or connects to it.
-        point: address of the store.
-    """
-
-    def __init__(self, make: Callable[[], RendezvousHandler], point: RendezvousEndpoint) -> None:
+    def __init__(
+        self, folder: Path, run_id: str, make: Callable[[], RendezvousHandler], point: RendezvousEndpoint
+    ) -> None:
+        super().__init__(folder, run_id)
         self._make, self._point = make, point
         self._handler = make()
         self._left: list[RendezvousHandler] = []  # kept: their threads complain if they hold the last reference
@@ -118,22 +109,9 @@ class Rendezvous(RendezvousHandler):
         self._enough = threading.Event()
 
     @property
-    def hangs(self) -> bool:
+    def hangs(self) -> bool:  # type: ignore[override]
         """Whether a thread is blocked in the store, so that leaving the interpreter would abort."""
         return self._asking is not None and self._asking.is_alive()
-
-    @property
-    def use_agent_store(self) -> bool:
-        """True: no rank opens a store."""
-        return True
-
-    def get_backend(self) -> str:
-        """As torch's."""
-        return self._handler.get_backend()
-
-    def get_run_id(self) -> str:
-        """As torch's."""
-        return self._handler.get_run_id()
 
     def is_closed(self) -> bool:
         """As torch's."""
@@ -219,13 +197,8 @@ class Rendezvous(RendezvousHandler):
         print(f"fsdptoys: launch.rdzv_endpoint={self._point.endpoint} does not answer", file=sys.stderr, flush=True)
 
 
-def make_rendezvous(launch: LaunchConfig, folder: Path, token: bytes | None) -> RendezvousHandler:
-    """Open the rendezvous of a run, or connect to it.
-
-    Args:
-        launch: number of nodes and the endpoint.
-        folder: the launcher's folder.
-        token: secret shared by the nodes, or None.
+def make_rendezvous(launch: LaunchConfig, folder: Path, token: bytes | None) -> LocalRendezvous:
+    """Open the rendezvous of a run, or connect to it, with the secret shared by the nodes, if any.
 
     Raises:
         RendezvousConnectionError: if the connection fails.
@@ -247,7 +220,7 @@ def make_rendezvous(launch: LaunchConfig, folder: Path, token: bytes | None) -> 
             RendezvousTimeout(join=timedelta(seconds=RENDEZVOUS_SECONDS)),
         )
 
-    return Rendezvous(make, point)
+    return Rendezvous(folder, launch.run_id, make, point)
 
 
 def _agree_on_prefix(info: RendezvousInfo) -> str:

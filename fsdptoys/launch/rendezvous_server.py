@@ -34,10 +34,7 @@ CONNECT_SECONDS = 60
 
 
 class RendezvousEndpoint:
-    """Address of the store, and its server on the node with that address.
-
-    Args:
-        endpoint: host:port.
+    """Address of the store (host:port), and its server on the node with that address.
 
     Raises:
         RendezvousConnectionError: if the host has no address, or another service uses the port.

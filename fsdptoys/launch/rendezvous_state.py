@@ -8,8 +8,7 @@ With a token, a message is the text and its HMAC-SHA256 over the run's name, the
 sequence number. Messages with another signature, or older than the newest this connection has seen, are rejected.
 
 Not covered, so the network must be trusted: deleting keys, flooding the store, or replaying messages of an earlier run
-with the same token to a new node, all of which prevent a rendezvous; and the addresses that ranks exchange, which are
-in the same store unsigned.
+with the same token to a new node, all of which prevent a rendezvous; and the unsigned addresses of the ranks.
 
 Source: https://docs.pytorch.org/docs/stable/elastic/rendezvous.html
 """
@@ -44,7 +43,6 @@ MOST_BYTES = 2**20
 LAST_SECOND = 2.0**32
 """Upper bound of times; dates beyond Python's range would raise an OverflowError."""
 
-
 LEAST_TOKEN_BYTES = 16
 """Shorter tokens can be guessed from one message."""
 
@@ -52,10 +50,7 @@ MOST_TOKEN_BYTES = 4096
 
 
 def read_token(path: str | None) -> bytes | None:
-    """Read the secret shared by a run's nodes, stripped of white space.
-
-    Args:
-        path: value of ``launch.rdzv_token_file``, or None.
+    """Read the secret in ``launch.rdzv_token_file``, stripped of white space; None without a path.
 
     Raises:
         ConfigError: if the file cannot be read, is readable by others, or holds less than 16 bytes.
@@ -89,13 +84,7 @@ class ForeignStateError(RendezvousStateError):
 
 
 class SignedBackend(RendezvousBackend):
-    """Rendezvous backend that stores its state as JSON.
-
-    Args:
-        store: shared by the nodes.
-        run_id: the run's name.
-        token: secret shared by the nodes, or None.
-        endpoint: address of the store, for messages.
+    """Rendezvous backend that stores its state as JSON; ``endpoint`` is for messages.
 
     Raises:
         RendezvousConnectionError: if the store does not answer.
@@ -151,7 +140,7 @@ class SignedBackend(RendezvousBackend):
             self._check_signature(text, signature)
             message = parse_json(text)
             _check(isinstance(message, dict) and set(message) == {"nonce", "sequence", "state"})
-            sequence = _whole(message["sequence"])
+            sequence = _count(message["sequence"])
             state = _state_of(message["state"])
         except ForeignError as error:
             raise self._foreign(f"its state is none of fsdptoys ({error})") from None
@@ -194,21 +183,12 @@ class SignedBackend(RendezvousBackend):
 
 
 # torch's classes are private. Tested with 2.13; their attributes are the same in 2.7.
-_FACTS = {
-    "round",
-    "complete",
-    "deadline",
-    "closed",
-    "participants",
-    "wait_list",
-    "redundancy_list",
-    "last_heartbeats",
-}
+_FIELDS = {"round", "complete", "deadline", "closed", "participants", "wait_list", "redundancy_list", "last_heartbeats"}
 
 
 def _plain_of(state: Any) -> dict[str, Any]:
     """Convert torch's state to JSON values."""
-    assert set(vars(state)) == _FACTS, f"this version of torch keeps other facts of a rendezvous: {sorted(vars(state))}"
+    assert set(vars(state)) == _FIELDS, f"this torch has other fields in a rendezvous state: {sorted(vars(state))}"
     return {
         "round": state.round,
         "complete": state.complete,
@@ -226,18 +206,14 @@ def _plain_node(node: Any) -> list[Any]:
 
 
 def _state_of(plain: Any) -> Any:
-    """Convert JSON values back to torch's state.
-
-    Raises:
-        ForeignError: for any other value.
-    """
-    _check(isinstance(plain, dict) and set(plain) == _FACTS)
+    """Convert JSON values back to torch's state; ForeignError for any other value."""
+    _check(isinstance(plain, dict) and set(plain) == _FIELDS)
     state = dynamic_rendezvous._RendezvousState()
-    state.round = _whole(plain["round"])
+    state.round = _count(plain["round"])
     _check(isinstance(plain["complete"], bool) and isinstance(plain["closed"], bool))
     state.complete, state.closed = plain["complete"], plain["closed"]
     state.deadline = None if plain["deadline"] is None else _time(plain["deadline"])
-    state.participants = {_node(node): _whole(rank) for node, rank in _pairs(plain["participants"])}
+    state.participants = {_node(node): _count(rank) for node, rank in _pairs(plain["participants"])}
     state.wait_list = {_node(node) for node in _list(plain["wait_list"])}
     state.redundancy_list = {_node(node) for node in _list(plain["redundancy_list"])}
     state.last_heartbeats = {_node(node): _time(when) for node, when in _pairs(plain["last_heartbeats"])}
@@ -248,7 +224,7 @@ def _node(plain: Any) -> Any:
     _check(isinstance(plain, list) and len(plain) == 3)
     address, pid, local_id = plain
     _check(isinstance(address, str) and 0 < len(address) <= 255 and address.isprintable())
-    return dynamic_rendezvous._NodeDesc(address, _whole(pid), _whole(local_id))
+    return dynamic_rendezvous._NodeDesc(address, _count(pid), _count(local_id))
 
 
 def _seconds(when: datetime) -> float:
@@ -262,23 +238,19 @@ def _time(seconds: Any) -> datetime:
     return when if hasattr(dynamic_rendezvous, "timezone") else when.replace(tzinfo=None)
 
 
-def _whole(number: Any) -> int:
-    _check(type(number) is int and 0 <= number < 2**62)
-    whole: int = number
-    return whole
+def _count(number: Any) -> Any:
+    return _check(type(number) is int and 0 <= number < 2**62, number)
 
 
-def _list(plain: Any) -> list[Any]:
-    _check(isinstance(plain, list))
-    found: list[Any] = plain
-    return found
+def _list(plain: Any) -> Any:
+    return _check(isinstance(plain, list), plain)
 
 
-def _pairs(plain: Any) -> list[Any]:
-    _check(isinstance(plain, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in plain))
-    return _list(plain)
+def _pairs(plain: Any) -> Any:
+    return _check(all(isinstance(pair, list) and len(pair) == 2 for pair in _list(plain)), plain)
 
 
-def _check(right: bool) -> None:
+def _check(right: bool, value: Any = None) -> Any:
     if not right:
         raise ForeignError("a value is missing or of another kind")
+    return value

@@ -9,12 +9,10 @@ in a thread, so that the main thread handles signals:
 - A signal that ends a single rank ends the run as if the launcher had received it.
 
 After a worker's failure the agent sends SIGTERM to the others and waits for up to 30 seconds; the main thread kills
-the remaining ones after a few seconds. If the launcher itself is killed, Linux kills its workers (``worker``). A killed
-rank's child processes get a moment to end by themselves: one of them, multiprocessing's resource tracker, frees
-shared memory that would otherwise stay in /dev/shm.
-
-Restarts use torch's own limit. A failure that would repeat (a configuration mistake, out of memory, a run that gave
-up) ends the run at once.
+the remaining ones after a few seconds. A killed rank's child processes get a moment to end by themselves: one of them,
+multiprocessing's resource tracker, frees shared memory that would otherwise stay in /dev/shm. If the launcher itself is
+killed, Linux kills its workers (``worker``). A failure that would repeat (a configuration mistake, out of memory, a run
+that gave up) prevents a restart.
 
 Not covered: a restart with fewer ranks, and the permanent loss of a node.
 """
@@ -35,14 +33,10 @@ from typing import Any
 from torch.distributed.elastic.agent.server import WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher import LaunchConfig
 
-from fsdptoys.train.launch_env import (
-    LAUNCH_FOLDER,
-    LAUNCHED,
-    RESTARTS,
-)
+from fsdptoys.train.launch_env import LAUNCH_FOLDER, LAUNCHED, RESTARTS
 from fsdptoys.train.rank_store import check_interface, loopback_environment
 from fsdptoys.train.stop import SAME_REQUEST_SECONDS, STOP_SIGNALS
 from fsdptoys.utils.text import print_status
@@ -51,13 +45,10 @@ from .elastic_agent import Agent, EndedError, group_runs, import_environment, ru
 from .exit_record import ExitRecord, write_exit_record
 from .failures import FirstFailure, first_failure, hung_ranks, make_exit_record, own_failure_is_recorded, post_mortem
 from .flight_recorder import name_recordings
-from .open_files import check_open_files, is_out_of_files, too_few_files
-from .rendezvous import Rendezvous, describe_rendezvous_error, make_rendezvous
+from .hardware import check_open_files, is_out_of_files, too_few_files
+from .rendezvous import LocalRendezvous, describe_rendezvous_error, make_rendezvous
 from .rendezvous_state import read_token
-from .worker import (
-    WorkerRequest,
-    make_launch_folder,
-)
+from .worker import WorkerRequest, make_launch_folder
 
 SHUTDOWN_SECONDS = 5
 """Workers still running so long after the signal are killed."""
@@ -95,16 +86,15 @@ def run_workers(
         local_ranks: workers on this machine.
         nnodes: nodes that meet at ``rdzv_endpoint``.
         rdzv_endpoint: host:port; unused with one node.
-        rdzv_token_file: file with the secret shared by the nodes; unused with one node.
         environment: added to the workers' environment.
+        rdzv_token_file: file with the secret shared by the nodes; unused with one node.
         max_restarts: limit of restarts of all workers after a failure.
         request: the composed run, which saves the workers composing it again.
         forks: start workers as forks of this process on Linux, which saves their imports. The process must not have
             used an accelerator or computed with several threads.
 
     Returns:
-        0 after success, 1 after a worker's exception, 2 after a ``ConfigError``, 128 + number after a stop signal to
-        the launcher or a rank.
+        0 after success, 1 after a worker's exception, 2 after a ``ConfigError``, 128 + number after a stop signal.
 
     Raises:
         ConfigError: for too low a limit of open files, or an invalid network interface or token.
@@ -174,7 +164,7 @@ class _Workers:
         self._first: FirstFailure | None = None
         self._succeeded = False
         self._error: Exception | None = None
-        self._rendezvous: RendezvousHandler | None = None
+        self._rendezvous: LocalRendezvous | None = None
         self._agent = threading.Thread(target=self._run_agent, name="elastic agent", daemon=True)
 
     # In the main thread.
@@ -226,10 +216,9 @@ class _Workers:
     @property
     def left_behind(self) -> bool:
         """Whether the agent or its polling thread still runs, as when waiting for another node."""
-        return self._agent.is_alive() or (isinstance(self._rendezvous, Rendezvous) and self._rendezvous.hangs)
+        return self._agent.is_alive() or (self._rendezvous is not None and self._rendezvous.hangs)
 
     def exit_record(self, status: int, message: str | None) -> ExitRecord:
-        """Return the machine-readable outcome, given the result of :meth:`run`."""
         return make_exit_record(status, message, self._end or self._stop, self._first)
 
     def _pass_on(self, number: int) -> None:
@@ -287,7 +276,7 @@ class _Workers:
         return 1, "another machine ended the run; its output says why"
 
     def _died_of_the_request(self) -> bool:
-        """Whether ranks not yet able to stop cleanly were ended by the stop signal, without any other failure."""
+        """Whether the stop signal ended ranks that could not stop cleanly yet, without any other failure."""
         assert self._stop is not None
         expected = {-self._stop, 128 + self._stop, -signal.SIGTERM, 128 + signal.SIGTERM}
         return all(
@@ -329,11 +318,6 @@ class _Workers:
             self._events.put(None)
 
     def before_start(self) -> None:
-        """Prepare a start of all workers.
-
-        Raises:
-            EndedError: if the run is to stop.
-        """
         if self._stop is not None or self._end is not None:
             raise EndedError
         if self._starts > self._failed_starts:
@@ -347,14 +331,6 @@ class _Workers:
             path.unlink()
 
     def after_start(self, pids: dict[int, int]) -> None:
-        """Record the workers of this start.
-
-        Args:
-            pids: by rank.
-
-        Raises:
-            EndedError: if the run is to stop.
-        """
         with self._lock:
             self._pids = pids
             self._starting = False
@@ -363,7 +339,7 @@ class _Workers:
                 raise EndedError  # the agent ends them; none is in its training loop yet
 
     def before_close(self) -> None:
-        """Record the ranks that the agent is about to end, after giving them time to record a failure of their own."""
+        # The ranks that the agent is about to end get time to record a failure of their own.
         deadline = time.monotonic() + OTHERS_SECONDS
         while own_failure_is_recorded(self.folder) is False and self._running() and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -375,14 +351,6 @@ class _Workers:
         return {rank for rank, pid in self._pids.items() if runs(pid)}
 
     def after_failure(self, failures: dict[int, ProcessFailure]) -> None:
-        """Decide whether the agent restarts the workers, and report a restart.
-
-        Args:
-            failures: by rank.
-
-        Raises:
-            EndedError: if there is no restart.
-        """
         self._failures = failures
         again = self._failed_starts < self.launch.max_restarts and self._stop is None and self._end is None
         if not again or not failures:
@@ -400,7 +368,6 @@ class _Workers:
 
     @contextlib.contextmanager
     def bounded_wait(self) -> Iterator[None]:
-        """Have the main thread kill workers for which the agent waits too long inside this context."""
         self._busy_since = time.monotonic()
         try:
             yield

@@ -48,11 +48,7 @@ class WorkerRequest:
 
 
 def make_launch_folder(request: WorkerRequest | None) -> LaunchFolder:
-    """Make the launcher's folder, with the run for the workers.
-
-    Raises:
-        ConfigError: if the temporary folder cannot be written.
-    """
+    """Make the launcher's folder, with the run for the workers; ConfigError if it cannot be written."""
     folder = None
     try:
         folder = LaunchFolder()
@@ -84,10 +80,9 @@ def read_request() -> WorkerRequest | None:
 
 
 def run_as_worker(work: Callable[[], None]) -> int:
-    """Do the work of one rank; record its exception in the launcher's error file, or print it if there is none.
+    """Do the work of one rank and return 0; record its exception in the launcher's error file, or print it.
 
-    Returns:
-        0. A failure ends the process here, since leaving the interpreter may wait for other ranks.
+    A failure ends the process here, since leaving the interpreter may wait for other ranks.
     """
     _end_with_launcher()
     handler = ErrorHandler()

@@ -39,14 +39,7 @@ def prepare_blocks(model: DecoderModel, config: Config, device: Device) -> None:
 
 
 def build_updates(optimizer: torch.optim.Optimizer, strategy: Strategy, config: Config, cpu_threads: int) -> Updates:
-    """Choose where and when the optimizer steps.
-
-    Args:
-        optimizer: over the strategy's parameters, before its first step.
-        strategy: after ``parallelize``.
-        config: validated.
-        cpu_threads: number of threads for optimizer steps in host memory.
-    """
+    """Choose where and when the optimizer, made after ``parallelize``, steps; ``cpu_threads`` are for host memory."""
     memory, context = config.memory, strategy.context
     if memory.optimizer_offload:
         assert config.train.init_seed is not None

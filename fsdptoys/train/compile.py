@@ -31,9 +31,6 @@ from fsdptoys.models import routers
 class CompiledForward:
     """Compiled forward of a block, stored as ``block.compiled_forward``.
 
-    Args:
-        function: the compiled function.
-
     Attributes:
         around: returns a context for each call, including recomputation in the backward. It is not compiled, so it
             causes no graph breaks.

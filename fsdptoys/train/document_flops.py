@@ -12,13 +12,7 @@ from fsdptoys.models import DecoderModel, attended_keys
 
 
 class DocumentCounter:
-    """Counts attended keys per step and turns them into FLOPs per token.
-
-    Args:
-        model: its ``document_end`` is set, which turns document masking on.
-        document_end: id of the last token of every document.
-        seq_len: tokens of a sequence.
-    """
+    """Counts attended keys per step and turns them into FLOPs per token; turns the model's document masking on."""
 
     def __init__(self, model: DecoderModel, document_end: int, seq_len: int) -> None:
         model.document_end = document_end

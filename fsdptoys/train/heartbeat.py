@@ -4,9 +4,8 @@ If a rank does not join a collective, the other ranks fail after the timeout wit
 rank therefore rewrites a small file with its step, phase and the number of beats in this step, which orders two ranks
 even if gradient accumulation repeats the phases (all ranks must report the same phases in the same order). A write is
 one ``pwrite`` of 320 bytes without fsync: it takes microseconds, and survives a crash of the process, not of the
-machine.
+machine. The rendezvous of the ranks, which differs between starts of a run, separates current files from older ones.
 
-The rendezvous of the ranks, which differs between starts of a run, separates current files from older ones.
 Limits: ranks on nodes that do not share the run directory are reported as silent, and a shared file system may show
 changes late. Under NCCL a hung collective aborts the process (SIGABRT) before Python can react; then the launcher reads
 the files.
@@ -155,17 +154,7 @@ def is_lost(message: str) -> bool:
 
 @contextlib.contextmanager
 def explain_lost_ranks(folder: Path, rank: int, world_size: int, timeout_seconds: float) -> Iterator[None]:
-    """Turn a collective's timeout or broken connection into an error that names the missing ranks.
-
-    Args:
-        folder: contains the heartbeats.
-        rank: this rank.
-        world_size: number of ranks.
-        timeout_seconds: of the process group.
-
-    Raises:
-        LostRanksError: in place of the collective's error.
-    """
+    """Turn a collective's timeout or broken connection into a ``LostRanksError`` that names the missing ranks."""
     try:
         yield
     except RuntimeError as error:
@@ -257,11 +246,7 @@ def _encode(record: dict[str, object]) -> bytes:
 
 
 def _decode(written: bytes) -> Heartbeat:
-    """Decode a record.
-
-    Raises:
-        ValueError: if it is torn or invalid.
-    """
+    """Decode a record; ValueError if it is torn or invalid."""
     record = parse_json(written)
     checksum = record.pop("crc32", None) if isinstance(record, dict) else None
     if checksum != zlib.crc32(json.dumps(record).encode()):

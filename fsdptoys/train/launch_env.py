@@ -8,10 +8,8 @@ from fsdptoys.utils.atomic_write import write_atomically
 LAUNCHED = "FSDPTOYS_LAUNCHED"
 """The launcher's process id, set for the workers it starts."""
 
-
 LAUNCH_FOLDER = "FSDPTOYS_LAUNCH_FOLDER"
 """The launcher's folder on this machine, removed when the launcher ends."""
-
 
 RESTARTS = "FSDPTOYS_RESTARTS"
 """How many times the launcher has restarted the workers."""
@@ -31,21 +29,14 @@ def restart_count() -> int:
 
 
 def remember_run_dir(path: Path) -> None:
-    """Record the run directory for the launcher and for workers after a restart.
-
-    Any rank may call this; at least one rank per node must.
-    """
+    """Record the run directory for the launcher and restarted workers; at least one rank per node must call it."""
     folder = launch_folder()
     if folder is not None:
         write_atomically(folder / "run_dir", str(path.absolute()))
 
 
 def remembered_run_dir(folder: Path | None = None) -> Path | None:
-    """The run directory recorded by :func:`remember_run_dir`; None if there is none.
-
-    Args:
-        folder: the launcher's folder; None for the folder named in this worker's environment.
-    """
+    """The run directory recorded in the launcher's folder, by default that of this worker; None if there is none."""
     folder = folder or launch_folder()
     try:
         return Path((folder / "run_dir").read_text()) if folder is not None else None

@@ -50,12 +50,7 @@ class RoutingBalance:
         self._sum_dtype = sum_dtype
 
     def begin_step(self, tokens: int, loss_scale: float) -> None:
-        """Reset the sums.
-
-        Args:
-            tokens: number in the global batch, including those without a label.
-            loss_scale: the strategy's factor on the loss.
-        """
+        """Reset the sums, for a global batch of ``tokens`` (with or without labels) and the strategy's loss factor."""
         self._tokens = tokens
         self._loss_scale = loss_scale
         n_layers, n_experts = len(self._routers), self._routers[0].n_experts
@@ -65,12 +60,7 @@ class RoutingBalance:
     def before_forward(self, model: nn.Module, index: int, microbatches: Sequence[tuple[Tensor, Tensor]]) -> None:
         """If this process simulates several ranks, route the micro-batches that real ranks would run concurrently.
 
-        Costs one more forward per micro-batch.
-
-        Args:
-            model: called with tokens_BT, labels_BT and a loss that computes nothing.
-            index: of the next micro-batch.
-            microbatches: all of the step, as (tokens_BT, labels_BT).
+        Costs one more forward per micro-batch of the step; ``index`` is that of the next one.
         """
         if self._local_ranks == 1 or not self._aux_coef or index % self._local_ranks:
             return

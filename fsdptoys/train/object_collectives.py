@@ -42,40 +42,24 @@ class WireError(RuntimeError):
 
 
 class JsonWriter:
-    """Replaces ``pickle.Pickler`` in torch.
-
-    Args:
-        file: receives the bytes.
-    """
+    """Replaces ``pickle.Pickler`` in torch."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
 
     def dump(self, value: Any) -> None:
-        """Write a value.
-
-        Raises:
-            WireError: for an object of an unknown class.
-        """
+        """Write a value; WireError for an object of an unknown class."""
         self._file.write(json.dumps(_plain(value), separators=(",", ":")).encode())
 
 
 class JsonReader:
-    """Replaces ``pickle.Unpickler`` in torch.
-
-    Args:
-        file: contains the bytes of one value.
-    """
+    """Replaces ``pickle.Unpickler`` in torch."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
 
     def load(self) -> Any:
-        """Read a value.
-
-        Raises:
-            WireError: for anything that ``JsonWriter`` cannot write.
-        """
+        """Read a value; WireError for anything that ``JsonWriter`` cannot write."""
         try:
             return _value(parse_json(self._file.read(), max_depth=MAX_DEPTH, non_finite=True))
         except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:

@@ -8,9 +8,7 @@ from fsdptoys.config.schema import Config
 from fsdptoys.memory import Updates
 from fsdptoys.optim.matrix_optimizer import MATRICES
 from fsdptoys.profiler import LiveBytes, OOMContext, PlacedBytes, Switches, live_bytes
-from fsdptoys.utils.dtensor import (
-    is_dtensor,
-)
+from fsdptoys.utils.dtensor import is_dtensor
 
 
 def oom_context(
@@ -33,7 +31,7 @@ def oom_context(
         config: validated, of the run.
         world_size: ranks over all nodes.
         rank: of this process.
-        step: number of the step, from 1; 0 before the first.
+        step: from 1; 0 before the first.
         phase: ``construction``, ``forward``, ``backward``, ``optimizer`` or ``evaluation``.
         parameters: the strategy's (sharded) parameters; empty during construction.
         updates: of the optimizer; None before it is built.

@@ -96,22 +96,14 @@ class TrainedModel:
         self.context = min(seq_len, self.config.max_seq_len) if type(seq_len) is int else self.config.max_seq_len
 
     def choose_context(self, typed: int | None) -> int:
-        """Return the context length to use, in tokens.
-
-        Raises:
-            ConfigError: if it exceeds ``model.max_seq_len``.
-        """
+        """Return the context length to use, in tokens; ConfigError if it exceeds ``model.max_seq_len``."""
         if typed is not None and typed > self.config.max_seq_len:
             longest = self.config.max_seq_len
             raise ConfigError(f"--context {typed} is more than model.max_seq_len={longest}; write --context {longest}")
         return typed or self.context
 
     def tokenizer(self, choice: str | None) -> Tokenizer:
-        """Return the chosen tokenizer, or that of the folder or of the run's data.
-
-        Raises:
-            ConfigError: if none is known.
-        """
+        """Return the chosen tokenizer, or that of the folder or of the run's data; ConfigError if none is known."""
         data, reason = self.data(), ""
         if choice is None and isinstance(self._weights, HuggingFaceFolder):
             if (self._weights.path / TOKENIZER_FILE).is_file():
@@ -126,19 +118,11 @@ class TrainedModel:
         return open_tokenizer(choice, self.config.vocab_size, plain=data is not None and data.plain_texts)
 
     def data(self) -> DataConfig | None:
-        """The data configuration of the run; None if unknown, as for a Hugging Face folder.
-
-        Raises:
-            ConfigError: if the run's settings are invalid.
-        """
+        """The data configuration of the run; None if unknown, as for a Hugging Face folder; ConfigError if invalid."""
         return read_data_config(self._settings, self.source) if "data" in self._settings else None
 
     def data_seed(self) -> int:
-        """The seed of the run's synthetic data.
-
-        Raises:
-            ConfigError: if the run's settings lack it.
-        """
+        """The seed of the run's synthetic data; ConfigError if the run's settings lack it."""
         seed = self._setting("train", "data_seed")
         if type(seed) is not int:
             raise ConfigError(f"{self.source} says train.data_seed={seed}; use the file that the run wrote")
@@ -183,11 +167,7 @@ class TrainedModel:
 
 
 def read_device(options: Mapping[str, str]) -> tuple[Device, torch.dtype]:
-    """Return the device and dtype named by ``--device`` and ``--dtype``.
-
-    Raises:
-        ConfigError: if the device or dtype does not exist.
-    """
+    """Return the device and dtype named by ``--device`` and ``--dtype``; ConfigError if one does not exist."""
     dtype = options.get("--dtype", "float32")
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype} must be one of {', '.join(DTYPES)}; write --dtype float32")

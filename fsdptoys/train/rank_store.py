@@ -17,9 +17,7 @@ import torch.distributed as dist
 from fsdptoys.errors import ConfigError
 
 from .heartbeat import START
-from .launch_env import (
-    LAUNCHED,
-)
+from .launch_env import LAUNCHED
 
 STORE = "FSDPTOYS_STORE"
 """Location of the store as JSON: ``{"file": path}`` or ``{"host": address, "port": number, "prefix": text}``."""
@@ -39,22 +37,12 @@ def name_file_store(folder: Path, start: int) -> None:
 
 
 def name_network_store(host: str, port: int, prefix: str) -> None:
-    """Set the environment so that the ranks rendezvous at a running TCP store.
-
-    Args:
-        host: name or address.
-        port: of the store.
-        prefix: of all keys of this start.
-    """
+    """Set the environment so that the ranks of a start rendezvous at a running TCP store, with this key prefix."""
     os.environ.update({STORE: json.dumps({"host": host, "port": port, "prefix": prefix}), START: prefix})
 
 
 def open_rank_store(world_size: int) -> "dist.Store | None":
-    """Open the store of this rank; None under another launcher, which uses ``env://``.
-
-    Args:
-        world_size: ranks over all nodes.
-    """
+    """Open the store of this rank; None under another launcher, which uses ``env://``."""
     if world_size == 1:
         return dist.HashStore()
     # The parent must be our launcher: torchrun, if started from one of our ranks, passes on that rank's environment.
@@ -68,13 +56,10 @@ def open_rank_store(world_size: int) -> "dist.Store | None":
 
 
 def loopback_environment(present: "os._Environ[str] | dict[str, str]") -> dict[str, str]:
-    """Variables that keep gloo's and NCCL's sockets on the loopback interface, for runs on one node.
+    """Variables not in ``present`` that keep gloo's and NCCL's sockets on the loopback interface, for one node.
 
     By default gloo listens on the address of the host's name, and NCCL's bootstrap on the first network interface.
     NCCL's variable is untested on several GPUs.
-
-    Args:
-        present: the environment; variables that it sets already are left out.
     """
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if not names:
@@ -85,11 +70,7 @@ def loopback_environment(present: "os._Environ[str] | dict[str, str]") -> dict[s
 
 
 def check_interface() -> None:
-    """Check the network interfaces named in ``GLOO_SOCKET_IFNAME``.
-
-    Raises:
-        ConfigError: if this machine lacks one of them.
-    """
+    """Raise a ConfigError if this machine lacks a network interface named in ``GLOO_SOCKET_IFNAME``."""
     wanted = os.environ.get(GLOO_INTERFACE, "")
     present = [name for _, name in socket.if_nameindex()]
     for name in filter(None, wanted.split(",")):

@@ -25,10 +25,7 @@ from fsdptoys.metrics.config import (
     MetricsConfig,
 )
 from fsdptoys.metrics.prediction import Prediction, PredictionError, prediction_errors
-from fsdptoys.metrics.results import (
-    RunResults,
-    summarize,
-)
+from fsdptoys.metrics.results import RunResults, summarize
 from fsdptoys.metrics.resume_log import read_resumes, read_steps, starts
 from fsdptoys.utils.file_lock import is_locked
 from fsdptoys.utils.foreign import ForeignError
@@ -95,11 +92,7 @@ class RecordedRun:
         return is_written(self.path)
 
     def config(self) -> Config:
-        """The configuration, not validated, as far as it affects step time; see :func:`read_config`.
-
-        Raises:
-            ConfigError: if this version cannot read it.
-        """
+        """The configuration, not validated, as far as it affects step time; see :func:`read_config`."""
         return read_config(self.tree, str(self.path / CONFIG_FILE))
 
     def prediction_errors(self) -> list[PredictionError]:
@@ -113,11 +106,7 @@ def is_run_dir(path: Path) -> bool:
 
 
 def read_recorded_run(path: Path) -> RecordedRun:
-    """Read a run directory.
-
-    Raises:
-        ConfigError: if it is not a run directory, or a file in it cannot be read.
-    """
+    """Read a run directory; ConfigError if it is none, or a file in it cannot be read."""
     if not path.is_dir():
         raise ConfigError(f"{path} is no run directory; give one that fsdptoys train has written, as runs/NAME")
     environment = read_tree(path / ENVIRONMENT_FILE)
@@ -146,11 +135,7 @@ def read_recorded_run(path: Path) -> RecordedRun:
 
 
 def _read_place(environment: Mapping[str, Any]) -> tuple[int, str, str]:
-    """Return world size, device type and device name.
-
-    Raises:
-        ForeignError: if one of them is missing or invalid.
-    """
+    """Return world size, device type and device name; ForeignError if one of them is missing or invalid."""
     world_size: int = typed(int, environment.get("world_size"), "world_size")
     device: dict[str, Any] = typed(dict[str, Any], environment.get("device"), "device")
     if not 1 <= world_size <= MOST_RANKS:

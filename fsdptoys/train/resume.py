@@ -22,10 +22,7 @@ from fsdptoys.metrics import run_dir_path
 from fsdptoys.utils.bounds import at_least, between, max_length
 from fsdptoys.utils.from_tree import LARGEST_INTEGER
 
-from .launch_env import (
-    launch_folder,
-    restart_count,
-)
+from .launch_env import launch_folder, restart_count
 from .random_states import RandomStates
 
 LARGEST_STEP = 10**15 - 1
@@ -98,11 +95,7 @@ def checkpoint_folder(config: Config, run_dir: Path | None) -> str | None:
 
 
 def check_resume(config: Config, restarted: bool) -> None:
-    """Check the checkpoint that the run would resume from, before any worker starts.
-
-    Args:
-        config: of the run.
-        restarted: whether torchrun or the launcher has started its workers before.
+    """Check the checkpoint that the run, possibly with restarted workers, would resume from, before any worker starts.
 
     Raises:
         ConfigError: if it is missing, damaged, or belongs to another model or optimizer.
@@ -115,12 +108,9 @@ def check_resume(config: Config, restarted: bool) -> None:
 
 
 def check_restart(config: Config) -> None:
-    """Refuse a restart in a new run directory, which would lose the progress so far.
+    """Raise a ConfigError for a restart by torchrun in a new run directory, which would lose the progress so far.
 
     Our own launcher remembers the directory; torchrun does not.
-
-    Raises:
-        ConfigError: if torchrun restarted the ranks and no setting names the folder of their checkpoints.
     """
     of_torchrun = restart_count() > 0 and launch_folder() is None
     if of_torchrun and config.checkpoint.every and config.checkpoint.folder is None:
@@ -131,11 +121,7 @@ def check_restart(config: Config) -> None:
 
 
 def check_same_run(config: Config, facts: dict[str, Any]) -> list[str]:
-    """Check that model, optimizer, state dtypes and number of steps of a run fit a checkpoint.
-
-    Args:
-        config: of this run.
-        facts: of the checkpoint.
+    """Check that model, optimizer, state dtypes and number of steps of a run fit a checkpoint's metadata.
 
     Returns:
         Sentences about changes that the user may not expect.

@@ -36,11 +36,7 @@ from fsdptoys.utils.file_lock import FolderLock
 
 from .distributed import process_group
 from .heartbeat import HEARTBEATS_FOLDER, HeartbeatWriter, explain_lost_ranks
-from .launch_env import (
-    remember_run_dir,
-    remembered_run_dir,
-    restart_count,
-)
+from .launch_env import remember_run_dir, remembered_run_dir, restart_count
 from .random_states import random_states, restore_random_states
 from .resume import FACTS, check_restart, check_same_run, checkpoint_folder, run_facts
 from .stop import Stop, StopRequest
@@ -105,9 +101,8 @@ class Run:
             self._resume()
             if self.rank == 0:
                 self._recorder = stack.enter_context(self._open_recorder())
-            dist.barrier(
-                device_ids=self.trainer.device.barrier_devices
-            )  # the run directory is claimed before any rank writes into it
+            # The run directory is claimed before any rank writes into it.
+            dist.barrier(device_ids=self.trainer.device.barrier_devices)
             profiler = self._profiler()
             if self._recorder and config.debug.trace_collectives:
                 self._trace_collectives()
@@ -145,8 +140,7 @@ class Run:
         finally:
             # A disk too full for the weights must not lose the results as well.
             if self._recorder:
-                watch = self.trainer.compilation
-                compilation = watch.result() if watch else None
+                compilation = watch.result() if (watch := self.trainer.compilation) else None
                 self._recorder.finish(reason, sample, profiler.summary_markdown(), compilation)
         if stop.gave_up:
             raise GivenUpError(
@@ -154,13 +148,11 @@ class Run:
                 "steps, and to go back to an older checkpoint, move the newer ones away"
             )
         if not self._saved:
-            shared = [self._problem]
-            dist.broadcast_object_list(shared, device=self.trainer.device.torch_device)
-            raise GivenUpError(shared[0] or "the last checkpoint was not saved")
+            raise GivenUpError(self._broadcast(self._problem) or "the last checkpoint was not saved")
 
     def _claim_run_dir(self) -> Path:
         """Choose and lock the run directory on rank 0, and broadcast it."""
-        shared: list[str | None] = [None]
+        path: Path | None = None
         if self.rank == 0:
             named = self.config.metrics.run_dir
             path = remembered_run_dir() or (run_dir_path(named) if named is not None else None)
@@ -168,12 +160,15 @@ class Run:
                 check_restart(self.config)
                 path = new_run_dir(self.title)
             self._lock = lock_run_dir(path)  # before anything there is touched
-            shared = [str(path)]
-        dist.broadcast_object_list(shared, device=self.trainer.device.torch_device)
-        assert shared[0] is not None
-        path = Path(shared[0])
+        path = Path(str(self._broadcast(str(path))))
         remember_run_dir(path)
         return path
+
+    def _broadcast(self, text: str | None) -> str | None:
+        """Rank 0's text. A collective."""
+        shared = [text]
+        dist.broadcast_object_list(shared, device=self.trainer.device.torch_device)
+        return shared[0]
 
     @property
     def title(self) -> str:

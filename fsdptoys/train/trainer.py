@@ -161,11 +161,7 @@ class Trainer:
         }
 
     def load_state_dict(self, state: dict[str, Any], load: Callable[[dict[str, Tensor]], None]) -> None:
-        """Resume from a checkpoint.
-
-        Args:
-            state: result of ``state_dict`` when it was saved.
-            load: fills tensors, given by name, with their saved values.
+        """Resume from a ``state_dict``; ``load`` fills tensors, given by name, with their saved values.
 
         Raises:
             ConfigError: if the data or the tensors differ from the checkpoint's.

@@ -9,12 +9,8 @@ from pathlib import Path
 import pytest
 
 from fsdptoys.cli.main import main
-from fsdptoys.metrics.config import (
-    METRICS_FILE,
-)
-from fsdptoys.utils.file_lock import (
-    LOCK_FILE,
-)
+from fsdptoys.metrics.config import METRICS_FILE
+from fsdptoys.utils.file_lock import LOCK_FILE
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,9 +10,7 @@ from torch import Tensor
 
 from fsdptoys.config.schema import Config
 from fsdptoys.memory import GradientCheckpointing, MemoryConfig
-from fsdptoys.metrics.step import (
-    RoutingMetrics,
-)
+from fsdptoys.metrics.step import RoutingMetrics
 from fsdptoys.models import DecoderModel, MoEConfig, routers
 from fsdptoys.models.moe import Router, Scores
 from fsdptoys.optim import SGDConfig

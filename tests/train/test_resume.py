@@ -29,9 +29,7 @@ from fsdptoys.parallel.precision import DType
 from fsdptoys.train.run import Run
 from fsdptoys.train.stop import Stop
 from fsdptoys.train.trainer import Trainer
-from fsdptoys.utils.dtensor import (
-    local_tensor,
-)
+from fsdptoys.utils.dtensor import local_tensor
 from fsdptoys.utils.file_lock import FolderLock
 from scripts.parity import hash_parameters
 from scripts.ranks import run_ranks
