@@ -1,39 +1,39 @@
 #!/usr/bin/env bash
-# The one test command, which continuous integration runs too: `bash scripts/test.sh [arguments for pytest]`.
+# The test command, also of continuous integration: `bash scripts/test.sh [arguments for pytest]`.
 #
-# In order, stopping at the first failure: ruff, import layers, mypy, pytest, most of it under coverage. With no arguments
-# the whole suite runs, three processes at a time, and at least 90% of the lines must be covered; with arguments
-# (`tests/data -k resume`) one process runs what they name, and coverage is only told. CHAOS_KILLS=10 kills real runs too.
+# Runs ruff, the import contracts, mypy and pytest, in this order, and stops at the first failure. Without arguments the
+# whole suite runs in three processes, and at least 90% of the lines must be covered. With arguments
+# (`tests/data -k resume`) one process runs the named tests, and coverage is only reported. CHAOS_KILLS=10 also kills
+# real runs ten times.
 #
-# The tests run on the checkout with the active virtual environment's or PATH's python3 (PYTHON=/path/to/python
-# overrides) where that has all that pyproject.toml asks for, else with .venv-test, which is made here, kept, and
-# installed again whenever pyproject.toml or constraints.txt changes.
+# Tests run on the checkout, with the active virtual environment's or PATH's python3 (PYTHON=/path/to/python overrides)
+# if it has all dependencies in pyproject.toml, else with .venv-test, which is created here, kept, and updated whenever
+# pyproject.toml or constraints.txt changes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD
 minimum_percent=90
-# A process takes one share after the other, those that take longest first; what no share has, a new file of a folder
-# that was split too, runs beside them. Three at a time, for two cores: tests wait for each other's ranks a fifth of the
-# time. Not pytest-xdist: its workers have threads, and the tests fork ranks.
-# The first ones run without coverage, under which PyTorch's own Python is two thirds slower, measured or not: what they
-# run of this project, the others run too.
+# A process takes one share after the other, the longest first. A third process runs all tests that are in no share.
+# Three processes for two cores: a fifth of the time goes into waiting for ranks. Not pytest-xdist: its workers have
+# threads, and the tests fork ranks.
+# The first shares run without coverage, which costs a third more time; other tests cover the same lines.
 plain=(
+  "tests/memory"
   "tests/simulated_npu/test_training.py"
   "tests/cluster"
   "tests/parallel/test_equality.py tests/parallel/test_toys.py"
   "tests/simulated_npu/test_command_line.py tests/simulated_npu/test_patches.py"
   "tests/plan/test_tracer.py tests/plan/test_real_allocations.py"
   "tests/parallel/test_state.py tests/parallel/test_checkpointed_collectives.py"
+  "tests/toys"
+  "tests/train/test_compilation.py tests/parallel/test_float8.py tests/optim/test_low_bit_adamw.py" # the compiler's threads forbid forks in other shares
+  "tests/models"
   "tests/simulated_npu/test_device.py tests/simulated_npu/test_collectives.py"
 )
 measured=(
   "tests/plan"
-  "tests/memory"
   "tests/checkpoint"
-  "tests/toys"
   "tests/cli/test_plan.py tests/train/test_resume.py"
-  "tests/train/test_compilation.py tests/parallel/test_float8.py tests/optim/test_low_bit_adamw.py" # no other fork has the compiler's threads
-  "tests/models"
   "tests/report"
   "tests/data tests/metrics tests/profiler tests/patches"
   "tests/sweep"
@@ -46,7 +46,7 @@ fail() {
   exit 1
 }
 
-# Prints what the Python given lacks of the dependencies and of the extras of the tests; nothing where all is there.
+# Prints the dependencies, and the extras of the tests, that the given Python lacks.
 lacks() {
   "$1" - 2>&1 <<'PYTHON'
 import re
@@ -100,11 +100,11 @@ kill_lanes() { # signal
 trap 'kill_lanes -TERM; rm -rf "$scratch"' EXIT
 export COVERAGE_FILE=$scratch/coverage
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-# Processes that the tests start elsewhere find this checkout too, and no other copy of fsdptoys.
+# Processes started by tests in other folders import this checkout, and no other copy of fsdptoys.
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 
 times='' pytest_seconds=0
-part() { # name, command: run it, remember how long it took, stop the whole where it fails
+part() { # name, command: run it, record its time, stop everything if it fails
   local name=$1 start=$SECONDS status=0 took
   shift
   say "$name"
@@ -115,14 +115,14 @@ part() { # name, command: run it, remember how long it took, stop the whole wher
   [[ $status == 0 ]] || finish "$status" "FAILED: $name"
 }
 
-finish() { # exit status, what to say: pytest's closing line comes last, for it counts the tests of all processes
+finish() { # exit status, message; pytest's closing line comes last, since it counts the tests of all processes
   printf '\n'
   say "$2; ${times%; }"
   [[ ! -e $scratch/pytest.log ]] || closing_line "$pytest_seconds" "$scratch"/pytest*.log
   exit "$1"
 }
 
-closing_line() { # seconds that pytest took altogether, its logs
+closing_line() { # seconds of pytest in all, its logs
   "$python" - "$@" <<'PYTHON'
 import collections
 import os
@@ -159,12 +159,12 @@ log_of() { # number of a share
 }
 
 # shellcheck disable=SC2329
-take_shares() { # one process after the other, until none of the shares is left; each has a log and coverage of its own
+take_shares() { # one process after the other, until no share is left; each has its own log and coverage file
   local number folders others runner status=0
   for number in "${!shares[@]}"; do
     mkdir "$scratch/taken-$number" 2>/dev/null || continue
     read -ra folders <<<"${shares[number]}"
-    read -ra others <<<"${shares[*]:0:number} ${shares[*]:number+1}" # may be files of these folders
+    read -ra others <<<"${shares[*]:0:number} ${shares[*]:number+1}" # possibly files of these folders
     runner=(-m coverage run -m pytest)
     ((number >= ${#plain[@]})) || runner=(-m pytest)
     COVERAGE_FILE=$scratch/coverage-$number "$python" "${runner[@]}" --color="$color" \
@@ -174,10 +174,10 @@ take_shares() { # one process after the other, until none of the shares is left;
 }
 
 # shellcheck disable=SC2329
-run_shares() { # what no share has is shown as it goes, the shares when all are done
+run_shares() { # tests in no share print as they run, shares when all are done
   local status=0 lane ignored
   read -ra ignored <<<"${shares[*]}"
-  set -m # without job control bash has what runs in the background ignore Ctrl-C, which tests send their own processes
+  set -m # without job control, bash makes background processes ignore Ctrl-C, which tests send to theirs
   for lane in 1 2; do
     take_shares &
     lanes+=("$!")
@@ -203,7 +203,7 @@ run_shares() { # what no share has is shown as it goes, the shares when all are 
 
 # shellcheck disable=SC2329
 report_coverage() {
-  sleep 2 # helpers of multiprocessing end a moment after pytest, and take empty files of theirs with them
+  sleep 2 # multiprocessing's helpers end a moment after pytest and delete their empty files
   "$python" -m coverage combine --quiet "$scratch"/coverage* && "$python" -m coverage report --skip-covered "$@"
 }
 
