@@ -42,8 +42,7 @@ def check_new_folder(path: Path) -> None:
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield a temporary folder; rename it to ``path``, with checksums, on success, and delete it on an error.
 
-    Raises:
-        ConfigError: if ``path`` is taken or cannot be written.
+    ConfigError if ``path`` is taken or cannot be written.
     """
     check_new_folder(path)
     place = path.absolute()
@@ -67,11 +66,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def verify_checksums(path: Path) -> int | None:
-    """Compare every file of a folder with the folder's checksums, and return their number; None without checksums.
-
-    Raises:
-        ConfigError: naming the first damaged file.
-    """
+    """Compare a folder with its checksums, if any; return the number of files. ConfigError for the first damaged one."""
     if not (path / CHECKSUMS_FILE).exists():
         return None
     files = _read_checksums(path)

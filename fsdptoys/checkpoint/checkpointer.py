@@ -160,11 +160,8 @@ class Checkpointer:
     def resume(self, restarted: bool = False) -> Checkpoint | None:
         """Find the checkpoint to resume from and verify all its files; None to start from scratch. Collective.
 
-        Args:
-            restarted: this is a restart of the run, whose own newest checkpoint then precedes ``config.resume``.
-
-        Raises:
-            ConfigError: on all ranks, as ``peek``, or if a rank cannot see the checkpoint folder.
+        At a restart of the run (``restarted``) its own newest checkpoint precedes ``config.resume``. ConfigError on all
+        ranks, as ``peek``, or if a rank cannot see the checkpoint folder.
         """
         self._clean()
         if (self._config.every or self._config.on_signal) and self._ranks.size > 1:

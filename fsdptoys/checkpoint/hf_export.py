@@ -30,13 +30,8 @@ def write_hugging_face(
 ) -> Written:
     """Write a folder in Hugging Face format, atomically.
 
-    Args:
-        out_dir: a new or empty folder.
-        read: returns any part of a parameter by its name in the model.
-        max_file_bytes: tensor bytes per file; also roughly the peak memory.
-
-    Raises:
-        ConfigError: if ``out_dir`` is taken or cannot be written, or a value overflows ``dtype``.
+    ``read`` returns any part of a parameter by its name in the model; ``max_file_bytes`` is also roughly the peak
+    memory. ConfigError if ``out_dir`` is taken or cannot be written, or a value overflows ``dtype``.
     """
     with new_folder(out_dir) as folder:
         written = write_tensors(folder, STEM, _tensors(config, read, dtype), max_file_bytes)

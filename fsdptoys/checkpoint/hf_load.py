@@ -1,11 +1,9 @@
 """Initial weights from a folder in Hugging Face format.
 
-``config.json`` and the files' headers are checked before anything is allocated, so an incomplete or damaged folder, or
-one of another model, is rejected rather than half loaded. Then each rank reads only the parts its shards need. Pickled
-weights are never opened.
+``config.json`` and the files' headers are checked before anything is allocated. Then each rank reads only the parts its
+shards need. Pickled weights are never opened. Names and shapes come from the families (``models/huggingface.py``).
 
-Names and shapes come from the families (``models/huggingface.py``). Not covered: remote folders, tokenizers, a separate
-head with ``tie_word_embeddings=true``.
+Not covered: remote folders, tokenizers, a separate head with ``tie_word_embeddings=true``.
 """
 
 import dataclasses
@@ -66,11 +64,7 @@ class HuggingFaceFolder:
             )
 
     def model_config(self) -> ModelConfig:
-        """Return the configuration of the model that ``config.json`` describes.
-
-        Raises:
-            ConfigError: naming file, key and value of the first invalid or unsupported setting.
-        """
+        """Return the configuration in ``config.json``; a ConfigError names the first invalid or unsupported setting."""
         path = self.path / CONFIG_FILE
         if not path.exists():
             raise ConfigError(f"{path} is not there, and says what model the weights are of; {AGAIN}")
@@ -93,11 +87,7 @@ class HuggingFaceFolder:
         return build_model_config(family, _defaults(family) | fields, str(path), "", family.hugging_face.keys)
 
     def check(self, model: DecoderModel) -> None:
-        """Check from the files' headers that the folder holds exactly the tensors of a model on the meta device.
-
-        Raises:
-            ConfigError: naming the file, the tensor, and its actual and expected form.
-        """
+        """Check from the files' headers that the folder holds exactly the tensors of a model on the meta device."""
         check_sizes(self.path)
         tensors = TensorFolder(self.path, STEM)
         style = model.config.hugging_face

@@ -79,9 +79,7 @@ class Checkpoint:
 def read_checkpoint(ranks: Ranks, storage: Storage, name: str, schema: Schema = ANY) -> Checkpoint:
     """Verify all files of a checkpoint against its manifest, each file on one rank; collective.
 
-    Raises:
-        InvalidCheckpointError: on all ranks, with the reason of the lowest rank that found damage.
-        UnreadableError: on all ranks, if a file cannot be read on any rank and no rank found damage.
+    Raises on all ranks InvalidCheckpointError (of the lowest rank that found damage), else UnreadableError.
     """
     first = _agreed(ranks, name, "", lambda: read_manifest(storage, name) if ranks.rank == 0 else None)
     manifest = ranks.broadcast(first)

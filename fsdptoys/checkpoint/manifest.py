@@ -1,13 +1,14 @@
-"""The manifest of a checkpoint: size and SHA-256 of every file, written last.
+"""The manifest of a checkpoint (size and SHA-256 of every file, written last), and its state besides tensors ("facts").
 
 A folder without a manifest is incomplete, and one that differs from its manifest is damaged; neither is loaded. The
 manifest includes the folder's name, so a copied or renamed folder cannot pass for another step, and has one canonical
-encoding, so any change to it is detected. Unlisted files are never opened.
+encoding. Unlisted files are never opened. It proves that files are unchanged, not who wrote them; no file is a pickle.
 
-A read that the system refuses (permissions, network disk, limit on open files) does not mean damage. It is retried for
-about a second, then raises ``UnreadableError`` rather than ``InvalidCheckpointError``.
+A refused read (permissions, network disk, limit on open files) does not mean damage. It is retried for about a second,
+then raises ``UnreadableError`` rather than ``InvalidCheckpointError``.
 
-No file is a pickle, so a hostile file cannot run code. A manifest proves that files are unchanged, not who wrote them.
+Facts are in ``state.json`` for all ranks and ``rank-00000.json`` for one; the caller's dataclass checks types and
+ranges.
 """
 
 import hashlib
@@ -144,9 +145,7 @@ def with_retries(read: Callable[[], T]) -> T:
 def read_manifest(storage: Storage, name: str, patient: bool = True) -> Manifest:
     """Read a folder's manifest and check file sizes against it; retry refused reads if ``patient``.
 
-    Raises:
-        InvalidCheckpointError: if the folder is incomplete or damaged.
-        UnreadableError: if the system refuses to read it.
+    InvalidCheckpointError if the folder is incomplete or damaged, UnreadableError if the system refuses to read it.
     """
 
     def read() -> Manifest:
@@ -205,12 +204,7 @@ def _read_facts(storage: Storage, manifest: Manifest, path: str) -> dict[str, An
 
 
 def read_state(storage: Storage, manifest: Manifest, schema: Schema) -> Facts:
-    """Read the facts common to all ranks.
-
-    Raises:
-        InvalidCheckpointError: if the file is damaged or does not fit the schema.
-        UnreadableError: if the system fails to read it.
-    """
+    """Read the facts common to all ranks; InvalidCheckpointError if they do not fit the schema, too."""
     facts = _read_facts(storage, manifest, STATE_FILE)
     step, ranks = facts.get("step"), facts.get("world_size")
     if type(step) is not int or step != step_of(manifest.name):

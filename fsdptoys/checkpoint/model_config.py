@@ -18,16 +18,10 @@ from fsdptoys.utils.text import one_line, value_text
 def build_model_config(
     family: type[ModelConfig], values: Mapping[str, Any], where: str, name: str, names: Mapping[str, str] | None = None
 ) -> ModelConfig:
-    """Build a family's configuration from a file's values of exactly its fields.
+    """Build a family's configuration from the values of exactly its fields in the file ``where``.
 
-    Args:
-        family: the dataclass.
-        values: field → value.
-        where: the file, for messages.
-        name, names: as ``from_tree.build``.
-
-    Raises:
-        ConfigError: for a missing or unknown key, a value of the wrong type, or one the dataclass rejects.
+    ``name`` and ``names`` as for ``from_tree.build``. ConfigError for a missing or unknown key, a value of the wrong
+    type, or one the dataclass rejects.
     """
     try:
         return build(family, values, name, names=names, complete=True)
@@ -68,16 +62,9 @@ def differences(chosen: ModelConfig, wanted: ModelConfig) -> dict[str, tuple[Any
 
 
 def check_same(chosen: ModelConfig, wanted: ModelConfig, holder: str, source: str) -> None:
-    """Reject weights made with a configuration that differs from the run's.
+    """Reject weights of ``holder`` made with another configuration (``wanted``) than the run's (``chosen``).
 
-    Args:
-        chosen: the run's configuration.
-        wanted: the weights' configuration.
-        holder: name of the weights, for the message.
-        source: command or file with all settings of the weights, for the message.
-
-    Raises:
-        ConfigError: naming the first differing field, both values and the fix.
+    ``source`` is the command or file with all settings of the weights, for the message.
     """
     if chosen.family != wanted.family:
         raise ConfigError(

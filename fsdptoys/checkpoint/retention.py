@@ -1,18 +1,12 @@
-"""The checkpoints of one storage: atomic creation, and deletion of old ones.
+"""The checkpoints of one storage: atomic creation, and deletion of old ones. Only rank 0 runs this code.
 
 Local folders: a checkpoint is filled as ``.step-00000120.partial``, synced to disk, and renamed, so a crash leaves
-either the partial folder or the complete checkpoint. An existing checkpoint of the same name is
-``.step-00000120.old`` between the two renames, and is restored after a crash there. A checkpoint to delete is first
-renamed to ``.step-00000040.deleted``.
-
-Object stores cannot rename. There a checkpoint is filled in place; its manifest is written last and deleted first, and
-without it the checkpoint is incomplete.
+either the partial folder or the complete checkpoint. An existing checkpoint of the same name is ``.step-00000120.old``
+between the two renames, and is restored after a crash there; one to delete is first renamed to
+``.step-00000040.deleted``. Object stores cannot rename: there the manifest is written last and deleted first.
 
 Only checkpoints that this run wrote or resumed from are deleted or replaced. Any other folder in the way of a new
-checkpoint is renamed with the reason, for example to ``step-00000120.damaged-1``: a damaged or unreadable folder may
-become readable again or be repaired.
-
-Only rank 0 runs this code.
+checkpoint is renamed with the reason, for example to ``step-00000120.damaged-1``.
 """
 
 import errno
@@ -63,11 +57,9 @@ class Series:
         return [step_name(step) for step in sorted(steps, reverse=True)]
 
     def newest_complete(self) -> str | None:
-        """Return the name of the newest checkpoint with a manifest and matching file sizes, if any.
+        """Return the newest checkpoint with a manifest and matching file sizes, if any.
 
-        Raises:
-            OSError: if the storage cannot be listed.
-            UnreadableError: if a newer folder, possibly complete, cannot be read.
+        UnreadableError if a newer folder, possibly complete, cannot be read; OSError if the storage cannot be listed.
         """
         return next((name for name in self.names() if self.is_complete(name)), None)
 
@@ -187,12 +179,9 @@ class Series:
     def prune(self, newest: int, keep: int, keep_every: int) -> tuple[list[str], list[str]]:
         """Delete this run's complete checkpoints beyond those to keep; return their names, and sentences on problems.
 
-        Checkpoints that cannot be read now are neither counted nor deleted, and are left to a later call.
-
-        Args:
-            newest: step of the last save; newer checkpoints are neither counted nor deleted.
-            keep: number of newest checkpoints to keep, including the last save.
-            keep_every: also keep checkpoints whose step is a multiple of this; 0 for none.
+        Kept are the ``keep`` newest up to step ``newest``, newer ones, and those whose step is a multiple of
+        ``keep_every``. Checkpoints that cannot be read now are neither counted nor deleted, and are left to a later
+        call.
         """
         kept, name = 0, ""
         deleted: list[str] = []

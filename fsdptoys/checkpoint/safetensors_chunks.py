@@ -1,11 +1,8 @@
 """Safetensors files of chunks: streamed writes and reads by rows, through any Storage.
 
-``safetensors_header`` and ``safetensors_io`` memory-map local files. A checkpoint may live in an object store, so its
-files are written sequentially, header first, and read by seeking. At most one additional tensor at a time is in host
-memory.
-
-Chunks are sorted by descending element size, which aligns each to its dtype; the safetensors library cannot read
-unaligned tensors. Bytes are little-endian, on little-endian hosts only.
+A checkpoint may be in an object store, so its files are written sequentially, header first, and read by seeking. At
+most one additional tensor at a time is in host memory. Chunks are sorted by descending element size, which aligns each
+to its dtype. Bytes are little-endian, on little-endian hosts only.
 
 Source: https://huggingface.co/docs/safetensors/index
 """
@@ -69,13 +66,7 @@ def in_file_order(forms: Mapping[str, ChunkForm]) -> list[str]:
 def write_chunks(
     storage: Storage, path: str, forms: Mapping[str, ChunkForm], chunks: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """Write one safetensors file.
-
-    Args:
-        path: path of the file, in an existing folder.
-        forms: forms of all chunks, by key.
-        chunks: keys and tensors in the order of ``in_file_order``, on any device.
-    """
+    """Write one safetensors file; ``chunks`` come in the order of ``in_file_order``, on any device."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end, keys = 0, in_file_order(forms)
     for key in keys:
@@ -107,12 +98,7 @@ class ChunkPlace:
 
 
 def read_places(storage: Storage, path: str, forms: Mapping[str, ChunkForm]) -> dict[str, ChunkPlace]:
-    """Read the positions of chunks from a file's header; ``forms`` are the expected chunks by key, of maybe more.
-
-    Raises:
-        ConfigError: naming the file and the problem.
-        OSError: if the file cannot be read.
-    """
+    """Read the positions of the expected chunks from a file's header; a ConfigError names file and damage."""
     where = f"{storage.where}/{path}"
     try:
         size = storage.size(path)
@@ -127,16 +113,9 @@ def read_places(storage: Storage, path: str, forms: Mapping[str, ChunkForm]) -> 
 
 
 def read_rows(file: BinaryIO, place: ChunkPlace, first: int, into: Tensor) -> None:
-    """Fill a tensor with consecutive full rows of a chunk.
+    """Fill a tensor with consecutive full rows of a chunk, from row ``first`` on; ConfigError if the file ends early.
 
-    Args:
-        file: the chunk's open file.
-        place: position of the chunk.
-        first: index of the first row; 0 for a 0-dim chunk.
-        into: contiguous CPU tensor of the chunk's dtype, [rows, the chunk's other dims].
-
-    Raises:
-        ConfigError: if the file ends early.
+    ``into`` is a contiguous CPU tensor of the chunk's dtype, [rows, the chunk's other dims]; a 0-dim chunk has one row.
     """
     row_bytes = math.prod(place.form.shape[1:]) * place.form.dtype.itemsize
     file.seek(place.start + first * row_bytes)

@@ -71,11 +71,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def parse_header(file: BinaryIO, size: int) -> tuple[dict[str, Any], int]:
-    """Return the header of an open file of ``size`` bytes, and the offset of the tensors behind it.
-
-    Raises:
-        ValueError: with the damage.
-    """
+    """Return the header of an open file of ``size`` bytes, and the offset of the tensors; ValueError if damaged."""
     length = int.from_bytes(read_bytes(file, 8), "little")
     if size < 8 or length > min(size - 8, LONGEST_HEADER_BYTES):
         raise ValueError(f"its header does not fit into its {size} bytes")

@@ -75,8 +75,7 @@ def is_file_name(name: object) -> bool:
 class TensorFolder:
     """The tensors of a folder, listed from the headers of its files, whose names start with ``stem``.
 
-    Raises:
-        ConfigError: if files are missing or damaged, or disagree with the index.
+    ConfigError if files are missing or damaged, or disagree with the index.
     """
 
     def __init__(self, path: Path, stem: str) -> None:
@@ -110,11 +109,7 @@ class TensorFolder:
                 )
 
     def require(self, shapes: Mapping[str, tuple[int, ...]], owner: str) -> None:
-        """Check that tensors exist, with the expected shapes and supported dtypes, which ``owner`` needs.
-
-        Raises:
-            ConfigError: naming the file, the tensor, and its actual and expected form.
-        """
+        """Check that the tensors that ``owner`` needs exist, with the expected shapes and supported dtypes."""
         for name, shape in shapes.items():
             tensor = self.stored.get(name)
             if tensor is None:
@@ -175,14 +170,8 @@ def write_tensors(
 ) -> Written:
     """Write tensors into one or more safetensors files of limited size, with an index for several.
 
-    Args:
-        folder: an existing folder.
-        stem: prefix of the file names.
-        tensors: names and CPU tensors, which must not change until the iterator is exhausted.
-        max_file_bytes: tensor bytes per file, unless a single tensor is larger.
-
-    Raises:
-        OSError, SafetensorError: if a file cannot be written.
+    ``tensors`` are CPU tensors, which must not change until the iterator is exhausted. OSError or SafetensorError if a
+    file cannot be written.
     """
     parts: list[dict[str, Any]] = []
     waiting: dict[str, Tensor] = {}

@@ -5,9 +5,7 @@
 3. Rank 0 gathers sizes and checksums, or errors, and commits the folder with a manifest (see ``retention``).
 4. The verdict is broadcast. Then rank 0 deletes old checkpoints.
 
-If a write fails on any rank, the new files are removed and earlier checkpoints stay unchanged. If the disk is full, old
-checkpoints already beyond ``checkpoint.keep`` are deleted and the save is retried once. Communication errors are
-raised.
+If the disk is full, old checkpoints beyond ``checkpoint.keep`` are deleted and the save is retried once.
 """
 
 import errno
@@ -62,12 +60,7 @@ class Saver:
     def save(self, step: int, put: Put, state: bytes, own: bytes, prunes: bool = True) -> bool:
         """Save a checkpoint; collective. Return whether it is committed, the same on all ranks.
 
-        Args:
-            step: number of completed steps.
-            put: writes the tensors.
-            state: facts common to all ranks, as JSON.
-            own: facts of this rank, as JSON.
-            prunes: whether old checkpoints may be deleted.
+        ``put`` writes the tensors; ``state`` and ``own`` are the facts common to all ranks and of this one, as JSON.
         """
         ranks = self._ranks
         problems, wrote = self._attempt(step, put, state, own)

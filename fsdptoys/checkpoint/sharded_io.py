@@ -1,15 +1,12 @@
 """Saving and loading tensors of any layout, on any number of ranks, as a folder of safetensors files.
 
-torch.distributed.checkpoint plans the writes: each rank writes its shards, and replicated tensors are written once,
-spread over the ranks. On load it plans the chunk parts that each rank needs, also for other shards than those saved.
-The files (``dcp_io``) are plain safetensors with a JSON index (``safetensors_chunks``, ``tensor_index``), because
-PyTorch's own writer pickles its metadata, which can run code on load. ``FileSystemReader`` therefore cannot read them;
-any safetensors reader can.
+torch.distributed.checkpoint plans the writes (each rank its shards, replicated tensors once) and the chunk parts that
+each rank reads. The files (``dcp_io``) are plain safetensors with a JSON index, because PyTorch's own writer pickles
+its metadata, which can run code on load.
 
 Only the given group is used for communication, since a save may run in a thread during training. An error on one rank
-is raised on all. Tensors on an accelerator are read on the calling thread's current stream.
-
-Not covered: checksums, and detection of incomplete folders, which callers must reject (see ``manifest``).
+is raised on all. Tensors on an accelerator are read on the calling thread's current stream. Not covered: checksums, and
+detection of incomplete folders (see ``manifest``).
 
 Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """

@@ -1,12 +1,10 @@
 """Storage of checkpoints: a local folder or an fsspec URL (``s3://bucket/run``) behind one interface.
 
-The two differ in atomicity. A local folder is filled under a temporary name, synced to disk and renamed. Object stores
-have neither folders nor renaming: a file appears when it is closed, and the caller's last file must mark a folder as
-complete. ``Storage.renames`` distinguishes them.
+A local folder is filled under a temporary name, synced to disk and renamed. Object stores have neither folders nor
+renaming: a file appears when it is closed, and the caller's last file must mark a folder as complete.
 
-fsspec's own configuration sets credentials, endpoints and other options of a URL: environment variables such as
-``FSSPEC_S3_ENDPOINT_URL``, or ``~/.config/fsspec``. Listings are not cached, since other processes may write too.
-``file://`` works, but closing a file there does not sync it to disk: use a plain path instead.
+fsspec's own configuration sets credentials and endpoints (``FSSPEC_S3_ENDPOINT_URL``, ``~/.config/fsspec``). Listings
+are not cached. ``file://`` works, but is not synced to disk: use a plain path instead.
 
 Source: https://filesystem-spec.readthedocs.io
 """
@@ -89,11 +87,7 @@ class Storage(ABC):
 
 
 def open_storage(where: str) -> Storage:
-    """Return the storage of a path or URL, without creating anything.
-
-    Raises:
-        ConfigError: for a URL of an unknown scheme, of a package not installed, or of an unreachable server.
-    """
+    """Return the storage of a path or URL, without creating anything; ConfigError if there is no way to reach it."""
     if where.startswith("://"):
         raise ConfigError(f"{where} is a URL without a kind; name a local folder, or a URL such as s3://bucket/folder")
     return UrlStorage(where) if "://" in where else LocalStorage(where)

@@ -1,7 +1,4 @@
-"""``tensors.json``: the tensors of a checkpoint and the files of their chunks.
-
-A tensor's chunks are the shards of the ranks that saved it. A chunk is a box with offsets and sizes. The index gives
-its file and its key there; the file's header gives its position.
+"""``tensors.json``: the tensors of a checkpoint and the files of their chunks, the shards of the saving ranks.
 
 The index is plain JSON, read strictly: a hostile index cannot name a file outside its folder, omit a part of a tensor,
 or run code. It takes about 130 bytes per chunk, so 1000 tensors on 1000 ranks take 130 MB; the limit is 256 MiB.
@@ -77,11 +74,7 @@ def write_index(storage: Storage, folder: str, tensors: Mapping[str, StoredTenso
 
 
 def read_index(storage: Storage, folder: str) -> dict[str, StoredTensor]:
-    """Read the index of a checkpoint.
-
-    Raises:
-        ConfigError: naming the file, if it is missing or deviates from the format of ``write_index``.
-    """
+    """Read the index of a checkpoint; ConfigError if it is missing or deviates from the format of ``write_index``."""
     path = f"{folder}/{INDEX_FILE}"
     where = f"{storage.where}/{path}"
     try:

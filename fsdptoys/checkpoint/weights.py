@@ -40,14 +40,9 @@ def save_weights(
 ) -> Written:
     """Write a model's parameters atomically, on one rank, while all others exhaust their iterators.
 
-    Args:
-        folder: ``RUN/weights``.
-        parameters: names and full CPU tensors, each in its own unchanging memory. Exhausted even after a write error,
-            since every step is collective.
-        max_file_bytes: tensor bytes per file; also roughly the peak memory.
-
-    Raises:
-        ConfigError: if the folder is taken or cannot be written.
+    ``parameters`` are full CPU tensors, each in its own unchanging memory; the iterator is exhausted even after a write
+    error, since every step is collective. ``max_file_bytes`` is also roughly the peak memory. ConfigError if the folder
+    is taken or cannot be written.
     """
     try:
         with new_folder(folder) as temporary:
@@ -61,8 +56,7 @@ def save_weights(
 class RunWeights:
     """Final weights of a run, from its directory or the folder ``weights`` in it.
 
-    Raises:
-        ConfigError: if it holds no weights, or they are incomplete or do not fit the model in ``config.yaml``.
+    ConfigError if it holds no weights, or they are incomplete or do not fit the model in ``config.yaml``.
     """
 
     config: ModelConfig
@@ -124,14 +118,8 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 
 def model_config_of(section: object, where: str, fix: str) -> ModelConfig:
-    """Build a model configuration from the section ``model`` of a run's saved settings.
-
-    Args:
-        where: source of the settings, for messages.
-        fix: the fix for a missing section, for the message.
-
-    Raises:
-        ConfigError: if the section is missing or invalid.
+    """Build a model configuration from the section ``model`` of a run's settings; ``where`` and ``fix`` are for
+    messages.
     """
     if not isinstance(section, dict):
         raise ConfigError(f"{where} lacks the section model; {fix}")
@@ -147,11 +135,8 @@ def model_config_of(section: object, where: str, fix: str) -> ModelConfig:
 class CheckpointWeights:
     """Model parameters of a checkpoint, read one at a time after all files are verified against the manifest.
 
-    Args:
-        where: path or URL of a checkpoint; or of a folder of checkpoints or a run, for its newest one.
-
-    Raises:
-        ConfigError: if there is no checkpoint, or it is incomplete, damaged or unreadable.
+    ``where`` is the path or URL of a checkpoint, or of a folder of checkpoints or a run, for its newest one.
+    ConfigError if there is none, or it is incomplete, damaged or unreadable.
     """
 
     def __init__(self, where: str) -> None:

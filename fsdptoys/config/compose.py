@@ -26,7 +26,7 @@ from fsdptoys.models import MODELS, ModelConfig
 from fsdptoys.optim import OPTIMIZERS
 from fsdptoys.parallel import STRATEGIES
 from fsdptoys.parallel.mesh import MeshConfig
-from fsdptoys.utils.paths import check_home, check_text
+from fsdptoys.utils.bounds import check_home, check_text
 
 from .overrides import (
     Option,

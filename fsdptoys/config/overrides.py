@@ -23,8 +23,8 @@ from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 
 from fsdptoys.errors import ConfigError
+from fsdptoys.utils.bounds import check_text
 from fsdptoys.utils.foreign import parse_yaml
-from fsdptoys.utils.paths import check_text
 from fsdptoys.utils.text import near_miss, value_text
 
 CONFIGS = Path(__file__).parents[1] / "configs"

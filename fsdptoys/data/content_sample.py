@@ -1,15 +1,11 @@
-"""Digests of sampled blocks of the data's files, so that a resumed run detects changed files.
+"""Digests of sampled blocks of the data's files, so that a resumed run detects changed files in milliseconds.
 
-Hashing a corpus takes minutes, reading a few of its blocks milliseconds. Of each file the first and last 4 KiB are
-read, and between them one block for every 16 MiB, at least 16, each at a pseudo-random place of its own stretch; the
-places are a function of the file's size. A file of up to 72 KiB is read completely. All files together have at most
-16,384 blocks besides their first and last ones, at least one each. Times and inodes do not count: a copy is the same
-data.
+Of each file the first and last 4 KiB are read, and between them one block for every 16 MiB, at least 16, each at a
+pseudo-random place of its own stretch. A file of up to 72 KiB is read completely. All files together have at most
+16,384 blocks besides their first and last ones. Times and inodes do not count: a copy is the same data.
 
 Not covered: a change that misses every sampled block. The probability of detection is about the length of the change
 divided by the distance of two blocks: 1 in 4096 for a single byte in the middle of a large file.
-
-A checkpoint keeps up to 256 digests; with more files each digest covers several neighbors.
 """
 
 import hashlib
@@ -37,16 +33,7 @@ DIGEST_CHARACTERS = 16
 
 
 class SampledFiles:
-    """Sampled contents of the training files.
-
-    Args:
-        key: the configuration's key, for messages.
-        files: in the order of the data.
-        fix: imperative in the message about a changed file.
-
-    Raises:
-        ConfigError: if a file cannot be read.
-    """
+    """Sampled contents of the training files, in the order of the data; ``fix`` ends the message on a changed one."""
 
     def __init__(self, key: str, files: Sequence[SourceFile], fix: str = "put it back as it was") -> None:
         self._key = key
@@ -64,12 +51,9 @@ class SampledFiles:
         return {"version": VERSION, "digests": self._sums}
 
     def check_unchanged(self, state: Any) -> None:
-        """Compare the files with those of a checkpoint's ``state_dict``.
+        """Compare the files with a checkpoint's ``state_dict``; a ConfigError names the first changed file or group.
 
         None (of earlier versions) and digests of another choice of blocks or number of files are not compared.
-
-        Raises:
-            ConfigError: naming the first changed file, or the few that share its digest.
         """
         if not isinstance(state, dict) or state.get("version") != VERSION:
             return

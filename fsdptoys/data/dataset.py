@@ -147,10 +147,8 @@ class DataConfig(ABC):
         return True
 
     def find_tokenizer(self) -> str | None:
-        """The data's tokenizer: ``bytes``, or the path of a ``tokenizer.json``; None if unknown.
-
-        Raises:
-            ConfigError: if it cannot be read, or has changed.
+        """The data's tokenizer: ``bytes``, or the path of a ``tokenizer.json``; None if unknown, ConfigError if
+        damaged.
         """
         return None
 

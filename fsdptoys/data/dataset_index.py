@@ -1,15 +1,12 @@
 """The index of a folder of tokens, as ``fsdptoys data prepare`` writes it.
 
 - ``index.json``: dtype, meaning and source of the ids, and size and checksums of every shard.
-- ``shard-00000.bin``: ids, little-endian, 16 bits each if the vocabulary allows it, else 32. Whole documents, one after
-  the other, each with the end-of-document id behind it.
+- ``shard-00000.bin``: ids of whole documents, little-endian, each with the end-of-document id behind it.
 - ``shard-00000.ends``: the position behind each document's last id in that shard, little-endian, 64 bits each.
-- ``tokenizer.json``: a copy of the tokenizer's file, if there is one, for users of the trained model. Training does not
-  read it; folders of earlier versions have none.
+- ``tokenizer.json``: a copy of the tokenizer's file, if there is one, for users of the trained model.
 
-A shard belongs to one split, ``train`` or ``eval``. The index is written last, into a folder that gets its name after
-that (``shard_writer``), so a folder with an index is complete. Opening one reads the index and the sizes of the files;
-only ``check_folder`` reads the files themselves.
+A shard belongs to one split, ``train`` or ``eval``. The index is written last, so a folder with an index is complete.
+Opening one reads the index and the sizes of the files; only ``check_folder`` reads the files themselves.
 """
 
 import dataclasses
@@ -130,15 +127,9 @@ class Index:
 
 
 def read_index(folder: str, owner: str) -> Index:
-    """Read a folder's index and compare the sizes of its files with it.
+    """Read a folder's index and compare the sizes of its files with it; ``owner`` names the folder in messages.
 
-    Args:
-        folder: path.
-        owner: the folder as the user named it, ``data.folder=corpus``, for messages.
-
-    Raises:
-        UnusableFolderError: if it is no such folder, or damaged.
-        ConfigError: if the system refuses to read it.
+    UnusableFolderError if it is no such folder, or damaged; ConfigError if the system refuses to read it.
     """
     root = Path(folder).expanduser()
     path = root / INDEX_FILE
@@ -216,17 +207,9 @@ def read_ends(folder: str, shard: Shard) -> NDArray[np.int64]:
 
 
 def check_folder(folder: str, advance: Callable[[int], None] = lambda count: None) -> tuple[Index, list[str]]:
-    """Read every byte of a folder and compare it with the index.
+    """Read every byte of a folder, compare it with the index, and return this and a sentence for every damaged file.
 
-    Args:
-        folder: path.
-        advance: called with the number of bytes of each read.
-
-    Returns:
-        The index, and a sentence for every damaged file.
-
-    Raises:
-        ConfigError: if the index cannot be read or files are missing.
+    ``advance`` is called with the number of bytes of each read. ConfigError if the index or a file is missing.
     """
     index = read_index(folder, folder)
     root, dtype = Path(folder).expanduser(), DTYPES[index.dtype]

@@ -1,11 +1,10 @@
 """Read documents from files, with one document or one group of rows in memory at a time.
 
 The file's name decides: ``.jsonl``, ``.ndjson`` and ``.json`` hold one object a line, ``.parquet`` and ``.arrow``
-tables, other files one document of text in UTF-8. All except tables may be compressed (``.gz``, ``.zst``). Folders of
-``datasets.Dataset.save_to_disk`` are read too. Documents come in the order of the files, then in that of each file.
+tables, other files one document of text in UTF-8; all except tables may be compressed (``.gz``, ``.zst``). Folders of
+``datasets.Dataset.save_to_disk`` are read too. Nothing is downloaded.
 
-Parquet and zstd are read by pyarrow, which comes with ``datasets``; Arrow files and folders are mapped by ``datasets``.
-Nothing is downloaded. Not covered: one JSON array a file, nested fields, compressed tables.
+Not covered: one JSON array a file, nested fields, compressed tables.
 """
 
 import gzip
@@ -81,11 +80,7 @@ class SourceData(SourceFile):
 
 
 def find_sources(key: str, patterns: Sequence[str]) -> list[SourceData]:
-    """The files and folders of paths and globs, each once.
-
-    Raises:
-        ConfigError: if one is missing or cannot be read, or needs a package that is not installed.
-    """
+    """The files and folders of paths and globs, each once; ConfigError if one is missing or needs a missing package."""
     files: list[SourceFile] = []
     for pattern in patterns:
         folder = Path(pattern).expanduser()
@@ -125,16 +120,10 @@ def find_sources(key: str, patterns: Sequence[str]) -> list[SourceData]:
 
 
 def read_documents(key: str, source: SourceData, field: str, *, long_texts: bool = False) -> Read:
-    """A source's documents, in order.
+    """A source's documents, in order: the text in ``field`` of each record.
 
-    Args:
-        key: the configuration's key, for messages.
-        source: file or folder.
-        field: of a record, holds the text.
-        long_texts: yield files of text from ``LONG_BYTES`` on as ``LongText``.
-
-    Raises:
-        ConfigError: if it cannot be read or has no such field, or a document does not fit into memory.
+    ``long_texts`` yields files of text from ``LONG_BYTES`` on as ``LongText``. ConfigError if the source cannot be read
+    or has no such field, or a document does not fit into memory.
     """
     owner = f"{key}=[{source.path}]"
     readers = {"lines": _lines, "parquet": _parquet, "arrow": _arrow, "folder": _arrow}

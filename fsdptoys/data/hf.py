@@ -1,11 +1,8 @@
 """``data=hf``: train from text, JSON lines, Parquet or Arrow, which are tokenized at the first use.
 
 The result of ``fsdptoys data prepare`` goes into a cache folder named by a hash of the tokenizer, the options and the
-files' paths, sizes and times, where later runs find it; from then on it is ``data=prepared``. The launcher prepares
-before it starts any rank; under torchrun the first rank does, and the others wait for its lock. Each node prepares for
-itself, unless the nodes share the cache.
-
-Prepare a corpus that takes hours beforehand; accelerators would be idle meanwhile.
+files' paths, sizes and times; from then on it is ``data=prepared``. The launcher prepares before it starts any rank;
+under torchrun the first rank of each node does, and the others wait for its lock.
 """
 
 import dataclasses

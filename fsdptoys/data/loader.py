@@ -2,10 +2,7 @@
 
 The loader's samples are whole steps, numbered by the position of their first sample, so that a worker needs no state.
 Workers are forked by a ``forkserver``, not by the rank: a fork would copy the locks of the rank's threads (gloo, NCCL)
-in any state, memory registered with a network card, and perhaps a CUDA context, which no child may use. The cost: the
-first step waits for the server to import PyTorch, once for each rank.
-
-Not covered: pinning in the background, and evaluation, whose batches are read in place.
+in any state, and perhaps a CUDA context. The cost: the first step waits for the server to import PyTorch.
 """
 
 import errno
@@ -68,9 +65,6 @@ def check_shared_memory(workers: int, step_bytes: int, local_ranks: int, place: 
         step_bytes: of one rank's batches of a step.
         local_ranks: ranks of this node.
         place: mount point of the shared memory; if missing, nothing is checked.
-
-    Raises:
-        ConfigError: naming key, value and fix.
     """
     if not workers:
         return

@@ -1,12 +1,9 @@
 """Mix samples of several sources in fixed proportions; the order is a function of the seed and the position.
 
-Weights become whole numbers of positions in a block, the smallest in the same proportions: weights 3 and 1 make blocks
-of four samples. Every block has exactly these counts, spread evenly, and starts at its own rotation of the pattern, so
-that no rank always meets the same source. Each source goes through its own epochs, independent of the others. No state
-is kept between positions.
-
-Shares that are no ratio of small numbers (sizes of corpora, 1/3) are rounded to 1/10,000. Held-out parts are read in
-the same proportions, in a fixed order, until the first of them ends.
+Weights become whole numbers of positions in a block: weights 3 and 1 make blocks of four samples, other shares are
+rounded to 1/10,000. Every block has exactly these counts, spread evenly, and starts at its own rotation of the pattern,
+so that no rank always meets the same source. Each source goes through its own epochs. Held-out parts are read in the
+same proportions, in a fixed order, until the first of them ends.
 """
 
 import bisect

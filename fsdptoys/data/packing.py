@@ -2,15 +2,11 @@
 
 A row holds ``seq_len + 1`` ids, the last of which is only a label. Best fit, longest document first: each goes into the
 fullest row with room for it, or into a new one ("Fewer truncations improve language modeling", arXiv:2404.10830). A
-document longer than a row is cut into rows of its own, each starting with the last id of the one before, so that every
-id is predicted once; the rest is packed like a document.
+document longer than a row is cut into rows of its own, each starting with the last id of the one before; the rest is
+packed like a document. Padding has the end-of-document id, and labels that do not count.
 
-Documents are fitted in groups of ``GROUP``, in order, so that memory does not grow with their number. The result is
-kept in the cache, in three files that all ranks map: packed once for a folder, a split and a length, by the launcher or
-the first rank that needs it, at 12 bytes a document and 8 a row.
-
-Padding has the end-of-document id, and labels that do not count. The label of an end-of-document id is the first id of
-the next document in its row, as in windows.
+Documents are fitted in groups of ``GROUP``, so that memory does not grow with their number. The result is kept in the
+cache, in files that all ranks map: once for a folder, a split and a length, 12 bytes a document and 8 a row.
 """
 
 import itertools
@@ -105,11 +101,7 @@ class _Counts:
 
 
 class PackedRows:
-    """The ids of each row, mapped from the files of a folder made by ``pack_rows``.
-
-    Raises:
-        ValueError: if the files do not fit each other.
-    """
+    """The ids of each row, mapped from a folder made by ``pack_rows``; ValueError if its files do not fit each other."""
 
     _maps: tuple[NDArray[Any], ...] | None = None
 
@@ -179,18 +171,9 @@ def pack_rows(
     seq_len: int,
     report: Callable[[str], object] = lambda text: None,
 ) -> PackedRows:
-    """The rows of a split, packed unless the cache holds them.
+    """The rows of a split (``train`` or ``eval``) of a folder, packed unless the folder ``cache`` holds them.
 
-    Args:
-        cache: folder of packed rows.
-        folder: of the data.
-        index: of that folder.
-        split: ``train`` or ``eval``.
-        seq_len: tokens a sample.
-        report: receives a sentence on each wait, repair and result.
-
-    Raises:
-        ConfigError: if the cache cannot be written.
+    ``report`` receives a sentence on each wait, repair and result. ConfigError if the cache cannot be written.
     """
     ends = [shard.ends_sha256 for shard in index.of(split)]
     place = cache / f"packing-{hash_of(ROWS_VERSION, GROUP, seq_len, ends)[:KEY_LENGTH]}"

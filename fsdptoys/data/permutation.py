@@ -1,15 +1,13 @@
 """A pseudo-random permutation computed by position, without memory.
 
 A Feistel network over two digits, l in base a and r in base b, with a·b just above the number of positions n: each
-round adds a hash of one digit to the other, modulo its base, which is invertible, so the rounds permute a·b numbers
-(Black and Rogaway, "Ciphers with arbitrary finite domains", 2002, method 3). Results from n to a·b (about √n of them)
-are permuted again until one is below n, which leaves a permutation of n (cycle walking, method 2). The hash is the
-64-bit finalizer of MurmurHash3 with a key for each round, from BLAKE2b of the permutation's key: integers only, so that
-the order is the same on every machine and with every version of a library.
+round adds a hash of one digit to the other, modulo its base, which is invertible (Black and Rogaway, "Ciphers with
+arbitrary finite domains", 2002, method 3). Results from n to a·b are permuted again until one is below n (cycle
+walking, method 2). The hash is the 64-bit finalizer of MurmurHash3 with a key for each round: integers only, so that
+the order is the same on every machine.
 
-Quality: with eight rounds no test in ``tests/data/test_permutation.py`` distinguishes it from a random permutation
-(positions, distances of neighbors, correlation between epochs or seeds). It is not a cipher. It reaches at most 2^512
-of the n! orders, and for a dozen positions or fewer not all of them equally often.
+With eight rounds no test in ``tests/data/test_permutation.py`` distinguishes it from a random permutation. It is not a
+cipher, and for a dozen positions or fewer not all orders are equally frequent.
 """
 
 import hashlib

@@ -1,12 +1,10 @@
 """Turn files of text into a folder of tokens, for ``fsdptoys data prepare`` and ``data=hf``.
 
 One process reads documents and writes shards; the others encode groups of documents. Groups are written in the order in
-which they were read, and the end of a shard depends on the ids alone, so the folder has the same bytes for any number
-of processes. Each process has a few groups at most, so memory does not grow with the corpus. The single reader and
-writer is the bottleneck beyond some tens of processes.
+which they were read, so the folder has the same bytes for any number of processes, and memory does not grow with the
+corpus. The single reader and writer is the bottleneck beyond some tens of processes.
 
-A document is held out if a hash of its text falls below ``eval_fraction``: equal texts are always on the same side, so
-that training and evaluation never share a document.
+A document is held out if a hash of its text falls below ``eval_fraction``: equal texts are always on the same side.
 """
 
 import hashlib

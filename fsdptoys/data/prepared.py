@@ -1,11 +1,8 @@
 """``data=prepared``: folders made by ``fsdptoys data prepare``, one or several mixed by weight (``mixture``).
 
 A split's shards are one stream, cut into windows of ``seq_len`` that may cross from one document into the next, or
-packed into rows of whole documents (``packing``). Shards are mapped, not read: a window costs one copy of its tokens,
-and the page cache keeps the used parts. A rank, or each of its workers, keeps up to ``MOST_MAPS`` maps open.
-
-The data's fingerprint comes from the checksums in the index, so that nothing is scanned at the start. Truncating a
-mapped file kills the run (SIGBUS): make a new folder instead.
+packed into rows of whole documents (``packing``). Shards are mapped, not read; each rank or worker keeps up to
+``MOST_MAPS`` maps open. Truncating a mapped file kills the run (SIGBUS): make a new folder instead.
 """
 
 import math
@@ -167,8 +164,7 @@ class PreparedConfig(DataConfig):
 class Part:
     """One folder's samples: windows, which ``pack`` replaces by rows.
 
-    Raises:
-        ConfigError: if its ids do not fit the vocabulary, or a split is shorter than a window.
+    ConfigError if its ids do not fit the vocabulary, or a split is shorter than a window.
     """
 
     train: Samples

@@ -1,11 +1,9 @@
 """The order of the training samples: a pure function of the seed and the number of samples seen.
 
 The samples of a step, over all ranks and micro-batches, are consecutive positions of a seeded permutation, a new one
-each epoch; an epoch that ends within a step continues with the next permutation, so that no sample is skipped or
-repeated. Row r of a micro-batch takes position (micro-batch · ranks + rank) · batch_size + r of the step: while the
-product of ranks, micro-batches and batch size stays the same, so does every step, and a checkpoint needs one number
-for all ranks. The permutation is computed by position (``permutation``) and takes no memory. With workers a step is
-read ahead, without any effect on batches or state.
+each epoch; an epoch that ends within a step continues with the next permutation. Row r of a micro-batch takes position
+(micro-batch · ranks + rank) · batch_size + r of the step: while the product of ranks, micro-batches and batch size
+stays the same, so does every step, and a checkpoint needs one number for all ranks.
 """
 
 from collections.abc import Iterator
@@ -98,14 +96,9 @@ class BatchStream:
         self._ahead: StepPrefetcher | None = None
 
     def next_step(self) -> list[tuple[Tensor, Tensor]]:
-        """Take the next step's batches.
+        """Take the next step: ``(tokens_BT, labels_BT)``, int64 on the CPU, for each micro-batch and own rank.
 
-        Returns:
-            ``(tokens_BT, labels_BT)``, int64 on the CPU, for each micro-batch and each rank of this process in it.
-
-        Raises:
-            ConfigError: if the data can no longer be read.
-            LostWorkerError: if a worker has ended.
+        ConfigError if the data can no longer be read, LostWorkerError if a worker has ended.
         """
         if self._workers:
             if self._ahead is None:

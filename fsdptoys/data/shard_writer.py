@@ -1,7 +1,7 @@
 """Write token shards, resumably, into a folder that becomes a dataset when it is complete.
 
 Everything goes into ``NAME.part``, which is renamed to ``NAME`` once its index is on the disk. Every few MiB a
-``progress.json`` records the documents read and the length of each file. The next start cuts the files to that length
+``progress.json`` records the documents read and the length of each file; the next start cuts the files to that length
 and continues after these documents, so that the result has the bytes of an uninterrupted one.
 """
 
@@ -131,11 +131,8 @@ class ShardsWriter:
         write_atomically(self.part / PROGRESS_FILE, json.dumps(dataclasses.asdict(self.progress)), sync=True)
 
     def finish(self, index: Index, tokenizer: bytes | None = None) -> Index:
-        """Turn the part into a dataset.
-
-        Args:
-            index: complete except for its shards, ``left_out`` and ``tokenizer_file_sha256``.
-            tokenizer: content of the tokenizer's file, of which the folder keeps a copy.
+        """Turn the part into a dataset, with a copy of the tokenizer's file; shards and ``left_out`` of ``index`` are
+        set.
         """
         if tokenizer is not None:
             write_atomically(self.part / layout.TOKENIZER_FILE, tokenizer, sync=True)

@@ -69,16 +69,12 @@ class ByteEncoder(Encoder):
 
 
 class FileEncoder(Encoder):
-    """A ``tokenizer.json``.
+    """A ``tokenizer.json``: the file or its folder.
 
     Args:
-        choice: the file or its folder.
         end: token that ends a document; None for the folder's own, or one of ``USUAL_ENDS``.
         owner: the tokenizer as the user named it, for messages.
         end_owner: the option for ``end``, for messages.
-
-    Raises:
-        ConfigError: if it cannot be read, or has no such token.
     """
 
     def __init__(self, choice: str, end: str | None, owner: str, end_owner: str) -> None:
@@ -116,12 +112,7 @@ class FileEncoder(Encoder):
 
 @contextmanager
 def explain_package_errors(failure: str, fix: str = "name another tokenizer, or mend this one") -> Iterator[None]:
-    """Report errors of the package ``tokenizers``, including panics of its Rust code, as ConfigErrors.
-
-    Args:
-        failure: start of the sentence.
-        fix: its end, an imperative.
-    """
+    """Report errors of the package ``tokenizers``, and panics of its Rust code, as ConfigError "FAILURE (REASON); FIX"."""
     try:
         yield
     except (ConfigError, MemoryError):
@@ -158,18 +149,13 @@ def _one_thread() -> Iterator[None]:
 
 
 def read_tokenizer(file: Path, owner: str, extra: str, instead: str, missing: str, *, plain: bool) -> Any:
-    """Read a ``tokenizers.Tokenizer``.
+    """Read a ``tokenizers.Tokenizer`` for ``owner``, the tokenizer as the user named it.
 
     Args:
-        file: ``tokenizer.json``, or one of its format.
-        owner: the tokenizer as the user named it.
         extra: of this project, installs the package.
         instead: alternative to the package, an imperative.
         missing: the sentence for a missing file.
         plain: ignore special tokens in the text, and the file's truncation and padding.
-
-    Raises:
-        ConfigError: if the file cannot be read, or the package is missing.
     """
     try:
         from tokenizers import Tokenizer

@@ -37,8 +37,7 @@ class SourceFile:
 def match_files(key: str, pattern: str) -> list[SourceFile]:
     """Find the files of a path or a glob (``**`` for any depth), sorted by path; an existing path is never a glob.
 
-    Raises:
-        ConfigError: if nothing matches, or a file is empty, not regular or not readable.
+    ConfigError if nothing matches, or a file is empty, not regular or not readable.
     """
     path = os.path.expanduser(pattern)
     magic = re.search(r"[*?\[]", path)
@@ -121,10 +120,8 @@ class FileStream:
         return self.starts[-1] + self.file_tokens[-1] if self.files else 0
 
     def read(self, start: int, count: int) -> NDArray[Any]:
-        """Read ``count`` tokens from position ``start`` on, all within the stream.
-
-        Raises:
-            ConfigError: if a file is gone or shorter, or has a token outside the vocabulary.
+        """Read tokens within the stream; ConfigError if a file is gone or shorter, or a token is outside the
+        vocabulary.
         """
         assert start >= 0 and start + count <= len(self)
         tokens = np.full(count, self.separator or 0, self.dtype)

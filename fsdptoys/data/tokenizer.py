@@ -1,8 +1,7 @@
 """Tokenizers of trained models, for generation and evaluation: bytes, a tokenizer's file, or plain ids.
 
-A model's weights do not define the meaning of its ids. A run's data does if it is text, and a Hugging Face folder does
-if it has a ``tokenizer.json``, which the package ``tokenizers`` reads; otherwise the user names one. Not covered:
-tokenizers in other files (``tokenizer.model``), chat templates.
+A run's data defines the meaning of ids if it is text, and a Hugging Face folder does if it has a ``tokenizer.json``;
+otherwise the user names a tokenizer. Not covered: tokenizers in other files (``tokenizer.model``), chat templates.
 """
 
 from abc import ABC, abstractmethod
@@ -76,13 +75,7 @@ class IdTokenizer(Tokenizer):
 
 
 class FileTokenizer(Tokenizer):
-    """A ``tokenizer.json``: the file or its folder.
-
-    ``plain`` encodes text as prepared data is (``data.text_encoder``), rather than as the file says.
-
-    Raises:
-        ConfigError: if it cannot be read, or the package ``tokenizers`` is missing.
-    """
+    """A ``tokenizer.json``: the file or its folder; ``plain`` encodes text as prepared data is (``data.text_encoder``)."""
 
     def __init__(self, path: Path, plain: bool) -> None:
         file = path / TOKENIZER_FILE if path.is_dir() else path
@@ -103,15 +96,9 @@ class FileTokenizer(Tokenizer):
 
 
 def open_tokenizer(choice: str, vocab_size: int, *, plain: bool = False) -> Tokenizer:
-    """Open the named tokenizer.
+    """Open ``bytes``, ``ids``, or a ``tokenizer.json`` or its folder; ConfigError if missing or unfit for the model.
 
-    Args:
-        choice: ``bytes``, ``ids``, or the path of a ``tokenizer.json`` or its folder.
-        vocab_size: of the model.
-        plain: ignore a file's special ids, truncation and padding, as prepared data does.
-
-    Raises:
-        ConfigError: if it does not exist, or does not fit the model.
+    ``plain`` ignores a file's special ids, truncation and padding, as prepared data does.
     """
     if choice == "ids":
         return IdTokenizer()

@@ -1,13 +1,9 @@
 """Standard output and error whose failures do not end the program: a full disk, a broken pipe, a closed stream.
 
-A training run prints for hours to a log, ``tee`` or ``ssh`` that may disappear, and must not lose the steps since the
-last checkpoint for a failed print. So the raw descriptor below each stream's buffer drops failed writes and remembers
-the first reason. This covers all output of the process: ``print``, rich and its thread, warnings, logging, tracebacks,
-and the flush at the interpreter's exit, whose failure would change the exit status to 120. Every write is attempted, so
-output continues once a full disk has room.
-
-Commands whose output is their result (``report``, ``plan``, ``--cfg job``) keep the exceptions of stdout: an incomplete
-table must not end with status 0.
+A training run must not lose the steps since the last checkpoint for a failed print. So the raw descriptor below each
+stream's buffer drops failed writes and remembers the first reason. This covers ``print``, rich and its thread,
+warnings, logging, tracebacks, and the flush at the interpreter's exit, whose failure would change the exit status to
+120. Commands whose output is their result (``report``, ``plan``, ``--cfg job``) keep the exceptions of stdout.
 """
 
 import errno

@@ -1,9 +1,8 @@
 """Advisory locks (flock) on files and folders, released by the system when their process ends.
 
-The lock belongs to the open file, not to its name, so the lock file of a killed process blocks no other process. For
-the same reason, deletion of the file loses the lock, so ``FolderLock`` locks the folder itself, too; the file names the
-holder, and works on network file systems that lock no folders. Without flock, ``FolderLock`` locks nothing, and
-``hold_lock`` raises an error.
+Deletion of the file loses the lock, so ``FolderLock`` locks the folder itself, too; the file names the holder, and
+works on network file systems that lock no folders. Without flock, ``FolderLock`` locks nothing, and ``hold_lock``
+raises an error.
 """
 
 import contextlib
@@ -46,10 +45,7 @@ class NoLocksError(Exception):
 class FolderLock:
     """Exclusive lock of a folder for its writer, until ``release`` or the end of the process.
 
-    Raises:
-        ConfigError: if another process holds the lock.
-        NotRegularFileError: if the lock file is a link, a pipe or a folder.
-        OSError: if the folder cannot be written.
+    ConfigError if another process holds the lock, NotRegularFileError if the lock file is a link, a pipe or a folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -97,15 +93,10 @@ def is_locked(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def hold_lock(path: Path, owner: str, wait: Callable[[str], object] | None) -> Iterator[None]:
-    """Hold a lock file, removed at the end.
+    """Hold a lock file, removed at the end; ``owner`` is the locked folder in messages.
 
-    Args:
-        path: of the lock file.
-        owner: locked folder as named by the user, for messages.
-        wait: called once with the holder's process id before waiting for its end; None to raise an error instead.
-
-    Raises:
-        ConfigError: if another process holds it, the file system has no locks, or the path is no regular file.
+    ``wait`` is called once with the holder's process id before waiting for its end; None to raise an error instead.
+    ConfigError if another process holds it, the file system has no locks, or the path is no regular file.
     """
     descriptor = None
     while descriptor is None:
@@ -135,10 +126,7 @@ def hold_lock(path: Path, owner: str, wait: Callable[[str], object] | None) -> I
 def lock_file(path: Path) -> int:
     """Lock a file, created if missing, and write this process's id into it; return the descriptor for ``unlock_file``.
 
-    Raises:
-        HeldError: if another process holds it.
-        NoLocksError: if the file system has no locks.
-        NotRegularFileError: if something else has the name; a symbolic link is not followed.
+    HeldError if another process holds it, NoLocksError if the file system has no locks.
     """
     while True:
         descriptor = open_descriptor(path, os.O_RDWR | os.O_CREAT)
@@ -167,11 +155,7 @@ def unlock_file(path: Path, descriptor: int) -> None:
 
 
 def lock_folder(path: Path) -> int | None:
-    """Lock a folder itself until the returned descriptor is closed; None without flock for folders, as on NFS.
-
-    Raises:
-        HeldError: if another process holds it.
-    """
+    """Lock a folder itself until the returned descriptor is closed; None without flock for folders, as on NFS."""
     if fcntl is None:
         return None
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -1,8 +1,7 @@
 """Parsers of foreign JSON and YAML, bounded in depth and size, with one error class.
 
-With Python's json and PyYAML's safe loader, a file of 1 KB can exhaust the memory (nested aliases, "billion laughs"),
-a number of 600 KB takes minutes (``1:59:59:…``, base 60), and deep nesting ends in a ``RecursionError``, in the parser
-or in later code that recurses over the tree.
+With Python's json and PyYAML's safe loader, a file of 1 KB can exhaust the memory (nested aliases), a number of 600 KB
+takes minutes (``1:59:59:…``, base 60), and deep nesting ends in a ``RecursionError``, maybe in later code.
 """
 
 import itertools

@@ -1,12 +1,9 @@
 """Open regular files only: no named pipes, no devices, and no symbolic links for writing.
 
-A run directory may have another author. ``open`` blocks on a FIFO named ``metrics.jsonl`` until another process
-writes to it, and a symbolic link in place of a log lets the run append to any file of its user. So files are opened
-with ``O_NONBLOCK`` (no effect on regular files) and, for writing, ``O_NOFOLLOW``, and checked through the open
-descriptor to avoid a race.
-
-Links are followed for reading, since the Hugging Face hub's cache consists of them. Parent folders may always be links,
-such as to another disk.
+A run directory may have another author: ``open`` blocks on a FIFO, and writing follows a link to any file of the user.
+So files are opened with ``O_NONBLOCK`` (no effect on regular files) and, for writing, ``O_NOFOLLOW``, and checked
+through the open descriptor to avoid a race. Links are followed for reading, as in the Hugging Face hub's cache, and in
+parent folders.
 """
 
 import errno
@@ -42,11 +39,7 @@ class NotRegularFileError(OSError):
 
 
 def open_regular(path: "str | os.PathLike[str]", mode: str = "rb", **options: Any) -> IO[Any]:
-    """``open`` for regular files; modes that write refuse a symbolic link as the last part of the path.
-
-    Raises:
-        NotRegularFileError: for any other type of file.
-    """
+    """``open`` for regular files, else NotRegularFileError; modes that write refuse a symbolic link at ``path``."""
     writes = any(letter in mode for letter in "wax+")
     opened = -1
 
@@ -61,16 +54,11 @@ def open_regular(path: "str | os.PathLike[str]", mode: str = "rb", **options: An
 def open_descriptor(
     path: "str | os.PathLike[str]", flags: int, *, follow: bool = False, permissions: int = 0o666
 ) -> int:
-    """``os.open`` for regular files; the descriptor is not inherited.
+    """``os.open`` for regular files, else NotRegularFileError; the descriptor is not inherited.
 
     Args:
-        path: the file.
-        flags: as for ``os.open``.
         follow: whether the last part of the path may be a symbolic link.
         permissions: of a new file, before the umask.
-
-    Raises:
-        NotRegularFileError: for any other type of file.
     """
     # Windows has none of these flags, and no FIFOs in folders.
     flags |= getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)

@@ -19,11 +19,9 @@ def near_miss(word: str, names: Sequence[str], cutoff: float = 0.6) -> str | Non
 
 
 def value_text(value: Any, *, quote: bool = False) -> str:
-    """A setting's value as typed on the command line.
+    """A setting's value (None, bool, number, text, enum or list) as typed on the command line.
 
-    Args:
-        value: None, a bool, a number, text, an enum's member, or a list of them.
-        quote: return text unchanged, with quotes if the command line would parse it, instead of on one line.
+    ``quote`` returns text unchanged, with quotes if the command line would parse it, instead of on one line.
     """
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
