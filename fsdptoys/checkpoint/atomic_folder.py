@@ -66,7 +66,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def verify_checksums(path: Path) -> int | None:
-    """Compare a folder with its checksums, if any; return the number of files. ConfigError for the first damaged one."""
+    """Compare a folder with its checksums, if any; return the number of files; ConfigError if one is damaged."""
     if not (path / CHECKSUMS_FILE).exists():
         return None
     files = _read_checksums(path)

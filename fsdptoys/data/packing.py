@@ -101,7 +101,7 @@ class _Counts:
 
 
 class PackedRows:
-    """The ids of each row, mapped from a folder made by ``pack_rows``; ValueError if its files do not fit each other."""
+    """The ids of each row, mapped from a folder made by ``pack_rows``; ValueError if its files do not fit."""
 
     _maps: tuple[NDArray[Any], ...] | None = None
 

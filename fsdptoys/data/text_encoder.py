@@ -112,7 +112,7 @@ class FileEncoder(Encoder):
 
 @contextmanager
 def explain_package_errors(failure: str, fix: str = "name another tokenizer, or mend this one") -> Iterator[None]:
-    """Report errors of the package ``tokenizers``, and panics of its Rust code, as ConfigError "FAILURE (REASON); FIX"."""
+    """Report errors of the package ``tokenizers``, and its panics, as ConfigError "FAILURE (REASON); FIX"."""
     try:
         yield
     except (ConfigError, MemoryError):

@@ -75,7 +75,7 @@ class IdTokenizer(Tokenizer):
 
 
 class FileTokenizer(Tokenizer):
-    """A ``tokenizer.json``: the file or its folder; ``plain`` encodes text as prepared data is (``data.text_encoder``)."""
+    """A ``tokenizer.json``: the file or its folder; ``plain`` encodes text as prepared data is."""
 
     def __init__(self, path: Path, plain: bool) -> None:
         file = path / TOKENIZER_FILE if path.is_dir() else path
