@@ -24,7 +24,7 @@ class Collectives:
     ) -> None:
         self._device_type, self._storages = device_type, storages
         self._stream, self._add = stream, add
-        self._layouts: dict[str, tuple[int, int, bool]] = {}
+
         self._own: dict[str, Any] = {}  # Group → its stream
         self._pending: dict[int, int] = {}  # Stream of a group → event at the end of its last work without a wait
 
@@ -53,8 +53,9 @@ class Collectives:
         self._categorise(name, tensors)
         largest = max(sum(map(touched_bytes, tensors_in(value))) for value in args)
         group = dist.ProcessGroup.unbox(named["process_group"])
-        size, stride, whole = self._layout(group)
-        axis = axis_of(group.group_desc, name, stride, whole)
+        ranks = dist.get_process_group_ranks(group)
+        size, stride = len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1
+        axis = axis_of(group.group_desc, name, stride, size == dist.get_world_size())
         if not named.get("async_op", is_async_by_default(func)) or self._device_type == "cpu":
             self._add(Collective(name, self._stream(), largest, size, stride, axis))
             return result
@@ -77,20 +78,11 @@ class Collectives:
             elif name in ("reduce_scatter", "all_reduce"):
                 self._storages.categorise(tensor, Category.reduction_buffers)
 
-    def _layout(self, group: dist.ProcessGroup) -> tuple[int, int, bool]:
-        """Size, distance between neighbors, and whether all ranks take part."""
-        known = self._layouts.get(group.group_name)
-        if known is None:
-            ranks = dist.get_process_group_ranks(group)
-            stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-            known = self._layouts[group.group_name] = (len(ranks), stride, len(ranks) == dist.get_world_size())
-        return known
 
-
-def axis_of(description: str, name: str, stride: int, whole: bool) -> str:
+def axis_of(description: str, name: str, stride: int, everyone: bool) -> str:
     """Mesh axis of a group, by its mesh's description; the group of a one-axis mesh has none."""
     if description in ("mesh_shard", "mesh_replicate"):
         return description.removeprefix("mesh_")
-    if whole and name not in ("all_gather", "reduce_scatter"):
+    if everyone and name not in ("all_gather", "reduce_scatter"):
         return "world"
     return "shard" if stride == 1 else "replicate"

@@ -11,8 +11,8 @@ know without an implementation; DDP, whose reducer asks a device's guard in C++,
 
 import itertools
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -25,13 +25,12 @@ DEVICE_NAME = "planned"  # Device type that stands for CUDA: a name that nothing
 
 
 class Listener(Protocol):
-    """Receives the use of streams and events."""
+    """Receives the use of streams and events, and counts the device's memory."""
+
+    memory: Callable[[], MemoryStats]
 
     def add(self, event: simulated.Event) -> None:
         """Record an event of the trace."""
-
-    def memory(self) -> MemoryStats:
-        """Memory of the device now."""
 
 
 class Stream:
@@ -41,15 +40,10 @@ class Stream:
     query = staticmethod(lambda: True)  # lets the host continue
 
     def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
-        self.number = next(Stream._numbers)
+        self.number = self.stream_id = next(Stream._numbers)
         self.priority = priority
         self.device = torch.device(MODULE.name, 0)
         MODULE.live_streams.add(self)
-
-    @property
-    def stream_id(self) -> int:
-        """Number of this stream in a trace."""
-        return self.number
 
     def wait_stream(self, other: "Stream") -> None:
         """Wait for the other stream's work so far."""
@@ -114,6 +108,7 @@ class DeviceModule:
     set_device = set_rng_state = manual_seed_all = staticmethod(lambda *_, **__: None)
     get_rng_state = staticmethod(lambda device=None: torch.empty(16, dtype=torch.uint8))
     get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16, torch.float16])
+    device = staticmethod(lambda device: nullcontext())  # there is one
 
     def __init__(self) -> None:
         self.Stream, self.Event = Stream, Event
@@ -122,6 +117,10 @@ class DeviceModule:
         self.default: Stream
         self.current: Stream
         self.live_streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+        self.current_stream = lambda device=None: self.current
+        self.default_stream = lambda device=None: self.default
+        self.synchronize = lambda device=None: self.report(simulated.HostWaitStream(None))
+        self.get_device_name = lambda device=None: self.name
 
     def start(self, name: str) -> None:
         """Take a name and make the compute stream, number 0."""
@@ -132,14 +131,6 @@ class DeviceModule:
         """Pass an event to the listener, if there is one."""
         if self.listener is not None:
             self.listener.add(event)
-
-    def current_stream(self, device: Any = None) -> Stream:
-        """Return the stream that receives operators."""
-        return self.current
-
-    def default_stream(self, device: Any = None) -> Stream:
-        """Return the compute stream."""
-        return self.default
 
     def set_stream(self, stream: Stream) -> None:
         """Make a stream current."""
@@ -155,19 +146,6 @@ class DeviceModule:
         finally:
             self.current = before
 
-    def synchronize(self, device: Any = None) -> None:
-        """Let the host wait for all streams."""
-        self.report(simulated.HostWaitStream(None))
-
-    @contextmanager
-    def device(self, device: Any) -> Iterator[None]:
-        """Do nothing: there is one device."""
-        yield
-
-    def get_device_name(self, device: Any = None) -> str:
-        """Return the device type's name."""
-        return self.name
-
 
 MODULE = DeviceModule()
 
@@ -175,27 +153,16 @@ MODULE = DeviceModule()
 class PlannedDevice(Device):
     """The trainer's view of the fake device, or of a CPU whose tensors are fake."""
 
+    name = ""
+    total_memory_bytes = 0
+    peak_flops = None  # the device computes nothing
+
     def __init__(self, device_type: str, name: str, memory_bytes: int) -> None:
         # Not super().__init__, which looks for a device of this machine.
         self.type = torch_device_type(device_type)
         self.torch_device = torch.device("cpu") if device_type == "cpu" else torch.device(self.type, 0)
         self.backend = "fake"
-        self._name, self._memory_bytes = name, memory_bytes
-
-    @property
-    def name(self) -> str:
-        """Display name."""
-        return self._name
-
-    @property
-    def total_memory_bytes(self) -> int:
-        """Memory of the device."""
-        return self._memory_bytes
-
-    @property
-    def peak_flops(self) -> float | None:
-        """None: the device computes nothing."""
-        return None
+        self.name, self.total_memory_bytes = name, memory_bytes
 
     def synchronize(self) -> None:
         """Wait for the compute stream."""

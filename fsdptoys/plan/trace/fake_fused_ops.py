@@ -19,12 +19,6 @@ from fsdptoys.models.kernels import Pairs
 _library = torch.library.Library("planned", "DEF")
 
 
-def _operator(schema: str, shape: Callable[..., Any]) -> None:
-    """Define an operator and the function that makes its results."""
-    _library.define(schema)
-    _library.impl(schema.partition("(")[0], shape, "Meta")
-
-
 def _alike(*like: int) -> Callable[..., Any]:
     """Results with the shapes of the arguments at these places."""
     return lambda *tensors: tuple(tensors[i].new_empty(tensors[i].shape) for i in like)
@@ -50,33 +44,27 @@ def _grouped_mm(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
     return left.new_empty((*groups, left.shape[0], right.shape[-1]))
 
 
-_operator("rms_norm(Tensor input, Tensor? weight, float? eps) -> (Tensor, Tensor)", _rms_norm)
-_operator(
-    "rms_norm_backward(Tensor grad, Tensor input, Tensor rstd, Tensor? weight) -> (Tensor, Tensor)", _rms_norm_backward
-)
-_operator(
-    "npu_fusion_attention(Tensor query, Tensor key, Tensor value) -> (Tensor, Tensor, Tensor)", _npu_fusion_attention
-)
-_operator(
+SHAPES: dict[str, Callable[..., Any]] = {
+    "rms_norm(Tensor input, Tensor? weight, float? eps) -> (Tensor, Tensor)": _rms_norm,
+    "rms_norm_backward(Tensor grad, Tensor input, Tensor rstd, Tensor? weight) -> (Tensor, Tensor)": _rms_norm_backward,
+    "npu_fusion_attention(Tensor query, Tensor key, Tensor value) -> (Tensor, Tensor, Tensor)": _npu_fusion_attention,
     "npu_fusion_attention_backward(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor output, Tensor maximum, "
-    "Tensor sum) -> (Tensor, Tensor, Tensor)",
-    _alike(1, 2, 3),
-)
-_operator("grouped_mm(Tensor left, Tensor right, Tensor offs) -> Tensor", _grouped_mm)
-_operator("rotary(Tensor input, Tensor cos, Tensor sin) -> Tensor", lambda input, *_: input.new_empty(input.shape))
-_operator(
-    "npu_swiglu(Tensor input) -> Tensor", lambda input: input.new_empty((*input.shape[:-1], input.shape[-1] // 2))
-)
-_operator("npu_swiglu_backward(Tensor grad, Tensor input) -> Tensor", lambda _, input: input.new_empty(input.shape))
-_operator("swiglu(Tensor gate, Tensor up) -> Tensor", lambda gate, _: gate.new_empty(gate.shape))
-_operator("swiglu_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)", _alike(1, 2))
-_operator(
+    "Tensor sum) -> (Tensor, Tensor, Tensor)": _alike(1, 2, 3),
+    "grouped_mm(Tensor left, Tensor right, Tensor offs) -> Tensor": _grouped_mm,
+    "rotary(Tensor input, Tensor cos, Tensor sin) -> Tensor": lambda input, *_: input.new_empty(input.shape),
+    "npu_swiglu(Tensor input) -> Tensor": lambda x: x.new_empty((*x.shape[:-1], x.shape[-1] // 2)),
+    "npu_swiglu_backward(Tensor grad, Tensor input) -> Tensor": lambda _, input: input.new_empty(input.shape),
+    "swiglu(Tensor gate, Tensor up) -> Tensor": lambda gate, _: gate.new_empty(gate.shape),
+    "swiglu_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)": _alike(1, 2),
     "low_bit_adamw_(Tensor(a!) param, Tensor grad, Tensor(b!) codes, Tensor(c!) scales, Tensor(d!) more_codes, "
-    "Tensor(e!) more_scales, Tensor(f!) copies) -> ()",
-    lambda *_: None,
-)
-_operator("softmax_gradient_(Tensor(a!) logits, Tensor labels, Tensor(b!) losses) -> ()", lambda *_: None)
-_operator("addmm_to_float32_(Tensor(a!) sum, Tensor left, Tensor right) -> ()", lambda *_: None)
+    "Tensor(e!) more_scales, Tensor(f!) copies) -> ()": lambda *_: None,
+    "softmax_gradient_(Tensor(a!) logits, Tensor labels, Tensor(b!) losses) -> ()": lambda *_: None,
+    "addmm_to_float32_(Tensor(a!) sum, Tensor left, Tensor right) -> ()": lambda *_: None,
+}
+"""Schema of an operator → the function that makes its results."""
+for _schema, _shape in SHAPES.items():
+    _library.define(_schema)
+    _library.impl(_schema.partition("(")[0], _shape, "Meta")
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -156,22 +144,16 @@ rms_norm: Callable[..., Tensor] = _RMSNorm.apply
 npu_attention: Callable[..., Tensor] = _NPUAttention.apply
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, *, atten_mask: Tensor, **_: Any
-) -> tuple[Tensor]:
-    return (npu_attention(query, key, value, atten_mask),)
-
-
-def _multiply(left: list[Tensor], right: list[Tensor], *, group_list: Tensor, **_: Any) -> list[Tensor]:
-    return [torch.ops.planned.grouped_mm(left[0], right[0], group_list)]
-
-
 NPU_OPERATORS: dict[str, Callable[..., Any]] = {
-    "npu_fusion_attention": _attend,
+    "npu_fusion_attention": lambda query, key, value, *_, atten_mask, **__: (
+        npu_attention(query, key, value, atten_mask),
+    ),
     "npu_rms_norm": lambda input, gamma, epsilon: (rms_norm(input, gamma, epsilon),),
     "npu_rotary_mul": lambda input, cos, sin, mode: torch.ops.planned.rotary(input, cos, sin),
     "npu_swiglu": lambda input, dim: _KeepsInputs.apply("npu_swiglu", input),
-    "npu_grouped_matmul": _multiply,
+    "npu_grouped_matmul": lambda left, right, *, group_list, **_: [
+        torch.ops.planned.grouped_mm(left[0], right[0], group_list)
+    ],
 }
 """torch_npu's operator → its stand-in."""
 

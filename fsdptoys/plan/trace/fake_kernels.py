@@ -26,12 +26,12 @@ from torch.optim import optimizer as torch_optimizer
 from fsdptoys.device.profile import AttentionKind
 from fsdptoys.loss import chunked as chunked_loss
 from fsdptoys.loss.head_products import DeviceProducts
-from fsdptoys.loss.objective import Objective
 from fsdptoys.memory import cpu_offload
 from fsdptoys.memory.activation_checkpointing import SAVED_OPERATORS
 from fsdptoys.models import grouped, npu_kernels
 from fsdptoys.models.kernels import IMPLEMENTATIONS, DocumentAttention
 from fsdptoys.optim import low_bit_adamw
+from fsdptoys.plan.simulator.events import Event, HostWaitWorkers
 
 from . import fake_fused_ops as fused
 from .op_costs import fuses_rms_norm
@@ -40,17 +40,12 @@ TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def rms_norm_cuda(
-    original: Callable[..., Tensor],
-    input: Tensor,
-    normalized_shape: list[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
+    original: Callable[..., Tensor], input: Tensor, normalized_shape: list[int], weight: Any = None, eps: Any = None
 ) -> Tensor:
     """``F.rms_norm`` on CUDA from torch 2.9 on: one kernel, unless weight and input differ in dtype."""
     if len(normalized_shape) != 1 or (weight is not None and weight.dtype != input.dtype):
         return original(input, normalized_shape, weight, eps)
-    output: Tensor = fused.rms_norm(input, weight, eps)
-    return output
+    return fused.rms_norm(input, weight, eps)
 
 
 def attention_cuda(
@@ -62,7 +57,7 @@ def attention_cuda(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Tensor:
+) -> Any:
     """PyTorch's choice of ``F.scaled_dot_product_attention`` on CUDA.
 
     FlashAttention for 16-bit dtypes; else the memory-efficient kernel, which has no shared heads; else plain matmuls.
@@ -72,20 +67,15 @@ def attention_cuda(
         if width % 8:
             query, key, value = (F.pad(x, (0, -width % 8)) for x in (query, key, value))
             scale = scale or 1 / math.sqrt(width)
-        output: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, scale=scale
-        )[0]
-        return output[..., :width]
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout_p, is_causal, scale=scale)[0][..., :width]
     if query.shape[1] == key.shape[1]:
         keeps = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-        efficient: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
-            query, key, value, attn_mask, keeps, dropout_p, is_causal, scale=scale
-        )[0]
-        return efficient
-    plain: Tensor = torch.ops.aten._scaled_dot_product_attention_math(
-        query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-    )[0]
-    return plain
+        efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+        return efficient(query, key, value, attn_mask, keeps, dropout_p, is_causal, scale=scale)[0]
+    options = {"scale": scale, "enable_gqa": enable_gqa}
+    plain = torch.ops.aten._scaled_dot_product_attention_math
+    return plain(query, key, value, attn_mask, dropout_p, is_causal, None, **options)[0]
 
 
 def attention_npu(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
@@ -93,19 +83,10 @@ def attention_npu(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> 
     mask = None
     if options.get("is_causal"):
         mask = torch.ones((npu_kernels.MASK_ROWS, npu_kernels.MASK_ROWS), dtype=torch.bool, device=query.device).triu(1)
-    output: Tensor = fused.npu_attention(query, key, value, mask)
-    return output
+    return fused.npu_attention(query, key, value, mask)
 
 
-def softmax_gradient_cuda(
-    logits_CV: Tensor,
-    labels_C: Tensor,
-    losses_C: Tensor,
-    objective: Objective,
-    *,
-    gradient: bool,
-    some_ignored: bool = True,
-) -> None:
+def softmax_gradient_cuda(logits_CV: Tensor, labels_C: Tensor, losses_C: Tensor, *_: Any, **__: Any) -> None:
     """The loss's Triton kernel (``loss.softmax_triton``), without scratch memory."""
     torch.ops.planned.softmax_gradient_(logits_CV, labels_C, losses_C)
 
@@ -126,14 +107,11 @@ class PlannedGrouped(grouped.Grouped):
 
     def __init__(self) -> None:
         # torch 2.7 has none.
-        in_bfloat16 = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+        in_bfloat16: Any = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
-        def grouped_mm(left: Tensor, right: Tensor, *, offs: Tensor) -> Tensor:
-            if left.dtype == torch.bfloat16 and in_bfloat16 is not None:
-                product: Tensor = in_bfloat16(left, right, offs=offs)
-                return product
-            made: Tensor = torch.ops.planned.grouped_mm(left, right, offs)
-            return made
+        def grouped_mm(left: Tensor, right: Tensor, *, offs: Tensor) -> Any:
+            native = left.dtype == torch.bfloat16 and in_bfloat16 is not None
+            return (in_bfloat16 if native else torch.ops.planned.grouped_mm)(left, right, offs=offs)
 
         self.grouped_mm = grouped_mm
 
@@ -144,8 +122,8 @@ class Workers(Protocol):
     in_worker: bool
     worker_jobs: int
 
-    def host_wait_workers(self, jobs: int) -> None:
-        """The host waits for that many of their jobs."""
+    def add(self, event: Event) -> None:
+        """Record an event of the trace."""
 
 
 class _Done(Future[Any]):
@@ -155,8 +133,7 @@ class _Done(Future[Any]):
     workers: Workers
 
     def result(self, timeout: float | None = None) -> Any:
-        """See ``Future``."""
-        self.workers.host_wait_workers(self.jobs)
+        self.workers.add(HostWaitWorkers(self.jobs))
         return super().result(timeout)
 
 

@@ -21,22 +21,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdptoys.device import MemoryStats
 from fsdptoys.device.profile import AttentionKind
 from fsdptoys.metrics.prediction import Category
-from fsdptoys.plan.simulator.events import (
-    COMPUTE_STREAM,
-    Event,
-    HostWaitStream,
-    HostWaitWorkers,
-    HostWork,
-    Kernel,
-    KernelKind,
-    Mark,
-    RecordStream,
-    Trace,
-    Transfer,
-)
+from fsdptoys.plan.simulator import events as simulated
+from fsdptoys.plan.simulator.events import COMPUTE_STREAM, KernelKind, Mark, Trace
 from fsdptoys.profiler.dispatch import arguments_of, dtype_name, given, tensors_in
 
 from .fake_collectives import Collectives
@@ -68,6 +56,7 @@ class OpRecorder(TorchDispatchMode):
         self._silent = 0
         self._handlers: dict[Any, Handler] = {}
         self._collectives = Collectives(device_type, self._storages, self._stream, self.add)
+        self.memory, self.categorise = self._storages.memory, self._storages.categorise
 
     # Called by programs
 
@@ -82,10 +71,6 @@ class OpRecorder(TorchDispatchMode):
             self.trace.host_bytes = self._storages.host_bytes
             self.trace.streams = self.streams() | dict.fromkeys(self._collectives.streams, "communication")
         self.add(Mark(step, phase))
-
-    def categorise(self, tensor: Tensor, category: Category) -> None:
-        """Set the purpose of a tensor."""
-        self._storages.categorise(tensor, category)
 
     def enter_region(self, category: Category | None) -> None:
         """Set the purpose of all later allocations; None for unknown."""
@@ -102,18 +87,10 @@ class OpRecorder(TorchDispatchMode):
 
     # Reports of the fake device and of worker threads
 
-    def add(self, event: Event) -> None:
+    def add(self, event: simulated.Event) -> None:
         """Append an event to the trace."""
         if self._recording:
             self.trace.events.append(event)
-
-    def memory(self) -> MemoryStats:
-        """Allocated memory."""
-        return self._storages.memory()
-
-    def host_wait_workers(self, jobs: int) -> None:
-        """Let the host wait for that many ``HostWork`` events of its worker threads."""
-        self.add(HostWaitWorkers(jobs))
 
     # Operators
 
@@ -248,7 +225,8 @@ class OpRecorder(TorchDispatchMode):
                 into.pinned = True  # ``Tensor.to`` pins host memory for an asynchronous copy
             host = into if from_device else self._storages.find(source)
             waits = not (asynchronous and host is not None and host.pinned)
-            self.add(Transfer(self._stream(), touched_bytes(target if onto_device else source), onto_device, waits))
+            size = touched_bytes(target if onto_device else source)
+            self.add(simulated.Transfer(self._stream(), size, onto_device, waits))
         if within and pairs[0][0].device.type == here:
             self._kernel(name, KernelKind.memory, 0.0, within, pairs[0][1])
         elif within:
@@ -275,7 +253,7 @@ class OpRecorder(TorchDispatchMode):
         kind: type = bool if tensor.dtype is torch.bool else float if tensor.is_floating_point() else int
         if tensor.device.type != self.device_type or self.device_type == "cpu":
             return kind(1)
-        self.add(HostWaitStream(self._stream()))
+        self.add(simulated.HostWaitStream(self._stream()))
         return kind(0)
 
     def _numbers(self, tensor: Tensor) -> Any:
@@ -288,10 +266,10 @@ class OpRecorder(TorchDispatchMode):
     # Events
 
     def _kernel(self, name: str, kind: KernelKind, flops: float, size: int, largest: Tensor) -> None:
-        self.add(Kernel(name, self._stream(), kind, flops, size, dtype_name(largest)))
+        self.add(simulated.Kernel(name, self._stream(), kind, flops, size, dtype_name(largest)))
 
     def _host_work(self, name: str, size: int, elements: int) -> None:
-        self.add(HostWork(name, size, elements, self.in_worker))
+        self.add(simulated.HostWork(name, size, elements, self.in_worker))
         self.worker_jobs += self.in_worker
 
     def _take_workspace(self) -> None:
@@ -320,7 +298,7 @@ class OpRecorder(TorchDispatchMode):
         def record_stream(tensor: Tensor, stream: Any) -> None:
             storage = self._storages.find(tensor)
             if storage is not None and storage.on_device:
-                self.add(RecordStream(storage.block, stream.number))
+                self.add(simulated.RecordStream(storage.block, stream.number))
 
         def is_pinned(tensor: Tensor, device: Any = None) -> bool:
             storage = self._storages.find(tensor)

@@ -117,10 +117,9 @@ class Storages:
     def scratch(self, sizes: Iterable[int]) -> None:
         """Allocate and free a kernel's temporary memory."""
         taken = [Storage(size, True) for size in sizes]
-        for storage in taken:
-            self.begin(storage)
-        for storage in taken:
-            self.end(storage)
+        for change in (self.begin, self.end):
+            for storage in taken:
+                change(storage)
 
     def resize(self, key: int, size: int) -> None:
         """Resize a storage, as only FSDP does with gathered parameters."""
@@ -160,23 +159,18 @@ class Storages:
 
     def finish(self, trace: Trace) -> None:
         """Give a trace the categories that became known after the blocks."""
-        by_stream = {
-            number: category
-            for number, purpose in trace.streams.items()
-            for word, category in (("all-gather", Category.gathered_parameters), ("reduce", Category.reduction_buffers))
-            if word in purpose
-        }
-        transfers = {number for number, purpose in trace.streams.items() if purpose in ("load", "store")}
+        words = {"all-gather": Category.gathered_parameters, "reduce": Category.reduction_buffers}
+        streams = trace.streams.items()
+        by_stream = {number: words[word] for number, purpose in streams for word in words if word in purpose}
+        transfers = {number for number, purpose in streams if purpose in ("load", "store")}
         for event in trace.events:
             if isinstance(event, Alloc) and event.stream in by_stream:
                 self._categorise(event.block, by_stream[event.stream])
             elif isinstance(event, RecordStream) and event.stream in transfers:
                 self._categorise(event.block, Category.optimizer_states)
-        for event in trace.events:
-            if isinstance(event, Alloc):
-                known = self._categories.get(event.block, event.category)
-                if known is not event.category:
-                    trace.categories[event.block] = known
+        allocs = [event for event in trace.events if isinstance(event, Alloc)]
+        known = {event.block: self._categories.get(event.block, event.category) for event in allocs}
+        trace.categories |= {one.block: known[one.block] for one in allocs if known[one.block] is not one.category}
 
     def _forget(self, key: int, _: object) -> None:
         storage, replaced = self._live.pop(key), self._replaced

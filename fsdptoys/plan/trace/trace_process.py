@@ -5,7 +5,6 @@ and process group. An answer is a trace or an error; the parent reports a fork t
 """
 
 import dataclasses
-import importlib
 import multiprocessing
 import pickle
 import sys
@@ -20,12 +19,11 @@ from fsdptoys.device.profile import Hardware
 from fsdptoys.errors import ConfigError
 
 from .op_costs import matmul_workspace_bytes
-from .protocol import REQUEST, answer_name
+from .tracer import ANSWER, REQUEST, trace_here, trainer_program
 
 
 def main(folder: Path) -> None:
     """Answer the request in a folder."""
-    importlib.import_module("fsdptoys.plan.trace.tracer")  # once, for all forks
     with open(folder / REQUEST, "rb") as file:
         config, hardware, world_size, depths = pickle.load(file)
     fork = multiprocessing.get_context("fork")
@@ -34,7 +32,7 @@ def main(folder: Path) -> None:
         if len(running) == available_cores():
             wait([process.sentinel for process in running.values()])
             running = {other: process for other, process in running.items() if process.is_alive()}
-        path = folder / answer_name(index)
+        path = folder / ANSWER.format(index)
         running[index] = fork.Process(target=answer_one, args=(path, config, hardware, world_size, n_layers))
         running[index].start()
     for process in multiprocessing.active_children():
@@ -43,18 +41,13 @@ def main(folder: Path) -> None:
 
 def answer_one(path: Path, config: Config, hardware: Hardware, world_size: int, n_layers: int) -> None:
     """Trace one depth and write the answer."""
-    from .tracer import trace_here, trainer_program
-
     answer: object
     try:
         model = dataclasses.replace(config.model, n_layers=n_layers)
         program = trainer_program(dataclasses.replace(config, model=model), hardware)
-        answer = trace_here(
-            program,
-            attention=hardware.attention,
-            world_size=world_size,
-            workspace_bytes=matmul_workspace_bytes(hardware),
-        )
+        workspace_bytes = matmul_workspace_bytes(hardware)
+        attention = hardware.attention
+        answer = trace_here(program, attention=attention, world_size=world_size, workspace_bytes=workspace_bytes)
     except ConfigError as mistake:
         answer = (ConfigError, str(mistake))
     except BaseException:

@@ -49,6 +49,7 @@ from .fake_tensors import fake_tensors
 from .fsdp1_streams import backward_on_forward_streams
 from .op_recorder import OpRecorder
 
+REQUEST, ANSWER = "request.pickle", "answer-{}.pickle"  # Files of the tracing process; an answer for each depth
 STEPS = 2
 TIMEOUT_SECONDS = 1800.0
 
@@ -80,11 +81,9 @@ def trace(config: Config, hardware: Hardware, world_size: int, n_layers: Sequenc
         ConfigError: if the run itself would raise one.
         RuntimeError: any other failure, with the traceback of the process.
     """
-    from . import protocol
-
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with open(folder / protocol.REQUEST, "wb") as file:
+        with open(folder / REQUEST, "wb") as file:
             pickle.dump((config, hardware, world_size, list(n_layers)), file)
         # Hide real devices, and keep an installed torch_npu from taking the fake device's place.
         environment = os.environ | {
@@ -94,7 +93,25 @@ def trace(config: Config, hardware: Hardware, world_size: int, n_layers: Sequenc
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         }
         stderr = _run([sys.executable, "-m", "fsdptoys.plan.trace.trace_process", name], environment)
-        return [protocol.read_answer(folder, index, stderr) for index in range(len(n_layers))]
+        return [_read_answer(folder / ANSWER.format(index), stderr) for index in range(len(n_layers))]
+
+
+def _read_answer(path: Path, stderr: str) -> Trace:
+    """The child's trace, or its failure as an exception."""
+    try:
+        with open(path, "rb") as file:
+            answer = pickle.load(file)
+    except FileNotFoundError:
+        if not stderr.strip():
+            raise ConfigError(
+                "the trace was killed before its end, most likely for lack of host memory; set plan.exact=false, or "
+                "free memory"
+            ) from None
+        raise RuntimeError(f"the tracing process ended without an answer:\n{stderr}") from None
+    if isinstance(answer, Trace):
+        return answer
+    kind, message = answer
+    raise kind(message)
 
 
 def _run(command: list[str], environment: dict[str, str]) -> str:
@@ -199,8 +216,8 @@ def _known(trainer: Trainer) -> Iterator[tuple[Category, Tensor]]:
         yield Category.buffers, npu_kernels.causal_mask(trainer.device.torch_device)
     for module in trainer.strategy.model.modules():
         if isinstance(module, CastParameters):
-            for whole in module._copies.values():
-                yield Category.gathered_parameters, whole
+            for copied in module._copies.values():
+                yield Category.gathered_parameters, copied
 
 
 def _all_reduce(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -214,16 +231,13 @@ def _all_reduce(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Te
 def _watch_head(head: LMHead, recorder: OpRecorder) -> None:
     """Categorize allocations in the head's forward and backward as logits and loss."""
 
-    def end(*_: Any) -> None:
-        recorder.enter_region(None)
-
     def begin(_: nn.Module, args: tuple[Any, ...]) -> None:
         recorder.enter_region(Category.logits)
         if isinstance(args[0], Tensor) and args[0].requires_grad:
             args[0].register_hook(end)
 
-    def leave(*_: Any) -> None:
+    def end(*_: Any) -> None:
         recorder.enter_region(None)
 
     head.register_forward_pre_hook(begin)
-    head.register_forward_hook(leave, always_call=True)
+    head.register_forward_hook(end, always_call=True)
