@@ -33,7 +33,7 @@ plain=(
 measured=(
   "tests/plan"
   "tests/checkpoint"
-  "tests/cli/test_plan.py tests/train/test_resume.py"
+  "tests/cli/test_plan.py tests/train/test_resume.py tests/train/test_skipped_steps.py"
   "tests/report"
   "tests/data tests/metrics tests/profiler tests/patches"
   "tests/sweep"

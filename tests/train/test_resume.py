@@ -1,27 +1,21 @@
-"""Going on from a checkpoint: what is resumed must be what was never disturbed."""
+"""A resumed run equals the uninterrupted one."""
 
 import dataclasses
 import hashlib
-import json
-import math
 import os
 import shutil
 import time
-import warnings
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from fsdptoys.checkpoint import CheckpointConfig
 from fsdptoys.checkpoint.config import Form
 from fsdptoys.checkpoint.retention import Series
 from fsdptoys.cli.convert import convert
 from fsdptoys.config.schema import Config
-from fsdptoys.errors import ConfigError, GivenUpError, LostRanksError
+from fsdptoys.errors import ConfigError, LostRanksError
 from fsdptoys.memory import CPUOffloadExecutor, MemoryConfig, OffloadSchedule, OffloadStateDType
 from fsdptoys.optim import AdamWConfig, MuonConfig, OptimStateDType, SGDConfig, WeightDecayOn
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
@@ -29,12 +23,14 @@ from fsdptoys.parallel.precision import DType
 from fsdptoys.train.run import Run
 from fsdptoys.train.stop import Stop
 from fsdptoys.train.trainer import Trainer
-from fsdptoys.utils.dtensor import local_tensor
 from fsdptoys.utils.file_lock import FolderLock
 from scripts.parity import hash_parameters
 from scripts.ranks import run_ranks
 from tests.measuring import without_coverage
 from tests.parallel.runs import TINY, WITH_BLOCKS, make_config, tiny_model
+from tests.train.resumed import kept, run_to_the_end, run_until, steps_of
+
+pytestmark = pytest.mark.usefixtures("without_pictures")
 
 STEPS = 6
 SHORT = 4
@@ -45,78 +41,19 @@ SMALL: dict[str, Any] = {
     "grad_accum": 1,
     "deterministic": False,
 }
-KEPT = ("step", "loss", "grad_norm", "learning_rate", "valid_tokens", "skipped", "skipped_steps")
 
 
-class Killed(BaseException):
-    """Stands for the end of the process."""
-
-
-def kept(config: Config, folder: Path, every: int = 3, url: str | None = None, **checkpoint: Any) -> Config:
-    """The configuration with checkpoints, in a run directory or at a URL; going on where it can."""
-    if url is not None:
-        checkpoint["folder"] = f"{url}{folder}/elsewhere"
-    return dataclasses.replace(
-        config,
-        checkpoint=CheckpointConfig(every=every, resume="auto", **checkpoint),
-        metrics=dataclasses.replace(config.metrics, run_dir=str(folder)),
-    )
-
-
-def run_to_the_end(config: Config, prepare: Callable[[Trainer], None] = lambda trainer: None) -> Trainer:
-    trainer = Trainer(config)
-    prepare(trainer)
-    Run(trainer).run()
-    return trainer
-
-
-def run_until(config: Config, killed_in: int, prepare: Callable[[Trainer], None] = lambda trainer: None) -> None:
-    """Take steps and end at the beginning of the one numbered ``killed_in``."""
-    trainer = Trainer(config)
-    prepare(trainer)
-    run = Run(trainer)
-    take = trainer.batches.next_step
-
-    def next_step() -> Any:
-        if trainer.steps_done + 1 == killed_in:
-            run.checkpoints.finish()
-            raise Killed
-        return take()
-
-    trainer.batches.next_step = next_step  # type: ignore[method-assign]
-    try:
-        run.run()
-    except Killed:
-        dist.barrier()
-    else:
-        raise AssertionError("it came to its end")
-
-
-def steps_of(folder: Path) -> list[list[Any]]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [[json.loads(line)[name] for name in KEPT] for line in lines]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def without_pictures() -> Iterator[None]:
-    """Leave out what takes most of the time of such small runs; their other files are looked at."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fsdptoys.metrics.plots.draw_loss", lambda *_: None)
-        patch.setattr("fsdptoys.metrics.plots.draw_experts", lambda *_: None)
-        yield
-
-
-def resumed_and_undisturbed(rows: dict[str, tuple[Config, dict[str, Any]]], folder: Path) -> dict[str, Any]:
+def resumed_and_uninterrupted(rows: dict[str, tuple[Config, dict[str, Any]]], folder: Path) -> dict[str, Any]:
     """For each row, steps and parameters of a run that saves nothing and of one that was killed in its last step."""
     outcomes = {}
     for label, (config, checkpoint) in rows.items():
         whole, killed = folder / label / "whole", folder / label / "killed"
-        undisturbed = run_to_the_end(kept(config, whole, every=0))
+        uninterrupted = run_to_the_end(kept(config, whole, every=0))
         checkpoint = {"every": 2, **checkpoint}
         run_until(kept(config, killed, **checkpoint), SHORT)
         resumed = run_to_the_end(kept(config, killed, **checkpoint))
         took = len(resumed.history)
-        outcomes[label] = took, hash_parameters(undisturbed), hash_parameters(resumed)
+        outcomes[label] = took, hash_parameters(uninterrupted), hash_parameters(resumed)
     return outcomes
 
 
@@ -182,17 +119,17 @@ def one_rank() -> dict[str, tuple[Config, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("ranks, rows", [(1, one_rank), (2, two_ranks), (4, four_ranks)], ids=["1", "2", "4"])
-def test_a_resumed_run_is_the_undisturbed_one_in_every_bit(
+def test_a_resumed_run_equals_the_uninterrupted_one_bitwise(
     ranks: int, rows: Any, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """Oracle: the same run in one go: losses, norms, learning rates, tokens, final parameters."""
     if ranks > 1:
         request.getfixturevalue("unmeasured")
-    outcomes = run_ranks(ranks, resumed_and_undisturbed, rows(), tmp_path)
+    outcomes = run_ranks(ranks, resumed_and_uninterrupted, rows(), tmp_path)
     for label in rows():
-        undisturbed = steps_of(tmp_path / label / "whole")
-        assert steps_of(tmp_path / label / "killed") == undisturbed, label
-        assert [step[0] for step in undisturbed] == list(range(1, SHORT + 1))
+        uninterrupted = steps_of(tmp_path / label / "whole")
+        assert steps_of(tmp_path / label / "killed") == uninterrupted, label
+        assert [step[0] for step in uninterrupted] == list(range(1, SHORT + 1))
         every = rows()[label][1].get("every", 2)
         for outcome in outcomes:
             took, whole, resumed = outcome[label]
@@ -200,8 +137,8 @@ def test_a_resumed_run_is_the_undisturbed_one_in_every_bit(
             assert resumed == whole == outcomes[0][label][1], label
 
 
-def train_and_tell(config: Config, killed_in: int | None) -> list[str]:
-    """Train, and tell a hash of every sample that was trained on."""
+def train_and_hash_samples(config: Config, killed_in: int | None) -> list[str]:
+    """Train, and return a hash of every training sample."""
     seen: list[str] = []
 
     def prepare(trainer: Trainer) -> None:
@@ -231,133 +168,30 @@ def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[s
     folder = tmp_path_factory.mktemp("on_two_ranks")
     config = make_config(FSDP1Config(), 2, steps=STEPS, grad_accum=2, deterministic=False)
     with without_coverage():
-        told = [
-            run_ranks(2, train_and_tell, kept(config, folder / name), killed_in)
+        hashes = [
+            run_ranks(2, train_and_hash_samples, kept(config, folder / name), killed_in)
             for name, killed_in in (("whole", None), ("killed", 4))
         ]
-    wanted, first = ([row for rank in ranks for row in rank] for ranks in told)
+    wanted, first = ([row for rank in ranks for row in rank] for ranks in hashes)
     return folder, wanted, first
 
 
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("ranks, parallel", [(4, FSDP2Config()), (1, SingleConfig()), (4, DDPConfig())])
-def test_another_number_of_ranks_goes_on_with_the_same_samples(
+def test_another_number_of_ranks_continues_with_the_same_samples(
     ranks: int, parallel: ParallelConfig, on_two_ranks: tuple[Path, list[str], list[str]], tmp_path: Path
 ) -> None:
-    """Oracle: the undisturbed run on two ranks with the same global batch; losses within 1e-6, each sample once."""
+    """Oracle: the uninterrupted run on two ranks with the same global batch; losses within 1e-6, each sample once."""
     folder, wanted, first = on_two_ranks
     killed = tmp_path / "killed"
     shutil.copytree(folder / "killed", killed)
     other = make_config(parallel, ranks, steps=STEPS, grad_accum=4 // ranks, deterministic=False)
-    rest = [row for rank in run_ranks(ranks, train_and_tell, kept(other, killed), None) for row in rank]
+    rest = [row for rank in run_ranks(ranks, train_and_hash_samples, kept(other, killed), None) for row in rank]
     assert sorted(first + rest) == sorted(wanted)
     assert len(set(wanted)) == len(wanted) == STEPS * 8
-    for found, undisturbed in zip(steps_of(killed), steps_of(folder / "whole"), strict=True):
-        assert found[0] == undisturbed[0]
-        assert found[1] == pytest.approx(undisturbed[1], abs=1e-6)
-
-
-def poisoned(config: Config, steps: set[int], rank: int) -> tuple[Trainer, list[bool]]:
-    """Train with gradients of one rank that are not finite in some steps; tell whether these left the parameters."""
-    trainer = Trainer(config)
-    clip, same, before = trainer._clip, [], [""]
-
-    def clip_poisoned(max_norm: float) -> torch.Tensor:
-        step = trainer.steps_done + 1
-        if step - 1 in steps:
-            same.append(hash_parameters(trainer) == before[0])
-        before[0] = hash_parameters(trainer)
-        if step in steps and trainer.rank == rank:
-            grads = [
-                local_tensor(param.grad) for _, param in trainer.strategy.named_parameters() if param.grad is not None
-            ]
-            next(grad for grad in grads if grad.numel()).view(-1)[0] = float("inf")
-        return clip(max_norm)
-
-    trainer._clip = clip_poisoned  # type: ignore[method-assign]
-    try:
-        Run(trainer).run()
-    except GivenUpError as error:
-        trainer.given_up = str(error)  # type: ignore[attr-defined]
-    return trainer, same
-
-
-def poison_all(rows: dict[str, Config], folder: Path) -> dict[str, Any]:
-    warnings.simplefilter("error")  # PyTorch's schedules do not expect a first step without an update
-    outcomes = {}
-    for label, config in rows.items():
-        trainer, same = poisoned(kept(config, folder / label, every=0), {1, 4}, rank=1)
-        outcomes[label] = [step.skipped for step in trainer.history], same, hash_parameters(trainer)
-    return outcomes
-
-
-def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(tmp_path: Path) -> None:
-    """Oracle: the parameters before the step, and the other ranks."""
-    lazy = MemoryConfig(optimizer_offload=True, offload_schedule=OffloadSchedule.lazy)
-    rows = {
-        "ddp": make_config(DDPConfig(), 2, steps=5),
-        "fsdp1": make_config(FSDP1Config(), 2, steps=5),
-        "fsdp2": make_config(FSDP2Config(), 2, steps=5),
-        "fsdp2, default": make_config(FSDP2Config(), 2, steps=5, deterministic=False, max_grad_norm=None),
-        "fsdp2, lazy": make_config(FSDP2Config(), 2, steps=5, memory=lazy),
-    }
-    first, second = run_ranks(2, poison_all, rows, tmp_path)
-    for label in rows:
-        assert first[label][:2] == second[label][:2] == ([True, False, False, True, False], [True, True]), label
-        assert first[label][2] == second[label][2]
-        assert [step[-1] for step in steps_of(tmp_path / label)] == [1, 1, 1, 2, 2]
-
-
-def give_up(config: Config) -> tuple[str, int, str]:
-    trainer, _ = poisoned(config, {2, 3, 4, 5, 6}, rank=0)
-    return trainer.given_up, trainer.steps_done, hash_parameters(trainer)  # type: ignore[attr-defined]
-
-
-def load_and_hash(config: Config) -> tuple[int, str]:
-    trainer = Trainer(config)
-    run = Run(trainer)
-    run.checkpoints = run._open_checkpoints()
-    run._resume()
-    return trainer.steps_done, hash_parameters(trainer)
-
-
-def test_too_many_skipped_steps_end_the_run_with_a_checkpoint(tmp_path: Path) -> None:
-    """Oracle: the parameters at the end, loaded from what was saved, which nothing was deleted for."""
-    config = make_config(FSDP2Config(), 2, steps=8, max_skipped_in_a_row=3)
-    kept_config = kept(config, tmp_path, every=1, keep=1)
-    (told, steps, hashed), _ = run_ranks(2, give_up, kept_config)
-    assert steps == 4
-    assert told.startswith("stopped after step 4: 3 steps in a row had a loss or gradients that are not finite")
-    assert "the newest checkpoint is that of step 4" in told
-    assert [path.name[-1] for path in sorted((tmp_path / "checkpoints").glob("step-*"))] == ["3", "4"]
-    assert run_ranks(2, load_and_hash, kept_config)[0] == (4, hashed)
-
-
-def poison(config: Config, steps: set[int]) -> tuple[list[bool], list[float], str | None]:
-    trainer, _ = poisoned(config, steps, rank=0)
-    return (
-        [step.skipped for step in trainer.history],
-        [step.loss for step in trainer.history],
-        getattr(trainer, "given_up", None),
-    )
-
-
-def test_the_limit_on_skipped_steps_counts_the_whole_run(tmp_path: Path) -> None:
-    """Oracle: two skipped steps with a good one between them."""
-    config = kept(make_config(FSDP2Config(), 2, steps=6, max_skipped=2), tmp_path, every=0)
-    skipped, _, told = run_ranks(2, poison, config, {1, 3})[0]
-    assert skipped == [True, False, True]
-    assert (
-        told is not None and "2 steps in all had a loss or gradients that are not finite (train.max_skipped=2)" in told
-    )
-
-
-def test_without_skipping_a_step_that_is_not_finite_reaches_the_model(tmp_path: Path) -> None:
-    """Oracle: the losses after it."""
-    config = kept(make_config(FSDP2Config(), 2, steps=4, skip_nonfinite=False), tmp_path, every=0)
-    skipped, losses, told = run_ranks(2, poison, config, {2})[0]
-    assert skipped == [False] * 4 and told is None
-    assert [math.isfinite(loss) for loss in losses] == [True, True, False, False]
+    for found, uninterrupted in zip(steps_of(killed), steps_of(folder / "whole"), strict=True):
+        assert found[0] == uninterrupted[0]
+        assert found[1] == pytest.approx(uninterrupted[1], abs=1e-6)
 
 
 def save_slowly(config: Config) -> str:
@@ -383,39 +217,43 @@ def test_a_save_may_take_as_long_as_its_own_timeout(seconds: float, outcome: str
     assert run_ranks(2, save_slowly, config)[1] == outcome
 
 
-def refused(config: Config) -> str:
-    with pytest.raises(ConfigError) as caught:
-        run_to_the_end(config)
-    return str(caught.value)
+def refused(*configs: Config) -> list[str]:
+    messages = []
+    for config in configs:
+        with pytest.raises(ConfigError) as caught:
+            run_to_the_end(config)
+        messages.append(str(caught.value))
+    return messages
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
-    """Oracle: the sentence."""
+    """Oracle: the sentences."""
     config = kept(make_config(SingleConfig(), 1, steps=2), tmp_path, every=1)
-    run_ranks(1, train_and_tell, config, None)
+    run_ranks(1, train_and_hash_samples, config, None)
     more = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=4))
     wider = dataclasses.replace(more, model=dataclasses.replace(more.model, vocab_size=71))
     other = dataclasses.replace(more, optim=SGDConfig())
     data = dataclasses.replace(more, data=dataclasses.replace(more.data, branching=5))
-    assert run_ranks(1, refused, wider)[0] == (
+    messages = run_ranks(1, refused, wider, other, data)[0]
+    assert messages[0] == (
         "model.vocab_size=71 is not 67, with which the weights of the checkpoint of step 2 were made; set "
         "model.vocab_size=67"
     )
-    assert run_ranks(1, refused, other)[0] == (
+    assert messages[1] == (
         "optim=sgd has other states than optim=adamw, with which the checkpoint of step 2 was made; set optim=adamw or "
         "start a new run in another folder"
     )
-    assert run_ranks(1, refused, data)[0].startswith("data has changed since the checkpoint (fingerprint ")
+    assert messages[2].startswith("data has changed since the checkpoint (fingerprint ")
 
 
 @pytest.mark.parametrize("form", list(Form), ids=lambda form: form.value)
-def test_a_checkpoint_converts_to_what_the_final_weights_convert_to(
+def test_a_checkpoint_converts_as_the_final_weights_do(
     form: Form, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Oracle: the folder in Hugging Face format made from the final weights, byte for byte."""
     config = kept(make_config(FSDP2Config(), 2, steps=2, model=TINY["qwen3_moe"]), tmp_path / "run", 2, form=form)
     config.checkpoint.final_weights = True
-    run_ranks(2, train_and_tell, config, None)
+    run_ranks(2, train_and_hash_samples, config, None)
     for source, target in (("run", "final"), ("run/checkpoints", "newest"), ("run/checkpoints/step-00000002", "named")):
         assert convert(["to-hf", str(tmp_path / source), str(tmp_path / target)]) == 0
     (tmp_path / "run" / "weights").rename(tmp_path / "weights")
@@ -432,8 +270,8 @@ def test_a_checkpoint_converts_to_what_the_final_weights_convert_to(
 
 @pytest.mark.parametrize("on_signal", [True, False])
 @pytest.mark.parametrize("every", [0, 2])
-def test_what_is_saved_when(every: int, on_signal: bool) -> None:
-    """Oracle: the settings' own words."""
+def test_when_a_checkpoint_is_saved(every: int, on_signal: bool) -> None:
+    """Oracle: the documentation of the settings."""
     trainer = Trainer.__new__(Trainer)
     trainer.config = make_config(SingleConfig(), 1)
     trainer.config.checkpoint = CheckpointConfig(every=every, on_signal=on_signal)
@@ -447,31 +285,31 @@ def weights_of(folder: Path) -> bytes:
     return (folder / "weights.safetensors").read_bytes()
 
 
-def test_final_weights_are_those_of_the_last_step_however_often_a_run_goes_on(tmp_path: Path) -> None:
+def test_final_weights_are_those_of_the_last_step_however_often_a_run_resumes(tmp_path: Path) -> None:
     """Oracle: the files: kept where no step is taken, set aside where one is."""
     run = tmp_path / "run"
     config = kept(make_config(SingleConfig(), 1, steps=2), run)
     config.checkpoint.final_weights = True
     for _ in range(3):
-        run_ranks(1, train_and_tell, config, None)
+        run_ranks(1, train_and_hash_samples, config, None)
     first = weights_of(run / "weights")
     longer = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=4))
-    run_ranks(1, train_and_tell, longer, 4)
+    run_ranks(1, train_and_hash_samples, longer, 4)
     assert not (run / "weights").exists()
-    run_ranks(1, train_and_tell, longer, None)
+    run_ranks(1, train_and_hash_samples, longer, None)
     assert weights_of(run / "weights-1") == first != weights_of(run / "weights")
     assert sorted(path.name for path in run.glob("weights*")) == ["weights", "weights-1"]
 
 
-def test_a_second_start_touches_nothing_of_a_run_that_is_alive(tmp_path: Path) -> None:
+def test_a_second_start_changes_nothing_in_a_live_run(tmp_path: Path) -> None:
     """Oracle: the folder as it was, in which a checkpoint is being written."""
     partial = tmp_path / "run" / "checkpoints" / ".step-00000009.partial"
     partial.mkdir(parents=True)
     lock = FolderLock(tmp_path / "run")
     before = sorted(tmp_path.rglob("*"))
-    told = run_ranks(1, refused, kept(make_config(SingleConfig(), 1), tmp_path / "run"))[0]
+    (message,) = run_ranks(1, refused, kept(make_config(SingleConfig(), 1), tmp_path / "run"))[0]
     lock.release()
-    assert told == (
+    assert message == (
         f"metrics.run_dir={tmp_path}/run is being written by another run (pid {os.getpid()}); wait for its end, or set "
         "metrics.run_dir to another folder"
     )
@@ -496,7 +334,7 @@ def fail_while_saving(config: Config) -> list[str]:
     return sorted(path.name for path in (Path(config.metrics.run_dir) / "checkpoints").glob("step-*"))
 
 
-def test_a_failure_does_not_cost_the_checkpoint_that_is_being_written(tmp_path: Path) -> None:
+def test_a_failure_does_not_lose_a_checkpoint_that_is_being_written(tmp_path: Path) -> None:
     """Oracle: the folder, when the exception comes out."""
     config = kept(make_config(SingleConfig(), 1, steps=4), tmp_path / "run", 2, async_save=True)
     assert run_ranks(1, fail_while_saving, config)[0] == ["step-00000002"]

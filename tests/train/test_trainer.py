@@ -1,30 +1,21 @@
 """The loop: what a step's numbers mean, and that every rank agrees on them."""
 
-import json
 import math
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
 
 from fsdptoys.config.compose import compose_config
 from fsdptoys.config.schema import Config, SumDType
-from fsdptoys.data import SyntheticConfig, TextConfig
+from fsdptoys.data import SyntheticConfig
 from fsdptoys.errors import ConfigError
 from fsdptoys.memory import MemoryConfig
 from fsdptoys.models import DecoderModel
 from fsdptoys.optim import AdamWConfig
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
-from fsdptoys.parallel.ddp import DDP
-from fsdptoys.parallel.fsdp2 import FSDP2
-from fsdptoys.profiler import ExplainedOutOfMemoryError, ProfileConfig, live_bytes
-from fsdptoys.train import run as run_module
 from fsdptoys.train.distributed import deterministic_kernels
-from fsdptoys.train.run import Run, train
 from fsdptoys.train.trainer import Trainer
 from scripts.parity import hash_parameters
 from scripts.ranks import run_ranks
@@ -210,45 +201,6 @@ def test_all_ranks_stop_after_the_step_in_which_the_time_is_up() -> None:
     assert all(len(history) == 1 and history[0][1] is not None for history in first)
 
 
-def run_in(folder: Path, config: Config) -> list[str]:
-    """A whole run with its run directory; returns the names of the files that this rank sees at its end."""
-    config.metrics.run_dir = str(folder / "run")
-    trainer = train(config)
-    torch.distributed.barrier()
-    assert len(trainer.history) == config.train.steps
-    return sorted(path.name for path in folder.rglob("*") if path.is_file())
-
-
-@pytest.mark.parametrize("parallel", STRATEGIES, ids=lambda parallel: parallel.name)
-def test_a_run_leaves_its_files_with_a_sample_that_is_the_same_under_every_strategy(
-    parallel: ParallelConfig, tmp_path: Path
-) -> None:
-    """Oracle: the files by name, and the text that one process generates after the same steps."""
-    (tmp_path / "corpus.txt").write_text("def f(x):\n    return x\n" * 500)
-
-    def config(parallel: ParallelConfig, world_size: int) -> Config:
-        made = make_config(parallel, world_size, steps=3, grad_accum=1, eval_every=2, eval_batches=1)
-        made.model.vocab_size = 256
-        made.data = TextConfig(files=[str(tmp_path / "corpus.txt")], sample_tokens=20, eval_fraction=0.1)
-        made.validate(world_size, "cpu")
-        return made
-
-    samples = []
-    for name, made, world_size in [
-        ("one", config(SingleConfig(simulated_ranks=2), 1), 1),
-        ("two", config(parallel, 2), 2),
-    ]:
-        folder = tmp_path / name
-        folder.mkdir()
-        for seen in run_ranks(world_size, run_in, folder, made):
-            assert seen == ["config.yaml", "environment.json", "loss.png", "metrics.jsonl", "summary.md"]
-        lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-        assert [line["step"] for line in lines] == [1, 2, 3]
-        summary = (folder / "run" / "summary.md").read_text()
-        samples.append(summary.split("## A sample of the trained model")[1].split("## Files")[0])
-    assert samples[0] == samples[1] and "def " in samples[0]
-
-
 def test_deterministic_kernels_leave_the_settings_as_they_were() -> None:
     """Oracle: PyTorch's own flags before."""
     before = torch.are_deterministic_algorithms_enabled()
@@ -312,168 +264,3 @@ def test_parameters_can_be_read_after_a_forward_without_a_backward() -> None:
     configs = [make_config(parallel, 2) for parallel in STRATEGIES]
     for before, after in run_ranks(2, hashes_before_and_after_an_evaluation, configs)[0]:
         assert after == before
-
-
-def run_without_room_for_weights(config: Config) -> str:
-    def refuse(*_: Any) -> None:
-        raise ConfigError("no room")
-
-    run_module.save_weights = refuse
-    with pytest.raises(ConfigError, match="no room"):
-        Run(Trainer(config)).run()
-    return (Path(config.metrics.run_dir or "") / "summary.md").read_text(encoding="utf-8")
-
-
-def test_results_are_kept_where_weights_cannot_be_written(tmp_path: Path) -> None:
-    """Oracle: the summary of all steps, although the run ends with an error."""
-    config = make_config(SingleConfig(), 1, steps=2)
-    config.metrics.run_dir, config.checkpoint.final_weights = str(tmp_path / "run"), True
-    assert "2 of 2; all steps done" in run_ranks(1, run_without_room_for_weights, config)[0]
-
-
-def weights_before_the_sample(config: Config) -> list[str]:
-    found: list[str] = []
-
-    def look(self: Trainer) -> None:
-        found.extend(file.name for file in (Path(config.metrics.run_dir or "") / "weights").glob("*"))
-
-    Trainer.sample = look  # type: ignore[method-assign]
-    Run(Trainer(config)).run()
-    return sorted(found)
-
-
-def test_weights_are_kept_before_a_sample_is_drawn(tmp_path: Path) -> None:
-    """Oracle: the folder, as the sampling finds it: sampling may take minutes, and be broken off."""
-    config = make_config(SingleConfig(), 1, steps=1)
-    config.metrics.run_dir, config.checkpoint.final_weights = str(tmp_path / "run"), True
-    assert run_ranks(1, weights_before_the_sample, config)[0] == ["checksums.json", "weights.safetensors"]
-
-
-def run_out_of_memory(config: Config, part: str) -> str:
-    """Let a part of the second step ask for more memory than there is, and return what the run says."""
-    trainer = Trainer(config)
-    owner, name = {
-        "forward": (trainer.strategy.model, "forward"),
-        "backward": (torch.Tensor, "backward"),
-        "optimizer": (trainer.optimizer, "step"),
-        "evaluation": (trainer.strategy.model, "eval"),
-    }[part]
-    original = getattr(owner, name)
-
-    def greedy(*args: Any, **options: Any) -> Any:
-        if len(trainer.history) == 1:
-            torch.empty(2**50, dtype=torch.uint8)
-        return original(*args, **options)
-
-    setattr(owner, name, greedy)
-    with pytest.raises(ExplainedOutOfMemoryError) as caught:
-        trainer.train()
-    return str(caught.value)
-
-
-def construct_out_of_memory(config: Config) -> str:
-    def refuse(*_: Any) -> None:
-        torch.empty(2**50, dtype=torch.uint8)
-
-    FSDP2.parallelize = DDP.parallelize = refuse  # type: ignore[method-assign]
-    with pytest.raises(ExplainedOutOfMemoryError) as caught:
-        Trainer(config)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("parallel, share", [(DDPConfig(), 1), (FSDP2Config(), 2)], ids=["ddp", "fsdp2"])
-def test_running_out_of_memory_in_the_construction_tells_what_was_planned(parallel: ParallelConfig, share: int) -> None:
-    """Oracle: four bytes a parameter, over the ranks that share them; sharding is advised where there is none."""
-    config = make_config(parallel, 2)
-    total = sum(param.numel() for param in config.model.build().parameters())
-    told = run_ranks(2, construct_out_of_memory, config)[0]
-    assert "ran out on rank 0 in the construction\n" in told
-    assert f"{4 * total / share / 2**10:.2f} KiB  parameters, once all are made" in told
-    assert ("parallel=fsdp2 mesh.fsdp_size=-1" in told) == (share == 1)
-
-
-def memory_of_a_lazy_run(config: Config) -> tuple[int, int]:
-    """Bytes of gradients in the report after a step whose updates are pending, and those of the local parameters."""
-    trainer = Trainer(config)
-    trainer._train_step(1, 0.0)
-    parameters = live_bytes((param for _, param in trainer.strategy.named_parameters()), None).parameters
-    return trainer._oom_context(2).live.gradients.host_bytes, parameters.host_bytes
-
-
-def test_gradients_that_wait_for_their_update_are_counted_as_gradients() -> None:
-    """Oracle: as many bytes as there are parameters."""
-    gradients, parameters = run_ranks(
-        1, memory_of_a_lazy_run, make_config(SingleConfig(), 1, memory=MemoryConfig(optimizer_offload=True))
-    )[0]
-    assert gradients == parameters > 0
-
-
-@pytest.mark.parametrize("part", ["forward", "backward", "optimizer", "evaluation"])
-def test_running_out_of_memory_tells_where_what_was_live_and_what_would_help(part: str) -> None:
-    """Oracle: a real allocation of 1 PiB that fails there; activations are live in forward and backward alone."""
-    config = make_config(FSDP2Config(), 2, grad_accum=1, eval_every=2)
-    told = run_ranks(2, run_out_of_memory, config, part)[1]
-    assert f"on rank 1 in the {part} of step 2\n1048576.00 GiB asked for" in told
-    assert "optimizer states" in told
-    assert ("memory.chunk_loss=true" in told) == (part in ("forward", "backward"))
-
-
-def profiled(folder: Path, config: Config) -> list[str]:
-    config.metrics.run_dir = str(folder / "run")
-    config.profile = ProfileConfig(enabled=True, ranks=[1], skip_steps=1, active_steps=2)
-    Run(Trainer(config)).run()
-    return sorted(path.name for path in (folder / "run" / "profile").iterdir())
-
-
-def test_chosen_ranks_write_their_traces_into_the_run_directory(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Oracle: the run directory's listing; rank 1, which is not told the directory's name, was chosen."""
-    assert run_ranks(2, profiled, tmp_path, make_config(FSDP2Config(), 2))[1] == ["rank1.json.gz"]
-    assert "Chosen were the ranks 1, which wrote into `profile/`" in (tmp_path / "run" / "summary.md").read_text()
-    assert "rank 1: trace of steps 3 to 4" in capfd.readouterr().out
-
-
-def patched(config: Config) -> tuple[dict[str, str], bool]:
-    """What the run says of its patches, and whether PyTorch is as before after it."""
-    before = FSDPCommContext.lazy_init
-    trainer = run_module.train(config)
-    return dict(trainer.patches.report), FSDPCommContext.lazy_init is before
-
-
-def test_patches_are_told_in_the_summary_and_undone_after_the_run(tmp_path: Path) -> None:
-    """Oracle: PyTorch's own attribute; the summary's text."""
-    config = make_config(FSDP2Config(), 1)
-    config.metrics.run_dir = str(tmp_path / "run")
-    report, undone = run_ranks(1, patched, config)[0]
-    assert report["fsdp2_stream_reuse"].startswith("applied: ")
-    assert undone
-    summary = (tmp_path / "run" / "summary.md").read_text()
-    assert all(f"{name}={what}" in summary for name, what in report.items())
-
-
-def train_with_slow_data(config: Config) -> list[dict[str, Any]]:
-    """Rank 0's lines on steps of which the third waits for its batches."""
-    trainer = Trainer(config)
-    next_step, taken = trainer.batches.next_step, []
-
-    def slow_next_step() -> Any:
-        taken.append(1)
-        time.sleep(0.3 * (len(taken) == 3))
-        return next_step()
-
-    trainer.batches.next_step = slow_next_step  # type: ignore[method-assign]
-    Run(trainer).run()
-    lines = (Path(config.metrics.run_dir or "") / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
-def test_a_step_tells_how_long_it_waited_for_its_batches(tmp_path: Path) -> None:
-    """Oracle: a sleep before the third step's batches, which is part of its step time and of no other's."""
-    config = make_config(SingleConfig(), 1, steps=4)
-    config.metrics.run_dir = str(tmp_path / "run")
-    config.validate(1, "cpu")
-    (steps,) = run_ranks(1, train_with_slow_data, config)
-    waits = [step["data_wait_seconds"] for step in steps]
-    assert waits[2] >= 0.3 and waits.index(max(waits)) == 2
-    assert all(0 < step["data_wait_seconds"] < step["step_time_seconds"] for step in steps)

@@ -1,0 +1,241 @@
+"""Launchers in processes of their own, with workers that fail, hang or stop on command."""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdptoys.launch.supervisor import run_workers
+
+WORKER = """
+import os, signal, sys, time
+from pathlib import Path
+
+rank, start = int(os.environ["RANK"]), int(os.environ["FSDPTOYS_RESTARTS"])
+
+def leave(name, text=""):
+    Path(f"{name}.part").write_text(text)
+    os.rename(f"{name}.part", name)
+
+def sleep():
+    leave(f"ready{rank}", str(os.getpid()))
+    time.sleep(600)
+
+def deaf():
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    sleep()
+
+def environment():
+    print(os.environ["OMP_NUM_THREADS"], rank, os.getsid(0) == os.getpid(), sys.argv[1:], flush=True)
+    print([signal.getsignal(number).name for number in (signal.SIGTERM, signal.SIGUSR1)], flush=True)
+    print([Path(name).name for name in os.listdir("/proc/self/fd") if int(name) > 3], flush=True)
+    print("" in sys.path, os.getcwd() in sys.path, __name__, flush=True)
+
+def exit():
+    if rank == 1:
+        sys.exit(7)
+    time.sleep(600)
+
+def worse():
+    if rank == 1 and start == 0:
+        sys.exit(7)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(600)
+
+def group(seconds=600):
+    import torch.distributed as dist
+    from datetime import timedelta
+    from fsdptoys.train.rank_store import open_rank_store
+    world_size, timeout = int(os.environ["WORLD_SIZE"]), timedelta(seconds=seconds)
+    store = open_rank_store(world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    return dist
+
+def fail():
+    from fsdptoys.train.stop import StopRequest
+    leave(f"ready{rank}", str(os.getpid()))
+    with StopRequest():
+        dist = group()
+        dist.barrier()
+        if rank == 1:
+            leave("failed", str(time.time()))
+            raise ZeroDivisionError("nothing to divide by")
+        if rank == 2:
+            time.sleep(3600)
+        dist.barrier()
+
+def mistake():
+    from fsdptoys.errors import ConfigError
+    raise ConfigError("train.steps=0 must be at least 1; set train.steps=1")
+
+def stop():
+    import torch
+    from fsdptoys.train.stop import StopRequest
+    dist = group()
+    with StopRequest() as request:
+        dist.barrier()
+        leave(f"ready{rank}", str(os.getpid()))
+        asked = torch.zeros(())
+        while not asked:
+            time.sleep(0.05)
+            asked = torch.tensor(float(request.received is not None))
+            dist.all_reduce(asked)
+        leave(f"saved{rank}", str(request.received))
+    dist.barrier()
+    dist.destroy_process_group()
+
+def hang():
+    import torch
+    from fsdptoys.train.stop import StopRequest
+    dist = group()
+    with StopRequest():
+        dist.barrier()
+        leave(f"ready{rank}", str(os.getpid()))
+        if rank == 0:
+            dist.all_reduce(torch.ones(()))
+        time.sleep(600)
+
+def lose():
+    from fsdptoys.train.heartbeat import HeartbeatWriter, explain_lost_ranks
+    from fsdptoys.train.launch_env import remember_run_dir
+    remember_run_dir(Path("run"))
+    beats = Path("run/heartbeats")
+    heartbeat = HeartbeatWriter(beats, rank)
+    dist = group()
+    dist.barrier()
+    heartbeat.beat(3, "forward")
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    heartbeat.beat(3, "backward")
+    with explain_lost_ranks(beats, rank, 2, 600):
+        dist.barrier()
+
+def wait():
+    from fsdptoys.train.heartbeat import HeartbeatWriter, explain_lost_ranks
+    from fsdptoys.train.stop import StopRequest
+    from fsdptoys.train.launch_env import remember_run_dir
+    remember_run_dir(Path("run"))
+    beats = Path("run/heartbeats")
+    heartbeat = HeartbeatWriter(beats, rank)
+    dist = group(seconds=3)
+    with StopRequest():
+        dist.barrier()
+        heartbeat.beat(3, "backward")
+        dist.barrier()
+        if rank == 1:
+            time.sleep(600)
+        with explain_lost_ranks(beats, rank, 2, 3):
+            dist.barrier()
+
+def asked():
+    from fsdptoys.train.stop import StopRequest
+    dist = group()
+    with StopRequest() as request:
+        dist.barrier()
+        leave(f"ready{rank}", str(os.getpid()))
+        if rank == 1:
+            while request.received is None:
+                time.sleep(0.05)
+            time.sleep(1.2)
+            os.kill(os.getpid(), signal.SIGTERM)
+        dist.barrier()
+
+def early():
+    group().barrier()
+    leave(f"ready{rank}", str(os.getpid()))
+    time.sleep(600)
+
+def semaphores():
+    import multiprocessing
+    made = multiprocessing.get_context("spawn").Semaphore()
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    leave(f"children{rank}", " ".join(children) + " " + made._semlock.name)
+    leave(f"ready{rank}", str(os.getpid()))
+    time.sleep(600)
+
+def again():
+    from fsdptoys.train.launch_env import remember_run_dir, remembered_run_dir, restart_count
+    assert restart_count() == start
+    dist = group()
+    if start == 0:
+        assert remembered_run_dir() is None
+    dist.barrier()
+    if start == 0:
+        remember_run_dir(Path("run"))
+        dist.barrier()
+        if rank == 0:
+            raise ZeroDivisionError("nothing to divide by")
+    if start == 1 and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    leave(f"done{rank}", f"{start} {remembered_run_dir()}")
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+INTERPRETERS = ("sleep", "deaf", "environment", "exit", "worse", "semaphores")
+"""Workers that do without torch, for which new interpreters are started; the others are forks of their launcher."""
+
+WORKER += f"""
+if sys.argv[1] in {INTERPRETERS}:
+    sys.exit(globals()[sys.argv[1]]())
+from fsdptoys.launch.worker import run_as_worker
+sys.exit(run_as_worker(globals()[sys.argv[1]]))
+"""
+
+
+@dataclass
+class Launched:
+    """A launcher, forked from this process."""
+
+    process: Any
+    folder: Path
+    ranks: int
+
+    @property
+    def pid(self) -> int:
+        """Of the launcher."""
+        return int(self.process.pid)
+
+    def workers(self) -> list[int]:
+        """Process ids of all workers, once all are ready."""
+        paths = [self.folder / f"ready{rank}" for rank in range(self.ranks)]
+        while not all(path.exists() for path in paths):
+            assert self.process.is_alive(), (self.folder / "stderr").read_text()
+            time.sleep(0.05)
+        return [int(path.read_text()) for path in paths]
+
+    def result(self) -> tuple[int, str]:
+        """Exit status and stderr."""
+        self.process.join(90)
+        assert self.process.exitcode is not None, "the launcher hangs"
+        return self.process.exitcode, (self.folder / "stderr").read_text()
+
+
+def launch(folder: Path, how: str, ranks: int, options: dict[str, Any]) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the last is ignored under nohup
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    for stream, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), stream)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # not pytest's
+    os.chdir(folder)
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    os.environ["PYTHONPATH"] = str(folder)
+    for name in [name for name in os.environ if how in INTERPRETERS and name.startswith("COVERAGE_PROCESS_")]:
+        del os.environ[name]  # they run no line of what is measured
+    options = {"forks": how not in INTERPRETERS, **options}
+    os._exit(run_workers("toy_worker", [how], ranks, environment={"OMP_NUM_THREADS": "1"}, **options))
+
+
+def runs(pid: int) -> bool:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False

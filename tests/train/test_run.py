@@ -1,0 +1,155 @@
+"""A run in its directory: files, final weights, sample, traces, patches and waiting times."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
+
+from fsdptoys.config.schema import Config
+from fsdptoys.data import TextConfig
+from fsdptoys.errors import ConfigError
+from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
+from fsdptoys.profiler import ProfileConfig
+from fsdptoys.train import run as run_module
+from fsdptoys.train.run import Run, train
+from fsdptoys.train.trainer import Trainer
+from scripts.ranks import run_ranks
+from tests.parallel.runs import make_config
+
+FILES = {"config.yaml", "environment.json", "loss.png", "metrics.jsonl", "summary.md"}
+
+
+def run_in(folder: Path, configs: dict[str, Config]) -> dict[str, list[str]]:
+    """Train each configuration; the names of the files that this rank sees in its run directory at the end."""
+    seen = {}
+    for name, config in configs.items():
+        config.metrics.run_dir = str(folder / name)
+        trainer = train(config)
+        torch.distributed.barrier()
+        assert len(trainer.history) == config.train.steps
+        seen[name] = sorted(path.name for path in (folder / name).rglob("*") if path.is_file())
+    return seen
+
+
+def test_a_run_writes_its_files_with_the_same_sample_under_every_strategy(tmp_path: Path) -> None:
+    """Oracle: the files by name, and the text that one process generates after the same steps."""
+    (tmp_path / "corpus.txt").write_text("def f(x):\n    return x\n" * 500)
+
+    def config(parallel: ParallelConfig, world_size: int) -> Config:
+        made = make_config(parallel, world_size, steps=3, grad_accum=1, eval_every=2, eval_batches=1)
+        made.model.vocab_size = 256
+        made.data = TextConfig(files=[str(tmp_path / "corpus.txt")], sample_tokens=20, eval_fraction=0.1)
+        made.validate(world_size, "cpu")
+        return made
+
+    strategies = {parallel.name: config(parallel, 2) for parallel in (DDPConfig(), FSDP1Config(), FSDP2Config())}
+    found = run_ranks(1, run_in, tmp_path, {"one": config(SingleConfig(simulated_ranks=2), 1)})
+    found += run_ranks(2, run_in, tmp_path, strategies)
+    assert all(set(files) == FILES and len(files) == len(FILES) for rank in found for files in rank.values())
+    samples = set()
+    for name in ("one", *strategies):
+        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines] == [1, 2, 3]
+        summary = (tmp_path / name / "summary.md").read_text()
+        samples.add(summary.split("## A sample of the trained model")[1].split("## Files")[0])
+    assert len(samples) == 1 and "def " in samples.pop()
+
+
+def run_without_room_for_weights(config: Config) -> str:
+    def refuse(*_: Any) -> None:
+        raise ConfigError("no room")
+
+    run_module.save_weights = refuse
+    with pytest.raises(ConfigError, match="no room"):
+        Run(Trainer(config)).run()
+    return (Path(config.metrics.run_dir or "") / "summary.md").read_text(encoding="utf-8")
+
+
+def test_results_are_kept_where_weights_cannot_be_written(tmp_path: Path) -> None:
+    """Oracle: the summary of all steps, although the run ends with an error."""
+    config = make_config(SingleConfig(), 1, steps=2)
+    config.metrics.run_dir, config.checkpoint.final_weights = str(tmp_path / "run"), True
+    assert "2 of 2; all steps done" in run_ranks(1, run_without_room_for_weights, config)[0]
+
+
+def weights_before_the_sample(config: Config) -> list[str]:
+    found: list[str] = []
+
+    def look(self: Trainer) -> None:
+        found.extend(file.name for file in (Path(config.metrics.run_dir or "") / "weights").glob("*"))
+
+    Trainer.sample = look  # type: ignore[method-assign]
+    Run(Trainer(config)).run()
+    return sorted(found)
+
+
+def test_weights_are_kept_before_a_sample_is_drawn(tmp_path: Path) -> None:
+    """Oracle: the folder, as the sampling finds it: sampling may take minutes, and be broken off."""
+    config = make_config(SingleConfig(), 1, steps=1)
+    config.metrics.run_dir, config.checkpoint.final_weights = str(tmp_path / "run"), True
+    assert run_ranks(1, weights_before_the_sample, config)[0] == ["checksums.json", "weights.safetensors"]
+
+
+def profiled(folder: Path, config: Config) -> list[str]:
+    config.metrics.run_dir = str(folder / "run")
+    config.profile = ProfileConfig(enabled=True, ranks=[1], skip_steps=1, active_steps=2)
+    Run(Trainer(config)).run()
+    return sorted(path.name for path in (folder / "run" / "profile").iterdir())
+
+
+def test_chosen_ranks_write_their_traces_into_the_run_directory(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Oracle: the run directory's listing; rank 1, which does not know the directory's name, was chosen."""
+    assert run_ranks(2, profiled, tmp_path, make_config(FSDP2Config(), 2))[1] == ["rank1.json.gz"]
+    assert "Chosen were the ranks 1, which wrote into `profile/`" in (tmp_path / "run" / "summary.md").read_text()
+    assert "rank 1: trace of steps 3 to 4" in capfd.readouterr().out
+
+
+def patched(config: Config) -> tuple[dict[str, str], bool]:
+    """What the run says of its patches, and whether PyTorch is as before after it."""
+    before = FSDPCommContext.lazy_init
+    trainer = run_module.train(config)
+    return dict(trainer.patches.report), FSDPCommContext.lazy_init is before
+
+
+def test_patches_are_listed_in_the_summary_and_undone_after_the_run(tmp_path: Path) -> None:
+    """Oracle: PyTorch's own attribute; the summary's text."""
+    config = make_config(FSDP2Config(), 1)
+    config.metrics.run_dir = str(tmp_path / "run")
+    report, undone = run_ranks(1, patched, config)[0]
+    assert report["fsdp2_stream_reuse"].startswith("applied: ")
+    assert undone
+    summary = (tmp_path / "run" / "summary.md").read_text()
+    assert all(f"{name}={what}" in summary for name, what in report.items())
+
+
+def train_with_slow_data(config: Config) -> list[dict[str, Any]]:
+    """Rank 0's lines on steps of which the third waits for its batches."""
+    trainer = Trainer(config)
+    next_step, taken = trainer.batches.next_step, []
+
+    def slow_next_step() -> Any:
+        taken.append(1)
+        time.sleep(0.3 * (len(taken) == 3))
+        return next_step()
+
+    trainer.batches.next_step = slow_next_step  # type: ignore[method-assign]
+    Run(trainer).run()
+    lines = (Path(config.metrics.run_dir or "") / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_a_step_records_how_long_it_waited_for_its_batches(tmp_path: Path) -> None:
+    """Oracle: a sleep before the third step's batches, which is part of its step time and of no other's."""
+    config = make_config(SingleConfig(), 1, steps=4)
+    config.metrics.run_dir = str(tmp_path / "run")
+    config.validate(1, "cpu")
+    (steps,) = run_ranks(1, train_with_slow_data, config)
+    waits = [step["data_wait_seconds"] for step in steps]
+    assert waits[2] >= 0.3 and waits.index(max(waits)) == 2
+    assert all(0 < step["data_wait_seconds"] < step["step_time_seconds"] for step in steps)
