@@ -1,10 +1,10 @@
 """How fast data is read, made, and waited for: ``python scripts/bench_data.py --write benchmarks/data.md``.
 
 - Reading: tokens from memory-mapped shards through ``BatchStream``, shuffled, in one process without workers, of one
-  folder or several mixed, for each second of its CPU time. The shards are in the page cache, so this is what the reader
-  costs, and not a disk. Below ``BAR`` the status is 1.
+  folder or several mixed, for each second of its CPU time. The shards are in the page cache, so this is the
+  reader's cost and not a disk's. The exit status is 1 below ``BAR``.
 - Preparing: text through the function of ``fsdptoys data prepare``, by number of processes.
-- Waiting: the share of a tiny training's step time that waits for data, told by the run itself.
+- Waiting: the share of a tiny training's step time that waits for data, as reported by the run.
 
 Not covered: disks, networks, more cores than this machine has.
 """
@@ -87,7 +87,7 @@ def read_rate(config: PreparedConfig, seq_len: int, seconds: float, repeats: int
 
 
 def shuffle_microseconds(count: int = 10**9, places: int = 20_000) -> float:
-    """What one place of the order costs."""
+    """Time per position of the order."""
     shuffle = EndlessShuffle(count, 0)
     started = time.process_time()
     for place in range(places):

@@ -3,9 +3,9 @@
     python scripts/bench_float8.py                     # about ten minutes on one core
     python scripts/bench_float8.py --steps 40 --seeds 1
 
-Every number format trains the same model on the same bytes in the same order, once a seed. torchao rounds factors to
-float8 and multiplies them in float32 here, so this shows what the numbers do, and nothing of the speed. What a seed
-changes is the measure of what a difference means. What is printed is Markdown.
+Every dtype trains the same model on the same bytes in the same order, once per seed. torchao rounds the operands to
+float8 and multiplies them in float32 here, so this shows the effect on the loss and nothing about speed. The
+spread over seeds is the scale for differences between dtypes. Prints Markdown.
 """
 
 import argparse

@@ -11,11 +11,11 @@ Hugging Face accelerate as it comes. Values are drawn on the device by each, so 
 
 The 7B and 8B take more than one H200 with fp32 parameters, gradients and AdamW states. Ours keeps the states in bf16
 there (``optim.state_dtype``); transformers has no such switch, so its parameters, gradients and states are all bf16:
-fewer bytes than ours, and other rounding. The planner foretells the memory of our rows before anything runs.
+fewer bytes than ours, and other rounding. The planner predicts the memory of our rows before anything runs.
 
 Speed is tokens over the median step after the warm-up, with the loss read after each step; MFU is the model's FLOPs
-without recomputation over the peak in bf16. A row has a budget, and the call has one: what does not fit, runs out of
-memory or cannot run is a row that says so. Exits with status 1 where a target is missed.
+without recomputation over the peak in bf16. Each row and the whole call have a time budget. Rows that do not fit, run
+out of memory or cannot run state the reason. Exits with status 1 if a target is missed.
 """
 
 import argparse
@@ -64,8 +64,7 @@ SHAPES = [
     Shape("llama3_1b", 8192, 2, target_mfu=0.45),
     Shape("llama3_8b", 4096, 2, (STATES, SELECTIVE), half=True),
 ]
-"""In the order in which they are run, those that the device holds before the others: what matters most is not what the
-end of the budget leaves out."""
+"""In running order, those that fit the device first: the end of the budget leaves out the least important rows."""
 TINY = [Shape("llama_debug", 64, 2, ("kernels.rms_norm=torch",))]
 
 CONTESTANTS: dict[str, str | tuple[str, ...]] = {
@@ -96,7 +95,7 @@ class Bench:
         return planned_gib is None or self.memory_gib is None or planned_gib <= self.memory_gib
 
     def work(self, shape: Shape, contestant: str) -> Work:
-        """What a peer is told."""
+        """Arguments of a peer."""
         return Work(
             weights=str(self.folder / shape.name), batches=str(self.folder / shape.name / "batches.bin"), ranks=1,
             batch_size=shape.batch_size, seq_len=shape.seq_len, steps=STEPS, dtype="bfloat16", device=self.device,
@@ -104,7 +103,7 @@ class Bench:
         )  # fmt: skip
 
     def words(self, shape: Shape, contestant: str) -> list[str]:
-        """What our trainer is told."""
+        """Overrides for our trainer."""
         added = CONTESTANTS[contestant]
         assert not isinstance(added, str)
         return [
@@ -118,7 +117,7 @@ class Bench:
         ]  # fmt: skip
 
     def command(self, shape: Shape, contestant: str) -> list[str]:
-        """What starts a contestant."""
+        """Command that starts a contestant."""
         script = CONTESTANTS[contestant]
         if isinstance(script, str):
             return [self.python, str(PEERS / script), *self.work(shape, contestant).arguments()]
@@ -131,7 +130,7 @@ class Bench:
         kept |= {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         if self.device == "cuda":
             kept["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-        if contestant == ACCELERATE:  # it is told of ranks by its launcher, and of none here
+        if contestant == ACCELERATE:  # reads ranks from its launcher's variables; there is no launcher here
             kept = {name: value for name, value in kept.items() if not name.endswith(("RANK", "WORLD_SIZE"))}
         return kept
 
@@ -191,7 +190,7 @@ def why(result: Measured) -> str:
 
 
 def planned_memory(words: Sequence[str], device: str) -> MemoryPrediction | None:
-    """What the planner's closed form says; None where nothing is imagined of the device."""
+    """The planner's closed-form prediction; None for devices without a profile."""
     if device != "cuda":
         return None
     config = compose_config(list(words))
@@ -200,7 +199,7 @@ def planned_memory(words: Sequence[str], device: str) -> MemoryPrediction | None
 
 
 def peers_versions(python: str) -> str:
-    """What the peers' interpreter has of them."""
+    """Installed versions of the peers' packages."""
     ask = (
         "import importlib.metadata as m, importlib.util as u\n"
         "print(*(f'{n} {m.version(n)}' for n in ('torch', 'transformers', 'accelerate') if u.find_spec(n)), sep=', ')"
@@ -271,7 +270,7 @@ def main() -> int:
 
 
 def write(stem: Path, page: str, rows: Sequence[Row], on: str, bench: Bench) -> None:
-    """Both files, so that a call that is cut off leaves what it has measured."""
+    """Write both files after each row, so an interrupted call keeps its measurements."""
     stem.with_suffix(".md").write_text(page)
     tree: dict[str, Any] = {"command": shlex.join(sys.argv), "machine": on, "peak_flops": bench.peak}
     tree |= {"steps": STEPS, "warmup": WARMUP, "rows": [dataclasses.asdict(row) for row in rows]}

@@ -1,4 +1,4 @@
-"""What does the head's loss cost, with its gradients? Time and peak memory, against other ways to the same numbers.
+"""Time and peak memory of the head's loss with its gradients, compared with other implementations of the same loss.
 
     python scripts/bench_loss.py
     python scripts/bench_loss.py --threads 1 --dtypes bfloat16 --repeats 9
@@ -7,10 +7,10 @@
 Contestants, all from hidden states, weight and labels to the gradients of the first two: the plain loss over whole
 logits; torch's own chunked ``F.linear_cross_entropy`` with its default options, where torch has it; the plain loss over
 checkpointed chunks, as long as ours; and this project's chunked loss, which adds up the weight's gradient in float32 or
-in bf16. Losses and gradients are held against the plain loss in float64 before anything is timed.
+in bf16. Losses and gradients are compared with the plain loss in float64 before anything is timed.
 
-The contestants take turns; times are medians over turns, ratios medians of the ratios within a turn, so that whatever
-else runs on the machine meets all alike. Peak memory is what one step allocates at most beyond its inputs: on an
+The contestants take turns; times are medians over turns, ratios medians of the ratios within a turn, so that other
+load on the machine affects all alike. Peak memory is the most that one step allocates beyond its inputs: on an
 accelerator ``max_memory_allocated``; on a CPU the running sum of the allocations and frees that torch's profiler
 records, to which scratch memory of oneDNN and MKL is invisible.
 
@@ -199,7 +199,7 @@ def check(losses: dict[str, LossFn], hidden_ND: Tensor, weight_VD: Tensor, label
     """Relative error of the weight's gradient of each contestant, against the plain loss in float64.
 
     Raises:
-        SystemExit: naming what is wrong.
+        SystemExit: naming the first difference.
     """
     with unit(f"{hidden_ND.dtype}, exact outcome"):
         exact = float64_outcome(hidden_ND, weight_VD, labels_N)

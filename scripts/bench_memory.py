@@ -1,4 +1,4 @@
-"""What each memory switch costs in time and saves in memory, on one device that stands for one of many ranks.
+"""Time cost and memory savings of each memory switch, on one device that stands for one of many ranks.
 
     python scripts/bench_memory.py --write benchmarks/memory_h200.md
     python scripts/bench_memory.py --strategies fsdp2 --rows plain gc "gc chunk oo"
@@ -7,7 +7,7 @@
 One process is rank 0 of a world of ``--world-size`` whose collectives do nothing (PyTorch's ``fake`` process group):
 kernels, streams and the allocator are real, communication takes no time, and the values are of no meaning. Each row is
 the project's own trainer in a process of its own, with fp32 parameters, bf16 compute, fp32 reduction and AdamW, as in
-the table that the memory columns are held against: the first README of this project, 8 Ascend A2 NPUs, Llama2-7B, batch
+the table for comparison of the memory columns: the first README of this project, 8 Ascend A2 NPUs, Llama2-7B, batch
 1, sequence 4096, torch 2.7.1. Its times were those of another device with communication, so they are not compared.
 
 Columns: median seconds of the steps after the warm-up; that over the time of the row that the switch was added to; GiB
@@ -50,7 +50,7 @@ OPTIMIZER_OFFLOAD_TARGET = 1.10
 CPU_OFFLOAD_TARGET = 1.5
 CHUNK_SAVES_GIB = 0.5
 NO_COST = 1.02
-"""What counts as no time more, against the noise of two runs."""
+"""Ratio of times that counts as equal, given the noise of two runs."""
 ROW_SECONDS = 600
 """A row that takes longer has failed."""
 
@@ -89,7 +89,7 @@ ROWS = {
     "parts gc chunk co": Row((PARTS, GC, CHUNK, CO), "parts gc", published(0.06, 0.06), published(9.36, 7.64)),
     "parts": Row((PARTS,), None, published(9.72, 9.72), published(42.80, 40.36)),
     "parts gc": Row((PARTS, GC), None, published(9.72, 9.72), published(19.85, 17.45)),
-    # What the classic table did not have.
+    # Not in the classic table.
     "gc chunk oo serial": Row((GC, CHUNK, OO, "memory.offload_schedule=serial"), "gc chunk"),
     "gc chunk oo pipelined": Row(
         (GC, CHUNK, OO, "memory.offload_schedule=pipelined"), "gc chunk", published(3.20, 3.20), published(20.20, 13.62)
@@ -109,7 +109,7 @@ CLASSIC = ("llama2_7b", 8, 4096)
 
 @dataclass(frozen=True)
 class Result:
-    """What one row measured, or why it did not."""
+    """Measurements of one row, or the reason why there are none."""
 
     seconds: float | None = None
     end_gib: float | None = None
@@ -157,7 +157,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def add_row_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which rows are measured, and as what."""
+    """Add the arguments that select rows and their settings."""
     parser.add_argument("--device", choices=DEVICE_TYPES, default=available_device_type())
     parser.add_argument("--model", default="llama2_7b")
     parser.add_argument("--world-size", type=int, default=8)
@@ -170,7 +170,7 @@ def add_row_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def rows_of(args: argparse.Namespace) -> list[tuple[str, str]]:
-    """Strategy and name of each row that is asked for, where the strategy has it."""
+    """Strategy and name of each requested row that the strategy has."""
     return [
         (strategy, name) for strategy in args.strategies for name in args.rows if ROWS[name].only in (None, strategy)
     ]
@@ -193,7 +193,7 @@ def run_row(args: argparse.Namespace, strategy: str, name: str) -> Result:
 
 
 def row_words(args: argparse.Namespace, strategy: str, name: str) -> list[str]:
-    """What composes a row."""
+    """Overrides of a row."""
     words = [f"model={args.model}", f"parallel={strategy}", "experiment=null", f"launch.device={args.device}"]
     words += ["parallel.param_dtype=bfloat16", "optim.implementation=auto", "metrics.console=none"]
     return [

@@ -6,7 +6,7 @@
 
 One run, one set of weights, the same inputs: this project's router and experts; transformers' Qwen3MoeSparseMoeBlock
 in both its implementations, the loop over experts (``eager``) and ``grouped_mm``, which models built by transformers
-use by default; and one SwiGLU that is as wide as a token's experts together.
+use by default; and one SwiGLU as wide as a token's experts together.
 
 Contestants take turns, and every turn has a new input, so that loads differ from turn to turn as they do in training.
 Figures are medians over turns; ratios are medians of the ratios within a turn. Before anything is timed, outputs and
@@ -99,7 +99,7 @@ def main() -> int:
 
 
 def run_size(console: Console, args: argparse.Namespace, dim: int, ffn_dim: int) -> list[str]:
-    """Compare, time and print one size; returns the targets that were missed."""
+    """Compare, time and print one size; returns the missed targets."""
     dtype = getattr(torch, args.dtype)
     blocks = build(args, dim, ffn_dim, dtype)
     generator = torch.Generator().manual_seed(1)
@@ -183,7 +183,7 @@ def compare(blocks: dict[str, nn.Module], hidden_ND: Tensor, grad_ND: Tensor, to
     """Hold our output and gradients against both implementations of transformers.
 
     Raises:
-        SystemExit: naming what differs.
+        SystemExit: naming the difference.
     """
     results = {}
     for name in (OURS, GROUPED, EAGER):

@@ -13,8 +13,8 @@ another environment. All have one thread a rank, torch.optim.AdamW as torch choo
 Everything is measured from outside (``peers/measure.py``). Those who are judged against each other run at the same time
 and take turns step by step, each stopped while another has its step; so up to four are in memory at once, about 16 GiB.
 Figures are medians over steps and rounds, ratios medians of the ratios within a turn. Losses come from the same initial
-weights and the same batches: the first must agree to 1e-3, or nothing is judged. What is printed is Markdown. Exits
-with status 1 where a target is missed.
+weights and the same batches: the first must agree to 1e-3, or nothing is judged. Prints Markdown. Exits with
+status 1 if a target is missed.
 """
 
 import argparse
@@ -68,7 +68,7 @@ class Contestant:
     script: str | None = None
     """In ``scripts/peers``; None for ours."""
     words: tuple[str, ...] = ()
-    """Ours: what is added to the command."""
+    """Ours: arguments added to the command."""
     group: int = 0
     """Contestants of the same group take turns, and are compared."""
 
@@ -78,7 +78,7 @@ ACCELERATE, FABRIC, PLAIN = "(a) accelerate + transformers", "(b) Fabric + LitGP
 
 def contestants(gpu: bool) -> list[Contestant]:
     """Peers first; ours with the same loss, and as a user runs it."""
-    alike = "fsdp2" if gpu else "ddp"  # what (a) and (b) run as
+    alike = "fsdp2" if gpu else "ddp"  # as (a) and (b) run
     sharded = 0 if gpu else 1
     found = [
         Contestant(ACCELERATE, "accelerate_transformers.py"),
@@ -96,7 +96,7 @@ def contestants(gpu: bool) -> list[Contestant]:
 
 @dataclass(frozen=True)
 class Pair:
-    """What is judged: one row of ours against one of theirs."""
+    """A judged pair: one row of ours and one of theirs."""
 
     ours: str
     theirs: str
@@ -124,7 +124,7 @@ class Bench:
     warmup: int
 
     def command(self, contestant: Contestant, run_dir: Path) -> list[str]:
-        """What starts a contestant's ranks."""
+        """Command that starts a contestant's ranks."""
         work, script = self.work, str(PEERS / (contestant.script or ""))
         if contestant.script is None:
             return [sys.executable, "-m", "fsdptoys", "train", *self.words(), *contestant.words,
@@ -144,7 +144,7 @@ class Bench:
         return [str(self.peers_bin / name), *verb, *options, script, *work.arguments()]
 
     def words(self) -> list[str]:
-        """Our command line, but for the strategy and the loss."""
+        """Our command line without the strategy and the loss."""
         work, model = self.work, self.model
         return [
             "experiment=null", "model=llama_bytes", f"model.dim={model.dim}", f"model.n_layers={model.n_layers}",
@@ -266,7 +266,7 @@ def losses_agree(results: dict[str, list[Measured]]) -> list[str]:
 
 
 def judge(results: dict[str, list[Measured]], judged: Sequence[Pair], warmup: int, peers: Sequence[str]) -> list[str]:
-    """A sentence a target, those that are missed begin with ``missed``."""
+    """One sentence per target; missed ones begin with ``missed``."""
     failed = [f"missed: {name} failed: {run.failure}" for name, runs in results.items() for run in runs if run.failure]
     if failed:
         return failed
@@ -324,7 +324,7 @@ def render(results: dict[str, list[Measured]], work: Work, warmup: int, gpu: boo
 
 
 def peers_versions(programs: Path) -> str:
-    """What is installed in the peers' environment."""
+    """Versions of the packages in the peers' environment."""
     names = ["torch", "accelerate", "transformers", "lightning", "litgpt"]
     ask = f"from importlib.metadata import version; print(*(f'{{n}} {{version(n)}}' for n in {names}), sep=', ')"
     output = subprocess.run([str(programs / "python"), "-c", ask], check=True, capture_output=True, text=True).stdout

@@ -1,4 +1,4 @@
-"""Holds the planner against a real device, on the rows of the memory benchmark.
+"""Compare the planner with a real device, on the rows of the memory benchmark.
 
     python scripts/bench_plan.py --write benchmarks/plan_h200.md
     python scripts/bench_plan.py --device cpu --model llama_debug --seq-len 64 --rows plain gc
@@ -10,7 +10,7 @@ compute, and the others are predicted once more.
 
 Columns: measured and predicted GiB at the end of a step, at its peak and reserved; seconds, predicted before and after
 calibration. On a CPU there is no allocator to ask, and memory is not compared. Exits with status 1 if a bar is missed,
-which are an accelerator's: the end within 0.01 GiB, the peak within 2%, what is reserved within 5%, the time of rows
+which are an accelerator's: the end within 0.01 GiB, the peak within 2%, reserved memory within 5%, the time of rows
 that compute on the device alone within 20% before and 8% after calibration.
 """
 
@@ -36,7 +36,7 @@ from scripts.bench_memory import ROWS, Result, add_row_arguments, row_words, row
 from scripts.progress import progress, unit
 
 END_GIB, PEAK, RESERVED, UNCALIBRATED, CALIBRATED = 0.01, 0.02, 0.05, 0.20, 0.08
-"""Bars: GiB, and shares of what was measured."""
+"""Bars: GiB, and shares of the measured value."""
 
 
 @dataclass(frozen=True)

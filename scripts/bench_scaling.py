@@ -1,16 +1,16 @@
-"""What grows with the number of ranks? Measured on a few, counted among thousands, planned for 16,384.
+"""Costs that grow with the number of ranks: measured on a few, counted among thousands, planned for 16,384.
 
     python scripts/bench_scaling.py --write benchmarks/scaling.md        # about five minutes on two cores
 
 1. Measured: 1, 2, 4 and 8 real ranks on this machine's CPU (gloo), each with the same model and batch, FSDP2 with a
    copy for two ranks (``mesh.fsdp_size=2``). Ranks share the cores, so that seconds on the clock grow with their number
-   by themselves; what a rank costs is its CPU time, which stands beside them. Start-up is the whole command with one
+   by themselves; the cost of a rank is its CPU time, in the next column. Start-up is the whole command with one
    step; the rest is taken in forked ranks. A step's numbers are medians, the other ones are of one time.
 2. Counted: rank 0's step in worlds up to 16,384, whose other ranks are not there (``scripts/counted.py``).
-3. Planned: what ``fsdptoys plan`` predicts. Messages are those of rings, N − 1 of a rank for a gather or a scatter over
-   N ranks and twice that for an all-reduce; libraries take trees where these are many.
+3. Planned: predictions of ``fsdptoys plan``. Messages are those of rings: N - 1 per rank for a gather or a scatter
+   over N ranks, twice that for an all-reduce; libraries use trees where these are many.
 
-What is printed is Markdown.
+Prints Markdown.
 """
 
 import argparse
@@ -59,7 +59,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Cost:
-    """What something took on one rank."""
+    """Cost of an action on one rank."""
 
     wall: float
     cpu: float
@@ -210,7 +210,7 @@ def planned_rows(model: str, hardware_name: str, worlds: Sequence[int]) -> Itera
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Measure, count and plan, and print what came of it."""
+    """Measure, count and plan, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 4, 8], help="to measure with")
     parser.add_argument("--steps", type=int, default=30, help=f"of each, the first {WARMUP} not counted")

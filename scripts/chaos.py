@@ -1,18 +1,18 @@
-"""Kill real runs at bad moments, start them again, and hold what comes out against runs that nobody disturbed.
+"""Kill real runs at bad moments, restart them, and compare the results with undisturbed runs.
 
     python scripts/chaos.py --kills 60
 
 Each campaign is one configuration on 2 or 4 ranks (gloo, a tiny model, a checkpoint every other step, few are kept).
-First it runs undisturbed. Then the same command runs again in another directory and is killed with SIGKILL: one random
-rank, or all ranks and the launcher, at a moment that is waited for: in a step, while a checkpoint is written (in the
-foreground or in the background, as the configuration says), or while an old one is deleted. It is started again with
-``checkpoint.resume=auto`` (or starts again by itself, where ``launch.max_restarts`` is set and the launcher lives),
-until its share of the kills is done, and then runs to its end.
+First it runs undisturbed. Then the same command runs in another directory and is killed with SIGKILL: one random rank,
+or all ranks and the launcher, at a chosen moment: in a step, during a checkpoint (synchronous or asynchronous, as
+configured), or during the deletion of an old one. It is restarted with ``checkpoint.resume=auto`` (or restarts by
+itself, if ``launch.max_restarts`` is set and the launcher lives) until its share of the kills is done, and then runs to
+its end.
 
 Counted are
-- lost checkpoints: a run goes on from an older step than the newest one that was whole at the kill;
-- wrong resumes: a stretch of steps between two starts in which a loss, a norm or a learning rate is not in every bit
-  that of the undisturbed run, or a step is missing or there twice; or final weights that differ in any bit;
+- lost checkpoints: a run resumes from an older step than the newest complete checkpoint at the kill;
+- wrong resumes: steps between two starts whose loss, norm or learning rate differs in any bit from the undisturbed run,
+  or that are missing or duplicate; or final weights that differ in any bit;
 - seconds from a kill to the next new step, interpreter and imports included.
 
 The last lines are a table of the kills and the three numbers; the exit status is 1 if anything was lost or wrong.
@@ -63,12 +63,12 @@ class Campaign:
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """What it is killed in."""
+        """The moments at which it is killed."""
         return ("step", "background save" if "checkpoint.async_save=true" in self.words else "save", "prune")
 
     @property
     def name(self) -> str:
-        """What tells it from the others."""
+        """A name that is unique among the campaigns."""
         return f"{self.ranks} ranks, {' '.join(self.words)}" + (", launcher restarts" if self.restarts else "")
 
 
@@ -87,7 +87,7 @@ MOMENTS = ("step", "save", "background save", "prune")
 
 @dataclass
 class Tally:
-    """What was seen."""
+    """Counts of one call."""
 
     kills: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(moment, who) → kills."""
@@ -111,7 +111,7 @@ def words_of(campaign: Campaign, folder: Path, steps: int) -> list[str]:
 
 
 class Attempt:
-    """A started run, and what can be seen of it from outside.
+    """A started run, observed from outside.
 
     Args:
         campaign: which run.
@@ -157,7 +157,7 @@ class Attempt:
         return pids
 
     def moment(self) -> str:
-        """What the checkpoints' folder shows to be going on."""
+        """The run's current activity, from the names in the checkpoint folder."""
         try:
             names = os.listdir(self.folder / "checkpoints")
         except FileNotFoundError:
@@ -189,7 +189,7 @@ def read_lines(path: Path) -> list[dict]:
 
 
 def read_steps(folder: Path) -> list[dict]:
-    """What was recorded of each step."""
+    """Records of each step."""
     return read_lines(folder / "metrics.jsonl")
 
 
@@ -217,10 +217,10 @@ def alive(pid: int) -> bool:
 
 
 def kill_once(attempt: Attempt, wanted: str, after: int, everybody: bool, chance: random.Random) -> str | None:
-    """Wait for a moment, and kill; what was going on, or None if the run had come to its end before.
+    """Wait for a moment and kill; returns the moment, or None if the run had ended before.
 
     Args:
-        attempt: a run that is on its way.
+        attempt: a running attempt.
         wanted: the moment to wait for.
         after: step that must have been taken.
         everybody: kill the launcher and all ranks, rather than one rank.
@@ -298,7 +298,7 @@ def disturb(campaign: Campaign, folder: Path, steps: int, kills: int, chance: ra
 
 
 def count_wrong(reference: Path, disturbed: Path, steps: int) -> int:
-    """Stretches between two starts that are not what the undisturbed run was, and the final weights."""
+    """Number of stretches between two starts, and final weights, that differ from the undisturbed run."""
     wanted = {line["step"]: [line[name] for name in KEPT] for line in read_steps(reference)}
     found: dict[int, list[list]] = {}
     for line in read_steps(disturbed):
@@ -314,7 +314,7 @@ def count_wrong(reference: Path, disturbed: Path, steps: int) -> int:
 
 
 def main() -> int:
-    """Run the campaigns, and print what came out."""
+    """Run the campaigns and print the counts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=60, help="over all campaigns")
     parser.add_argument("--seed", type=int, default=0, help="of moments and victims")

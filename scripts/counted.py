@@ -1,11 +1,11 @@
-"""What a rank of a large world does, counted without the other ranks: lines of ours, calls of Python, collectives.
+"""Count the work of one rank of a large world without the other ranks: our lines, Python calls, collectives.
 
-The process group is PyTorch's ``fake`` one: collectives do nothing (a gather copies what the rank has), so that one
-process takes the steps of rank 0 among thousands, with real tensors and the real trainer. What such a rank computes
-means nothing; what it does is what every rank does.
+The process group is PyTorch's ``fake`` one: collectives do nothing (a gather copies the rank's own part), so one
+process takes the steps of rank 0 among thousands, with real tensors and the real trainer. The values are meaningless;
+the operations are those of every rank.
 
-``settrace`` counts: each line of this package's that runs, so that any loop shows, in whatever form; and each call of
-a Python function of anybody's, PyTorch's included, but for comparisons.
+``settrace`` counts each executed line of this package, so that any loop shows, and each call of a Python function,
+PyTorch's included, except comparisons.
 """
 
 import gc
@@ -31,7 +31,7 @@ OURS = tuple(str(Path(__file__).resolve().parents[1] / name) + os.sep for name i
 
 @dataclass
 class Counted:
-    """What happened within a block."""
+    """Counts within a block."""
 
     lines: Counter[str]
     """Function of ours → lines of it that ran."""
@@ -45,7 +45,7 @@ class Counted:
 
 
 def name_of(frame: FrameType) -> str:
-    """Of the function that runs, with its class where Python tells it."""
+    """Name of the running function, with its class where Python has it."""
     return frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name
 
 
@@ -58,7 +58,7 @@ def compares(frame: FrameType | None) -> bool:
 
 @contextmanager
 def counting() -> Iterator[Counted]:
-    """Count what this thread runs."""
+    """Count this thread's lines and calls."""
     counted = Counted(Counter(), Counter())
     ours: dict[str, bool] = {}
 
@@ -78,7 +78,7 @@ def counting() -> Iterator[Counted]:
 
     before = sys.gettrace()
     gc.collect()
-    gc.disable()  # what it calls belongs to no step
+    gc.disable()  # finalizers belong to no step
     sys.settrace(on_call)
     try:
         yield counted
@@ -105,7 +105,7 @@ def configured(words: Sequence[str], world_size: int, node_ranks: int) -> Config
 
 
 def count_step(words: Sequence[str], world_size: int, node_ranks: int = 8) -> tuple[Counted, list[Call], Trainer]:
-    """Train three steps as rank 0 of a world that is not there.
+    """Train three steps as rank 0 of an imagined world.
 
     Args:
         words: of the run; three steps, without evaluation.
@@ -113,7 +113,7 @@ def count_step(words: Sequence[str], world_size: int, node_ranks: int = 8) -> tu
         node_ranks: of one machine.
 
     Returns:
-        What the second step did, when everything is warm; the collectives of the third; and the trainer.
+        Counts of the second step, when caches are warm; the collectives of the third; the trainer.
     """
     pretend(world_size)
     trainer = Trainer(configured([*words, "train.steps=3", "train.eval_every=0"], world_size, node_ranks))

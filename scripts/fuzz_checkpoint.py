@@ -1,17 +1,17 @@
-"""Damages checkpoints in every way a disk or a user may, and sees that none of it is loaded as if it were whole.
+"""Damage checkpoints in every way a disk or a user may, and check that no damage is loaded unnoticed.
 
     python scripts/fuzz_checkpoint.py --damages 1000 --seed 0
 
-Checkpoints of several steps are saved by one process and by two ranks, into one folder. Then, again and again, a copy
-of it is damaged once, and a run goes on from the copy with ``checkpoint.resume=auto``. What it loads must be, bit for
-bit, what was saved of the step that it says. A damage is
+Checkpoints of several steps are saved by one process and by two ranks, into one folder. Then, repeatedly, a copy
+of it is damaged once, and a run resumes from the copy with ``checkpoint.resume=auto``. The loaded values must be equal
+in every bit to those saved at the step that it reports. A damage is
 
 - *detected* if an older checkpoint is taken, or none, with a sentence;
 - *harmless* if the newest is taken with all its values;
 - *missed* if other values are loaded. Then this exits with status 1.
 
-The newest checkpoint is damaged, for the others are not read as long as it is whole. Every kind has its turns, and so
-have the edits of ``fuzz_edits``, whose sums are right.
+The newest checkpoint is damaged, since older ones are read only if it is damaged. All kinds of damage take turns, also
+the edits of ``fuzz_edits``, whose checksums are right.
 """
 
 import argparse
@@ -50,7 +50,7 @@ Damage = Callable[[Path, random.Random], str]
 
 
 def tensors_of(step: int) -> dict[str, Tensor]:
-    """What is saved of a step."""
+    """Tensors saved at a step."""
     generator = torch.Generator().manual_seed(step)
     return {
         "model.embed.weight": torch.randn(9, 6, generator=generator),
@@ -61,12 +61,12 @@ def tensors_of(step: int) -> dict[str, Tensor]:
 
 
 def facts_of(step: int) -> dict[str, Any]:
-    """What is saved besides."""
+    """Other values saved at a step."""
     return {"loss": 1 / step, "seen_tokens": 2**40 + step}
 
 
 def save_steps(folder: Path) -> None:
-    """Save the checkpoints that are damaged later."""
+    """Save the checkpoints to damage."""
     config = CheckpointConfig(every=1, keep=STEPS)
     for step in range(1, STEPS + 1):
 
@@ -262,7 +262,7 @@ def fuzz(damages: int, seed: int) -> dict[str, dict[str, int]]:
         seed: of all choices.
 
     Returns:
-        Kind → outcome → count; a damage that is missed is printed.
+        Kind → outcome → count; missed damages are printed.
     """
     kinds = [*DAMAGES, *EDITS]
     turns = [kinds[turn % len(kinds)] for turn in range(damages)]

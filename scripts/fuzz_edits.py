@@ -1,10 +1,10 @@
-"""Edits checkpoints of a run and writes the sums again: nothing shows that the files are not as they were written.
+"""Edit checkpoints of a run and rewrite their checksums, so that no checksum shows the edit.
 
 A small run saves checkpoints. Again and again a copy of the newest is edited: a value of another type, null, out of
 range, huge, nested deeply, missing. Then a run resumes from the copy and draws random numbers. An edit is
 
 - *detected* if the checkpoint is passed over or refused, with a sentence;
-- *harmless* if the run has loaded exactly what the files say now: sums prove nothing about who wrote them;
+- *harmless* if the run has loaded exactly the present content of the files: checksums do not prove who wrote them;
 - *missed* if anything else happens: another exception, other values, or the end of the process.
 
 All of it happens in a forked process, which reports edit by edit, so that one that crashes is known.
@@ -42,7 +42,7 @@ from scripts.ranks import run_ranks
 STEPS = 2
 
 DRAWS = 700
-"""Random numbers that are drawn after each resume: more than a generator keeps ahead."""
+"""Random numbers drawn after each resume: more than a generator keeps ahead."""
 
 DEEP = "deep below"
 """Stands for many lists within each other, which Python's own encoder does not write."""
@@ -108,7 +108,7 @@ def edit_index(folder: Path, draw: random.Random) -> str:
 
 
 def edit_header(folder: Path, draw: random.Random) -> str:
-    """What a file of tensors says of itself."""
+    """Header of a file of tensors."""
     path = folder / "tensors-00000.safetensors"
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
@@ -194,7 +194,7 @@ def _in_child(place: str, config: Config, kinds: Sequence[str], first: int, seed
 
 
 def _resume_all(place: str, config: Config, kinds: Sequence[str], first: int, seed: int, report: Any) -> None:
-    faulthandler.disable()  # that this process crashes is what the caller looks for
+    faulthandler.disable()  # the caller looks for a crash of this process
     torch.set_num_threads(1)
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -216,7 +216,7 @@ def _resume_all(place: str, config: Config, kinds: Sequence[str], first: int, se
 
 
 def _resume(trainer: Trainer, config: Config, folder: Path) -> tuple[str, str]:
-    """Resume as a run would, and use what was loaded."""
+    """Resume as a run would, and use the loaded values."""
     said: list[str] = []
     checkpoints = Checkpointer(config.checkpoint, str(folder), message=said.append, schema=FACTS)
     try:

@@ -141,7 +141,7 @@ def mutate_tree(tree: Tree, draw: random.Random) -> tuple[Tree, str]:
 
 
 def _places(tree: Tree, path: str = "") -> Any:
-    """Every value of a tree: what holds it, its key, and the way there."""
+    """Every value of a tree: its container, its key, and its path."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for key, value in list(items):
         yield tree, key, f"{path}/{key}"
@@ -220,7 +220,7 @@ def mutate_bytes(content: bytes, draw: random.Random) -> tuple[bytes, str]:
 
 
 def replace_file(path: Path, draw: random.Random) -> str:
-    """Something that is no file in a file's place, or a file of another size."""
+    """Something other than a file in a file's place, or a file of another size."""
     kind = draw.choice(("pipe", "loop", "folder", "device", "dangling", "socket", "giant", "missing", "itself"))
     path.unlink()
     if kind == "pipe":
@@ -279,7 +279,7 @@ BYTE_KINDS: dict[str, Callable[[bytes, random.Random], tuple[bytes, str]]] = {
 
 
 def mutate_file(path: Path, draw: random.Random) -> str:
-    """Mutate a file in its place, by what its name says it is; returns how."""
+    """Mutate a file in place, by the kind in its name; returns a description."""
     if draw.random() < 0.12:
         return replace_file(path, draw)
     content = path.read_bytes()

@@ -1,16 +1,16 @@
-"""Mutates every kind of file that fsdptoys reads, and sees that each reader ends in its result or its own error.
+"""Mutate every kind of file that fsdptoys reads, and check that each reader returns a result or raises its own error.
 
     python scripts/fuzz_readers.py --cases 2000 --seed 0
     python scripts/fuzz_readers.py --only "sweep folder" --cases 500
     python scripts/fuzz_readers.py --case "compare:17"        # once more, with its traceback
 
-In a case a copy of a whole specimen is mutated once (a value, a structure, bytes, or something that is no file in a
+In a case a copy of a valid specimen is mutated once (a value, a structure, bytes, or something other than a file in a
 file's place) and read. It fails if
 
 - anything but the reader's documented errors comes out, which are one sentence for the user;
 - it takes more than 5 s of a processor, or waits for a minute;
 - it takes more than 2 GiB of memory;
-- a character that steers a terminal is in what it prints.
+- it prints a character that controls a terminal.
 
 Readers run in forked processes, which are killed and started again where a case hangs. Checksums that a mutation breaks
 are mended where that lets more of a reader be reached. Exit status 1 where a case fails.
@@ -48,11 +48,11 @@ PROCESSES = 2
 PROCESSOR_SECONDS = 5.0
 WAITING_SECONDS = 60.0
 MEMORY_BYTES = 2**31
-"""Beyond what the process has before its first case."""
+"""Beyond the process's memory before its first case."""
 PROGRESS_SECONDS = 8.0
 
 MUTATION = "mutation"
-"""In a process's folder: what it does now."""
+"""File in a process's folder that names its current mutation."""
 
 Case = tuple[str, int]
 """Reader and number."""
@@ -99,7 +99,7 @@ def run_case(case: Case, seed: int, specimens: Path, scratch: Path) -> Result:
     copy = scratch / "copy"
     _remove(copy)
     shutil.copytree(specimens / reader.specimen, copy, symlinks=True)
-    if reader.specimen == "run":  # what comparisons are with
+    if reader.specimen == "run":  # the run to compare with
         _remove(scratch / "run")
         os.symlink(specimens / "run", scratch / "run")
     pattern = draw.choice(reader.files)

@@ -44,7 +44,7 @@ SEQ_LEN = 16
 
 
 def make_specimens(folder: Path) -> None:
-    """Write everything that is mutated later, each kind into a folder of its own."""
+    """Write all specimens to mutate, each kind into a folder of its own."""
     _make_run(folder)
     _make_sweep(folder / "sweep")
     _make_model(folder / "hf")

@@ -1,4 +1,4 @@
-"""Readers of the specimens, for ``fuzz_readers.py``: what each reads, and what it may raise."""
+"""Readers of the specimens, for ``fuzz_readers.py``: their functions and documented errors."""
 
 import hashlib
 import io
@@ -56,13 +56,13 @@ class Reader:
     """One way in which files are read."""
 
     specimen: str
-    """Folder that is copied before each case."""
+    """Folder copied before each case."""
     files: tuple[str, ...]
-    """Patterns of the files of it that are mutated, one of them in each case."""
+    """Patterns of its files to mutate, one file in each case."""
     read: Callable[[Path], object]
-    """Reads the copy. Text that it returns is held to the same as what it prints."""
+    """Reads the copy. Text that it returns is checked like text that it prints."""
     errors: tuple[type[BaseException], ...] = (ConfigError,)
-    """What it may raise."""
+    """Its documented errors."""
     mend: Callable[[Path], None] = lambda folder: None
     """Makes checksums fit again, so that more than these is tested."""
     part: float = 1.0
@@ -70,7 +70,7 @@ class Reader:
 
 
 def command(*words: str) -> Callable[[Path], None]:
-    """A command line; ``{}`` is the mutated copy, and ``{}/..`` what stands beside it."""
+    """A command line; ``{}`` is the mutated copy, and ``{}/..`` its parent."""
 
     def run(copy: Path) -> None:
         status = main([word.format(copy) for word in words])
@@ -104,14 +104,14 @@ def read_page(copy: Path) -> str:
 
 
 def read_resumed(copy: Path) -> None:
-    """What a run that goes on reads of its run directory."""
+    """Files that a resumed run reads in its run directory."""
     config = MetricsConfig(run_dir=str(copy), console=ConsoleChoice.none)
     resumed = ResumePoint(2, {"metrics.jsonl": 10, "routing.jsonl": 10}, "step-00000002")
     RunDirectory(config, "title", {"train": {"steps": 3}}, {"world_size": 1}, resumed).close()
 
 
 def mend_checkpoints(copy: Path) -> None:
-    """Write manifests anew that fit the files; one that was mutated itself stays."""
+    """Rewrite manifests to fit the files, except a mutated one."""
     for place in (copy / "checkpoints").glob("step-*"):
         manifest = place / MANIFEST_FILE
         try:
@@ -144,7 +144,7 @@ def read_checkpoints(copy: Path) -> None:
 
 
 def read_launchers_view(copy: Path) -> None:
-    """What the launcher reads before any rank starts."""
+    """Files that the launcher reads before any rank starts."""
     from fsdptoys.config.compose import compose_config
 
     words = [word for word in shlex.split(RUN_WORDS) if not word.startswith("metrics.run_dir")]
@@ -183,7 +183,7 @@ def read_tokenizers(copy: Path) -> None:
 
 
 def read_half_written(copy: Path) -> None:
-    """The rest of a preparation that was interrupted."""
+    """Remains of an interrupted preparation."""
     ShardsWriter(copy / "half", "request", "uint16", 1000).close()
 
 
@@ -195,7 +195,7 @@ def read_texts(copy: Path) -> None:
 
 
 def read_sweep_files(copy: Path) -> str:
-    """What ``--resume`` reads of a sweep's folder."""
+    """Files that ``--resume`` reads in a sweep's folder."""
     sweep = read_sweep(copy)
     read_submissions(sweep)
     asked = with_recorded_words(read_words(["--resume", str(copy)]), sweep)
@@ -204,7 +204,7 @@ def read_sweep_files(copy: Path) -> str:
 
 
 def mend_heartbeats(copy: Path) -> None:
-    """Records with checksums of what they hold."""
+    """Records with checksums of their content."""
     for path in (copy / HEARTBEATS_FOLDER).glob("*.json"):
         try:
             if path.is_file() and path.stat().st_size < 10_000:

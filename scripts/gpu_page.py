@@ -1,4 +1,4 @@
-"""The page of ``bench_gpu.py``: what a row tells, how rows become tables, and the targets that they are held to."""
+"""The page of ``bench_gpu.py``: rows, their tables, and the targets."""
 
 import shlex
 import sys
@@ -19,7 +19,7 @@ LOSS = "memory.chunk_loss=true"
 
 @dataclass(frozen=True)
 class Shape:
-    """What is trained."""
+    """A trained shape."""
 
     model: str
     seq_len: int
@@ -40,7 +40,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Row:
-    """What one contestant did with one shape."""
+    """Result of one contestant with one shape."""
 
     shape: str
     contestant: str

@@ -1,7 +1,7 @@
 """How much host memory a rank takes to start from a folder in Hugging Face format.
 
 Writes random bf16 weights of a preset into a temporary folder, fills an FSDP2 model from it on gloo ranks, and prints
-for each the peak of its resident set beside what it keeps: ``python scripts/init_from_memory.py [PRESET] [RANKS]``.
+for each the peak of its resident set and its final size: ``python scripts/init_from_memory.py [PRESET] [RANKS]``.
 The peak is Linux's own (``VmHWM``), from just before the model is made; pages of the file that a rank reads count in it
 while they are mapped.
 """
@@ -40,7 +40,7 @@ def main(preset: str = "llama3_1b", ranks: str = "2") -> None:
     world_size = int(ranks)
     with progress(2), tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "folder"
-        # In a process of its own, or the ranks would inherit memory that is free for them to take.
+        # In a process of its own, or the ranks would inherit free memory.
         with unit("random weights are written"):
             ((shape, tensor_bytes),) = run_ranks(1, write_folder, preset, folder, timeout_seconds=600)
         with unit(f"{world_size} ranks read their shards"):

@@ -1,29 +1,29 @@
-"""Is training the same under every strategy? Runs them on the same data and compares every bit.
+"""Compare training under all strategies on the same data, bit by bit.
 
     python scripts/parity.py --world-sizes 1 2 4 --steps 20
 
 One small model of every family is trained, unless --models names others.
 
 Each row trains the same model with clipping, AdamW, two micro-batches a step (--grad-accum) and ragged padding, and is
-held against one process that runs the same micro-batches one after another (``parallel=single
-parallel.simulated_ranks=N``).
+compared with one process that runs the same micro-batches in sequence (``parallel=single parallel.simulated_ranks=N``).
+A SHA-256 over the final parameters of all rows follows each table, to compare two versions of the program.
 
 - deterministic mode (``train.deterministic=true``, reductions in float64): losses, gradient norms and final parameters
   must be equal in every bit; with bf16 parameters too.
 - default mode: every loss must be within 1e-6 relative of the one process in float32, and FSDP1 and FSDP2 must agree
-  in every bit on the same mesh wherever a reduction adds two numbers. Over more ranks a ring adds in an order that
-  depends on where in the buffer a number lies, which differs between flat and per-parameter sharding: their last bits
-  then differ, and the table says so. With bf16 parameters FSDP1 adds up micro-batches in bf16, the others in float32.
-- portable mode (``train.sum_dtype=float32 optim.implementation=for_loop``, PyTorch's kernels, experts one by one): what
-  every device runs, and the only one for NPUs, whose collectives have no float64. Norms are rounded in the order in
-  which gradients are sharded, so that only what shards alike agrees in every bit, and every loss is within 1e-6 of the
-  one process in float32. ``--against-cpu`` trains every row on CPU ranks too, in the same arithmetic, and tells how far
-  a device's losses are from theirs. That is no breach: another kernel may round otherwise.
-- what is written here from scratch (``toy-``) must agree with PyTorch's in every bit, in both modes: the toy DDP and
-  ZeRO-1 with DDP, the toy FSDP with FSDP2. The toy ZeRO-2 and ZeRO-3 reduce after every micro-batch, DDP once a step;
-  where that is the same (--grad-accum 1) and a reduction adds two numbers, they must agree with DDP in every bit. Over
-  more ranks, or with several micro-batches, the order of the sums is another in default mode, and 1e-6 is promised.
-  ZeRO-3 has no lower precision and is left out there.
+  in every bit on the same mesh wherever a reduction adds two numbers. Over more ranks the order of a ring's additions
+  depends on the position in the buffer, which differs between flat and per-parameter sharding: their last bits then
+  differ, and the table says so. With bf16 parameters FSDP1 accumulates micro-batches in bf16, the others in float32.
+- portable mode (``train.sum_dtype=float32 optim.implementation=for_loop``, PyTorch's kernels, experts one by one): runs
+  on every device, and is the only mode for NPUs, whose collectives have no float64. Norms are rounded in the order of
+  sharding, so only strategies with equal sharding agree in every bit; every loss is within 1e-6 of the one process in
+  float32. ``--against-cpu`` also trains every row on CPU ranks in the same arithmetic and prints the difference of the
+  losses, which is no breach: another kernel may round otherwise.
+- the toys (``toy-``) must agree with PyTorch's implementations in every bit, in both modes: toy DDP and ZeRO-1 with
+  DDP, toy FSDP with FSDP2. Toy ZeRO-2 and ZeRO-3 reduce after every micro-batch, DDP once a step; with --grad-accum 1
+  and reductions of two numbers they must agree with DDP in every bit. Over more ranks, or with several micro-batches,
+  the order of the sums differs in default mode, and the bound is 1e-6. ZeRO-3 has no lower precision and is left out
+  there.
 
 Exits with status 1 on any breach.
 """
@@ -80,19 +80,19 @@ STRATEGIES = {
 """Row of the table → overrides that make it."""
 
 FSDP2_ON_THE_SAME_MESH = {"fsdp1": "fsdp2", "fsdp1-flat": "fsdp2", "hsdp1": "hsdp2"}
-"""Row → the one that it must equal in default mode, where reductions add two numbers."""
+"""Row → the row that it must equal in default mode, where reductions add two numbers."""
 
 NATIVE = {"toy-ddp": "ddp", "toy-zero1": "ddp", "toy-fsdp": "fsdp2"}
-"""Row → the one that does the same arithmetic and must be equal in every mode, on any number of ranks."""
+"""Row → the row with the same arithmetic, which it must equal in every mode, on any number of ranks."""
 
 SHARDS_OTHERWISE = ("toy-zero1",)
-"""Of these the one whose norms are added up in another order, which portable mode lets show."""
+"""The one of these that adds norms in another order, which shows in portable mode."""
 
 REDUCES_OFTENER = {"toy-zero2": "ddp", "toy-zero3": "ddp"}
-"""Row → the one that it must equal in default mode with one micro-batch, where reductions add two numbers."""
+"""Row → the row that it must equal in default mode with one micro-batch, where reductions add two numbers."""
 
 FLOAT32_ONLY = ("toy-zero3",)
-"""Rows that compute with the parameters as they are kept."""
+"""Rows that compute in the dtype of the parameters."""
 
 
 MODES = {
@@ -111,7 +111,7 @@ MODES = {
 
 @dataclass
 class Outcome:
-    """What a training run is compared by."""
+    """Results of a training run to compare."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -120,7 +120,7 @@ class Outcome:
 
 
 def overrides(args: argparse.Namespace, model: str, mode: str, dtype: str) -> list[str]:
-    """What all rows of a table have in common."""
+    """Overrides common to all rows of a table."""
     return [
         f"model={model}",
         "data=synthetic",
@@ -185,7 +185,7 @@ def max_norm_difference(outcome: Outcome, reference: Outcome) -> float:
 
 @dataclass
 class Verdict:
-    """What a row of the table says, and what it breaks."""
+    """A row's text, and its breach of a promise."""
 
     text: str
     breach: str | None = None
@@ -200,7 +200,7 @@ def judge(
     mode: str,
     grad_accum: int = 2,
 ) -> Verdict:
-    """Hold one row against one process and, in default mode, FSDP1's against FSDP2's and a toy's against PyTorch's."""
+    """Compare one row with one process and, in default mode, FSDP1 with FSDP2 and a toy with PyTorch's."""
     outcome = outcomes[name]
     where = f"{dtype} {mode} mode, {world_size} ranks"
     portable = mode == "portable"
@@ -229,7 +229,7 @@ def judge(
 
 
 def train_rows(configs: list[Config], titles: list[str], world_size: int, device: str) -> list[Outcome]:
-    """Train rows one after another on fresh ranks; what rank 0 has to say of each."""
+    """Train rows one after another on fresh ranks; returns rank 0's results."""
     start = "fork" if device == "cpu" else "spawn"
     titles = [f"{title}, {world_size} ranks, {device}" for title in titles]
     if start == "spawn":
@@ -245,24 +245,24 @@ def train_rows(configs: list[Config], titles: list[str], world_size: int, device
 
 
 def rows_of(strategies: list[str], world_size: int, dtype: str) -> list[str]:
-    """The strategies that have a row for so many ranks in a number format."""
+    """The strategies that have a row for a world size and a dtype."""
     names = [name for name in strategies if not name.startswith("hsdp") or world_size > 2]
     return [name for name in names if dtype == "float32" or name not in FLOAT32_ONLY]
 
 
 def count_units(args: argparse.Namespace) -> int:
-    """Rows that are trained, over all tables."""
+    """Number of rows of all tables."""
     rows = sum(1 + len(rows_of(args.strategies, world, dtype)) for world in args.world_sizes for dtype in args.dtypes)
     return len(args.models) * len(args.modes) * rows * (2 if args.against_cpu else 1)
 
 
 def against(outcome: Outcome, on_cpu: Outcome) -> str:
-    """How far a device's training is from the same on CPU ranks."""
+    """Difference between a device's training and the same on CPU ranks."""
     return "every bit" if outcome == on_cpu else f"loss {max_loss_difference(outcome, on_cpu):.1e}"
 
 
 def compare(args: argparse.Namespace, model: str, mode: str, dtype: str, console: Console) -> list[str]:
-    """Train and print one table; return what breaks the promise."""
+    """Train and print one table; return the breaches."""
     table = Table(title=f"{model}, {dtype}, {mode} mode, {args.steps} steps, {args.device}")
     for column in ("ranks", "strategy", "final loss", "max |loss diff| rel", "max |grad-norm diff|"):
         table.add_column(column, justify="left" if column == "strategy" else "right")
@@ -311,7 +311,7 @@ def compare(args: argparse.Namespace, model: str, mode: str, dtype: str, console
 
 
 def check_device(device: str, against_cpu: bool) -> None:
-    """Refuse a device that is not there, and a comparison of CPU ranks with themselves.
+    """Reject a missing device, and a comparison of CPU ranks with themselves.
 
     Raises:
         ConfigError: with the fix.
@@ -323,7 +323,7 @@ def check_device(device: str, against_cpu: bool) -> None:
 
 
 def check_world_sizes(world_sizes: list[int], device: str) -> None:
-    """Refuse numbers of ranks for which nothing is promised, or which have no devices.
+    """Reject world sizes without a promise or without enough devices.
 
     Raises:
         ConfigError: naming the number and the fix.
@@ -376,10 +376,7 @@ def main() -> int:
     for breach in breaches:
         print(f"BREACH: {breach}")
     print("parity: " + (f"{len(breaches)} breaches" if breaches else "no breach"))
-    print(
-        'Rows that say "last bits !=" are not counted: sums are added up in another order there '
-        "(see the top of this script)."
-    )
+    print('Rows with "last bits !=" are not counted: their sums are added in another order (see --help).')
     return 1 if breaches else 0
 
 

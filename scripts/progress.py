@@ -9,9 +9,9 @@ prints ``[3/24] row-name: note … 0:12, elapsed 0:41, about 4:10 left``, and wh
 ``[4/24] row-name … running for 0:09, elapsed 0:50, about 4:01 left``.
 
 A small process of its own has the clock and prints, so that nothing else runs in the process that measures: that one
-writes to a pipe between units, a few microseconds each, and has no thread. Ranks that are forked share the pipe, and
-rank 0 may announce units; ranks that are spawned announce nothing. Where stderr is closed or its reader gone, the
-script goes on in silence.
+writes to a pipe between units, a few microseconds each, and has no thread. Forked ranks share the pipe, and rank 0
+may announce units; spawned ranks announce nothing. If stderr is closed or its reader gone, the script continues in
+silence.
 
 The time left is that of the finished units, divided among them: units of very different length make it a rough one.
 """
@@ -34,7 +34,7 @@ BEAT_SECONDS = 9.0
 
 @dataclass
 class Done:
-    """What is printed of a unit when it is finished."""
+    """Printed when a unit is finished."""
 
     note: object = ""
 
@@ -66,7 +66,7 @@ def progress(units: int) -> Iterator[None]:
         if printer is not None:
             try:
                 printer.wait(10.0)
-            except subprocess.TimeoutExpired:  # its stderr is a pipe that is full
+            except subprocess.TimeoutExpired:  # its stderr is a full pipe
                 printer.kill()
                 printer.wait()
 
@@ -88,7 +88,7 @@ def unit(name: str, *, announce: bool = True) -> Iterator[Done]:
 
 
 def doing(text: str) -> None:
-    """Say what is done between units, such as writing inputs."""
+    """Announce work between units, such as writing inputs."""
     _send("doing", text, "")
 
 
@@ -160,7 +160,7 @@ def clock(seconds: float) -> str:
 
 
 def write_line(line: str) -> bool:
-    """Print a line on stderr; whether that was possible."""
+    """Print a line on stderr; returns whether it succeeded."""
     if sys.stderr is None:
         return False
     try:
@@ -172,7 +172,7 @@ def write_line(line: str) -> bool:
 
 
 def main() -> None:
-    """Print what comes through the pipe, until its end or that of the script."""
+    """Print the lines from the pipe, until its end or that of the script."""
     with suppress(ValueError):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the script's to answer
     pipe, parent = Connection(int(sys.argv[1]), writable=False), os.getppid()

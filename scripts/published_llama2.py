@@ -170,7 +170,7 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Hand out what was kept; the host reads whether there is anything to scale."""
+        """Yield the kept tensors; the host reads whether there is anything to scale."""
         hidden_grad, weight_grad = ctx.saved_tensors
         if torch.ne(gradient, torch.ones((), device=gradient.device)):
             hidden_grad, weight_grad = hidden_grad * gradient, weight_grad * gradient

@@ -193,8 +193,8 @@ def shard_with_fsdp1(
 def stock_order() -> Iterator[None]:
     """Let FSDP2 reshard and note its order after a recomputed forward too, as torch 2.7.1 does.
 
-    Where a checkpointed block holds a unit that is not the last thing in it, prefetching then goes astray, and what was
-    gathered in vain is held until the backward ends. The table's two rows that this concerns were not made so: traced
+    If a checkpointed block has a unit before its last module, prefetching then guesses wrong, and the parameters
+    gathered in vain stay until the backward ends. The table's two rows that this concerns were not made so: traced
     with it they need 20.7 and 10.9 GiB (torch 2.7.1 itself and 2.13 in this guise give the same trace). They were made
     with ``accelerate/fsdp2_patch.py`` (cbab1de), then, whose fix is in torch from 2.10 on.
     """

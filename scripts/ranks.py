@@ -1,4 +1,4 @@
-"""Run a function on several ranks that are forked from a warm parent: a process group in a tenth of a second.
+"""Run a function on several ranks forked from a warm parent: a process group in a tenth of a second.
 
 For tests and scripts; training itself goes through torch's elastic launcher. The parent must not have started threads
 or touched an accelerator, so keep ``OMP_NUM_THREADS=1`` there.
@@ -85,10 +85,10 @@ def _rank(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    # What the parent had loaded stays for good; looking through it again takes a fifth of the time.
+    # The parent's objects stay for good; scanning them again takes a fifth of the time.
     gc.freeze()
     if rank > 0 or not any(name.startswith("COVERAGE_PROCESS_") for name in os.environ):
-        sys.settrace(None)  # coverage hears the same from rank 0 or another test, and slows down what it follows
+        sys.settrace(None)  # coverage gets the same lines from rank 0 or another test, and slows down the traced code
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     try:

@@ -214,7 +214,7 @@ def classic_memory(rows: Rows) -> list[Finding]:
 
 
 def classic_time(rows: Rows, fit_host: bool) -> tuple[list[Finding], list[str]]:
-    """The first table: step times of all rows that were not fitted.
+    """The first table: step times of all rows outside the fit.
 
     Args:
         rows: traced.

@@ -1,4 +1,4 @@
-"""transformers' Llama under Hugging Face accelerate: DDP on CPUs, on a GPU FSDP2 as ``accelerate launch`` is told."""
+"""transformers' Llama under Hugging Face accelerate: DDP on CPUs, FSDP2 on a GPU, set up for ``accelerate launch``."""
 
 from accelerate import Accelerator
 from torch.optim import AdamW

@@ -1,16 +1,16 @@
-"""Training runs watched from outside, the same way for whoever trains: a clock at their lines, and /proc for the rest.
+"""Training runs measured from outside, the same way for every trainer: a clock at their output lines, and /proc.
 
 A run goes one step at a time and is stopped in between (SIGSTOP), so that several can take turns: a machine that
 others share may be a third slower a minute later, and then it is so for all of them.
 
 - A step is the time from when the run is continued to the step's line; the tokens of a step over it are the speed.
-  A device goes on with what is queued while its process is stopped, so a run that has the machine to itself is not
+  A device continues with queued work while its process is stopped, so a run that has the machine to itself is not
   stopped (``stops=False``), nor is /proc read between its steps, each of which lasts from one line to the next.
 - Start-up is the time from the start of the command to the line of step 1: launcher, imports, weights, and the step.
 - Memory is the highest resident set (``VmHWM``) of any process below the launcher, when a step's line comes.
 - CPU seconds are those of all processes below the launcher.
 
-Needs Linux. Output that is no step's line is kept for the message that tells of a failure.
+Needs Linux. Other output than step lines is kept for the message of a failure.
 """
 
 import json
@@ -35,7 +35,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass
 class Measured:
-    """What one run took."""
+    """Measurements of one run."""
 
     seconds: list[float] = field(default_factory=list)
     """Of each step, the first from the start of the command."""
@@ -44,9 +44,9 @@ class Measured:
     """Of all ranks, in the same spans."""
     peak_bytes: int = 0
     device_peak_bytes: int | None = None
-    """Highest sum of tensors on the device, where the run told it."""
+    """Highest sum of tensors on the device, if the run reported it."""
     note: str = ""
-    """What the run said of itself."""
+    """A note that the run printed."""
     failure: str | None = None
 
     @property
@@ -67,7 +67,7 @@ class Run:
     """A command that trains, begun by its first step.
 
     Args:
-        command: what starts the ranks.
+        command: starts the ranks.
         environment: all of it.
         folder: where it runs.
         steps: lines that have to come.

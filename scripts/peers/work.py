@@ -1,7 +1,7 @@
-"""The work that every peer does: which weights, which batches in which order, how many steps; and how it tells of one.
+"""The work that every peer does: weights, batches and their order, number of steps; and the line printed per step.
 
-Needs torch and numpy alone, so that it runs in the peers' own environment. A step is told by a line on standard output;
-whoever started the peer looks at the clock when the line comes, the same way for all of them.
+Needs torch and numpy alone, so that it runs in the peers' own environment. Each step prints a line on standard output;
+the caller reads the clock when the line arrives, the same way for all peers.
 """
 
 import argparse
@@ -21,7 +21,7 @@ MAX_GRAD_NORM = 1.0
 
 @dataclass(frozen=True)
 class Work:
-    """What is trained, on what, and how long."""
+    """Model, data and length of a training."""
 
     weights: str
     """Folder in Hugging Face format; without weights in it they are drawn on the device."""
