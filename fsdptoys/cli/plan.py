@@ -77,14 +77,18 @@ def imagine(words: Sequence[str]) -> Imagined:
     Raises:
         ConfigError: for the first mistake.
     """
-    settings = compose([word for word in words if re.match(r"(plan\.|launch\.|parallel=|experiment=)", word)]).config
+    words = list(words)
+    named = any(word.startswith("experiment=") for word in words)
+    settings = compose(
+        words if named else [word for word in words if re.match(r"plan\.|launch\.|parallel=", word)]
+    ).config
     hardware = hardware_of(settings)
     world_size = world_size_of(settings, hardware)
     _check_launch(settings, hardware, world_size)
-    words = list(words)
-    if not any(word.startswith("experiment=") for word in words):
+    config = settings
+    if not named:
         words.append(f"experiment={choose_experiment(hardware.device_type, world_size)}")
-    config = compose(words).config
+        config = compose(words).config
     limit = config.plan.memory_gib
     memory_bytes = round(limit * GIB) if limit is not None else round(hardware.usable_bytes)
     return Imagined(config, hardware, world_size, memory_bytes, words)

@@ -37,7 +37,7 @@ from .overrides import (
     parse_overrides,
     schema_name,
 )
-from .schema import Config
+from .schema import Config, LaunchConfig
 
 CONFIG_MODULE = "fsdptoys.configs"
 
@@ -115,6 +115,34 @@ def compose(overrides: Sequence[str]) -> Composition:
     except OmegaConfBaseException as error:
         raise _not_composed(overrides, error) from error
     return Composition(_to_config(tree), dict(chosen))
+
+
+def read_launch(overrides: Sequence[str]) -> tuple[LaunchConfig, bool]:
+    """Read the section ``launch``, and whether the strategy runs in a single process, without an experiment.
+
+    Both follow from the overrides and the dataclasses, so Hydra composes nothing.
+
+    Raises:
+        ConfigError: for the first mistake in these overrides.
+    """
+    choices, defaults = list_choices(), list_defaults()
+    words = [word for word in overrides if word.startswith(("launch.", "parallel="))]
+    name, tree = str(defaults["parallel"]), OmegaConf.structured({"launch": LaunchConfig})
+    try:
+        parsed = parse_overrides(words, choices)
+        check_groups(parsed, choices, defaults)
+        check_values(parsed, {"launch": LaunchConfig}, {}, list(choices), lambda group: (group, {}))
+        for override in parsed:
+            if override.key_or_group == "parallel":
+                name = str(override.value())
+            else:
+                OmegaConf.update(tree, override.key_or_group, override.value(), merge=True)
+        launch = OmegaConf.to_object(tree.launch)
+    except (ConfigError, OmegaConfBaseException):  # a mistake, or a reference to another section
+        config = compose(words).config
+        return config.launch, config.parallel.single_process
+    assert isinstance(launch, LaunchConfig)
+    return launch, STRATEGIES[schema_name("parallel", name)].single_process
 
 
 def compose_presets(names: Sequence[str]) -> list[ModelConfig]:

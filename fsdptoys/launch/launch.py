@@ -5,9 +5,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fsdptoys.config.compose import Composition, compose
+from fsdptoys.config.compose import Composition, compose, read_launch
 from fsdptoys.config.plan_config import PlanConfig
-from fsdptoys.config.schema import LaunchConfig
+from fsdptoys.config.schema import DeviceChoice, LaunchConfig
 from fsdptoys.device import available_device_type
 from fsdptoys.device.profile import load_hardware
 from fsdptoys.errors import ConfigError
@@ -61,21 +61,25 @@ def resolve_run(
     Raises:
         ConfigError: for the first mistake.
     """
-    # The number of ranks decides the experiment, so the settings that decide the ranks are read first.
-    settings = compose([word for word in words if re.match(r"(launch\.|(parallel|experiment)=)", word)]).config
-    hardware = find_hardware(settings.launch.device)
+    words, composition = list(words), None
+    if any(word.startswith("experiment=") for word in words):
+        composition = compose(words)
+        launch, single_process = composition.config.launch, composition.config.parallel.single_process
+    else:  # the number of ranks decides the experiment
+        launch, single_process = read_launch(words)
+    hardware = find_hardware(launch.device)
     check_threads(present)
     if "RANK" in present and "WORLD_SIZE" in present:
         world_size, local_ranks = _read_ranks(present)
     else:
-        local_ranks = _ranks_on_this_machine(settings.launch, hardware, settings.parallel.single_process)
-        world_size = local_ranks * settings.launch.nnodes
-    words = list(words)
-    if not any(word.startswith("experiment=") for word in words):
+        local_ranks = _ranks_on_this_machine(launch, hardware, single_process)
+        world_size = local_ranks * launch.nnodes
+    if composition is None:
         experiment = f"experiment={choose_experiment(hardware.device_type, world_size)}"
         words = [experiment, *words] if words else choose_preset(experiment, hardware.device_type, world_size)
+        composition = compose(words)
     words.append(f"launch.device={hardware.device_type}")
-    composition = compose(words)
+    composition.config.launch.device = DeviceChoice(hardware.device_type)
     if composition.config.mesh.fsdp_size == NODE:
         _check_machines(present)
     check_plan_settings(composition.config.plan, hardware.device_type)

@@ -2,9 +2,11 @@
 
 from types import SimpleNamespace
 
+import hydra
 import pytest
 
 from fsdptoys.cli.main import _work
+from fsdptoys.config.compose import _compose_groups
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch.hardware import FoundHardware
 from fsdptoys.launch.launch import (
@@ -168,6 +170,36 @@ def test_more_ranks_than_a_cpu_can_bear_are_a_mistake() -> None:
     """Oracle: the sentence."""
     with pytest.raises(ConfigError, match=r"launch.nproc_per_node=100000 is over 32 for each of \d+ cores; set"):
         resolve_run(["launch.device=cpu", "launch.nproc_per_node=100000"], {})
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["model=llama_debug", "launch.nproc_per_node=3"], ["experiment=cpu_text"], ["experiment=null"]]
+)
+def test_a_launch_composes_once(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the calls of ``hydra.compose``."""
+    calls = []
+    original = hydra.compose
+    monkeypatch.setattr(hydra, "compose", lambda *args, **kwargs: calls.append(args) or original(*args, **kwargs))
+    _compose_groups.cache_clear()
+    resolve_run([*words, "launch.device=cpu"], {})
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    "words, device, world_size, local_ranks",
+    [
+        (["launch.nproc_per_node=${train.grad_accum}", "launch.device=cpu"], "cpu", 1, 1),
+        (["launch.nproc_per_node=${launch.nnodes}", "launch.device=cpu"], "cpu", 1, 1),
+        (["parallel=single", "launch.device=${oc.env:FSDPTOYS_TEST_DEVICE}"], "cpu", 1, 1),
+    ],
+)
+def test_interpolated_launch_settings_decide_the_ranks(
+    words: list[str], device: str, world_size: int, local_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the values that the interpolations name."""
+    monkeypatch.setenv("FSDPTOYS_TEST_DEVICE", "cpu")
+    run = resolve_run(words, {})
+    assert (run.hardware.device_type, run.world_size, run.local_ranks) == (device, world_size, local_ranks)
 
 
 @pytest.mark.parametrize(
