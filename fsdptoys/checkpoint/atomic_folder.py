@@ -93,7 +93,7 @@ def check_size(path: Path, name: str, size: int) -> None:
     try:
         found = (path / name).stat().st_size
     except OSError as error:
-        raise ConfigError(f"{path / name} is not there, though {CHECKSUMS_FILE} speaks of it; {AGAIN}") from error
+        raise ConfigError(f"{path / name} is missing, though {CHECKSUMS_FILE} lists it; {AGAIN}") from error
     if found != size:
         raise ConfigError(
             f"{path / name} is damaged: it holds {found} bytes, and {CHECKSUMS_FILE} says {size}; {AGAIN}, or delete "

@@ -225,7 +225,7 @@ class Checkpointer:
         if found is not None:
             self._series.resume_from(found.name, names)
             self._saver.committed = self.last_step = found.step
-        onward = f"going on from {found.name}" if found is not None else "there is no older one"
+        onward = f"resuming from {found.name}" if found is not None else "there is no older one"
         if self._message is not None and self._ranks.rank == 0:
             for sentence in passed:
                 self._message(f"{sentence}, in {self._storage.where}; {onward}")

@@ -67,7 +67,7 @@ class HuggingFaceFolder:
         """Return the configuration in ``config.json``; a ConfigError names the first invalid or unsupported setting."""
         path = self.path / CONFIG_FILE
         if not path.exists():
-            raise ConfigError(f"{path} is not there, and says what model the weights are of; {AGAIN}")
+            raise ConfigError(f"{path} is not there, and describes the model of the weights; {AGAIN}")
         tree = read_json(path)
         family = _family(tree, path)
         _check_rotary_numbers(tree, path)

@@ -242,9 +242,7 @@ class Series:
         while f"{name}.{reason}-{number}" in taken or self.storage.exists(f"{name}.{reason}-{number}"):
             number += 1
         self.storage.move(entry, f"{name}.{reason}-{number}")
-        self.aside.append(
-            f"an earlier {name} in {self.storage.where} gave way to a new one, and is now {name}.{reason}-{number}"
-        )
+        self.aside.append(f"an earlier {name} in {self.storage.where} was renamed to {name}.{reason}-{number}")
 
     def _leftovers(self) -> list[str]:
         if not self.storage.renames:

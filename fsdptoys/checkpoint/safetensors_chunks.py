@@ -107,7 +107,7 @@ def read_places(storage: Storage, path: str, forms: Mapping[str, ChunkForm]) -> 
         starts = {key: _start(header, key, form, size - data) for key, form in forms.items()}
         return {key: ChunkPlace(where, form, data + starts[key]) for key, form in forms.items()}
     except FileNotFoundError as error:
-        raise ConfigError(f"{where} is not there, though the checkpoint's index speaks of it; {OLDER}") from error
+        raise ConfigError(f"{where} is missing, though the checkpoint's index lists it; {OLDER}") from error
     except ValueError as error:
         raise ConfigError(f"{where} is damaged: {error}; {OLDER}") from error
 
@@ -151,7 +151,7 @@ def _start(header: dict[str, Any], key: str, form: ChunkForm, data_bytes: int) -
     """Return the offset of a chunk's first byte after the header."""
     entry = header.get(key)
     if not isinstance(entry, dict):
-        raise ValueError(f"its header does not speak of {one_line(key)}")
+        raise ValueError(f"its header does not list {one_line(key)}")
     offsets = entry.get("data_offsets")
     if not isinstance(offsets, list) or [type(offset) for offset in offsets] != [int, int]:
         raise ValueError(f"its header describes {one_line(key)} wrongly, as {entry!r:.200}")

@@ -82,9 +82,7 @@ class TensorFolder:
         self.path = path
         single, index = path / f"{stem}.safetensors", path / f"{stem}.safetensors.index.json"
         if single.exists() and index.exists():
-            raise ConfigError(
-                f"{path} holds both {single.name} and {index.name}; take away the one that is out of date"
-            )
+            raise ConfigError(f"{path} holds both {single.name} and {index.name}; remove the outdated one")
         if not single.exists() and not index.exists():
             raise ConfigError(_no_weights(path, single.name, index.name))
         self.files = [single.name]
@@ -95,7 +93,7 @@ class TensorFolder:
         self.stored: dict[str, StoredTensor] = {}
         for file in self.files:
             if not (path / file).exists():
-                raise ConfigError(f"{path / one_line(file)} is not there, though {index.name} speaks of it; {AGAIN}")
+                raise ConfigError(f"{path / one_line(file)} is missing, though {index.name} lists it; {AGAIN}")
             for name, tensor in read_header(path / file).items():
                 if name in self.stored:
                     raise ConfigError(
@@ -209,7 +207,7 @@ def _read_index(index: Path) -> dict[str, str]:
     """Return tensor name → file name."""
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not places:
-        raise ConfigError(f"{index} lacks weight_map, which says what is in which file; {AGAIN}")
+        raise ConfigError(f"{index} lacks weight_map, which maps tensors to files; {AGAIN}")
     for name, file in places.items():
         if not is_file_name(file):
             raise ConfigError(

@@ -155,7 +155,7 @@ class Saver:
         newest = self._series.newest_readable()
         have = f"the newest one is {newest}" if newest else "there is none yet"
         is_full = any(words in problem for words in FULL for problem in problems)
-        fix = "free space or set checkpoint.folder to another disk" if is_full else "see to it that it can be written"
+        fix = "free space or set checkpoint.folder to another disk" if is_full else "make it writable"
         self._report(f"checkpoint of step {step} was not saved: {', '.join(problems)}; {have}; {fix}")
 
     def _place_of(self, error: OSError, rank: int = 0) -> str:

@@ -97,8 +97,8 @@ def check_not_taken(config: CheckpointConfig, storage: Storage | None) -> None:
     newest = listing(Series(storage).newest_complete, storage)
     if newest is not None:
         raise ConfigError(
-            f"checkpoint.resume=never starts anew, and {storage.where} already holds {newest}; set "
-            "checkpoint.resume=auto to go on from it, or another folder"
+            f"checkpoint.resume=never starts from scratch, and {storage.where} already holds {newest}; set "
+            "checkpoint.resume=auto to resume from it, or another folder"
         )
 
 
@@ -124,7 +124,7 @@ def locate(config: CheckpointConfig, storage: Storage | None) -> NamedCheckpoint
     if newest is not None and not own:
         raise ConfigError(
             f"checkpoint.resume={config.resume} starts a run in {storage.where}, which already holds {newest} of "
-            "another one; set checkpoint.resume=auto to go on from that, or another folder"
+            "another one; set checkpoint.resume=auto to resume from that, or another folder"
         )
     if newest is not None and newest != name and known_step(newest) > known_step(name):
         raise ConfigError(
@@ -152,11 +152,11 @@ def invalid_checkpoint(config: CheckpointConfig, place: NamedCheckpoint, problem
 
 def no_checkpoint(storage: Storage | None, passed: list[str]) -> str:
     """Return the message that rejects ``must`` without a complete checkpoint."""
-    where = "the run's directory, which is made anew," if storage is None else storage.where
+    where = "the run's new directory" if storage is None else storage.where
     found = f" ({'; '.join(passed)})" if passed else ""
     return (
-        f"checkpoint.resume=must finds no whole checkpoint in {where}{found}; set checkpoint.resume=auto to start "
-        "anew, or checkpoint.folder or metrics.run_dir to where they are"
+        f"checkpoint.resume=must finds no complete checkpoint in {where}{found}; set checkpoint.resume=auto to start "
+        "from scratch, or checkpoint.folder or metrics.run_dir to where they are"
     )
 
 
@@ -171,8 +171,8 @@ def unwritable(storage: Storage, error: OSError) -> ConfigError:
 def unreadable(storage: Storage, problem: UnreadableError) -> str:
     """Return the message that rejects skipping an unreadable checkpoint, which may be complete."""
     return (
-        f"{problem.name} in {storage.where} {problem.reason}, and may be a whole checkpoint; make it readable, or move "
-        "it out of that folder"
+        f"{problem.name} in {storage.where} {problem.reason}, and may be a complete checkpoint; make it readable, or "
+        "move it out of that folder"
     )
 
 

@@ -108,7 +108,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError(
-            f"{path} cannot be read ({reason}), and says what model the weights are of; put it there"
+            f"{path} cannot be read ({reason}), and describes the model of the weights; put it there"
         ) from error
     except ValueError as error:
         raise ConfigError(f"{path} cannot be read as YAML ({error}); use the file that the run wrote") from error

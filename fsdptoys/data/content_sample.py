@@ -67,7 +67,7 @@ class SampledFiles:
                 if len(group) > 1:
                     named = f"one of the {len(group)} files from {named} to {last}"
                 raise ConfigError(
-                    f"{named} has changed since the checkpoint, so that the run could not go on as it began; "
+                    f"{named} has changed since the checkpoint, so that the run cannot continue as it began; "
                     f"{self._fix}, or start a new run"
                 )
 

@@ -137,7 +137,7 @@ def read_documents(key: str, source: SourceData, field: str, *, long_texts: bool
     except MemoryError as error:
         raise no_memory(owner) from error
     except (OSError, EOFError, zlib.error) as error:
-        raise ConfigError(f"{owner} cannot be read ({error}); mend the file or leave it out") from error
+        raise ConfigError(f"{owner} cannot be read ({error}); repair the file or leave it out") from error
 
 
 def no_memory(owner: str) -> ConfigError:

@@ -249,9 +249,7 @@ def _groups(folder: str, index: Index, split: str, seq_len: int) -> Iterator[tup
         try:
             ends = read_ends(folder, shard)
         except OSError as error:
-            raise ConfigError(
-                f"{folder} cannot be read ({error.strerror or error}); see to it that its files can be"
-            ) from error
+            raise ConfigError(f"{folder} cannot be read ({error.strerror or error}); make it readable") from error
         for first in range(0, len(ends), GROUP):
             group = ends[max(0, first - 1) : first + GROUP]
             if not (ends[0] > 0 and ends[-1] == shard.tokens and (np.diff(group) > 0).all()):

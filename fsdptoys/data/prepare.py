@@ -149,7 +149,7 @@ def prepare_folder(
     except OSError as error:
         raise ConfigError(
             f"{owner} cannot be written ({error.strerror or error}); make room or name another folder, and give the "
-            "same command again, which goes on from there"
+            "same command again, which continues there"
         ) from error
 
 
@@ -262,7 +262,7 @@ def _encode_all(groups: Iterable[_Group], request: Request) -> Iterator[tuple[_G
         fewer = max(1, request.processes // 2)
         raise ConfigError(
             "a process that turns text into ids has ended: it was killed, or there was too little memory; give the "
-            f"same command again, which goes on from there, with {fewer} processes"
+            f"same command again, which continues there, with {fewer} processes"
         ) from error
     finally:
         executor.shutdown(wait=True, cancel_futures=True)

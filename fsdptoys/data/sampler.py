@@ -130,7 +130,7 @@ class BatchStream:
         if state.get("order") != self._order:
             raise ConfigError(
                 f"the checkpoint's data came in the order {state.get('order') or 'of an earlier version'}, and this "
-                f"version's is {self._order}, so the order cannot go on; finish the run with the version that began "
+                f"version's is {self._order}, so the order cannot continue; finish the run with the version that began "
                 "it, or start a new run"
             )
         if self._files is not None:
@@ -138,7 +138,7 @@ class BatchStream:
         if state["fingerprint"] != self.fingerprint:
             raise ConfigError(
                 f"data has changed since the checkpoint (fingerprint {self.fingerprint[:12]} instead of "
-                f"{state['fingerprint'][:12]}), so the order cannot go on; set data.*, train.seq_len and "
+                f"{state['fingerprint'][:12]}), so the order cannot continue; set data.*, train.seq_len and "
                 "train.data_seed to what they were and put the same files back, or start a new run"
             )
         self.close()  # drop the batches prefetched from the old position

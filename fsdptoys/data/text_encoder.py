@@ -90,7 +90,7 @@ class FileEncoder(Encoder):
         self.vocab_size = 1 + max(ids)
         end = end or _own_end(file.parent, end_owner) or next(filter(self._knows, USUAL_ENDS), None)
         if end is None or not self._knows(end):
-            mistake = f"has no token {end!r}" if end else "does not say which token ends a document"
+            mistake = f"has no token {end!r}" if end else "names no token that ends a document"
             raise ConfigError(f"{owner} {mistake}; set {end_owner} to one of its tokens")
         self.document_end = int(self._reader.token_to_id(end))
         self.file = read_file(file)
@@ -111,7 +111,7 @@ class FileEncoder(Encoder):
 
 
 @contextmanager
-def explain_package_errors(failure: str, fix: str = "name another tokenizer, or mend this one") -> Iterator[None]:
+def explain_package_errors(failure: str, fix: str = "name another tokenizer, or repair this one") -> Iterator[None]:
     """Report errors of the package ``tokenizers``, and its panics, as ConfigError "FAILURE (REASON); FIX"."""
     try:
         yield

@@ -174,5 +174,5 @@ class FileStream:
             raise ConfigError(
                 f"{self.key}=[{self.files[index].path}] has token {token} at position {offset + first}, outside "
                 f"model.vocab_size={self.vocab_size}; set model.vocab_size to at least {token + 1}, or "
-                "mend the file or data.dtype"
+                "repair the file or data.dtype"
             )

@@ -147,7 +147,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(tree) != len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for index, key in enumerate(keys) if key in keys[:index])
-        raise ForeignError(f"the key {one_line(twice)} stands twice in one object")
+        raise ForeignError(f"the key {one_line(twice)} occurs twice in one object")
     return tree
 
 
@@ -167,7 +167,7 @@ class _UniqueLoader(_Loader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if key.value in keys:
-                    raise ForeignError(one_line(f"{key.value} stands twice in one mapping, which keeps one of them"))
+                    raise ForeignError(one_line(f"{key.value} occurs twice in one mapping, which keeps one of them"))
                 keys.add(key.value)
         made: dict[Any, Any] = super().construct_mapping(node, deep=deep)
         return made

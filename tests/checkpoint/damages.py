@@ -131,7 +131,7 @@ def without_norm(folder: Path) -> None:
 DAMAGED_CONFIGS: dict[str, tuple[Damage, str]] = {
     "missing": (
         lambda folder: (folder / "config.json").unlink(),
-        f"{{}}/config.json is not there, and says what model the weights are of; {AGAIN}",
+        f"{{}}/config.json is not there, and describes the model of the weights; {AGAIN}",
     ),
     "no JSON": (
         lambda folder: (folder / "config.json").write_text("{"),
@@ -234,11 +234,11 @@ DAMAGED_FILES: dict[str, tuple[Damage, str]] = {
     ),
     "one file and shards": (
         both_layouts,
-        f"{{}} holds both model.safetensors and {INDEX}; take away the one that is out of date",
+        f"{{}} holds both model.safetensors and {INDEX}; remove the outdated one",
     ),
     "missing file": (
         lambda folder: (folder / SECOND).unlink(),
-        f"{{}}/{SECOND} is not there, though {INDEX} speaks of it; {AGAIN}",
+        f"{{}}/{SECOND} is missing, though {INDEX} lists it; {AGAIN}",
     ),
     "index that is no JSON": (
         lambda folder: (folder / INDEX).write_text("x"),
@@ -246,7 +246,7 @@ DAMAGED_FILES: dict[str, tuple[Damage, str]] = {
     ),
     "index without places": (
         edit_json(INDEX, weight_map=...),
-        f"{{}}/{INDEX} lacks weight_map, which says what is in which file; {AGAIN}",
+        f"{{}}/{INDEX} lacks weight_map, which maps tensors to files; {AGAIN}",
     ),
     "index that leads outside": (
         edit_place("../x.safetensors"),

@@ -76,9 +76,7 @@ def test_a_step_is_saved_once_by_a_run_and_again_by_another(tmp_path: Path) -> N
     second = Checkpointer(config, str(tmp_path), message=messages.append)
     for _ in range(2):
         assert second.save(5, other, {}, {})
-    assert messages == [
-        f"an earlier step-00000005 in {tmp_path} gave way to a new one, and is now step-00000005.replaced-1"
-    ]
+    assert messages == [f"an earlier step-00000005 in {tmp_path} was renamed to step-00000005.replaced-1"]
     found = resume(tmp_path)[0]
     assert found is not None and found.own_facts == {}
     assert sorted(os.listdir(tmp_path)) == ["latest", "step-00000005", "step-00000005.replaced-1"]
@@ -151,8 +149,8 @@ def test_a_save_in_the_background_stops_for_nothing_but_the_one_before(
     assert checkpoints.save(3, tensors, {}, {}) and checkpoints.last_step == 3
     assert not checkpoints.finish() and checkpoints.last_step == 2
     sentence = (
-        f"checkpoint of step 3 was not saved: Input/output error in {tmp_path}; the newest one is {TWO}; see to it "
-        "that it can be written"
+        f"checkpoint of step 3 was not saved: Input/output error in {tmp_path}; the newest one is {TWO}; make it "
+        "writable"
     )
     assert messages == [sentence] and checkpoints.report() == []
 
@@ -328,7 +326,7 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over_or_refused(case: str, ser
     whole, onward = (1, ONE) if twice else (2, TWO)
     check(found, whole)
     assert re.fullmatch(
-        rf"{THREE} {reason}(?: \(.*\))?, in {re.escape(str(folder))}; going on from {onward}", messages[0]
+        rf"{THREE} {reason}(?: \(.*\))?, in {re.escape(str(folder))}; resuming from {onward}", messages[0]
     ), messages
     assert len(messages) == 1 + twice
     for word in (f"{folder}/{THREE}", str(folder)):
@@ -417,13 +415,13 @@ def test_resume_takes_what_its_words_say(series: Path, tmp_path: Path) -> None:
 REFUSALS: dict[str, tuple[str, str]] = {
     "never": (
         "never",
-        f"checkpoint.resume=never starts anew, and {{own}} already holds {THREE}; set checkpoint.resume=auto to go on "
-        "from it, or another folder",
+        f"checkpoint.resume=never starts from scratch, and {{own}} already holds {THREE}; set "
+        "checkpoint.resume=auto to resume from it, or another folder",
     ),
     "must without any": (
         "must",
-        "checkpoint.resume=must finds no whole checkpoint in {new}; set checkpoint.resume=auto to start anew, or "
-        "checkpoint.folder or metrics.run_dir to where they are",
+        "checkpoint.resume=must finds no complete checkpoint in {new}; set checkpoint.resume=auto to start from scratch, "
+        "or checkpoint.folder or metrics.run_dir to where they are",
     ),
     "an older one of the same folder": (
         f"{{own}}/{TWO}",
@@ -433,7 +431,7 @@ REFUSALS: dict[str, tuple[str, str]] = {
     "another run's": (
         "{other}",
         f"checkpoint.resume={{other}} starts a run in {{own}}, which already holds {THREE} of another one; set "
-        "checkpoint.resume=auto to go on from that, or another folder",
+        "checkpoint.resume=auto to resume from that, or another folder",
     ),
     "nothing there": (
         "{new}",

@@ -119,7 +119,7 @@ class Cases:
                     assert not checkpoints.finish() and checkpoints.last_step == 1
                 sentence = (
                     f"checkpoint of step 2 was not saved: Input/output error in {folder} (rank {rank}); the newest one "
-                    "is step-00000001; see to it that it can be written"
+                    "is step-00000001; make it writable"
                 )
                 assert messages == ([sentence] if self.rank == 0 else []), messages
                 assert sorted(os.listdir(folder)) == ["latest", "step-00000001"]
@@ -140,7 +140,7 @@ class Cases:
         found = self.make(folder, messages, resume="auto").resume()
         check_sharded(found, 1, dim=1)
         assert len(messages) == (len(names) if self.rank == 0 else 0)
-        assert all("is damaged: " in sentence and "going on from step-00000001" in sentence for sentence in messages)
+        assert all("is damaged: " in sentence and "resuming from step-00000001" in sentence for sentence in messages)
 
     def agrees_on_a_refusal(self) -> None:
         """All ranks raise the same sentence."""
@@ -152,7 +152,7 @@ class Cases:
             sentences: list[str] = [""] * self.size
             dist.all_gather_object(sentences, str(refused.value))
             assert set(sentences) == {str(refused.value)}
-        with pytest.raises(ConfigError, match="must finds no whole"):
+        with pytest.raises(ConfigError, match="must finds no complete"):
             self.make(self.folder / "none", resume="must").resume()
 
     def agrees_on_what_cannot_be_read(self) -> None:

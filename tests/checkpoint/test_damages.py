@@ -120,7 +120,7 @@ CHANGED = "or delete checksums.json if the file was changed on purpose"
         (
             lambda folder: (folder / FIRST).unlink(),
             "sizes",
-            rf"\{{}}/{FIRST} is not there, though checksums.json speaks of it; {AGAIN}",
+            rf"\{{}}/{FIRST} is missing, though checksums.json lists it; {AGAIN}",
         ),
         (
             edit_json("checksums.json", files={"../x": {"bytes": 1, "sha256": ""}}),

@@ -207,8 +207,8 @@ def test_a_start_stops_at_what_it_cannot_read(
 
     monkeypatch.setattr(LocalStorage, "reading", refuse)
     sentence = (
-        f"step-00000002 in {folder} cannot be read ({file}: {os.strerror(code)}), and may be a whole checkpoint; make "
-        "it readable, or move it out of that folder"
+        f"step-00000002 in {folder} cannot be read ({file}: {os.strerror(code)}), and may be a complete checkpoint; "
+        "make it readable, or move it out of that folder"
     )
     for look in (
         lambda: peek(config, str(folder)),

@@ -371,7 +371,7 @@ def test_a_header_that_one_rank_needs_is_refused_by_all_before_anything_is_fille
         return {"w": distribute_tensor(torch.full((6, 4), 7.0), mesh, [Shard(0)], src_data_rank=None)}
 
     results = run_ranks(2, damaged_load, str(tmp_path), tensors)
-    assert results[0] == results[1] and "tensors-00001.safetensors is not there" in results[0][0] and results[0][1]
+    assert results[0] == results[1] and "tensors-00001.safetensors is missing" in results[0][0] and results[0][1]
 
 
 def make_saved(folder: Path) -> Path:

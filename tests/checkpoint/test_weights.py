@@ -282,7 +282,7 @@ def test_runs_without_whole_weights_are_refused(tmp_path: Path) -> None:
     assert refusal(run) == "{}/run/config.yaml lacks the section model; use the file that the run wrote"
     (run / "config.yaml").unlink()
     assert refusal(run) == (
-        "{}/run/config.yaml cannot be read (No such file or directory), and says what model the weights are of; put it "
+        "{}/run/config.yaml cannot be read (No such file or directory), and describes the model of the weights; put it "
         "there"
     )
 

@@ -128,12 +128,12 @@ def folder(tmp_path, monkeypatch):
         (
             {"files": ["short.bin", "high.bin"]},
             "data.files=[high.bin] has token 50 at position 50, outside model.vocab_size=50; "
-            "set model.vocab_size to at least 51, or mend the file or data.dtype",
+            "set model.vocab_size to at least 51, or repair the file or data.dtype",
         ),
         (
             {"files": ["short.bin"], "eval_files": ["high.bin"]},
             "data.eval_files=[high.bin] has token 50 at position 50, outside model.vocab_size=50; "
-            "set model.vocab_size to at least 51, or mend the file or data.dtype",
+            "set model.vocab_size to at least 51, or repair the file or data.dtype",
         ),
         (
             {"files": ["high.bin"], "eval_files": ["short.bin", "./high.bin"]},

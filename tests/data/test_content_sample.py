@@ -79,7 +79,7 @@ def test_a_file_that_changes_in_its_middle_is_named_at_resume(
     with pytest.raises(ConfigError) as caught:
         open_stream(after).load_state_dict(state)
     key = "data.folder" if isinstance(config, PreparedConfig) else "data.files"
-    assert str(caught.value).startswith(f"{key}=[{path}] has changed since the checkpoint, so that the run could not")
+    assert str(caught.value).startswith(f"{key}=[{path}] has changed since the checkpoint, so that the run cannot")
 
 
 @pytest.mark.parametrize("write", KINDS)

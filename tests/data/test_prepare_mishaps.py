@@ -127,7 +127,7 @@ def test_data_that_cannot_be_read_is_not_taken_for_a_cache_that_cannot_be_writte
     config = PreparedConfig(folder=folder, packing=Packing.best_fit, cache=str(tmp_path / "cache"))
     with pytest.raises(ConfigError) as caught:
         config.prepare(16, 256)
-    assert str(caught.value) == f"{folder} cannot be read (Permission denied); see to it that its files can be"
+    assert str(caught.value) == f"{folder} cannot be read (Permission denied); make it readable"
 
 
 @pytest.mark.parametrize("offset", [300, 600, 8000])

@@ -31,9 +31,9 @@ MISTAKES = {
     "rows: [['a=1,2']]": "the sweep {path} says: a=1,2 gives several values; write them under grid",
     "grid: {a: ['1,2']}": "the sweep {path} says: a=1,2 gives several values where one is expected; write them one by "
     "one, or '\"1,2\"' for one text",
-    "base: [a=1]\nbase: [b=1]\nrows: [[c=1]]": "{path} cannot be read (base stands twice in one mapping, which keeps "
+    "base: [a=1]\nbase: [b=1]\nrows: [[c=1]]": "{path} cannot be read (base occurs twice in one mapping, which keeps "
     "one of them); correct it",
-    "grid: {a: [1], a: [2]}": "{path} cannot be read (a stands twice in one mapping, which keeps one of them); correct "
+    "grid: {a: [1], a: [2]}": "{path} cannot be read (a occurs twice in one mapping, which keeps one of them); correct "
     "it",
     "base: [a=1]\ngrid: {a: [1]}": "the sweep {path} says: a stands in base and in grid; keep one of them",
     "rows: [[metrics.run_dir=a]]": "the sweep {path} says: metrics.run_dir=a is not for a sweep, since each job of a "

@@ -68,16 +68,16 @@ MISTAKES: list[tuple[str, Callable[[], object], str]] = [
     (
         "metrics.run_dir=new checkpoint.resume=must",
         nothing,
-        "checkpoint.resume=must finds no whole checkpoint in new/checkpoints; set checkpoint.resume=auto to start "
-        "anew, or checkpoint.folder or metrics.run_dir to where they are",
+        "checkpoint.resume=must finds no complete checkpoint in new/checkpoints; set checkpoint.resume=auto to start "
+        "from scratch, or checkpoint.folder or metrics.run_dir to where they are",
     ),
     (
         "metrics.run_dir=run checkpoint.resume=must",
         drop_manifests,
-        "checkpoint.resume=must finds no whole checkpoint in run/checkpoints (step-00000003 is incomplete: it has no "
-        "manifest.json; step-00000002 is incomplete: it has no manifest.json; step-00000001 is incomplete: it has no "
-        "manifest.json); set checkpoint.resume=auto to start anew, or checkpoint.folder or metrics.run_dir to where "
-        "they are",
+        "checkpoint.resume=must finds no complete checkpoint in run/checkpoints (step-00000003 is incomplete: it has "
+        "no manifest.json; step-00000002 is incomplete: it has no manifest.json; step-00000001 is incomplete: it has "
+        "no manifest.json); set checkpoint.resume=auto to start from scratch, or checkpoint.folder or metrics.run_dir to "
+        "where they are",
     ),
     ("metrics.run_dir=new checkpoint.resume=nowhere", nothing, f"checkpoint.resume=nowhere {NOTHING_THERE}"),
     (
@@ -183,8 +183,8 @@ MISTAKES: list[tuple[str, Callable[[], object], str]] = [
     (
         "checkpoint.folder=run/checkpoints",
         nothing,
-        "checkpoint.resume=never starts anew, and run/checkpoints already holds step-00000003; set "
-        "checkpoint.resume=auto to go on from it, or another folder",
+        "checkpoint.resume=never starts from scratch, and run/checkpoints already holds step-00000003; set "
+        "checkpoint.resume=auto to resume from it, or another folder",
     ),
     (
         "metrics.run_dir=run checkpoint.resume=run/checkpoints/step-00000002",
@@ -197,7 +197,7 @@ MISTAKES: list[tuple[str, Callable[[], object], str]] = [
         "metrics.run_dir=run checkpoint.resume=other",
         lambda: shutil.copytree("run", "other"),
         "checkpoint.resume=other starts a run in run/checkpoints, which already holds step-00000003 of another one; "
-        "set checkpoint.resume=auto to go on from that, or another folder",
+        "set checkpoint.resume=auto to resume from that, or another folder",
     ),
     (
         "metrics.run_dir=run checkpoint.resume=auto model=gpt2_debug",

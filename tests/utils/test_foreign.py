@@ -51,10 +51,10 @@ def test_a_hostile_text_is_one_sentence(parse: Callable[[str], Any], text: str, 
 @pytest.mark.parametrize(
     ("parse", "text", "key"), [(parse_json, '{"a": 1, "a": 2}', "a"), (parse_yaml, "{x: {b: 1, b: 2}}", "b")]
 )
-def test_a_key_that_stands_twice_is_refused_where_asked_for(parse: Callable[..., Any], text: str, key: str) -> None:
+def test_a_key_that_occurs_twice_is_refused_where_asked_for(parse: Callable[..., Any], text: str, key: str) -> None:
     """Oracle: without the option the last one counts, as Python and PyYAML have it."""
     parse(text)
-    with pytest.raises(ForeignError, match=f"{key} stands twice"):
+    with pytest.raises(ForeignError, match=f"{key} occurs twice"):
         parse(text, unique_keys=True)
 
 
