@@ -420,8 +420,8 @@ REFUSALS: dict[str, tuple[str, str]] = {
     ),
     "must without any": (
         "must",
-        "checkpoint.resume=must finds no complete checkpoint in {new}; set checkpoint.resume=auto to start from scratch, "
-        "or checkpoint.folder or metrics.run_dir to where they are",
+        "checkpoint.resume=must finds no complete checkpoint in {new}; set checkpoint.resume=auto to start from "
+        "scratch, or checkpoint.folder or metrics.run_dir to where they are",
     ),
     "an older one of the same folder": (
         f"{{own}}/{TWO}",

@@ -76,8 +76,8 @@ MISTAKES: list[tuple[str, Callable[[], object], str]] = [
         drop_manifests,
         "checkpoint.resume=must finds no complete checkpoint in run/checkpoints (step-00000003 is incomplete: it has "
         "no manifest.json; step-00000002 is incomplete: it has no manifest.json; step-00000001 is incomplete: it has "
-        "no manifest.json); set checkpoint.resume=auto to start from scratch, or checkpoint.folder or metrics.run_dir to "
-        "where they are",
+        "no manifest.json); set checkpoint.resume=auto to start from scratch, or checkpoint.folder or "
+        "metrics.run_dir to where they are",
     ),
     ("metrics.run_dir=new checkpoint.resume=nowhere", nothing, f"checkpoint.resume=nowhere {NOTHING_THERE}"),
     (
