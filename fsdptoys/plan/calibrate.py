@@ -35,6 +35,9 @@ JUMPS = tuple(math.log(2) * halves / 2 for halves in (-4, -2, -1, 1, 2, 4))
 further away."""
 
 
+Residuals = Callable[[np.ndarray], np.ndarray]
+
+
 class Case(NamedTuple):
     """A measured run."""
 
@@ -127,15 +130,12 @@ def calibrate(
         for field in parameters[index].fields
         if getattr(hardware, field).value != getattr(result, field).value
     }
-    return Calibration(
-        hardware=result,
-        changes=changes,
-        unknown=tuple(parameter.name for index, parameter in enumerate(parameters) if index not in known),
-        fitted=tuple(
-            FittedValue(case.name, case.measured_seconds, float(old), float(new))
-            for case, old, new in zip(cases, before, after, strict=True)
-        ),
+    unknown = tuple(parameter.name for index, parameter in enumerate(parameters) if index not in known)
+    fitted = tuple(
+        FittedValue(case.name, case.measured_seconds, float(old), float(new))
+        for case, old, new in zip(cases, before, after, strict=True)
     )
+    return Calibration(result, changes, unknown, fitted)
 
 
 def choose_parameters(names: Sequence[str]) -> tuple[Parameter, ...]:
@@ -162,11 +162,9 @@ def _scaled(
             value = float(quantity.value * math.exp(factor))
             if field.endswith("_efficiency"):
                 value = min(value, 1.0)
+            changes[field] = Quantity(value, quantity.source)
             if source is not None:
-                value = float(f"{value:.4g}")
-                changes[field] = Quantity(value, f"{source}; before that {quantity.value:g}")
-            else:
-                changes[field] = Quantity(value, quantity.source)
+                changes[field] = Quantity(float(f"{value:.4g}"), f"{source}; before that {quantity.value:g}")
     return dataclasses.replace(hardware, **changes)  # type: ignore[arg-type]
 
 
@@ -174,15 +172,18 @@ def _matters(
     index: int, start: np.ndarray, limits: np.ndarray, before: np.ndarray, predicted: Callable[[np.ndarray], np.ndarray]
 ) -> bool:
     """Whether a factor of 2 or 1/2, within its limits, changes any prediction."""
-    for factor in (math.log(2), -math.log(2)):
-        moved = start.copy()
-        moved[index] = np.clip(factor, *limits[index])
-        if np.max(np.abs(predicted(moved) / before - 1)) > LEAST_EFFECT:
-            return True
-    return False
+    moves = [_moved(start, limits, index, jump) for jump in (math.log(2), -math.log(2))]
+    return any(np.max(np.abs(predicted(moved) / before - 1)) > LEAST_EFFECT for moved in moves)
 
 
-def _least_squares(residuals: Callable[[np.ndarray], np.ndarray], limits: np.ndarray) -> np.ndarray:
+def _moved(point: np.ndarray, limits: np.ndarray, index: int, jump: float) -> np.ndarray:
+    """A copy of a point with one factor moved, within its limits."""
+    moved = point.copy()
+    moved[index] = np.clip(point[index] + jump, *limits[index])
+    return moved
+
+
+def _least_squares(residuals: Residuals, limits: np.ndarray) -> np.ndarray:
     """Minimize the sum of squares within limits, starting from zero: descend, and jump where that leads lower."""
     point = np.zeros(len(limits))
     value = residuals(point)
@@ -191,8 +192,7 @@ def _least_squares(residuals: Callable[[np.ndarray], np.ndarray], limits: np.nda
         best, best_value = point, value
         for index in range(len(point)):
             for jump in JUMPS:
-                moved = point.copy()
-                moved[index] = np.clip(point[index] + jump, *limits[index])
+                moved = _moved(point, limits, index, jump)
                 new = residuals(moved)
                 if new @ new < 0.99 * (best_value @ best_value):
                     best, best_value = moved, new
@@ -203,7 +203,7 @@ def _least_squares(residuals: Callable[[np.ndarray], np.ndarray], limits: np.nda
 
 
 def _descend(
-    residuals: Callable[[np.ndarray], np.ndarray], limits: np.ndarray, point: np.ndarray, value: np.ndarray
+    residuals: Residuals, limits: np.ndarray, point: np.ndarray, value: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Damped Gauss-Newton steps until nothing is gained."""
     damping = 1e-3
@@ -232,13 +232,6 @@ def _descend(
     return point, value
 
 
-def _jacobian(
-    residuals: Callable[[np.ndarray], np.ndarray], limits: np.ndarray, point: np.ndarray, value: np.ndarray
-) -> np.ndarray:
-    columns = []
-    for index in range(len(point)):
-        step = STEP if point[index] + STEP <= limits[index, 1] else -STEP
-        moved = point.copy()
-        moved[index] += step
-        columns.append((residuals(moved) - value) / step)
-    return np.stack(columns, axis=1)
+def _jacobian(residuals: Residuals, limits: np.ndarray, point: np.ndarray, value: np.ndarray) -> np.ndarray:
+    steps = np.diag(np.where(point + STEP <= limits[:, 1], STEP, -STEP))
+    return np.stack([(residuals(point + step) - value) / step.sum() for step in steps], axis=1)

@@ -5,9 +5,10 @@
 Sources of data, weights and checkpoints are ignored: they do not affect step times and may be gone.
 """
 
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -28,8 +29,7 @@ Predictor = Callable[[Config, Hardware, int], Callable[[Hardware], Prediction]]
 """Returns a function that predicts a run on hardware of the same kind; it is called often."""
 
 
-@dataclass(frozen=True)
-class MeasuredRun:
+class MeasuredRun(NamedTuple):
     """Content of a run directory."""
 
     path: Path
@@ -41,11 +41,7 @@ class MeasuredRun:
 
 
 def read_run(path: Path) -> MeasuredRun:
-    """Read a run directory.
-
-    Raises:
-        ConfigError: if it is not one, or has too few steps for a median.
-    """
+    """Read a run directory; a ConfigError if it is not one, or has too few steps for a median."""
     run = read_recorded_run(path)
     config, spread = run.config(), run.results.step_time_seconds
     if spread is None:
@@ -57,11 +53,7 @@ def read_run(path: Path) -> MeasuredRun:
 
 
 def calibrate_runs(paths: Sequence[Path], hardware: Hardware | None, predictor: Predictor) -> Calibration:
-    """Calibrate a profile, by default that of the runs' device, by runs on one kind of device.
-
-    Raises:
-        ConfigError: if a directory is not a run's, or devices differ.
-    """
+    """Calibrate a profile, by default that of the runs' device, by runs on one kind of device."""
     runs = [read_run(path) for path in paths]
     first = runs[0]
     for run in runs[1:]:
@@ -79,18 +71,14 @@ def calibrate_runs(paths: Sequence[Path], hardware: Hardware | None, predictor: 
     for run in runs:
         run.config.validate(run.world_size, run.device_type)
         predict = predictor(run.config, hardware, run.world_size)
-        cases.append(Case(_step_seconds(predict), run.step_seconds, run.path.name))
+        seconds = functools.partial(lambda predict, hardware: predict(hardware).time.step_seconds, predict)
+        cases.append(Case(seconds, run.step_seconds, run.path.name))
     return calibrate(cases, hardware)
 
 
 def calibrate_command(words: Sequence[str], predictor: Predictor, console: Console) -> int:
-    """Run ``fsdptoys plan calibrate RUN_DIR... [hardware=NAME] [out=FILE]``; return the exit status.
-
-    Raises:
-        ConfigError: the first mistake.
-    """
-    options = {}
-    paths = []
+    """Run ``fsdptoys plan calibrate RUN_DIR... [hardware=NAME] [out=FILE]``; return the exit status."""
+    options, paths = {}, []
     for word in words:
         key, equals, value = word.partition("=")
         if equals and key in OPTIONS:
@@ -140,10 +128,6 @@ def print_calibration(result: Calibration, console: Console) -> None:
         console.print(f"{field}: {before:.4g} is now {after:.4g}", highlight=False)
     if result.unknown:
         console.print(f"Not fitted, as no run depends on it: {', '.join(result.unknown)}.", highlight=False)
-
-
-def _step_seconds(predict: Callable[[Hardware], Prediction]) -> Callable[[Hardware], float]:
-    return lambda hardware: predict(hardware).time.step_seconds
 
 
 def _profile_of(run: MeasuredRun) -> Hardware:

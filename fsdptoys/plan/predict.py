@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 
 from fsdptoys.config.kernel_choice import GroupedKernel
 from fsdptoys.config.schema import Config
@@ -17,7 +18,7 @@ from fsdptoys.plan.estimate.estimate import closed_form
 from fsdptoys.plan.search.switches import STRATEGIES, check_strategy, node_ranks_of
 from fsdptoys.plan.simulator.allocator import build_allocator
 from fsdptoys.plan.simulator.events import Trace
-from fsdptoys.plan.simulator.replay import Replay, replay
+from fsdptoys.plan.simulator.replay import replay
 from fsdptoys.plan.trace.extrapolate_layers import choose_depths, extrapolate
 from fsdptoys.plan.trace.tracer import trace
 
@@ -28,14 +29,8 @@ ALARM = 0.10  # Reported relative difference between closed form and trace
 
 
 def hardware_of(config: Config) -> Hardware:
-    """The profile of ``plan.hardware``, or of this machine's device.
-
-    Raises:
-        ConfigError: if there is none.
-    """
-    if config.plan.hardware != "auto":
-        return load_hardware(config.plan.hardware)
-    found = profile_of_this_machine()
+    """The profile of ``plan.hardware``, or of this machine's device; a ConfigError if there is none."""
+    found = profile_of_this_machine() if config.plan.hardware == "auto" else config.plan.hardware
     if found is None:
         raise ConfigError(
             f"plan.hardware=auto has no profile of {Device(available_device_type()).name}; set plan.hardware to one "
@@ -62,10 +57,8 @@ def world_size_of(config: Config, hardware: Hardware) -> int:
         return config.plan.world_size
     if config.parallel.single_process:
         return 1
-    on_a_machine = config.launch.nproc_per_node
-    if on_a_machine == -1:
-        on_a_machine = int(hardware.devices_per_node.value)
-    return on_a_machine * config.launch.nnodes
+    ranks = config.launch.nproc_per_node
+    return (int(hardware.devices_per_node.value) if ranks == -1 else ranks) * config.launch.nnodes
 
 
 class Predictor:
@@ -80,22 +73,16 @@ class Predictor:
 
     def __call__(self, hardware: Hardware) -> Prediction:
         """Replay the traces on hardware of the traced device type, and extrapolate to the model's depth."""
-        config = self.config
-        replays = [
-            replay(each, hardware, build_allocator(config.plan.allocator, device_type=hardware.device_type))
-            for each in self.traces
-        ]
-        result: Replay = replays[-1]
-        in_full = len(replays) == 1
-        if not in_full:
-            result = extrapolate(replays[0], replays[1], (self.depths[0], self.depths[1]), config.model.n_layers)
-        closed = closed_form(config, hardware, self.world_size, config.plan.allocator)
-        prediction = dataclasses.replace(
-            closed,
-            method="traced, all layers" if in_full else f"traced, {self.depths[0]} and {self.depths[1]} layers",
-            memory=result.memory(closed.memory.host_bytes),
-            time=result.time(),
-        )
+        config, kind = self.config, self.config.plan.allocator
+        allocators = [build_allocator(kind, device_type=hardware.device_type) for _ in self.traces]
+        replays = [replay(*each) for each in zip(self.traces, itertools.repeat(hardware), allocators)]
+        result, method = replays[-1], "traced, all layers"
+        if len(replays) > 1:
+            result = extrapolate(replays[0], result, (self.depths[0], self.depths[1]), config.model.n_layers)
+            method = f"traced, {self.depths[0]} and {self.depths[1]} layers"
+        closed = closed_form(config, hardware, self.world_size, kind)
+        memory = result.memory(closed.memory.host_bytes)
+        prediction = dataclasses.replace(closed, method=method, memory=memory, time=result.time())
         found = (*doubts(config, hardware, self.world_size), *disagreement(prediction, closed))
         return dataclasses.replace(prediction, doubts=found)
 
@@ -123,12 +110,8 @@ def doubts(config: Config, hardware: Hardware, world_size: int) -> tuple[str, ..
     if config.parallel.shards_parameters:
         node_ranks = node_ranks_of(config, hardware, world_size)
         sharding = straddling(config.mesh.shard_ranks(world_size), world_size, node_ranks)
-    quantities = {field.name: getattr(hardware, field.name) for field in dataclasses.fields(hardware)}
-    assumed = [
-        name
-        for name, quantity in quantities.items()
-        if isinstance(quantity, Quantity) and quantity.source.startswith("assumed")
-    ]
+    quantities = {name: value for name, value in vars(hardware).items() if isinstance(value, Quantity)}
+    assumed = [name for name, quantity in quantities.items() if quantity.source.startswith("assumed")]
     sizes = ", ".join(name for name in assumed if name.endswith("_bytes"))
     rates = ", ".join(name for name in assumed if not name.endswith("_bytes"))
     measured = ("torch", "auto", GroupedKernel.looped.value)

@@ -5,7 +5,7 @@ A GiB is 2**30 bytes. Numbers are of one rank unless stated otherwise.
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -35,14 +35,13 @@ def print_prediction(
     console: Console,
 ) -> None:
     """Print the prediction of a validated configuration."""
-    fits = prediction.memory.reserved_bytes <= memory_bytes
     _print_header(config, prediction, hardware, console)
     _print_memory(prediction, hardware, memory_bytes, console)
     _print_communication(prediction.time, console)
     _print_time(prediction, console)
     _print_caveats(prediction.doubts, console)
     if advice:
-        _print_advice(advice, fits, console)
+        _print_advice(advice, prediction.memory.reserved_bytes <= memory_bytes, console)
 
 
 def advice_to_dict(advice: Sequence[Advice]) -> list[dict[str, Any]]:
@@ -87,17 +86,14 @@ def print_command(candidate: Candidate, hardware: Hardware, console: Console) ->
     devices = round(hardware.devices_per_node.value)
     ranks = candidate.prediction.world_size
     nodes = ranks // node_ranks_of(candidate.config, hardware, ranks)
-    more = []
-    if nodes > 1:
-        more = [f"launch.nnodes={nodes}", "launch.rdzv_endpoint=HOST:29400"]
+    more = [f"launch.nnodes={nodes}", "launch.rdzv_endpoint=HOST:29400"] if nodes > 1 else []
     if ranks // nodes < devices and not candidate.config.parallel.single_process:
         more.append(f"launch.nproc_per_node={ranks // nodes}")
     typed = {word.partition("=")[0] for word in candidate.words}
     words = [*candidate.words, *(word for word in more if word.partition("=")[0] not in typed)]
     if nodes > 1:
         _line("on each node, with the first one's name for HOST:", console)
-    line = " ".join(["bash run_fsdp.sh", *words])
-    console.print(line, soft_wrap=True, highlight=False, markup=False, emoji=False)
+    console.print(" ".join(["bash run_fsdp.sh", *words]), soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
 def search_to_dict(result: SearchResult) -> dict[str, Any]:
@@ -121,11 +117,8 @@ def search_to_dict(result: SearchResult) -> dict[str, Any]:
 
 def candidate_to_dict(candidate: Candidate) -> dict[str, Any]:
     """A candidate as JSON values."""
-    return {
-        "words": list(candidate.words),
-        "switches": candidate.switches,
-        "prediction": candidate.prediction.to_dict(),
-    }
+    prediction = candidate.prediction.to_dict()
+    return {"words": list(candidate.words), "switches": candidate.switches, "prediction": prediction}
 
 
 def _print_header(config: Config, prediction: Prediction, hardware: Hardware, console: Console) -> None:
@@ -140,10 +133,8 @@ def _print_header(config: Config, prediction: Prediction, hardware: Hardware, co
     on = f"; {', '.join(traits(config))}" if traits(config) else ""
     _line(f"{name}: {sharding}{replicating}, {config.parallel.param_dtype.value}{on}", console)
     accumulated = f" x {train.grad_accum} micro-batches" if train.grad_accum > 1 else ""
-    _line(
-        f"{train.batch_size} x {train.seq_len:,} tokens{accumulated} a rank, {prediction.tokens_per_step:,} a step",
-        console,
-    )
+    per_rank = f"{train.batch_size} x {train.seq_len:,} tokens{accumulated}"
+    _line(f"{per_rank} per rank, {prediction.tokens_per_step:,} tokens per step", console)
 
 
 def _print_memory(prediction: Prediction, hardware: Hardware, memory_bytes: float, console: Console) -> None:
@@ -160,7 +151,7 @@ def _print_memory(prediction: Prediction, hardware: Hardware, memory_bytes: floa
     ]
     if memory.host_bytes:
         ranks = min(prediction.world_size, round(hardware.devices_per_node.value))
-        rows.append(("host", _gib(memory.host_bytes), f"{_gib(ranks * memory.host_bytes)} of a node"))
+        rows.append(("host", _gib(memory.host_bytes), f"{_gib(ranks * memory.host_bytes)} per node"))
     _grid(rows, "lrl", console)
     _bars("At the peak", {category.value: size for category, size in memory.categories.items()}, console)
     _bars("Reserved by stream", memory.streams, console)
@@ -170,7 +161,7 @@ def _print_communication(time: TimePrediction, console: Console) -> None:
     if not time.volumes:
         return
     _heading("Communication in a step", console)
-    rows = [("", "axis", "ranks", "calls", "sent", "takes")]
+    rows = [("", "axis", "ranks", "calls", "sent", "time")]
     for volume in sorted(time.volumes, key=lambda volume: -volume.seconds):
         counts = f"{volume.group_size:,}", f"{volume.calls:,}"
         rows.append((volume.collective, volume.axis, *counts, _gib(volume.bytes), _seconds(volume.seconds)))
@@ -192,7 +183,7 @@ def _print_time(prediction: Prediction, console: Console) -> None:
     _grid(rows, "lrr", console)
     ranks = prediction.world_size
     mfu = f"; MFU {prediction.mfu:.1%}" if prediction.mfu is not None else "; MFU unknown: no peak for this dtype"
-    each = f", {prediction.tokens_per_second / ranks:,.0f} a device" if ranks > 1 else ""
+    each = f", {prediction.tokens_per_second / ranks:,.0f} per device" if ranks > 1 else ""
     console.print()
     _line(f"{prediction.tokens_per_second:,.0f} tokens/s{each}{mfu}", console)
 
@@ -224,17 +215,10 @@ def _print_candidates(candidates: Sequence[Candidate], console: Console) -> None
     for candidate in candidates:
         prediction, config = candidate.prediction, candidate.config
         host = prediction.memory.host_bytes
-        rows.append(
-            (
-                f"{prediction.tokens_per_second:,.0f}",
-                "-" if prediction.mfu is None else f"{prediction.mfu:.1%}",
-                _gib(prediction.memory.reserved_bytes),
-                _gib(host) if host else "-",
-                str(config.train.batch_size),
-                layout(config),
-                ", ".join(traits(config)) or "-",
-            )
-        )
+        mfu = "-" if prediction.mfu is None else f"{prediction.mfu:.1%}"
+        memory = _gib(prediction.memory.reserved_bytes), _gib(host) if host else "-"
+        setting = str(config.train.batch_size), layout(config), ", ".join(traits(config)) or "-"
+        rows.append((f"{prediction.tokens_per_second:,.0f}", mfu, *memory, *setting))
     if all(row[3] == "-" for row in rows[1:]):
         rows = [(*row[:3], *row[4:]) for row in rows]
     _grid(rows, "r" * (len(rows[0]) - 2) + "ll", console, headed=True)
@@ -294,8 +278,8 @@ def _bars(heading: str, sizes: dict[str, int], console: Console) -> None:
     _heading(heading, console)
     mark = "#" if console.options.ascii_only else "█"
     most, total = max(sizes.values()), sum(sizes.values())
-    beside = max(map(len, sizes)) + max(len(_gib(size)) for size in sizes.values()) + len("100.0%") + 3 * GAP
-    longest = max(1, min(BAR, console.width - beside))
+    columns = max(map(len, sizes)) + max(len(_gib(size)) for size in sizes.values()) + len("100.0%") + 3 * GAP
+    longest = max(1, min(BAR, console.width - columns))
     rows = [
         (name, _gib(size), f"{size / total:.1%}", mark * round(longest * size / most))
         for name, size in sorted(sizes.items(), key=lambda item: -item[1])
@@ -308,13 +292,9 @@ def _grid(rows: Sequence[Sequence[str]], justify: str, console: Console, headed:
     table = Table.grid(padding=(0, GAP, 0, 0), pad_edge=False)
     for index, side in enumerate(justify):
         last = index == len(justify) - 1
-        width = max(len(row[index]) for row in rows)
-        table.add_column(
-            justify="right" if side == "r" else "left",
-            no_wrap=not last,
-            overflow="fold",
-            min_width=None if last else width,
-        )
+        width = None if last else max(len(row[index]) for row in rows)
+        justified: Literal["left", "right"] = "right" if side == "r" else "left"
+        table.add_column(justify=justified, no_wrap=not last, overflow="fold", min_width=width)
     for index, row in enumerate(rows):
         table.add_row(*map(Text, row), style="dim" if headed and index == 0 else "")
     console.print(table, highlight=False)

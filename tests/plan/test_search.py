@@ -303,14 +303,14 @@ def test_sizes_of_the_shard_axis(world_size: int, devices: int, every: bool, siz
             ["parallel=fsdp2", "memory.cpu_offload=false", "train.batch_size=4"],
             2,
             2,
-            r"plan.memory_gib=2 holds no combination on 2 ranks: the least is \d+\.\d\d GiB with "
+            r"plan.memory_gib=2 holds no combination on 2 ranks: the smallest takes \d+\.\d\d GiB with "
             r".*memory.optimizer_offload=true.*; set plan.world_size=\d+ or plan.memory_gib=\d+",
         ),
         (
             ["parallel=ddp", "train.batch_size=1"],
             2,
             1,
-            r"plan.memory_gib=1 holds no combination on 2 ranks: the least is .*; set plan.memory_gib=\d+",
+            r"plan.memory_gib=1 holds no combination on 2 ranks: the smallest takes .*; set plan.memory_gib=\d+",
         ),
         (["mesh.fsdp_size=4"], 6, 80, "mesh.fsdp_size=4 must divide the world size 6; set mesh.fsdp_size=3"),
         (["parallel=single"], 8, 80, "parallel=single runs one process, the world size is 8"),
@@ -454,7 +454,7 @@ def test_a_place_for_the_picture_is_checked_before_anything_is_predicted(tmp_pat
         (tmp_path / "folder.png", f"--png {tmp_path}/folder.png is a folder; write --png plan.png"),
         (
             tmp_path / "none" / "plan.png",
-            f"--png {tmp_path}/none/plan.png lies in {tmp_path}/none, which is no folder; write --png plan.png",
+            f"--png {tmp_path}/none/plan.png is in {tmp_path}/none, which is not a folder; write --png plan.png",
         ),
     ):
         with pytest.raises(ConfigError) as caught:

@@ -73,13 +73,13 @@ PAGE = """\
 llama2_7b, 6.74B parameters
 16 ranks on Imagined 80 GB; traced, 4 and 6 layers
 fsdp2: shards over 8 ranks, 2 replicas, bfloat16; full, chunk
-2 x 2,048 tokens a rank, 65,536 a step
+2 x 2,048 tokens per rank, 65,536 tokens per step
 
 Memory of a rank
 end of step  10.00 GiB  allocated
 peak         50.00 GiB  allocated, in the backward phase
 reserved     60.00 GiB  fits in 80.00 GiB, 20.00 GiB left
-host          3.00 GiB  24.00 GiB of a node
+host          3.00 GiB  24.00 GiB per node
 
 At the peak
 activations  40.00 GiB  80.0%  ########################
@@ -91,7 +91,7 @@ compute     58.00 GiB  96.7%  ########################
 all-gather   2.00 GiB   3.3%  #
 
 Communication in a step
-            axis       ranks  calls       sent     takes
+            axis       ranks  calls       sent      time
 all_gather  shard          8     65  23.00 GiB  250.0 ms
 all_reduce  replicate      2     33   0.50 GiB   11.0 ms
 
@@ -104,7 +104,7 @@ waiting for communication   80.0 ms   16.0%
 waiting for transfers           0 s    0.0%
 waiting for the host        20.0 ms    4.0%
 
-131,072 tokens/s, 8,192 a device; MFU 40.0%
+131,072 tokens/s, 8,192 per device; MFU 40.0%
 
 Caveats
 - a doubt that has [brackets] and so many words that one line of eighty

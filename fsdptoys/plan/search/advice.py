@@ -42,16 +42,13 @@ def advise(
     memory_bytes: float,
     node_ranks: int = 8,
 ) -> list[Advice]:
-    """Find changes that make a run fit, or make it faster.
+    """Find changes that make a run fit, or make it faster, the best first; if no two suffice, those that save most.
 
     Args:
         config: as composed; if validated, changes of resolved ``auto`` values are included.
         predict: predicts a validated configuration quickly, as ``closed_form`` does.
         prediction: the displayed prediction of ``config``.
         memory_bytes: usable memory of a device.
-
-    Returns:
-        The best first. If no two changes make the run fit, those that save most.
     """
 
     def validated(one: Config) -> Prediction:
@@ -112,13 +109,8 @@ def _changes(config: Config, world_size: int, node_ranks: int) -> Iterator[dict[
         *({"train.batch_size": batch >> halvings} for halvings in range(1, batch.bit_length())),
     ]
     if memory.cpu_offload or parallel.overlaps_cpu_offload:
-        alternatives.append(
-            {
-                "memory.cpu_offload": True,
-                "memory.cpu_offload_executor": CPUOffloadExecutor.overlapped,
-                "memory.optimizer_offload": False,
-            }
-        )
+        overlapped = {"memory.cpu_offload_executor": CPUOffloadExecutor.overlapped}
+        alternatives.append({"memory.cpu_offload": True, **overlapped, "memory.optimizer_offload": False})
     if memory.checkpoints:
         alternatives.append({"memory.checkpointing_every": 2 if memory.checkpointing_every == 1 else 1})
     if parallel.shards_parameters:

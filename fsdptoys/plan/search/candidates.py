@@ -128,15 +128,12 @@ class Combinations:
 
     def _allowed(self, alternatives: Sequence[Changes]) -> list[Changes]:
         """The alternatives that keep fixed values, or one without any change."""
-        varied: list[Changes] = [
-            {key: value for key, value in changes.items() if key not in self.fixed} for changes in alternatives
-        ]
-        kept = [
-            changes
-            for changes, whole in zip(varied, alternatives, strict=True)
-            if all(read(self.base, key) == value for key, value in whole.items() if key in self.fixed)
-        ]
-        return kept or [varied[0]]
+
+        def agrees(changes: Changes) -> bool:
+            return all(read(self.base, key) == value for key, value in changes.items() if key in self.fixed)
+
+        kept = [changes for changes in alternatives if agrees(changes)] or alternatives[:1]
+        return [{key: value for key, value in changes.items() if key not in self.fixed} for changes in kept]
 
 
 def shard_sizes(world_size: int, devices_per_node: int, every: bool = True) -> list[int]:

@@ -18,15 +18,11 @@ LABEL_PLACES = (((7, -9), "left"), ((7, 5), "left"), ((-7, 5), "right"), ((-7, -
 
 
 def check_picture(path: Path) -> None:
-    """Refuse a path that cannot be written, before anything is predicted.
-
-    Raises:
-        ConfigError: names the path.
-    """
+    """Raise a ConfigError for a path that cannot be written, before anything is predicted."""
     if path.suffix.lower() != ".png":
         raise ConfigError(f"--png {path} must end in .png; write --png {path.name.partition('.')[0] or 'plan'}.png")
     if path.is_dir() or not path.absolute().parent.is_dir():
-        problem = "is a folder" if path.is_dir() else f"lies in {path.parent}, which is no folder"
+        problem = "is a folder" if path.is_dir() else f"is in {path.parent}, which is not a folder"
         raise ConfigError(f"--png {path} {problem}; write --png plan.png")
 
 
@@ -39,28 +35,13 @@ def draw_frontier(path: Path, title: str, result: SearchResult) -> None:
     figure = Figure(figsize=(9, 5.6), dpi=150, layout="constrained")
     axes = figure.subplots()
     axes.set_title(" ".join(title.split()), loc="left", fontsize=12, fontweight="bold", parse_math=False, wrap=True)
-    axes.scatter(
-        [one.reserved_bytes / GIB for one in others],
-        [one.tokens_per_second for one in others],
-        s=9,
-        color=OTHER_COLOR,
-        linewidths=0,
-        alpha=0.7,
-        label=f"predicted combinations ({len(others):,})",
-        rasterized=True,
-    )
-    gib = [one.reserved_bytes / GIB for one in best]
-    speed = [one.tokens_per_second for one in best]
-    axes.plot(
-        gib,
-        speed,
-        drawstyle="steps-post",  # between two points one gets the lower speed
-        color=FRONTIER_COLOR,
-        marker="o",
-        markersize=4.5,
-        linewidth=1.6,
-        label="nothing beats these",
-    )
+    gib, speed = zip(*map(_place, others), strict=True)
+    dots: dict[str, Any] = {"s": 9, "linewidths": 0, "alpha": 0.7, "rasterized": True}
+    axes.scatter(gib, speed, color=OTHER_COLOR, label=f"predicted combinations ({len(others):,})", **dots)
+    gib, speed = zip(*map(_place, best), strict=True)
+    # Between two points one gets the lower speed.
+    line: dict[str, Any] = {"drawstyle": "steps-post", "marker": "o", "markersize": 4.5, "linewidth": 1.6}
+    axes.plot(gib, speed, color=FRONTIER_COLOR, label="Pareto front", **line)
     limit = result.memory_bytes / GIB
     axes.axvline(limit, color=LIMIT_COLOR, linestyle=(0, (5, 3)), linewidth=1.3, label=f"memory limit: {limit:.4g} GiB")
     # Points far beyond the limit would squeeze the fitting ones into a corner.
@@ -85,27 +66,25 @@ def _label_points(axes: Any, best: Sequence[Candidate]) -> None:
     figure.canvas.draw()  # lays the axes out
     span = (axes.get_xlim()[1], axes.get_ylim()[1])
     chosen = spread_out(best, MOST_LABELS, span, least=0.0)
-    points = [axes.transData.transform((one.reserved_bytes / GIB, one.tokens_per_second)) for one in chosen]
+    points = [axes.transData.transform(_place(one)) for one in chosen]
     taken = [Bbox.from_bounds(x - 5, y - 5, 10, 10) for x, y in points]
     inside = axes.get_window_extent()
+    box = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1}
+    style = {"textcoords": "offset points", "fontsize": 8, "color": FRONTIER_COLOR, "bbox": box, "parse_math": False}
     for one in chosen:
         for offset, side in LABEL_PLACES:
-            text = axes.annotate(
-                label(one.config),
-                (one.reserved_bytes / GIB, one.tokens_per_second),
-                xytext=offset,
-                textcoords="offset points",
-                ha=side,
-                fontsize=8,
-                color=FRONTIER_COLOR,
-                bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1},
-                parse_math=False,
-            )
-            box = text.get_window_extent()
-            if inside.contains(box.x0, box.y0) and inside.contains(box.x1, box.y1) and not box.count_overlaps(taken):
-                taken.append(box)
+            text = axes.annotate(label(one.config), _place(one), xytext=offset, ha=side, **style)
+            size = text.get_window_extent()
+            fits = inside.contains(size.x0, size.y0) and inside.contains(size.x1, size.y1)
+            if fits and not size.count_overlaps(taken):
+                taken.append(size)
                 break
             text.remove()
+
+
+def _place(candidate: Candidate) -> tuple[float, float]:
+    """GiB and tokens per second."""
+    return candidate.reserved_bytes / GIB, candidate.tokens_per_second
 
 
 def spread_out(best: Sequence[Candidate], most: int, span: tuple[float, float], least: float) -> list[Candidate]:
@@ -114,7 +93,7 @@ def spread_out(best: Sequence[Candidate], most: int, span: tuple[float, float], 
     ``span`` are the GiB and tokens per second that count as equally far; points nearer than ``least`` spans are left
     out.
     """
-    places = [(one.reserved_bytes / GIB / span[0], one.tokens_per_second / span[1]) for one in best]
+    places = [(gib / span[0], speed / span[1]) for gib, speed in map(_place, best)]
     chosen = list(dict.fromkeys([len(best) - 1, 0]))
     while len(chosen) < min(most, len(best)):
         # Labels are wide and low, so vertical distance counts more.

@@ -1,8 +1,6 @@
 """Predicted candidates: their order and the Pareto front of memory and speed."""
 
 import dataclasses
-import functools
-import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -95,7 +93,8 @@ def rank(candidates: Collection[Candidate]) -> list[Candidate]:
     firsts: dict[Any, Candidate] = {}
     place = 0
     while rest:
-        ties = list(itertools.takewhile(functools.partial(_tie, rest[0]), rest))
+        fastest = rest[0].tokens_per_second
+        ties = [one for one in rest if one.tokens_per_second * (1 + TIE) >= fastest]
         place += 1
         for candidate in sorted(ties, key=_simplicity):
             memory, time = candidate.prediction.memory, candidate.prediction.time
@@ -104,10 +103,6 @@ def rank(candidates: Collection[Candidate]) -> list[Candidate]:
             firsts.setdefault(same, dataclasses.replace(candidate, place=place))
         rest = rest[len(ties) :]
     return list(firsts.values())
-
-
-def _tie(fastest: Candidate, candidate: Candidate) -> bool:
-    return candidate.tokens_per_second * (1 + TIE) >= fastest.tokens_per_second
 
 
 def _simplicity(candidate: Candidate) -> tuple[int, int, int]:

@@ -17,9 +17,9 @@ files of data and weights; a node's host memory, unless given.
 """
 
 import dataclasses
-import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,7 +43,6 @@ ROUNDS = 2  # Number of refinements; the second starts from the first one's best
 CHECKED = 3  # Best candidates to predict again by ``check``
 
 Predict = Callable[[Config, Hardware, int, AllocatorKind], Prediction]
-
 Check = Callable[[Config, Hardware, int], Prediction]
 
 
@@ -79,17 +78,12 @@ class SearchResult:
     def leading(self, count: int) -> list[Candidate]:
         """The first candidates, each combination in its best batch, without ties that need more memory and switches."""
         seen: dict[tuple[str, ...], Candidate] = {}
-        places: dict[int, list[Candidate]] = {}
-        for candidate in self.candidates:
-            combination = _without_batch(candidate)
-            ties = places.setdefault(candidate.place, [])
-            beaten = any(
-                tie.reserved_bytes <= candidate.reserved_bytes and tie.switches <= candidate.switches for tie in ties
-            )
-            if combination in seen or beaten:
-                continue
-            ties.append(candidate)
-            seen[combination] = candidate
+        for one in self.candidates:
+            combination = tuple(word for word in one.words if not word.startswith("train.batch_size="))
+            ties = [tie for tie in seen.values() if tie.place == one.place]
+            beaten = any(tie.reserved_bytes <= one.reserved_bytes and tie.switches <= one.switches for tie in ties)
+            if not beaten:
+                seen.setdefault(combination, one)
             if len(seen) == count:
                 break
         return list(seen.values())
@@ -111,12 +105,10 @@ def search(
     """Predict all combinations and rank those that fit.
 
     Args:
-        config_for: composes overrides to a configuration, without validating it.
-        words: overrides of the command line; their keys are fixed.
-        memory_bytes: usable memory of a device.
+        config_for: composes overrides without validating; the keys of ``words``, the command line's, are fixed.
+        memory_bytes: usable memory of a device; ``host_memory_bytes`` is a rank's share of host memory, if known.
         predict: predicts a validated configuration quickly, as ``closed_form`` does.
         check: predicts the best few again, as the trace does.
-        host_memory_bytes: a rank's share of host memory, if known.
 
     Raises:
         ConfigError: if no combination is valid, or none fits.
@@ -172,7 +164,7 @@ def largest_preset(
         others = [word for word in words if not word.startswith(("model=", "train.seq_len="))] + more
         try:
             rest = (hardware, world_size, memory_bytes, allocator, predict)
-            return preset.name, search(functools.partial(_same, config), others, *rest, space=space).best
+            return preset.name, search(lambda _, config=config: config, others, *rest, space=space).best  # type: ignore[misc]
         except ConfigError as error:
             failure = error
     assert failure is not None, "there are no presets"
@@ -225,8 +217,7 @@ class _Exploration:
         if "train.batch_size" in self.fixed:
             self._try(changes, self.base.train.batch_size)
             return
-        batch = start
-        candidate = self._try(changes, batch)
+        batch, candidate = start, self._try(changes, start)
         while batch > 1 and candidate is not None and not self.fits(candidate.prediction):
             batch //= 2
             candidate = self._try(changes, batch)
@@ -272,20 +263,17 @@ class _Exploration:
         if not self.over:
             return ConfigError(self.refused.most_common(1)[0][0])
         least = min(self.over, key=lambda candidate: candidate.reserved_bytes)
-        needed = least.reserved_bytes / GIB
-        given = f"plan.memory_gib={self.memory_bytes / GIB:.4g}"
-        differing = " ".join(least.words[len(self.words) :]) or "no change"
-        if needed * GIB <= self.memory_bytes:  # so host memory is the limit
+        if least.reserved_bytes <= self.memory_bytes:  # so host memory is the limit
             return ConfigError(
                 f"plan.world_size={self.world_size} leaves each rank too little host memory for every combination; "
                 "set memory.cpu_offload=false and memory.optimizer_offload=false, or more ranks"
             )
         ranks = self._enough_ranks(least)
-        fix = f"set plan.world_size={ranks} or " if ranks else "set "
-        fix += f"plan.memory_gib={-(-least.reserved_bytes // GIB)}"
         return ConfigError(
-            f"{given} holds no combination on {self.world_size} rank{'s' * (self.world_size != 1)}: the least is "
-            f"{needed:.2f} GiB with {differing}; {fix}"
+            f"plan.memory_gib={self.memory_bytes / GIB:.4g} holds no combination on {self.world_size} "
+            f"rank{'s' * (self.world_size != 1)}: the smallest takes {least.reserved_bytes / GIB:.2f} GiB with "
+            f"{' '.join(least.words[len(self.words) :]) or 'no change'}; set "
+            f"{f'plan.world_size={ranks} or ' if ranks else ''}plan.memory_gib={-(-least.reserved_bytes // GIB)}"
         )
 
     def _enough_ranks(self, least: Candidate) -> int | None:
@@ -297,18 +285,14 @@ class _Exploration:
                 changes = {"mesh.fsdp_size": -1, "parallel": "fsdp2"}
             if any(key in self.fixed for key in changes):
                 return None
-            try:
+            with suppress(ConfigError):
                 more = vary(least.config, changes, self.fixed)
                 validate_switches(more, ranks, self.hardware.device_type)
-            except ConfigError:
-                return None
-            if self.fits(self.quick(more, self.hardware, ranks, self.allocator)):
-                return ranks
+                if self.fits(self.quick(more, self.hardware, ranks, self.allocator)):
+                    return ranks
+                continue
+            return None
         return None
-
-
-def _same(config: Config, words: Sequence[str]) -> Config:
-    return config
 
 
 def _different(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -319,10 +303,6 @@ def _different(candidates: Sequence[Candidate]) -> list[Candidate]:
         if len(seen) == REFINED:
             break
     return list(seen.values())
-
-
-def _without_batch(candidate: Candidate) -> tuple[str, ...]:
-    return tuple(word for word in candidate.words if not word.startswith("train.batch_size="))
 
 
 def count_parameters(model: ModelConfig) -> int:

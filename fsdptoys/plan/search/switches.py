@@ -38,9 +38,7 @@ def vary(config: Config, changes: Changes, fixed: Collection[str] = ()) -> Confi
     """A composed configuration with changed switches; settings that lose their effect return to their defaults.
 
     Keys in ``fixed`` keep their values even without effect. A validated configuration would keep replaced values.
-
-    Raises:
-        ConfigError: if a section refuses its new values.
+    A section that refuses its new values raises a ConfigError.
     """
     # ``validate`` replaces values in place in these sections, and in the optimizer's and the kernels'.
     sections: dict[str, Any] = {"optim": copy.copy(config.optim), "kernels": copy.copy(config.kernels)}
@@ -78,11 +76,7 @@ def overrides_between(base: Config, config: Config) -> list[str]:
 
 
 def check_strategy(config: Config) -> None:
-    """Refuse a strategy without a step model.
-
-    Raises:
-        ConfigError: names the closest strategy.
-    """
+    """Raise a ConfigError for a strategy without a step model, which names the closest one."""
     parallel = config.parallel
     if parallel.name not in STRATEGIES:
         like = FSDP2Config if parallel.shards_parameters or not parallel.keeps_whole_states else DDPConfig
@@ -99,11 +93,7 @@ def node_ranks_of(config: Config, hardware: Hardware, world_size: int) -> int:
 
 
 def validate_switches(config: Config, world_size: int, device_type: str, node_ranks: int | None = None) -> None:
-    """Validate a composed configuration in place, without checks of the training machine's files.
-
-    Raises:
-        ConfigError: the first mistake.
-    """
+    """Validate a composed configuration in place, without checks of the training machine's files."""
     check_strategy(config)
     data, model, eval_every = config.data, config.model, config.train.eval_every
     config.data, config.train.eval_every = SyntheticConfig(branching=1, mask_documents=data.mask_documents), 0

@@ -110,8 +110,7 @@ class Allocator(ABC):
 
     Args:
         memory_limit_bytes: limit of reserved memory; None for no limit.
-        wait_for_device: called before cached memory is given back, as PyTorch waits for the device then; may free
-            blocks that wait for their streams.
+        wait_for_device: called before cached memory is given back, when PyTorch waits for the device; may free blocks.
         device_type: ``npu`` selects the NPU's rules.
     """
 
@@ -142,11 +141,7 @@ class Allocator(ABC):
         return dict(self._reserved_by_stream)
 
     def allocate(self, bytes: int, stream: int) -> Block:
-        """Return a block for a request of at least one byte.
-
-        Raises:
-            OutOfMemory: if it does not fit under the limit.
-        """
+        """Return a block for a request of at least one byte, or raise an ``OutOfMemory``."""
         assert bytes > 0, "PyTorch asks for no empty blocks"
         size = -(-(bytes + self._padding_bytes) // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
         pools = self._pools.get(stream)
@@ -162,8 +157,8 @@ class Allocator(ABC):
                 assert self.memory_limit_bytes is not None
                 raise OutOfMemory(bytes, self.allocated_bytes, self.reserved_bytes, self.memory_limit_bytes)
         if size >= ROUND_LARGE_BYTES and (gap := -block.address % self._alignment_bytes) and gap + size <= block.size:
-            whole, block = block, self._cut(block, gap)
-            pool.put(whole)
+            before, block = block, self._cut(block, gap)
+            pool.put(before)
         if block.size - size >= (MIN_BLOCK_BYTES if pool.is_small else self.leaves_bytes):
             pool.put(self._cut(block, size))
         block.in_use = True

@@ -13,6 +13,7 @@ https://docs.pytorch.org/docs/stable/generated/torch.Tensor.record_stream.html
 """
 
 import heapq
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -148,9 +149,7 @@ class _Replaying:
 
     def allocate(self, event: Alloc, category: int) -> None:
         """Allocate a block, after reclaiming those that other streams have finished with."""
-        pending = self.pending
-        while pending and pending[0][0] <= self.clock.host:
-            self.reuse(heapq.heappop(pending)[2])
+        self.reuse(self.clock.host)
         block = self.allocator.allocate(event.bytes, event.stream)
         self.blocks[event.block] = block, category
         self.by_category[category] += block.size
@@ -166,10 +165,9 @@ class _Replaying:
 
     def free(self, number: int) -> None:
         """Free a block, now or when the streams that used it are done."""
-        found = self.blocks.pop(number, None)
-        if found is None:
+        if number not in self.blocks:
             return
-        block, category = found
+        block, category = self.blocks.pop(number)
         if self.rising:
             self.at_peak, self.rising = list(self.by_category), False
         self.by_category[category] -= block.size
@@ -182,16 +180,17 @@ class _Replaying:
         else:
             self.allocator.free(block)
 
-    def reuse(self, block: Block) -> None:
-        """Return a pending block to the allocator."""
-        self.pending_bytes -= block.size
-        self.allocator.free(block)
+    def reuse(self, until: float) -> None:
+        """Return the pending blocks that are reusable at a time to the allocator."""
+        while self.pending and self.pending[0][0] <= until:
+            block = heapq.heappop(self.pending)[2]
+            self.pending_bytes -= block.size
+            self.allocator.free(block)
 
     def wait_for_device(self) -> None:
         """Wait for the device, as the allocator does before it gives memory back."""
         self.clock.wait_for_device()
-        while self.pending:
-            self.reuse(heapq.heappop(self.pending)[2])
+        self.reuse(math.inf)
 
     def end_phase(self, mark: Mark) -> None:
         """Save the numbers of the phase that started with a mark, and start the next."""
@@ -202,16 +201,8 @@ class _Replaying:
         for stream, bytes in self.allocator.reserved_by_stream.items():
             reserved[names.get(stream, f"stream {stream}")] += bytes
         end_bytes = self.allocator.allocated_bytes - self.pending_bytes
-        self.phases.append(
-            Phase(
-                step=mark.step,
-                name=mark.phase,
-                seconds=self.clock.now - self.phase_begins,
-                end_bytes=end_bytes,
-                peak_bytes=self.peak_bytes,
-                categories=dict(zip(CATEGORIES, self.at_peak, strict=True)),
-                reserved=dict(reserved),
-            )
-        )
+        seconds, categories = self.clock.now - self.phase_begins, dict(zip(CATEGORIES, self.at_peak, strict=True))
+        phase = Phase(mark.step, mark.phase, seconds, end_bytes, self.peak_bytes, categories, dict(reserved))
+        self.phases.append(phase)
         self.phase_begins = self.clock.now
         self.peak_bytes, self.rising = end_bytes, True

@@ -143,13 +143,16 @@ class Clock:
         waits_for_host = self.host >= self._ready[COMPUTE_STREAM]
         self._count_wait(self.now, self._host_last if waits_for_host else self._last[COMPUTE_STREAM])
 
+    def _start(self, stream: int) -> tuple[float, Work | None]:
+        """Earliest start of work that is issued now, and the work that it waits for."""
+        issued_last = self.host > self._ready[stream]
+        return (self.host, self._host_last) if issued_last else (self._ready[stream], self._last[stream])
+
     def _kernel(self, event: events.Kernel) -> None:
         self.host += self._operator_seconds
         stream, kind = event.stream, event.kind
         seconds = costs.kernel_seconds(self._hardware, kind, event.flops, event.bytes, event.dtype)
-        ready, last = self._ready[stream], self._last[stream]
-        if self.host > ready:
-            ready, last = self.host, self._host_last
+        ready, last = self._start(stream)
         end = ready + seconds
         self._ready[stream] = end
         if stream == COMPUTE_STREAM:
@@ -182,9 +185,7 @@ class Clock:
             self._host_until(end, self._last[event.stream])
 
     def _serve(self, stream: int, lanes: list[Lane], seconds: float, cause: Cause, not_before: float = 0.0) -> float:
-        ready, last = self._ready[stream], self._last[stream]
-        if self.host > ready:
-            ready, last = self.host, self._host_last
+        ready, last = self._start(stream)
         start, asked = max(ready, not_before), -1.0
         while asked != start:
             asked = start
@@ -257,8 +258,6 @@ class Clock:
 
     def _count_volume(self, event: events.Collective, seconds: float) -> None:
         key = (event.name, event.axis, event.group_size)
-        so_far = self.parts.volumes.get(key)
-        calls, sent = 1, round(costs.sent_bytes(event.name, event.bytes, event.group_size))
-        if so_far is not None:
-            calls, sent, seconds = calls + so_far.calls, sent + so_far.bytes, seconds + so_far.seconds
-        self.parts.volumes[key] = Volume(*key, calls, sent, seconds)
+        now = self.parts.volumes.get(key, Volume(*key, 0, 0, 0.0))
+        sent = round(costs.sent_bytes(event.name, event.bytes, event.group_size))
+        self.parts.volumes[key] = Volume(*key, 1 + now.calls, sent + now.bytes, seconds + now.seconds)
