@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdptoys.device import GIB
-from fsdptoys.metrics import StepMetrics
+from fsdptoys.metrics.prediction import Prediction
 from fsdptoys.metrics.results import Spread
 from fsdptoys.sweep import JobStatus
 from fsdptoys.train.recorded_run import RecordedRun
@@ -15,8 +15,12 @@ from fsdptoys.utils.text import value_text
 from .runs_table import Record
 from .setting_diff import Settings, heading, own_key
 
-NOTHING = "–"
+MISSING = "–"
 """Shown in cells without a value."""
+
+
+STAYS = 100
+"""Weight of columns that are never dropped."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class TableCell:
     """Shorter text for narrow terminals."""
 
 
-EMPTY = TableCell(None, NOTHING)
+EMPTY = TableCell(None, MISSING)
 
 
 @dataclass(frozen=True)
@@ -60,76 +64,82 @@ class TableColumn:
         return all(cell.value is None for cell in self.cells)
 
 
-STAYS = 100
-"""Weight of columns that are never dropped."""
-
-
 @dataclass(frozen=True)
 class Measure:
     """A measured quantity of a run."""
 
     name: str
+    """Attribute of :class:`~fsdptoys.metrics.results.RunResults`."""
     heading: str
-    read: Callable[[RecordedRun], float | Spread | None]
     weight: int
     factor: float = 1.0
     """Converts the raw unit to the unit of the heading."""
     shows_spread: bool = False
 
+    def read(self, run: RecordedRun) -> float | Spread | None:
+        """The value of a run, in the raw unit."""
+        value: float | Spread | None = getattr(run.results, self.name)
+        return value
+
 
 @dataclass(frozen=True)
-class Forecast:
+class PredictedMeasure:
     """A predicted quantity of a run and its measured counterpart."""
 
     name: str
     heading: str
-    predicted: Callable[[RecordedRun], float | None]
-    measured: Callable[[RecordedRun], float | None]
+    read: Callable[[Prediction], float]
+    measure: str
+    """Name of the measured counterpart."""
     weight: int
     factor: float = 1.0
 
+    def predicted(self, run: RecordedRun) -> float | None:
+        """The prediction for a run; None without one, and for device memory on a CPU."""
+        applies = run.prediction is not None and not (self.name.endswith("_gib") and run.device_type == "cpu")
+        return self.read(run.prediction) if run.prediction is not None and applies else None
 
-def _on_device(run: RecordedRun) -> bool:
-    return run.device_type != "cpu"
-
-
-def _median(spread: Spread | None) -> float | None:
-    return spread.median if spread is not None else None
+    def difference(self, run: RecordedRun | None) -> float | None:
+        """Relative error, ``predicted / measured - 1``."""
+        if run is None:
+            return None
+        predicted, measured = self.predicted(run), _median(getattr(run.results, self.measure))
+        return predicted / measured - 1 if predicted is not None and measured else None
 
 
 MEASURES = (
-    Measure("step_time_seconds", "Step Time (ms)", lambda run: run.results.step_time_seconds, STAYS, 1e3, True),
-    Measure("memory_allocated_gib", "Memory allocated (GiB)", lambda run: run.results.memory_allocated_gib, 60),
-    Measure("memory_reserved_gib", "Memory Reserved (GiB)", lambda run: run.results.memory_reserved_gib, 90),
-    Measure("memory_peak_gib", "Peak memory (GiB)", lambda run: run.results.memory_peak_gib, 80),
-    Measure("resident_set_gib", "Resident set (GiB)", lambda run: run.results.resident_set_gib, 20),
-    Measure("resident_set_peak_gib", "Peak resident set (GiB)", lambda run: run.results.resident_set_peak_gib, 85),
-    Measure("tokens_per_second", "tokens/s", lambda run: run.results.tokens_per_second, 70),
-    Measure("mfu", "MFU (%)", lambda run: run.results.mfu, 65, 100.0),
-    Measure("data_stall", "Data stall (%)", lambda run: run.results.data_stall, 25, 100.0),
+    Measure("step_time_seconds", "Step Time (ms)", STAYS, 1e3, True),
+    Measure("memory_allocated_gib", "Memory allocated (GiB)", 60),
+    Measure("memory_reserved_gib", "Memory Reserved (GiB)", 90),
+    Measure("memory_peak_gib", "Peak memory (GiB)", 80),
+    Measure("resident_set_gib", "Resident set (GiB)", 20),
+    Measure("resident_set_peak_gib", "Peak resident set (GiB)", 85),
+    Measure("tokens_per_second", "tokens/s", 70),
+    Measure("mfu", "MFU (%)", 65, 100.0),
+    Measure("data_stall", "Data stall (%)", 25, 100.0),
 )
 
-FORECASTS = (
-    Forecast(
+PREDICTED_MEASURES = (
+    PredictedMeasure(
         "predicted_step_time_seconds",
         "Predicted step (ms)",
-        lambda run: run.prediction.time.step_seconds if run.prediction else None,
-        lambda run: _median(run.results.step_time_seconds),
+        lambda prediction: prediction.time.step_seconds,
+        "step_time_seconds",
         40,
         1e3,
     ),
-    Forecast(
+    PredictedMeasure(
         "predicted_memory_peak_gib",
         "Predicted peak (GiB)",
-        lambda run: run.prediction.memory.peak_bytes / GIB if run.prediction and _on_device(run) else None,
-        lambda run: run.results.memory_peak_gib,
+        lambda prediction: prediction.memory.peak_bytes / GIB,
+        "memory_peak_gib",
         30,
     ),
-    Forecast(
+    PredictedMeasure(
         "predicted_memory_reserved_gib",
         "Predicted reserved (GiB)",
-        lambda run: run.prediction.memory.reserved_bytes / GIB if run.prediction and _on_device(run) else None,
-        lambda run: run.results.memory_reserved_gib,
+        lambda prediction: prediction.memory.reserved_bytes / GIB,
+        "memory_reserved_gib",
         35,
     ),
 )
@@ -167,16 +177,16 @@ def measured_columns(records: Sequence[Record]) -> list[TableColumn]:
     """Medians and memory; resident set columns only if a run uses a CPU device or offloads to the host."""
     columns = {measure.name: _measured(measure, records) for measure in MEASURES}
     runs = [record.run for record in records if record.run is not None]
-    if not any(not _on_device(run) or _offloads(run) for run in runs):
+    if not any(run.device_type == "cpu" or _offloads(run) for run in runs):
         del columns["resident_set_gib"], columns["resident_set_peak_gib"]
     elif all(run.results.resident_set_peak_gib is not None for run in runs):
         del columns["resident_set_gib"]  # the peak is more informative
     return list(columns.values())
 
 
-def forecast_columns(records: Sequence[Record]) -> list[TableColumn]:
+def predicted_columns(records: Sequence[Record]) -> list[TableColumn]:
     """Predictions, each with its relative error."""
-    return [_foretold(forecast, records) for forecast in FORECASTS]
+    return [_predicted(measure, records) for measure in PREDICTED_MEASURES]
 
 
 def loss_columns(records: Sequence[Record], step: int | None) -> list[TableColumn]:
@@ -200,27 +210,11 @@ def common_step(records: Sequence[Record]) -> int | None:
 
 def measured_steps(run: RecordedRun) -> int:
     """Number of steps in the medians: not skipped, and after the warm-up of each start."""
-    results = run.results
+    starts, warmup = run.results.starts, run.results.warmup_steps
     return sum(
-        not metrics.skipped and not _warms_up(metrics, results.starts, results.warmup_steps) for metrics in run.steps
+        not metrics.skipped and not any(start < metrics.step <= start + warmup for start in starts)
+        for metrics in run.steps
     )
-
-
-def spread_of(run: RecordedRun, name: str) -> Spread | None:
-    """Median and percentiles of a measure; None for one with a single value."""
-    value = next(measure.read(run) for measure in MEASURES if measure.name == name)
-    return value if isinstance(value, Spread) else None
-
-
-def forecast_difference(run: RecordedRun, name: str) -> float | None:
-    """Relative error of a prediction, ``predicted / measured - 1``."""
-    forecast = next(forecast for forecast in FORECASTS if forecast.name == name)
-    predicted, measured = forecast.predicted(run), forecast.measured(run)
-    return predicted / measured - 1 if predicted is not None and measured else None
-
-
-def _warms_up(metrics: StepMetrics, starts: Sequence[int], warmup_steps: int) -> bool:
-    return any(start < metrics.step <= start + warmup_steps for start in starts)
 
 
 def _offloads(run: RecordedRun) -> bool:
@@ -231,12 +225,11 @@ def _offloads(run: RecordedRun) -> bool:
 
 
 def _measured(measure: Measure, records: Sequence[Record]) -> TableColumn:
-    read = [measure.read(record.run) if record.run is not None else None for record in records]
-    medians = [value.median if isinstance(value, Spread) else value for value in read]
-    shown = [value * measure.factor if value is not None else None for value in medians]
-    digits = _digits(shown)
+    values = [measure.read(record.run) if record.run is not None else None for record in records]
+    digits = _digits([_median(value) for value in values], measure.factor)
     cells = []
-    for value, median in zip(read, medians, strict=True):
+    for value in values:
+        median = _median(value)
         if median is None:
             cells.append(EMPTY)
             continue
@@ -249,18 +242,21 @@ def _measured(measure: Measure, records: Sequence[Record]) -> TableColumn:
     return TableColumn(measure.name, measure.heading, cells, True, measure.weight)
 
 
-def _foretold(forecast: Forecast, records: Sequence[Record]) -> TableColumn:
-    predicted = [forecast.predicted(record.run) if record.run is not None else None for record in records]
-    digits = _digits([value * forecast.factor if value is not None else None for value in predicted])
+def _predicted(measure: PredictedMeasure, records: Sequence[Record]) -> TableColumn:
+    values = [measure.predicted(record.run) if record.run is not None else None for record in records]
+    digits = _digits(values, measure.factor)
     cells = []
-    for record, value in zip(records, predicted, strict=True):
-        if value is None or record.run is None:
+    for record, value in zip(records, values, strict=True):
+        if value is None:
             cells.append(EMPTY)
             continue
-        brief = _number(value * forecast.factor, digits)
-        difference = forecast_difference(record.run, forecast.name)
+        brief, difference = _number(value * measure.factor, digits), measure.difference(record.run)
         cells.append(TableCell(value, f"{brief} ({difference:+.0%})" if difference is not None else brief, brief))
-    return TableColumn(forecast.name, forecast.heading, cells, True, forecast.weight)
+    return TableColumn(measure.name, measure.heading, cells, True, measure.weight)
+
+
+def _median(value: float | Spread | None) -> float | None:
+    return value.median if isinstance(value, Spread) else value
 
 
 def _loss_at(record: Record, step: int) -> float | None:
@@ -272,9 +268,9 @@ def _number_cell(value: float | None, digits: int) -> TableCell:
     return EMPTY if value is None else TableCell(value, _number(value, digits))
 
 
-def _digits(values: Sequence[float | None]) -> int:
+def _digits(values: Sequence[float | None], factor: float) -> int:
     """Decimals that give the smallest number three significant digits, at most three."""
-    smallest = min((abs(value) for value in values if value and math.isfinite(value)), default=1.0)
+    smallest = min((abs(value * factor) for value in values if value and math.isfinite(value)), default=1.0)
     return min(3, max(0, 2 - math.floor(math.log10(smallest))))
 
 

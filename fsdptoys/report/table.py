@@ -5,26 +5,26 @@ raw values and units in the names. Numbers of unfinished rows cover the steps th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fsdptoys.sweep import JobStatus, Skipped
-from fsdptoys.train.recorded_run import RecordedRun
 from fsdptoys.utils.text import value_text
 
 from .columns import (
     TableCell,
     TableColumn,
     common_step,
-    forecast_columns,
     loss_columns,
     measured_columns,
     measured_steps,
     name_column,
+    predicted_columns,
     setting_column,
     status_column,
 )
 from .comparability import source_notes
 from .loss_agreement import Disagreement, find_disagreements
+from .run_figures import is_profiled
 from .runs_table import Collection, Record
 from .setting_diff import HEADINGS, Settings, as_word, differing, own_key, settings_of
 
@@ -64,7 +64,7 @@ def make_table(collection: Collection) -> Table:
     disagreements = {found.name: found for found in find_disagreements(records)}
     varied = list(dict.fromkeys(own_key(key) for record in records for key in record.varied or {}))
     chosen = _chosen(settings, varied, records)
-    measured = [*measured_columns(records), *loss_columns(records, step), *forecast_columns(records)]
+    measured = [*measured_columns(records), *loss_columns(records, step), *predicted_columns(records)]
     everything = [name_column(records), *chosen, status_column(records), *measured]
     shown, everywhere = _fold(everything, records)
     return Table(
@@ -76,7 +76,7 @@ def make_table(collection: Collection) -> Table:
         everywhere=everywhere,
         loss_step=step,
         notes=[
-            *_how(records, shown, everywhere, step),
+            *_definitions(records, shown, everywhere, step),
             *source_notes(records),
             *(value_text(note) for record in records if record.run is not None for note in record.run.notes),
             *(found.sentence for found in disagreements.values()),
@@ -104,81 +104,77 @@ def _fold(columns: Sequence[TableColumn], records: Sequence[Record]) -> tuple[li
     """Split columns into those that differ among the rows, and texts for those that do not."""
     shown, settings, numbers = [], [], []
     for column in columns:
-        told = [cell for cell, record in zip(column.cells, records, strict=True) if _is_told(cell, record)]
-        same = len({(str(cell.value) if column.setting else cell.text) for cell in told}) == 1
+        counted = [cell for cell, record in zip(column.cells, records, strict=True) if _counts(cell, record)]
+        same = len({(str(cell.value) if column.setting else cell.text) for cell in counted}) == 1
         if column.empty and column.name != "run":
             continue
         if column.setting and same:
-            value = told[0].value
+            value = counted[0].value
             if value is not None:
                 settings.append(as_word(column.name, value))
         elif column.name == "status":
             if any(record.status is not JobStatus.done for record in records):
                 shown.append(column)
-        elif column.name != "run" and same and len(told) > 1:
-            numbers.append(f"{column.heading} {told[0].text}")
+        elif column.name != "run" and same and len(counted) > 1:
+            numbers.append(f"{column.heading} {counted[0].text}")
         else:
             shown.append(column)
     return shown, [*([" ".join(settings)] if settings else []), *numbers]
 
 
-def _is_told(cell: TableCell, record: Record) -> bool:
-    """Whether a row counts in comparisons: a row without a recorded run and without a value does not."""
+def _counts(cell: TableCell, record: Record) -> bool:
+    """Whether a row counts in comparisons: one without a recorded run and without a value does not."""
     return cell.value is not None or record.run is not None
 
 
 def _mark(column: TableColumn, records: Sequence[Record], disagreements: dict[str, Disagreement]) -> TableColumn:
-    if column.name != "run" or not disagreements:
+    if column.name != "run":
         return column
     cells = [
-        TableCell(cell.value, cell.text + MARK * (record.name in disagreements))
+        replace(cell, text=cell.text + MARK * (record.name in disagreements))
         for cell, record in zip(column.cells, records, strict=True)
     ]
-    return TableColumn(column.name, column.heading, cells, column.numeric, column.weight, column.setting)
+    return replace(column, cells=cells)
 
 
-def _is_profiled(run: RecordedRun) -> bool:
-    profile = run.tree.get("profile")
-    measured = run.results.step_time_seconds is not None
-    return measured and isinstance(profile, dict) and profile.get("enabled") is True
-
-
-def _how(
+def _definitions(
     records: Sequence[Record], shown: Sequence[TableColumn], everywhere: Sequence[str], step: int | None
 ) -> list[str]:
+    """Sentences that define the displayed numbers."""
     runs = [record.run for record in records if record.run is not None and record.run.steps]
-    counts = sorted({measured_steps(run) for run in runs if run.results.step_time_seconds is not None})
-    warmups = sorted({run.results.warmup_steps for run in runs})
-    names = {column.name for column in shown}
-    told = " ".join(everywhere)
+    timed = [run for run in runs if run.results.step_time_seconds is not None]
+    names, same = {column.name for column in shown}, " ".join(everywhere)
+
+    def has(prefix: str, heading: str) -> bool:
+        return any(name.startswith(prefix) for name in names) or heading in same
+
     notes = []
-    if counts:
-        over = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-        first = f"{warmups[0]}" if len(warmups) == 1 else f"{warmups[0]} to {warmups[-1]}"
+    if timed:
+        counts = sorted({measured_steps(run) for run in timed})
+        warmups = sorted({run.results.warmup_steps for run in runs})
+        over, first = (" to ".join(dict.fromkeys([f"{each[0]}", f"{each[-1]}"])) for each in (counts, warmups))
         notes.append(
             f"Step time, tokens/s and MFU are medians over {over} step{'s' * (counts[-1] != 1)} of a row, without the "
             f"first {first} of each start; in brackets the 10th and the 90th percentile."
         )
-        profiled = [value_text(each.name) for each in records if each.run is not None and _is_profiled(each.run)]
+        profiled = [value_text(each.name) for each in records if each.run in timed and is_profiled(each.run)]
         if profiled:
             notes.append(
-                f"Steps under the profiler (profile.enabled=true) are slower, and are in the medians of "
+                "Steps under the profiler (profile.enabled=true) are slower; the medians include them: "
                 f"{', '.join(profiled)}."
             )
     elif runs:
         notes.append("No row has a step after its warm-up (metrics.warmup_steps), so there is no step time.")
-    if "loss" in names or "Loss after" in told:
+    if "loss" in names or "Loss after" in same:
         notes.append(f"The loss after {step} step{'s' * (step != 1)} is that of step {step}, before its update.")
-    if any(name.startswith("memory_") for name in names) or "Memory " in told:
+    if has("memory_", "Memory "):
         notes.append(
             "Memory is rank 0's: allocated after the last step, the highest reserved, and the allocator's peak."
         )
-    if any(name.startswith("resident_set") for name in names) or "esident set" in told:
+    if has("resident_set", "esident set"):
         on_cpu = any(run.device_type == "cpu" for run in runs)
-        notes.append(
-            ("There is no device memory on a CPU; in its place stands" if on_cpu else "Of host memory it tells")
-            + " the resident set of rank 0's process."
-        )
-    if any(name.startswith("predicted_") for name in names) or "Predicted" in told:
-        notes.append("What was predicted stands with the share by which it is over what was measured.")
+        reason = "A CPU has no device memory; the table has" if on_cpu else "Host memory is"
+        notes.append(f"{reason} the resident set of rank 0's process.")
+    if has("predicted_", "Predicted"):
+        notes.append("Predictions are followed by their relative error.")
     return notes

@@ -11,7 +11,7 @@ from typing import Any
 from fsdptoys.train.recorded_run import RecordedRun
 from fsdptoys.utils.text import printable, value_text
 
-from .columns import FORECASTS, MEASURES, TableColumn, forecast_difference, measured_steps, spread_of
+from .columns import MEASURES, PREDICTED_MEASURES, TableColumn, measured_steps
 from .comparability import source_fingerprint, source_of
 from .setting_diff import as_word, words_of
 from .table import Table
@@ -108,15 +108,15 @@ def _measured(run: RecordedRun | None) -> dict[str, Any]:
         "warmup_steps": run.results.warmup_steps if run else None,
     }
     for measure in MEASURES:
+        value = measure.read(run) if run else None
         if measure.name in WITH_SPREAD:
-            spread = spread_of(run, measure.name) if run else None
             for part in ("median", "p10", "p90"):
-                numbers[f"{measure.name}_{part}"] = getattr(spread, part) if spread else None
+                numbers[f"{measure.name}_{part}"] = getattr(value, part, None)
         else:
-            numbers[measure.name] = measure.read(run) if run else None
-    for forecast in FORECASTS:
-        numbers[forecast.name] = forecast.predicted(run) if run else None
-        numbers[f"{forecast.name}_difference"] = forecast_difference(run, forecast.name) if run else None
+            numbers[measure.name] = value
+    for predicted in PREDICTED_MEASURES:
+        numbers[predicted.name] = predicted.predicted(run) if run else None
+        numbers[f"{predicted.name}_difference"] = predicted.difference(run)
     return numbers
 
 

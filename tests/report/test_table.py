@@ -101,7 +101,7 @@ def test_on_a_cpu_the_resident_set_stands_for_device_memory(tmp_path: Path) -> N
     table = table_of([record_of(tmp_path / "a"), record_of(tmp_path / "b")])
     assert cells(table)["Peak resident set (GiB)"] == ["0.750", "1.250"]
     assert not any("emory" in heading or "MFU" in heading for heading in cells(table))
-    assert any(note.startswith("There is no device memory on a CPU") for note in table.notes)
+    assert any(note.startswith("A CPU has no device memory") for note in table.notes)
 
 
 def test_the_stall_share_has_a_column_where_runs_tell_it(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_rows_under_the_profiler_are_told(tmp_path: Path) -> None:
     write_run(tmp_path / "b", run_of(5), {"profile.enabled": True})
     write_run(tmp_path / "c", run_of(1), {"profile.enabled": True})
     a, b, c = (record_of(tmp_path / name) for name in "abc")
-    sentence = "Steps under the profiler (profile.enabled=true) are slower, and are in the medians of b."
+    sentence = "Steps under the profiler (profile.enabled=true) are slower; the medians include them: b."
     assert sentence in table_of([a, b, c]).notes
     assert not any("profiler" in note for table in (table_of([a]), table_of([c])) for note in table.notes)
 
