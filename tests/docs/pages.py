@@ -13,6 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
     page for pattern in ("*.md", "docs/*.md", "docs/toys/**/*.md", "benchmarks/*.md") for page in ROOT.glob(pattern)
 )
+STARTS = r"(?:[A-Z_]+=\S* )*(?:fsdptoys |bash run_fsdp\.sh|torchrun |torchx )"
+"""Beginnings of the command lines of fsdptoys."""
 
 
 @dataclass(frozen=True)
@@ -50,3 +52,15 @@ def blocks(page: Path) -> list[Block]:
     """Fenced code blocks of a page, in order."""
     fences = (token for token in read(page) if token.type == "fence")
     return [Block(token.info.strip(), token.content, token.map[0] + 1 if token.map else 0) for token in fences]
+
+
+def commands(page: Path) -> list[str]:
+    """Command lines of fsdptoys in a page's code blocks: one string each, without comments and continuations."""
+    lines: list[str] = []
+    for token in read(page):
+        if token.type == "code_block" or (token.type == "fence" and token.info.split(" ")[0] in ("bash", "console")):
+            lines += token.content.replace("\\\n", " ").splitlines()
+    parts = (part.strip() for line in lines for part in re.split(r"&&|\s#\s", line.strip().removeprefix("$ ")))
+    return [
+        part for part in parts if re.match(r"(?:[A-Z_]+=\S* )*(?:fsdptoys |bash run_fsdp\.sh|torchrun |torchx )", part)
+    ]
