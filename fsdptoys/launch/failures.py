@@ -177,7 +177,7 @@ def hung_ranks(first: FirstFailure, pids: Mapping[int, int], folder: Path) -> li
     lines = []
     for rank in first.hung[:MAX_RANKS_NAMED]:
         sign = describe_heartbeat(heartbeats, rank, pids[rank])
-        last = f"last sign {sign}" if sign else "without any sign that is known"
+        last = f"last heartbeat {sign}" if sign else "without a known heartbeat"
         lines.append(f"rank {rank} raised nothing and had to be ended: {what}, {last}")
     if more := first.hung[MAX_RANKS_NAMED:]:
         lines.append(f"so did {format_ranks(list(more))}")

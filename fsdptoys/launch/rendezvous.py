@@ -245,11 +245,11 @@ def describe_rendezvous_error(error: Exception, launch: LaunchConfig) -> str:
         return "another machine ended the run; its output says why"
     if isinstance(error, RendezvousTimeoutError):
         return (
-            f"launch.nnodes={launch.min_nodes} machines did not all come to "
+            f"launch.nnodes={launch.min_nodes} machines did not all reach "
             f"launch.rdzv_endpoint={launch.rdzv_endpoint} within {RENDEZVOUS_SECONDS} s; start the same command on each"
         )
     cause = str(error.__cause__ or error).splitlines()[0]
     return (
-        f"launch.rdzv_endpoint={launch.rdzv_endpoint} is no place to meet ({cause}); set it to the first machine's "
-        "name and a free port, as host:port"
+        f"launch.rdzv_endpoint={launch.rdzv_endpoint} cannot host the rendezvous ({cause}); set it to the first "
+        "machine's name and a free port, as host:port"
     )

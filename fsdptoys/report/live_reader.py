@@ -147,13 +147,13 @@ class FollowedRun:
         for rank, sign in signs.items():
             state = sign.state()
             if state is not None:
-                told[rank, state] = f"rank {rank} {state}; its last sign is of {sign.describe(now)}"
+                told[rank, state] = f"rank {rank} {state}; its last heartbeat is of {sign.describe(now)}"
             elif sign.progress < foremost and now - sign.time > patience:
-                told[rank, sign.progress] = f"rank {rank} is late; its last sign is of {sign.describe(now)}"
+                told[rank, sign.progress] = f"rank {rank} is late; its last heartbeat is of {sign.describe(now)}"
         silent = [rank for rank in range(self.settings.world_size or 0) if rank not in signs]
         ending = any(sign.phase == "end" for sign in signs.values())  # ranks remove their files when they end
         if silent and not ending and now - max(sign.time for sign in signs.values()) > patience:
-            told["silent", len(silent)] = f"{format_ranks(silent)} gave no sign yet"
+            told["silent", len(silent)] = f"no heartbeat yet of {format_ranks(silent)}"
         return told
 
 

@@ -175,7 +175,7 @@ def describe_missing_ranks(folder: Path, rank: int, world_size: int) -> str:
     signs, now = read_heartbeats(folder), time.time()
     own = signs.get(rank)
     if own is None:
-        return "no rank gave a sign yet"
+        return "no rank has a heartbeat yet"
     signs = {other: sign for other, sign in signs.items() if sign.start == own.start}
     here = f"step {own.step} ({own.phase})"
     lines, silent = [], []
@@ -186,17 +186,17 @@ def describe_missing_ranks(folder: Path, rank: int, world_size: int) -> str:
         elif other == rank:
             continue
         elif state := sign.state():
-            lines.append(f"rank {other} {state}; its last sign is of {sign.describe(now)}")
+            lines.append(f"rank {other} {state}; its last heartbeat is of {sign.describe(now)}")
         elif sign.progress < own.progress:
-            lines.append(f"rank {other} did not arrive; its last sign is of {sign.describe(now)}")
+            lines.append(f"rank {other} did not arrive; its last heartbeat is of {sign.describe(now)}")
         elif sign.progress > own.progress:
-            lines.append(f"rank {other} is further on, in {sign.describe(now)}")
+            lines.append(f"rank {other} is ahead, in {sign.describe(now)}")
     if silent:
-        lines.append(f"{format_ranks(silent)} gave no sign at all")
+        lines.append(f"no heartbeat of {format_ranks(silent)}")
     if not lines:
         return (
-            f"the last sign of all {world_size} ranks is of {here}: the network failed, or they do not call the same "
-            "collectives, or one of them hangs within it"
+            f"the last heartbeat of all {world_size} ranks is of {here}: the network failed, or they do not call the "
+            "same collectives, or one of them hangs within it"
         )
     if len(lines) > MAX_RANKS_NAMED:
         lines[MAX_RANKS_NAMED:] = [f"and {len(lines) - MAX_RANKS_NAMED} more ranks are elsewhere"]
@@ -229,7 +229,7 @@ def describe_last_heartbeats(folder: Path, pids: Mapping[int, int]) -> str | Non
         f"{max(0.0, now - max(sign.time for sign in there)):.0f} s ago"
         for (step, phase), there in sorted(places.items(), key=lambda place: max(sign.progress for sign in place[1]))
     ]
-    return "last signs: " + ", ".join(lines)
+    return "last heartbeats: " + ", ".join(lines)
 
 
 def format_ranks(ranks: list[int]) -> str:
@@ -253,7 +253,7 @@ def _decode(written: bytes) -> Heartbeat:
         raise ValueError("torn")
     sign = build(Heartbeat, record)
     if not 0 < sign.pid < 2**31 or min(sign.rank, sign.time) < 0:
-        raise ValueError("no rank gives such a sign")
+        raise ValueError("no rank has such a heartbeat")
     if not (sign.host + sign.phase + sign.start).isprintable():
         raise ValueError("its text steers terminals")
     return sign

@@ -184,7 +184,7 @@ class Run:
             self.config.checkpoint,
             folder,
             group,
-            message=self._tell_problem,
+            message=self._report_problem,
             copy=host_copy,
             gather_full=whole_tensors,
             schema=FACTS,
@@ -325,7 +325,7 @@ class Run:
         if folder.exists():
             folder.rename(next(name for name in names if not name.exists()))
 
-    def _tell_problem(self, sentence: str) -> None:
+    def _report_problem(self, sentence: str) -> None:
         self._problem = sentence
         self._say(sentence)
 

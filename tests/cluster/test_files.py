@@ -80,7 +80,7 @@ class Job:
 
     def end(self) -> tuple[int, list[str]]:
         """Its status, and what it asked of SLURM."""
-        self.told = self.process.communicate(timeout=60)[0]
+        self.message = self.process.communicate(timeout=60)[0]
         return self.process.returncode, (self.folder / "log").read_text().splitlines()
 
 
@@ -111,12 +111,12 @@ def test_a_run_whose_time_is_up_saves_and_goes_back_into_the_queue(asked: int, r
     assert (status, log[3:]) == ((0, ["scontrol requeue 123456"]) if requeued else (asked, []))
 
 
-@pytest.mark.parametrize("cores, told", [("1", True), ("4", False)])
-def test_ranks_that_share_a_core_are_told_of(cores: str, told: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cores, message", [("1", True), ("4", False)])
+def test_ranks_that_share_a_core_are_told_of(cores: str, message: bool, tmp_path: Path) -> None:
     """Oracle: the sentence, where SLURM gives a node fewer cores than it has ranks."""
     job = Job(tmp_path, ENDS="0", SLURM_CPUS_ON_NODE=cores)
     assert job.end()[0] == 0
-    assert ("4 ranks share 1 core(s) on each node; sbatch --cpus-per-task=N gives more" in job.told) == told
+    assert ("4 ranks share 1 core(s) on each node; sbatch --cpus-per-task=N gives more" in job.message) == message
 
 
 def test_a_run_that_fails_by_itself_is_not_queued_again(tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ def test_host_that_is_cut_off_comes_back_to_a_run_that_loses_nothing(
 
 
 def test_hosts_that_are_cut_off_for_good_say_so_and_end(hosts: list[Host], tmp_path: Path) -> None:
-    """Oracle: without restarts both end with status 1 and the reason, also the one that cannot tell the other."""
+    """Oracle: without restarts both end with status 1 and the reason, also the one that cannot reach the other."""
     started, _ = start_until_saved(hosts, tmp_path, PORT + 2)
     with started as runs:
         hosts[1].cut_off()
@@ -198,6 +198,8 @@ def test_hosts_that_are_cut_off_for_good_say_so_and_end(hosts: list[Host], tmp_p
             assert runs.statuses() == [1, 1]
         finally:
             hosts[1].join()
-        told = [runs.output(host) for host in range(2)]
-    assert any("a collective timed out (launch.timeout_seconds=8)" in each for each in told)
-    assert all(re.search(r"^fsdptoys: rank \d failed:", each, re.M) or "another machine ended" in each for each in told)
+        messages = [runs.output(host) for host in range(2)]
+    assert any("a collective timed out (launch.timeout_seconds=8)" in each for each in messages)
+    assert all(
+        re.search(r"^fsdptoys: rank \d failed:", each, re.M) or "another machine ended" in each for each in messages
+    )

@@ -62,7 +62,7 @@ NO_MEMORY = (
 
 
 @pytest.mark.parametrize(
-    "error, status, final, told, in_short",
+    "error, status, final, message, in_short",
     [
         (
             ConfigError("train.steps=0 is wrong"),
@@ -94,7 +94,7 @@ def test_worker_records_how_it_failed(
     error: Exception,
     status: int,
     final: bool,
-    told: str,
+    message: str,
     in_short: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -102,7 +102,7 @@ def test_worker_records_how_it_failed(
     """Oracle: what is read back from the file; an error that would come again is final, and needs no traceback."""
     first = recorded(error, status, tmp_path, monkeypatch)
     assert (first.status, first.final, first.silent) == (status, final, False)
-    assert first.message.startswith(told)
+    assert first.message.startswith(message)
     assert first.in_short == f"rank 3 failed: {in_short}"
 
 
@@ -124,22 +124,22 @@ def recorded(error: Exception, status: int, folder: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    "exitcodes, told",
+    "exitcodes, message",
     [
         ({0: 143}, "stopped by SIGTERM (rank 0 got it); all workers have ended"),
         ({1: 128 + signal.SIGUSR1, 0: -15}, "stopped by SIGUSR1 (rank 1 got it); all workers have ended"),
         ({1: -2, 2: -6}, "stopped by SIGINT (rank 1 got it); all workers have ended"),
     ],
 )
-def test_rank_that_was_asked_to_stop_has_not_failed(exitcodes: dict[int, int], told: str, tmp_path: Path) -> None:
+def test_rank_that_was_asked_to_stop_has_not_failed(exitcodes: dict[int, int], message: str, tmp_path: Path) -> None:
     """Oracle: the sentence; our side ended rank 0 where it died of SIGTERM, and another rank lost its connection."""
     extra = {"rank": 3, "time_ns": 1, "timestamp": "0", "py_callstack": "", "config_error": None, "given_up": None}
     record = {"message": "RuntimeError: Connection closed by peer", "extraInfo": extra | {"final": False}}
     (tmp_path / "error.json").write_text(json.dumps({"message": record}))
     failures = {rank: ProcessFailure(rank, 100 + rank, code, "nowhere") for rank, code in exitcodes.items()}
     first = first_failure(failures, tmp_path, terminated=[rank for rank, code in exitcodes.items() if code == -15])
-    assert first.message == told and first.stopped and first.final
-    assert first.status == 128 + signal.Signals[told.split()[2]]
+    assert first.message == message and first.stopped and first.final
+    assert first.status == 128 + signal.Signals[message.split()[2]]
 
 
 def test_verdict_of_all_ranks_is_told_without_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,10 +35,14 @@ def test_recordings_are_kept_with_the_run(
         (tmp_path / "precious").write_text("precious")
         (run / "flight_recorder").mkdir()
         (run / "flight_recorder" / "rank_3").symlink_to(tmp_path / "precious")
-        told = keep_recordings(launch, run)
+        message = keep_recordings(launch, run)
     assert (run / "flight_recorder" / "rank_3").read_text() == "recorded"
     assert (tmp_path / "precious").read_text() == "precious"
-    assert told is not None and str(run / "flight_recorder") in told and ("torchfrtrace" in told) == (present != HCCL)
+    assert (
+        message is not None
+        and str(run / "flight_recorder") in message
+        and ("torchfrtrace" in message) == (present != HCCL)
+    )
 
 
 def test_place_that_the_user_names_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,7 @@ def test_nothing_that_prints_fails(stdout: str, stderr: str, unbuffered: str, tm
 
 
 @pytest.mark.parametrize(
-    ("stdout", "status", "told"),
+    ("stdout", "status", "message"),
     [
         ("fine", 0, ""),
         ("broken", 141, ""),
@@ -131,10 +131,10 @@ def test_nothing_that_prints_fails(stdout: str, stderr: str, unbuffered: str, tm
         ("full", 1, "fsdptoys: stdout cannot be written (No space left on device); the output is incomplete\n"),
     ],
 )
-def test_a_command_whose_output_is_its_result_says_that_it_is_incomplete(stdout: str, status: int, told: str) -> None:
+def test_a_command_reports_an_incomplete_result(stdout: str, status: int, message: str) -> None:
     """Oracle: the status of a program that SIGPIPE ends, without a word, as after ``| head``; 1 for a full disk."""
     done = run_with(stdout, "fine", ["-m", "fsdptoys", "--help"])
-    assert (done.returncode, done.stderr) == (status, told)
+    assert (done.returncode, done.stderr) == (status, message)
 
 
 RESUMES_LATER = """

@@ -120,12 +120,12 @@ def test_store_of_several_machines_runs_no_pickle_and_listens_on_its_address_alo
         assert {address for address, place in listening if place == port} == {"0100007F"}
         assert attack("127.0.0.1", port, str(pwned)) > 0
         statuses = [process.wait(120) for process in (first, second)]
-    told = [output.read_text() for output in outputs]
+    message = [output.read_text() for output in outputs]
     assert not pwned.exists()
-    assert all(status in (0, 1, 2) for status in statuses), told
-    assert all("Traceback" not in each for each in told), told
-    assert all(("any machine of this network can join" in each) == (token is None) for each in told)
-    assert TOKEN.decode() not in "".join(told) + "".join(
+    assert all(status in (0, 1, 2) for status in statuses), message
+    assert all("Traceback" not in each for each in message), message
+    assert all(("any machine of this network can join" in each) == (token is None) for each in message)
+    assert TOKEN.decode() not in "".join(message) + "".join(
         path.read_text(errors="replace") for path in folder.rglob("*") if path.is_file()
     )
 
@@ -152,8 +152,8 @@ def test_launcher_with_another_token_ends_with_one_sentence(tmp_path: Path) -> N
             time.sleep(0.05)
         refused = 0 if first.poll() is not None else 1
         assert (first, second)[refused].wait() == 2
-    found, *told = outputs[refused].read_text().splitlines()
-    assert found.startswith("fsdptoys: found ") and told == [
+    found, *message = outputs[refused].read_text().splitlines()
+    assert found.startswith("fsdptoys: found ") and message == [
         f"fsdptoys: another machine at launch.rdzv_endpoint={endpoint} has another token than this one; give "
         "launch.rdzv_token_file the same content on each machine"
     ]
@@ -191,18 +191,18 @@ def test_state_arrives_as_it_was_set_and_the_fence_holds(token: bytes | None) ->
 
 
 @pytest.mark.parametrize(
-    "writes, reads, told",
+    "writes, reads, message",
     [
         (TOKEN, b"another token...", "has another token than this one"),
         (TOKEN, None, "share a token, and this one has none"),
         (None, TOKEN, "has no token, and this one has"),
     ],
 )
-def test_machine_with_another_token_stops_with_a_sentence(writes: Any, reads: Any, told: str) -> None:
+def test_machine_with_another_token_stops_with_a_sentence(writes: Any, reads: Any, message: str) -> None:
     """Oracle: the sentence."""
     store = HashStore()
     backend(store, writes).set_state(pickle.dumps(state()))
-    with pytest.raises(ForeignStateError, match=told):
+    with pytest.raises(ForeignStateError, match=message):
         backend(store, reads).get_state()
 
 
@@ -268,7 +268,7 @@ def test_pickle_in_the_place_of_the_state_runs_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content, mode, told",
+    "content, mode, message",
     [
         (None, 0o600, "cannot be read (No such file or directory)"),
         (TOKEN, 0o640, "has mode 0640, with which others may read the token; set it to 0600"),
@@ -276,13 +276,13 @@ def test_pickle_in_the_place_of_the_state_runs_nothing(tmp_path: Path) -> None:
         (b"x" * 5000, 0o600, "and must hold 16 to 4096"),
     ],
 )
-def test_token_file_that_is_none_is_a_mistake(content: bytes | None, mode: int, told: str, tmp_path: Path) -> None:
+def test_token_file_that_is_none_is_a_mistake(content: bytes | None, mode: int, message: str, tmp_path: Path) -> None:
     """Oracle: the sentence."""
     path = tmp_path / "token"
     if content is not None:
         path.write_bytes(content)
         path.chmod(mode)
-    with pytest.raises(ConfigError, match=re.escape(told)):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         read_token(str(path))
 
 
@@ -325,8 +325,10 @@ def test_interface_that_is_not_there_is_a_mistake(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv(rank_store.GLOO_INTERFACE, present[0])
     rank_store.check_interface()
     monkeypatch.setenv(rank_store.GLOO_INTERFACE, "nope0")
-    told = f"GLOO_SOCKET_IFNAME=nope0 names no network interface of this machine; set it to one of {', '.join(present)}"
-    with pytest.raises(ConfigError, match=re.escape(told)):
+    message = (
+        f"GLOO_SOCKET_IFNAME=nope0 names no network interface of this machine; set it to one of {', '.join(present)}"
+    )
+    with pytest.raises(ConfigError, match=re.escape(message)):
         rank_store.check_interface()
 
 
@@ -349,8 +351,8 @@ def test_few_open_files_are_a_mistake(files: int) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], preexec_fn=set_limit(files), capture_output=True, text=True, cwd=ROOT, timeout=120
     )
-    told = f"ulimit -n is {files}, which is too few open files for a run; set it higher, as with: ulimit -n 1024\n"
-    assert (done.stdout, done.stderr) == (told, "")
+    message = f"ulimit -n is {files}, which is too few open files for a run; set it higher, as with: ulimit -n 1024\n"
+    assert (done.stdout, done.stderr) == (message, "")
 
 
 def test_log_level_that_is_none_is_a_mistake() -> None:
@@ -359,8 +361,8 @@ def test_log_level_that_is_none_is_a_mistake() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "fsdptoys", "train"], env=environment, capture_output=True, text=True, timeout=120
     )
-    told = "LOGLEVEL=NOPE in the environment is no level; set it to DEBUG, INFO, WARNING or ERROR, or unset it"
-    assert (done.returncode, done.stderr) == (2, f"fsdptoys: {told}\n")
+    message = "LOGLEVEL=NOPE in the environment is no level; set it to DEBUG, INFO, WARNING or ERROR, or unset it"
+    assert (done.returncode, done.stderr) == (2, f"fsdptoys: {message}\n")
 
 
 def test_folders_of_killed_launchers_are_removed_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

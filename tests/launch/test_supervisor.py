@@ -1,4 +1,4 @@
-"""Workers as processes: how they end, are stopped, are started again, and what is told of it."""
+"""Workers as processes: their ends, stops and restarts, and the messages about them."""
 
 import os
 import re
@@ -15,8 +15,8 @@ from tests.launch.launchers import runs
 
 @pytest.mark.launcher
 def test_exception_of_a_worker_is_shown_once_and_ends_all(launched: Any) -> None:
-    """Oracle: rank 1 raises; rank 0 waits in gloo, whose own error is the consequence; rank 2 sleeps an hour, and has
-    been told to remember SIGTERM instead of dying of it. torch's agent alone would wait half a minute for it, and that
+    """Oracle: rank 1 raises; rank 0 waits in gloo, whose own error is the consequence; rank 2 sleeps an hour, and
+    records SIGTERM instead of dying of it. torch's agent alone would wait half a minute for it, and that
     is what the bound tells apart; ten seconds are usual."""
     run = launched("fail", ranks=3)
     pids = run.workers()
@@ -33,8 +33,8 @@ def test_exception_of_a_worker_is_shown_once_and_ends_all(launched: Any) -> None
 @pytest.mark.launcher
 def test_mistake_is_told_in_one_sentence_without_starting_again(launched: Any) -> None:
     """Oracle: stderr, whole; both ranks find it, and three restarts are allowed."""
-    told = "fsdptoys: train.steps=0 must be at least 1; set train.steps=1\n"
-    assert launched("mistake", max_restarts=3).result() == (2, told)
+    message = "fsdptoys: train.steps=0 must be at least 1; set train.steps=1\n"
+    assert launched("mistake", max_restarts=3).result() == (2, message)
 
 
 @pytest.mark.launcher
@@ -44,9 +44,9 @@ def test_worker_finds_what_a_new_interpreter_has_and_success_is_0(launched: Any,
     open files but the listing's, and of the paths the working directory once, which is in PYTHONPATH here."""
     run = launched("environment", forks=forks)
     assert run.result() == (0, "")
-    told = sorted((run.folder / "stdout").read_text().splitlines())
+    message = sorted((run.folder / "stdout").read_text().splitlines())
     own = [f"1 {rank} True ['environment']" for rank in (0, 1)]
-    assert told == sorted([*own, *["['SIG_DFL', 'SIG_DFL']", "[]", "False True __main__"] * 2])
+    assert message == sorted([*own, *["['SIG_DFL', 'SIG_DFL']", "[]", "False True __main__"] * 2])
 
 
 @pytest.mark.launcher
@@ -134,14 +134,15 @@ def test_last_failure_is_told_with_the_restarts_that_are_used_up(launched: Any) 
 
 @pytest.mark.launcher
 def test_rank_that_hangs_within_a_phase_is_told(launched: Any) -> None:
-    """Oracle: rank 1 sleeps where rank 0's last sign is of the same place; gloo's timeout is real."""
+    """Oracle: rank 1 sleeps where rank 0's last heartbeat has the same phase; gloo's timeout is real."""
     status, stderr = launched("wait").result()
     assert status == 1
     assert (
-        "fsdptoys: rank 0 failed:\na collective timed out (launch.timeout_seconds=3); the last sign of all 2" in stderr
+        "fsdptoys: rank 0 failed:\na collective timed out (launch.timeout_seconds=3); the last heartbeat of all 2"
+        in stderr
     )
     assert re.search(
-        r"^rank 1 raised nothing and had to be ended: it hung, last sign step 3 \(backward\), \d+ s ago, pid \d+ on ",
+        r"^rank 1 raised nothing and had to be ended: it hung, last heartbeat step 3 \(backward\), \d+ s ago, pid ",
         stderr,
         re.M,
     ), stderr
@@ -168,13 +169,13 @@ def test_ranks_that_are_killed_leave_no_semaphores(launched: Any, whom: str) -> 
     """Oracle: the semaphores' names in /dev/shm, while the ranks run and afterwards; the tracker tells nothing."""
     run = launched("semaphores")
     pids = run.workers()
-    told = [(run.folder / f"children{rank}").read_text().split() for rank in range(2)]
-    paths = [Path(f"/dev/shm/sem.{words[-1].lstrip('/')}") for words in told]
+    message = [(run.folder / f"children{rank}").read_text().split() for rank in range(2)]
+    paths = [Path(f"/dev/shm/sem.{words[-1].lstrip('/')}") for words in message]
     assert all(path.exists() for path in paths)
     os.kill(*((run.pid, signal.SIGINT) if whom == "launcher" else (pids[1], signal.SIGKILL)))
     status, stderr = run.result()
     assert status == (130 if whom == "launcher" else 1) and len(stderr.splitlines()) == 1, stderr
-    children = [int(child) for words in told for child in words[:-1]]
+    children = [int(child) for words in message for child in words[:-1]]
     deadline = time.monotonic() + 10
     while any(path.exists() for path in paths) or any(runs(child) for child in children):
         assert time.monotonic() < deadline, "semaphores or trackers are left"
@@ -183,11 +184,11 @@ def test_ranks_that_are_killed_leave_no_semaphores(launched: Any, whom: str) -> 
 
 @pytest.mark.launcher
 def test_rank_that_was_killed_is_told_with_the_place_of_all(launched: Any) -> None:
-    """Oracle: where each rank's last sign was given."""
+    """Oracle: the step and phase of each rank's last heartbeat."""
     status, stderr = launched("lose").result()
     assert status == 1
     assert stderr.startswith("fsdptoys: rank 1 was ended by SIGKILL, as the system does where host memory runs out; ")
-    assert "; last signs: rank 1 in step 3 (forward) " in stderr and ", rank 0 in step 3 (backward) " in stderr
+    assert "; last heartbeats: rank 1 in step 3 (forward) " in stderr and ", rank 0 in step 3 (backward) " in stderr
 
 
 @pytest.mark.launcher
@@ -197,6 +198,6 @@ def test_port_that_something_else_has_is_told_in_one_sentence(launched: Any) -> 
         endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
         assert launched("environment", nnodes=2, rdzv_endpoint=endpoint).result() == (
             2,
-            f"fsdptoys: launch.rdzv_endpoint={endpoint} is no place to meet (something else has that port); set it to "
-            "the first machine's name and a free port, as host:port\n",
+            f"fsdptoys: launch.rdzv_endpoint={endpoint} cannot host the rendezvous (something else has that port); set "
+            "it to the first machine's name and a free port, as host:port\n",
         )

@@ -332,10 +332,10 @@ def test_a_rank_that_stays_behind_is_named(run: WrittenRun) -> None:
     now = max(sign.time for sign in signs.values())
     assert followed.late_ranks(signs, now) == {}
     (told,) = followed.late_ranks(signs, signs[1].time + 60).values()
-    assert told.startswith("rank 1 is late; its last sign is of step 6 (backward), 60 s ago, pid ")
+    assert told.startswith("rank 1 is late; its last heartbeat is of step 6 (backward), 60 s ago, pid ")
     heartbeat_path(run.path / HEARTBEATS_FOLDER, 1).unlink()
     (told,) = followed.late_ranks(followed.signs(), now + 60).values()
-    assert told == "rank 1 gave no sign yet"
+    assert told == "no heartbeat yet of rank 1"
     ended = {0: dataclasses.replace(signs[0], pid=2**22 + 1)}  # over the highest that Linux gives
     assert "rank 0 has ended; " in next(iter(followed.late_ranks(ended, now).values()))
 

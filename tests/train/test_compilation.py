@@ -1,4 +1,4 @@
-"""What the compiler did: counted, told where it goes on, and left out of what it would not help."""
+"""Compilations: counted, reported while training continues, and skipped where they do not help."""
 
 import functools
 from collections.abc import Iterator
@@ -61,7 +61,7 @@ def test_another_shape_is_told_as_a_recompilation_with_its_reason() -> None:
     assert recompilation_rows(result)[0][:3] == ("3", "training", "`forward`")
 
 
-def test_kinds_of_blocks_and_the_first_evaluation_are_counted_but_not_told() -> None:
+def test_kinds_of_blocks_and_the_first_evaluation_are_counted_but_not_reported() -> None:
     """Oracle: what differs: the gradient mode."""
     model = build(LLAMA)
     compile_blocks(model.layers, backend="aot_eager")
@@ -77,7 +77,7 @@ def test_kinds_of_blocks_and_the_first_evaluation_are_counted_but_not_told() -> 
     assert watch.take_messages() == []
 
 
-def test_a_function_that_the_compiler_gives_up_on_is_told() -> None:
+def test_a_function_that_the_compiler_gives_up_on_is_reported() -> None:
     """Oracle: PyTorch's limit, set so low that a second shape is too many."""
     model = build(LLAMA)
     compile_blocks(model.layers, backend="aot_eager")
@@ -159,9 +159,9 @@ def test_the_console_and_the_summary_tell_what_was_compiled(tmp_path: Path, capf
     config = text_config(str(tmp_path / "text.txt"), compiles=True)
     config.metrics = MetricsConfig(console=Console.plain, run_dir=str(tmp_path / "run"))
     run_ranks(1, record, config)
-    told, summary = capfd.readouterr().out, (tmp_path / "run" / "summary.md").read_text()
-    assert told.count("in the evaluation of step 2 the compiler gave up on a function") == 1
-    line = next(line for line in told.splitlines() if line.startswith("compiled 1 function in "))
+    message, summary = capfd.readouterr().out, (tmp_path / "run" / "summary.md").read_text()
+    assert message.count("in the evaluation of step 2 the compiler gave up on a function") == 1
+    line = next(line for line in message.splitlines() if line.startswith("compiled 1 function in "))
     assert "0 graph breaks; gave up " in line
     assert f"| compiler, rank 0 | {line} |" in summary
     assert "| 2 | evaluation | `a function` | `GLOBAL_STATE changed: grad_mode` — given up |" in summary

@@ -90,7 +90,7 @@ def test_all_blocks_alike_are_compiled_once() -> None:
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("family", ["llama2", "qwen3_moe"])
 def test_a_lower_budget_saves_less_and_gives_the_same_gradients(family: str) -> None:
-    """Oracle: eager mode, with losses of routers that are told their gradients after the forward; bytes counted."""
+    """Oracle: eager mode, with losses of routers that receive their gradients after the forward; bytes counted."""
     expected, _ = run(build(SMALL[family]))
     before = torch._functorch.config.activation_memory_budget
     saved = []

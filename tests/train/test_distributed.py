@@ -25,7 +25,7 @@ def join(answers: Connection) -> None:
     os._exit(0)
 
 
-def told_by_a_rank(monkeypatch: pytest.MonkeyPatch, **variables: str) -> str:
+def message_of_a_rank(monkeypatch: pytest.MonkeyPatch, **variables: str) -> str:
     """The sentence of one rank of two, over the real store."""
     for name, value in {"WORLD_SIZE": "2", **variables}.items():
         monkeypatch.setenv(name, value)
@@ -33,15 +33,17 @@ def told_by_a_rank(monkeypatch: pytest.MonkeyPatch, **variables: str) -> str:
     process = multiprocessing.get_context("fork").Process(target=join, args=(sender,))
     process.start()
     assert receiver.poll(60)
-    told = receiver.recv()
+    message = receiver.recv()
     process.join()
-    return str(told)
+    return str(message)
 
 
 def test_rank_that_waits_for_others_in_vain_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the sentence, where no other rank comes."""
-    told = told_by_a_rank(monkeypatch, RANK="0", MASTER_ADDR="localhost", MASTER_PORT="0")
-    assert told.startswith("not all 2 ranks joined the process group within launch.timeout_seconds=1 [Timed out after ")
+    message = message_of_a_rank(monkeypatch, RANK="0", MASTER_ADDR="localhost", MASTER_PORT="0")
+    assert message.startswith(
+        "not all 2 ranks joined the process group within launch.timeout_seconds=1 [Timed out after "
+    )
 
 
 def test_rank_that_finds_nobody_at_the_master_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,8 +51,10 @@ def test_rank_that_finds_nobody_at_the_master_says_so(monkeypatch: pytest.Monkey
     with socket.socket() as other:
         other.bind(("localhost", 0))
         port = str(other.getsockname()[1])
-        told = told_by_a_rank(monkeypatch, RANK="1", MASTER_ADDR="localhost", MASTER_PORT=port)
-        assert told.startswith("not all 2 ranks joined the process group within launch.timeout_seconds=1 [The client ")
+        message = message_of_a_rank(monkeypatch, RANK="1", MASTER_ADDR="localhost", MASTER_PORT=port)
+        assert message.startswith(
+            "not all 2 ranks joined the process group within launch.timeout_seconds=1 [The client "
+        )
         other.listen()
-        told = told_by_a_rank(monkeypatch, RANK="0", MASTER_ADDR="localhost", MASTER_PORT=port)
-        assert told == f"MASTER_PORT={port} is taken on this machine by another program; set another"
+        message = message_of_a_rank(monkeypatch, RANK="0", MASTER_ADDR="localhost", MASTER_PORT=port)
+        assert message == f"MASTER_PORT={port} is taken on this machine by another program; set another"

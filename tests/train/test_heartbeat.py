@@ -31,7 +31,7 @@ from scripts.ranks import run_ranks
 
 
 def test_last_sign_is_read_back(tmp_path: Path) -> None:
-    """Oracle: what was told; a record has one size, whatever it says."""
+    """Oracle: the written values; a record has one size, whatever its content."""
     heartbeat = HeartbeatWriter(tmp_path / "beats", 3)
     for step, phase in ((1, "forward"), (120, "forward"), (120, "a phase of a very long name " * 9)):
         heartbeat.beat(step, phase)
@@ -128,9 +128,9 @@ def lose_ranks(folder: Path, how: str) -> str:
         # It is dead, and nobody has asked for its status yet.
         os.waitid(os.P_PID, pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
     dist.barrier()
-    told = folder / "told"
+    expected = folder / "expected"
     if rank:
-        while not told.exists():
+        while not expected.exists():
             time.sleep(0.02)
         if pid:
             os.kill(pid, signal.SIGKILL)
@@ -141,35 +141,38 @@ def lose_ranks(folder: Path, how: str) -> str:
     except LostRanksError as error:
         return str(error)
     finally:
-        told.touch()
+        expected.touch()
     return "no error"
 
 
 @pytest.mark.parametrize(
-    "how, told",
+    "how, expected",
     [
         (
             "late",
             r"^a collective timed out \(launch.timeout_seconds=1.5\); this rank is in step 7 \(backward\); "
-            r"rank 1 did not arrive; its last sign is of step 7 \(forward\), \d+ s ago, pid \d+ on \S+; rank 2 did not "
-            r"arrive; .*; rank 3 gave no sign at all \[.*Timed out waiting 1500ms",
+            r"rank 1 did not arrive; its last heartbeat is of step 7 \(forward\), \d+ s ago, pid \d+ on \S+; rank 2 "
+            r"did not arrive; .*; no heartbeat of rank 3 \[.*Timed out waiting 1500ms",
         ),
         (
             "SIGKILL",
-            r"; rank 1 has ended; its last sign is of step 7 \(forward\), \d+ s ago, pid \d+ on \S+; rank 2 did",
+            r"; rank 1 has ended; its last heartbeat is of step 7 \(forward\), \d+ s ago, pid \d+ on \S+; rank 2 did",
         ),
-        ("SIGSTOP", r"; rank 1 is stopped \(SIGSTOP\); its last sign is of step 7 \(forward\), \d+ s ago, pid"),
-        ("together", r"; the last sign of all 4 ranks is of step 7 \(backward\): the network failed, .* hangs within"),
+        ("SIGSTOP", r"; rank 1 is stopped \(SIGSTOP\); its last heartbeat is of step 7 \(forward\), \d+ s ago, pid"),
+        (
+            "together",
+            r"; the last heartbeat of all 4 ranks is of step 7 \(backward\): the network .* hangs within",
+        ),
     ],
 )
-def test_ranks_that_a_collective_waited_for_are_named(tmp_path: Path, how: str, told: str) -> None:
-    """Oracle: which ranks did not come, told by phases that repeat within a step, under gloo's real timeout."""
+def test_ranks_that_a_collective_waited_for_are_named(tmp_path: Path, how: str, expected: str) -> None:
+    """Oracle: the ranks that did not come, in phases that repeat within a step, under gloo's real timeout."""
     old = HeartbeatWriter(tmp_path, 3)
     old._fixed["start"] = "another"  # a rank of an earlier start of the run was further on
     old.beat(9, "forward")
     old.close()
     message = run_ranks(4, lose_ranks, tmp_path, how)[0]
-    assert re.search(told, message), message
+    assert re.search(expected, message), message
 
 
 def other_errors(folder: Path) -> None:
@@ -191,8 +194,8 @@ def test_last_signs_are_those_of_the_workers_that_are_asked_for(tmp_path: Path) 
         heartbeat._fixed["start"] = start
         heartbeat.beat(step, "forward")
         heartbeat.close()
-    told = describe_last_heartbeats(tmp_path, {0: os.getpid(), 3: -1})
-    assert told == "last signs: rank 1 in step 4 (forward) 0 s ago, ranks 0, 2 in step 5 (forward) 0 s ago"
+    expected = describe_last_heartbeats(tmp_path, {0: os.getpid(), 3: -1})
+    assert expected == "last heartbeats: rank 1 in step 4 (forward) 0 s ago, ranks 0, 2 in step 5 (forward) 0 s ago"
     assert describe_last_heartbeats(tmp_path, {0: -1}) is None
 
 

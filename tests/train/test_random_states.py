@@ -82,8 +82,8 @@ def test_states_of_another_version_give_way_to_the_seed(case: str) -> None:
     states = random_states(DEVICE)
     edit(states)
     build(RandomStates, states)
-    told = restore_random_states(states, DEVICE, seed=3, step=4, rank=1)
-    assert told is not None and reason in told
+    message = restore_random_states(states, DEVICE, seed=3, step=4, rank=1)
+    assert message is not None and reason in message
     found = draws()
     assert restore_random_states(None, DEVICE, seed=3, step=4, rank=1) is None
     assert draws() == found

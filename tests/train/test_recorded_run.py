@@ -85,18 +85,20 @@ def test_a_run_is_known_to_run_while_its_folder_is_held(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, text, told",
+    "name, text, message",
     [
         ("environment.json", "{}", "does not say what the run ran on"),
         ("environment.json", "[]", "holds no settings"),
         ("config.yaml", "a: [", "cannot be read"),
     ],
 )
-def test_a_folder_that_is_no_run_is_a_mistake(tmp_path: Path, config: Config, name: str, text: str, told: str) -> None:
+def test_a_folder_that_is_no_run_is_a_mistake(
+    tmp_path: Path, config: Config, name: str, text: str, message: str
+) -> None:
     """Oracle: the sentence names the file and what is wrong with it."""
     record(tmp_path / "run", config, None, steps=1, finish=False)
     (tmp_path / "run" / name).write_text(text)
-    with pytest.raises(ConfigError, match=told) as mistake:
+    with pytest.raises(ConfigError, match=message) as mistake:
         read_recorded_run(tmp_path / "run")
     assert name in str(mistake.value)
 
