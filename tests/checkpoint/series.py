@@ -99,3 +99,12 @@ Damage = Callable[[Path], object]
 def copied(folder: Path, to: Path) -> Path:
     shutil.copytree(folder, to, symlinks=True)
     return to
+
+
+def flip(path: str) -> Damage:
+    def damage(folder: Path) -> None:
+        content = bytearray((folder / path).read_bytes())
+        content[len(content) // 2] ^= 1
+        (folder / path).write_bytes(content)
+
+    return damage

@@ -2,10 +2,8 @@
 
 import gzip
 import hashlib
-import io
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -15,10 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fsdptoys.cli.data import run_data
 from fsdptoys.data import (
-    Display,
-    PreparedConfig,
     Request,
     find_sources,
     open_encoder,
@@ -26,7 +21,7 @@ from fsdptoys.data import (
     read_ends,
     read_index,
 )
-from fsdptoys.data.prepare import Advance, is_held_out
+from fsdptoys.data.prepare import is_held_out
 from fsdptoys.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -332,177 +327,3 @@ def test_a_full_disk_is_told_and_the_same_command_goes_on(tmp_path, monkeypatch)
         prepare_folder(request(tmp_path / "out", tmp_path / "a.jsonl"), fill)
     prepare_folder(request(tmp_path / "out", tmp_path / "a.jsonl"))
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-
-
-def data_command(capsys, *words: str) -> tuple[int, str, str]:
-    capsys.readouterr()
-    status = run_data([str(word) for word in words])
-    return (status, *capsys.readouterr())
-
-
-def test_the_command_prepares_shows_and_checks(tmp_path, capsys):
-    """Oracle: counts of two documents; one flipped bit is found, and a file that is cut is refused."""
-    write_lines(tmp_path / "a.jsonl", ["one", "three"], "body")
-    words = [tmp_path / "a.jsonl", "--tokenizer", "bytes", "--field", "body", "--processes", "1"]
-    status, out, _ = data_command(capsys, "prepare", *words, "--out", tmp_path / "out")
-    assert status == 0 and "train      2 documents, 10 tokens in 1 shard of uint16\neval       nothing\n" in out
-    assert data_command(capsys, "show", tmp_path / "out")[1] == out
-    tree = json.loads(data_command(capsys, "show", tmp_path / "out", "--json")[1])[0]
-    assert tree["splits"] == {"train": {"documents": 2, "tokens": 10}, "eval": {"documents": 0, "tokens": 0}}
-    status, out, _ = data_command(capsys, "check", tmp_path / "out")
-    assert (status, out) == (0, f"{tmp_path / 'out'}: 1 shard, every byte as it was written\n")
-    shard = tmp_path / "out" / "shard-00000.bin"
-    content = bytearray(shard.read_bytes())
-    content[4] ^= 1
-    shard.write_bytes(content)
-    status, out, err = data_command(capsys, "check", tmp_path / "out")
-    assert (status, out) == (1, "") and "shard-00000.bin is not what was written: its SHA-256 is " in err
-    shard.write_bytes(content[:-2])
-    with pytest.raises(ConfigError, match=r"has 18 bytes in shard-00000\.bin, where its index says 20; put the file"):
-        data_command(capsys, "check", tmp_path / "out")
-
-
-def test_a_copy_of_the_tokenizer_is_kept_and_checked(tmp_path, capsys):
-    """Oracle: the file's bytes; a changed byte and a missing copy, are reported, and do not hinder no training."""
-    pytest.importorskip("tokenizers")
-    choice = Path(save_tokenizer(tmp_path / "tokenizer", None))
-    write_lines(tmp_path / "a.jsonl", ["one two one two", "two three"])
-    words = [tmp_path / "a.jsonl", "--out", tmp_path / "out", "--tokenizer", choice, "--processes", "1"]
-    assert data_command(capsys, "prepare", *words)[1].endswith("…; kept in the folder\n")
-    copy, content = tmp_path / "out" / "tokenizer.json", (choice / "tokenizer.json").read_bytes()
-    assert copy.read_bytes() == content
-    config = PreparedConfig(folder=str(tmp_path / "out"))
-    assert config.find_tokenizer() == str(copy)
-    whole = f"{tmp_path / 'out'}: 1 shard and tokenizer.json, every byte as it was written\n"
-    assert data_command(capsys, "check", tmp_path / "out") == (0, whole, "")
-    copy.write_bytes(content[:-1] + b" ")
-    for damage in ("is not what was written: its SHA-256 is ", "cannot be read (No such file or directory)"):
-        status, _, err = data_command(capsys, "check", tmp_path / "out")
-        assert status == 1 and f"{copy} {damage}" in err
-        with pytest.raises(ConfigError, match=re.escape(f"{copy} {damage}")):
-            config.find_tokenizer()
-        config.validate(4, 8)
-        copy.unlink(missing_ok=True)
-
-
-def test_a_folder_of_an_earlier_version_is_read(tmp_path, capsys):
-    """Oracle: the same folder with its copy, the line of which its index lacks."""
-    pytest.importorskip("tokenizers")
-    choice = save_tokenizer(tmp_path / "tokenizer", None)
-    write_lines(tmp_path / "a.jsonl", ["one two one two", "two three"])
-    prepare_folder(request(tmp_path / "out", tmp_path / "a.jsonl", tokenizer=choice))
-    config = PreparedConfig(folder=str(tmp_path / "out"))
-    dataset = config.build(4, 8, 0)
-    path = tmp_path / "out" / "index.json"
-    tree = json.loads(path.read_text())
-    assert tree.pop("tokenizer_file_sha256") == hashlib.sha256(Path(choice, "tokenizer.json").read_bytes()).hexdigest()
-    path.write_text(json.dumps(tree))
-    (tmp_path / "out" / "tokenizer.json").unlink()
-    older = config.build(4, 8, 0)
-    assert older.fingerprint == dataset.fingerprint and older.train[0][0].tolist() == [2, 3, 2, 3]
-    assert config.find_tokenizer() is None and data_command(capsys, "check", tmp_path / "out")[0] == 0
-
-
-class Stream(io.StringIO):
-    """Text that may claim to be a terminal."""
-
-    def __init__(self, terminal: bool) -> None:
-        super().__init__()
-        self.isatty = lambda: terminal  # type: ignore[method-assign]
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_the_display_tells_how_far_it_is(terminal, monkeypatch):
-    """Oracle: the numbers; without a terminal there are lines, one for each stretch of time, and no control codes."""
-    now = iter(range(0, 1000, 5))
-    monkeypatch.setattr("fsdptoys.data.progress.monotonic", lambda: next(now))
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setenv("TERM", "xterm")
-    stream = Stream(terminal)
-    with Display("preparing", stream) as display:
-        for done in (1, 2, 3, 4):
-            display.show(Advance(done * 1e6, 4_000_000, 1000 * done, 2_000_000 * done))
-    lines = re.sub("\x1b[^a-zA-Z]*[a-zA-Z]", "", stream.getvalue().replace("\r", "\n")).splitlines()
-    if terminal:
-        *_, last = (line for line in lines if line.strip())
-        assert last.startswith("preparing ") and "4.0/4.0 MB" in last and "8.0M tokens" in last
-    else:
-        assert lines == [
-            "preparing: 50%, 0.2 MB/s, 4.0M tokens",
-            "preparing: 100%, 0.2 MB/s, 8.0M tokens",
-        ]
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("prepar", "fsdptoys data prepar is not a command; did you mean fsdptoys data prepare?"),
-        ("prepare", "fsdptoys data prepare has nothing to read; write fsdptoys data prepare FILE ... --out DIR"),
-        ("prepare a.txt --tokenizer bytes", "fsdptoys data prepare needs --out; write --out DIR"),
-        (
-            "prepare a.txt --out new",
-            "fsdptoys data prepare needs --tokenizer; write --tokenizer bytes, or a tokenizer.json",
-        ),
-        ("prepare a.txt --out . --tokenizer bytes", "--out . exists already; name another folder, or remove it"),
-        (
-            "prepare a.txt --out new --tokenizer bytes --eval-fraction 1",
-            "--eval-fraction 1 leaves nothing to train on; write --eval-fraction 0.01",
-        ),
-        (
-            "prepare a.txt --out new --tokenizer bytes --proceses 2",
-            "--proceses is not an option of fsdptoys data; did you mean --processes?",
-        ),
-        (
-            "prepare a.txt --out new --tokenizer none.json",
-            "--tokenizer none.json names no tokenizer.json that is there (none.json); name one, its folder, or bytes",
-        ),
-        (
-            "prepare a.txt --out new --tokenizer bytes --document-end x",
-            "--document-end names a token, and bytes have none but 0 for the end; leave it out",
-        ),
-        ("prepare *.md --out new --tokenizer bytes", "FILE=[*.md] matches no file; set FILE to paths or globs"),
-        ("prepare e.txt --out new --tokenizer bytes", "FILE=[e.txt] is an empty file; take it out of FILE"),
-        ("prepare b.jsonl --out new --tokenizer bytes", "FILE finds no document with text; name files that hold some"),
-        ("check", "fsdptoys data check needs a folder; write fsdptoys data check DIR"),
-        ("show nowhere", "nowhere is no folder with an index.json; make one with fsdptoys data prepare FILE ... --out"),
-    ],
-)
-def test_mistakes_are_told_in_a_sentence(tmp_path, monkeypatch, words, sentence):
-    """Oracle: the sentence; nothing is made."""
-    monkeypatch.chdir(tmp_path)
-    Path("a.txt").write_text("a")
-    Path("e.txt").touch()
-    write_lines(Path("b.jsonl"), ["", None])
-    with pytest.raises(ConfigError) as caught:
-        run_data(words.split())
-    assert str(caught.value).startswith(sentence)
-    assert not Path("new").exists()
-
-
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ({"format": "other"}, "it is not of the format 'fsdptoys tokens'"),
-        ({"version": 2}, "it is of version 2, and this program reads version 1"),
-        ({"dtype": "int8"}, "dtype, vocabulary and end of document do not fit each other"),
-        ({"vocab_size": True}, "vocab_size is true, not an integer from 1 to 4294967296"),
-        ({"tokenizer_file_sha256": 5}, "tokenizer_file_sha256 is 5, not text"),
-        ({"document_end": 256}, "dtype, vocabulary and end of document do not fit each other"),
-        ({"shards": [{"name": "../shard-00000"}]}, "it describes shard '../shard-00000' wrongly"),
-        (
-            {"shards": [{"tokens": 0}]},
-            "shards[0].tokens is 0, not an integer from 1 to 9007199254740992",
-        ),
-    ],
-)
-def test_an_index_that_cannot_be_used_is_refused(tmp_path, change, sentence):
-    """Oracle: the sentence; a shard's name that leads elsewhere is not followed."""
-    (tmp_path / "a.txt").write_text("abc")
-    prepare_folder(request(tmp_path / "out", tmp_path / "a.txt"))
-    path = tmp_path / "out" / "index.json"
-    tree = json.loads(path.read_text())
-    shards = [tree["shards"][0] | each for each in change.pop("shards", [{}])]
-    path.write_text(json.dumps(tree | change | {"shards": shards}))
-    with pytest.raises(ConfigError) as caught:
-        PreparedConfig(folder=str(tmp_path / "out")).validate(1, 256)
-    assert f"has an index.json that cannot be used ({sentence}); prepare the folder again" in str(caught.value)

@@ -1,0 +1,15 @@
+"""Fixtures shared by the tests of checkpoints."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.series import make_series
+
+
+@pytest.fixture(scope="session")
+def series(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of steps 1, 2 and 3; not to be written to."""
+    folder = tmp_path_factory.mktemp("series") / "checkpoints"
+    make_series(folder)
+    return folder
