@@ -27,15 +27,7 @@ class MemoryStats:
 
 
 class Device:
-    """The device of this process.
-
-    Args:
-        device_type: ``cuda``, ``npu`` or ``cpu``.
-        local_rank: index of the device on this node.
-
-    Raises:
-        ConfigError: if this node has no such device.
-    """
+    """The device of this process, with ``local_rank`` as index; a ConfigError if this node has none."""
 
     def __init__(self, device_type: str, local_rank: int = 0) -> None:
         self.type = device_type
@@ -97,10 +89,7 @@ class Device:
         """Streams and events of an accelerator."""
         return Streams(self.torch_device)
 
-    @property
-    def pins_memory(self) -> bool:
-        """Whether copies from and to the host need pinned memory to overlap with computation."""
-        return self.is_accelerator
+    pins_memory = is_accelerator  # pinned memory lets copies from and to the host overlap with computation
 
     def make_current(self) -> None:
         """Make this the thread's current device; a thread starts with device 0, maybe another rank's."""

@@ -28,11 +28,7 @@ CONNECT_SECONDS = 120, 7200  # Least (also the default) and largest value of HCC
 
 
 def check_allocator_settings(device_type: str, present: Mapping[str, str]) -> None:
-    """Refuse both settings of the allocator, with which torch_npu fails.
-
-    Raises:
-        ConfigError: naming the one to unset.
-    """
+    """Raise a ConfigError for both settings of the allocator, with which torch_npu fails."""
     if device_type == "npu" and "PYTORCH_ALLOC_CONF" in present and ALLOCATOR["npu"] in present:
         raise ConfigError(
             f"PYTORCH_ALLOC_CONF and {ALLOCATOR['npu']} are both set, of which torch_npu takes one alone; "
@@ -43,14 +39,7 @@ def check_allocator_settings(device_type: str, present: Mapping[str, str]) -> No
 def device_environment(
     device_type: str, deterministic: bool, timeout_seconds: float, present: Mapping[str, str]
 ) -> dict[str, str]:
-    """The environment variables for a type of device.
-
-    Args:
-        device_type: ``cuda``, ``npu`` or ``cpu``.
-        deterministic: whether runs must be bitwise reproducible.
-        timeout_seconds: of collectives.
-        present: the current environment, searched for settings of the allocator.
-    """
+    """The environment variables for a type of device; ``present`` is searched for settings of the allocator."""
     wanted: dict[str, str] = {}
     # Expandable segments avoid fragmentation by a sharded model's varying sizes. The name for all devices,
     # PYTORCH_ALLOC_CONF, is unknown to torch 2.7 and ignored by 2.9.1 on CUDA

@@ -84,12 +84,6 @@ def check_visible_devices(present: str) -> None:
 
     CANN reads up to the first character that is neither digit nor comma, and expects ascending numbers (hiascend.com,
     CANN's environment variables, ASCEND_RT_VISIBLE_DEVICES).
-
-    Args:
-        present: the variable's value.
-
-    Raises:
-        ConfigError: with a valid value.
     """
     numbers = [int(number) for number in re.findall(r"\d+", present)]
     meant = ",".join(map(str, sorted(set(numbers))))

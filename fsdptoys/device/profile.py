@@ -89,11 +89,7 @@ def list_hardware() -> list[str]:
 
 
 def load_hardware(name_or_path: str | Path) -> Hardware:
-    """Read a profile: a name of ``list_hardware()``, or a YAML file.
-
-    Raises:
-        ConfigError: if there is none or it is invalid; the message names the key.
-    """
+    """Read a profile, a name of ``list_hardware()`` or a YAML file; a ConfigError names an invalid key."""
     text = str(name_or_path)
     if not (isinstance(name_or_path, Path) or text.endswith((".yaml", ".yml")) or "/" in text):
         if text not in list_hardware():
@@ -141,32 +137,20 @@ def hardware_for(device_name: str, device_type: str) -> str | None:
     name says nothing about its speed: ``cpu`` must be requested.
     """
     found: list[tuple[int, str]] = []
-    for name in list_hardware():
-        hardware = load_hardware(name)
-        if hardware.device_type != device_type:
-            continue
-        for words in hardware.matches:
+    for hardware in map(load_hardware, list_hardware()):
+        for words in hardware.matches if hardware.device_type == device_type else ():
             rest = re.sub(rf"(?<!\w){re.escape(words)}(?!\w)", "", device_name, flags=re.IGNORECASE)
             if rest != device_name and not re.search(r"\b(PCIe|NVL|MIG|Laptop|D)\b", rest, flags=re.IGNORECASE):
-                found.append((len(words), name))
+                found.append((len(words), hardware.name))
     return max(found)[1] if found else None
 
 
 def dump_hardware(hardware: Hardware) -> str:
     """A profile as YAML for ``load_hardware``."""
     tree: dict[str, Any] = {}
-    for field in dataclasses.fields(hardware):
-        value = getattr(hardware, field.name)
-        if isinstance(value, Quantity):
-            value = dataclasses.asdict(value)
-        elif isinstance(value, dict):
-            value = {key: dataclasses.asdict(quantity) for key, quantity in value.items()}
-        elif isinstance(value, Enum):
-            value = value.value
-        elif isinstance(value, tuple):
-            value = list(value)
-        if field.name != "name":
-            tree[field.name] = value
+    for name, value in dataclasses.asdict(hardware).items():
+        if name != "name":
+            tree[name] = value.value if isinstance(value, Enum) else list(value) if isinstance(value, tuple) else value
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
 
 
@@ -174,14 +158,11 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         tree = parse_yaml(read_regular(path, LARGEST_PROFILE_BYTES))
     except OSError as error:
-        raise ConfigError(
-            f"plan.hardware={path} cannot be read ({error.strerror or error}); set plan.hardware to one of "
-            f"{', '.join(list_hardware())}, or to a YAML file"
-        ) from error
+        fix = f"set plan.hardware to one of {', '.join(list_hardware())}, or to a YAML file"
+        raise ConfigError(f"plan.hardware={path} cannot be read ({error.strerror or error}); {fix}") from error
     except ValueError as error:
-        raise ConfigError(
-            f"plan.hardware={path} cannot be read as YAML ({one_line(error)}); start from a copy of a profile"
-        ) from error
+        fix = "start from a copy of a profile"
+        raise ConfigError(f"plan.hardware={path} cannot be read as YAML ({one_line(error)}); {fix}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"plan.hardware={path} is not a profile; start from a copy of one in configs/hardware")
     return tree

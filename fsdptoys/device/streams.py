@@ -11,11 +11,7 @@ Event = Any  # An event of the device's module; None for nothing to wait for
 
 
 class Streams:
-    """Creates streams and events of one accelerator.
-
-    Args:
-        device: with an index.
-    """
+    """Creates streams and events of one accelerator, whose device has an index."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

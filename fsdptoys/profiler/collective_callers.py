@@ -49,12 +49,7 @@ class Origin:
 
 
 class Origins:
-    """Finds callers, and names a model's parameters.
-
-    Args:
-        model: as wrapped by the strategy.
-        within: function → phase of the calls within it.
-    """
+    """Finds callers, and names the parameters of a wrapped model; ``within`` maps a function to its calls' phase."""
 
     def __init__(self, model: nn.Module, within: dict[CodeType, str]) -> None:
         self._within = within
@@ -63,11 +58,7 @@ class Origins:
         self._modules = {module: _own_name(name) for name, module in model.named_modules()}
 
     def find(self, phase: str) -> Origin:
-        """Read the stack above the caller.
-
-        Args:
-            phase: the trainer's; outside forward and backward the functions on the stack decide.
-        """
+        """Read the stack above the caller; outside forward and backward the functions on it decide the phase."""
         site, found, parameters, in_autograd = "", None, None, False
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
@@ -98,7 +89,6 @@ class Origins:
         return found
 
     def _carried(self, frame: FrameType) -> list[str]:
-        """Parameters in a function's variables."""
         if not set(CARRIERS).intersection(frame.f_code.co_varnames):
             return []
         values = frame.f_locals

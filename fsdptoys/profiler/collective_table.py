@@ -5,6 +5,7 @@ calls, such as an all-gather and a reduce-scatter in each block's backward.
 """
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -50,12 +51,7 @@ def fold(calls: Sequence[Call]) -> list[Fold]:
 
 
 def render(calls: Sequence[Call], title: str) -> str:
-    """The table and the sums, as plain text.
-
-    Args:
-        calls: all of a step.
-        title: first line.
-    """
+    """The table of a step's calls and the sums, as plain text."""
     shown = over_ranks(calls)
     alone = len(calls) - len(shown)
     left_out = f"{alone} calls over groups of one rank, which send nothing" if alone else ""
@@ -73,19 +69,9 @@ def to_lines(calls: Sequence[Call], step: int) -> str:
 
 
 def describe(names: Sequence[str], everything: Sequence[str] = ()) -> str:
-    """The blocks or modules of a set of parameters.
-
-    Args:
-        names: of the parameters.
-        everything: all names of the model; if given, incomplete blocks are marked with ~.
-    """
-    modules: dict[str, int] = {}
-    for name in names:
-        modules[block_of(name)] = modules.get(block_of(name), 0) + 1
-    total: dict[str, int] = {}
-    for name in everything:
-        total[block_of(name)] = total.get(block_of(name), 0) + 1
-    shown = [module + "~" * (count < total.get(module, 0)) for module, count in modules.items()]
+    """The blocks or modules of parameters; ~ marks incomplete ones if ``everything`` has all of the model's names."""
+    modules, total = Counter(map(block_of, names)), Counter(map(block_of, everything))
+    shown = [module + "~" * (count < total[module]) for module, count in modules.items()]
     if len(shown) > 3:
         return f"{shown[0]} … {shown[-1]} ({len(names)} tensors)"
     return ", ".join(shown) or "-"
@@ -99,10 +85,7 @@ def block_of(name: str) -> str:
 
 def _kind(call: Call) -> tuple[object, ...]:
     """Equal for calls that may be folded: all fields except number and parameters."""
-    return (
-        call.phase, call.microbatch, call.collective, call.dtype, call.size_bytes, call.gives_bytes, call.gets_bytes,
-        call.ranks, call.group, call.site,
-    )  # fmt: skip
+    return tuple(value for name, value in vars(call).items() if name not in ("number", "parameters"))
 
 
 def _rows(folded: Fold, calls: Sequence[Call]) -> list[tuple[str, ...]]:
@@ -117,28 +100,18 @@ def _rows(folded: Fold, calls: Sequence[Call]) -> list[tuple[str, ...]]:
             number = f"{first.number}-{folded.calls[-1].number}"
         elif folded.times > 1:
             number = "+"
+        phase = f"{first.phase} {first.microbatch}" if several_microbatches and first.microbatch else first.phase
+        name = first.collective.replace("_", "-") + (f" × {folded.times}" if folded.times > 1 else "")
+        sizes = map(size_text, (first.size_bytes, first.gives_bytes, first.gets_bytes))
         of, of_last = (describe(call.parameters, everything) for call in (first, last))
-        rows.append(
-            (
-                number,
-                f"{first.phase} {first.microbatch}" if several_microbatches and first.microbatch else first.phase,
-                first.collective.replace("_", "-") + (f" × {folded.times}" if folded.times > 1 else ""),
-                first.dtype,
-                size_text(first.size_bytes),
-                size_text(first.gives_bytes),
-                size_text(first.gets_bytes),
-                str(first.ranks),
-                of if of == of_last else f"{of} … {of_last}",
-                first.site,
-            )
-        )
+        of = of if of == of_last else f"{of} … {of_last}"
+        rows.append((number, phase, name, first.dtype, *sizes, str(first.ranks), of, first.site))
     return rows
 
 
 def _sums(calls: Sequence[Call]) -> list[tuple[str, ...]]:
-    rows = []
-    for kind in dict.fromkeys(call.collective for call in calls):
-        rows.append(_sum(kind.replace("_", "-"), [call for call in calls if call.collective == kind]))
+    kinds = dict.fromkeys(call.collective for call in calls)
+    rows = [_sum(kind.replace("_", "-"), [call for call in calls if call.collective == kind]) for kind in kinds]
     return [*rows, _sum("together", calls)] if len(rows) > 1 else rows
 
 

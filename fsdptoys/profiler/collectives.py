@@ -61,13 +61,11 @@ class Call:
 
 
 class CollectiveTrace(TorchDispatchMode):
-    """Records the collectives of one step.
+    """Records the collectives of one step, and passes them to ``done`` after it.
 
     Args:
-        step: its number.
         model: names the parameters.
         within: function → phase of the calls within it, for the trainer's phase ``optimizer``.
-        done: receives all collectives after the step.
     """
 
     def __init__(
@@ -78,8 +76,8 @@ class CollectiveTrace(TorchDispatchMode):
         self._model, self._done = model, done
         self._origins = Origins(model, within)
         self._phase, self._microbatch = OTHER, 0
+        # All-reduces of the backward with their tensors, which may hold gradients after it.
         self._reduced: list[tuple[Call, list[Tensor]]] = []
-        """All-reduces of the backward with their tensors, which may hold gradients after it."""
 
     calls: list[Call]
 
@@ -154,13 +152,7 @@ class CollectiveTrace(TorchDispatchMode):
 
 
 def ring_bytes(collective: str, size: int, ranks: int) -> float:
-    """Bytes that a rank sends on average, on a ring.
-
-    Args:
-        collective: such as ``all_gather``.
-        size: bytes of the full tensor.
-        ranks: size of the group.
-    """
+    """Bytes that a rank sends on average in a collective of ``size`` bytes, the full tensor's, on a ring."""
     once = size * (ranks - 1) / ranks
     if collective == "all_reduce":
         return 2 * once
@@ -170,7 +162,6 @@ def ring_bytes(collective: str, size: int, ranks: int) -> float:
 
 
 def _exchanged(name: str, size: int, ranks: int, is_root: bool) -> tuple[int, int]:
-    """``gives_bytes`` and ``gets_bytes`` of this rank."""
     part = size // ranks
     return {
         "all_gather": (part, size),
@@ -197,7 +188,6 @@ def _collective(func: Any) -> str | None:
 
 
 def _group(values: dict[str, Any]) -> dist.ProcessGroup:
-    """The process group of a call."""
     if "process_group" in values:
         return dist.ProcessGroup.unbox(values["process_group"])
     named = values["group_name"]
@@ -208,10 +198,6 @@ def traced_step(first: int, last: int) -> int:
     """The recorded step: the third of the run, or its last.
 
     DDP's reducers and FSDP's units learn their order in the first step and at the start of the second.
-
-    Args:
-        first: number of the run's first step.
-        last: number of its last.
     """
     return min(first + 2, last)
 

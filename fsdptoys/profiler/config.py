@@ -1,12 +1,15 @@
 """Sections ``profile`` (steps and ranks to profile, level of detail) and ``debug`` of the configuration."""
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.bounds import MOST_STEPS, between, check_bounds
 from fsdptoys.utils.text import value_text
+
+Message = Callable[[str], None]
 
 
 class NPULevel(Enum):
@@ -60,16 +63,7 @@ class ProfileConfig:
         self._refuse_without_switch()
 
     def validate(self, world_size: int, device_type: str, steps: int) -> None:
-        """Check ranks, steps and options against the run and its device.
-
-        Args:
-            world_size: number of ranks.
-            device_type: ``cuda``, ``npu`` or ``cpu``.
-            steps: optimizer steps of the run.
-
-        Raises:
-            ConfigError: naming key, value and fix.
-        """
+        """Check ranks, steps and options against the run and its device; a ConfigError names the first mistake."""
         if (self.enabled or self.snapshot) and max(self.ranks) >= world_size:
             raise ConfigError(
                 f"profile.ranks={value_text(self.ranks)} names rank {max(self.ranks)}, and the last of {world_size} is "
@@ -102,23 +96,17 @@ class ProfileConfig:
 
     def _refuse_without_switch(self) -> None:
         """Refuse options whose switch is off."""
-        switches = {
-            **dict.fromkeys(
-                ("skip_steps", "warmup_steps", "active_steps", "stacks", "shapes", "memory", "npu_level"),
-                (self.enabled, "profile.enabled=true"),
-            ),
-            **dict.fromkeys(("snapshot_first_step", "snapshot_steps"), (self.snapshot, "profile.snapshot=true")),
-            "ranks": (self.enabled or self.snapshot, "profile.enabled=true or profile.snapshot=true"),
-        }
-        defaults = {
-            spec.name: spec.default_factory() if callable(spec.default_factory) else spec.default
-            for spec in dataclasses.fields(self)
-        }
-        for name, (on, switch) in switches.items():
-            value = getattr(self, name)
-            if not on and value != defaults[name]:
+        for spec in dataclasses.fields(self):
+            default = spec.default_factory() if callable(spec.default_factory) else spec.default
+            on, switch = self.enabled, "profile.enabled=true"
+            if spec.name.startswith("snapshot"):
+                on, switch = self.snapshot, "profile.snapshot=true"
+            elif spec.name == "ranks":
+                on, switch = self.enabled or self.snapshot, "profile.enabled=true or profile.snapshot=true"
+            value = getattr(self, spec.name)
+            if not on and value != default:
                 raise ConfigError(
-                    f"profile.{name}={value_text(value)} does nothing as set; set {switch} or leave it out"
+                    f"profile.{spec.name}={value_text(value)} does nothing as set; set {switch} or leave it out"
                 )
 
 
@@ -139,22 +127,13 @@ class DebugConfig:
     """Print every collective of one step with its sizes, and write them to ``collectives.jsonl``."""
 
     def validate(self, compiles: bool, compiles_kernels: bool) -> None:
-        """Refuse combinations that cannot work.
-
-        Args:
-            compiles: ``train.compile``.
-            compiles_kernels: whether any of ``kernels`` is ``compiled``.
-
-        Raises:
-            ConfigError: naming key, value and fix.
-        """
-        if self.trace_collectives and compiles:
-            raise ConfigError(
-                "debug.trace_collectives=true is a dispatch mode, under which PyTorch does not compile as "
-                "train.compile=true asks; set train.compile=false, which takes the same collectives"
-            )
-        if self.trace_collectives and compiles_kernels:
-            raise ConfigError(
-                "debug.trace_collectives=true is a dispatch mode, under which PyTorch does not compile as "
-                "kernels.*=compiled asks; set them to torch, which takes the same collectives"
-            )
+        """Refuse ``train.compile`` and compiled kernels, with which the trace cannot work."""
+        for asked, setting, fix in (
+            (compiles, "train.compile=true", "set train.compile=false"),
+            (compiles_kernels, "kernels.*=compiled", "set them to torch"),
+        ):
+            if self.trace_collectives and asked:
+                raise ConfigError(
+                    "debug.trace_collectives=true is a dispatch mode, under which PyTorch does not compile as "
+                    f"{setting} asks; {fix}, which takes the same collectives"
+                )

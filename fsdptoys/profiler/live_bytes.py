@@ -39,15 +39,10 @@ class LiveBytes:
 def live_bytes(
     parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer | None, held_gradients: Iterable[Tensor] = ()
 ) -> LiveBytes:
-    """Count the allocated bytes.
+    """Count the allocated bytes of this rank's shards, of gradients and states at any depth of ``optimizer.state``.
 
-    A storage counts once, fully, for the first of parameters, gradients and states that uses it. Sharded parameters
-    count with this rank's shard; gathered parameters and unreduced gradients do not count.
-
-    Args:
-        parameters: as the strategy returns them.
-        optimizer: its states, at any depth of ``optimizer.state``; None before it exists.
-        held_gradients: gradients detached from their parameters that the optimizer still needs.
+    A storage counts once, fully, for the first of parameters, gradients and states that uses it; gathered parameters
+    and unreduced gradients do not count. ``held_gradients`` are detached, and still needed by the optimizer.
     """
     parameters = list(parameters)
     seen: set[tuple[torch.device, int]] = set()

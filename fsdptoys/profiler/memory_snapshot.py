@@ -13,7 +13,6 @@ Source: https://docs.pytorch.org/docs/stable/torch_cuda_memory.html
 """
 
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import torch
 from fsdptoys.utils.atomic_write import write_atomically
 from fsdptoys.utils.regular_file import open_regular
 
+from .config import Message
 from .memory_snapshot_page import render_snapshot
 
 MAX_ENTRIES = 100_000  # Allocations and frees in the ring
@@ -32,31 +32,16 @@ class Snapshot:
 
     Args:
         memory: ``torch.cuda.memory``, ``torch.npu.memory``, or a module with their two functions.
-        device_index: device whose history the page shows.
-        rank: for the files' names.
         folder: of the files; created if missing.
-        first_step: first step of the history.
-        steps: number of steps.
         message: receives the path of each page, or the reason why there is none.
     """
 
     def __init__(
-        self,
-        memory: Any,
-        device_index: int,
-        rank: int,
-        folder: Path,
-        first_step: int,
-        steps: int,
-        message: Callable[[str], None],
+        self, memory: Any, device_index: int, rank: int, folder: Path, first_step: int, steps: int, message: Message
     ) -> None:
-        self._memory = memory
-        self._device_index = device_index
-        self._name = f"memory-rank{rank}"
-        self._folder = folder
-        self._first_step = first_step
-        self._last_step = first_step + steps - 1
-        self._message = message
+        self._memory, self._device_index = memory, device_index
+        self._name, self._folder, self._message = f"memory-rank{rank}", folder, message
+        self._first_step, self._last_step = first_step, first_step + steps - 1
         self._last_done = 0
         self.paths: list[Path] = []  # Pages written so far
 

@@ -54,12 +54,7 @@ class Branch:
 
 
 def read_timeline(snapshot: dict[str, Any], device_index: int) -> Timeline:
-    """Walk a device's history back from the live blocks at its end, then forward.
-
-    Args:
-        snapshot: of ``torch.cuda.memory._snapshot()``.
-        device_index: the device.
-    """
+    """Walk a device's history in ``torch.cuda.memory._snapshot()`` back from the final live blocks, then forward."""
     traces = snapshot.get("device_traces", [])
     events = traces[device_index] if device_index < len(traces) else []
     events = [event for event in events if event["action"] in ("alloc", "free_completed", "oom")]
@@ -101,15 +96,7 @@ def read_timeline(snapshot: dict[str, Any], device_index: int) -> Timeline:
 def render_snapshot(
     snapshot: dict[str, Any], device_index: int, title: str, pickle_name: str, interactive_name: str
 ) -> str:
-    """The page.
-
-    Args:
-        snapshot: of ``torch.cuda.memory._snapshot()``.
-        device_index: the device.
-        title: steps or event of the snapshot.
-        pickle_name: file with the snapshot, in the same folder.
-        interactive_name: file with PyTorch's interactive timeline, in the same folder.
-    """
+    """The page of ``torch.cuda.memory._snapshot()``, with links to the pickle and PyTorch's timeline in its folder."""
     own = {**snapshot, "segments": [seg for seg in snapshot["segments"] if seg.get("device", 0) == device_index]}
     timeline = read_timeline(snapshot, device_index)
     reserved = sum(segment["total_size"] for segment in own["segments"])

@@ -47,12 +47,8 @@ class Saving:
 def device_savings(live: LiveBytes, rest_bytes: int, phase: str, now: Switches, to_host: bool = True) -> list[Saving]:
     """Switches to turn on for less device memory, the largest saving first.
 
-    Args:
-        live: parameters, gradients and optimizer states.
-        rest_bytes: other allocated bytes on the device.
-        phase: of the step; only ``forward`` and ``backward`` have activations.
-        now: the run's settings.
-        to_host: whether the host has memory of its own, unlike on a CPU.
+    ``rest_bytes`` are other allocated bytes, activations in ``forward`` and ``backward`` only; ``to_host`` is whether
+    the host has memory of its own, unlike on a CPU.
     """
     savings = _activation_savings(rest_bytes, now, to_host) if phase in ("forward", "backward") else []
     states = live.states.device_bytes
@@ -64,19 +60,15 @@ def device_savings(live: LiveBytes, rest_bytes: int, phase: str, now: Switches, 
 
 def host_savings(live: LiveBytes, now: Switches) -> list[Saving]:
     """Switches to turn off for less host memory, for a run on an accelerator."""
-    savings = []
-    if now.cpu_offload:
-        kept = live.parameters.host_bytes + live.gradients.host_bytes + live.states.host_bytes
-        savings.append(Saving("memory.cpu_offload=false", kept, "parameters, gradients and states go to the device"))
-    if now.optimizer_offload:
-        savings.append(
-            Saving("memory.optimizer_offload=false", live.states.host_bytes, "optimizer states go to the device")
-        )
-    if now.activation_offload:
-        savings.append(
-            Saving("memory.activation_offload=false", _block_inputs(now), "inputs of the blocks go to the device")
-        )
-    return _largest_first(savings)
+    states, kept = live.states.host_bytes, live.on_host().device_bytes
+    savings = {
+        "cpu_offload": Saving("memory.cpu_offload=false", kept, "parameters, gradients and states go to the device"),
+        "optimizer_offload": Saving("memory.optimizer_offload=false", states, "optimizer states go to the device"),
+        "activation_offload": Saving(
+            "memory.activation_offload=false", _block_inputs(now), "inputs of the blocks go to the device"
+        ),
+    }
+    return _largest_first([saving for switch, saving in savings.items() if getattr(now, switch)])
 
 
 def _largest_first(savings: list[Saving]) -> list[Saving]:
@@ -84,43 +76,24 @@ def _largest_first(savings: list[Saving]) -> list[Saving]:
 
 
 def _activation_savings(rest_bytes: int, now: Switches, to_host: bool) -> list[Saving]:
-    savings = []
-    inputs_bytes = _block_inputs(now)
+    savings, inputs_bytes = [], _block_inputs(now)
+    tokens = f"{now.batch_size}x{now.seq_len} tokens"
     if not now.chunk_loss:
-        savings.append(
-            Saving(
-                "memory.chunk_loss=true",
-                now.batch_size * now.seq_len * now.vocab_size * LOGITS_BYTES,
-                f"{now.batch_size}x{now.seq_len} tokens x {now.vocab_size} logits x {LOGITS_BYTES} bytes, less a chunk",
-            )
-        )
+        saved = now.batch_size * now.seq_len * now.vocab_size * LOGITS_BYTES
+        why = f"{tokens} x {now.vocab_size} logits x {LOGITS_BYTES} bytes, less a chunk"
+        savings.append(Saving("memory.chunk_loss=true", saved, why))
     if now.gradient_checkpointing == "none":
-        savings.append(
-            Saving(
-                "memory.gradient_checkpointing=full",
-                rest_bytes - inputs_bytes,
-                "the rest, less the inputs of the blocks, which it keeps",
-            )
-        )
+        why = "the rest, less the inputs of the blocks, which it keeps"
+        savings.append(Saving("memory.gradient_checkpointing=full", rest_bytes - inputs_bytes, why))
     elif to_host and not now.activation_offload:
-        savings.append(
-            Saving(
-                "memory.activation_offload=true",
-                inputs_bytes,
-                f"{now.batch_size}x{now.seq_len} tokens x {now.dim} wide x {now.n_layers} blocks x "
-                f"{_bytes(now.param_dtype)} bytes",
-            )
-        )
+        why = f"{tokens} x {now.dim} wide x {now.n_layers} blocks x {_bytes(now.param_dtype)} bytes"
+        savings.append(Saving("memory.activation_offload=true", inputs_bytes, why))
     if now.batch_size > 1:
         # The largest proper divisor keeps the global batch.
         fewer = next(size for size in range(now.batch_size // 2, 0, -1) if now.batch_size % size == 0)
-        savings.append(
-            Saving(
-                f"train.batch_size={fewer} train.grad_accum={now.grad_accum * now.batch_size // fewer}",
-                round(rest_bytes * (1 - fewer / now.batch_size)),
-                "that share of the rest",
-            )
-        )
+        switch = f"train.batch_size={fewer} train.grad_accum={now.grad_accum * now.batch_size // fewer}"
+        saved = round(rest_bytes * (1 - fewer / now.batch_size))
+        savings.append(Saving(switch, saved, "that share of the rest"))
     if now.param_dtype == "float32":
         savings.append(Saving("parallel.param_dtype=bfloat16", rest_bytes // 2, "half of the rest, except the logits"))
     return savings
@@ -143,14 +116,10 @@ def _sharding_savings(live: LiveBytes, states: int, now: Switches) -> list[Savin
     if now.fsdp_size >= now.world_size:
         return []
     share = 1 - now.fsdp_size / now.world_size
-    kept = live.parameters.device_bytes + live.gradients.device_bytes + states
-    return [
-        Saving(
-            "mesh.fsdp_size=-1" if now.shards_parameters else "parallel=fsdp2 mesh.fsdp_size=-1",
-            round(kept * share),
-            f"{share:.0%} of parameters, gradients and states, when {now.world_size} ranks share them",
-        )
-    ]
+    saved = round((live.parameters.device_bytes + live.gradients.device_bytes + states) * share)
+    switch = "mesh.fsdp_size=-1" if now.shards_parameters else "parallel=fsdp2 mesh.fsdp_size=-1"
+    why = f"{share:.0%} of parameters, gradients and states, when {now.world_size} ranks share them"
+    return [Saving(switch, saved, why)]
 
 
 def _block_inputs(now: Switches) -> int:

@@ -51,15 +51,7 @@ class Failure:
 
 @contextlib.contextmanager
 def explain_out_of_memory(device: Device, context: Callable[[], OOMContext]) -> Iterator[None]:
-    """Turn a failed allocation into an ``ExplainedOutOfMemoryError``; other errors pass.
-
-    Args:
-        device: of this rank.
-        context: called only after a failure.
-
-    Raises:
-        ExplainedOutOfMemoryError: from the allocator's own error.
-    """
+    """Turn a failed allocation into an ``ExplainedOutOfMemoryError``, after a call of ``context``; other errors pass."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is the first, NumPy's the second
@@ -79,16 +71,16 @@ def is_out_of_memory(error: BaseException) -> bool:
 def read_failure(error: BaseException, device: Device) -> Failure:
     """Read the numbers from an allocator's message, or else from the device."""
     text = str(error)
-    asked = _size_after(text, "(?:ried to|Unable to) allocate")
+    asked = _find_size(text, r"(?:ried to|Unable to) allocate:?\s*SIZE")
     on_host = isinstance(error, MemoryError) or any(words in text for words in HOST_WORDS)
     if on_host or not device.is_accelerator:
         return Failure(True, asked, Device("cpu").total_memory_bytes, highest_resident_set_bytes(), None)
     now = device.memory()
     # CUDA: "77.21 GiB is allocated by PyTorch[, with … in private pools], and 120.45 MiB is reserved by PyTorch but
     # unallocated". NPU: "60.97 GiB total capacity; 30.00 GiB already allocated; …; 31.00 GiB reserved in total".
-    allocated = _size_before(text, r"(?:is allocated by PyTorch|already allocated)")
-    reserved = _size_before(text, "reserved in total")
-    unallocated = _size_before(text, "is reserved by PyTorch but unallocated")
+    allocated = _find_size(text, "SIZE (?:is allocated by PyTorch|already allocated)")
+    reserved = _find_size(text, "SIZE reserved in total")
+    unallocated = _find_size(text, "SIZE is reserved by PyTorch but unallocated")
     if reserved is None and allocated is not None and unallocated is not None:
         reserved = allocated + unallocated
     return Failure(
@@ -101,13 +93,7 @@ def read_failure(error: BaseException, device: Device) -> Failure:
 
 
 def out_of_memory_report(failure: Failure, context: OOMContext, device_type: str) -> str:
-    """Live bytes and the switches that would make room, in a few lines.
-
-    Args:
-        failure: the failed allocation.
-        context: phase and live bytes of the run.
-        device_type: ``cuda``, ``npu`` or ``cpu``.
-    """
+    """Live bytes and the switches that would make room, in a few lines."""
     live, switches = context.live, context.switches
     on_cpu = device_type == "cpu"
     held = live.on_host() if failure.on_host else live
@@ -156,22 +142,13 @@ def _headline(failure: Failure, context: OOMContext, device_type: str) -> list[s
     }
     known = [f"{size_text(count)} {name}" for name, count in numbers.items() if count is not None]
     when = "construction" if context.phase == "construction" else f"{context.phase} of step {context.step}"
-    return [
-        f"{where} ran out on rank {context.rank} in the {when}",
-        *([", ".join(known)] if known else []),
-    ]
+    return [f"{where} ran out on rank {context.rank} in the {when}", *([", ".join(known)] if known else [])]
 
 
 _SIZE = r"(\d+(?:\.\d+)?)\s*(bytes|[KMGTPE]iB)"
 
 
-def _size_after(text: str, words: str) -> int | None:
-    return _in_bytes(re.search(rf"{words}:?\s*{_SIZE}", text))
-
-
-def _size_before(text: str, words: str) -> int | None:
-    return _in_bytes(re.search(rf"{_SIZE} {words}", text))
-
-
-def _in_bytes(match: re.Match[str] | None) -> int | None:
+def _find_size(text: str, pattern: str) -> int | None:
+    """Bytes of the size that SIZE in a pattern matches."""
+    match = re.search(pattern.replace("SIZE", _SIZE), text)
     return round(float(match[1]) * UNITS[match[2]]) if match else None

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 
 from fsdptoys.device import Device
 from fsdptoys.utils.text import size_text
@@ -18,11 +17,7 @@ class Profiler:
     """Context manager around a run's steps, on every rank; does nothing on ranks that ``config`` does not choose.
 
     Args:
-        config: validated for this run.
-        device: of this rank.
-        rank: global rank.
         folder: of the files, created by the first rank that writes; the same path on every rank.
-        first_step: number of the first step.
         message: receives the paths of written files, on the chosen ranks.
     """
 
@@ -43,19 +38,12 @@ class Profiler:
         if rank not in config.ranks or not (config.enabled or config.snapshot):
             return
         assert folder is not None, "a rank that writes needs a folder"
-        say = message or (lambda _: None)
+        message = message or (lambda _: None)
         if config.enabled:
-            self._trace = Trace(config, device.type, rank, folder, first_step, say)
+            self._trace = Trace(config, device.type, rank, folder, first_step, message)
         if config.snapshot:
-            self._snapshot = Snapshot(
-                device.memory_history,
-                device.torch_device.index,
-                rank,
-                folder,
-                config.snapshot_first_step,
-                config.snapshot_steps,
-                say,
-            )
+            place = (device.memory_history, device.torch_device.index, rank, folder)
+            self._snapshot = Snapshot(*place, config.snapshot_first_step, config.snapshot_steps, message)
 
     def __enter__(self) -> "Profiler":
         if self._snapshot:
@@ -64,12 +52,7 @@ class Profiler:
             self._trace.start()
         return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, traceback: object) -> None:
         with ExitStack() as closing:  # each, even if the other fails
             if self._trace:
                 closing.callback(self._trace.close, error is not None)
@@ -89,7 +72,7 @@ class Profiler:
         """This rank's files and slowest operators as Markdown below a heading; None without any."""
         if self._is_on and self._rank not in self._ranks:
             others = ", ".join(map(str, self._ranks))
-            return f"Chosen were the ranks {others}, which wrote into `profile/`; rank {self._rank} was not."
+            return f"Ranks {others} were profiled and wrote into `profile/`; rank {self._rank} was not."
         parts = []
         if self._trace and self._trace.path:
             parts.append(

@@ -12,7 +12,6 @@ Source: https://docs.pytorch.org/docs/stable/profiler.html
 
 import csv
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 
 from torch.autograd import DeviceType
 
-from .config import ProfileConfig
+from .config import Message, ProfileConfig
 
 TOP_OPS = 20  # Operators in the table
 
@@ -38,33 +37,20 @@ class TopOp:
 
 
 class Trace:
-    """Traces a window of steps on this rank.
+    """Traces a window of steps on this rank, from ``first_step`` on.
 
     Args:
-        config: steps and level of detail.
-        device_type: ``cuda``, ``npu`` or ``cpu``.
-        rank: for the file's name.
         folder: of the file; created if missing.
-        first_step: number of the first step that ``step`` will report.
         message: receives the path of the trace, or the reason why there is none.
     """
 
     def __init__(
-        self,
-        config: ProfileConfig,
-        device_type: str,
-        rank: int,
-        folder: Path,
-        first_step: int,
-        message: Callable[[str], None],
+        self, config: ProfileConfig, device_type: str, rank: int, folder: Path, first_step: int, message: Message
     ) -> None:
-        self._config = config
         # An NPU without torch_npu is simulated: its operators run on the host.
         simulated = device_type == "npu" and "torch_npu" not in sys.modules
         self._device_type = "cpu" if simulated else device_type
-        self._folder = folder
-        self._first_step = first_step
-        self._message = message
+        self._config, self._folder, self._first_step, self._message = config, folder, first_step, message
         self._first_traced = first_step + config.skip_steps + config.warmup_steps
         self._last_step = self._first_traced + config.active_steps - 1
         self._last_done = first_step - 1
@@ -95,11 +81,7 @@ class Trace:
             profiler.stop()
 
     def close(self, within_step: bool) -> None:
-        """Write the trace of an unfinished window, or report that it was not reached.
-
-        Args:
-            within_step: whether the run ended within a step, by an error.
-        """
+        """Write the trace of an unfinished window, or report that it was not reached; an error may end ``within_step``."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
@@ -114,40 +96,25 @@ class Trace:
     def _options(self) -> dict[str, Any]:
         """Keywords of both profilers."""
         config = self._config
-        return {
-            "record_shapes": config.shapes,
-            "profile_memory": config.memory,
-            "with_stack": config.stacks,
-        }
+        return {"record_shapes": config.shapes, "profile_memory": config.memory, "with_stack": config.stacks}
 
     def _phases(self) -> dict[str, int]:
         """Keywords of both ``schedule`` functions, whose positional orders differ."""
         config = self._config
-        return {
-            "skip_first": self._first_step,
-            "wait": config.skip_steps,
-            "warmup": config.warmup_steps,
-            "active": config.active_steps,
-            "repeat": 1,
-        }
+        kept = {"warmup": config.warmup_steps, "active": config.active_steps, "repeat": 1}
+        return {"skip_first": self._first_step, "wait": config.skip_steps, **kept}
 
     def _build(self) -> Any:
         from torch.profiler import ProfilerActivity, profile, schedule
 
-        activities = [ProfilerActivity.CPU]
-        if self._device_type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        return profile(
-            activities=activities,
-            schedule=schedule(**self._phases()),
-            on_trace_ready=self._write,
-            **self._options(),
-        )
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._device_type == "cuda" else [])]
+        steps = schedule(**self._phases())
+        return profile(activities=activities, schedule=steps, on_trace_ready=self._write, **self._options())
 
     def _build_npu(self) -> Any:
         from torch_npu import profiler as npu  # only here: importing torch loads the rest of torch_npu by itself
 
-        level = {"level0": "Level0", "level1": "Level1", "level2": "Level2"}[self._config.npu_level.value]
+        level = self._config.npu_level.value.capitalize()
         write = npu.tensorboard_trace_handler(
             dir_name=str(self._folder), worker_name=self._worker_name, analyse_flag=True
         )
@@ -177,7 +144,7 @@ class Trace:
         try:
             profiler.export_chrome_trace(str(path))
         except OSError as error:
-            self._message(f"{path} cannot be written ({error.strerror or error}); the run goes on without the trace")
+            self._message(f"{path} cannot be written ({error.strerror or error}); the run continues without the trace")
             return
         self.top_ops = top_ops(profiler.key_averages(), self._device_type != "cpu", self._config.memory)
         self._done(path, "open it at https://ui.perfetto.dev or in chrome://tracing")
@@ -188,7 +155,7 @@ class Trace:
         output = folders[-1] / "ASCEND_PROFILER_OUTPUT" if folders else None
         if output is None or not output.is_dir():  # the analysis creates it
             where = folders[-1] if folders else self._folder
-            self._message(f"torch_npu's profiler left no trace in {where}; its own messages say why")
+            self._message(f"torch_npu's profiler wrote no trace to {where}; its own messages give the reason")
             return
         if (output / "op_statistic.csv").exists():
             self.top_ops = npu_top_ops((output / "op_statistic.csv").read_text(encoding="utf-8"))
@@ -211,14 +178,7 @@ class Trace:
 
 
 def top_ops(averages: Any, on_device: bool, with_memory: bool, count: int = TOP_OPS) -> list[TopOp]:
-    """The operators with the largest self time, of their kernels on an accelerator, else on the CPU.
-
-    Args:
-        averages: from ``profile.key_averages()``.
-        on_device: whether operators launch kernels.
-        with_memory: whether allocations were recorded.
-        count: most rows.
-    """
+    """The operators of ``profile.key_averages()`` with the largest self time, of their kernels if ``on_device``."""
     ops = [
         TopOp(
             # The mark of a step: its self time is outside all operators.

@@ -213,10 +213,10 @@ def test_npu_trace_uses_the_names_and_keywords_of_torch_npu(tmp_path, monkeypatc
     assert "| `MatMulV2` | 2 | 0.10 ms |" in profiler.summary_markdown()
 
 
-def test_npu_trace_that_was_not_analysed_is_told_as_none(tmp_path):
-    """Oracle: the files that torch_npu 2.13.0 left where CANN's profiler recorded nothing; it is told once."""
-    told: list[str] = []
-    trace = Trace(ProfileConfig(enabled=True), "npu", 0, tmp_path, 1, told.append)
+def test_missing_analysis_of_an_npu_trace_is_reported(tmp_path):
+    """Oracle: the files that torch_npu 2.13.0 left where CANN's profiler recorded nothing; one message."""
+    reported: list[str] = []
+    trace = Trace(ProfileConfig(enabled=True), "npu", 0, tmp_path, 1, reported.append)
     left = tmp_path / "rank0_1_2_ascend_pt"
     left.mkdir()
     for name in ("profiler_info_0.json", "profiler_metadata.json"):
@@ -224,7 +224,7 @@ def test_npu_trace_that_was_not_analysed_is_told_as_none(tmp_path):
     trace._last_done = trace._first_traced  # a run that ends in the window
     trace._profiler = types.SimpleNamespace(stop=trace._find_npu_files)
     trace.close(within_step=False)
-    assert told == [f"torch_npu's profiler left no trace in {left}; its own messages say why"]
+    assert reported == [f"torch_npu's profiler wrote no trace to {left}; its own messages give the reason"]
     assert trace.path is None
 
 

@@ -106,7 +106,7 @@ def test_chosen_ranks_write_their_traces_into_the_run_directory(
 ) -> None:
     """Oracle: the run directory's listing; rank 1, which does not know the directory's name, was chosen."""
     assert run_ranks(2, profiled, tmp_path, make_config(FSDP2Config(), 2))[1] == ["rank1.json.gz"]
-    assert "Chosen were the ranks 1, which wrote into `profile/`" in (tmp_path / "run" / "summary.md").read_text()
+    assert "Ranks 1 were profiled and wrote into `profile/`" in (tmp_path / "run" / "summary.md").read_text()
     assert "rank 1: trace of steps 3 to 4" in capfd.readouterr().out
 
 
