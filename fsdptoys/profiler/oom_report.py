@@ -51,7 +51,7 @@ class Failure:
 
 @contextlib.contextmanager
 def explain_out_of_memory(device: Device, context: Callable[[], OOMContext]) -> Iterator[None]:
-    """Turn a failed allocation into an ``ExplainedOutOfMemoryError``, after a call of ``context``; other errors pass."""
+    """Turn a failed allocation into an ``ExplainedOutOfMemoryError``; other errors pass."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:  # torch.OutOfMemoryError is the first, NumPy's the second

@@ -81,7 +81,7 @@ class Trace:
             profiler.stop()
 
     def close(self, within_step: bool) -> None:
-        """Write the trace of an unfinished window, or report that it was not reached; an error may end ``within_step``."""
+        """Write the trace of an unfinished window, or report that it was not reached; errors end ``within_step``."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
