@@ -129,26 +129,20 @@ class Sweep:
             folder = self.job_folder(job)
             if not (folder / JOB_FILE).exists():
                 write_job(folder, job)
-        definition = {
-            "title": self.title,
-            "command": self.command,
-            "words": list(self.words),
-            "time_limit_seconds": self.time_limit_seconds,
-            "jobs": [job.name for job in self.jobs],
-            "skipped": [dataclasses.asdict(one) for one in self.skipped],
-        }
-        _replace(self.path / SWEEP_FILE, definition)
+        jobs = [job.name for job in self.jobs]
+        content = _SweepFile(self.title, self.command, self.time_limit_seconds, jobs, self.skipped, self.words)
+        _replace(self.path / SWEEP_FILE, dataclasses.asdict(content))
 
 
 @dataclass(frozen=True)
-class _Definition:
+class _SweepFile:
     """Content of ``sweep.json``."""
 
     title: str
     command: str
+    time_limit_seconds: float | None
     jobs: list[str]
     skipped: list[Skipped]
-    time_limit_seconds: float | None
     words: tuple[str, ...] = ()
 
 
@@ -165,13 +159,13 @@ def read_sweep(path: Path) -> Sweep:
     """
     tree = _read(path / SWEEP_FILE)
     try:
-        asked = build(_Definition, tree)
+        asked = build(_SweepFile, tree)
         if asked.time_limit_seconds is not None and asked.time_limit_seconds <= 0:
             raise ForeignError(f"time_limit_seconds is {asked.time_limit_seconds:g}")
         for name in asked.jobs:
             _check_name(name)
         if len(set(asked.jobs)) < len(asked.jobs):
-            raise ForeignError("a job stands twice in it")
+            raise ForeignError("it names a job twice")
     except ForeignError as mistake:
         raise ConfigError(
             f"{path / SWEEP_FILE} was not written by fsdptoys sweep ({mistake}); name another"
@@ -181,15 +175,7 @@ def read_sweep(path: Path) -> Sweep:
         if job.name != name:
             file = path / JOBS_FOLDER / name / JOB_FILE
             raise ConfigError(f"{file} is the file of job {job.name}; remove the folder {file.parent}")
-    return Sweep(
-        path=path,
-        title=asked.title,
-        command=asked.command,
-        jobs=jobs,
-        skipped=asked.skipped,
-        time_limit_seconds=asked.time_limit_seconds,
-        words=asked.words,
-    )
+    return Sweep(path, asked.title, asked.command, jobs, asked.skipped, asked.time_limit_seconds, asked.words)
 
 
 def read_job(folder: Path) -> Job:

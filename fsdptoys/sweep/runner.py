@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 from fsdptoys.launch.exit_record import EXIT_RECORD_VARIABLE, ExitRecord, read_exit_record
 from fsdptoys.train.stop import SAME_REQUEST_SECONDS
@@ -112,15 +112,7 @@ def run_job(
     ended_for: JobStatus | None = None
     exit_status: int | None = None
     with open_regular(folder / LOG_FILE, "wb") as log:
-        process = subprocess.Popen(
-            [*train, *job.words, f"metrics.run_dir={quote(str(folder / RUN_FOLDER))}"],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, EXIT_RECORD_VARIABLE: str(folder / OUTCOME_FILE)},
-            start_new_session=True,
-            preexec_fn=interrupted_with_parent(),
-        )
+        process = start_launcher(folder, [*train, *job.words], folder / OUTCOME_FILE, log)
         if interruption is not None:
             interruption.process = process.pid
         deadline = started + time_limit_seconds if time_limit_seconds is not None else float("inf")
@@ -144,6 +136,26 @@ def run_job(
     job = _closed(job, started, exit_status, *ended)
     write_job(folder, job)
     return job
+
+
+def start_launcher(folder: Path, words: Sequence[str], exit_record: Path, log: IO[bytes]) -> "subprocess.Popen[bytes]":
+    """Start the launcher of a job in its own session.
+
+    Args:
+        folder: the job's folder, absolute.
+        words: command and overrides, without the run directory.
+        exit_record: file for the launcher's account of its outcome.
+        log: receives the output.
+    """
+    return subprocess.Popen(
+        [*words, f"metrics.run_dir={quote(str(folder / RUN_FOLDER))}"],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, EXIT_RECORD_VARIABLE: str(exit_record)},
+        start_new_session=True,
+        preexec_fn=_interrupted_with_parent(),
+    )
 
 
 def judge(exit_status: int, outcome: ExitRecord | None) -> tuple[JobStatus, str]:
@@ -219,7 +231,7 @@ def _end(process: "subprocess.Popen[bytes]", interruption: Interruption | None) 
         process.wait()
 
 
-def interrupted_with_parent() -> Callable[[], None] | None:
+def _interrupted_with_parent() -> Callable[[], None] | None:
     """Return a ``preexec_fn`` that has Linux send SIGINT to the child when this process dies; None elsewhere."""
     if sys.platform != "linux":
         return None

@@ -21,13 +21,13 @@ from pathlib import Path
 from types import FrameType
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.launch.exit_record import EXIT_RECORD_VARIABLE, ExitRecord, read_exit_record
+from fsdptoys.launch.exit_record import ExitRecord, read_exit_record
 from fsdptoys.train.heartbeat import LOST_PEER, TIMED_OUT
 from fsdptoys.utils.file_lock import FolderLock
 from fsdptoys.utils.regular_file import open_regular
 
-from .folder import RUN_FOLDER, Job, JobStatus, read_job, read_sweep, write_job
-from .runner import TRAIN, Interruption, interrupted_with_parent, quote, run_job
+from .folder import Job, JobStatus, read_job, read_sweep, write_job
+from .runner import TRAIN, Interruption, run_job, start_launcher
 
 FIRST_PORT, PORTS = 20000, 10000
 """Range of rendezvous ports, below the ephemeral ports of the system."""
@@ -167,15 +167,7 @@ def _follow(folder: Path, node: int, request: QueueRequest, train: Sequence[str]
     outcome = _outcome_file(folder, node, start)
     words = read_job(folder).words
     with open_regular(folder / f"log-node{node}-{start}.txt", "ab") as log:
-        process = subprocess.Popen(
-            [*train, *words, f"metrics.run_dir={quote(str(folder.absolute() / RUN_FOLDER))}"],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, EXIT_RECORD_VARIABLE: str(outcome)},
-            start_new_session=True,
-            preexec_fn=interrupted_with_parent(),
-        )
+        process = start_launcher(folder.absolute(), [*train, *words], outcome, log)
     request.process = process.pid
     ran, ended_at = False, None
     try:

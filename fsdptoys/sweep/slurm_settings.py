@@ -42,29 +42,13 @@ LAUNCHER_SECTION = "hydra.launcher."
 
 LOCAL = "submitit_local"
 
-HARMLESS_OPTIONS = (
-    "account",
-    "array_parallelism",
-    "comment",
-    "constraint",
-    "cpus_per_gpu",
-    "cpus_per_task",
-    "exclude",
-    "gpus_per_node",
-    "gpus_per_task",
-    "gres",
-    "max_num_timeout",
-    "mem_gb",
-    "mem_per_cpu",
-    "mem_per_gpu",
-    "name",
-    "nodes",
-    "partition",
-    "qos",
-    "signal_delay_s",
-    "stderr_to_stdout",
-    "tasks_per_node",
-    "timeout_min",
+UNKNOWN_ENDPOINT = "launch.rdzv_endpoint=chosen-by-the-queue"
+"""Placeholder with which a run on several nodes is validated."""
+
+HARMLESS_OPTION = re.compile(
+    "account|array_parallelism|comment|constraint|cpus_per_gpu|cpus_per_task|exclude|gpus_per_node|gpus_per_task|gres|"
+    "max_num_timeout|mem_gb|mem_per_cpu|mem_per_gpu|name|nodes|partition|qos|signal_delay_s|stderr_to_stdout|"
+    "tasks_per_node|timeout_min"
 )
 """The plugin's options that request resources and cannot run a command."""
 
@@ -95,6 +79,11 @@ class QueueLauncher:
     """Typed options of the plugin → value."""
     options: Mapping[str, Any]
     """All options of the plugin, as composed."""
+
+    def describe_nodes(self, name: str) -> str:
+        """``name``, with the typed options that select nodes."""
+        chosen = [f"{key}={self.typed[key]}" for key in ("partition", "constraint", "gres") if self.typed.get(key)]
+        return " ".join([name, *chosen])
 
     @property
     def is_slurm(self) -> bool:
@@ -196,7 +185,8 @@ def refuse_commands(words: Sequence[str], folder: Path) -> None:
         key = key.lstrip("+")
         if key == LAUNCHER_GROUP and re.fullmatch(r"\w+", value):
             continue
-        if key.removeprefix(LAUNCHER_SECTION) not in HARMLESS_OPTIONS or not HARMLESS_VALUE.fullmatch(value):
+        option = key.removeprefix(LAUNCHER_SECTION)
+        if not (HARMLESS_OPTION.fullmatch(option) and HARMLESS_VALUE.fullmatch(value)):
             command = shlex.join(["fsdptoys", "sweep", "--resume", str(folder), *words])
             raise ConfigError(
                 f"the folder {folder} says {one_line(word, longest=None)}, which may run commands on the nodes and is "
@@ -226,12 +216,11 @@ def validate_job(
     words = list(words)
     if not any(word.startswith("experiment=") for word in words):
         words = [f"experiment={choose_experiment(needs.device_type, world_size)}", *words]
-    composition = compose([*words, *_rendezvous_words(needs)])
+    composition = compose([*words, *([UNKNOWN_ENDPOINT] if needs.nodes > 1 else [])])
     check_plan_settings(composition.config.plan, needs.device_type)
     composition.config.validate(world_size, needs.device_type, needs.ranks)
-    where = [f"{key}={launcher.typed[key]}" for key in ("partition", "constraint", "gres") if launcher.typed.get(key)]
     devices = 0 if needs.device_type == "cpu" else needs.ranks
-    hardware = FoundHardware(needs.device_type, devices, " ".join(["SLURM", *where]), available_cores())
+    hardware = FoundHardware(needs.device_type, devices, launcher.describe_nodes("SLURM"), available_cores())
     return ResolvedRun(composition, hardware, needs.ranks, world_size, words)
 
 
@@ -251,7 +240,7 @@ def _find_needs(words: tuple[str, ...], launcher_name: str) -> SlurmNeeds:
     for word in words:
         if word.startswith("launch.rdzv_endpoint="):
             raise ConfigError(f"{word} is for machines that are known before; leave it out, the queue chooses them")
-    settings = compose([*words, "launch.rdzv_endpoint=chosen-by-the-queue"]).config
+    settings = compose([*words, UNKNOWN_ENDPOINT]).config
     launch = settings.launch
     ranks = 1 if launch.nproc_per_node == -1 and settings.parallel.single_process else launch.nproc_per_node
     if launcher_name == LOCAL:
@@ -273,10 +262,6 @@ def _find_needs(words: tuple[str, ...], launcher_name: str) -> SlurmNeeds:
             "be named; add launch.nproc_per_node=8"
         )
     return SlurmNeeds(launch.nnodes, ranks, launch.device.value)
-
-
-def _rendezvous_words(needs: SlurmNeeds) -> list[str]:
-    return ["launch.rdzv_endpoint=chosen-by-the-queue"] if needs.nodes > 1 else []
 
 
 def plugin_options(needs: SlurmNeeds, launcher: QueueLauncher, time_limit_seconds: float | None) -> dict[str, Any]:

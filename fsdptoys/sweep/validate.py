@@ -19,7 +19,7 @@ from fsdptoys.metrics.preflight import check_writers
 
 from .fingerprint import fingerprint
 from .grid import Combination
-from .slurm_settings import find_needs, plugin_options, read_launcher, validate_job
+from .slurm_settings import UNKNOWN_ENDPOINT, find_needs, plugin_options, read_launcher, validate_job
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,6 @@ class LocalMachine:
         Args:
             words: the job's words that decide them.
             settings: composed from these words.
-
-        Raises:
-            ConfigError: if the hardware is missing.
         """
         launch = settings.launch
         hardware = find_hardware(launch.device)
@@ -60,30 +57,18 @@ class LocalMachine:
         return JobHardware(hardware.device_type, hardware.name, ranks * launch.nnodes, ranks, unusual)
 
     def check(self, words: Sequence[str]) -> None:
-        """Check a job as its start would.
-
-        Raises:
-            ConfigError: for the first mistake.
-        """
+        """Check a job as its start would."""
         resolve_run(words, {})
 
 
 class BatchQueue(LocalMachine):
-    """Machines chosen by a batch queue.
-
-    Args:
-        launcher_words: the launcher and its options.
-        time_limit_seconds: time limit of a job.
-
-    Raises:
-        ConfigError: for a mistake in the launcher's words.
-    """
+    """Nodes chosen by a batch queue."""
 
     def __init__(self, launcher_words: Sequence[str], time_limit_seconds: float | None) -> None:
         self._words, self._limit = list(launcher_words), time_limit_seconds
         self._launcher = read_launcher(tuple(launcher_words))
         if self._launcher.is_slurm:
-            self.extra_words = ("launch.rdzv_endpoint=chosen-by-the-queue",)
+            self.extra_words = (UNKNOWN_ENDPOINT,)
 
     def find(self, words: Sequence[str], settings: Config) -> JobHardware:
         """Return the devices and ranks that a job requests from the queue."""
@@ -91,11 +76,8 @@ class BatchQueue(LocalMachine):
         plugin_options(place, self._launcher, self._limit)
         if not self._launcher.is_slurm:
             return super().find(words, settings)
-        typed = self._launcher.typed
-        where = [f"{key}={typed[key]}" for key in ("partition", "constraint", "gres") if typed.get(key)]
-        return JobHardware(
-            place.device_type, " ".join([self._launcher.name, *where]), place.nodes * place.ranks, place.ranks
-        )
+        name = self._launcher.describe_nodes(self._launcher.name)
+        return JobHardware(place.device_type, name, place.nodes * place.ranks, place.ranks)
 
     def check(self, words: Sequence[str]) -> None:
         """Check a job as its submission would."""
@@ -192,12 +174,12 @@ def _refuse_mistakes(validated: Sequence[ValidJob | InvalidJob]) -> None:
     Raises:
         ConfigError: with the message for that word alone.
     """
-    fine = {word for one in validated if not _is_no_configuration(one) for word in one.combination.words}
+    broken = [one for one in validated if isinstance(one, InvalidJob) and one.by_composition]
+    valid = (one for one in validated if not (isinstance(one, InvalidJob) and one.by_composition))
+    fine = {word for one in valid for word in one.combination.words}
     choices = list_choices()
     asked: dict[tuple[str, ...], str | None] = {}
-    for one in validated:
-        if not (isinstance(one, InvalidJob) and one.by_composition):
-            continue
+    for one in broken:
         groups = [word for word in one.words if word.partition("=")[0] in choices]
         for word in one.combination.words:
             key = word.partition("=")[0]
@@ -209,10 +191,6 @@ def _refuse_mistakes(validated: Sequence[ValidJob | InvalidJob]) -> None:
             reason = asked[alone]
             if reason is not None:
                 raise ConfigError(reason)
-
-
-def _is_no_configuration(one: ValidJob | InvalidJob) -> bool:
-    return isinstance(one, InvalidJob) and one.by_composition
 
 
 def _mistake(words: Sequence[str]) -> str | None:

@@ -41,7 +41,7 @@ def test_a_sweep_is_read_back(sweep: Sweep) -> None:
     [
         ("jobs", ["../../elsewhere"], "'../../elsewhere' is no number of a job"),
         ("jobs", ["/etc"], "'/etc' is no number of a job"),
-        ("jobs", ["01", "01"], "a job stands twice"),
+        ("jobs", ["01", "01"], "it names a job twice"),
         ("jobs", 1, "jobs is 1"),
         ("title", ["\x1b[2J"], "title is ['\\x1b[2J']"),
         ("time_limit_seconds", -1, "time_limit_seconds is -1"),
