@@ -81,16 +81,7 @@ class KernelConfig:
         return Kernel.compiled.value in self.names().values()
 
     def resolve(self, device_type: str, *, compiles: bool, deterministic: bool) -> None:
-        """Replace every ``auto``, and check the choices against the device.
-
-        Args:
-            device_type: ``cuda``, ``npu`` or ``cpu``.
-            compiles: whether blocks are compiled, which works with PyTorch's operators only.
-            deterministic: whether kernels must be known to be deterministic.
-
-        Raises:
-            ConfigError: if an implementation does not run on this device or with these settings.
-        """
+        """Replace every ``auto``, and check the choices against the device, compiled blocks and deterministic mode."""
         for operation, name in self.names().items():
             # Experts are not compiled.
             seen = compiles and operation != "grouped_matmul"
@@ -117,15 +108,7 @@ class KernelConfig:
                 setattr(self, operation, type(getattr(self, operation))("npu" if fused else "torch"))
 
     def check_documents(self, masks: bool, selective: bool) -> None:
-        """Refuse flex_attention without document masking or with selective checkpointing.
-
-        Args:
-            masks: ``data.mask_documents``.
-            selective: whether ``memory.gradient_checkpointing=selective``.
-
-        Raises:
-            ConfigError: names key, value and fix.
-        """
+        """Refuse flex_attention without document masking or with selective checkpointing."""
         if self.document_attention is not DocumentKernel.flex:
             return
         if not masks:
@@ -141,15 +124,7 @@ class KernelConfig:
 
 
 def put_kernels(model: DecoderModel, config: KernelConfig) -> None:
-    """Set the model's implementations to those of the settings.
-
-    Args:
-        model: before anything is compiled.
-        config: resolved.
-
-    Raises:
-        ConfigError: if torch_npu or one of its operators is missing.
-    """
+    """Set the implementations of a model that is not compiled yet to those of the resolved settings."""
     for operation, name in config.names().items():
         if name == "npu" and not npu_kernels.is_there(operation):
             needed = npu_kernels.OPERATORS[operation]

@@ -1,6 +1,6 @@
 """Check the optimizer against strategy, offload and device before the launch."""
 
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 
@@ -132,43 +132,35 @@ def check_in_backward(
     """Refuse optimizer steps in the backward if gradients are needed afterwards."""
     if not memory.optimizer_in_backward:
         return
-    setting = "memory.optimizer_in_backward=true"
+
+    def refuse(reason: str) -> NoReturn:
+        raise ConfigError(f"memory.optimizer_in_backward=true {reason} or memory.optimizer_in_backward=false")
+
     if parallel.gradients_held:
-        raise ConfigError(
-            f"{setting} frees gradients as they come, and parallel={parallel.name} {parallel.gradients_held}; set "
-            "parallel=fsdp2 or memory.optimizer_in_backward=false"
-        )
+        held = f"parallel={parallel.name} {parallel.gradients_held}"
+        refuse(f"frees gradients as they come, and {held}; set parallel=fsdp2")
     if parallel.shards_parameters and mesh.shard_ranks(world_size) < world_size:
-        raise ConfigError(
-            f"{setting} saves nothing with mesh.fsdp_size={mesh.fsdp_size}, since FSDP2 holds gradients that go to "
-            "replicas until the backward ends; set mesh.fsdp_size=-1 or memory.optimizer_in_backward=false"
+        refuse(
+            f"saves nothing with mesh.fsdp_size={mesh.fsdp_size}, since FSDP2 holds gradients that go to replicas "
+            "until the backward ends; set mesh.fsdp_size=-1"
         )
     if optim.exchanges_matrices:
-        raise ConfigError(
-            f"{setting} updates one parameter at a time, and optim={optim.name} deals many out over the ranks; set "
-            "optim=adamw or memory.optimizer_in_backward=false"
-        )
+        refuse(f"updates parameter by parameter, and optim={optim.name} exchanges several at a time; set optim=adamw")
     for name in ("optimizer_offload", "cpu_offload"):
         if getattr(memory, name):
-            raise ConfigError(
-                f"{setting} updates on the device in the backward, and memory.{name}=true elsewhere or later; set "
-                f"memory.{name}=false or memory.optimizer_in_backward=false"
-            )
+            offload = f"memory.{name}"
+            refuse(f"updates on the device in the backward, {offload}=true elsewhere or later; set {offload}=false")
     if train.grad_accum > 1:
-        raise ConfigError(
-            f"{setting} leaves no gradients to add to, which train.grad_accum={train.grad_accum} asks for; set "
-            "train.grad_accum=1 or memory.optimizer_in_backward=false"
-        )
+        refuse(f"leaves no gradients to add to, as train.grad_accum={train.grad_accum} needs; set train.grad_accum=1")
     if train.max_grad_norm is not None:
-        raise ConfigError(
-            f"{setting} updates before the norm of all gradients is known, by which "
-            f"train.max_grad_norm={train.max_grad_norm} scales them; set train.max_grad_norm=null or "
-            "memory.optimizer_in_backward=false"
+        refuse(
+            "updates before the norm of all gradients is known, by which "
+            f"train.max_grad_norm={train.max_grad_norm} scales them; set train.max_grad_norm=null"
         )
     if train.skip_nonfinite:
-        raise ConfigError(
-            f"{setting} updates before it is known whether all gradients are finite, for which "
-            "train.skip_nonfinite=true waits; set train.skip_nonfinite=false or memory.optimizer_in_backward=false"
+        refuse(
+            "updates before it is known whether all gradients are finite, for which train.skip_nonfinite=true waits; "
+            "set train.skip_nonfinite=false"
         )
 
 

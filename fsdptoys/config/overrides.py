@@ -8,11 +8,12 @@ OmegaConf when it resolves them.
 
 import contextlib
 import dataclasses
+import functools
 import math
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -31,21 +32,18 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 
 HELP = "see fsdptoys train --help for all keys"
 
-
-SWITCHES = dict.fromkeys(("true", "yes", "y", "on", "1"), "true") | dict.fromkeys(
-    ("false", "no", "n", "off", "0"), "false"
-)
+SWITCHES = {
+    **dict.fromkeys(["true", "yes", "y", "on", "1"], "true"),
+    **dict.fromkeys(["false", "no", "n", "off", "0"], "false"),
+}
 """Spellings of booleans → their value."""
 
-SYNONYMS = {
-    "gpu": "cuda",
-    "bf16": "bfloat16",
-    "fp32": "float32",
-    "f32": "float32",
-    "fp16": "float16",
-    "fp64": "float64",
-}
+SYNONYMS = {"gpu": "cuda", "bf16": "bfloat16", "fp32": "float32", "f32": "float32", "fp16": "float16"}
+SYNONYMS |= {"fp64": "float64"}
 """Common synonyms of choices, too different in spelling for a closest match → the choice."""
+
+Others = Callable[[str], tuple[str, dict[str, type]]]
+"""Group → its chosen name, and the dataclass of every choice by name."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +73,7 @@ def list_defaults() -> dict[str, str | None]:
 
 
 def parse_overrides(words: Sequence[str], choices: Mapping[str, Sequence[str]]) -> list[Override]:
-    """Parse ``key=value`` overrides.
-
-    Args:
-        words: arguments from the command line.
-        choices: group → names of its YAML files, to suggest a fix for an argument without ``=``.
+    """Parse ``key=value`` overrides; ``choices`` (group → names of its YAML files) serve to suggest fixes.
 
     Raises:
         ConfigError: for the first argument other than one key with one value.
@@ -112,7 +106,9 @@ def _parse(word: str, later: Sequence[str], choices: Mapping[str, Sequence[str]]
     if override.is_sweep_override():
         raise ConfigError(f"{word} gives several values, a run takes one; write {key}={_first(value)}")
     if override.package is not None:
-        raise ConfigError(f"{word} names a package, and every group has its fixed place; write {_bare(key)}={value}")
+        raise ConfigError(
+            f"{word} names a package, and every group has its fixed place; write {key.partition('@')[0]}={value}"
+        )
     return override
 
 
@@ -129,10 +125,6 @@ def _first(sweep: str) -> str:
     if re.fullmatch(r"[1-9]\d{0,2}(,\d{3})+", sweep):
         return sweep.replace(",", "")  # thousands separators
     return re.split(r"[,)]", sweep.rpartition("(")[2])[0].strip() or "VALUE"
-
-
-def _bare(key: str) -> str:
-    return key.partition("@")[0]
 
 
 def check_groups(
@@ -173,16 +165,15 @@ def check_values(
     sections: Mapping[str, type],
     roots: Mapping[str, Option],
     groups: Sequence[str],
-    others: "Others",
+    others: Others,
 ) -> None:
     """Check every key and the type of its value.
 
     Args:
-        overrides: all overrides; those of groups are ignored.
+        overrides: all overrides; those of ``groups`` are ignored.
         sections: section → chosen dataclass.
         roots: keys outside of any section.
-        groups: names of the groups, for suggestions.
-        others: returns the chosen name and the dataclasses of all choices of a group.
+        groups, others: names and choices of the groups.
 
     Raises:
         ConfigError: for the first mistake.
@@ -201,13 +192,6 @@ def check_values(
             _check_value(key, raw, override.value(), options[key])
         else:
             raise ConfigError(_unknown_key(typed, key, raw, options, groups, others))
-
-
-class Others(typing.Protocol):
-    """Looks up the choices of a group."""
-
-    def __call__(self, group: str) -> tuple[str, dict[str, type]]:
-        """Return the chosen name, and the dataclass of every choice by name."""
 
 
 def list_options(schema: type, prefix: str) -> dict[str, Option]:
@@ -283,12 +267,10 @@ def _check_value(key: str, raw: str, value: Any, option: Option) -> None:
         fix = f"set {key}=true or {key}=false"
     elif mended is None:
         fix = f"set {_example(key, {key: option})}"
+    elif isinstance(wanted, type) and issubclass(wanted, Enum):
+        fix = f"did you mean {key}={mended}?"
     else:
-        fix = (
-            f"did you mean {key}={mended}?"
-            if isinstance(wanted, type) and issubclass(wanted, Enum)
-            else f"set {key}={mended}"
-        )
+        fix = f"set {key}={mended}"
     raise ConfigError(f"{key}={raw} must be {expected}{' or null' if nullable else ''}; {fix}")
 
 
@@ -332,13 +314,11 @@ def _number_meant(value: Any) -> int | float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     if isinstance(value, str):
-        text = value.strip()
-        for read in (lambda: int(text, 0), lambda: int(text), lambda: float(text)):
+        text, readers = value.strip(), (functools.partial(int, base=0), int, float)
+        for read in readers:
             with contextlib.suppress(ValueError):
-                value = read()
-                break
-        else:
-            return None
+                return _number_meant(read(text))
+        return None
     return value if _is_finite(value) else None
 
 

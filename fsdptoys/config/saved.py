@@ -2,15 +2,15 @@
 
 import dataclasses
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fsdptoys.checkpoint import CheckpointConfig, model_config_of
 from fsdptoys.data import DATASETS, DataConfig, SyntheticConfig
 from fsdptoys.errors import ConfigError
-from fsdptoys.optim import OptimConfig
-from fsdptoys.parallel import ParallelConfig
+from fsdptoys.optim import OPTIMIZERS
+from fsdptoys.parallel import STRATEGIES
 from fsdptoys.utils.foreign import ForeignError, parse_json, parse_yaml
 from fsdptoys.utils.from_tree import build
 from fsdptoys.utils.regular_file import read_regular
@@ -46,14 +46,11 @@ def read_tree(path: Path) -> dict[str, Any]:
 
 def _check_keys(tree: Any) -> None:
     """Refuse non-string keys, which YAML allows but ``section.key`` names do not."""
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            if not isinstance(key, str):
-                raise ForeignError(f"it has the key {key}, which is not text")
-            _check_keys(value)
-    elif isinstance(tree, list):
-        for value in tree:
-            _check_keys(value)
+    for key in tree if isinstance(tree, dict) else ():
+        if not isinstance(key, str):
+            raise ForeignError(f"it has the key {key}, which is not text")
+    for value in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ():
+        _check_keys(value)
 
 
 def read_config(tree: dict[str, Any], where: str) -> Config:
@@ -70,8 +67,8 @@ def read_config(tree: dict[str, Any], where: str) -> Config:
     """
     sections: dict[str, Any] = {
         "model": dataclasses.replace(model_config_of(tree.get("model"), where, "leave the run out"), init_from=None),
-        "parallel": _build_named(_by_name(ParallelConfig), tree, "parallel", where),
-        "optim": _build_named(_by_name(OptimConfig), tree, "optim", where),
+        "parallel": _build_named(STRATEGIES, tree, "parallel", where),
+        "optim": _build_named(OPTIMIZERS, tree, "optim", where),
         "data": SyntheticConfig(),
         "checkpoint": CheckpointConfig(),
         "patches": tree.get("patches", "auto"),
@@ -90,19 +87,7 @@ def read_config(tree: dict[str, Any], where: str) -> Config:
 
 def read_data_config(tree: Mapping[str, Any], where: str) -> DataConfig:
     """Build the ``data`` section of a run's configuration; arguments and errors as in :func:`read_config`."""
-    config: DataConfig = _build_named(DATASETS, tree, "data", where, fix="use the file that the run wrote")
-    return config
-
-
-def _by_name(base: type) -> dict[str, type]:
-    return {kind.name: kind for kind in _subclasses(base) if hasattr(kind, "name")}
-
-
-def _subclasses(base: type) -> Iterable[type]:
-    children: list[type] = base.__subclasses__()
-    for kind in children:
-        yield kind
-        yield from _subclasses(kind)
+    return _build_named(DATASETS, tree, "data", where, fix="use the file that the run wrote")
 
 
 def _build_named(

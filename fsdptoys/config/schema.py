@@ -1,8 +1,4 @@
-"""Configuration of a run: a tree of dataclasses, validated before the launch.
-
-Each package defines its own section. This module joins them, and contains the checks across sections. It does not
-depend on Hydra: the command line composes YAML into these classes and calls ``validate``.
-"""
+"""Configuration of a run: the packages' sections in one dataclass, and the checks across sections, without Hydra."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -145,8 +141,8 @@ class LaunchConfig:
         check_bounds("launch", self)
         if self.nnodes > 1 and not self.rdzv_endpoint:
             raise ConfigError(
-                f"launch.nnodes={self.nnodes} needs a meeting point; set launch.rdzv_endpoint=HOST:29400 to the "
-                "first machine's name"
+                f"launch.nnodes={self.nnodes} needs a rendezvous; set launch.rdzv_endpoint=HOST:29400 to the "
+                "first node's name"
             )
 
 
@@ -208,7 +204,7 @@ class Config:
         self.data.check_documents()
         self.data.validate(self.train.seq_len, self.model.vocab_size)
         self.check_evaluation()
-        self._check_going_on()
+        self._check_resume()
         self.profile.validate(world_size, device_type, self.train.steps)
         self.debug.validate(self.train.compile, self.kernels.compiles)
         try:
@@ -332,11 +328,7 @@ class Config:
             )
 
     def check_evaluation(self) -> None:
-        """Check that the data has a held-out split if ``eval_every`` is set; some data knows it only once prepared.
-
-        Raises:
-            ConfigError: if it has none.
-        """
+        """Check that the data has a held-out split if ``eval_every`` is set; some data knows it only once prepared."""
         train = self.train
         if train.eval_every and not self.data.has_eval:
             raise ConfigError(
@@ -344,7 +336,7 @@ class Config:
                 f"data={self.data.name} does not have as set; set {self.data.eval_fix} or train.eval_every=0"
             )
 
-    def _check_going_on(self) -> None:
+    def _check_resume(self) -> None:
         checkpoint = self.checkpoint
         if checkpoint.resume in ("auto", "must") and checkpoint.folder is None and self.metrics.run_dir is None:
             raise ConfigError(
@@ -359,8 +351,7 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """The full tree as dicts, lists, strings and numbers."""
-        tree: dict[str, Any] = _plain(self)
-        return tree
+        return dict(_plain(self))
 
 
 def _plain(value: Any) -> Any:
