@@ -53,12 +53,17 @@ def shards_equal_the_whole(config: ModelConfig, folder: Path) -> None:
     assert uneven
 
 
-@pytest.mark.parametrize("case", ["llama3 scaled tied", "llama4", "qwen3", "qwen3_moe", "gpt2"])
-def test_a_shard_is_cut_out_of_the_whole(case: str, tmp_path: Path) -> None:
+def test_shards_equal_parts_of_the_full_parameters(tmp_path: Path) -> None:
     """Oracle: the full parameters; sharded along every dim and along two, unevenly, with empty shards."""
-    config = made_odd(SMALL[case])
-    write(tmp_path / "folder", build(config), max_file_bytes=20_000)
-    run_ranks(4, shards_equal_the_whole, config, tmp_path / "folder")
+    cases = ["llama3 scaled tied", "llama4", "qwen3", "qwen3_moe", "gpt2"]
+    for case in cases:
+        write(tmp_path / case, build(made_odd(SMALL[case])), max_file_bytes=20_000)
+
+    def body() -> None:
+        for case in cases:
+            shards_equal_the_whole(made_odd(SMALL[case]), tmp_path / case)
+
+    run_ranks(4, body)
 
 
 def strategy_starts_from(parallel: ParallelConfig, config: ModelConfig, folder: Path) -> None:
@@ -77,12 +82,17 @@ def strategy_starts_from(parallel: ParallelConfig, config: ModelConfig, folder: 
 
 
 @pytest.mark.parametrize("parallel", [DDPConfig(), FSDP1Config(), FSDP2Config()], ids=lambda parallel: parallel.name)
-@pytest.mark.parametrize("case", ["qwen3_moe", "llama3 scaled tied", "gpt2"])
-def test_every_strategy_starts_from_the_folder(parallel: ParallelConfig, case: str, tmp_path: Path) -> None:
+def test_every_strategy_starts_from_the_folder(parallel: ParallelConfig, tmp_path: Path) -> None:
     """Oracle: the written parameters."""
-    config = made_odd(SMALL[case])
-    write(tmp_path / "folder", build(config))
-    run_ranks(2, strategy_starts_from, parallel, config, tmp_path / "folder")
+    cases = ["qwen3_moe", "llama3 scaled tied", "gpt2"]
+    for case in cases:
+        write(tmp_path / case, build(made_odd(SMALL[case])))
+
+    def body() -> None:
+        for case in cases:
+            strategy_starts_from(parallel, made_odd(SMALL[case]), tmp_path / case)
+
+    run_ranks(2, body)
 
 
 BIG: dict[str, ModelConfig] = {

@@ -316,36 +316,42 @@ def fail_and_go_on(folder: str, error: BaseException | None, file: str, whole: b
     return [message, "" if all(equal(t, laid_out("rows", {1: mesh})[name]) for name, t in tensors.items()) else "wrong"]
 
 
-@pytest.mark.parametrize(
-    ("file", "whole"),
-    [
-        ("tensors-00000.safetensors", False),
-        ("tensors-00001.safetensors", False),
-        ("tensors.json", False),
-        ("tensors-00000.safetensors", True),
-        ("tensors.json", True),
-    ],
-)
-def test_a_disk_full_under_one_rank_is_the_same_error_on_all(file: str, whole: bool, tmp_path: Path) -> None:
+def fail_in_turn(folder: Path, cases: list[tuple[BaseException | None, str, bool]]) -> list[list[list[str]]]:
+    """Results of all cases, in one launch: of each case, of each rank."""
+    for number in range(len(cases)):
+        for name in ("a", "b"):
+            (folder / str(number) / name).mkdir(parents=True)
+
+    def body() -> list[list[str]]:
+        return [fail_and_go_on(str(folder / str(number)), *case) for number, case in enumerate(cases)]
+
+    return [list(of_ranks) for of_ranks in zip(*run_ranks(2, body), strict=True)]
+
+
+def test_a_disk_full_under_one_rank_is_the_same_error_on_all(tmp_path: Path) -> None:
     """Oracle: the kernel's error for one file that grows over a limit; the group serves the next save."""
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-    results = run_ranks(2, fail_and_go_on, str(tmp_path), None, file, whole)
-    message = f"OSError {errno.EFBIG} [Errno {errno.EFBIG}] File too large: '{tmp_path}/a/{file}'"
-    assert results == [[message, ""]] * 2
-    assert (tmp_path / "b" / "tensors-00001.safetensors").exists() != whole
+    cases: list[tuple[BaseException | None, str, bool]] = [
+        (None, "tensors-00000.safetensors", False),
+        (None, "tensors-00001.safetensors", False),
+        (None, "tensors.json", False),
+        (None, "tensors-00000.safetensors", True),
+        (None, "tensors.json", True),
+    ]
+    for number, results in enumerate(fail_in_turn(tmp_path, cases)):
+        _, file, whole = cases[number]
+        message = f"OSError {errno.EFBIG} [Errno {errno.EFBIG}] File too large: '{tmp_path}/{number}/a/{file}'"
+        assert results == [[message, ""]] * 2
+        assert (tmp_path / str(number) / "b" / "tensors-00001.safetensors").exists() != whole
 
 
-@pytest.mark.parametrize("file", ["tensors-00001.safetensors", "tensors.json"])
-@pytest.mark.parametrize("error", [ConfigError("message"), KeyboardInterrupt()], ids=lambda error: type(error).__name__)
-def test_errors_and_interruptions_of_one_rank_reach_all_as_what_they_are(
-    error: BaseException, file: str, tmp_path: Path
-) -> None:
+def test_errors_and_interruptions_of_one_rank_reach_all_as_what_they_are(tmp_path: Path) -> None:
     """And not as PyTorch's CheckpointException, which no handler of Exceptions catches."""
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-    results = run_ranks(2, fail_and_go_on, str(tmp_path), error, file, False)
-    assert results == [[f"{type(error).__name__} None {error}", ""]] * 2
+    errors = (ConfigError("message"), KeyboardInterrupt())
+    cases: list[tuple[BaseException | None, str, bool]] = [
+        (error, file, False) for error in errors for file in ("tensors-00001.safetensors", "tensors.json")
+    ]
+    for (error, _, _), results in zip(cases, fail_in_turn(tmp_path, cases), strict=True):
+        assert results == [[f"{type(error).__name__} None {error}", ""]] * 2
 
 
 def damaged_load(folder: str, tensors_of: Callable[[], dict[str, Tensor]]) -> list[Any]:

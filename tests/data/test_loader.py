@@ -30,13 +30,6 @@ def open_stream(path: Path, workers: int) -> BatchStream:
     return BatchStream(dataset.train, **LAYOUT, fingerprint=dataset.fingerprint, workers=workers)
 
 
-@pytest.fixture
-def corpus(tmp_path):
-    path = tmp_path / "corpus.txt"
-    path.write_bytes(bytes(torch.randint(1, 256, (1001,), generator=torch.Generator().manual_seed(0)).tolist()))
-    return path
-
-
 def assert_equal_steps(stream: BatchStream, reference: BatchStream, steps: int) -> None:
     for _ in range(steps):
         for batch, expected in zip(stream.next_step(), reference.next_step(), strict=True):
@@ -67,11 +60,6 @@ def compare(path: Path) -> list[tuple[int, ...]]:
     return [tuple(tensor.shape) for tensor in reference.next_step()[0]]
 
 
-def test_batches_and_state_do_not_depend_on_workers(corpus):
-    """Oracle: a stream without workers, over two epochs, after going back, after a resume and after ``close``."""
-    assert run_ranks(1, compare, corpus) == [[(3, 10), (3, 10)]]
-
-
 def lose_a_worker(path: Path) -> str:
     stream = open_stream(path, 2)
     stream.next_step()
@@ -82,15 +70,6 @@ def lose_a_worker(path: Path) -> str:
     stream.close()
     assert not multiprocessing.active_children()
     return str(caught.value)
-
-
-def test_a_killed_worker_is_an_error_and_no_hang(corpus):
-    """Oracle: the sentence, within the test's time; the other worker ends with ``close``."""
-    (sentence,) = run_ranks(1, lose_a_worker, corpus, timeout_seconds=60)
-    assert sentence.startswith("a data worker has ended (pid ") and sentence.endswith(
-        "): it was killed, or there was too little host memory or shared memory (/dev/shm); data.workers=0 reads "
-        "without workers"
-    )
 
 
 def shorten_the_file(path: Path) -> list[str]:
@@ -105,9 +84,39 @@ def shorten_the_file(path: Path) -> list[str]:
     return sentences
 
 
-def test_a_worker_s_mistake_is_told_as_without_workers(corpus):
+@pytest.fixture(scope="module")
+def in_worker_process(tmp_path_factory):
+    """Results of the three functions above.
+
+    In a process of their own, since the workers' server must not be inherited by what other tests fork; in one,
+    since each server imports PyTorch.
+    """
+    path = tmp_path_factory.mktemp("corpus") / "corpus.txt"
+    path.write_bytes(bytes(torch.randint(1, 256, (1001,), generator=torch.Generator().manual_seed(0)).tolist()))
+
+    def body():
+        return compare(path), lose_a_worker(path), shorten_the_file(path)
+
+    return run_ranks(1, body, timeout_seconds=90)[0]
+
+
+def test_batches_and_state_do_not_depend_on_workers(in_worker_process):
+    """Oracle: a stream without workers, over two epochs, after going back, after a resume and after ``close``."""
+    assert in_worker_process[0] == [(3, 10), (3, 10)]
+
+
+def test_a_killed_worker_is_an_error_and_no_hang(in_worker_process):
+    """Oracle: the sentence, within the test's time; the other worker ends with ``close``."""
+    sentence = in_worker_process[1]
+    assert sentence.startswith("a data worker has ended (pid ") and sentence.endswith(
+        "): it was killed, or there was too little host memory or shared memory (/dev/shm); data.workers=0 reads "
+        "without workers"
+    )
+
+
+def test_an_error_in_a_worker_is_reported_as_without_workers(in_worker_process):
     """Oracle: the sentence of a stream without workers."""
-    ((without, with_workers),) = run_ranks(1, shorten_the_file, corpus)
+    without, with_workers = in_worker_process[2]
     assert with_workers == without and "fewer than the 1001 bytes" in without
 
 
