@@ -2,10 +2,10 @@
 
 A host is a network namespace whose card ends in a bridge, which lies in a namespace of its own, so that the network of
 the machine that this runs on is not touched. Processes enter a host after the fork, with its name (UTS namespace) and
-its /etc/hosts (mount namespace). What hosts share is memory, cores, process numbers and disks, which is a shared file
-system of the best kind; what they do not have is different clocks and packets that come late.
+its /etc/hosts (mount namespace). Hosts share memory, cores, process numbers and disks, which is a shared file
+system of the best kind; different clocks and late packets are not simulated.
 
-Needs root; ``why_not`` says what is missing.
+Needs root; ``why_not`` names the missing part.
 """
 
 import ctypes
@@ -75,7 +75,7 @@ def why_not() -> str | None:
 
 @contextmanager
 def connected_hosts(count: int, folder: Path) -> Iterator[list[Host]]:
-    """So many hosts on one switch; what still runs on them keeps their network until it ends.
+    """N hosts on one switch; programs still running on them keep their network until it ends.
 
     Args:
         count: of hosts, named node0, node1, …

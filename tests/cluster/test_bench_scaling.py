@@ -1,4 +1,4 @@
-"""The benchmark of scaling shows what it says."""
+"""The scaling benchmark's numbers."""
 
 from pathlib import Path
 
@@ -15,8 +15,8 @@ def cells(line: str) -> list[str]:
 @pytest.mark.launcher
 @pytest.mark.usefixtures("unmeasured", "warm")
 def test_script_shows_every_world_in_its_three_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the worlds that were asked for, costs above nothing, counts that do not grow, and the planner's own table
-    of a rank's bytes; what is written is what is printed."""
+    """Oracle: the requested worlds, costs above nothing, counts that do not grow, and the planner's own table
+    of a rank's bytes; the file equals the output."""
     words = ["--ranks", "2", "--steps", "7", "--counted", "16", "1024", "--planned", "8", "--model", "llama3_1b"]
     assert bench_scaling.main([*words, "--write", str(tmp_path / "scaling.md")]) == 0
     text = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""What a rank does in a step does not depend on how many others there are: counted among eight and among a thousand.
+"""A rank's work in a step does not depend on how many others there are: counted among eight and among a thousand.
 
 Ranks of large worlds are alone here, in a process group whose collectives do nothing (``scripts/counted.py``). Not
 covered so: DDP, whose reducer wants an answer; and FSDP1 over all ranks on a CPU, where PyTorch itself gathers with a
@@ -60,7 +60,7 @@ def test_a_step_does_the_same_in_a_world_of_any_size(name: str) -> None:
     ((many, more_calls, more_collectives),) = run_ranks(1, numbers_of_a_step, words, large)
     assert differences(few, many) == differences(calls, more_calls) == {}
     assert sum(calls.values()) > 1000 and sum(few.values()) > 500
-    if "mesh.fsdp_size=node" not in words:  # parameters are padded to what all the ranks divide
+    if "mesh.fsdp_size=node" not in words:  # parameters are padded to a multiple of the number of ranks
         collectives, more_collectives = ([each[:2] for each in listed] for listed in (collectives, more_collectives))
     assert collectives == more_collectives
     assert len(collectives) > 2
@@ -96,7 +96,7 @@ def numbers_of_a_save(config: Config) -> tuple[list[str], list[str]]:
 
 
 def test_a_save_has_as_many_collectives_and_files_on_a_rank_of_two_as_of_four(tmp_path: Path) -> None:
-    """Oracle: each other, of each rank by itself: rank 0, which reads and writes what is of all, and the others."""
+    """Oracle: each other, of each rank by itself: rank 0, which reads and writes the common files, and the others."""
     found = {}
     for ranks in (2, 4):
         words = [

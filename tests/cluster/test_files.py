@@ -1,4 +1,4 @@
-"""The files of scripts/cluster: what a scheduler would read in them, and what the batch script does.
+"""The files of scripts/cluster: as a scheduler would read them, and the batch script.
 
 SLURM and Kubernetes are not needed. The batch script runs with stand-ins of SLURM's commands on PATH; the manifest is
 read by the models that Kubeflow generates from the definitions of its resources.
@@ -35,7 +35,7 @@ COMMANDS = {
     "scontrol": 'echo "scontrol $*" >> log; [ "$1" != show ] || printf "node7\\nnode8\\n"',
     "scancel": 'echo "scancel $*" >> log; kill -USR1 "$(cat step)"',
     "srun": 'echo "srun $SRUN_CPUS_PER_TASK" >> log; echo $$ > step; shift; exec "$@"',
-    # A run that is asked to stop, or that ends by itself.
+    # A run asked to stop, or ending by itself.
     "python": 'printf "%s\\n" "$@" > words; trap "exit ${ASKED:-0}" USR1; [ -n "$ENDS" ] && exit "$ENDS"\n'
     "echo > runs; while :; do sleep 0.02; done",
 }
@@ -53,7 +53,7 @@ def test_every_line_for_sbatch_is_one_that_it_knows() -> None:
 
 
 class Job:
-    """The batch script, started as SLURM would, but for the commands that it calls."""
+    """The batch script, started as SLURM would, except for the commands that it calls."""
 
     def __init__(self, folder: Path, *words: str, **environment: str) -> None:
         self.folder = folder
@@ -73,14 +73,14 @@ class Job:
         )
 
     def signal(self) -> None:
-        """Send what comes before the time limit, once the run is there."""
+        """Send the signals before the time limit, once the run is there."""
         while not (self.folder / "runs").exists():
             time.sleep(0.01)
         self.process.send_signal(signal.SIGUSR1)
 
     def end(self) -> tuple[int, list[str]]:
-        """Its status, and what it asked of SLURM."""
-        self.message = self.process.communicate(timeout=60)[0]
+        """Its status, and its calls of SLURM."""
+        self.output = self.process.communicate(timeout=60)[0]
         return self.process.returncode, (self.folder / "log").read_text().splitlines()
 
 
@@ -112,11 +112,11 @@ def test_a_run_whose_time_is_up_saves_and_goes_back_into_the_queue(asked: int, r
 
 
 @pytest.mark.parametrize("cores, message", [("1", True), ("4", False)])
-def test_ranks_that_share_a_core_are_told_of(cores: str, message: bool, tmp_path: Path) -> None:
+def test_ranks_that_share_a_core_are_reported(cores: str, message: bool, tmp_path: Path) -> None:
     """Oracle: the sentence, where SLURM gives a node fewer cores than it has ranks."""
     job = Job(tmp_path, ENDS="0", SLURM_CPUS_ON_NODE=cores)
     assert job.end()[0] == 0
-    assert ("4 ranks share 1 core(s) on each node; sbatch --cpus-per-task=N gives more" in job.message) == message
+    assert ("4 ranks share 1 core(s) on each node; sbatch --cpus-per-task=N gives more" in job.output) == message
 
 
 def test_a_run_that_fails_by_itself_is_not_queued_again(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_run_that_fails_by_itself_is_not_queued_again(tmp_path: Path) -> None:
 
 
 def test_the_manifest_is_what_kubeflow_trainer_reads() -> None:
-    """Oracle: models generated from the resources' definitions, which drop what they do not know; words that train."""
+    """Oracle: models generated from the resources' definitions, which drop unknown keys; overrides that train."""
     models = pytest.importorskip("kubeflow_trainer_api.models")
     runtime, job = yaml.safe_load_all((FILES / "trainjob.yaml").read_text())
     for manifest, kind in ((runtime, models.TrainerV1alpha1TrainingRuntime), (job, models.TrainerV1alpha1TrainJob)):

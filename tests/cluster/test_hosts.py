@@ -1,6 +1,6 @@
 """Training over two machines, which are namespaces of this one: each with its own name, address and network card.
 
-Where the system lets nobody make networks, all of this is skipped with the reason.
+Where the system allows no new networks, all of this is skipped with the reason.
 """
 
 import os
@@ -70,7 +70,7 @@ class OnHosts:
         hosts: where it runs.
         command: after ``python -m``.
         folder: for its output.
-        environment: what the command finds beyond this process's.
+        environment: added to this process's.
     """
 
     def __init__(self, hosts: Sequence[Host], command: Sequence[str], folder: Path, **environment: str) -> None:
@@ -102,7 +102,7 @@ class OnHosts:
                 process.wait()
 
     def output(self, host: int) -> str:
-        """What a host has printed so far."""
+        """A host's output so far."""
         return self._outputs[host].read_text()
 
     def until(self, there: Any) -> None:
@@ -128,7 +128,7 @@ def start_until_saved(hosts: Sequence[Host], place: Path, port: int, words: Sequ
     """Start a run that can be cut off, and wait until it is past its first checkpoint.
 
     Hosts that lose each other before anybody has cut them off, which was seen on one machine and not explained, get
-    another start; where they do so again there is nothing to cut, and what follows is skipped.
+    another start; where they do so again there is nothing to cut, and the rest is skipped.
 
     Returns:
         The run, which its caller has to leave, and its directory.

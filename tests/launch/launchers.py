@@ -230,7 +230,7 @@ def launch(folder: Path, how: str, ranks: int, options: dict[str, Any]) -> None:
         os.environ.pop(name, None)
     os.environ["PYTHONPATH"] = str(folder)
     for name in [name for name in os.environ if how in INTERPRETERS and name.startswith("COVERAGE_PROCESS_")]:
-        del os.environ[name]  # they run no line of what is measured
+        del os.environ[name]  # they run no measured line
     options = {"forks": how not in INTERPRETERS, **options}
     os._exit(run_workers("toy_worker", [how], ranks, environment={"OMP_NUM_THREADS": "1"}, **options))
 

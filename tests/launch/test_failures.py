@@ -1,4 +1,4 @@
-"""Which failure came first, and what a worker records of its own."""
+"""The first of several failures, and a worker's own record."""
 
 import json
 import multiprocessing
@@ -99,7 +99,7 @@ def test_worker_records_how_it_failed(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Oracle: what is read back from the file; an error that would come again is final, and needs no traceback."""
+    """Oracle: the record read back from the file; an error that would come again is final, and needs no traceback."""
     first = recorded(error, status, tmp_path, monkeypatch)
     assert (first.status, first.final, first.silent) == (status, final, False)
     assert first.message.startswith(message)
@@ -143,7 +143,7 @@ def test_rank_that_was_asked_to_stop_has_not_failed(exitcodes: dict[int, int], m
 
 
 def test_verdict_of_all_ranks_is_told_without_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the sentence alone, as the launcher tells it."""
+    """Oracle: the sentence alone, as the launcher prints it."""
     first = recorded(GivenUpError("stopped after step 6: 5 skipped"), 1, tmp_path, monkeypatch)
     assert (first.message, first.status, first.final) == ("stopped after step 6: 5 skipped", 1, True)
 

@@ -18,7 +18,7 @@ HCCL = {"TORCH_HCCL_DUMP_ON_TIMEOUT": "1"}
 def test_recordings_are_kept_with_the_run(
     present: dict[str, str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: files that are written under the name which the environment gives are found in the run directory."""
+    """Oracle: files written under the name that the environment gives are found in the run directory."""
     for variable in (*FILE_NAMES, HCCL_FILE_NAME, "TORCH_FR_BUFFER_SIZE", *NCCL, *HCCL):
         monkeypatch.delenv(variable, raising=False)
     with monkeypatch.context() as environment:

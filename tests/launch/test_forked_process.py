@@ -24,7 +24,7 @@ class Endless:
 
 
 def test_what_the_parent_has_thrown_away_closes_no_file_of_the_fork(tmp_path: Path) -> None:
-    """Oracle: what the fork writes, after a collection, to its own file of the number that its parent's had."""
+    """Oracle: the fork's output, after a collection, to its own file of the number that its parent's had."""
     (tmp_path / "writes.py").write_text(MODULE)
     gc.disable()
     try:

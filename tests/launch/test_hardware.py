@@ -1,4 +1,4 @@
-"""What a machine has, and the environment that it wants."""
+"""A machine's hardware, and the environment that it wants."""
 
 import os
 
@@ -89,7 +89,7 @@ def test_hccl_gives_up_after_our_own_limit(timeout_seconds: float, connect: int,
     ],
 )
 def test_visible_npus_that_cann_would_misread_are_a_mistake(visible: str, meant: str | None) -> None:
-    """Oracle: the table, from CANN's description of the variable; what it reads as it is meant is left alone."""
+    """Oracle: the table, from CANN's description of the variable; valid values are unchanged."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("ASCEND_RT_VISIBLE_DEVICES", visible)
         if meant is None:

@@ -1,4 +1,4 @@
-"""Consoles that are gone: a full disk, a pipe without reader, closed streams."""
+"""Lost consoles: a full disk, a pipe without reader, closed streams."""
 
 import json
 import os
@@ -110,7 +110,7 @@ sys.exit(3)
     ],
 )
 def test_nothing_that_prints_fails(stdout: str, stderr: str, unbuffered: str, tmp_path: Path) -> None:
-    """Oracle: the program's own exit status; a file that it opens is no stream, and what was lost is known."""
+    """Oracle: the program's own exit status; a file that it opens is no stream, and the loss is known."""
     words = ["-c", PROGRAM, str(tmp_path / "opened")]
     done = run_with(stdout, stderr, words, PYTHONPATH=str(ROOT), PYTHONUNBUFFERED=unbuffered)
     assert done.returncode == 3, done.stderr

@@ -1,4 +1,4 @@
-"""What of a run listens on the network, and what a stranger who connects there can do."""
+"""The ports on which a run listens, and the powers of a stranger who connects to them."""
 
 import os
 import pickle
@@ -133,7 +133,7 @@ def test_store_of_several_machines_runs_no_pickle_and_listens_on_its_address_alo
 @pytest.mark.launcher
 @pytest.mark.usefixtures("unmeasured", "warm")
 def test_launcher_with_another_token_ends_with_one_sentence(tmp_path: Path) -> None:
-    """Oracle: its output; the machine that was there first goes on waiting for the right one."""
+    """Oracle: its output; the first machine keeps waiting for the right one."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
     words = [*WORDS, "launch.nnodes=2", "launch.nproc_per_node=1", f"launch.rdzv_endpoint={endpoint}"]
@@ -320,7 +320,7 @@ def test_own_name_that_is_loopback_is_open_to_the_other_machines(
 
 
 def test_interface_that_is_not_there_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the sentence, with the interfaces of this machine; one that is there is none."""
+    """Oracle: the sentence, with the interfaces of this machine; an existing one is none."""
     present = [name for _, name in socket.if_nameindex()]
     monkeypatch.setenv(rank_store.GLOO_INTERFACE, present[0])
     rank_store.check_interface()
@@ -333,7 +333,7 @@ def test_interface_that_is_not_there_is_a_mistake(monkeypatch: pytest.MonkeyPatc
 
 
 def test_interfaces_that_the_user_has_chosen_stay() -> None:
-    """Oracle: nothing is set for a variable that is set."""
+    """Oracle: no value for a variable already set."""
     chosen = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
     assert rank_store.loopback_environment(chosen) == {}
     assert set(rank_store.loopback_environment({})) in (set(), set(chosen))

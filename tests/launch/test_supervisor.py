@@ -16,8 +16,8 @@ from tests.launch.launchers import runs
 @pytest.mark.launcher
 def test_exception_of_a_worker_is_shown_once_and_ends_all(launched: Any) -> None:
     """Oracle: rank 1 raises; rank 0 waits in gloo, whose own error is the consequence; rank 2 sleeps an hour, and
-    records SIGTERM instead of dying of it. torch's agent alone would wait half a minute for it, and that
-    is what the bound tells apart; ten seconds are usual."""
+    records SIGTERM instead of dying of it. torch's agent alone would wait half a minute for it; the
+    bound separates the two, and ten seconds are usual."""
     run = launched("fail", ranks=3)
     pids = run.workers()
     status, stderr = run.result()
@@ -31,7 +31,7 @@ def test_exception_of_a_worker_is_shown_once_and_ends_all(launched: Any) -> None
 
 
 @pytest.mark.launcher
-def test_mistake_is_told_in_one_sentence_without_starting_again(launched: Any) -> None:
+def test_mistake_is_reported_in_one_sentence_without_a_restart(launched: Any) -> None:
     """Oracle: stderr, whole; both ranks find it, and three restarts are allowed."""
     message = "fsdptoys: train.steps=0 must be at least 1; set train.steps=1\n"
     assert launched("mistake", max_restarts=3).result() == (2, message)
@@ -39,8 +39,8 @@ def test_mistake_is_told_in_one_sentence_without_starting_again(launched: Any) -
 
 @pytest.mark.launcher
 @pytest.mark.parametrize("forks", [False, True])
-def test_worker_finds_what_a_new_interpreter_has_and_success_is_0(launched: Any, forks: bool) -> None:
-    """Oracle: what each of the two workers prints: threads, rank, a session of its own, its words; signals as ever, no
+def test_worker_has_a_new_interpreter_s_environment_and_success_is_0(launched: Any, forks: bool) -> None:
+    """Oracle: the output of the two workers: threads, rank, a session of its own, its words; signals as ever, no
     open files but the listing's, and of the paths the working directory once, which is in PYTHONPATH here."""
     run = launched("environment", forks=forks)
     assert run.result() == (0, "")
@@ -50,7 +50,7 @@ def test_worker_finds_what_a_new_interpreter_has_and_success_is_0(launched: Any,
 
 
 @pytest.mark.launcher
-def test_status_of_a_worker_that_left_no_word_is_told(launched: Any) -> None:
+def test_status_of_a_worker_without_a_record_is_reported(launched: Any) -> None:
     """Oracle: stderr, whole."""
     assert launched("exit").result() == (1, "fsdptoys: rank 1 ended with status 7 and left no traceback\n")
 
@@ -67,8 +67,8 @@ def test_signal_before_the_loop_ends_all_workers(launched: Any, number: signal.S
 
 
 @pytest.mark.launcher
-def test_signal_in_the_loop_lets_workers_end_well(launched: Any) -> None:
-    """Oracle: what each rank saw; the signal is sent three times at once, as a batch system may do."""
+def test_signal_in_the_loop_ends_with_success(launched: Any) -> None:
+    """Oracle: the signal of each rank; the signal is sent three times at once, as a batch system may do."""
     run = launched("stop", max_restarts=2)
     pids = run.workers()
     for pid in (run.pid, pids[0], run.pid):
@@ -79,7 +79,7 @@ def test_signal_in_the_loop_lets_workers_end_well(launched: Any) -> None:
 
 @pytest.mark.launcher
 def test_second_signal_kills_all_workers(launched: Any) -> None:
-    """Oracle: workers that heed neither; the first signal, and one that follows at once, must change nothing."""
+    """Oracle: workers that ignore both; the first signal, and one that follows at once, must change nothing."""
     run = launched("deaf", max_restarts=2)
     pids = run.workers()
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):
@@ -105,7 +105,7 @@ def test_workers_end_with_a_launcher_that_is_killed(launched: Any) -> None:
 
 
 @pytest.mark.launcher
-def test_workers_start_again_and_go_on_in_the_same_directory(launched: Any) -> None:
+def test_workers_restart_and_continue_in_the_same_directory(launched: Any) -> None:
     """Oracle: the first start raises, the second is killed, the third joins a new group and does the work."""
     run = launched("again", max_restarts=3)
     status, stderr = run.result()
@@ -121,8 +121,8 @@ def test_workers_start_again_and_go_on_in_the_same_directory(launched: Any) -> N
 
 
 @pytest.mark.launcher
-def test_last_failure_is_told_with_the_restarts_that_are_used_up(launched: Any) -> None:
-    """Oracle: both lines; the first start ends with a status, and the one restart that is allowed is killed."""
+def test_last_failure_names_the_used_restarts(launched: Any) -> None:
+    """Oracle: both lines; the first start ends with a status, and the one allowed restart is killed."""
     status, stderr = launched("worse", max_restarts=1).result()
     assert status == 1
     first, last = stderr.splitlines()
@@ -133,7 +133,7 @@ def test_last_failure_is_told_with_the_restarts_that_are_used_up(launched: Any) 
 
 
 @pytest.mark.launcher
-def test_rank_that_hangs_within_a_phase_is_told(launched: Any) -> None:
+def test_rank_that_hangs_within_a_phase_is_named(launched: Any) -> None:
     """Oracle: rank 1 sleeps where rank 0's last heartbeat has the same phase; gloo's timeout is real."""
     status, stderr = launched("wait").result()
     assert status == 1
@@ -150,7 +150,7 @@ def test_rank_that_hangs_within_a_phase_is_told(launched: Any) -> None:
 
 @pytest.mark.launcher
 @pytest.mark.parametrize("how, sent", [("asked", signal.SIGTERM), ("early", signal.SIGUSR1), ("early", signal.SIGTERM)])
-def test_signal_that_one_rank_ends_of_is_a_request_to_stop(launched: Any, how: str, sent: signal.Signals) -> None:
+def test_signal_to_one_rank_is_a_request_to_stop(launched: Any, how: str, sent: signal.Signals) -> None:
     """Oracle: status and sentence, with restarts that must not be used; in the loop, the rank sends itself a second
     one, and rank 0 loses its connection; before it, rank 0 is ended by our side."""
     run = launched(how, max_restarts=2)
@@ -166,7 +166,7 @@ def test_signal_that_one_rank_ends_of_is_a_request_to_stop(launched: Any, how: s
 @pytest.mark.skipif(not Path("/dev/shm").exists(), reason="semaphores are files on Linux alone")
 @pytest.mark.parametrize("whom", ["launcher", "rank"])
 def test_ranks_that_are_killed_leave_no_semaphores(launched: Any, whom: str) -> None:
-    """Oracle: the semaphores' names in /dev/shm, while the ranks run and afterwards; the tracker tells nothing."""
+    """Oracle: the semaphores' names in /dev/shm, while the ranks run and afterwards; the tracker prints nothing."""
     run = launched("semaphores")
     pids = run.workers()
     message = [(run.folder / f"children{rank}").read_text().split() for rank in range(2)]
@@ -183,7 +183,7 @@ def test_ranks_that_are_killed_leave_no_semaphores(launched: Any, whom: str) -> 
 
 
 @pytest.mark.launcher
-def test_rank_that_was_killed_is_told_with_the_place_of_all(launched: Any) -> None:
+def test_killed_rank_is_reported_with_the_last_heartbeats(launched: Any) -> None:
     """Oracle: the step and phase of each rank's last heartbeat."""
     status, stderr = launched("lose").result()
     assert status == 1
@@ -192,7 +192,7 @@ def test_rank_that_was_killed_is_told_with_the_place_of_all(launched: Any) -> No
 
 
 @pytest.mark.launcher
-def test_port_that_something_else_has_is_told_in_one_sentence(launched: Any) -> None:
+def test_port_of_another_service_is_reported_in_one_sentence(launched: Any) -> None:
     """Oracle: a service that takes connections and says nothing, for which torch's rendezvous would wait for ever."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         endpoint = f"127.0.0.1:{taken.getsockname()[1]}"

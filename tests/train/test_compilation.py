@@ -62,7 +62,7 @@ def test_another_shape_is_told_as_a_recompilation_with_its_reason() -> None:
 
 
 def test_kinds_of_blocks_and_the_first_evaluation_are_counted_but_not_reported() -> None:
-    """Oracle: what differs: the gradient mode."""
+    """Oracle: the difference, the gradient mode."""
     model = build(LLAMA)
     compile_blocks(model.layers, backend="aot_eager")
     watch = CompilationWatch()
@@ -106,7 +106,7 @@ def text_config(path: str, compiles: bool) -> Config:
 
 
 def train(configs: list[Config]) -> list[tuple[list[float], list[Compilations]]]:
-    """Losses of training and evaluation; what was compiled for them, with a sample, and with one without a stance."""
+    """Losses of training and evaluation; the compilations for them, with a sample, and with one without a stance."""
     results = []
     for config in configs:
         trainer = Trainer(config)
@@ -124,7 +124,7 @@ def train(configs: list[Config]) -> list[tuple[list[float], list[Compilations]]]
 
 
 def draw(trainer: Trainer) -> None:
-    """What ``sample`` does, without keeping the compiler away."""
+    """``sample``, without keeping the compiler away."""
     trainer.strategy.model.eval()
     generate(trainer.strategy.model, torch.zeros(5, dtype=torch.long), 1, 16, Draw(1.0, seed=0))
 
@@ -147,7 +147,7 @@ def test_a_run_compiles_all_blocks_once_for_training_once_for_evaluation_and_nev
 
 
 def record(config: Config) -> None:
-    """A run in its directory, whose compiler gives up on what it would compile a second time."""
+    """A run in its directory, whose compiler gives up on the second compilation."""
     compiling = functools.partial(compile_blocks, backend="aot_eager")
     with mock.patch.object(prepare, "compile_blocks", compiling), torch._dynamo.config.patch(recompile_limit=1):
         run_in_directory(config)

@@ -1,4 +1,4 @@
-"""Blocks that are compiled one by one: their gradients, and what a budget makes them save."""
+"""Blocks compiled one by one: their gradients, and the activations saved under a budget."""
 
 from typing import Any
 

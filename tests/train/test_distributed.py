@@ -47,7 +47,7 @@ def test_rank_that_waits_for_others_in_vain_says_so(monkeypatch: pytest.MonkeyPa
 
 
 def test_rank_that_finds_nobody_at_the_master_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the sentence, for a port that is free, and for one where something else than rank 0 listens."""
+    """Oracle: the sentence, for a free port, and for one where something else than rank 0 listens."""
     with socket.socket() as other:
         other.bind(("localhost", 0))
         port = str(other.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Training with documents kept apart: the same bits under every strategy, and FLOPs that are really due."""
+"""Training with documents kept apart: the same bits under every strategy, and the FLOPs really needed."""
 
 import itertools
 

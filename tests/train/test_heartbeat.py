@@ -64,7 +64,7 @@ def write_until_ended(folder: Path) -> None:
 
 
 def test_reader_sees_whole_records_alone(tmp_path: Path) -> None:
-    """Oracle: another process writes as fast as it can; what is read fits together and only goes on."""
+    """Oracle: another process writes as fast as it can; each record read is consistent, and records are in order."""
     heartbeat = HeartbeatWriter(tmp_path, 0)
     heartbeat.beat(0, "even, and longer")
     writer = multiprocessing.get_context("fork").Process(target=write_until_ended, args=(tmp_path,))
@@ -97,14 +97,14 @@ MESSAGES = [
 
 @pytest.mark.parametrize("message", MESSAGES)
 def test_timeouts_are_known_by_their_messages(message: str) -> None:
-    """Oracle: what gloo says in torch 2.7.1 and 2.13.0, seen; the stores' and NCCL's, from their sources;
+    """Oracle: gloo's messages in torch 2.7.1 and 2.13.0, seen; the stores' and NCCL's, from their sources;
     torch_npu's and HCCL's, from reports on hiascend.com (forum, and CANN's description of EI0002).
     """
     assert TIMED_OUT.search(message) and not LOST_PEER.search(message)
 
 
 def lose_ranks(folder: Path, how: str) -> str:
-    """Ranks 1 and 2 do not arrive where rank 0 waits, and rank 3 neither; what rank 0 says of it."""
+    """Ranks 1 and 2 do not arrive where rank 0 waits, and rank 3 neither; rank 0's message."""
     rank = dist.get_rank()
     group = dist.new_group(timeout=timedelta(seconds=1.5))
     if rank != 3:
@@ -125,7 +125,7 @@ def lose_ranks(folder: Path, how: str) -> str:
         if pid == 0:
             HeartbeatWriter(folder, 1).beat(7, "forward")
             os.kill(os.getpid(), signal.Signals[how])
-        # It is dead, and nobody has asked for its status yet.
+        # It is dead, and its status has not been read yet.
         os.waitid(os.P_PID, pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
     dist.barrier()
     expected = folder / "expected"
@@ -232,7 +232,7 @@ def test_a_link_in_the_place_of_a_heartbeat_is_not_written_through(tmp_path: Pat
     [{"pid": 2**40}, {"pid": -1}, {"pid": "1"}, {"step": "2"}, {"time": None}, {"host": "a\x1b[2J"}, {"phase": 3}, {}],
 )
 def test_a_sign_that_no_rank_gives_is_left_out(tmp_path: Path, change: dict[str, object]) -> None:
-    """Oracle: the same record unchanged, which is read; checksums are of what the file holds."""
+    """Oracle: the same record unchanged, which is read; checksums are of the file's content."""
     record = {"rank": 0, "host": "h", "pid": 1, "start": "s", "step": 1, "phase": "p", "beat": 0, "time": 1.0}
     heartbeat_path(tmp_path, 0).write_bytes(heartbeat_module._encode(record | change))
     assert bool(read_heartbeats(tmp_path)) == (not change)

@@ -39,7 +39,7 @@ def config_of(family: str, parallel: object, world_size: int, grad_accum: int, c
 
 
 def routed_forward(model: DecoderModel, tokens_BT: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Logits, and what each router got in, recomputed outside of it."""
+    """Logits, and each router's inputs, recomputed outside of it."""
     inputs: list[Tensor] = []
     hooks = [
         router.register_forward_pre_hook(lambda router, args: inputs.append(F.linear(args[0], router.weight)))
@@ -111,7 +111,7 @@ def updates_and_oracle(configs: list[Config]) -> list[tuple[dict[str, float], Ro
 
 
 def relative_error(update: Tensor, gradient: Tensor, param: Tensor) -> float:
-    """Beyond what the subtraction from the parameter rounds away."""
+    """Beyond the error that the subtraction from the parameter rounds away."""
     rounding = 2**-23 * param.norm()
     return ((update - gradient).norm() - rounding).clamp(min=0).item() / gradient.norm().item()
 

@@ -1,4 +1,4 @@
-"""What ranks send each other: the same objects on the other side, and no pickles."""
+"""Objects sent between ranks: the same objects on the other side, and no pickles."""
 
 import base64
 import enum
@@ -94,7 +94,7 @@ def test_tensor_arrives_in_every_bit(tensor: torch.Tensor) -> None:
 
 
 def test_failures_of_a_checkpoint_arrive_with_rank_and_place() -> None:
-    """Oracle: what went in, which torch.distributed.checkpoint shows."""
+    """Oracle: the objects sent, which torch.distributed.checkpoint shows."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     stack = traceback.StackSummary.from_list([("f.py", 3, "f", "x = 1")])

@@ -1,4 +1,4 @@
-"""Run directories read back, held against what a recorder was given when it wrote them."""
+"""Run directories read back, compared with the values that the recorder got."""
 
 import dataclasses
 import json
@@ -46,7 +46,7 @@ def record(path: Path, config: Config, prediction: Prediction | None, steps: int
 
 
 def test_what_was_recorded_is_read_back(tmp_path: Path, config: Config, prediction: Prediction) -> None:
-    """Oracle: what the recorder was given; the median of 0.3, 0.4 and 0.5 s, after two steps of warm-up."""
+    """Oracle: the recorder's values; the median of 0.3, 0.4 and 0.5 s, after two steps of warm-up."""
     record(tmp_path / "run", config, prediction, steps=5)
     run = read_recorded_run(tmp_path / "run")
     assert run.tree == config.to_dict() and run.prediction == prediction
@@ -64,7 +64,7 @@ def test_a_prediction_survives_json(prediction: Prediction) -> None:
 
 
 def test_a_run_that_was_killed_reads_as_far_as_it_came(tmp_path: Path, config: Config) -> None:
-    """Oracle: three whole lines and a torn one; a file of a prediction that nobody can read any more."""
+    """Oracle: three whole lines and a torn one; an unreadable prediction."""
     record(tmp_path / "run", config, None, steps=3, finish=False)
     with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
         file.write('{"step": 4, "lo')
@@ -95,7 +95,7 @@ def test_a_run_is_known_to_run_while_its_folder_is_held(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_run_is_a_mistake(
     tmp_path: Path, config: Config, name: str, text: str, message: str
 ) -> None:
-    """Oracle: the sentence names the file and what is wrong with it."""
+    """Oracle: the sentence names the file and the fault."""
     record(tmp_path / "run", config, None, steps=1, finish=False)
     (tmp_path / "run" / name).write_text(text)
     with pytest.raises(ConfigError, match=message) as mistake:
@@ -104,6 +104,6 @@ def test_a_folder_that_is_no_run_is_a_mistake(
 
 
 def test_a_path_that_is_not_there_is_a_mistake(tmp_path: Path) -> None:
-    """Oracle: the sentence says what to give instead."""
+    """Oracle: the sentence names a folder to give instead."""
     with pytest.raises(ConfigError, match="is no run directory; give one that fsdptoys train has written"):
         read_recorded_run(tmp_path / "none")

@@ -44,7 +44,7 @@ SMALL: dict[str, Any] = {
 
 
 def resumed_and_uninterrupted(rows: dict[str, tuple[Config, dict[str, Any]]], folder: Path) -> dict[str, Any]:
-    """For each row, steps and parameters of a run that saves nothing and of one that was killed in its last step."""
+    """For each row, steps and parameters of a run without checkpoints and of one killed in its last step."""
     outcomes = {}
     for label, (config, checkpoint) in rows.items():
         whole, killed = folder / label / "whole", folder / label / "killed"
@@ -164,7 +164,7 @@ def train_and_hash_samples(config: Config, killed_in: int | None) -> list[str]:
 
 @pytest.fixture(scope="module")
 def on_two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], list[str]]:
-    """A folder with a run that went to its end and one that was killed in its middle, and the samples of each."""
+    """A folder with a finished run and one killed half-way, and the samples of each."""
     folder = tmp_path_factory.mktemp("on_two_ranks")
     config = make_config(FSDP1Config(), 2, steps=STEPS, grad_accum=2, deterministic=False)
     with without_coverage():

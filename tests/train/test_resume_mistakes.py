@@ -1,4 +1,4 @@
-"""What a run may not go on from, and where checkpoints cannot go: one sentence each, before any worker starts."""
+"""Checkpoints that a run must not resume from, and where checkpoints cannot go: one sentence each, before any worker starts."""
 
 import json
 import shutil
@@ -298,7 +298,7 @@ def test_mistake_gets_its_sentence(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Oracle: the sentence, word for word; nothing of the run that is there has changed."""
+    """Oracle: the sentence, word for word; the existing run is unchanged."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(finished, "run")
     size = (NEWEST / "rank-00000.json").stat().st_size

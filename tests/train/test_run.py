@@ -111,7 +111,7 @@ def test_chosen_ranks_write_their_traces_into_the_run_directory(
 
 
 def patched(config: Config) -> tuple[dict[str, str], bool]:
-    """What the run says of its patches, and whether PyTorch is as before after it."""
+    """The run's report on its patches, and whether PyTorch is as before after it."""
     before = FSDPCommContext.lazy_init
     trainer = run_module.train(config)
     return dict(trainer.patches.report), FSDPCommContext.lazy_init is before

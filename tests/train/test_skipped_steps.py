@@ -1,4 +1,4 @@
-"""Steps without update: a loss or gradients that are not finite."""
+"""Steps without update: non-finite losses and gradients."""
 
 import math
 import warnings
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("without_pictures")
 
 
 def poisoned(config: Config, steps: set[int], rank: int) -> tuple[Trainer, list[bool]]:
-    """Train with gradients of one rank that are not finite in some steps; return whether these left the parameters."""
+    """Train with non-finite gradients of one rank in some steps; return whether these left the parameters."""
     trainer = Trainer(config)
     clip, same, before = trainer._clip, [], [""]
 
@@ -93,7 +93,7 @@ def test_too_many_skipped_steps_end_the_run_with_a_checkpoint(tmp_path: Path) ->
     kept_config = kept(config, tmp_path, every=1, keep=1)
     (message, steps, hashed), _ = run_ranks(2, give_up, kept_config)
     assert steps == 4
-    assert message.startswith("stopped after step 4: 3 steps in a row had a loss or gradients that are not finite")
+    assert message.startswith("stopped after step 4: 3 steps in a row had non-finite losses and gradients")
     assert "the newest checkpoint is that of step 4" in message
     assert [path.name[-1] for path in sorted((tmp_path / "checkpoints").glob("step-*"))] == ["3", "4"]
     assert run_ranks(2, load_and_hash, kept_config)[0] == (4, hashed)
@@ -109,13 +109,13 @@ def poison(rows: list[tuple[Config, set[int]]]) -> list[tuple[list[bool], list[f
 
 
 def test_the_limit_counts_all_skipped_steps_and_without_skipping_the_step_reaches_the_model(tmp_path: Path) -> None:
-    """Oracle: two skipped steps with a good one between them; the losses after a step that is not skipped."""
+    """Oracle: two skipped steps with a good one between them; the losses after an unskipped step."""
     limited = kept(make_config(FSDP2Config(), 2, steps=6, max_skipped=2), tmp_path / "limited", every=0)
     unskipped = kept(make_config(FSDP2Config(), 2, steps=4, skip_nonfinite=False), tmp_path / "unskipped", every=0)
     first, second = run_ranks(2, poison, [(limited, {1, 3}), (unskipped, {2})])[0]
     skipped, _, message = first
     assert skipped == [True, False, True] and message is not None
-    assert "2 steps in all had a loss or gradients that are not finite (train.max_skipped=2)" in message
+    assert "2 steps in all had non-finite losses and gradients (train.max_skipped=2)" in message
     skipped, losses, message = second
     assert skipped == [False] * 4 and message is None
     assert [math.isfinite(loss) for loss in losses] == [True, True, False, False]

@@ -34,7 +34,7 @@ def await_request(request: StopRequest) -> None:
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_first_signal_is_remembered_and_followed_by_others_of_the_same_request(number: signal.Signals) -> None:
-    """Oracle: what is received; the handlers of before stand again afterwards."""
+    """Oracle: the received signal; the handlers of before stand again afterwards."""
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     with StopRequest() as request:
         assert request.received is None
@@ -96,7 +96,7 @@ def test_second_signal_ends_a_rank_inside_a_collective(tmp_path: Path) -> None:
 
 
 def test_signals_of_a_forked_child_are_its_own() -> None:
-    """Oracle: a child, as a data loader's, that is forked in the loop dies of SIGTERM, and its parent goes on."""
+    """Oracle: a child, as a data loader's, forked in the loop dies of SIGTERM, and its parent goes on."""
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         with StopRequest() as request:

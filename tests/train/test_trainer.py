@@ -1,4 +1,4 @@
-"""The loop: what a step's numbers mean, and that every rank agrees on them."""
+"""The loop: the meaning of a step's numbers, on which all ranks agree."""
 
 import math
 from typing import Any
