@@ -67,12 +67,7 @@ class FirstFailure:
         message = self.in_short if self.details else self.headline
         return message.replace(f" {ExplainedOutOfMemoryError.__name__}:", "", 1)  # the message repeats it
 
-    @property
-    def message(self) -> str:
-        """Message at the end of the run."""
-        return self.message_with("")
-
-    def message_with(self, suffix: str) -> str:
+    def message(self, suffix: str = "") -> str:
         """Message at the end of the run, with ``suffix`` appended to the headline."""
         return self.headline + suffix + (f":\n{self.details}" if self.details else "")
 

@@ -262,10 +262,10 @@ class _Workers:
             if self._stop is not None and (first.of_others or first.stopped or self._died_of_the_request()):
                 return 128 + self._stop, _stopped(self._stop)
             if first.stopped:
-                return first.status, first.message
+                return first.status, first.message()
             most = self.launch.max_restarts
             used_up = most and self._failed_starts == most and not first.final
-            message = first.message_with(f", after {most} of {most} restarts" if used_up else "")
+            message = first.message(f", after {most} of {most} restarts" if used_up else "")
             return first.status, message + post_mortem(first, self._pids, self.folder)
         if is_out_of_files(self._error):
             return 2, too_few_files()

@@ -53,7 +53,7 @@ def make_launch_folder(request: WorkerRequest | None) -> LaunchFolder:
     try:
         folder = LaunchFolder()
         if request is not None:
-            _write_request(folder.path, request)
+            (folder.path / REQUEST_FILE).write_bytes(pickle.dumps(request))
     except OSError as error:
         if folder is not None:
             folder.remove()
@@ -62,11 +62,6 @@ def make_launch_folder(request: WorkerRequest | None) -> LaunchFolder:
             "can be written, on a disk with room"
         ) from error
     return folder
-
-
-def _write_request(folder: Path, request: WorkerRequest) -> None:
-    """Write a run into the launcher's folder, which is private to the user."""
-    (folder / REQUEST_FILE).write_bytes(pickle.dumps(request))
 
 
 def read_request() -> WorkerRequest | None:

@@ -92,11 +92,6 @@ def _offloads(forward: "functools.partial[Any]") -> bool:
 
 def _call_within(budget: float, forward: Callable[..., Any], *args: Any) -> Any:
     # Around every call, since any call may recompile, for example for another shape or gradient mode.
-    with _memory_budget(budget):
+    # A private setting of torch, tested with 2.7 and 2.13.
+    with torch._functorch.config.patch(activation_memory_budget=budget):
         return forward(*args)
-
-
-def _memory_budget(budget: float) -> AbstractContextManager[Any]:
-    """Context that sets the partitioner's budget (a private torch setting; tested with 2.7 and 2.13)."""
-    patch: AbstractContextManager[Any] = torch._functorch.config.patch(activation_memory_budget=budget)
-    return patch

@@ -37,6 +37,9 @@ _MORE_THAN_TEXT = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError
 _NAMED = (torch.dtype, torch.layout, torch.memory_format)
 
 
+_bytes = functools.partial(base64.b64decode, validate=True)
+
+
 class WireError(RuntimeError):
     """Received bytes are not valid, or an object cannot be encoded."""
 
@@ -88,10 +91,9 @@ def _plain(value: Any) -> Any:
     kind = type(value)
     if kind is int or kind is bool or value is None or kind is float or (kind is str and value.isascii()):
         return value
-    encoder = _ENCODERS.get(kind)
-    if encoder is None:
-        encoder = _ENCODERS[kind] = _find_encoder(kind)
-    return encoder(value)
+    if kind not in _ENCODERS:
+        _ENCODERS[kind] = _find_encoder(kind)
+    return _ENCODERS[kind](value)
 
 
 def _find_encoder(kind: Any) -> Callable[[Any], list[Any]]:
@@ -143,18 +145,14 @@ def _plain_error(error: Any) -> list[Any]:
     if kind.__name__ == "CheckpointException" and kind.__module__ == "torch.distributed.checkpoint.api":
         return ["failures", _plain(str(error.args[0])), _plain(error.failures)]
     if isinstance(error, OSError) and error.errno is not None:
-        return ["os error", error.errno, _plain(error.strerror or str(error)), _plain(_path(error))]
+        path = error.filename if isinstance(error.filename, str) else None
+        return ["os error", error.errno, _plain(error.strerror or str(error)), _plain(path)]
     if _is_own_error(kind):
         return ["error", kind.__module__, kind.__name__, _plain(str(error))]
-    base = next(
-        base for base in kind.__mro__ if base.__module__ == "builtins" and not issubclass(base, _MORE_THAN_TEXT)
-    )
+    builtin = (base for base in kind.__mro__ if base.__module__ == "builtins")
+    base = next(base for base in builtin if not issubclass(base, _MORE_THAN_TEXT))
     name = "" if base is kind else f"{kind.__module__}.{kind.__qualname__}: "
     return ["error", "builtins", base.__name__, _plain(f"{name}{error}")]
-
-
-def _path(error: OSError) -> str | None:
-    return error.filename if isinstance(error.filename, str) else None
 
 
 def _value(plain: Any) -> Any:
@@ -167,9 +165,8 @@ def _value(plain: Any) -> Any:
 
 def _tensor(dtype: Any, shape: Any, content: str) -> torch.Tensor:
     numbers = bytearray(_bytes(content))
-    if not numbers:
-        return torch.empty(0, dtype=_value(dtype)).reshape(shape)
-    return torch.frombuffer(numbers, dtype=_value(dtype)).reshape(shape)
+    flat = torch.frombuffer(numbers, dtype=_value(dtype)) if numbers else torch.empty(0, dtype=_value(dtype))
+    return flat.reshape(shape)
 
 
 def _named_of_torch(name: str) -> Any:
@@ -189,10 +186,6 @@ def _member(module: str, name: str, member: str) -> Any:
     if not issubclass(kind, enum.Enum):
         raise ForeignError("it names no enumeration")
     return kind[member]
-
-
-def _bytes(text: str) -> bytes:
-    return base64.b64decode(text, validate=True)
 
 
 def _instance(module: str, name: str, *fields: Any) -> Any:
@@ -247,9 +240,7 @@ def _is_named_tuple(kind: Any) -> bool:
 
 
 def _fields(kind: Any) -> tuple[str, ...]:
-    if _is_named_tuple(kind):
-        return tuple(kind._fields)
-    return tuple(field.name for field in dataclasses.fields(kind))
+    return tuple(kind._fields if _is_named_tuple(kind) else (field.name for field in dataclasses.fields(kind)))
 
 
 def _loaded(module: Any) -> Any:

@@ -138,19 +138,16 @@ def check_same_run(config: Config, facts: dict[str, Any]) -> list[str]:
             f"optim={config.optim.name} has other states than optim={before['optim']['name']}, with which {where} was "
             f"made; set optim={before['optim']['name']} or start a new run in another folder"
         )
-    formats = _states_format(before["memory"]), _states_format(config.to_dict()["memory"])
-    if formats[0] != formats[1]:
-        raise ConfigError(
-            f"memory.offload_state_dtype={formats[1]} is not {formats[0]}, in which {where} holds the optimizer's "
-            f"states; set memory.offload_state_dtype={formats[0]}"
-            + (" and memory.optimizer_offload=true" if formats[0] != "float32" else "")
-        )
-    kept = [each.get("state_dtype", "float32") for each in (before["optim"], config.to_dict()["optim"])]
-    if kept[0] != kept[1]:
-        raise ConfigError(
-            f"optim.state_dtype={kept[1]} is not {kept[0]}, in which {where} holds the optimizer's states; set "
-            f"optim.state_dtype={kept[0]}"
-        )
+    trees = before, config.to_dict()
+    offloaded = [tree["memory"]["optimizer_offload"] and tree["memory"]["offload_state_dtype"] for tree in trees]
+    kept = [tree["optim"].get("state_dtype") for tree in trees]
+    for key, (saved, own) in {"memory.offload_state_dtype": offloaded, "optim.state_dtype": kept}.items():
+        saved, own = saved or "float32", own or "float32"
+        if saved != own:
+            switch = " and memory.optimizer_offload=true" * (key.startswith("memory") and saved != "float32")
+            raise ConfigError(
+                f"{key}={own} is not {saved}, in which {where} holds the optimizer's states; set {key}={saved}{switch}"
+            )
     if facts["step"] > config.train.steps:
         raise ConfigError(
             f"train.steps={config.train.steps} is behind {where}; set train.steps={before['train']['steps']}, or more "
@@ -163,10 +160,6 @@ def check_same_run(config: Config, facts: dict[str, Any]) -> list[str]:
             "had always been so"
         )
     return notes
-
-
-def _states_format(memory: dict[str, Any]) -> str:
-    return str(memory["offload_state_dtype"]) if memory["optimizer_offload"] else "float32"
 
 
 def run_facts(config: Config, world_size: int) -> dict[str, Any]:

@@ -76,6 +76,7 @@ class Run:
         self._prediction = prediction
         self.config = trainer.config
         self.rank, self.world_size = trainer.rank, trainer.world_size
+        self.title = f"{self.config.model.name}-{self.config.parallel.name}"
         self._lock: FolderLock | None = None
         self.run_dir = self._claim_run_dir()
         self._recorder: RunRecorder | None = None
@@ -169,11 +170,6 @@ class Run:
         shared = [text]
         dist.broadcast_object_list(shared, device=self.trainer.device.torch_device)
         return shared[0]
-
-    @property
-    def title(self) -> str:
-        """Names of model and strategy."""
-        return f"{self.config.model.name}-{self.config.parallel.name}"
 
     def _open_checkpoints(self) -> Checkpointer:
         folder = checkpoint_folder(self.config, self.run_dir)

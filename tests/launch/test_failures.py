@@ -51,7 +51,7 @@ def test_cause_is_told_from_its_consequences(
     failures |= {rank: ProcessFailure(rank, 100 + rank, code, "nowhere") for rank, code in exitcodes.items()}
     terminated = [rank for rank in by_us if exitcodes[rank] == -signal.SIGTERM]
     first = first_failure(failures, tmp_path, set(by_us) - set(terminated), terminated)
-    assert first.status == 1 and first.message.startswith(shown) and "\n" not in first.in_short
+    assert first.status == 1 and first.message().startswith(shown) and "\n" not in first.in_short
     assert not first.stopped
 
 
@@ -102,7 +102,7 @@ def test_worker_records_how_it_failed(
     """Oracle: the record read back from the file; an error that would come again is final, and needs no traceback."""
     first = recorded(error, status, tmp_path, monkeypatch)
     assert (first.status, first.final, first.silent) == (status, final, False)
-    assert first.message.startswith(message)
+    assert first.message().startswith(message)
     assert first.in_short == f"rank 3 failed: {in_short}"
 
 
@@ -138,24 +138,24 @@ def test_rank_that_was_asked_to_stop_has_not_failed(exitcodes: dict[int, int], m
     (tmp_path / "error.json").write_text(json.dumps({"message": record}))
     failures = {rank: ProcessFailure(rank, 100 + rank, code, "nowhere") for rank, code in exitcodes.items()}
     first = first_failure(failures, tmp_path, terminated=[rank for rank, code in exitcodes.items() if code == -15])
-    assert first.message == message and first.stopped and first.final
+    assert first.message() == message and first.stopped and first.final
     assert first.status == 128 + signal.Signals[message.split()[2]]
 
 
 def test_verdict_of_all_ranks_is_told_without_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the sentence alone, as the launcher prints it."""
     first = recorded(GivenUpError("stopped after step 6: 5 skipped"), 1, tmp_path, monkeypatch)
-    assert (first.message, first.status, first.final) == ("stopped after step 6: 5 skipped", 1, True)
+    assert (first.message(), first.status, first.final) == ("stopped after step 6: 5 skipped", 1, True)
 
 
 def test_headline_has_the_words_that_are_added() -> None:
     """Oracle: where they stand."""
-    assert FirstFailure(1, "rank 0 failed", "x", "a\nb").message_with(", late") == "rank 0 failed, late:\na\nb"
-    assert FirstFailure(1, "rank 0 was lost", "x").message_with(", late") == "rank 0 was lost, late"
+    assert FirstFailure(1, "rank 0 failed", "x", "a\nb").message(", late") == "rank 0 failed, late:\na\nb"
+    assert FirstFailure(1, "rank 0 was lost", "x").message(", late") == "rank 0 was lost, late"
 
 
 def test_killed_worker_is_told_with_the_likely_reason() -> None:
     """Oracle: the sentence."""
     first = first_failure({2: ProcessFailure(2, 9, -signal.SIGKILL, "nowhere")}, Path("nowhere"))
-    assert first.message == "rank 2 was ended by SIGKILL, as the system does where host memory runs out"
+    assert first.message() == "rank 2 was ended by SIGKILL, as the system does where host memory runs out"
     assert first.silent and not first.final

@@ -33,7 +33,7 @@ def test_a_rank_that_nobody_of_us_killed_ran_out_of_memory(
 ) -> None:
     """SIGKILL that our side did not send, and nothing else that ends a rank in silence."""
     first = first_failure({0: silent(exit_status)}, tmp_path, killed)
-    outcome = make_exit_record(1, first.message, None, first)
+    outcome = make_exit_record(1, first.message(), None, first)
     assert outcome.out_of_memory is out_of_memory
     assert outcome.reason == first.headline
 

@@ -1,4 +1,4 @@
-"""Checkpoints that a run must not resume from, and where checkpoints cannot go: one sentence each, before any worker starts."""
+"""Checkpoints and folders from which a run must not resume: one sentence each, before any worker starts."""
 
 import json
 import shutil
