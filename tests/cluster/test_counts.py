@@ -29,10 +29,22 @@ HYBRID = ["mesh.fsdp_size=node", *SMALL]
 STEPS = {
     "fsdp2, hybrid": (HYBRID, 16, 1024),
     "fsdp2, all ranks": (SMALL, 8, 64),
-    "fsdp2, deterministic": ([*HYBRID, "train.deterministic=true", "train.grad_accum=2"], 16, 1024),
-    "fsdp2, Muon": ([*HYBRID[:-1], "optim=muon", "optim.implementation=foreach"], 16, 1024),
-    "fsdp2, offload": ([*HYBRID, "memory.optimizer_offload=true", "memory.chunk_loss=true"], 16, 1024),
-    "fsdp2, experts": ([HYBRID[0], "model=qwen3_moe_debug", *SMALL[1:]], 16, 1024),
+    "fsdp2, deterministic, offload": (
+        [
+            *HYBRID,
+            "train.deterministic=true",
+            "train.grad_accum=2",
+            "memory.optimizer_offload=true",
+            "memory.chunk_loss=true",
+        ],
+        16,
+        1024,
+    ),
+    "fsdp2, Muon, experts": (
+        [HYBRID[0], "model=qwen3_moe_debug", *SMALL[1:-1], "optim=muon", "optim.implementation=foreach"],
+        16,
+        1024,
+    ),
     "fsdp1, hybrid": ([*HYBRID, "parallel=fsdp1"], 16, 1024),
     "toy_ddp": ([*SMALL, "parallel=toy_ddp"], 8, 1024),
     "toy_zero1": ([*SMALL, "parallel=toy_zero1"], 8, 1024),

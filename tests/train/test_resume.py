@@ -72,24 +72,23 @@ def two_ranks() -> dict[str, tuple[Config, dict[str, Any]]]:
     few_bits = {"optim": eighth, "model": WITH_BLOCKS["qwen3_moe"]}
     overlapped = {"cpu_offload": True, "cpu_offload_executor": CPUOffloadExecutor.overlapped, "cpu_threads": 2}
     return {
-        "ddp, at a URL": row(DDPConfig(), checkpoint={"url": "file://"}),
-        "ddp, in the background": row(DDPConfig(), checkpoint={"every": 1, **background}),
-        "fsdp1": row(FSDP1Config(), checkpoint=background),
-        "fsdp1, flat": row(FSDP1Config(use_orig_params=False), grad_accum=2),
+        "ddp, at a URL, in the background": row(DDPConfig(), checkpoint={"url": "file://", "every": 1, **background}),
         "fsdp2": row(FSDP2Config(), checkpoint=background, workers=1),
-        "fsdp2, bf16, whole tensors": row(FSDP2Config(param_dtype=DType.bfloat16), checkpoint={"form": Form.full}),
-        "fsdp2, experts": row(FSDP2Config(), model=TINY["qwen3_moe"], grad_accum=2),
-        "fsdp2, tied": row(FSDP2Config(), model=TINY["gpt2"], checkpoint={"form": Form.full, **background}),
+        "fsdp2, bf16, tied, full tensors": row(
+            FSDP2Config(param_dtype=DType.bfloat16), model=TINY["gpt2"], checkpoint={"form": Form.full, **background}
+        ),
         "fsdp2, no state": row(FSDP2Config(), optim=SGDConfig(lr=1e-2, momentum=0.0)),
         "fsdp2, lazy offload": row(FSDP2Config(), lazy, checkpoint=background),
         "ddp, muon": row(DDPConfig(), optim=MuonConfig(lr=1e-2)),
-        "fsdp2, muon": row(FSDP2Config(), optim=MuonConfig(lr=1e-2), model=TINY["qwen3_moe"], checkpoint=background),
+        "fsdp2, muon, experts": row(
+            FSDP2Config(), optim=MuonConfig(lr=1e-2), model=TINY["qwen3_moe"], grad_accum=2, checkpoint=background
+        ),
         "ddp, bf16 states": row(DDPConfig(), optim=halved),
-        "fsdp1, bf16 states": row(FSDP1Config(), optim=halved),
-        "fsdp1, flat, bf16 states": row(FSDP1Config(use_orig_params=False), optim=halved),
+        "fsdp1, bf16 states": row(FSDP1Config(), optim=halved, checkpoint=background),
+        "fsdp1, flat, bf16 states": row(FSDP1Config(use_orig_params=False), optim=halved, grad_accum=2),
         "fsdp2, bf16 states": row(FSDP2Config(), optim=halved, checkpoint=background),
         "ddp, int8 states": row(DDPConfig(), **few_bits),
-        "fsdp2, int8 states, whole tensors": row(FSDP2Config(), checkpoint={"form": Form.full}, **few_bits),
+        "fsdp2, int8 states, full tensors": row(FSDP2Config(), checkpoint={"form": Form.full}, **few_bits),
         "fsdp2, int8 states": row(FSDP2Config(), checkpoint=background, **few_bits),
         "fsdp2, optimizer in the backward": row(
             FSDP2Config(), {"optimizer_in_backward": True}, max_grad_norm=None, skip_nonfinite=False, grad_accum=1
@@ -103,7 +102,6 @@ def two_ranks() -> dict[str, tuple[Config, dict[str, Any]]]:
 def four_ranks() -> dict[str, tuple[Config, dict[str, Any]]]:
     rounded = MemoryConfig(optimizer_offload=True, offload_state_dtype=OffloadStateDType.bfloat16)
     return {
-        "fsdp2": (make_config(FSDP2Config(), 4, **SMALL), {}),
         "hsdp2": (make_config(FSDP2Config(), 4, fsdp_size=2, **SMALL), {"async_save": True}),
         "hsdp1": (make_config(FSDP1Config(), 4, fsdp_size=2, **SMALL), {}),
         "hsdp2, rounded offload": (make_config(FSDP2Config(), 4, fsdp_size=2, memory=rounded, **SMALL), {}),
