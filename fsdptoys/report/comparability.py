@@ -56,5 +56,7 @@ def source_notes(records: Sequence[Record]) -> list[str]:
     if not differences:
         return []
     return [
-        "Rows come from different places, so their times and memory may not compare: " + "; ".join(differences) + "."
+        "Rows come from different environments, so their times and memory may not be comparable: "
+        + "; ".join(differences)
+        + "."
     ]

@@ -21,10 +21,10 @@ from fsdptoys.sweep.folder import RUN_FOLDER
 from fsdptoys.train.recorded_run import RecordedRun, is_run_dir, read_recorded_run
 
 from .loss_agreement import HELD_OUT, QUANTITIES, relative_difference
-from .setting_diff import RANKS, UNTOLD, effective
+from .setting_diff import EXCLUDED, RANKS, effective
 from .setting_effects import USUAL_FORMATS, Effect, Stage, effect_of, global_batch, held_out_samples, stage_of
 
-UNTOLD_OF_ENVIRONMENT = ("started_at", "command", "world_size")
+EXCLUDED_FROM_ENVIRONMENT = ("started_at", "command", "world_size")
 
 
 @dataclass(frozen=True)
@@ -128,12 +128,7 @@ def open_run(path: Path) -> RecordedRun:
 
 
 def compare_runs(first: RecordedRun, second: RecordedRun, tolerance: float = 0.0) -> RunComparison:
-    """Compare two runs.
-
-    Args:
-        first: run A.
-        second: run B.
-        tolerance: relative difference up to which numbers count as equal; 0 requires bitwise equality.
+    """Compare two runs; numbers within a relative ``tolerance`` count as equal.
 
     Raises:
         ConfigError: if they have no step in common.
@@ -202,7 +197,7 @@ def _changes(first: RecordedRun, second: RecordedRun, courses: Sequence[Course])
     changes = [
         Change(key, old, new, effect_of(key, same_batch))
         for key, (old, new) in changed_settings(ours, theirs).items()
-        if key not in UNTOLD and (old, new) != (None, None)
+        if key not in EXCLUDED and (old, new) != (None, None)
     ]
     stage = _stage(courses)
     return sorted(changes, key=lambda change: (change.effect, abs(stage_of(change.key) - stage)))
@@ -223,8 +218,6 @@ def _stage(courses: Sequence[Course]) -> Stage:
 
 
 def _environment_changes(first: RecordedRun, second: RecordedRun) -> list[tuple[str, Any, Any]]:
-    ours, theirs = (
-        dict(flatten({key: part for key, part in run.environment.items() if key not in UNTOLD_OF_ENVIRONMENT}))
-        for run in (first, second)
-    )
-    return [(key, old, new) for key, (old, new) in changed_settings(ours, theirs).items()]
+    ours, theirs = (dict(flatten(run.environment)) for run in (first, second))
+    changes = changed_settings(ours, theirs).items()
+    return [(key, old, new) for key, (old, new) in changes if key not in EXCLUDED_FROM_ENVIRONMENT]

@@ -14,9 +14,9 @@ from .compare import Course, Difference, RunComparison
 from .setting_effects import Effect
 
 REASONS = {
-    Effect.training: "Settings that make it another training",
-    Effect.format: "Settings of number formats, which bring losses apart by what these round",
-    Effect.rounding: "Settings that change the order of adding, or a kernel: the last bits",
+    Effect.training: "Settings that change the training",
+    Effect.format: "Dtypes, which change losses by their rounding",
+    Effect.rounding: "Settings that change the order of summation, or a kernel: the last bits",
     Effect.none: "Settings that change no bit",
 }
 
@@ -31,13 +31,7 @@ GAP = 2
 
 
 def print_comparison(found: RunComparison, names: tuple[str, str], console: Console) -> None:
-    """Print the verdict, the numbers behind it, and possible causes.
-
-    Args:
-        found: result of :func:`~fsdptoys.report.compare.compare_runs`.
-        names: names of the two runs.
-        console: destination.
-    """
+    """Print the verdict, the numbers behind it, and possible causes; ``names`` are those of the runs."""
     _line(verdict(found), console, "bold")
     for sentence in [*_ends(found, names), *_not_finite(found), *map(value_text, found.notes)]:
         _line(sentence, console)
@@ -48,29 +42,13 @@ def print_comparison(found: RunComparison, names: tuple[str, str], console: Cons
     _print_courses([COURSE_HEAD, *map(_course_row, found.courses)], console)
     changes = [(effect, [each for each in found.changes if each.effect is effect]) for effect in Effect]
     for effect, group in changes:
-        if group:
-            console.print()
-            _line(REASONS[effect], console, "bold")
-            _grid(
-                [
-                    ("", "A", "B"),
-                    *(
-                        (value_text(each.key.removesuffix(".name")), _shown(each.first), _shown(each.second))
-                        for each in group
-                    ),
-                ],
-                console,
-            )
-    if found.environment:
-        console.print()
-        _line("Where they ran", console, "bold")
-        _grid(
-            [("", "A", "B"), *((value_text(key), _shown(old), _shown(new)) for key, old, new in found.environment)],
-            console,
+        _print_changes(
+            REASONS[effect], [(each.key.removesuffix(".name"), each.first, each.second) for each in group], console
         )
+    _print_changes("Environments", found.environment, console)
     if not found.changes and not found.environment:
         console.print()
-        _line("All settings, versions and machines are the same.", console)
+        _line("All settings, versions and machines are equal.", console)
 
 
 def verdict(found: RunComparison) -> str:
@@ -79,10 +57,10 @@ def verdict(found: RunComparison) -> str:
     how = f"within {found.tolerance:g} relative" if found.tolerance else "equal in every bit"
     first = found.first_difference
     if first is None:
-        told = f"The {steps} that both have are {how}"
+        common = f"The {steps} that both have are {how}"
         if found.only_first or found.only_second:
-            return f"{told}, but one has more."
-        return f"{told}, but not all lines can be read." if found.unread else f"Same: {steps}, {how}."
+            return f"{common}, but one has more."
+        return f"{common}, but not all lines can be read." if found.unread else f"Same: {steps}, {how}."
     course, difference = first
     return (
         f"They differ from step {difference.step} on, first in the {course.quantity}: {_number(difference.first)} and "
@@ -91,12 +69,12 @@ def verdict(found: RunComparison) -> str:
 
 
 def _ends(found: RunComparison, names: tuple[str, str]) -> list[str]:
-    told = []
+    sentences = []
     for steps, letter, name in ((found.only_first, "A", names[0]), (found.only_second, "B", names[1])):
         if steps:
             span = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps):,} steps, {steps[0]} to {steps[-1]},"
-            told.append(f"{letter} ({value_text(name)}) has {span} that the other has not.")
-    return told
+            sentences.append(f"{letter} ({value_text(name)}) has {span} that the other lacks.")
+    return sentences
 
 
 def _not_finite(found: RunComparison) -> list[str]:
@@ -141,10 +119,6 @@ def _short(value: float) -> str:
     return f"{value:.2g}"
 
 
-def _shown(value: Any) -> str:
-    return value_text(value) if value is not None else "-"
-
-
 def _print_courses(rows: Sequence[Sequence[str]], console: Console) -> None:
     columns = list(zip(*rows, strict=True))
     widths = {column[0]: max(map(len, column)) for column in columns}
@@ -160,9 +134,15 @@ def _print_courses(rows: Sequence[Sequence[str]], console: Console) -> None:
         _line((" " * GAP).join(cells), console, "" if index else "dim")
 
 
-def _grid(rows: Sequence[Sequence[str]], console: Console) -> None:
+def _print_changes(title: str, changes: Sequence[tuple[str, Any, Any]], console: Console) -> None:
+    """Print key and both values of each change below a title; nothing without changes."""
+    if not changes:
+        return
+    console.print()
+    _line(title, console, "bold")
+    rows = [("", "A", "B"), *(tuple(value_text(part) if part is not None else "-" for part in row) for row in changes)]
     table = Grid.grid(padding=(0, GAP, 0, 0), pad_edge=False)
-    for _ in rows[0]:
+    for _ in range(3):
         table.add_column(overflow="fold")
     for index, row in enumerate(rows):
         table.add_row(

@@ -1,6 +1,7 @@
 """Sections of the HTML page of several runs."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 from fsdptoys.errors import ConfigError
@@ -28,14 +29,11 @@ from .runs_table import Collection, Record
 from .setting_diff import as_word, differing, own_key
 from .table import MARK, Table, make_table
 
+MISSING_SETTING = HtmlCell("—", mark="quiet")
+
 
 def comparison_page(collection: Collection, folder: str) -> tuple[list[Section], list[Picture]]:
-    """Build the sections and figures.
-
-    Args:
-        collection: several rows, or one without steps.
-        folder: folder of the PNGs, as a relative link.
-    """
+    """Build the sections and figures of a collection; ``folder`` is the relative path of the PNGs."""
     rows = make_table(collection)
     settings = rows.settings
     varied = [own_key(key) for record in collection.records for key in record.varied or {}]
@@ -58,12 +56,12 @@ def comparison_page(collection: Collection, folder: str) -> tuple[list[Section],
     def figures(*wanted: str) -> str:
         return figures_html([named[name] for name in wanted if name in named], folder)
 
-    nothing = "<p>No run has done a step that could be drawn.</p>"
+    nothing = "<p>No run has a step to draw.</p>"
     sections = [
         Section("glance", "At a glance", _glance(collection, shown) + notes_html([run for _, run in runs])),
         Section("table", "All configurations", _rows(rows)),
         Section("tradeoff", "Memory and time", figures("memory_against_time") or nothing),
-        Section("splits", "What they consist of", figures("time_split", "memory_split") or nothing),
+        Section("splits", "Breakdown of time and memory", figures("time_split", "memory_split") or nothing),
         Section("curves", "Curves", figures("losses", "step_time") or nothing),
         Section(
             "prediction",
@@ -72,7 +70,7 @@ def comparison_page(collection: Collection, folder: str) -> tuple[list[Section],
             if any(run.prediction_errors() for _, run in runs)
             else NOT_PREDICTED,
         ),
-        Section("differences", "What differs between the configurations", _differences(names, settings, keys)),
+        Section("differences", "Settings that differ", _differences(names, settings, keys)),
     ]
     failed = _failed(collection, names)
     if failed:
@@ -92,11 +90,11 @@ def short_names(records: Sequence[Record]) -> list[str]:
     for words, record in zip(traits_of, records, strict=True):
         if words and record.varied is not None:
             alike.setdefault(words, []).append(record.varied)
-    telling = {key for group in alike.values() for key in group[0] if len({each.get(key) for each in group}) > 1}
+    distinct = {key for group in alike.values() for key in group[0] if len({each.get(key) for each in group}) > 1}
     names: list[str] = []
     for words, record in zip(traits_of, records, strict=True):
         varied = record.varied or {}
-        more = " ".join(as_word(key, value) for key, value in varied.items() if not words or key in telling)
+        more = " ".join(as_word(key, value) for key, value in varied.items() if not words or key in distinct)
         own = value_text(f"{record.name} {words if len(alike) > 1 or not more else ''} {more}")
         count = names.count(own)
         names.append(f"{own} ({count + 1})" if count else own)
@@ -140,10 +138,7 @@ def _glance(collection: Collection, shown: Sequence[PlottedRun]) -> str:
 
 
 def _others(collection: Collection) -> str:
-    counts: dict[str, int] = {}
-    for record in collection.records:
-        if record.status is not JobStatus.done:
-            counts[record.status.value] = counts.get(record.status.value, 0) + 1
+    counts = Counter(record.status.value for record in collection.records if record.status is not JobStatus.done)
     if collection.skipped:
         counts["skipped"] = len(collection.skipped)
     return ", ".join(f"{count} {what}" for what, count in counts.items())
@@ -156,9 +151,9 @@ def _rows(rows: Table) -> str:
         for index, record in enumerate(rows.records)
     ]
     everywhere = "".join(f"<li>{escape(text)}</li>" for text in rows.everywhere)
-    same = f"<details><summary>The same in all rows</summary><ul>{everywhere}</ul></details>" if everywhere else ""
+    same = f"<details><summary>Equal in all rows</summary><ul>{everywhere}</ul></details>" if everywhere else ""
     notes = "".join(f"<li>{escape(note)}</li>" for note in rows.notes)
-    caption = "Press a heading to sort; a third press brings the first order back."
+    caption = "Press a heading to sort; a third press restores the original order."
     made = table("rows", caption, headings, cells, sortable=True, filterable=True)
     return f"{made}{same}<ul class=soft>{notes}</ul>"
 
@@ -182,18 +177,11 @@ def _differences(names: Sequence[str], settings: Sequence[dict], keys: Sequence[
         return "<p>All settings are the same.</p>"
     rows: list[list[HtmlCell | str]] = []
     for name, own in zip(names, settings, strict=True):
-        rows.append(
-            [
-                name,
-                *(
-                    HtmlCell(value_text(own[key]), _key(own[key])) if key in own else HtmlCell("—", mark="quiet")
-                    for key in keys
-                ),
-            ]
-        )
+        cells = (HtmlCell(value_text(own[key]), _key(own[key])) if key in own else MISSING_SETTING for key in keys)
+        rows.append([name, *cells])
     count = len({key for own in settings for key in own})
     caption = (
-        f"The {len(keys)} settings that are not the same everywhere, out of {count:,}; "
+        f"The {len(keys)} settings that differ, out of {count:,}; "
         "a dash where a row has no such setting, or its switch is off."
     )
     return table("differences-table", caption, ["configuration", *(f"`{key}`" for key in keys)], rows, sortable=True)
@@ -204,7 +192,7 @@ def _failed(collection: Collection, names: Sequence[str]) -> str:
         [
             name,
             HtmlCell(record.status.value, record.status.value, "warn"),
-            record.reason or "no reason was written down",
+            record.reason or "no reason recorded",
         ]
         for record, name in zip(collection.records, names, strict=True)
         if record.status is not JobStatus.done
@@ -215,4 +203,6 @@ def _failed(collection: Collection, names: Sequence[str]) -> str:
     ]
     if not rows:
         return ""
-    return table("failed-table", "What gave no result, and why.", ("configuration", "status", "reason"), rows)
+    return table(
+        "failed-table", "Configurations without a result, with the reason.", ("configuration", "status", "reason"), rows
+    )

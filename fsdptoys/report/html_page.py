@@ -30,11 +30,7 @@ POLICY = (
 
 
 def check_page(path: Path, named: str = "--out") -> None:
-    """Check the page's path and that plotly is installed, before any run is read.
-
-    Args:
-        path: path of the page.
-        named: name of the path in the message, such as the option that set it.
+    """Check the page's path, called ``named`` in messages, and that plotly is installed, before any run is read.
 
     Raises:
         ConfigError: for another suffix than .html or .htm, a path that cannot be written, or missing plotly.
@@ -61,9 +57,6 @@ def write_page(collection: Collection, path: Path, title: str | None = None) -> 
         collection: runs to report; a single run with steps gets the page of one run.
         path: path of the page, ending in ``.html`` or ``.htm``; an existing file is replaced.
         title: heading of the page; the collection's title by default.
-
-    Returns:
-        Paths of the written files, the page first.
 
     Raises:
         ConfigError: if plotly is missing, or the files cannot be written.
@@ -111,8 +104,8 @@ def render_page(title: str, subtitle: str, sections: Sequence[Section], pictures
             f'<header><div class="top"><div><h1>{escape(title)}</h1><p class="soft">{escape(subtitle)}</p></div>'
             '<button type="button" id="theme" hidden></button></div>'
             f'<nav aria-label="Parts of this page"><ul>{links}</ul></nav></header>',
-            f"<main><noscript><p class=note>Pictures, sorting and filtering need JavaScript, which is off; the PNG "
-            f"beside each picture's title shows the same.</p></noscript>{body}</main>",
+            f"<main><noscript><p class=note>Figures, sorting and filtering need JavaScript, which is off; the PNG "
+            f"next to each figure's title shows the same.</p></noscript>{body}</main>",
             f"<footer>Written by fsdptoys {escape(fsdptoys.__version__)}. This file is complete: it loads nothing."
             "</footer>",
             f'<script type="application/json" id="figures">{embed_json(figures)}</script>',
@@ -135,11 +128,5 @@ def _subtitle(collection: Collection) -> str:
     devices = sorted({f"{run.device_name} ({run.device_type})" for run in runs})
     models = sorted({str(model.get("name")) for run in runs if isinstance(model := run.tree.get("model"), dict)})
     started = sorted(str(run.environment.get("started_at", ""))[:10] for run in runs)
-    dates = (
-        ""
-        if not started or not started[0]
-        else started[0]
-        if started[0] == started[-1]
-        else f"{started[0]} to {started[-1]}"
-    )
+    dates = " to ".join(dict.fromkeys([started[0], started[-1]])) if started and started[0] else ""
     return " · ".join(filter(None, [", ".join(models), ", ".join(devices), dates]))

@@ -13,7 +13,7 @@ from .figures import Picture
 from .html import HtmlCell, bullets, escape, table
 
 NOT_PREDICTED = (
-    "<p>Nothing was predicted: a run foretells its time and memory with plan.predict=true and a hardware profile, that "
+    "<p>There is no prediction: a run predicts its time and memory with plan.predict=true and a hardware profile, that "
     "of its device or one that plan.hardware names.</p>"
 )
 
@@ -44,12 +44,7 @@ def cards(entries: Sequence[tuple[str, str, str]]) -> str:
 
 
 def figure_html(picture: Picture, folder: str) -> str:
-    """Element of a figure: title, link to the PNG, placeholder and caption.
-
-    Args:
-        picture: drawn by the page's script.
-        folder: folder of the PNG, as a link from the page.
-    """
+    """Element of a figure: title, link to the PNG in ``folder``, placeholder for the page's script, and caption."""
     return (
         f'<figure id="{picture.name}"><h3>{escape(picture.title)} '
         f'<a href="{escape(folder)}/{picture.name}.png" aria-label="PNG: {escape(picture.title)}">PNG</a></h3>'
@@ -73,11 +68,11 @@ def environment_section(runs: Sequence[tuple[str, RecordedRun]]) -> Section:
     for key in keys:
         values = group_by_value(flats, key)
         if len(values) == 1:
-            same.append([key, next(iter(values)), *([] if single else [HtmlCell("the same", mark="quiet nowrap")])])
+            same.append([key, next(iter(values)), *([] if single else [HtmlCell("equal", mark="quiet nowrap")])])
         else:
-            told = "; ".join(f"{value}: {', '.join(names)}" for value, names in values.items())
-            rows.append([key, HtmlCell(told, mark="warn"), HtmlCell("differs", mark="warn nowrap")])
-    caption = "Versions, machine and what decides speed in the environment, as the runs wrote them down."
+            text = "; ".join(f"{value}: {', '.join(names)}" for value, names in values.items())
+            rows.append([key, HtmlCell(text, mark="warn"), HtmlCell("differs", mark="warn nowrap")])
+    caption = "Versions, machine and the environment variables that affect speed, as recorded by the runs."
     headings = ("what", "value") if single else ("what", "value", "among the runs")
     return Section("environment", "Environment", table("environments", caption, headings, rows + same, keys=True))
 
@@ -87,7 +82,7 @@ def group_by_value(flats: Sequence[tuple[str, Mapping[str, Any]]], key: str) -> 
     values: dict[str, list[str]] = {}
     for name, flat in flats:
         value = flat.get(key)
-        values.setdefault("not told" if value is None else str(value), []).append(name)
+        values.setdefault("unknown" if value is None else str(value), []).append(name)
     return values
 
 
@@ -109,7 +104,7 @@ def prediction_table(runs: Sequence[tuple[str, RecordedRun]]) -> str:
     methods = sorted(
         {f"{run.prediction.method}, plan.hardware={run.prediction.hardware}" for _, run in runs if run.prediction}
     )
-    caption = f"Predictions: {'; '.join(methods)}. The difference is a share of what was measured."
+    caption = f"Predictions: {'; '.join(methods)}. The difference is relative to the measurement."
     headings = [*(["run"] if several else []), "what", "predicted", "measured", "difference"]
     return table("predictions", caption, headings, rows, sortable=several)
 

@@ -25,13 +25,7 @@ from .runs_table import Record
 
 
 def run_page(record: Record, run: RecordedRun, folder: str) -> tuple[list[Section], list[Picture]]:
-    """Build the sections and figures.
-
-    Args:
-        record: name and status of the run.
-        run: run with at least one step.
-        folder: folder of the PNGs, as a relative link.
-    """
+    """Build the sections and figures of a run with at least one step; ``folder`` is the relative path of the PNGs."""
     problem = ""
     try:
         timeline = run_timeline(run)
@@ -48,7 +42,7 @@ def run_page(record: Record, run: RecordedRun, folder: str) -> tuple[list[Sectio
             "Curves",
             figures_html(loss, folder) + f'<div class="pair">{figures_html(curves, folder)}</div>',
         ),
-        Section("memory-by-category", "What the memory is for", problem + _memory(run, memory, folder)),
+        Section("memory-by-category", "Memory by category", problem + _memory(run, memory, folder)),
         Section("prediction", "Predicted and measured", prediction_table([(record.name, run)]) or NOT_PREDICTED),
         Section("operators", "Where the time goes", _operators(run)),
         Section("starts", "Starts and checkpoints", _starts(run)),
@@ -83,7 +77,7 @@ def _glance(record: Record, run: RecordedRun) -> str:
     elif results.resident_set_gib is not None:
         highest = results.resident_set_peak_gib or results.resident_set_gib
         entries.append(("resident set, highest", f"{highest:.3f} GiB", "of rank 0, Python included"))
-    for what, count in (("steps without update", results.skipped_steps), ("loss spikes", results.spikes)):
+    for what, count in (("skipped steps", results.skipped_steps), ("loss spikes", results.spikes)):
         if count:
             entries.append((what, f"{count:,}", ""))
     return f"<p>{escape(hardware_line(run.environment))}</p>{cards(entries)}"
@@ -93,7 +87,7 @@ def _memory(run: RecordedRun, pictures: list[Picture], folder: str) -> str:
     parts = [figures_html(pictures, folder)]
     if not pictures:
         how = "profile.enabled=true profile.memory=true" if run.device_type == "cpu" else "profile.snapshot=true"
-        parts.append(f"<p>There is no history of the memory: {how} lets a run record one around a few steps.</p>")
+        parts.append(f"<p>There is no memory history: {how} records one around a few steps.</p>")
     if run.prediction is not None:
         memory = run.prediction.memory
         total = sum(memory.categories.values()) or 1
@@ -105,7 +99,7 @@ def _memory(run: RecordedRun, pictures: list[Picture], folder: str) -> str:
             "Predicted before the run: bytes on a rank at the peak of a step, which falls into its "
             f"{memory.peak_phase}; {memory.peak_bytes / 2**20:,.2f} MiB in all."
         )
-        parts.append(table("categories", caption, ("what for", "MiB", "share"), rows, sortable=True))
+        parts.append(table("categories", caption, ("category", "MiB", "share"), rows, sortable=True))
     return "".join(parts)
 
 
@@ -117,7 +111,7 @@ def _operators(run: RecordedRun) -> str:
             if (run.path / PROFILE_FOLDER).is_dir()
             else "profile.enabled=true traces a few steps and lists the operators that take most time"
         )
-        return f"<p>The run has no profile to tell: {why}.</p>"
+        return f"<p>The run has no profile: {why}.</p>"
     cells: list[list[HtmlCell | str]] = [
         [row[0], *(HtmlCell(text, _size(text)) for text in row[1:])] for row in rows[1:]
     ]
@@ -143,10 +137,10 @@ def _starts(run: RecordedRun) -> str:
     resumes = read_resumes(run.path / RESUMES_FILE)
     parts = []
     if resumes:
-        headings = ("time", "gone on", "from", "ranks", "settings changed", "earlier files moved to")
+        headings = ("time", "resumed", "from", "ranks", "settings changed", "earlier files moved to")
         rows = [_resume_row(resume) for resume in resumes]
         parts.append(
-            table("resumes", "Each time that the run went on, or began anew over earlier files.", headings, rows)
+            table("resumes", "Each time that the run resumed, or restarted over earlier files.", headings, rows)
         )
     else:
         parts.append("<p>The run had one start.</p>")
@@ -156,7 +150,7 @@ def _starts(run: RecordedRun) -> str:
         parts.append(
             f"<p>Checkpoints: every {every:,} steps, {escape(value_text(checkpoint.get('form')))}.</p>"
             if isinstance(every, int) and every
-            else "<p>No checkpoints were asked for (checkpoint.every=0), but for those on a signal.</p>"
+            else "<p>Checkpoints: only on a signal (checkpoint.every=0).</p>"
         )
     return "".join(parts)
 
@@ -170,10 +164,10 @@ def _resume_row(resume: Resume) -> list[HtmlCell | str]:
         ranks = f"{resume.world_size_before} → {ranks}"
     return [
         resume.time,
-        f"after step {resume.step:,}" if resume.step else "anew",
+        f"after step {resume.step:,}" if resume.step else "from the start",
         resume.checkpoint or "",
         ranks,
-        changed if resume.changed is not None else "not known",
+        changed if resume.changed is not None else "unknown",
         resume.moved_to or "",
     ]
 
@@ -181,5 +175,5 @@ def _resume_row(resume: Resume) -> list[HtmlCell | str]:
 def _settings(run: RecordedRun) -> str:
     rows = [[key, value_text(value)] for key, value in flatten(run.tree)]
     caption = "Every setting of the run, from config.yaml."
-    told = table("settings-table", caption, ("setting", "value"), rows, filterable=True, keys=True)
-    return f"<details><summary>All settings</summary>{told}</details>"
+    html = table("settings-table", caption, ("setting", "value"), rows, filterable=True, keys=True)
+    return f"<details><summary>All settings</summary>{html}</details>"

@@ -34,7 +34,7 @@ HEADINGS = {
 }
 """Settings that every table shows, as columns or above them."""
 
-UNTOLD = (
+EXCLUDED = (
     *("metrics.run_dir", "launch.device", "launch.nproc_per_node", "launch.nnodes", "launch.rdzv_endpoint"),
     "launch.rdzv_token_file",
 )
@@ -96,12 +96,10 @@ def differing(rows: Sequence[Settings], varied: Sequence[str] = ()) -> list[str]
 
     Settings of models are compared within rows of one model name, since a name stands for dozens of sizes.
 
-    Args:
-        rows: settings of each row.
-        varied: keys to include even if a differing setting determines them (``FOLLOWS``).
+    Keys in ``varied`` are included even if a differing setting determines them (``FOLLOWS``).
     """
     keys = list(dict.fromkeys(key for row in rows for key in row))
-    found = [key for key in keys if key not in UNTOLD and _differs(rows, key)]
+    found = [key for key in keys if key not in EXCLUDED and _differs(rows, key)]
     return [key for key in found if key in varied or not _follows(rows, key, found)]
 
 

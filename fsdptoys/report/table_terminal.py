@@ -35,13 +35,13 @@ def print_table(table: Table, console: Console) -> None:
     brief = width_of(table.columns) > console.width
     if any(column.name == SETTINGS for column in columns):
         usual = _usual_words([column for column in table.columns if column.setting])
-        _line(f"Where a row says nothing else: {' '.join(usual)}", console)
+        _line(f"Unless a row states otherwise: {' '.join(usual)}", console)
     if table.records:
         console.print()
         _print_rows(columns, console)
     console.print()
     if brief:
-        names = ", ".join(["what stands in brackets", *(column.heading for column in left_out)])
+        names = ", ".join(["the numbers in brackets", *(column.heading for column in left_out)])
         _line(f"No room for {names}; --csv has all columns.", console)
     for sentence in table.notes:
         _line(sentence, console)
@@ -98,10 +98,10 @@ def _with_settings_in_one(columns: Sequence[TableColumn]) -> list[TableColumn]:
         for row in range(len(settings[0].cells))
     ]
     texts = [" ".join(word for word in words if word not in usual) or "-" for words in rows]
-    told = TableColumn(SETTINGS, "Settings", [TableCell(text, text) for text in texts], False, STAYS, setting=True)
+    merged = TableColumn(SETTINGS, "Settings", [TableCell(text, text) for text in texts], False, STAYS, setting=True)
     first = columns.index(settings[0])
     others = [column for column in columns if not column.setting]
-    return [*others[:first], told, *others[first:]]
+    return [*others[:first], merged, *others[first:]]
 
 
 def _usual_words(settings: Sequence[TableColumn]) -> list[str]:

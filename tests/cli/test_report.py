@@ -100,7 +100,7 @@ def test_the_table_is_as_wide_as_the_terminal_and_whole_in_a_pipe(
         monkeypatch.setenv("COLUMNS", columns)
     assert main(["report", "a", "b", "--table"]) == 0
     text = capsys.readouterr().out
-    assert ("No room for what stands in brackets" in " ".join(text.split())) == brief
+    assert ("No room for the numbers in brackets" in " ".join(text.split())) == brief
     assert ("135 (131–139)" in text) != brief
     assert not brief or max(map(len, text.splitlines())) <= 25
 

@@ -51,7 +51,7 @@ def test_equal_runs_are_the_same(tmp_path: Path) -> None:
     """Oracle: the same numbers, and times that are no part of it."""
     found = compared(tmp_path, run_of(6), [replace(step, step_time_seconds=7.0) for step in run_of(6)])
     assert found.same and verdict(found) == "Same: 6 steps, equal in every bit."
-    assert "All settings, versions and machines are the same." in printed(found)
+    assert "All settings, versions and machines are equal." in printed(found)
 
 
 def test_the_first_and_the_largest_difference_are_told(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_run_that_ends_earlier_is_not_the_same(tmp_path: Path, longer: str) ->
     assert not found.same and found.first_difference is None
     assert verdict(found) == "The 4 steps that both have are equal in every bit, but one has more."
     letter = longer.upper()
-    assert f"{letter} ({longer}) has 2 steps, 5 to 6, that the other has not." in printed(found)
+    assert f"{letter} ({longer}) has 2 steps, 5 to 6, that the other lacks." in printed(found)
 
 
 def test_what_is_no_number_equals_its_like_alone(tmp_path: Path) -> None:

@@ -244,7 +244,7 @@ def test_a_run_page_tells_what_the_run_left(single: Loaded) -> None:
     assert headings == [
         "At a glance",
         "Curves",
-        "What the memory is for",
+        "Memory by category",
         "Predicted and measured",
         "Where the time goes",
         "Starts and checkpoints",
@@ -296,7 +296,7 @@ def test_runs_without_predictions_say_why_nothing_is_split(tmp_path: Path, witho
         write_run(tmp_path / "runs" / name, run_of(6))
     page = write_page(gather([tmp_path / "runs"]), tmp_path / "report.html")[0].read_text()
     assert "Measured totals; a breakdown needs a prediction" in page
-    assert "Nothing was predicted" in page and page.count("plan.hardware") >= 2
+    assert "There is no prediction" in page and page.count("plan.hardware") >= 2
     told = page[page.index("<main>") : page.index("</main>")]
     assert "Diamonds" not in told and "Bars: predicted" not in told
     assert "the peak resident set of rank 0&#x27;s process" in page
@@ -374,7 +374,7 @@ def test_rows_that_did_nothing_make_a_page_all_the_same(tmp_path: Path) -> None:
     """Oracle: a run that was killed in its first step has no steps to draw."""
     page = write_page(gather([write_run(tmp_path / "run", [], finished=False)]), tmp_path / "report.html")
     assert len(page) == 1
-    assert "No run has done a step that could be drawn" in page[0].read_text()
+    assert "No run has a step to draw" in page[0].read_text()
 
 
 @pytest.mark.parametrize(
