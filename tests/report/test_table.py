@@ -251,8 +251,8 @@ def test_rows_of_different_places_are_told_to_be_so(tmp_path: Path) -> None:
     write_run(tmp_path / "c", run_of(3))
     records = [record_of(tmp_path / name) for name in "abc"]
     assert (
-        "Rows come from different environments, so their times and memory may not be comparable: torch 2.13.0 (a, c), 2.7.1 (b); "
-        "commit None (a, c), 0123456789ab-dirty (b)."
+        "Rows come from different environments, so their times and memory may not be comparable: torch 2.13.0 "
+        "(a, c), 2.7.1 (b); commit None (a, c), 0123456789ab-dirty (b)."
     ) in table_of(records).notes
     assert not any("different places" in note for note in table_of([records[0], records[2]]).notes)
     rows = json.loads(to_json(table_of(records)))["rows"]
