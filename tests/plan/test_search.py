@@ -2,11 +2,8 @@
 
 import copy
 import dataclasses
-import functools
 import itertools
-import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
 
@@ -14,121 +11,17 @@ from fsdptoys.config.compose import compose_config, compose_presets
 from fsdptoys.config.plan_config import AllocatorKind
 from fsdptoys.config.schema import Config
 from fsdptoys.device import GIB
-from fsdptoys.device.profile import AttentionKind, Hardware, Quantity, load_hardware
+from fsdptoys.device.profile import Hardware, load_hardware
 from fsdptoys.errors import ConfigError
-from fsdptoys.memory import CPUOffloadExecutor, GradientCheckpointing
-from fsdptoys.metrics.prediction import MemoryPrediction, Prediction, TimePrediction
+from fsdptoys.memory import GradientCheckpointing
+from fsdptoys.metrics.prediction import Prediction
 from fsdptoys.parallel.fsdp import ReshardAfterForward, Wrap
 from fsdptoys.plan.estimate.estimate import closed_form
-from fsdptoys.plan.search.advice import advise
-from fsdptoys.plan.search.candidates import EVERYTHING, SENSIBLE, Space, shard_sizes
-from fsdptoys.plan.search.frontier_plot import check_picture, draw_frontier
+from fsdptoys.plan.search.candidates import SENSIBLE, Space, shard_sizes
 from fsdptoys.plan.search.ranking import Candidate, frontier, label
-from fsdptoys.plan.search.search import SearchResult, largest_preset, search
+from fsdptoys.plan.search.search import largest_preset, search
 from fsdptoys.plan.search.switches import overrides_between, read, validate_switches, vary
-from fsdptoys.utils.text import value_text
-
-MODEL = ["model=llama2_7b", "train.seq_len=2048", "parallel.param_dtype=bfloat16"]
-
-
-@functools.cache
-def composed_once(*words: str) -> Config:
-    """Shared configuration, not to be changed in place."""
-    return compose_config(words)
-
-
-def compose(words: Sequence[str]) -> Config:
-    return composed_once(*words)
-
-
-def imagined_hardware(devices: int = 8) -> Hardware:
-    """A device of which only the number of devices per node is read."""
-    quantities = {
-        field.name: Quantity(1.0, "imagined") for field in dataclasses.fields(Hardware) if field.type is Quantity
-    }
-    quantities |= {"devices_per_node": Quantity(devices, "imagined"), "memory_bytes": Quantity(80 * GIB, "imagined")}
-    return Hardware(
-        name="imagined",
-        title="an imagined device",
-        device_type="cuda",
-        attention=AttentionKind.flash,
-        matches=(),
-        peak_flops={"bfloat16": Quantity(1e15, "imagined")},
-        **quantities,
-    )
-
-
-HARDWARE = imagined_hardware()
-
-
-def formula(config: Config, hardware: Hardware, world_size: int, allocator: AllocatorKind) -> Prediction:
-    """A prediction with the properties that a search relies on: memory that grows with the batch, time convex in it,
-    and switches that trade one for the other."""
-    parallel, memory, train, model = config.parallel, config.memory, config.train, config.model
-    parameters = 12 * model.n_layers * model.dim**2
-    shards = config.mesh.shard_ranks(world_size) if parallel.name.startswith("fsdp") else 1
-    full = memory.gradient_checkpointing is GradientCheckpointing.full
-    kept = {"none": 30, "selective": 12, "full": 2}[memory.gradient_checkpointing.value]
-    kept *= 0.3 if memory.activation_offload else 1
-    tokens = train.batch_size * train.seq_len
-    state = {True: 4, False: 16}[memory.optimizer_offload] * (not memory.cpu_offload) * parameters / shards
-    gathered = 2 * parameters if value_text(read(config, "parallel.reshard_after_forward")) == "never" else 0
-    whole = (0 if parallel.name.startswith("fsdp") else 2) * parameters
-    logits = (1 if memory.chunk_loss else 10) * tokens * model.vocab_size
-    reserved = int(state + gathered + whole + kept * tokens * model.dim * model.n_layers + logits + GIB)
-    reserved -= int(0.1 * GIB) if read(config, "parallel.wrap") is Wrap.block_attn_mlp else 0
-    compute = 6 * parameters * tokens * (4 / 3 if full else 1.1 if memory.checkpoints else 1) / 4e14
-    traffic = (1 if gathered else 1.5) * parameters * (1 - 1 / shards) / (3e11 if shards <= 8 else 4e10)
-    traffic += 0 if shards == world_size else 0.3 * parameters / 4e10
-    step = max(compute, traffic) + 0.01
-    step += 0.03 if read(config, "parallel.wrap") is Wrap.block_attn_mlp else 0
-    step += 0.05 * compute if memory.activation_offload else 0
-    step += parameters / shards / 3e9 if memory.optimizer_offload else 0
-    if memory.cpu_offload:
-        step += (
-            parameters
-            / shards
-            / {CPUOffloadExecutor.native: 3e8, CPUOffloadExecutor.overlapped: 1e9}[memory.cpu_offload_executor]
-        )
-    host = 16 * parameters // shards if memory.cpu_offload else 0
-    return Prediction(
-        method="formula",
-        hardware=hardware.name,
-        world_size=world_size,
-        tokens_per_step=tokens * world_size,
-        model_flops_per_step=6.0 * parameters * tokens,
-        peak_flops=1e15,
-        memory=MemoryPrediction(reserved // 2, reserved, reserved, "forward", host_bytes=host),
-        time=TimePrediction(step, compute, step - compute, 0, 0),
-    )
-
-
-@functools.cache
-def find_once(world_size: int, gib: float) -> SearchResult:
-    """Of the whole space, for ``MODEL``; nothing here may change it."""
-    return find(MODEL, world_size, gib)
-
-
-def find(
-    words: Sequence[str],
-    world_size: int = 8,
-    gib: float = 80,
-    space: Space = EVERYTHING,
-    predict: Callable[..., Prediction] = formula,
-    host_bytes: float | None = None,
-) -> SearchResult:
-    return search(
-        compose,
-        words,
-        HARDWARE,
-        world_size,
-        gib * GIB,
-        AllocatorKind.expandable,
-        predict,
-        space=space,
-        host_memory_bytes=host_bytes,
-    )
-
+from tests.plan.formula_search import HARDWARE, MODEL, compose, find, find_once, formula
 
 SMALL = Space(strategies=("fsdp2", "ddp"), cpu_offload=False, every_shard_size=False)
 
@@ -173,7 +66,7 @@ def brute_force(words: Sequence[str], world_size: int, gib: float) -> list[tuple
 
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize(("world_size", "gib"), [(8, 80), (8, 20), (64, 24), (64, 60)])
-def test_what_the_search_puts_first_is_what_brute_force_finds(world_size: int, gib: float) -> None:
+def test_search_finds_the_optimum_of_brute_force(world_size: int, gib: float) -> None:
     """Oracle: nested loops over every combination and batches up to 256; a batch that the search did not try for want
     of gain may be faster by less than 1%, and a tie with fewer switches slower by 1%."""
     result = find(MODEL, world_size, gib, SMALL)
@@ -189,22 +82,21 @@ def test_what_the_search_puts_first_is_what_brute_force_finds(world_size: int, g
 
 @pytest.mark.usefixtures("unmeasured")
 def test_combinations_that_fit_are_ranked_by_speed_and_ties_by_switches() -> None:
-    """Oracle: the definition, one place after the other: whoever is within 1% of the fastest that is left ties with
-    it."""
+    """Oracle: the definition, one place after the other: candidates within 1% of the fastest remaining one tie."""
     ranked = find_once(64, 40).candidates
     assert all(one.reserved_bytes <= 40 * GIB for one in ranked)
-    left, place = list(ranked), 0
-    while left:
+    remaining, place = list(ranked), 0
+    while remaining:
         place += 1
-        fastest = max(one.tokens_per_second for one in left)
-        ties = [one for one in left if 1.01 * one.tokens_per_second >= fastest]
-        assert left[: len(ties)] == ties and {one.place for one in ties} == {place}
+        fastest = max(one.tokens_per_second for one in remaining)
+        ties = [one for one in remaining if 1.01 * one.tokens_per_second >= fastest]
+        assert remaining[: len(ties)] == ties and {one.place for one in ties} == {place}
         assert [one.switches for one in ties] == sorted(one.switches for one in ties)
-        left = left[len(ties) :]
+        remaining = remaining[len(ties) :]
     assert place > 10
 
 
-def test_switches_that_change_nothing_are_left_off() -> None:
+def test_switches_without_effect_are_off() -> None:
     """Oracle: where a prediction does not depend on the switches, the plain configuration comes first, once."""
 
     def indifferent(config: Config, hardware: Hardware, world_size: int, allocator: AllocatorKind) -> Prediction:
@@ -236,7 +128,7 @@ def test_switches_that_change_nothing_are_left_off() -> None:
         ["experiment=llama2_7b"],
     ],
 )
-def test_what_was_typed_stays_and_the_words_compose_to_the_candidate(typed: list[str]) -> None:
+def test_overrides_stay_fixed_and_compose_to_the_candidate(typed: list[str]) -> None:
     """Oracle: Hydra composing the overrides from scratch, then validating as a run does; in the full space and in one
     without some of the typed alternatives."""
     words = [*typed, *MODEL, "plan.world_size=16"]
@@ -254,17 +146,17 @@ def test_what_was_typed_stays_and_the_words_compose_to_the_candidate(typed: list
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_an_experiments_settings_are_varied_and_taken_back_whole() -> None:
-    """Oracle: Hydra; an experiment that was named is no word about each of its settings."""
+def test_settings_of_an_experiment_are_varied() -> None:
+    """Oracle: Hydra; naming an experiment fixes none of its settings."""
     words = ["experiment=llama2_7b", "train.seq_len=2048"]
     result = find(words, 512, 79)
     assert result.best.config.memory.gradient_checkpointing is GradientCheckpointing.none
     assert "memory.gradient_checkpointing=none" in list(result.best.words)
 
 
-def test_switches_go_back_to_what_they_were() -> None:
-    """Oracle: a configuration turned twice equals the first, and no words lie between them; with what belonged to a
-    switch that is off at its default."""
+def test_switches_are_reversible() -> None:
+    """Oracle: a configuration changed twice equals the first, without overrides between them; settings of a switch that
+    is off have their defaults."""
     base = compose([*MODEL, "memory.optimizer_offload=true", "memory.offload_bucket_mib=64"])
     untouched = copy.deepcopy(base)
     off = vary(base, {"memory.optimizer_offload": False})
@@ -317,7 +209,7 @@ def test_sizes_of_the_shard_axis(world_size: int, devices: int, every: bool, siz
         (["train.seq_len=8192"], 8, 80, "train.seq_len=8192 is over the model's model.max_seq_len=4096"),
     ],
 )
-def test_a_search_that_finds_nothing_says_why(words: list[str], world_size: int, gib: float, sentence: str) -> None:
+def test_a_search_without_result_gives_the_reason(words: list[str], world_size: int, gib: float, sentence: str) -> None:
     """Oracle: the sentence, word for word."""
     typed = [*words, *(word for word in MODEL if not word.startswith(tuple(w.partition("=")[0] for w in words)))]
     with pytest.raises(ConfigError, match=sentence):
@@ -336,15 +228,15 @@ def test_the_ranks_that_are_advised_are_enough() -> None:
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_host_memory_is_kept_to_where_it_is_known() -> None:
-    """Oracle: a limit below what CPU offload takes leaves no candidate with it."""
+def test_a_known_host_memory_limits_candidates() -> None:
+    """Oracle: a limit below the need of CPU offload leaves no candidate with it."""
     with_host = find(MODEL, 8, 80)
     assert any(one.config.memory.cpu_offload for one in with_host.candidates)
     without = find(MODEL, 8, 80, host_bytes=GIB)
     assert not any(one.config.memory.cpu_offload for one in without.candidates)
 
 
-def test_the_best_are_checked_as_their_words_compose_and_one_that_no_longer_fits_is_not_recommended() -> None:
+def test_the_best_are_predicted_again_and_one_that_does_not_fit_is_not_recommended() -> None:
     """Oracle: a second prediction that says the first candidate takes more than there is."""
     first = find(MODEL, 8, 40, SMALL)
     asked = []
@@ -373,7 +265,7 @@ def point(gib: float, speed: float) -> Candidate:
     return Candidate((f"{gib}", f"{speed}"), config, prediction, 0)
 
 
-def test_the_frontier_is_what_nothing_beats() -> None:
+def test_the_frontier_is_the_unbeaten_points() -> None:
     """Oracle: the definition, pair by pair, over points on a grid with many ties."""
     points = [point(1 + 7 * k % 11, 100 + 5 * k % 13) for k in range(60)]
     chosen = frontier(points)
@@ -411,69 +303,8 @@ def test_the_largest_preset_that_fits_comes_with_words_that_compose() -> None:
     assert largest(["gpt2"], 30)[1].config.train.seq_len == 1024
 
 
-def advised(config: Config, gib: float, world_size: int = 8) -> list[tuple[str, bool]]:
-    def predict(one: Config) -> Prediction:
-        return formula(one, HARDWARE, world_size, AllocatorKind.expandable)
-
-    prediction = predict(vary(config, {}))
-    return [(" ".join(advice.words), advice.fits) for advice in advise(config, predict, prediction, gib * GIB)]
-
-
-def test_advice_makes_a_run_fit_or_faster_as_predicted() -> None:
-    """Oracle: each piece of advice, typed, composed and predicted from scratch."""
-    for words, gib in (([], 16.0), (["memory.gradient_checkpointing=full", "train.batch_size=2"], 80.0)):
-        base = compose([*MODEL, *words])
-        before = formula(base, HARDWARE, 8, AllocatorKind.expandable)
-        advice = advised(base, gib)
-        assert advice and all(fits for _, fits in advice)
-        speeds = []
-        for text, _ in advice:
-            after = formula(compose_config([*MODEL, *words, *text.split()]), HARDWARE, 8, AllocatorKind.expandable)
-            assert after.memory.reserved_bytes <= gib * GIB
-            speeds.append(after.tokens_per_second)
-        assert speeds == sorted(speeds, reverse=True)
-        if before.memory.reserved_bytes <= gib * GIB:
-            assert speeds[-1] >= 1.02 * before.tokens_per_second
-
-
-def test_advice_falls_back_to_pairs_and_then_to_what_saves_most() -> None:
-    """Oracle: where one change is not enough, two are advised; where two are not, that they do not fit."""
-    base = compose([*MODEL, "train.batch_size=8"])
-    pairs = advised(base, 14)
-    assert pairs and all(fits for _, fits in pairs) and all(len(text.split()) >= 2 for text, _ in pairs)
-    hopeless = advised(base, 1.5)
-    assert hopeless and not any(fits for _, fits in hopeless)
-
-
-def test_a_place_for_the_picture_is_checked_before_anything_is_predicted(tmp_path: Path) -> None:
-    """Oracle: the sentences, word for word."""
-    check_picture(tmp_path / "plan.png")
-    (tmp_path / "folder.png").mkdir()
-    for path, sentence in (
-        (tmp_path / "plan.pdf", f"--png {tmp_path}/plan.pdf must end in .png; write --png plan.png"),
-        (tmp_path / "folder.png", f"--png {tmp_path}/folder.png is a folder; write --png plan.png"),
-        (
-            tmp_path / "none" / "plan.png",
-            f"--png {tmp_path}/none/plan.png is in {tmp_path}/none, which is not a folder; write --png plan.png",
-        ),
-    ):
-        with pytest.raises(ConfigError) as caught:
-            check_picture(path)
-        assert str(caught.value) == sentence
-
-
 @pytest.mark.usefixtures("unmeasured")
-def test_the_picture_is_drawn(tmp_path: Path) -> None:
-    """Oracle: a PNG of the size asked for; what it looks like is for eyes."""
-    path = tmp_path / "frontier.png"
-    draw_frontier(path, "llama2_7b on 64 ranks of an imagined device", find_once(64, 40))
-    head = path.read_bytes()[:24]
-    assert head.startswith(b"\x89PNG") and int.from_bytes(head[16:20], "big") == 1350
-    assert math.isclose(int.from_bytes(head[20:24], "big"), 840, abs_tol=2)
-
-
-@pytest.mark.usefixtures("unmeasured")
-def test_the_closed_form_foretells_of_the_words_what_was_ranked() -> None:
+def test_overrides_of_the_best_compose_to_its_prediction() -> None:
     """Oracle: the closed form of the configuration that Hydra composes from the best candidate's words."""
     hardware = load_hardware("h100")
     words = ["model=llama3_1b", "train.seq_len=2048", "parallel.param_dtype=bfloat16"]
