@@ -27,12 +27,11 @@ from fsdptoys.models import ModelConfig
 from fsdptoys.train.pretrained import DTYPES, open_weights
 from fsdptoys.utils.text import near_miss, printable, value_text
 
-from .help import (
-    CONVERT,
-)
+TO_HF = "fsdptoys convert to-hf RUN OUT_DIR [dtype=float32|bfloat16|float16]"
+FROM_HF = "fsdptoys convert from-hf DIR"
 
 
-def convert(words: list[str]) -> int:
+def convert_command(words: list[str]) -> int:
     """Run the command.
 
     Args:
@@ -49,12 +48,12 @@ def convert(words: list[str]) -> int:
         _to_hf(*_read_to_hf_words(rest))
     elif direction == "from-hf":
         if len(rest) != 1 or rest[0].startswith("-"):
-            raise ConfigError(f"fsdptoys convert from-hf takes one folder, not {_told(rest)}; write {_usage(1)}")
+            raise ConfigError(f"fsdptoys convert from-hf takes one folder, not {_joined(rest)}; write {FROM_HF}")
         _from_hf(rest[0])
     else:
         near = near_miss(direction, ["to-hf", "from-hf"])
-        fix = f"did you mean fsdptoys convert {near}?" if near else f"write {_usage(0)} or {_usage(1)}"
-        raise ConfigError(f"{direction} is no direction to convert in; {fix}")
+        fix = f"did you mean fsdptoys convert {near}?" if near else f"write {TO_HF} or {FROM_HF}"
+        raise ConfigError(f"{direction} is not a command of fsdptoys convert; {fix}")
     return 0
 
 
@@ -62,12 +61,12 @@ def _read_to_hf_words(words: list[str]) -> tuple[str, str, torch.dtype]:
     options = [word for word in words if re.match(r"\w+=", word)]
     paths = [word for word in words if word not in options]
     if len(paths) != 2 or any(path.startswith("-") for path in paths):
-        raise ConfigError(f"fsdptoys convert to-hf takes a run and a new folder, not {_told(paths)}; write {_usage(0)}")
+        raise ConfigError(f"fsdptoys convert to-hf takes a run and a new folder, not {_joined(paths)}; write {TO_HF}")
     dtype = "float32"
     for word in options:
         key, _, dtype = word.partition("=")
         if key != "dtype":
-            raise ConfigError(f"{word} is no setting of fsdptoys convert to-hf; write {_usage(0)}")
+            raise ConfigError(f"{word} is not a setting of fsdptoys convert to-hf; write {TO_HF}")
         if dtype not in DTYPES:
             raise ConfigError(f"{word} must be one of {', '.join(DTYPES)}; set dtype=float32")
     if len(options) > 1:
@@ -139,9 +138,5 @@ def _presets(family: type[ModelConfig]) -> dict[str, ModelConfig]:
     return dict(zip(names, compose_presets(names), strict=True))
 
 
-def _usage(index: int) -> str:
-    return CONVERT.splitlines()[index][7:]
-
-
-def _told(words: list[str]) -> str:
+def _joined(words: list[str]) -> str:
     return " ".join(words) or "nothing"

@@ -28,29 +28,12 @@ from fsdptoys.data import (
 )
 from fsdptoys.device import available_cores
 from fsdptoys.errors import ConfigError
-from fsdptoys.utils.text import (
-    near_miss,
-)
+from fsdptoys.utils.text import near_miss
 
-from .help import (
-    read_integer,
-    read_number,
-    refuse_unknown,
-    take_options,
-)
-
-VALUES = {
-    "--out": "DIR",
-    "--tokenizer": "bytes",
-    "--document-end": "TOKEN",
-    "--field": "NAME",
-    "--eval-fraction": "0.01",
-    "--processes": "2",
-    "--shard-tokens": str(SHARD_TOKENS),
-}
+from .commands import parse
 
 
-def run_data(words: Sequence[str]) -> int:
+def data_command(words: Sequence[str]) -> int:
     """Run the command.
 
     Args:
@@ -73,46 +56,41 @@ def run_data(words: Sequence[str]) -> int:
 
 
 def _prepare(words: Sequence[str]) -> int:
-    patterns, options = take_options(words, [], VALUES)
-    refuse_unknown("data", patterns, list(VALUES))
-    if not patterns:
+    options = parse("data prepare", words)
+    if not options.words:
         raise ConfigError("fsdptoys data prepare has nothing to read; write fsdptoys data prepare FILE ... --out DIR")
-    for option in ("--out", "--tokenizer"):
-        if option not in options:
-            raise ConfigError(
-                f"fsdptoys data prepare needs {option}; write {option} {VALUES[option]}"
-                + (", or a tokenizer.json" if option == "--tokenizer" else "")
-            )
-    eval_fraction = read_number(options, "--eval-fraction", 0.0, least=0.0, most=1.0)
-    if eval_fraction == 1:
+    if options.out is None:
+        raise ConfigError("fsdptoys data prepare needs --out; write --out DIR")
+    if options.tokenizer is None:
+        raise ConfigError("fsdptoys data prepare needs --tokenizer; write --tokenizer bytes, or a tokenizer.json")
+    if options.eval_fraction == 1:
         raise ConfigError("--eval-fraction 1 leaves nothing to train on; write --eval-fraction 0.01")
-    processes = read_integer(options, "--processes", min(available_cores(), MOST_PROCESSES), least=1)
+    processes = options.processes or min(available_cores(), MOST_PROCESSES)
     if processes > MOST_PROCESSES:
         raise ConfigError(f"--processes {processes} is over {MOST_PROCESSES}; write --processes {available_cores()}")
-    shard_tokens = read_integer(options, "--shard-tokens", SHARD_TOKENS, least=1)
-    choice = options["--tokenizer"]
-    encoder = open_encoder(choice, options.get("--document-end"), f"--tokenizer {choice}", "--document-end")
-    out = Path(options["--out"]).expanduser()
+    choice = options.tokenizer
+    encoder = open_encoder(choice, options.document_end, f"--tokenizer {choice}", "--document-end")
+    out = Path(options.out).expanduser()
     if os.path.lexists(out):
-        raise ConfigError(f"--out {options['--out']} exists already; name another folder, or remove it")
+        raise ConfigError(f"--out {options.out} exists already; name another folder, or remove it")
     request = Request(
         key="FILE",
-        sources=find_sources("FILE", patterns),
+        sources=find_sources("FILE", options.words),
         encoder=encoder,
         folder=out,
-        field=options.get("--field", "text"),
-        eval_fraction=eval_fraction,
-        shard_tokens=shard_tokens,
+        field=options.field,
+        eval_fraction=options.eval_fraction,
+        shard_tokens=options.shard_tokens or SHARD_TOKENS,
         processes=processes,
     )
     with Display("preparing") as display:
         index = prepare_folder(request, display.show)
-    print(_told(str(out), index))
+    print(_describe(str(out), index))
     return 0
 
 
 def _check(words: Sequence[str]) -> int:
-    folders = _folders("check", words)
+    folders = _folders("check", parse("data check", words).words)
     total = sum(size for folder in folders for _, size in files_of(read_index(folder, folder)))
     damaged, done = False, 0.0
     with Display("checking") as display:
@@ -135,21 +113,20 @@ def _check(words: Sequence[str]) -> int:
 
 
 def _show(words: Sequence[str]) -> int:
-    rest, options = take_options(words, ["--json"])
-    folders = _folders("show", rest, ["--json"])
+    options = parse("data show", words)
+    folders = _folders("show", options.words)
     indexes = {folder: read_index(folder, folder) for folder in folders}
-    if "--json" in options:
+    if options.json:
         print(json.dumps([_as_tree(folder, index) for folder, index in indexes.items()], indent=2))
     else:
-        print("\n\n".join(_told(folder, index) for folder, index in indexes.items()))
+        print("\n\n".join(_describe(folder, index) for folder, index in indexes.items()))
     return 0
 
 
-def _folders(command: str, words: Sequence[str], options: Sequence[str] = ()) -> list[str]:
-    refuse_unknown("data", words, options)
+def _folders(command: str, words: list[str]) -> list[str]:
     if not words:
         raise ConfigError(f"fsdptoys data {command} needs a folder; write fsdptoys data {command} DIR")
-    return list(words)
+    return words
 
 
 def _as_tree(folder: str, index: Index) -> Mapping[str, object]:
@@ -161,7 +138,7 @@ def _as_tree(folder: str, index: Index) -> Mapping[str, object]:
     return tree
 
 
-def _told(folder: str, index: Index) -> str:
+def _describe(folder: str, index: Index) -> str:
     facts = {"folder": folder}
     for split in ("train", "eval"):
         documents, tokens, shards = index.documents(split), index.tokens(split), len(index.of(split))

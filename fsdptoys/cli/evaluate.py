@@ -14,10 +14,11 @@ opened by the run's settings; changes to its files since the run are not detecte
 Shapes: B windows, T tokens of a window.
 """
 
+import argparse
 import json
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -33,11 +34,9 @@ from fsdptoys.errors import ConfigError
 from fsdptoys.loss import build_loss
 from fsdptoys.models import DecoderModel
 from fsdptoys.train.evaluation import sum_losses
-from fsdptoys.train.pretrained import OPTIONS, TrainedModel, read_device
+from fsdptoys.train.pretrained import TrainedModel, read_device
 
-from .help import read_integer, refuse_unknown, take_options
-
-VALUES = {"--text": "FILE", "--windows": "100", "--batch": "8", **OPTIONS}
+from .commands import parse
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Evaluation:
     """Total loss in bits per byte of the predicted text; None if the number of bytes is unknown."""
 
 
-def run_evaluate(words: Sequence[str]) -> int:
+def evaluate_command(words: Sequence[str]) -> int:
     """Run the command.
 
     Args:
@@ -67,40 +66,37 @@ def run_evaluate(words: Sequence[str]) -> int:
     Raises:
         ConfigError: for the first mistake, before anything is allocated.
     """
-    places, options = take_options(words, ["--json"], VALUES)
-    refuse_unknown("evaluate", places, ["--json", *VALUES])
+    options = parse("evaluate", words)
+    places = options.words
     if len(places) != 1:
         given = "none was given" if not places else f"{len(places)} were given"
         raise ConfigError(
             f"fsdptoys evaluate needs one run or folder, and {given}; write fsdptoys evaluate runs/NAME --text FILE"
         )
     _check_together(options)
-    batch_size = read_integer(options, "--batch", 1, least=1)
-    typed = read_integer(options, "--context", 0, least=1) or None
-    most = read_integer(options, "--windows", 0, least=1) or None
-    device, dtype = read_device(options)
-    content = _read(options["--text"]) if "--text" in options else None
+    device, dtype = read_device(options.device, options.dtype)
+    content = _read(options.text) if options.text is not None else None
 
     trained = TrainedModel(places[0], say=_say)
-    context = trained.choose_context(typed)
+    context = trained.choose_context(options.context)
     if content is None:
-        found = _evaluate_held_out(trained, context, most, batch_size, device, dtype)
+        found = _evaluate_held_out(trained, context, options.windows, options.batch, device, dtype)
     else:
-        tokenizer = trained.tokenizer(options.get("--tokenizer"))
-        ids = tokenizer.encode_file(content, options["--text"])
-        check_ids(ids, trained.config.vocab_size, options["--text"])
+        tokenizer = trained.tokenizer(options.tokenizer)
+        ids = tokenizer.encode_file(content, options.text)
+        check_ids(ids, trained.config.vocab_size, options.text)
         if len(ids) < 2:
             raise ConfigError(
-                f"{options['--text']} has {len(ids)} tokens, of which none can be predicted; give a longer text"
+                f"{options.text} has {len(ids)} tokens, of which none can be predicted; give a longer text"
             )
-        batches = _windows(ids, context, batch_size)
+        batches = _windows(ids, context, options.batch)
         bytes_count = _bytes_of(ids, content, tokenizer)
         found = evaluate(trained.load(device, dtype), batches, context, device, bytes_count)
-    if "--json" in options:
+    if options.json:
         values = {key: value if value is None or math.isfinite(value) else None for key, value in asdict(found).items()}
         print(json.dumps(values, indent=2))
     else:
-        print(_told(found))
+        print(_describe(found))
     return int(not math.isfinite(found.loss))
 
 
@@ -193,15 +189,15 @@ def _held_out(samples: Samples, count: int, batch_size: int) -> Iterator[tuple[T
         yield tokens_BT, labels_BT
 
 
-def _check_together(options: Mapping[str, str]) -> None:
-    if "--text" in options and "--windows" in options:
+def _check_together(options: argparse.Namespace) -> None:
+    if options.text is not None and options.windows is not None:
         raise ConfigError(
-            f"--windows {options['--windows']} is for what a run held out, and --text {options['--text']} is read "
+            f"--windows {options.windows} is for what a run held out, and --text {options.text} is read "
             "whole; leave one of them out"
         )
-    if "--tokenizer" in options and "--text" not in options:
+    if options.tokenizer is not None and options.text is None:
         raise ConfigError(
-            f"--tokenizer {options['--tokenizer']} says what the ids of a text are, and what a run held out is ids "
+            f"--tokenizer {options.tokenizer} says what the ids of a text are, and what a run held out is ids "
             "already; leave it out, or write --text FILE"
         )
 
@@ -226,7 +222,7 @@ def _say(sentence: str) -> None:
     print(f"fsdptoys: {sentence}", file=sys.stderr, flush=True)
 
 
-def _told(found: Evaluation) -> str:
+def _describe(found: Evaluation) -> str:
     facts = {
         "loss": f"{found.loss:.6f} nats a token",
         "perplexity": f"{found.perplexity:.4f}",

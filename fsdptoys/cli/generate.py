@@ -4,6 +4,7 @@ fsdptoys generate runs/mine --prompt "def read(self"
 fsdptoys generate DIR --prompt "Once upon a time" --tokens 100 --temperature 0
 """
 
+import argparse
 import json
 import sys
 import time
@@ -14,21 +15,12 @@ import torch
 from fsdptoys.data.tokenizer import check_ids
 from fsdptoys.errors import ConfigError
 from fsdptoys.models.generate import Draw, generate
-from fsdptoys.train.pretrained import OPTIONS, TrainedModel, read_device
+from fsdptoys.train.pretrained import TrainedModel, read_device
 
-from .help import read_integer, read_number, refuse_unknown, take_options, take_repeated
-
-VALUES = {
-    "--tokens": "200",
-    "--temperature": "0.8",
-    "--top-k": "50",
-    "--top-p": "0.9",
-    "--seed": "1",
-    **OPTIONS,
-}
+from .commands import parse
 
 
-def run_generate(words: Sequence[str]) -> int:
+def generate_command(words: Sequence[str]) -> int:
     """Run the command.
 
     Args:
@@ -40,9 +32,8 @@ def run_generate(words: Sequence[str]) -> int:
     Raises:
         ConfigError: for the first mistake, before anything is allocated.
     """
-    words, prompts = take_repeated(words, "--prompt", "TEXT")
-    places, options = take_options(words, ["--json"], VALUES)
-    refuse_unknown("generate", places, ["--prompt", "--json", *VALUES])
+    options = parse("generate", words)
+    places, prompts = options.words, options.prompt
     if len(places) != 1:
         given = "none was given" if not places else f"{len(places)} were given"
         raise ConfigError(
@@ -51,51 +42,46 @@ def run_generate(words: Sequence[str]) -> int:
     if not prompts:
         raise ConfigError(f"there is no prompt to go on from; write fsdptoys generate {places[0]} --prompt TEXT")
     draw = _read_draw(options)
-    count = read_integer(options, "--tokens", 200, least=1)
-    typed = read_integer(options, "--context", 0, least=1) or None
-    device, dtype = read_device(options)
+    device, dtype = read_device(options.device, options.dtype)
 
     trained = TrainedModel(places[0], say=_say)
-    context = trained.choose_context(typed)
-    tokenizer = trained.tokenizer(options.get("--tokenizer"))
+    context = trained.choose_context(options.context)
+    tokenizer = trained.tokenizer(options.tokenizer)
     encoded = [tokenizer.encode(prompt) for prompt in prompts]
     for prompt, ids in zip(prompts, encoded, strict=True):
         _check_prompt(prompt, ids, context, trained)
     model = trained.load(device, dtype)
 
-    ends, made, broken, told = trained.ends(), 0, False, []
+    ends, made, broken, results = trained.ends(), 0, False, []
     started = time.perf_counter()
     for prompt, ids in zip(prompts, encoded, strict=True):
         tokens_T = torch.tensor(ids, device=device.torch_device)
-        written = generate(model, tokens_T, count, context, draw, ends)[len(ids) :].tolist()
+        written = generate(model, tokens_T, options.tokens, context, draw, ends)[len(ids) :].tolist()
         made += len(written)
-        broken |= len(written) < count and not (written and written[-1] in ends)
-        told.append({"prompt": prompt, "text": tokenizer.decode(ids + written), "ids": written})
-        if "--json" not in options:
-            print(("\n" if len(told) > 1 else "") + str(told[-1]["text"]), flush=True)
+        broken |= len(written) < options.tokens and not (written and written[-1] in ends)
+        results.append({"prompt": prompt, "text": tokenizer.decode(ids + written), "ids": written})
+        if not options.json:
+            print(("\n" if len(results) > 1 else "") + str(results[-1]["text"]), flush=True)
     seconds = time.perf_counter() - started
-    if "--json" in options:
-        print(json.dumps(told, indent=2))
-    kind = options.get("--dtype", "float32")
+    if options.json:
+        print(json.dumps(results, indent=2))
+    kind = options.dtype
     _say(f"{made} tokens in {seconds:.2f} s, {made / seconds:.1f} a second, on {device.type} in {kind}")
     if broken:
         _say("the model's logits were not finite; its training diverged, or another --dtype is needed")
     return int(broken)
 
 
-def _read_draw(options: dict[str, str]) -> Draw:
-    temperature = read_number(options, "--temperature", 1.0, least=0)
-    top_k = read_integer(options, "--top-k", 0, least=1) or None
-    top_p = read_number(options, "--top-p", 1.0, least=0, most=1, above=True)
-    seed = read_integer(options, "--seed", 0, least=0)
-    if temperature == 0:
-        for option in ("--top-k", "--top-p", "--seed"):
-            if option in options:
+def _read_draw(options: argparse.Namespace) -> Draw:
+    if options.temperature == 0:
+        for name in ("top_k", "top_p", "seed"):
+            if getattr(options, name) is not None:
                 raise ConfigError(
-                    f"{option} {options[option]} is about draws, and --temperature 0 takes the likeliest token; leave "
-                    "one of them out"
+                    f"--{name.replace('_', '-')} {getattr(options, name)} is for sampling, and --temperature 0 takes "
+                    "the most likely token; leave out one of them"
                 )
-    return Draw(temperature, top_k, top_p, seed)
+    top_p = 1.0 if options.top_p is None else options.top_p
+    return Draw(options.temperature, options.top_k, top_p, options.seed or 0)
 
 
 def _check_prompt(prompt: str, ids: list[int], context: int, trained: TrainedModel) -> None:

@@ -13,9 +13,9 @@ from fsdptoys.config.compose import compose_presets
 from fsdptoys.config.overrides import list_choices
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import ModelConfig
-from fsdptoys.utils.text import (
-    near_miss,
-)
+from fsdptoys.utils.text import near_miss
+
+from .commands import parse
 
 GAP = 2
 """Spaces between columns."""
@@ -66,24 +66,18 @@ NOTES = (
 """Explanation below the table."""
 
 
-def list_models(words: Sequence[str]) -> int:
+def models_command(words: Sequence[str]) -> int:
     """Run ``fsdptoys models``.
 
     Args:
-        words: names of presets, or none for all; ``--json`` for exact numbers.
-
-    Returns:
-        Exit status.
+        words: as typed after the command.
 
     Raises:
-        ConfigError: for any other word.
+        ConfigError: for the first mistake.
     """
-    options = [word for word in words if word.startswith("-")]
-    for option in options:
-        if option != "--json":
-            raise ConfigError(f"{option} is not an option of fsdptoys models; write --json, or leave it out")
+    options = parse("models", words)
     presets = list_choices()["model"]
-    chosen = list(dict.fromkeys(word for word in words if word not in options))
+    chosen = list(dict.fromkeys(options.words))
     for name in chosen:
         if name not in presets:
             near = near_miss(name, presets)
@@ -92,7 +86,7 @@ def list_models(words: Sequence[str]) -> int:
     facts = [measure(config) for config in compose_presets(chosen or presets)]
     if not chosen:
         facts.sort(key=lambda fact: (fact.family, fact.parameters))
-    if options:
+    if options.json:
         print(json.dumps([asdict(fact) for fact in facts], indent=2))
     else:
         print_table(facts, Console())

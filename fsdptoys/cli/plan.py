@@ -36,9 +36,7 @@ from fsdptoys.utils.text import (
     near_miss,
 )
 
-from .help import (
-    take_options,
-)
+from .commands import parse
 
 COMMANDS = ("search", "calibrate")
 
@@ -112,7 +110,7 @@ def _check_launch(config: Config, hardware: Hardware, world_size: int) -> None:
         )
 
 
-def run_plan(words: Sequence[str]) -> int:
+def plan_command(words: Sequence[str]) -> int:
     """Run ``fsdptoys plan``.
 
     Args:
@@ -141,7 +139,8 @@ def _run(words: Sequence[str]) -> int:
         near = near_miss(words[0], COMMANDS)
         fix = f"did you mean fsdptoys plan {near}?" if near else "write fsdptoys plan --help for what there is"
         raise ConfigError(f"{words[0]} is not a command of fsdptoys plan; {fix}")
-    words, options = take_options(words, flags=("--json",))
+    options = parse("plan", words)
+    words = options.words
     _refuse(words, "predict", "rows")
     if any(word.partition("=")[0] == "--png" for word in words):
         raise ConfigError("--png draws what a search found; write fsdptoys plan search --png FILE")
@@ -156,7 +155,7 @@ def _run(words: Sequence[str]) -> int:
         imagined.memory_bytes,
         node_ranks_of(imagined.config, hardware, world_size),
     )
-    if "--json" in options:
+    if options.json:
         limit = {"memory_limit_bytes": imagined.memory_bytes, "advice": advice_to_dict(advice)}
         print(json.dumps(prediction.to_dict() | limit, indent=2))
         return 0
@@ -165,10 +164,10 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _search(words: Sequence[str]) -> int:
-    words, options = take_options(words, flags=("--json",), values={"--png": "FILE"})
-    _refuse(words, "predict")
-    imagined = imagine(words)
-    picture = options.get("--png")
+    options = parse("plan search", words)
+    _refuse(options.words, "predict")
+    imagined = imagine(options.words)
+    picture = options.png
     if picture is not None:
         check_picture(Path(picture))
     result = search(
@@ -182,7 +181,7 @@ def _search(words: Sequence[str]) -> int:
         check=predict,
         host_memory_bytes=imagined.hardware.host_memory_bytes.value,
     )
-    if "--json" in options:
+    if options.json:
         print(json.dumps(search_to_dict(result), indent=2))
     else:
         print_search(result, imagined.config.plan.rows, Console())

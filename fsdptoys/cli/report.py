@@ -6,7 +6,6 @@ fsdptoys report --live runs/a
 fsdptoys compare runs/a runs/b --tolerance 1e-6
 """
 
-import math
 import os
 import shutil
 import sys
@@ -19,12 +18,10 @@ from rich.console import Console
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.text import encodable, one_line, print_status
 
-from .help import refuse_unknown, take_options
+from .commands import parse
 
 if TYPE_CHECKING:
     from fsdptoys.report.table import Table
-
-FORMS = ("--table", "--markdown", "--csv", "--json")
 
 PAGE = "report.html"
 
@@ -32,7 +29,7 @@ WIDEST = 10_000
 """Line width when stdout is not a terminal."""
 
 
-def run_report(words: Sequence[str]) -> int:
+def report_command(words: Sequence[str]) -> int:
     """Run ``fsdptoys report``.
 
     Args:
@@ -44,32 +41,28 @@ def run_report(words: Sequence[str]) -> int:
     Raises:
         ConfigError: for the first mistake.
     """
-    flags, values = (*FORMS, "--live"), {"--out": "FILE.html"}
-    paths, options = take_options(words, flags, values)
-    refuse_unknown("report", paths, [*flags, *values])
+    options = parse("report", words)
+    paths, form = options.words, options.form
     _check_names(paths)
-    forms = [option for option in options if option in FORMS]
-    if len(forms) > 1:
-        raise ConfigError(f"{forms[0]} and {forms[1]} exclude each other; keep one of them")
-    if "--live" in options:
-        return _follow(paths, [option for option in options if option != "--live"])
+    if options.live:
+        return _follow(paths, form or ("--out" if options.out is not None else None))
     if not paths:
         raise ConfigError("fsdptoys report needs a run or a sweep; write fsdptoys report runs/NAME")
-    if forms and "--out" in options:
+    if form and options.out is not None:
         raise ConfigError(
-            f"--out names the page, and {forms[0]} prints to the terminal; leave one of them out, or write "
-            f"fsdptoys report {paths[0]} {forms[0]} > FILE"
+            f"--out names the page, and {form} prints to the terminal; leave one of them out, or write "
+            f"fsdptoys report {paths[0]} {form} > FILE"
         )
-    page = _page_path(paths, options.get("--out"))
-    if not forms:
-        _check_page(page, typed="--out" in options)
+    page = _page_path(paths, options.out)
+    if not form:
+        _check_page(page, typed=options.out is not None)
     from fsdptoys.report.runs_table import gather
 
     try:
         collection = gather([Path(path) for path in paths])
     except OSError as mistake:
         raise ConfigError(f"{one_line(mistake)}; check its name and permissions") from mistake
-    if not forms:
+    if not form:
         from fsdptoys.report.html_page import write_page
 
         written = write_page(collection, page)
@@ -79,11 +72,11 @@ def run_report(words: Sequence[str]) -> int:
         return 0
     from fsdptoys.report.table import make_table
 
-    _print(make_table(collection), forms[0])
+    _print(make_table(collection), form)
     return 0
 
 
-def run_compare(words: Sequence[str]) -> int:
+def compare_command(words: Sequence[str]) -> int:
     """Run ``fsdptoys compare``.
 
     Args:
@@ -95,20 +88,18 @@ def run_compare(words: Sequence[str]) -> int:
     Raises:
         ConfigError: for the first mistake.
     """
-    values = {"--tolerance": "1e-6"}
-    paths, options = take_options(words, values=values)
-    refuse_unknown("compare", paths, list(values))
+    options = parse("compare", words)
+    paths = options.words
     _check_names(paths)
     if len(paths) != 2:
         given = "none was given" if not paths else f"{len(paths)} were given" if len(paths) > 2 else "one was given"
         raise ConfigError(f"fsdptoys compare needs two runs, and {given}; write fsdptoys compare RUN_A RUN_B")
-    tolerance = _read_tolerance(options.get("--tolerance", "0"))
     from fsdptoys.report.compare import compare_runs, open_run
     from fsdptoys.report.compare_text import print_comparison
 
     try:
         first, second = (open_run(Path(path)) for path in paths)
-        found = compare_runs(first, second, tolerance)
+        found = compare_runs(first, second, options.tolerance)
         print_comparison(found, (paths[0], paths[1]), _console())
     except (ConfigError, BrokenPipeError):
         raise
@@ -132,9 +123,9 @@ def _check_names(paths: Sequence[str]) -> None:
             raise ConfigError(f"{one_line(path)} cannot be read ({one_line(mistake)}); name a run") from mistake
 
 
-def _follow(paths: Sequence[str], others: Sequence[str]) -> int:
-    if others:
-        raise ConfigError(f"--live shows a run as it goes, without {others[0]}; leave one of them out")
+def _follow(paths: Sequence[str], other: str | None) -> int:
+    if other:
+        raise ConfigError(f"--live shows a run as it goes, without {other}; leave one of them out")
     if len(paths) != 1:
         how = "one run" if not paths else f"one run at a time, and {len(paths)} were given"
         raise ConfigError(f"--live follows {how}; write fsdptoys report --live runs/NAME")
@@ -181,16 +172,3 @@ def _console() -> Console:
     if sys.stdout.isatty() or "COLUMNS" in os.environ:
         return Console(width=shutil.get_terminal_size().columns)
     return Console(width=WIDEST, soft_wrap=True)
-
-
-def _read_tolerance(text: str) -> float:
-    try:
-        tolerance = float(text)
-    except ValueError:
-        tolerance = math.nan
-    if not (math.isfinite(tolerance) and tolerance >= 0):
-        raise ConfigError(
-            f"--tolerance {text} must be a finite number of at least 0, relative to the larger of two values; write "
-            "--tolerance 1e-6, or leave it out for every bit"
-        )
-    return tolerance

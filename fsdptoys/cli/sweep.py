@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import os
+import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -21,18 +23,16 @@ from fsdptoys.sweep.runner import TRAIN
 from fsdptoys.utils.atomic_write import write_atomically
 from fsdptoys.utils.text import near_miss
 
-from .help import take_options
+from .commands import parse
 
-FLAGS = ("--dry-run", "--retry", "--resume")
-VALUES = {"--out": "DIR", "--time-limit": "SECONDS"}
+SWEEP_OPTIONS = ("--dry-run", "--retry", "--resume", "--out", "--time-limit")
 
 
-def sweep_command(words: Sequence[str], environment: Mapping[str, str], train: Sequence[str] = TRAIN) -> int:
+def sweep_command(words: Sequence[str], train: Sequence[str] = TRAIN) -> int:
     """Run ``fsdptoys sweep``.
 
     Args:
         words: as typed after the command.
-        environment: of this process.
         train: the command of a job on this machine, before its words.
 
     Returns:
@@ -41,10 +41,10 @@ def sweep_command(words: Sequence[str], environment: Mapping[str, str], train: S
     Raises:
         ConfigError: for the first mistake.
     """
-    if "RANK" in environment and "WORLD_SIZE" in environment:
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         raise ConfigError(
             "fsdptoys sweep starts the ranks of each job itself, and here torchrun has started it as one of several; "
-            f"write {shlex.join(['fsdptoys', 'sweep', *words])} launch.nproc_per_node={environment['WORLD_SIZE']}, "
+            f"write {shlex.join(['fsdptoys', 'sweep', *words])} launch.nproc_per_node={os.environ['WORLD_SIZE']}, "
             "without torchrun"
         )
     return run_sweep(read_words(words), make_tables, train)
@@ -56,62 +56,45 @@ def read_words(words: Sequence[str]) -> SweepArguments:
     Raises:
         ConfigError: for an unknown option, one without a value, or incompatible options.
     """
-    if "--resume=" in words:
-        raise ConfigError("--resume= has no value; write --resume=DIR, or --resume for the newest with the same words")
-    rest, options = take_options(
-        [f"--resume-dir={word[9:]}" if word.startswith("--resume=") else word for word in words],
-        FLAGS,
-        {**VALUES, "--resume-dir": "DIR"},
-    )
-    resumed = Path(options["--resume-dir"]) if "--resume-dir" in options else None
-    if resumed is None and "--resume" in options:
-        resumed, rest = _take_folder(words, rest)
-    resume = "--resume" in options or resumed is not None
-    for word in rest:
-        known = near_miss(word.partition("=")[0], [*FLAGS, *VALUES]) if word.startswith("--") else None
+    options = parse("sweep", _join_resume(words))
+    for word in options.words:
+        known = near_miss(word.partition("=")[0], SWEEP_OPTIONS) if word.startswith("--") else None
         if known:
             raise ConfigError(f"{word} is not an option of fsdptoys sweep; did you mean {known}?")
-    if resume and "--out" in options:
+    resume = options.resume or options.resume_dir is not None
+    if resume and options.out is not None:
         raise ConfigError(
-            f"--out {options['--out']} names a new folder, and --resume goes on in an old one; leave out one of them"
+            f"--out {options.out} names a new folder, and --resume continues in an old one; leave out one of them"
         )
-    if "--retry" in options and not resume:
-        raise ConfigError("--retry runs jobs again that ended badly, which a new sweep does not have; add --resume")
+    if options.retry and not resume:
+        raise ConfigError("--retry repeats failed jobs, which a new sweep does not have; add --resume")
     return dataclasses.replace(
-        split_words(rest),
+        split_words(options.words),
         command=shlex.join(["fsdptoys", "sweep", *words]),
         resume=resume,
-        resume_dir=resumed,
-        out=Path(options["--out"]) if "--out" in options else None,
-        time_limit_seconds=_seconds(options.get("--time-limit")),
-        dry_run="--dry-run" in options,
-        retry="--retry" in options,
+        resume_dir=Path(options.resume_dir) if options.resume_dir is not None else None,
+        out=Path(options.out) if options.out is not None else None,
+        time_limit_seconds=options.time_limit,
+        dry_run=options.dry_run,
+        retry=options.retry,
     )
 
 
-def _take_folder(words: Sequence[str], rest: list[str]) -> tuple[Path | None, list[str]]:
-    """Return the folder after ``--resume``, or None, and the words without it; a sweep's name is not a folder."""
-    index = list(words).index("--resume") + 1
-    if index == len(words) or words[index] not in rest or "=" in words[index] or words[index].startswith("-"):
-        return None, rest
-    word = words[index]
-    if not (Path(word).is_dir() or "/" in word) or is_file_name(word):
-        return None, rest
-    left = list(rest)
-    left.remove(word)
-    return Path(word), left
-
-
-def _seconds(text: str | None) -> float | None:
-    if text is None:
-        return None
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise ConfigError(f"--time-limit {text} must be a number of seconds above 0; write --time-limit 600")
-    return seconds
+def _join_resume(words: Sequence[str]) -> list[str]:
+    """Write ``--resume`` with its folder as ``--resume-dir=DIR``; a sweep's name after ``--resume`` is no folder."""
+    joined, queue = [], list(words)
+    while queue:
+        word = queue.pop(0)
+        if word == "--resume=":
+            raise ConfigError(
+                "--resume= has no value; write --resume=DIR, or --resume for the newest with the same words"
+            )
+        after = queue[0] if word == "--resume" and queue else "-"
+        is_path = "/" in after or Path(after).is_dir()
+        if is_path and not after.startswith("-") and "=" not in after and not is_file_name(after):
+            word = f"--resume={queue.pop(0)}"
+        joined.append(re.sub("^--resume=", "--resume-dir=", word))
+    return joined
 
 
 def make_tables(path: Path, console: Console | None = None) -> None:

@@ -35,9 +35,6 @@ from fsdptoys.parallel.init_weights import init_buffers, materialize
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-OPTIONS = {"--context": "1024", "--device": "cpu", "--dtype": "bfloat16", "--tokenizer": "bytes"}
-"""Options of commands that use a trained model, each with an example value."""
-
 
 def open_weights(source: str, say: Any = print) -> RunWeights | CheckpointWeights:
     """Open the final weights of a run, or else its newest checkpoint, and verify their checksums.
@@ -166,12 +163,16 @@ class TrainedModel:
         return values.get(key) if isinstance(values, Mapping) else None
 
 
-def read_device(options: Mapping[str, str]) -> tuple[Device, torch.dtype]:
-    """Return the device and dtype named by ``--device`` and ``--dtype``; ConfigError if one does not exist."""
-    dtype = options.get("--dtype", "float32")
+def read_device(device_type: str | None, dtype: str | None) -> tuple[Device, torch.dtype]:
+    """Return the device and dtype named by ``--device`` and ``--dtype``.
+
+    Raises:
+        ConfigError: if the device or dtype does not exist.
+    """
+    dtype = dtype or "float32"
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype} must be one of {', '.join(DTYPES)}; write --dtype float32")
-    device_type = options.get("--device") or available_device_type()
+    device_type = device_type or available_device_type()
     if device_type not in DEVICE_TYPES:
         raise ConfigError(f"--device {device_type} must be one of {', '.join(DEVICE_TYPES)}; write --device cpu")
     try:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fsdptoys.checkpoint import HuggingFaceFolder, RunWeights, check_same, differences
-from fsdptoys.cli.convert import convert
+from fsdptoys.cli.convert import convert_command
 from fsdptoys.config.compose import compose_config
 from fsdptoys.config.overrides import list_choices
 from fsdptoys.errors import ConfigError
@@ -27,7 +27,7 @@ DEBUG_PRESETS = [name for name in list_choices()["model"] if name.endswith("_deb
 def told(*words: str) -> str:
     """What the command prints."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        assert convert(list(words)) == 0
+        assert convert_command(list(words)) == 0
     return printed.getvalue()
 
 
@@ -139,7 +139,7 @@ def test_damaged_weights_are_refused_in_both_directions(tmp_path: Path) -> None:
     content[-1] ^= 64
     file.write_bytes(content)
     with pytest.raises(ConfigError, match=r"weights.safetensors is damaged: its SHA-256 is"):
-        convert(["to-hf", str(tmp_path / "run"), str(tmp_path / "folder")])
+        convert_command(["to-hf", str(tmp_path / "run"), str(tmp_path / "folder")])
     assert not (tmp_path / "folder").exists()
 
     model = build(SMALL["llama2"])
@@ -147,7 +147,7 @@ def test_damaged_weights_are_refused_in_both_directions(tmp_path: Path) -> None:
         model.get_parameter("norm.weight")[3] = torch.nan
     write(tmp_path / "folder", model)
     with pytest.raises(ConfigError, match=r"holds model.norm.weight with values that are not finite"):
-        convert(["from-hf", str(tmp_path / "folder")])
+        convert_command(["from-hf", str(tmp_path / "folder")])
 
 
 def test_values_that_a_number_format_lacks_are_refused(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_values_that_a_number_format_lacks_are_refused(tmp_path: Path) -> None:
     save_file(tensors, folder / "weights.safetensors")
     (folder / "checksums.json").unlink()
     with pytest.raises(ConfigError) as refused:
-        convert(["to-hf", str(tmp_path / "run"), str(tmp_path / "folder"), "dtype=float16"])
+        convert_command(["to-hf", str(tmp_path / "run"), str(tmp_path / "folder"), "dtype=float16"])
     assert str(refused.value) == (
         "norm.weight holds 100000, too large for float16; set dtype=bfloat16 or dtype=float32"
     )
@@ -190,13 +190,13 @@ FROM_HF = "write fsdptoys convert from-hf DIR"
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("to-fh a b", "to-fh is no direction to convert in; did you mean fsdptoys convert to-hf?"),
-        ("x", f"x is no direction to convert in; {TO_HF} or {FROM_HF.removeprefix('write ')}"),
+        ("to-fh a b", "to-fh is not a command of fsdptoys convert; did you mean fsdptoys convert to-hf?"),
+        ("x", f"x is not a command of fsdptoys convert; {TO_HF} or {FROM_HF.removeprefix('write ')}"),
         ("to-hf", f"fsdptoys convert to-hf takes a run and a new folder, not nothing; {TO_HF}"),
         ("to-hf a", f"fsdptoys convert to-hf takes a run and a new folder, not a; {TO_HF}"),
         ("to-hf a b c", f"fsdptoys convert to-hf takes a run and a new folder, not a b c; {TO_HF}"),
         ("to-hf a --dtype", f"fsdptoys convert to-hf takes a run and a new folder, not a --dtype; {TO_HF}"),
-        ("to-hf a b type=x", f"type=x is no setting of fsdptoys convert to-hf; {TO_HF}"),
+        ("to-hf a b type=x", f"type=x is not a setting of fsdptoys convert to-hf; {TO_HF}"),
         ("to-hf a b dtype=int8", "dtype=int8 must be one of float32, bfloat16, float16; set dtype=float32"),
         ("to-hf a b dtype=float32 dtype=float16",
          "dtype=float32 and dtype=float16 exclude each other; keep one of them"),
@@ -216,7 +216,7 @@ def test_mistakes_get_one_sentence(words: str, sentence: str, tmp_path: Path, mo
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as refused:
-        convert(words.split())
+        convert_command(words.split())
     assert str(refused.value) == sentence
     assert [path.name for path in tmp_path.iterdir()] == ["here"]
 
@@ -247,4 +247,4 @@ def test_sizes_of_no_model_are_refused_before_modules_are_made(case: str, key: s
         json.dumps(tree | {name: 10**12} if holder is tree else {**tree, "text_config": {**holder, name: 10**12}})
     )
     with pytest.raises(ConfigError, match=r"^[^\n]*1000000000000(, not an integer from| must be at most) [^\n]*$"):
-        convert(["from-hf", str(tmp_path / "folder")])
+        convert_command(["from-hf", str(tmp_path / "folder")])

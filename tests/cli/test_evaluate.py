@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from fsdptoys.cli.evaluate import run_evaluate
+from fsdptoys.cli.evaluate import evaluate_command
 from fsdptoys.config.schema import Config
 from fsdptoys.data import BinConfig, DataConfig, HFConfig, PreparedConfig, SyntheticConfig, TextConfig
 from fsdptoys.data.packing import Packing
@@ -29,7 +29,7 @@ from tests.parallel.runs import make_config, tiny_model
 
 def told(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     capsys.readouterr()
-    assert run_evaluate([*words, "--device", "cpu", "--json"]) == 0
+    assert evaluate_command([*words, "--device", "cpu", "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
@@ -187,7 +187,7 @@ def test_a_part_that_cannot_be_evaluated_is_told(
     save_run(tmp_path / "run", BYTES)
     train_on(tmp_path / "run", data)
     with pytest.raises(ConfigError) as refused:
-        run_evaluate(["run", *words.split()])
+        evaluate_command(["run", *words.split()])
     assert str(refused.value) == sentence
 
 
@@ -212,7 +212,7 @@ def test_it_is_told_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (tmp_path / "text").write_bytes(b"\xffabc" * 300)
     words = [str(tmp_path / "folder"), "--text", str(tmp_path / "text"), "--tokenizer", "bytes"]
     found = told(capsys, *words)
-    assert run_evaluate(words) == 0
+    assert evaluate_command(words) == 0
     assert capsys.readouterr().out == (
         f"loss        {found['loss']:.6f} nats a token\nperplexity  {found['perplexity']:.4f}\n"
         f"tokens      1,199 predicted, in windows of 64\nbits a byte {found['bits_per_byte']:.6f}\n"
@@ -220,7 +220,7 @@ def test_it_is_told_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str
     with torch.no_grad():
         model.get_parameter("norm.weight").fill_(torch.nan)
     write(tmp_path / "broken", model)
-    assert run_evaluate([str(tmp_path / "broken"), *words[1:], "--json"]) == 1
+    assert evaluate_command([str(tmp_path / "broken"), *words[1:], "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["loss"] is None
 
 
@@ -251,5 +251,5 @@ def test_mistakes_get_one_sentence(words: str, sentence: str, tmp_path: Path, mo
     (tmp_path / "short").write_text("7")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as refused:
-        run_evaluate(words.split())
+        evaluate_command(words.split())
     assert str(refused.value) == sentence

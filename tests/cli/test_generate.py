@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from fsdptoys.cli.generate import run_generate
+from fsdptoys.cli.generate import generate_command
 from fsdptoys.cli.main import main
 from fsdptoys.data import DataConfig, HFConfig, PreparedConfig, TextConfig
 from fsdptoys.data.tokenizer import CHOICE
@@ -39,7 +39,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def made(capsys: pytest.CaptureFixture[str], *words: str) -> list[list[int]]:
     """Ids that were added to each prompt."""
-    assert run_generate([*words, "--device", "cpu", "--json"]) == 0
+    assert generate_command([*words, "--device", "cpu", "--json"]) == 0
     return [entry["ids"] for entry in json.loads(capsys.readouterr().out)]
 
 
@@ -108,7 +108,7 @@ def test_a_model_that_diverged_is_told(places: Path, capsys: pytest.CaptureFixtu
     with torch.no_grad():
         model.get_parameter("norm.weight").fill_(torch.inf)
     write(places / "broken", model)
-    assert run_generate(["broken", "--prompt", "1", "--tokenizer", "ids", "--device", "cpu"]) == 1
+    assert generate_command(["broken", "--prompt", "1", "--tokenizer", "ids", "--device", "cpu"]) == 1
     told = capsys.readouterr()
     assert told.out == "1\n" and "the model's logits were not finite" in told.err
 
@@ -203,7 +203,7 @@ def test_a_tokenizer_that_is_gone_is_told(data: DataConfig, reason: str, places:
     """Oracle: the sentence."""
     train_on(places / "run", data)
     with pytest.raises(ConfigError) as refused:
-        run_generate(["run", "--prompt", "a"])
+        generate_command(["run", "--prompt", "a"])
     assert str(refused.value) == f"run has no tokenizer any more ({reason}); write {CHOICE}"
 
 
@@ -222,8 +222,8 @@ def test_a_tokenizer_that_is_gone_is_told(data: DataConfig, reason: str, places:
         ("run --prompt a --top-k 0", "--top-k 0 must be a whole number of at least 1; write --top-k 1"),
         ("run --prompt a --temperature x", "--temperature x must be a number of at least 0; write --temperature 1"),
         ("run --prompt a --top-p 0", "--top-p 0 must be a number above 0 and at most 1; write --top-p 1"),
-        ("run --prompt a --top-k 2 --temperature 0", "--top-k 2 is about draws, and --temperature 0 takes the "
-         "likeliest token; leave one of them out"),
+        ("run --prompt a --top-k 2 --temperature 0", "--top-k 2 is for sampling, and --temperature 0 takes the "
+         "most likely token; leave out one of them"),
         ("run --prompt a --dtype int8", "--dtype int8 must be one of float32, bfloat16, float16; write --dtype "
          "float32"),
         ("run --prompt a --device gpu", "--device gpu must be one of cuda, npu, cpu; write --device cpu"),
@@ -250,7 +250,7 @@ def test_mistakes_get_one_sentence(words: str, sentence: str, places: Path) -> N
     """Oracle: the sentence."""
     (places / "empty").mkdir()
     with pytest.raises(ConfigError) as refused:
-        run_generate(words.split())
+        generate_command(words.split())
     assert str(refused.value) == sentence
 
 
@@ -258,4 +258,4 @@ def test_small_vocabularies_have_no_bytes(tmp_path: Path) -> None:
     """Oracle: the sentence."""
     write(tmp_path / "folder", build(SMALL["qwen3"]))
     with pytest.raises(ConfigError, match=r"--tokenizer bytes needs 256 ids, and this model has 96"):
-        run_generate([str(tmp_path / "folder"), "--prompt", "a", "--tokenizer", "bytes"])
+        generate_command([str(tmp_path / "folder"), "--prompt", "a", "--tokenizer", "bytes"])

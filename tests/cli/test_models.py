@@ -156,7 +156,7 @@ def test_named_presets_have_a_row_each_and_the_numbers_an_explanation(capsys: py
         (["lama3_8b"], "lama3_8b is not a model preset; did you mean fsdptoys models llama3_8b?"),
         (["gpt2", "zzz"], "zzz is not a model preset; write fsdptoys models for all of them"),
         (["model=gpt2_xl"], "model=gpt2_xl is not a model preset; did you mean fsdptoys models gpt2_xl?"),
-        (["--jsn"], "--jsn is not an option of fsdptoys models; write --json, or leave it out"),
+        (["--jsn"], "--jsn is not an option of fsdptoys models; did you mean --json?"),
     ],
 )
 def test_mistake_is_one_line_and_status_2(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -190,7 +190,7 @@ def test_what_the_machine_lacks_is_one_sentence(
 
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "odd")
     monkeypatch.setenv("TORCH_LOGS", "odd")
-    monkeypatch.setattr("fsdptoys.cli.models.list_models", fail)
+    monkeypatch.setattr("fsdptoys.cli.models.models_command", fail)
     passes = isinstance(error, (OSError, MemoryError)) and not isinstance(error, FileNotFoundError)
     assert main(["models"]) == (1 if passes else 2)
     assert capsys.readouterr() == ("", f"fsdptoys: {sentence}\n")
@@ -203,7 +203,7 @@ def test_errors_of_our_own_keep_their_traceback(error: Exception, monkeypatch: p
     def fail(words: list[str]) -> int:
         raise error
 
-    monkeypatch.setattr("fsdptoys.cli.models.list_models", fail)
+    monkeypatch.setattr("fsdptoys.cli.models.models_command", fail)
     with pytest.raises(type(error)) as caught:
         main(["models"])
     assert caught.value is error

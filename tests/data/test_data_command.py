@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdptoys.cli.data import run_data
+from fsdptoys.cli.data import data_command
 from fsdptoys.data import (
     Display,
     PreparedConfig,
@@ -21,7 +21,7 @@ from tests.data.test_prepare import request, save_tokenizer, write_lines
 
 def data_command(capsys, *words: str) -> tuple[int, str, str]:
     capsys.readouterr()
-    status = run_data([str(word) for word in words])
+    status = data_command([str(word) for word in words])
     return (status, *capsys.readouterr())
 
 
@@ -135,7 +135,7 @@ def test_the_display_tells_how_far_it_is(terminal, monkeypatch):
         ),
         (
             "prepare a.txt --out new --tokenizer bytes --proceses 2",
-            "--proceses is not an option of fsdptoys data; did you mean --processes?",
+            "--proceses is not an option of fsdptoys data prepare; did you mean --processes?",
         ),
         (
             "prepare a.txt --out new --tokenizer none.json",
@@ -159,7 +159,7 @@ def test_mistakes_are_told_in_a_sentence(tmp_path, monkeypatch, words, sentence)
     Path("e.txt").touch()
     write_lines(Path("b.jsonl"), ["", None])
     with pytest.raises(ConfigError) as caught:
-        run_data(words.split())
+        data_command(words.split())
     assert str(caught.value).startswith(sentence)
     assert not Path("new").exists()
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsdptoys.cli.data import run_data
+from fsdptoys.cli.data import data_command
 from fsdptoys.data import PreparedConfig, find_sources, open_encoder, prepare_folder
 from fsdptoys.data.packing import Packing
 from fsdptoys.data.text_encoder import ByteEncoder
@@ -59,7 +59,7 @@ def test_a_file_s_name_need_be_no_text(tmp_path: Path, capsys: pytest.CaptureFix
         pytest.skip("this file system has no such names")
     prepare_folder(request(tmp_path / "out", os.fsdecode(name)))
     assert read_split(tmp_path / "out", "train") == [b"a text"]
-    assert run_data(["show", str(tmp_path / "out"), "--json"]) == 0
+    assert data_command(["show", str(tmp_path / "out"), "--json"]) == 0
     (shown,) = json.loads(capsys.readouterr().out)
     assert os.fsencode(shown["sources"][0]["name"]) == b"caf\xe9.txt"
 
@@ -107,7 +107,7 @@ def test_a_check_goes_on_past_a_file_that_cannot_be_read(
         return open(path, "rb")
 
     monkeypatch.setattr("fsdptoys.data.dataset_index.open_regular", refusing)
-    assert run_data(["check", str(tmp_path / "out")]) == 1
+    assert data_command(["check", str(tmp_path / "out")]) == 1
     err = capsys.readouterr().err
     assert f"{file} cannot be read (Input/output error)\n" in err
     assert "shard-00001.bin is not what was written: its SHA-256 is " in err

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import hydra
 import pytest
 
-from fsdptoys.cli.main import _work
+from fsdptoys.cli.train import _work
 from fsdptoys.config.compose import _compose_groups
 from fsdptoys.errors import ConfigError
 from fsdptoys.launch.hardware import FoundHardware

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdptoys.cli.plan import run_plan
+from fsdptoys.cli.plan import plan_command
 from fsdptoys.config.compose import compose_config
 from fsdptoys.config.schema import Config
 from fsdptoys.errors import ConfigError
@@ -121,11 +121,11 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
         "memory.cpu_offload=true is not an option of parallel=toy_fsdp; set parallel=fsdp2 or memory.cpu_offload=false",
     ),
     "plan": (
-        lambda: run_plan(["parallel=toy_fsdp", "plan.hardware=h100"]),
+        lambda: plan_command(["parallel=toy_fsdp", "plan.hardware=h100"]),
         "parallel=toy_fsdp cannot be predicted; set parallel=fsdp2, which is closest",
     ),
     "search": (
-        lambda: run_plan(["search", "parallel=toy_fsdp", "plan.hardware=h100"]),
+        lambda: plan_command(["search", "parallel=toy_fsdp", "plan.hardware=h100"]),
         "parallel=toy_fsdp cannot be predicted; set parallel=fsdp2, which is closest",
     ),
 }

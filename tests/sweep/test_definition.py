@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdptoys.cli.help import sweep_help
+from fsdptoys.cli.commands import help_page
 from fsdptoys.config.overrides import list_choices
 from fsdptoys.errors import ConfigError
 from fsdptoys.sweep.axes import read_base
@@ -78,7 +78,7 @@ def test_a_name_that_is_none_is_told_with_what_was_meant(name: str, sentence: st
 
 def test_the_help_names_every_shipped_sweep() -> None:
     """Names and descriptions of ``configs/sweep``, within 120 columns."""
-    page = sweep_help()
+    page = help_page("sweep")
     for name, description in list_sweeps().items():
         assert f"    {name} " in page
         assert description in " ".join(page.split())

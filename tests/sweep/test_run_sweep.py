@@ -30,7 +30,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sweep(*words: str, train: Sequence[str] = STANDIN) -> int:
-    return sweep_command(words, {}, train)
+    return sweep_command(words, train)
 
 
 def the_sweep() -> Sweep:
@@ -246,10 +246,9 @@ MISTAKES = {
     "parallel=ddp,fsdp2 --time-limit soon": "--time-limit soon must be a number of seconds above 0; write --time-limit "
     "600",
     "parallel=ddp,fsdp2 --resum": "--resum is not an option of fsdptoys sweep; did you mean --resume?",
-    "parallel=ddp,fsdp2 --retry": "--retry runs jobs again that ended badly, which a new sweep does not have; add "
-    "--resume",
-    "parallel=ddp,fsdp2 --resume --out x": "--out x names a new folder, and --resume goes on in an old one; leave out "
-    "one of them",
+    "parallel=ddp,fsdp2 --retry": "--retry repeats failed jobs, which a new sweep does not have; add --resume",
+    "parallel=ddp,fsdp2 --resume --out x": "--out x names a new folder, and --resume continues in an old one; "
+    "leave out one of them",
     "--resume": "--resume names neither a folder nor the words of the sweep; write fsdptoys sweep --resume sweeps/NAME",
     "--resume debug": "--resume finds no sweep below sweeps that was started with debug; leave --resume out to start "
     "it, or write --resume sweeps/NAME",

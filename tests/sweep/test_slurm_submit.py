@@ -85,7 +85,7 @@ def test_a_local_job_ends_with_the_command_that_waits_for_it(
     asking = threading.Thread(target=ask)
     asking.start()
     words = (*TINY, "train.seed=1,2", "launch.nproc_per_node=1", f"hydra/launcher={LOCAL}", "--out", str(path))
-    assert sweep_command(words, {}) == 128 + number
+    assert sweep_command(words) == 128 + number
     asking.join()
     assert [job.status for job in read_sweep(path).jobs] == [JobStatus.stopped, JobStatus.waiting]
     assert not is_locked(folder)

@@ -13,7 +13,7 @@ import pytest
 from fsdptoys.checkpoint import CheckpointConfig
 from fsdptoys.checkpoint.config import Form
 from fsdptoys.checkpoint.retention import Series
-from fsdptoys.cli.convert import convert
+from fsdptoys.cli.convert import convert_command
 from fsdptoys.config.schema import Config
 from fsdptoys.errors import ConfigError, LostRanksError
 from fsdptoys.memory import CPUOffloadExecutor, MemoryConfig, OffloadSchedule, OffloadStateDType
@@ -253,9 +253,9 @@ def test_a_checkpoint_converts_as_the_final_weights_do(
     config.checkpoint.final_weights = True
     run_ranks(2, train_and_hash_samples, config, None)
     for source, target in (("run", "final"), ("run/checkpoints", "newest"), ("run/checkpoints/step-00000002", "named")):
-        assert convert(["to-hf", str(tmp_path / source), str(tmp_path / target)]) == 0
+        assert convert_command(["to-hf", str(tmp_path / source), str(tmp_path / target)]) == 0
     (tmp_path / "run" / "weights").rename(tmp_path / "weights")
-    assert convert(["to-hf", str(tmp_path / "run"), str(tmp_path / "run_without_weights")]) == 0
+    assert convert_command(["to-hf", str(tmp_path / "run"), str(tmp_path / "run_without_weights")]) == 0
     assert "holds no final weights; taking those of its newest checkpoint, step-00000002" in capsys.readouterr().out
     final = {path.name: path.read_bytes() for path in (tmp_path / "final").iterdir()}
     for target in ("newest", "named", "run_without_weights"):
@@ -263,7 +263,7 @@ def test_a_checkpoint_converts_as_the_final_weights_do(
     manifest = tmp_path / "run" / "checkpoints" / "step-00000002" / "manifest.json"
     manifest.unlink()
     with pytest.raises(ConfigError, match=r"step-00000002 is incomplete: it has no manifest\.json"):
-        convert(["to-hf", str(manifest.parent), str(tmp_path / "refused")])
+        convert_command(["to-hf", str(manifest.parent), str(tmp_path / "refused")])
 
 
 @pytest.mark.parametrize("on_signal", [True, False])

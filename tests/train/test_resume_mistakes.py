@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdptoys.cli.main import _check_places
+from fsdptoys.cli.train import _check_places
 from fsdptoys.config.compose import compose_config
 from fsdptoys.config.schema import Config
 from fsdptoys.errors import ConfigError

@@ -1,0 +1,124 @@
+"""An ``argparse`` parser whose mistakes are sentences with the closest valid option.
+
+Commands take dashed options; the settings of a run are ``key=value`` words without dashes, which stay in order.
+"""
+
+import argparse
+import functools
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.utils.text import near_miss
+
+
+class Parser(argparse.ArgumentParser):
+    """The dashed options of a command; each mistake is a ``ConfigError``.
+
+    Args:
+        page: returns the end of the help page, where that is read from files.
+        strict: refuse unknown options; otherwise they stay in ``words``.
+    """
+
+    def __init__(self, page: Callable[[], str] | None = None, strict: bool = True, **settings: Any) -> None:
+        self.page, self.strict = page, strict
+        self.examples: dict[str, str] = {}
+        super().__init__(
+            formatter_class=functools.partial(argparse.RawDescriptionHelpFormatter, width=120, max_help_position=30),
+            allow_abbrev=False,
+            add_help=False,
+            **settings,
+        )
+
+    def flag(self, option: str, text: str) -> None:
+        """Add an option without a value."""
+        self.examples[option] = ""
+        self.add_argument(option, action="store_true", help=text)
+
+    def value(self, option: str, metavar: str, text: str, example: str = "", **settings: Any) -> None:
+        """Add an option with a value; the example of one is for messages."""
+        self.examples[option] = example or metavar
+        self.add_argument(option, metavar=metavar, help=text, **settings)
+
+    def forms(self, texts: dict[str, str]) -> None:
+        """Add flags that exclude one another; ``form`` is the given one."""
+        group = self.add_mutually_exclusive_group()
+        for option, text in texts.items():
+            self.examples[option] = ""
+            group.add_argument(option, action="store_const", dest="form", const=option, help=text)
+
+    def parse(self, words: Sequence[str]) -> argparse.Namespace:
+        """Parse what follows the command; ``words`` of the result are those that belong to no option.
+
+        Raises:
+            ConfigError: for the first mistake.
+        """
+        options, rest = self.parse_known_args(self._join_values(words))
+        options.words = rest
+        for word in rest if self.strict else ():
+            name, equals, value = word.partition("=")
+            if word.startswith("-"):
+                near = near_miss(name, list(self.examples))
+                fix = f"did you mean {near}?" if near else f"see {self.prog} --help"
+                raise ConfigError(f"{word} is not an option of {self.prog}; {fix}")
+            if equals and f"--{name}" in self.examples:
+                raise ConfigError(f"{word} lacks its dashes; write --{name} {value}")
+        return options
+
+    def _join_values(self, words: Sequence[str]) -> list[str]:
+        """Write each value as ``--option=value``; alone, argparse would take a value like -x for an option."""
+        joined, queue = [], list(words)
+        while queue:
+            word = queue.pop(0)
+            option, equals, value = word.partition("=")
+            example = self.examples.get(option)
+            if example == "" and equals:
+                raise ConfigError(f"{word} gives a value to {option}, which takes none; write {option}")
+            if example and not equals:
+                value = queue.pop(0) if queue and not queue[0].startswith("--") else ""
+                word = f"{option}={value}" if value else option
+            if example and not value and word != "--prompt=":
+                raise ConfigError(f"{option} has no value; write {option} {example}")
+            joined.append(word)
+        return joined
+
+    def error(self, message: str) -> NoReturn:
+        """Raise argparse's message, after the name of the argument, as a ``ConfigError``."""
+        option, _, reason = message.removeprefix("argument ").partition(": ")
+        other = reason.removeprefix("not allowed with argument ")
+        raise ConfigError(f"{other} and {option} exclude each other; keep one of them" if other != reason else reason)
+
+    def format_help(self) -> str:
+        """Return the help page."""
+        if self.page is not None:
+            self.epilog = self.page()
+        return super().format_help()
+
+
+def integer(option: str, fix: int, least: int = 1) -> Callable[[str], int]:
+    """Return a reader of integers of at least ``least``; messages suggest ``fix``."""
+
+    def read(typed: str) -> int:
+        if not re.fullmatch(r"-?\d{1,18}", typed) or int(typed) < least:
+            fault = f"{option} {typed} must be a whole number of at least {least}; write {option} {fix}"
+            raise argparse.ArgumentTypeError(fault)
+        return int(typed)
+
+    return read
+
+
+def number(option: str, bounds: str, fix: str, allowed: Callable[[float], bool]) -> Callable[[str], float]:
+    """Return a reader of finite numbers; ``bounds`` describes those that are allowed."""
+
+    def read(typed: str) -> float:
+        try:
+            value = float(typed)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and allowed(value)):
+            raise argparse.ArgumentTypeError(f"{option} {typed} must be a {bounds}; write {option} {fix}")
+        return value
+
+    return read

@@ -1,0 +1,148 @@
+"""``fsdptoys train``: resolve the run, check its folders, weights and data, and start or be its ranks."""
+
+import os
+from typing import TYPE_CHECKING
+
+from fsdptoys.errors import ConfigError
+from fsdptoys.utils.console_stream import let_stdout_end
+from fsdptoys.utils.text import print_status
+
+from .commands import parse
+
+if TYPE_CHECKING:
+    from fsdptoys.config.schema import Config
+
+
+def train_command(words: list[str], worker: bool) -> int:
+    """Run ``fsdptoys train``.
+
+    Args:
+        words: as typed after the command.
+        worker: whether this process is one of the ranks.
+
+    Returns:
+        Exit status.
+
+    Raises:
+        ConfigError: for the first mistake.
+    """
+    options = parse("train", words)
+    words = options.words
+    if options.cfg is not None:
+        _show(words)
+        return 0
+    let_stdout_end()
+    if worker:
+        from fsdptoys.launch.worker import run_as_worker
+
+        return run_as_worker(lambda: _work(words))
+    from fsdptoys.launch.launch import launch, resolve_run
+
+    from .largest_preset import choose_largest
+
+    run = resolve_run(words, os.environ, choose_largest)
+    if run.composition.config.launch.nnodes == 1:
+        # With several nodes, rank 0 on another one may have made the folder already.
+        _check_places(run.composition.config)
+    _verify_weights(run.composition.config.model.init_from)
+    _prepare_data(run.composition.config, run.local_ranks)
+    return launch(run)
+
+
+def _work(words: list[str]) -> None:
+    """Run one rank."""
+    import torch
+
+    from fsdptoys.launch.hardware import hardware_environment, profile_of_this_machine
+    from fsdptoys.launch.worker import WorkerRequest, read_request
+    from fsdptoys.train.run import train
+
+    request, run = read_request(), None
+    if request is None:
+        from fsdptoys.launch.launch import check_master, print_run, resolve_run
+
+        from .largest_preset import choose_largest
+
+        run = resolve_run(words, os.environ, choose_largest)
+        check_master(os.environ)
+        request = WorkerRequest(run.composition.config, run.hardware, run.local_ranks, run.world_size)
+        _prepare_data(request.config, request.local_ranks)  # called by every rank; one of them prepares
+    elif int(os.environ["WORLD_SIZE"]) != request.world_size:
+        raise ConfigError(
+            f"launch.nnodes={request.config.launch.nnodes} machines of {request.local_ranks} ranks were expected, and "
+            f"{os.environ['WORLD_SIZE']} ranks have come; set launch.nproc_per_node to the same on each"
+        )
+    config, hardware = request.config, request.hardware
+    # torchrun has not set these. Allocators read theirs at the first allocation, OpenMP at import, which for forks was
+    # in the launcher, so the threads are set again below.
+    environment = hardware_environment(
+        hardware.device_type,
+        request.local_ranks,
+        hardware.cores,
+        config.train.deterministic,
+        os.environ,
+        config.launch.timeout_seconds,
+    )
+    os.environ.update(environment)
+    threads = os.environ["OMP_NUM_THREADS"].partition(",")[0]  # the others are for nested regions
+    if threads.strip():
+        torch.set_num_threads(int(threads))
+    prediction = None
+    if os.environ["RANK"] == "0":
+        _check_places(config)
+        if run is not None:
+            _verify_weights(config.model.init_from)
+            print_run(run, environment)
+        if config.plan.hardware != "auto" or profile_of_this_machine() is not None:
+            from fsdptoys.metrics import prediction_line
+            from fsdptoys.plan.predict import estimate_run
+
+            estimated = estimate_run(config, request.world_size)
+            if estimated is not None:
+                prediction, profile = estimated
+                print_status(prediction_line(prediction, profile.usable_bytes), stdout=True)
+    train(config, prediction)
+
+
+def _check_places(config: "Config") -> None:
+    """Check the run's output folders and the checkpoint to resume from."""
+    from fsdptoys.metrics import check_run_dir
+    from fsdptoys.train.launch_env import (
+        restart_count,
+    )
+    from fsdptoys.train.resume import check_resume
+
+    restarted = restart_count() > 0
+    check_run_dir(config.metrics, resumes=config.checkpoint.resumes or restarted)
+    check_resume(config, restarted)
+
+
+def _verify_weights(init_from: str | None) -> None:
+    """Verify the checksums of the initial weights, if any, before a worker starts; reads every file once."""
+    from fsdptoys.checkpoint import HuggingFaceFolder
+
+    if init_from is not None:
+        HuggingFaceFolder(init_from).verify_checksums()
+
+
+def _prepare_data(config: "Config", local_ranks: int) -> None:
+    """Prepare the data before a rank starts or joins the others."""
+    from fsdptoys.data import check_shared_memory
+
+    check_shared_memory(config.data.workers, config.step_bytes, local_ranks)
+    config.data.prepare(config.train.seq_len, config.model.vocab_size)
+    config.check_evaluation()  # again: a split of few documents may be empty
+
+
+def _show(words: list[str]) -> None:
+    import yaml
+
+    from fsdptoys.launch.launch import resolve_run
+
+    from .largest_preset import choose_largest
+
+    run = resolve_run(words, os.environ, choose_largest)
+    _check_places(run.composition.config)
+    chosen = " ".join(f"{group}={name or 'null'}" for group, name in run.composition.choices.items())
+    print(f"# {chosen}\n# validated for {run.world_size} ranks on {run.hardware.device_type}")
+    print(yaml.safe_dump(run.composition.config.to_dict(), sort_keys=False, allow_unicode=True), end="")
