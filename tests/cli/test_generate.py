@@ -232,8 +232,8 @@ def test_a_tokenizer_that_is_gone_is_told(data: DataConfig, reason: str, places:
         ("empty --prompt a", "empty holds no weights; train with checkpoint.final_weights=true"),
         ("run --prompt a", "run has no tokenizer; write --tokenizer bytes, --tokenizer ids, or --tokenizer with a "
          "folder that holds a tokenizer.json"),
-        ("run --prompt a --tokenizer empty", "empty/tokenizer.json is not there, and should say what text the ids "
-         "stand for; write --tokenizer bytes, --tokenizer ids, or --tokenizer with a folder that holds a "
+        ("run --prompt a --tokenizer empty", "empty/tokenizer.json is not there, and should map the ids to text; "
+         "write --tokenizer bytes, --tokenizer ids, or --tokenizer with a folder that holds a "
          "tokenizer.json"),
         ("run --prompt a --tokenizer ids", "'a' is no token id; write ids as in '17 4 1003', or another --tokenizer"),
         ("run --prompt 256 --tokenizer ids", "--prompt '256' has token 256 at position 0, and the model's ids end at "

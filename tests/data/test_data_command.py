@@ -19,7 +19,7 @@ from fsdptoys.errors import ConfigError
 from tests.data.test_prepare import request, save_tokenizer, write_lines
 
 
-def data_command(capsys, *words: str) -> tuple[int, str, str]:
+def run_data(capsys, *words: str) -> tuple[int, str, str]:
     capsys.readouterr()
     status = data_command([str(word) for word in words])
     return (status, *capsys.readouterr())
@@ -29,22 +29,22 @@ def test_the_command_prepares_shows_and_checks(tmp_path, capsys):
     """Oracle: counts of two documents; one flipped bit is found, and a file that is cut is refused."""
     write_lines(tmp_path / "a.jsonl", ["one", "three"], "body")
     words = [tmp_path / "a.jsonl", "--tokenizer", "bytes", "--field", "body", "--processes", "1"]
-    status, out, _ = data_command(capsys, "prepare", *words, "--out", tmp_path / "out")
+    status, out, _ = run_data(capsys, "prepare", *words, "--out", tmp_path / "out")
     assert status == 0 and "train      2 documents, 10 tokens in 1 shard of uint16\neval       nothing\n" in out
-    assert data_command(capsys, "show", tmp_path / "out")[1] == out
-    tree = json.loads(data_command(capsys, "show", tmp_path / "out", "--json")[1])[0]
+    assert run_data(capsys, "show", tmp_path / "out")[1] == out
+    tree = json.loads(run_data(capsys, "show", tmp_path / "out", "--json")[1])[0]
     assert tree["splits"] == {"train": {"documents": 2, "tokens": 10}, "eval": {"documents": 0, "tokens": 0}}
-    status, out, _ = data_command(capsys, "check", tmp_path / "out")
+    status, out, _ = run_data(capsys, "check", tmp_path / "out")
     assert (status, out) == (0, f"{tmp_path / 'out'}: 1 shard, every byte as it was written\n")
     shard = tmp_path / "out" / "shard-00000.bin"
     content = bytearray(shard.read_bytes())
     content[4] ^= 1
     shard.write_bytes(content)
-    status, out, err = data_command(capsys, "check", tmp_path / "out")
+    status, out, err = run_data(capsys, "check", tmp_path / "out")
     assert (status, out) == (1, "") and "shard-00000.bin is not what was written: its SHA-256 is " in err
     shard.write_bytes(content[:-2])
     with pytest.raises(ConfigError, match=r"has 18 bytes in shard-00000\.bin, where its index says 20; put the file"):
-        data_command(capsys, "check", tmp_path / "out")
+        run_data(capsys, "check", tmp_path / "out")
 
 
 def test_a_copy_of_the_tokenizer_is_kept_and_checked(tmp_path, capsys):
@@ -53,16 +53,16 @@ def test_a_copy_of_the_tokenizer_is_kept_and_checked(tmp_path, capsys):
     choice = Path(save_tokenizer(tmp_path / "tokenizer", None))
     write_lines(tmp_path / "a.jsonl", ["one two one two", "two three"])
     words = [tmp_path / "a.jsonl", "--out", tmp_path / "out", "--tokenizer", choice, "--processes", "1"]
-    assert data_command(capsys, "prepare", *words)[1].endswith("…; kept in the folder\n")
+    assert run_data(capsys, "prepare", *words)[1].endswith("…; kept in the folder\n")
     copy, content = tmp_path / "out" / "tokenizer.json", (choice / "tokenizer.json").read_bytes()
     assert copy.read_bytes() == content
     config = PreparedConfig(folder=str(tmp_path / "out"))
     assert config.find_tokenizer() == str(copy)
     whole = f"{tmp_path / 'out'}: 1 shard and tokenizer.json, every byte as it was written\n"
-    assert data_command(capsys, "check", tmp_path / "out") == (0, whole, "")
+    assert run_data(capsys, "check", tmp_path / "out") == (0, whole, "")
     copy.write_bytes(content[:-1] + b" ")
     for damage in ("is not what was written: its SHA-256 is ", "cannot be read (No such file or directory)"):
-        status, _, err = data_command(capsys, "check", tmp_path / "out")
+        status, _, err = run_data(capsys, "check", tmp_path / "out")
         assert status == 1 and f"{copy} {damage}" in err
         with pytest.raises(ConfigError, match=re.escape(f"{copy} {damage}")):
             config.find_tokenizer()
@@ -85,7 +85,7 @@ def test_a_folder_of_an_earlier_version_is_read(tmp_path, capsys):
     (tmp_path / "out" / "tokenizer.json").unlink()
     older = config.build(4, 8, 0)
     assert older.fingerprint == dataset.fingerprint and older.train[0][0].tolist() == [2, 3, 2, 3]
-    assert config.find_tokenizer() is None and data_command(capsys, "check", tmp_path / "out")[0] == 0
+    assert config.find_tokenizer() is None and run_data(capsys, "check", tmp_path / "out")[0] == 0
 
 
 class Stream(io.StringIO):
