@@ -30,8 +30,10 @@ from fsdptoys.launch.exit_record import read_exit_record
 from fsdptoys.metrics.config import Console as ConsoleChoice
 from fsdptoys.metrics.config import MetricsConfig
 from fsdptoys.metrics.prediction import Prediction
+from fsdptoys.metrics.results import read_result
 from fsdptoys.metrics.resume_log import ResumePoint
 from fsdptoys.metrics.run_directory import RunDirectory
+from fsdptoys.metrics.summary import render_summary
 from fsdptoys.plan.measured_runs import read_run
 from fsdptoys.report.figures_plotly import figure
 from fsdptoys.report.html_page import render_page
@@ -237,12 +239,25 @@ def read_prediction(copy: Path) -> str:
     return ""
 
 
+def read_results(copy: Path) -> str:
+    """The results of a run, and the summary rendered from them."""
+    try:
+        found = read_result(copy)
+    except ValueError:
+        return ""
+    if found is not None:
+        render_summary(found)
+    return ""
+
+
 def read_measured(copy: Path) -> None:
     """A run as ``plan calibrate`` reads it, up to its validation."""
     read_run(copy).config.validate(1, "cpu")
 
 
-RUN_FILES = ("config.yaml", "environment.json", "metrics.jsonl", "resumes.jsonl", "prediction.json", "summary.md")
+RUN_FILES = (
+    "config.yaml", "environment.json", "metrics.jsonl", "resumes.jsonl", "prediction.json", "result.json", "summary.md",
+)  # fmt: skip
 STEP = "checkpoints/step-00000003"
 
 READERS: dict[str, Reader] = {
@@ -259,6 +274,7 @@ READERS: dict[str, Reader] = {
     "plan calibrate": Reader("run", RUN_FILES[:4], read_measured),
     "heartbeats": Reader("run", ("heartbeats/*",), read_signs, mend=mend_heartbeats),
     "prediction": Reader("run", ("prediction.json",), read_prediction, part=0.5),
+    "results": Reader("run", ("result.json",), read_results, part=0.5),
     "resumed run directory": Reader("run", (*RUN_FILES, "routing.jsonl"), read_resumed),
     "checkpoints": Reader("run", (f"{STEP}/*", "checkpoints/latest"), read_checkpoints, mend=mend_checkpoints),
     "launcher's checkpoints": Reader("run", (f"{STEP}/*.json",), read_launchers_view, mend=mend_checkpoints, part=0.2),

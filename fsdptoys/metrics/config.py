@@ -18,6 +18,7 @@ ROUTING_FILE = "routing.jsonl"
 RESUMES_FILE = "resumes.jsonl"
 LOSS_FILE = "loss.png"
 EXPERTS_FILE = "experts.png"
+RESULT_FILE = "result.json"
 SUMMARY_FILE = "summary.md"
 PREDICTION_FILE = "prediction.json"
 PROFILE_FOLDER = "profile"
@@ -38,6 +39,7 @@ RUN_FILES = {
     COLLECTIVES_FILE: "every collective of one step on rank 0: one line of JSON each",
     TENSORBOARD_FOLDER: "every step for TensorBoard: `tensorboard --logdir` of this folder, or of one above",
     WANDB_FOLDER: "what Weights & Biases keeps of the run; `wandb sync` of an `offline-run-…` in it uploads that one",
+    RESULT_FILE: "every number of this page, as JSON",
     SUMMARY_FILE: "this page",
 }
 """File or folder of a run directory → its content, as listed in ``summary.md``."""

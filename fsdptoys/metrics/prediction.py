@@ -1,10 +1,11 @@
 """Predicted memory and time of a run's steps, and their comparison with the measurements."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fsdptoys.device import GIB
 from fsdptoys.utils.foreign import ForeignError
@@ -131,11 +132,6 @@ class Prediction:
         return found
 
 
-if TYPE_CHECKING:
-    from .results import (
-        RunResults,
-    )
-
 FLAGGED = 0.10
 """Relative difference from the measurement above which a prediction is flagged."""
 
@@ -152,37 +148,12 @@ class PredictionError:
     @property
     def difference(self) -> float:
         """Relative difference of the prediction from the measurement; positive if too high."""
-        return self.predicted / self.measured - 1
+        return self.predicted / self.measured - 1 if self.measured else math.inf
 
     @property
     def flagged(self) -> bool:
         """Whether the difference exceeds ``FLAGGED``."""
         return abs(self.difference) > FLAGGED
-
-
-def prediction_errors(prediction: Prediction, results: "RunResults") -> list[PredictionError]:
-    """Compare a prediction with the steps after the warmup; runs on a CPU have no device memory to compare.
-
-    Measurements of 0, such as tokens/s of steps without valid tokens, are skipped, since the difference is relative.
-    """
-    found: list[PredictionError] = []
-    if results.step_time_seconds is not None:
-        median = results.step_time_seconds.median
-        found.append(PredictionError("step time", prediction.time.step_seconds * 1e3, median * 1e3, "ms"))
-    if results.tokens_per_second is not None:
-        median = results.tokens_per_second.median
-        found.append(PredictionError("tokens/s, all ranks", prediction.tokens_per_second, median, ""))
-    if results.mfu is not None and prediction.mfu is not None:
-        found.append(PredictionError("MFU", prediction.mfu * 100, results.mfu.median * 100, "%"))
-    memory = prediction.memory
-    for quantity, predicted, measured in (
-        ("device memory after a step", memory.end_bytes, results.memory_allocated_gib),
-        ("peak device memory", memory.peak_bytes, results.memory_peak_gib),
-        ("reserved device memory", memory.reserved_bytes, results.memory_reserved_gib),
-    ):
-        if measured is not None:
-            found.append(PredictionError(quantity, predicted / GIB, measured, "GiB"))
-    return [each for each in found if each.measured]
 
 
 def prediction_line(prediction: Prediction, memory_bytes: float) -> str:

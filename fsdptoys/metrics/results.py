@@ -1,11 +1,32 @@
-"""Summary statistics of the steps of a run."""
+"""Results of a run: summary statistics of its steps, and ``result.json``, from which ``summary.md`` is rendered."""
 
+import dataclasses
+import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from .step import RoutingMetrics, StepMetrics
+from fsdptoys.device import GIB
+from fsdptoys.utils.foreign import ForeignError, parse_json
+from fsdptoys.utils.from_tree import build
+from fsdptoys.utils.regular_file import read_regular
+from fsdptoys.utils.text import one_line
+
+from .compilation import Compilations
+from .config import RESULT_FILE
+from .prediction import Prediction, PredictionError
+from .resume_log import Resume
+from .step import Number, RoutingMetrics, StepMetrics
+
+FORMAT_VERSION = 1
+"""Version of ``result.json``; a key added later keeps it, a changed or removed one does not."""
+
+LARGEST_RESULT_BYTES = 2**24
 
 LAST_STEPS = 10
 """Maximum number of steps in the mean of the last losses."""
@@ -22,21 +43,21 @@ class Spread:
 
 @dataclass(frozen=True)
 class RunResults:
-    """Results of a run; None for values without measurements."""
+    """Statistics of a run's steps; losses in nats per token, None for values without measurements."""
 
     steps: int
     """Number of the last step."""
     warmup_steps: int
     """First steps of each start excluded from the spreads."""
-    starts: Sequence[int]
+    starts: tuple[int, ...]
     """Last step before each start; 0 for the first start."""
-    first_loss: float | None
-    last_loss: float | None
-    mean_last_loss: float | None
+    first_loss: Number | None
+    last_loss: Number | None
+    mean_last_loss: Number | None
     """Mean over the last steps without the skipped ones."""
     mean_last_steps: int
     """Number of steps in ``mean_last_loss``, at most ``LAST_STEPS``."""
-    eval_loss: float | None
+    eval_loss: Number | None
     """Loss of the last evaluation, in nats per token."""
     eval_step: int | None
     step_time_seconds: Spread | None
@@ -80,7 +101,7 @@ def summarize(steps: Sequence[StepMetrics], warmup_steps: int, starts: Sequence[
     return RunResults(
         steps=steps[-1].step if steps else max(starts),
         warmup_steps=warmup_steps,
-        starts=starts,
+        starts=tuple(starts),
         first_loss=steps[0].loss if steps else None,
         last_loss=steps[-1].loss if steps else None,
         mean_last_loss=sum(last) / len(last) if last else None,
@@ -114,3 +135,137 @@ def _stall(steps: Sequence[StepMetrics]) -> float | None:
 
 def _highest(values: Sequence[float | None]) -> float | None:
     return max((value for value in values if value is not None), default=None)
+
+
+def prediction_errors(prediction: Prediction, results: RunResults) -> list[PredictionError]:
+    """Compare a prediction with the steps after the warmup; runs on a CPU have no device memory to compare.
+
+    Measurements of 0, such as tokens/s of steps without valid tokens, are skipped, since the difference is relative.
+    """
+    found: list[PredictionError] = []
+    if results.step_time_seconds is not None:
+        median = results.step_time_seconds.median
+        found.append(PredictionError("step time", prediction.time.step_seconds * 1e3, median * 1e3, "ms"))
+    if results.tokens_per_second is not None:
+        median = results.tokens_per_second.median
+        found.append(PredictionError("tokens/s, all ranks", prediction.tokens_per_second, median, ""))
+    if results.mfu is not None and prediction.mfu is not None:
+        found.append(PredictionError("MFU", prediction.mfu * 100, results.mfu.median * 100, "%"))
+    memory = prediction.memory
+    for quantity, predicted, measured in (
+        ("device memory after a step", memory.end_bytes, results.memory_allocated_gib),
+        ("peak device memory", memory.peak_bytes, results.memory_peak_gib),
+        ("reserved device memory", memory.reserved_bytes, results.memory_reserved_gib),
+    ):
+        if measured is not None:
+            found.append(PredictionError(quantity, predicted / GIB, measured, "GiB"))
+    return [each for each in found if each.measured]
+
+
+class RunStatus(Enum):
+    """How a run with results ended."""
+
+    done = "done"
+    """After its steps or ``train.max_seconds``."""
+    stopped = "stopped"
+    """By a signal."""
+    failed = "failed"
+    """After too many skipped steps."""
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator over all traced steps, in microseconds; None for values without measurements."""
+
+    name: str
+    calls: int
+    self_device_us: float | None
+    """Of its own kernels; None on a CPU."""
+    self_cpu_us: float | None
+    """Without the operators that it calls."""
+    cpu_us: float | None
+    self_memory_bytes: int | None
+    """Allocated minus freed."""
+
+
+@dataclass(frozen=True)
+class ProfileResult:
+    """Output of the profiler of rank 0; files are below ``profile/``."""
+
+    rank: int
+    ranks: tuple[int, ...]
+    """Profiled ranks."""
+    trace_file: str | None = None
+    traced_steps: str | None = None
+    """Such as "steps 5 to 7"."""
+    operators: tuple[Operator, ...] = ()
+    """Operators with the largest self time, descending."""
+    snapshot_files: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Contents of ``result.json``: every number and fact of ``summary.md``."""
+
+    title: str
+    status: RunStatus
+    stop_reason: str
+    """Completes "15 of 20 steps; …"."""
+    planned_steps: int
+    wall_seconds: float
+    """Of the last start."""
+    steps: RunResults
+    references_nats: dict[str, Number]
+    """Label → entropy of a simple model of the data, in nats per token."""
+    prediction: tuple[PredictionError, ...]
+    """Predicted and measured values; empty without a prediction."""
+    compilation: Compilations | None
+    """``torch.compile`` on rank 0, in the last start; None if it is off."""
+    resumes: tuple[Resume, ...]
+    profile: ProfileResult | None
+    sample: str | None
+    """Text generated by the trained model."""
+    lost_output: str | None
+    """Sentence on lost console output."""
+    files: dict[str, str]
+    """File of the run directory → its content."""
+    definitions: tuple[str, ...]
+    """How each number was measured."""
+    environment: dict[str, Any]
+    """As in ``environment.json``."""
+    settings: dict[str, Any]
+    """As in ``config.yaml``."""
+    format_version: int = FORMAT_VERSION
+
+    def to_json(self) -> str:
+        """The file's text: strict JSON, with non-finite numbers as "nan", "inf" and "-inf"."""
+        return json.dumps(plain_tree(dataclasses.asdict(self)), indent=2, allow_nan=False) + "\n"
+
+
+def read_result(run_dir: Path) -> RunResult | None:
+    """Read the results of a run; None without the file.
+
+    Raises:
+        ForeignError: if the file is invalid, or has a later format version.
+    """
+    try:
+        tree = parse_json(read_regular(run_dir / RESULT_FILE, LARGEST_RESULT_BYTES), surrogates=True)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as mistake:
+        raise ForeignError(one_line(mistake)) from None
+    version = tree.get("format_version") if isinstance(tree, dict) else None
+    if type(version) is int and version > FORMAT_VERSION:
+        raise ForeignError(f"its format_version is {version}, and this version reads up to {FORMAT_VERSION}")
+    return build(RunResult, tree, skip_unknown=True)
+
+
+def plain_tree(value: Any) -> Any:
+    """A tree with text as keys, lists for tuples, values of enums, and names of non-finite numbers."""
+    if isinstance(value, dict):
+        return {str(key): plain_tree(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_tree(each) for each in value]
+    if isinstance(value, Enum):
+        return value.value
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -21,6 +21,7 @@ from .config import (
     CONFIG_FILE,
     ENVIRONMENT_FILE,
     METRICS_FILE,
+    RESULT_FILE,
     RESUMES_FILE,
     ROUTING_FILE,
     RUNS_FOLDER,
@@ -105,7 +106,8 @@ class RunDirectory:
         """Truncate or move the files of an earlier start, and record this resume."""
         resume = describe_resume(self.path, resumed, config_tree, environment)
         files = truncate_or_move(self.path, resumed)
-        (self.path / SUMMARY_FILE).unlink(missing_ok=True)  # describes the end of an earlier start
+        for name in (SUMMARY_FILE, RESULT_FILE):  # describe the end of an earlier start
+            (self.path / name).unlink(missing_ok=True)
         self.earlier_steps, unread = read_steps(self.path / METRICS_FILE)
         self.notes += [*files.notes, *unread]
         if resume is not None:

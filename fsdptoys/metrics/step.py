@@ -7,28 +7,47 @@ recomputation by activation checkpointing and without positions whose label is i
 import dataclasses
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, get_args
 
 from fsdptoys.device import GIB, Device, highest_resident_set_bytes, resident_set_bytes
 from fsdptoys.utils.foreign import parse_json
 
 
+class NonFinite(float, Enum):
+    """A number that JSON lacks; ``value`` is its name."""
+
+    nan = "nan"
+    inf = "inf"
+    negative_inf = "-inf"
+
+    def __new__(cls, name: str) -> "NonFinite":
+        """Construct the float of that name."""
+        member = float.__new__(cls, name)
+        member._value_ = name
+        return member
+
+
+Number = float | NonFinite
+"""Annotation for ``from_tree.build``, which accepts finite floats only."""
+
+
 @dataclass(frozen=True)
 class RoutingMetrics:
     """Expert routing of one step, over all ranks and micro-batches."""
 
-    aux_loss: float
+    aux_loss: Number
     """Load-balancing loss without its coefficient; equals the number of experts per token if balanced."""
-    z_loss: float
+    z_loss: Number
     """Mean of logsumexp(router logits)², without its coefficient."""
-    entropy: float
+    entropy: Number
     """Entropy of the experts' shares of tokens over that of equal shares (1 is balanced); mean over the layers."""
-    max_load: float
+    max_load: Number
     """Tokens of the busiest expert over its layer's mean; maximum over the layers."""
-    min_load: float
+    min_load: Number
     """Tokens of the idlest expert over its layer's mean; minimum over the layers."""
-    counts: list[list[int]]
+    counts: list[list[int]] = field(default_factory=list)
     """Tokens sent to each expert, [MoE layers][experts]."""
 
 
@@ -104,7 +123,7 @@ class StepMetrics:
         return {name: float(value) for name, value in self._values().items() if value is not None}
 
     def _values(self) -> dict[str, Any]:
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         routing = values.pop("routing")
         if routing is not None:
             values |= {key: getattr(routing, name) for name, key in ROUTING_KEYS.items()}
@@ -127,11 +146,11 @@ class StepMetrics:
         routing = None
         if any(key in values for key in ROUTING_KEYS.values()):
             parts = {name: _checked(values, key, float) for name, key in ROUTING_KEYS.items()}
-            routing = RoutingMetrics(**parts, counts=[])
+            routing = RoutingMetrics(**parts)
         known = {
-            field.name: _checked(values, field.name, field.type)
-            for field in dataclasses.fields(cls)
-            if field.name != "routing" and (field.name in values or field.default is dataclasses.MISSING)
+            each.name: _checked(values, each.name, each.type)
+            for each in dataclasses.fields(cls)
+            if each.name != "routing" and (each.name in values or each.default is dataclasses.MISSING)
         }
         # Rates divide by it.
         if not known["step_time_seconds"] > 0:

@@ -1,16 +1,17 @@
 """The trainer's interface: trace and memory snapshot of this rank; no cost where both are off."""
 
+import dataclasses
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from fsdptoys.device import Device
-from fsdptoys.utils.text import size_text
 
 from .config import ProfileConfig
 from .memory_snapshot import Snapshot
 from .oom_report import is_out_of_memory
-from .trace import TopOp, Trace
+from .trace import Trace
 
 
 class Profiler:
@@ -68,41 +69,17 @@ class Profiler:
         if self._snapshot:
             self._snapshot.step(step)
 
-    def summary_markdown(self) -> str | None:
-        """This rank's files and slowest operators as Markdown below a heading; None without any."""
+    def findings(self) -> dict[str, Any] | None:
+        """Written files and slowest operators of this rank, as plain values; None without any.
+
+        On a rank that was not chosen: the chosen ranks.
+        """
+        found: dict[str, Any] = {"rank": self._rank, "ranks": self._ranks}
         if self._is_on and self._rank not in self._ranks:
-            others = ", ".join(map(str, self._ranks))
-            return f"Ranks {others} were profiled and wrote into `profile/`; rank {self._rank} was not."
-        parts = []
+            return found
         if self._trace and self._trace.path:
-            parts.append(
-                f"Rank {self._rank}, {self._trace.window}; the trace is `profile/{self._trace.path.name}`."
-                + (f"\n\n{top_ops_table(self._trace.top_ops)}" if self._trace.top_ops else "")
-            )
+            operators = [dataclasses.asdict(op) for op in self._trace.top_ops]
+            found |= {"trace_file": self._trace.path.name, "traced_steps": self._trace.window, "operators": operators}
         if self._snapshot and self._snapshot.paths:
-            pages = ", ".join(f"[profile/{path.name}](profile/{path.name})" for path in self._snapshot.paths)
-            parts.append(f"Memory of rank {self._rank}: {pages}.")
-        return "\n\n".join(parts) or None
-
-
-def top_ops_table(ops: list[TopOp]) -> str:
-    """The operators as a Markdown table of the columns with values; times are sums over the steps."""
-    columns: list[tuple[str, Callable[[TopOp], str | None]]] = [
-        ("operator", lambda op: f"`{op.name}`"),
-        ("calls", lambda op: f"{op.calls:,}"),
-        ("self device time", lambda op: _time(op.self_device_us)),
-        ("self CPU time", lambda op: _time(op.self_cpu_us)),
-        ("CPU time with what it calls", lambda op: _time(op.cpu_us)),
-        ("self memory", lambda op: None if op.self_memory_bytes is None else size_text(op.self_memory_bytes)),
-    ]
-    columns = [column for column in columns if any(column[1](op) is not None for op in ops)]
-    rows = [
-        [heading for heading, _ in columns],
-        ["---", *["---:"] * (len(columns) - 1)],
-        *([cell(op) or "" for _, cell in columns] for op in ops),
-    ]
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows)
-
-
-def _time(microseconds: float | None) -> str | None:
-    return None if microseconds is None else f"{microseconds / 1e3:,.2f} ms"
+            found["snapshot_files"] = [path.name for path in self._snapshot.paths]
+        return found if len(found) > 2 else None

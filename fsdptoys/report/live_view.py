@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdptoys.metrics.live_console import metrics_table
-from fsdptoys.metrics.prediction import prediction_errors, prediction_rows
-from fsdptoys.metrics.results import RunResults, Spread
+from fsdptoys.metrics.prediction import prediction_rows
+from fsdptoys.metrics.results import RunResults, Spread, prediction_errors
 from fsdptoys.train.heartbeat import Heartbeat, format_ranks
 from fsdptoys.utils.text import printable
 

@@ -1,17 +1,24 @@
-"""Read facts found only in ``summary.md``: why a run ended, reference losses, and the profiler's operators."""
+"""Ending, reference losses and operators of a run, from ``result.json``.
 
+Directories of versions before it have them only in ``summary.md``, which is parsed instead.
+"""
+
+import contextlib
 import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from fsdptoys.metrics.config import SUMMARY_FILE
+from fsdptoys.metrics.results import RunResult, read_result
+from fsdptoys.metrics.summary import ending_line, operator_rows
 from fsdptoys.sweep import JobStatus
+from fsdptoys.utils.foreign import ForeignError
 from fsdptoys.utils.regular_file import read_regular
+from fsdptoys.utils.text import one_line
 
 LARGEST_FILE_BYTES = 2**24
 
-REFERENCE = re.compile(r"reference: (?P<label>.*)")
 STEPS = re.compile(r"(?P<done>[0-9]{1,16}) of (?P<planned>[0-9]{1,16}); (?P<why>.+)")
 PLANNED_END = re.compile(r"all steps done|train\.max_seconds=\S+ reached")
 GAVE_UP = re.compile(r"not finite \(train\.max_skipped")
@@ -19,49 +26,63 @@ GAVE_UP = re.compile(r"not finite \(train\.max_skipped")
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run with a summary ended."""
+    """How a run with results ended."""
 
     status: JobStatus
     text: str | None
-    """The summary's text, with steps and reason; None if it has none."""
+    """Steps and reason; None if unknown."""
 
 
 def read_ending(run_dir: Path) -> Ending:
-    """Why a run with a summary ended; done if the summary states no reason."""
-    told = [row[1] for row in read_table(run_dir, "What came out") if len(row) > 1 and row[0] == "steps"]
-    match = STEPS.fullmatch(told[0]) if told else None
+    """How a run with results ended; from its summary if ``result.json`` cannot be read."""
+    with contextlib.suppress(ForeignError):
+        result = read_result(run_dir)
+        if result is not None:
+            return Ending(JobStatus(result.status.value), one_line(ending_line(result)))
+    return _summary_ending(run_dir)
+
+
+def references(result: RunResult | None, run_dir: Path) -> dict[str, float]:
+    """Label → nats per token of the finite reference losses."""
+    found = result.references_nats if result is not None else _summary_references(run_dir)
+    return {one_line(label): float(nats) for label, nats in found.items() if math.isfinite(nats)}
+
+
+def operators(result: RunResult | None, run_dir: Path) -> list[list[str]]:
+    """Heading and rows of the slowest operators; empty for a run without a profile."""
+    if result is None:
+        return _summary_table(run_dir, "Where the time and the memory went")
+    found = result.profile.operators if result.profile is not None else ()
+    return [[one_line(cell) for cell in row] for row in operator_rows(found)] if found else []
+
+
+def _summary_ending(run_dir: Path) -> Ending:
+    """Ending of a run without ``result.json``; done if the summary states no reason."""
+    lines = [row[1] for row in _summary_table(run_dir, "What came out") if len(row) > 1 and row[0] == "steps"]
+    match = STEPS.fullmatch(lines[0]) if lines else None
     if match is None:
-        return Ending(JobStatus.done, told[0] if told else None)
+        return Ending(JobStatus.done, lines[0] if lines else None)
     if GAVE_UP.search(match["why"]):
         status = JobStatus.failed
     elif PLANNED_END.fullmatch(match["why"]) or int(match["done"]) >= int(match["planned"]):
         status = JobStatus.done
     else:
         status = JobStatus.stopped
-    return Ending(status, told[0])
+    return Ending(status, lines[0])
 
 
-def read_references(run_dir: Path) -> dict[str, float]:
-    """Label → nats per token of the reference losses; empty without a summary or such rows."""
-    references = {}
-    for row in read_table(run_dir, "What came out")[1:]:
-        named = REFERENCE.fullmatch(row[0])
-        if named and len(row) > 1:
+def _summary_references(run_dir: Path) -> dict[str, float]:
+    found = {}
+    for row in _summary_table(run_dir, "What came out")[1:]:
+        if row[0].startswith("reference: ") and len(row) > 1:
             try:
-                nats = float(row[1].split()[0])
+                found[row[0].removeprefix("reference: ")] = float(row[1].split()[0])
             except (ValueError, IndexError):
                 continue
-            if math.isfinite(nats):
-                references[named["label"]] = nats
-    return references
+    return found
 
 
-def read_operators(run_dir: Path) -> list[list[str]]:
-    """Heading and rows of the most expensive operators; empty for a run without a profile."""
-    return read_table(run_dir, "Where the time and the memory went")
-
-
-def read_table(run_dir: Path, heading: str) -> list[list[str]]:
+def _summary_table(run_dir: Path, heading: str) -> list[list[str]]:
     """First Markdown table below a heading, without separator line and backticks; empty if there is none."""
     try:
         text = read_regular(run_dir / SUMMARY_FILE, LARGEST_FILE_BYTES).decode("utf-8")

@@ -14,7 +14,7 @@ from fsdptoys.train.recorded_run import RecordedRun
 
 from .figures import Axis, Band, Picture, Rule, Series, Shape, thin, thinned_line
 from .memory_timeline import Lifetime, Timeline, read_timeline
-from .result_file import read_references
+from .result_file import references
 
 MIB = 2**20
 STEP = Axis("optimizer step", integer=True)
@@ -74,13 +74,13 @@ def _loss(run: RecordedRun) -> Picture:
     if held_out:
         numbers, values = zip(*held_out, strict=True)
         series.append(Series("held-out loss, after the update", Shape.line, numbers, values, 1))
-    rules = tuple(Rule(nats, f"{label}: {nats:.3f}") for label, nats in read_references(run.path).items())
-    references = "Dashed: entropies of simple models of the same data; a loss below one has learned more than it."
+    rules = tuple(Rule(nats, f"{label}: {nats:.3f}") for label, nats in references(run.result, run.path).items())
+    caption = "Dashed: entropies of simple models of the same data; a loss below one has learned more than it."
     first, last = ("nothing" if v is None else f"{v:.4f}" for v in (run.results.first_loss, run.results.last_loss))
     return Picture(
         "loss",
         "Loss",
-        ["Mean over the global batch's valid tokens, before the step's update.", references if rules else ""],
+        ["Mean over the global batch's valid tokens, before the step's update.", caption if rules else ""],
         f"Loss against the optimizer step, from {first} to {last} nats a token.",
         STEP,
         Axis("loss", "nats a token"),

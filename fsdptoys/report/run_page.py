@@ -19,7 +19,7 @@ from .page_parts import (
     notes_html,
     prediction_table,
 )
-from .result_file import read_operators
+from .result_file import operators
 from .run_figures import draw_run, is_profiled, run_timeline
 from .runs_table import Record
 
@@ -104,7 +104,7 @@ def _memory(run: RecordedRun, pictures: list[Picture], folder: str) -> str:
 
 
 def _operators(run: RecordedRun) -> str:
-    rows = read_operators(run.path)
+    rows = operators(run.result, run.path)
     if not rows:
         why = (
             "it has no summary with a table of operators"

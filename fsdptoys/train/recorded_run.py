@@ -20,12 +20,13 @@ from fsdptoys.metrics.config import (
     ENVIRONMENT_FILE,
     METRICS_FILE,
     PREDICTION_FILE,
+    RESULT_FILE,
     RESUMES_FILE,
     SUMMARY_FILE,
     MetricsConfig,
 )
-from fsdptoys.metrics.prediction import Prediction, PredictionError, prediction_errors
-from fsdptoys.metrics.results import RunResults, summarize
+from fsdptoys.metrics.prediction import Prediction, PredictionError
+from fsdptoys.metrics.results import RunResult, RunResults, prediction_errors, read_result, summarize
 from fsdptoys.metrics.resume_log import read_resumes, read_steps, starts
 from fsdptoys.utils.file_lock import is_locked
 from fsdptoys.utils.foreign import ForeignError
@@ -78,6 +79,8 @@ class RecordedRun:
     """Summary of the steps after the warm-up."""
     prediction: Prediction | None
     """The prediction made before the run, if any."""
+    result: RunResult | None = None
+    """``result.json``; None for runs that were killed or recorded without it."""
     notes: tuple[str, ...] = ()
     """Sentences about parts that could not be read."""
 
@@ -129,8 +132,13 @@ def read_recorded_run(path: Path) -> RecordedRun:
             notes = [*notes, str(mistake)]
         except ForeignError:
             notes = [*notes, f"{path / PREDICTION_FILE} was written by another version and is left out"]
+    result = None
+    try:
+        result = read_result(path)
+    except ForeignError as mistake:
+        notes = [*notes, f"{path / RESULT_FILE} cannot be read ({mistake}) and is left out"]
     return RecordedRun(
-        path, tree, environment, world_size, device_type, device_name, steps, results, prediction, tuple(notes)
+        path, tree, environment, world_size, device_type, device_name, steps, results, prediction, result, tuple(notes)
     )
 
 

@@ -29,10 +29,12 @@ from fsdptoys.metrics import (
     run_dir_path,
 )
 from fsdptoys.metrics.prediction import Prediction
+from fsdptoys.metrics.results import ProfileResult, RunStatus
 from fsdptoys.parallel import host_copy, whole_tensors
 from fsdptoys.profiler import Profiler
 from fsdptoys.utils.atomic_write import write_atomically
 from fsdptoys.utils.file_lock import FolderLock
+from fsdptoys.utils.from_tree import build
 
 from .distributed import process_group
 from .heartbeat import HEARTBEATS_FOLDER, HeartbeatWriter, explain_lost_ranks
@@ -142,7 +144,10 @@ class Run:
             # A disk too full for the weights must not lose the results as well.
             if self._recorder:
                 compilation = watch.result() if (watch := self.trainer.compilation) else None
-                self._recorder.finish(reason, sample, profiler.summary_markdown(), compilation)
+                status = run_status(stop, self.trainer.steps_done, self.config.train.steps)
+                findings = profiler.findings()
+                profile = build(ProfileResult, findings) if findings is not None else None
+                self._recorder.finish(reason, status, sample, profile, compilation)
         if stop.gave_up:
             raise GivenUpError(
                 f"stopped after step {self.trainer.steps_done}: {reason}; lower optim.lr or look at the data of these "
@@ -330,6 +335,13 @@ class Run:
             self._recorder.message(text)
         elif self.rank == 0:
             print(f"fsdptoys: {text}", file=sys.stderr, flush=True)
+
+
+def run_status(stop: Stop, done: int, planned: int) -> RunStatus:
+    """Status of a run that stopped after ``done`` of ``planned`` steps."""
+    if stop.gave_up:
+        return RunStatus.failed
+    return RunStatus.stopped if stop.signal and done < planned else RunStatus.done
 
 
 def _remove_heartbeat_file(heartbeat: HeartbeatWriter) -> None:

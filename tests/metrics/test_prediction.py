@@ -14,12 +14,9 @@ from fsdptoys.metrics.prediction import (
     MemoryPrediction,
     Prediction,
     TimePrediction,
-    prediction_errors,
     prediction_line,
 )
-from fsdptoys.metrics.results import (
-    summarize,
-)
+from fsdptoys.metrics.results import prediction_errors, summarize
 
 GIB = 2**30
 

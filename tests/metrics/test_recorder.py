@@ -81,7 +81,7 @@ def test_a_run_leaves_every_file_and_says_how_it_ended(tmp_path, capsys):
     run_dir = tmp_path / "run"
     assert recorder.run_dir == run_dir
     assert sorted(path.name for path in run_dir.iterdir()) == [
-        "config.yaml", "environment.json", "loss.png", "metrics.jsonl", "summary.md",
+        "config.yaml", "environment.json", "loss.png", "metrics.jsonl", "result.json", "summary.md",
     ]  # fmt: skip
     assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == 15
     lines = capsys.readouterr().out.splitlines()
@@ -191,7 +191,8 @@ def test_a_run_of_a_model_with_experts_leaves_its_routing_too(tmp_path, count, w
         recorder.finish("all done")
     run_dir = tmp_path / "run"
     assert sorted(path.name for path in run_dir.iterdir()) == [
-        "config.yaml", "environment.json", "experts.png", "loss.png", "metrics.jsonl", "routing.jsonl", "summary.md",
+        "config.yaml", "environment.json", "experts.png", "loss.png", "metrics.jsonl", "result.json", "routing.jsonl",
+        "summary.md",
     ]  # fmt: skip
     assert [json.loads(line) for line in (run_dir / "routing.jsonl").read_text().splitlines()] == [
         {"step": step, "expert_tokens": [[100 + step, 100, 100, 100]] * 2} for step in written

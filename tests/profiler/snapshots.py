@@ -7,6 +7,11 @@ place of the logits, and 40 MiB more are asked for in vain.
 
 from typing import Any
 
+from fsdptoys.metrics.results import ProfileResult
+from fsdptoys.metrics.summary import profile_markdown
+from fsdptoys.profiler import Profiler
+from fsdptoys.utils.from_tree import build
+
 MIB = 2**20
 BASE = 0x7F0000000000
 
@@ -70,3 +75,9 @@ def make_snapshot() -> dict[str, Any]:
         "blocks": blocks,
     }
     return {"segments": [segment], "device_traces": [[], trace]}
+
+
+def summary_of(profiler: Profiler) -> str | None:
+    """The part of a run's summary on the profiler's findings."""
+    findings = profiler.findings()
+    return None if findings is None else profile_markdown(build(ProfileResult, findings))

@@ -17,7 +17,7 @@ import torch
 from fsdptoys.profiler import ProfileConfig, Profiler
 from fsdptoys.profiler.memory_snapshot import MAX_ENTRIES, Snapshot
 from fsdptoys.profiler.memory_snapshot_page import UNKNOWN, read_timeline, render_snapshot
-from tests.profiler.snapshots import MIB, make_snapshot
+from tests.profiler.snapshots import MIB, make_snapshot, summary_of
 
 
 class Memory:
@@ -52,7 +52,7 @@ def take_steps(
             if step == fail_in:
                 raise torch.OutOfMemoryError(error)
             profiler.step(step)
-    return memory.calls, said, profiler.summary_markdown()
+    return memory.calls, said, summary_of(profiler)
 
 
 def test_the_history_is_that_of_the_chosen_steps_and_is_written_once(tmp_path):

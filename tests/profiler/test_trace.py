@@ -15,6 +15,7 @@ from fsdptoys.device import Device
 from fsdptoys.profiler import NPULevel, ProfileConfig, Profiler
 from fsdptoys.profiler.trace import Trace, npu_top_ops
 from scripts.ranks import run_ranks
+from tests.profiler.snapshots import summary_of
 
 
 def take_steps(profiler: Profiler, first: int, last: int, fail_in: int | None = None) -> None:
@@ -61,7 +62,7 @@ def test_the_trace_holds_the_chosen_steps_alone_under_their_numbers(tmp_path, fi
     assert said == [
         f"trace of steps {active[0]} to {active[1]}: {path} (open it at https://ui.perfetto.dev or in chrome://tracing)"
     ]
-    page = profiler.summary_markdown()
+    page = summary_of(profiler)
     assert f"Rank 0, steps {active[0]} to {active[1]}; the trace is `profile/rank0.json.gz`." in page
     assert "| operator | calls | self CPU time | CPU time with what it calls | self memory |" in page
     calls = dict(re.findall(r"^\| `([^`]+)` \| ([\d,]+) \|", page, re.MULTILINE))
@@ -92,7 +93,7 @@ def test_a_run_that_ends_early_keeps_what_was_traced_or_says_that_nothing_was(tm
     path = tmp_path / "rank0.json.gz"
     assert (marks(read_trace(path)) - {last + 1} if path.exists() else set()) == traced
     assert len(said) == 1 and said[0].startswith(words)
-    assert (profiler.summary_markdown() is None) == (not traced)
+    assert (summary_of(profiler) is None) == (not traced)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,7 @@ def test_a_disk_that_refuses_the_trace_does_not_end_the_run(tmp_path):
     config = ProfileConfig(enabled=True, skip_steps=0, warmup_steps=0, active_steps=1)
     profiler = Profiler(config, Device("cpu"), 0, tmp_path, message=said.append)
     take_steps(profiler, 1, 3)
-    assert "cannot be written" in said[0] and profiler.summary_markdown() is None
+    assert "cannot be written" in said[0] and summary_of(profiler) is None
 
 
 def test_a_link_in_the_place_of_a_trace_is_replaced(tmp_path):
@@ -139,7 +140,7 @@ def _profile_rank(folder: Path, ranks: list[int], enabled: bool) -> bool:
         for step in range(1, 4):
             dist.all_reduce(total)
             profiler.step(step)
-    return "profile/rank" in (profiler.summary_markdown() or "")
+    return "profile/rank" in (summary_of(profiler) or "")
 
 
 def test_ranks_that_are_not_chosen_write_nothing(tmp_path):
@@ -209,8 +210,8 @@ def test_npu_trace_uses_the_names_and_keywords_of_torch_npu(tmp_path, monkeypatc
     profiler = Profiler(config, device, 3, tmp_path)
     take_steps(profiler, 1, 3)
     assert levels == ["Level2 text"]
-    assert "Rank 3, step 2; the trace is `profile/rank3_1_2_ascend_pt`." in profiler.summary_markdown()
-    assert "| `MatMulV2` | 2 | 0.10 ms |" in profiler.summary_markdown()
+    assert "Rank 3, step 2; the trace is `profile/rank3_1_2_ascend_pt`." in summary_of(profiler)
+    assert "| `MatMulV2` | 2 | 0.10 ms |" in summary_of(profiler)
 
 
 def test_missing_analysis_of_an_npu_trace_is_reported(tmp_path):

@@ -112,7 +112,7 @@ def test_what_is_no_file_is_a_row(runs: Path, name: str, kind: Callable[[Path], 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["prediction.json", "summary.md"])
+@pytest.mark.parametrize("name", ["prediction.json", "result.json", "summary.md"])
 def test_what_a_report_can_do_without_is_left_out(runs: Path, name: str, kind: Callable[[Path], None]) -> None:
     """Oracle: the steps of the run, which are there."""
     (runs / "bad" / name).unlink(missing_ok=True)
@@ -170,3 +170,12 @@ def test_a_name_that_no_file_can_have_is_one_sentence(words: list[str], capsys: 
 def test_pages_hold_no_control_characters() -> None:
     """Oracle: Python's own escapes, within HTML's."""
     assert escape("<\x1b\ud800\n>") == "&lt;\\x1b\\ud800\n&gt;"
+
+
+@pytest.mark.parametrize("text", ['{"title": 1}', "[" * 100_000, '{"format_version": 99}', "\xff", "1e999"])
+def test_invalid_results_are_left_out_with_a_sentence(runs: Path, text: str) -> None:
+    """Oracle: the run's other numbers, and the note."""
+    (runs / "bad" / "result.json").write_text(text, encoding="latin-1")
+    (bad,) = [record for record in gather([runs]).records if record.name == "bad"]
+    assert bad.run is not None and bad.run.result is None and bad.run.results.steps == 4
+    assert any("result.json cannot be read" in note for note in bad.run.notes)

@@ -442,5 +442,5 @@ def test_a_real_run_is_followed_to_its_end(tmp_path: Path) -> None:
     assert numbers == [*range(numbers[0], 21)]
     assert "20 of 20; all steps done" in watching.lines()[-1]
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
-        "config.yaml", "environment.json", "loss.png", "metrics.jsonl", "summary.md",
+        "config.yaml", "environment.json", "loss.png", "metrics.jsonl", "result.json", "summary.md",
     ]  # fmt: skip

@@ -17,7 +17,7 @@ from fsdptoys.report.figures import COLORS, GREY, Axis, Picture, Series, place_l
 from fsdptoys.report.figures_matplotlib import draw_png
 from fsdptoys.report.figures_plotly import figure
 from fsdptoys.report.plot_inputs import PlottedRun
-from fsdptoys.report.result_file import read_operators, read_references
+from fsdptoys.report.result_file import operators, references
 from fsdptoys.report.run_figures import draw_run, run_timeline
 from fsdptoys.train.recorded_run import read_recorded_run
 from tests.report.device_runs import JOBS, device_prediction, device_steps, write_device_run
@@ -185,5 +185,5 @@ def test_twenty_runs_of_five_thousand_steps_stay_small(shown: list[PlottedRun]) 
 def test_what_only_the_summary_says_is_read(tmp_path: Path) -> None:
     """Oracle: the summary as it is written by hand."""
     run = write_device_run(tmp_path / "run")
-    assert read_references(run) == {"unigram entropy of the data": 3.2437}
-    assert read_operators(run)[1:] == [["aten::mm", "1,350", "12.50 ms"], ["a|b", "3", "1,000.00 ms"]]
+    assert references(None, run) == {"unigram entropy of the data": 3.2437}
+    assert operators(None, run)[1:] == [["aten::mm", "1,350", "12.50 ms"], ["a|b", "3", "1,000.00 ms"]]

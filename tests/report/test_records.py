@@ -15,35 +15,36 @@ from fsdptoys.report.table import make_table
 from fsdptoys.report.table_export import to_csv
 from fsdptoys.sweep import Job, JobStatus, Sweep
 from fsdptoys.train.heartbeat import HEARTBEATS_FOLDER, HeartbeatWriter
-from fsdptoys.train.stop import STOP_SIGNALS, agreed_stop
+from fsdptoys.train.run import run_status
+from fsdptoys.train.stop import STOP_SIGNALS, Stop, agreed_stop
 from fsdptoys.utils.file_lock import FolderLock
 from tests.report.recorded_runs import ENVIRONMENT, STEP, plain_tree, run_of, write_run
 
 TRAIN = TrainConfig(steps=20, max_seconds=9.0)
 
 
-def stop_reason(votes: Sequence[float] = (0,) * (len(STOP_SIGNALS) + 1), in_a_row: int = 0) -> str:
-    """Why the trainer stops by such votes, in its own words."""
+def stop_by(votes: Sequence[float] = (0,) * (len(STOP_SIGNALS) + 1), in_a_row: int = 0) -> Stop:
+    """The trainer's stop for these votes."""
     stop = agreed_stop(TRAIN, votes, skipped=in_a_row > 0, in_a_row=in_a_row, in_all=in_a_row)
     assert stop is not None
-    return stop.reason
+    return stop
 
 
-BY_SIGNAL = stop_reason([1.0, *[0.0] * len(STOP_SIGNALS)])
-BY_TIME = stop_reason([*[0.0] * len(STOP_SIGNALS), 1.0])
-BY_SKIPS = stop_reason(in_a_row=TRAIN.max_skipped_in_a_row)
+BY_SIGNAL = stop_by([1.0, *[0.0] * len(STOP_SIGNALS)])
+BY_TIME = stop_by([*[0.0] * len(STOP_SIGNALS), 1.0])
+BY_SKIPS = stop_by(in_a_row=TRAIN.max_skipped_in_a_row)
 
 
-def record_run(path: Path, last: int, reason: str | None, after: int = 0) -> None:
-    """Have a recorder write a run of 20 steps up to some step, from a checkpoint on, and sum it up for a reason."""
+def record_run(path: Path, last: int, stop: Stop | None, after: int = 0) -> None:
+    """Have a recorder write a run of 20 steps up to some step, from a checkpoint on, and finish after a stop."""
     config = MetricsConfig(run_dir=str(path), console=Console.none)
     offsets = {"metrics.jsonl": (path / "metrics.jsonl").stat().st_size} if after else {}
     resumed = ResumePoint(after, offsets, "a checkpoint") if after else None
     with RunRecorder(config, "a run", plain_tree(), ENVIRONMENT, TRAIN.steps, {}, resumed) as recorder:
         for number in range(after + 1, last + 1):
             recorder.step(replace(STEP, step=number))
-        if reason is not None:
-            recorder.finish(reason)
+        if stop is not None:
+            recorder.finish(stop.reason, run_status(stop, last, TRAIN.steps))
 
 
 def row_of(path: Path) -> Record:
@@ -53,9 +54,9 @@ def row_of(path: Path) -> Record:
 
 
 @pytest.mark.parametrize(
-    ("last", "reason", "status"),
+    ("last", "stop", "status"),
     [
-        (20, "all steps done", JobStatus.done),
+        (20, Stop("all steps done"), JobStatus.done),
         (20, BY_SIGNAL, JobStatus.done),
         (4, BY_TIME, JobStatus.done),
         (4, BY_SIGNAL, JobStatus.stopped),
@@ -63,12 +64,17 @@ def row_of(path: Path) -> Record:
         (20, BY_SKIPS, JobStatus.failed),
     ],
 )
-def test_a_run_with_a_summary_stands_as_that_says(tmp_path: Path, last: int, reason: str, status: JobStatus) -> None:
-    """Oracle: the trainer's own words for why it stops, in a summary that the recorder wrote."""
-    record_run(tmp_path / "run", last, reason)
+@pytest.mark.parametrize("file", ["result.json", "summary.md"])
+def test_a_run_has_the_status_and_reason_of_its_end(
+    tmp_path: Path, last: int, stop: Stop, status: JobStatus, file: str
+) -> None:
+    """Oracle: the trainer's stop; directories of earlier versions have the summary only."""
+    record_run(tmp_path / "run", last, stop)
+    if file == "summary.md":
+        (tmp_path / "run" / "result.json").unlink()
     record = row_of(tmp_path / "run")
-    told = None if status is JobStatus.done else f"{last} of 20; {reason}"
-    assert (record.status, record.reason) == (status, told)
+    reason = None if status is JobStatus.done else f"{last} of 20; {stop.reason}"
+    assert (record.status, record.reason) == (status, reason)
 
 
 def test_a_run_that_was_killed_after_it_went_on_is_not_done(tmp_path: Path) -> None:
