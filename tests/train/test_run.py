@@ -20,7 +20,7 @@ from fsdptoys.train.trainer import Trainer
 from scripts.ranks import run_ranks
 from tests.parallel.runs import make_config
 
-FILES = {"config.yaml", "environment.json", "loss.png", "metrics.jsonl", "summary.md"}
+FILES = {"config.yaml", "environment.json", "loss.png", "metrics.jsonl", "result.json", "summary.md"}
 
 
 def run_in(folder: Path, configs: dict[str, Config]) -> dict[str, list[str]]:
