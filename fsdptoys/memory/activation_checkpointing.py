@@ -69,15 +69,8 @@ def checkpoint_blocks(
     """Recompute blocks in the backward; must come before anything wraps the blocks.
 
     Only ``forward`` is replaced, on the instance: parameter names do not change, and a strategy's hooks on the block
-    run outside the recomputation, so that it gathers nothing by itself.
-
-    Args:
-        blocks: in the order of the forward.
-        mode: extent of the recomputation.
-        start_index: first checkpointed block.
-        every: distance between checkpointed blocks.
-        save: names of ``SAVED_OPERATORS`` whose results ``selective`` keeps.
-        offload: keeps the saved tensors of checkpointed blocks in host memory.
+    run outside the recomputation, so that it gathers nothing by itself. ``save`` names the ``SAVED_OPERATORS`` whose
+    results ``selective`` keeps.
     """
     if mode is GradientCheckpointing.none:
         return

@@ -18,7 +18,7 @@ import functools
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,14 +32,16 @@ MIN_BYTES = 2**18
 """Smaller tensors stay on the device: starting a copy takes as long as copying about 256 KiB."""
 
 
-class Copies(Protocol):
-    """Copies between a device and the host."""
+class Copies:
+    """Copies between a device and the host: on a CPU, done on return."""
 
     def empty_host(self, nbytes: int) -> Tensor:
         """A new host buffer, uint8."""
+        return torch.empty(nbytes, dtype=torch.uint8)
 
     def start(self, target: Tensor, source: Tensor) -> Any:
         """Copy after earlier work on the current stream; returns a mark for ``wait``."""
+        target.copy_(source)
 
     def wait(self, mark: Any) -> None:
         """Make the current stream wait until the copy is done."""
@@ -48,11 +50,8 @@ class Copies(Protocol):
         """Keep the memory of a device tensor that will not be waited for until its copy is done."""
 
 
-class StreamCopies:
-    """Copies on one side stream of an accelerator.
-
-    They happen in order, so a host buffer may be reused before its last copy is done.
-    """
+class StreamCopies(Copies):
+    """Copies on one side stream of an accelerator, in order: a host buffer may be reused before its last copy ends."""
 
     def __init__(self, device: torch.device) -> None:
         self._streams = Streams(device)
@@ -63,48 +62,23 @@ class StreamCopies:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def start(self, target: Tensor, source: Tensor) -> Any:
-        """See ``Copies``."""
+        """Copy on the side stream."""
         self._stream.wait_stream(self._streams.current())
         with self._streams.on(self._stream):
             target.copy_(source, non_blocking=True)
         return self._stream.record_event()
 
     def wait(self, mark: Any) -> None:
-        """See ``Copies``."""
+        """Make the current stream wait."""
         self._streams.current().wait_event(mark)
 
     def abandon(self, tensor: Tensor) -> None:
-        """See ``Copies``."""
+        """Record the side stream as a user of the tensor."""
         tensor.record_stream(self._stream)
 
 
-class HostCopies:
-    """Copies on a CPU, done on return."""
-
-    def empty_host(self, nbytes: int) -> Tensor:
-        """A pageable buffer."""
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    def start(self, target: Tensor, source: Tensor) -> None:
-        """See ``Copies``."""
-        target.copy_(source)
-
-    def wait(self, mark: None) -> None:
-        """Nothing to wait for."""
-
-    def abandon(self, tensor: Tensor) -> None:
-        """Nothing is in flight."""
-
-
 class _Block:
-    """Saved tensors of one call of a checkpointed block, in the order in which the backward needs them.
-
-    Args:
-        index: of the block among the checkpointed ones.
-        previous: the call before it in the same forward.
-        args: of the call.
-        stays: whether all tensors stay on the device.
-    """
+    """Saved tensors of one call of a checkpointed block, in the order in which the backward needs them."""
 
     def __init__(self, index: int, previous: "_Block | None", args: tuple[Any, ...], stays: bool) -> None:
         self.index, self.previous, self.stays = index, previous, stays
@@ -191,17 +165,11 @@ class _Saved:
 
 
 class ActivationOffload:
-    """Offloads saved tensors of the checkpointed blocks of one model.
-
-    Args:
-        device: compute device.
-        min_bytes: smaller tensors stay on the device.
-        copies: None for the device's own.
-    """
+    """Offloads saved tensors of at least ``min_bytes`` of the checkpointed blocks of one model."""
 
     def __init__(self, device: torch.device, *, min_bytes: int = MIN_BYTES, copies: Copies | None = None) -> None:
         self.device = device
-        self.copies = copies or (StreamCopies(device) if is_accelerator(device) else HostCopies())
+        self.copies = copies or (StreamCopies(device) if is_accelerator(device) else Copies())
         self._min_bytes = min_bytes
         self._latest: _Block | None = None
         self._idle: dict[int, list[Tensor]] = defaultdict(list)
@@ -217,8 +185,6 @@ class ActivationOffload:
         """``torch.utils.checkpoint.checkpoint(function, *args)`` with saved tensors offloaded.
 
         Args:
-            function: forward of a block.
-            args: of the forward.
             index: of the block among the checkpointed ones, in the order of the forward.
             is_last: whether it is the last checkpointed block, whose tensors stay on the device.
             operators: their results are saved rather than recomputed.

@@ -17,9 +17,9 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from fsdptoys.utils.dtensor import is_dtensor, local_tensor
+from fsdptoys.utils.dtensor import is_dtensor, local_tensor, sharded_like
 
-from .state_buckets import Bucket, UnitParams, sharded_like
+from .state_buckets import Bucket, UnitParams
 from .updates import GradientNorms, Updates
 
 RUNS_CHOICE = ("params", "foreach", "fused", "capturable", "differentiable")
@@ -57,8 +57,6 @@ class BucketedOptimizer(torch.optim.Optimizer):
         optimizer: an element-wise optimizer; both share its parameter groups.
         units: every parameter once, by the module whose forward needs it first, in the order of the forward.
         buckets: of these units, in order, each with its ``slab``.
-        executor: updates the buckets.
-        model: contains all modules.
         units_ahead: units after its own that a unit's forward begins to gather.
         gather_after: makes the gathering for a module's forward wait for an event.
     """
@@ -138,9 +136,7 @@ class BucketedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy states and hyperparameters into place; state dicts of the optimizer without buckets work too.
-
-        The implementation (``fused``, ``foreach``) stays that of this run.
+        """Copy states and hyperparameters into place, also from an optimizer without buckets; ``fused`` etc. stay.
 
         Raises:
             ValueError: if the parameter groups or the shapes do not fit.

@@ -8,6 +8,7 @@ import torch
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.bounds import at_least, between, check_bounds
+from fsdptoys.utils.text import value_text
 
 from .activation_checkpointing import SAVED_OPERATORS, GradientCheckpointing
 
@@ -144,26 +145,21 @@ class MemoryConfig:
 
     def _refuse_without_owner(self) -> None:
         """Refuse options whose switch is off."""
-        owners = {
-            "chunk_tokens": (self.chunk_loss, "chunk_loss=true"),
-            "chunk_grad_dtype": (self.chunk_loss, "chunk_loss=true"),
-            "checkpointing_start_index": (self.checkpoints, "gradient_checkpointing=full"),
-            "checkpointing_every": (self.checkpoints, "gradient_checkpointing=full"),
-            "checkpointing_save": (
-                self.gradient_checkpointing is GradientCheckpointing.selective,
-                "gradient_checkpointing=selective",
+        selective = self.gradient_checkpointing is GradientCheckpointing.selective
+        switches = {
+            "chunk_loss=true": (self.chunk_loss, "chunk_tokens chunk_grad_dtype"),
+            "gradient_checkpointing=full": (self.checkpoints, "checkpointing_start_index checkpointing_every"),
+            "gradient_checkpointing=selective": (selective, "checkpointing_save"),
+            "optimizer_offload=true": (
+                self.optimizer_offload,
+                "offload_schedule offload_fraction offload_bucket_mib offload_state_dtype",
             ),
-            "offload_schedule": (self.optimizer_offload, "optimizer_offload=true"),
-            "offload_fraction": (self.optimizer_offload, "optimizer_offload=true"),
-            "offload_bucket_mib": (self.optimizer_offload, "optimizer_offload=true"),
-            "offload_state_dtype": (self.optimizer_offload, "optimizer_offload=true"),
-            "cpu_offload_executor": (self.cpu_offload, "cpu_offload=true"),
-            "cpu_threads": (self.cpu_offload, "cpu_offload=true"),
+            "cpu_offload=true": (self.cpu_offload, "cpu_offload_executor cpu_threads"),
         }
-        for name, (used, fix) in owners.items():
-            spec, value = self.__dataclass_fields__[name], getattr(self, name)
-            default = spec.default_factory() if callable(spec.default_factory) else spec.default
-            if not used and value != default:
-                shown = value.value if isinstance(value, Enum) else value
-                shown = f"[{','.join(value)}]" if isinstance(value, list) else shown
-                raise ConfigError(f"memory.{name}={shown} does nothing as set; set memory.{fix} or leave it out")
+        for switch, (on, names) in switches.items():
+            for name in () if on else names.split():
+                spec, value = self.__dataclass_fields__[name], getattr(self, name)
+                if value != (spec.default_factory() if callable(spec.default_factory) else spec.default):
+                    raise ConfigError(
+                        f"memory.{name}={value_text(value)} does nothing as set; set memory.{switch} or leave it out"
+                    )

@@ -117,13 +117,7 @@ def overlap_cpu_offload(
     on_updated: Callable[[list[nn.Parameter]], None] | None = None,
     device: Device | None = None,
 ) -> BucketedOptimizer:
-    """Update host memory in worker threads; returns the optimizer to use instead.
-
-    Args:
-        optimizer: AdamW or SGD, over all parameters, before its first step.
-        units, model, units_ahead: as for ``BucketedOptimizer``.
-        threads, on_updated, device: as for ``Workers``.
-    """
+    """Replace AdamW or SGD before its first step by an optimizer that updates host memory in worker threads."""
     assert not optimizer.state
     buckets = make_buckets(optimizer, units, BUCKET_BYTES, torch.float32)
     for bucket in buckets:

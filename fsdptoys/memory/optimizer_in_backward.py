@@ -21,14 +21,10 @@ from .updates import GradientNorms, Updates
 
 
 class OptimizerInBackward(Updates):
-    """Takes the steps of an optimizer parameter by parameter, by hooks on gradients.
+    """Takes the steps of an element-wise optimizer parameter by parameter, by hooks on gradients.
 
-    FSDP2 runs such hooks on its shards too (seen in torch 2.13).
-
-    Args:
-        optimizer: with element-wise updates; it keeps its settings and states.
-        params: all its parameters, in the order in which norms are added up.
-        measure: returns the norms of the parts of a gradient.
+    FSDP2 runs such hooks on its shards too (seen in torch 2.13). Norms (``measure``) are added up in the order of
+    ``params``.
     """
 
     def __init__(

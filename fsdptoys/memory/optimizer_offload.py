@@ -38,12 +38,6 @@ def resolve_schedule(
 ) -> OffloadSchedule:
     """Replace ``auto`` by the best schedule under a strategy.
 
-    Args:
-        schedule: the setting.
-        strategy: the word after ``parallel=``, for the error message.
-        defers_updates: whether parameters may be updated as late as the next forward.
-        reads_unit_by_unit: whether that forward reads them late enough to hide copies.
-
     Raises:
         ConfigError: for ``lazy`` without ``defers_updates``.
     """
@@ -72,17 +66,12 @@ def offload_optimizer(
     gather_after: Callable[[nn.Module, Any], None] | None = None,
     transfers: Transfers | None = None,
 ) -> BucketedOptimizer:
-    """Move an optimizer's states to host memory; returns the optimizer to use instead.
+    """Move the states of AdamW or SGD to host memory before its first step; returns the optimizer to use instead.
 
     Args:
-        optimizer: AdamW or SGD, over all parameters, before its first step.
         units, model, units_ahead, gather_after: as for ``BucketedOptimizer``.
-        config: with ``optimizer_offload``.
-        device: of parameters and gradients.
         schedule: not ``auto``.
-        seed: seeds stochastic rounding.
         rank: seeds stochastic rounding together with ``seed``; shards need different streams, replicas the same one.
-        transfers: copies between host and device; None for the device's own.
     """
     assert schedule is not OffloadSchedule.auto and not optimizer.state
     transfers = transfers or transfers_for(device)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdptoys.utils.dtensor import is_dtensor, local_tensor, unwrapped
+from fsdptoys.utils.dtensor import local_tensor
 
 ALIGNMENT = 64
 """Each state's offset is a multiple of so many elements, for aligned vector loads."""
@@ -63,14 +63,7 @@ def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
 
 
 class Bucket:
-    """Parameters updated together.
-
-    Args:
-        unit: index of their unit.
-        params: parameters of ``optimizer``.
-        optimizer: the outer optimizer, for its type and groups.
-        kinds: its states.
-    """
+    """Parameters of unit number ``unit`` that are updated together; ``optimizer`` is the outer one."""
 
     slab: Tensor
     """All states, flat, in the memory where they stay between updates."""
@@ -116,10 +109,8 @@ class Bucket:
     def take(self, groups: list[dict[str, Any]], scale: Tensor | None, release: bool) -> bool:
         """Fix hyperparameters and gradients for the next update; returns whether there is any gradient.
 
-        Args:
-            groups: of the outer optimizer.
-            scale: factor to apply to the gradients in the update, on their device.
-            release: set ``param.grad`` to None, so that nothing else changes the gradients until the update.
+        The update multiplies the gradients by ``scale``. ``release`` sets ``param.grad`` to None, so that nothing else
+        changes them until then.
         """
         self.gradients = [param.grad for param in self.params]
         self._scale = scale
@@ -206,18 +197,3 @@ def make_buckets(
             size += added
         buckets += [Bucket(unit, each, optimizer, kinds) for each in members]
     return buckets
-
-
-@torch.no_grad()
-def sharded_like(param: Tensor, local: Tensor) -> Tensor:
-    """``local``, or for a DTensor ``param``, a DTensor with its placements whose local tensor is ``local``.
-
-    ``DTensor.from_local`` would move it to the mesh's device.
-    """
-    if not is_dtensor(param):
-        return local
-    made = torch.empty_like(unwrapped(param), dtype=local.dtype, device=local.device)
-    assert is_dtensor(made)
-    made.to_local().set_(local)  # type: ignore[call-overload]
-    assert made.to_local().data_ptr() == local.data_ptr() and made.to_local().device == local.device
-    return made

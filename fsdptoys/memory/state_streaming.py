@@ -35,8 +35,6 @@ class Streaming:
     """Updates buckets in order; states on the host pass through device buffers.
 
     Args:
-        transfers: copies in both directions.
-        buckets: all buckets; those with ``on_host`` have a ``slab`` in host memory.
         buffers: buckets on the device at a time.
         defers: whether updates wait for ``finish``, unit by unit.
         dtype: dtype on the host.

@@ -28,12 +28,7 @@ class GradientNorms(Protocol):
 
 
 class Updates:
-    """Takes each step of an optimizer at once, after the backward.
-
-    Args:
-        optimizer: updates all parameters.
-        threads: CPU threads for norm and step, for parameters in host memory; None for the process's own number.
-    """
+    """Takes each step of an optimizer at once, after the backward; ``threads`` serve parameters in host memory."""
 
     unit_by_unit: ClassVar[bool] = False
     """Whether units may be updated one by one, so that all-gathers cannot share a preparation after ``step``."""

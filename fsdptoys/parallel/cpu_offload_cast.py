@@ -49,14 +49,7 @@ class _Entry:
 
 
 class Mirror:
-    """Low-precision copies of the parameters of all units of a model.
-
-    Args:
-        modules: of the units, in the order of the forward.
-        units_ahead: units after its own that a unit's forward begins to gather.
-        dtype: dtype of the forward.
-        pin_memory: whether there is an accelerator to copy to.
-    """
+    """Low-precision copies of the parameters of all units of a model, in the order of the forward."""
 
     def __init__(self, modules: Sequence[nn.Module], units_ahead: int, dtype: torch.dtype, pin_memory: bool) -> None:
         self._groups = [_param_groups(module) for module in modules]

@@ -57,15 +57,7 @@ def check_float8(
     tokens: int,
     cpu_offload: bool,
 ) -> None:
-    """Check float8 settings against the rest of the configuration.
-
-    Args:
-        float8: ``train.float8``.
-        all_gather: ``train.float8_all_gather``.
-        parallel: the strategy.
-        device_type: ``cuda``, ``npu`` or ``cpu``.
-        tokens: of a micro-batch.
-        cpu_offload: whether shards live in host memory.
+    """Check float8 settings against the rest of the configuration; ``tokens`` are those of a micro-batch.
 
     Raises:
         ConfigError: naming key, value and fix.
@@ -106,11 +98,7 @@ def check_float8(
 
 
 def check_float8_here(float8: Float8, device_type: str) -> None:
-    """Check that this node's device and packages support float8; predictions for other hardware skip this.
-
-    Raises:
-        ConfigError: naming key, value and fix.
-    """
+    """Check that this node's device and packages support float8; predictions for other hardware skip this."""
     if float8 is Float8.none:
         return
     key = f"train.float8={float8.value}"
@@ -126,11 +114,7 @@ def check_float8_here(float8: Float8, device_type: str) -> None:
 
 
 def check_even_shards(model: DecoderModel, ranks: int) -> None:
-    """Refuse shards of different sizes, which FSDP2 does not pad if they are cast before the gather.
-
-    Raises:
-        ConfigError: with the first such layer.
-    """
+    """Refuse shards of different sizes, which FSDP2 does not pad if they are cast before the gather."""
     for name, module in model.layers.named_modules():
         if isinstance(module, Linear) and takes_float8(module) and module.out_features % ranks:
             raise ConfigError(
@@ -146,16 +130,9 @@ def takes_float8(module: nn.Module) -> bool:
 
 
 def convert_to_float8(model: DecoderModel, float8: Float8, all_gather: bool, device_type: str) -> int:
-    """Convert the blocks' linear layers to float8 matmuls; call it before any other change to the blocks.
+    """Convert the blocks' linear layers to float8 matmuls, emulated without CUDA; return the number of layers.
 
-    Args:
-        model: on the meta device.
-        float8: ``train.float8``.
-        all_gather: ``train.float8_all_gather``.
-        device_type: without CUDA, float8 is emulated.
-
-    Returns:
-        Number of converted layers.
+    Call it on the meta device, before any other change to the blocks.
 
     Raises:
         ConfigError: if 16 divides the dims of none.

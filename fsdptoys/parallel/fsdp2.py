@@ -63,13 +63,7 @@ class FSDP2Config(FSDPConfig):
 
 
 class FSDP2(Strategy):
-    """PyTorch's ``fully_shard``.
-
-    Args:
-        config: of FSDP2 or the toy.
-        context: environment.
-        library: has ``fully_shard``, ``FSDPModule`` and ``MixedPrecisionPolicy``.
-    """
+    """PyTorch's or the toy's ``fully_shard``, from ``library``."""
 
     def __init__(self, config: FSDPConfig, context: ParallelContext, library: Any) -> None:
         super().__init__(context)

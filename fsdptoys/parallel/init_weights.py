@@ -44,9 +44,8 @@ def initialize(param: Tensor, name: str, init_rows: InitRows, seed: int) -> None
 
     Args:
         param: a plain tensor, or a DTensor that ``utils.dtensor.local_bounds`` supports.
-        name: the model's own name of the parameter.
+        name: the model's own name of the parameter, which with ``seed`` seeds its generator.
         init_rows: fills consecutive rows of the named parameter.
-        seed: the run's seed for initial values.
     """
     local = param.to_local() if is_dtensor(param) else param
     if local.numel() == 0:

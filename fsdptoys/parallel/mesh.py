@@ -45,10 +45,6 @@ class MeshConfig:
     def resolve(self, world_size: int, node_ranks: int) -> None:
         """Replace ``node`` by a number.
 
-        Args:
-            world_size: ranks over all nodes.
-            node_ranks: ranks of this node; at most ``world_size`` count.
-
         Raises:
             ConfigError: if nodes have different numbers of ranks.
         """
@@ -96,17 +92,9 @@ def straddling(shard_ranks: int, world_size: int, node_ranks: int) -> str | None
 
 
 def build_mesh(config: MeshConfig, world_size: int, device: Device, timeout: timedelta | None = None) -> DeviceMesh:
-    """Lay out the ranks of the default process group.
+    """Lay out the ranks: ``(shard,)``, or ``(replicate, shard)`` where ``mesh.fsdp_size`` is smaller than the world.
 
-    Args:
-        config: validated.
-        world_size: ranks over all nodes.
-        device: compute device of the ranks.
-        timeout: for collectives along the axes; None for PyTorch's default, half an hour with gloo. A mesh of one axis
-            uses the default group's.
-
-    Returns:
-        A mesh ``(shard,)``, or ``(replicate, shard)`` where ``mesh.fsdp_size`` is smaller than the world.
+    ``timeout`` is for collectives along two axes; a mesh of one axis uses the default group's.
     """
     shard = config.shard_ranks(world_size)
     if shard == world_size:

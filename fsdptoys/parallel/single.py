@@ -128,12 +128,7 @@ def cast_parameters(model: nn.Module, dtype: DType) -> nn.Module:
 
 
 def whole_units(whole: DecoderModel, computing: nn.Module) -> list[UnitParams]:
-    """Units of a model without sharding.
-
-    Args:
-        whole: the model.
-        computing: the model, or a wrapper that casts all parameters before the first module computes.
-    """
+    """Units of a model without sharding; ``computing`` is the model, or a wrapper that first casts all parameters."""
     tail = [whole.norm, whole.lm_head]
     later = {param for module in [*whole.layers, *tail] for param in module.parameters()}
     first = [param for param in whole.parameters() if param not in later]

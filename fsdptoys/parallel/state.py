@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdptoys.device import Streams, is_accelerator
-from fsdptoys.utils.dtensor import is_dtensor, local_tensor, unwrapped
+from fsdptoys.utils.dtensor import is_dtensor, local_tensor, sharded_like, unwrapped
 
 NamedParameters = Callable[[], Iterable[tuple[str, nn.Parameter]]]
 """Returns the optimizer's parameters by name, in the order of the model."""
@@ -39,10 +39,7 @@ def state_tensors(
 ) -> dict[str, Tensor]:
     """Current parameters and optimizer states. A collective under FSDP1.
 
-    Args:
-        model: wrapped by a strategy.
-        named_parameters: with the names before wrapping, except flat parameters.
-        optimizer: over these.
+    ``named_parameters`` has the names before wrapping, except for flat parameters.
 
     Returns:
         Plain tensors, the same on all ranks, and DTensors. They may be live, and change in the next step;
@@ -61,13 +58,10 @@ def state_tensors(
 def load_state_tensors(
     model: nn.Module, named_parameters: NamedParameters, optimizer: torch.optim.Optimizer, load: Load
 ) -> None:
-    """Replace parameters and optimizer states. A collective under FSDP1, and wherever ``load`` is one.
+    """Replace parameters and optimizer states by ``load``, which fills the tensors of ``state_tensors`` in place.
 
+    A collective under FSDP1, and wherever ``load`` is one; if it raises, parameters and states may be half replaced.
     Hyperparameters, and the device and dtype of states, stay those of this run.
-
-    Args:
-        model, named_parameters, optimizer: as for ``state_tensors``.
-        load: fills tensors with the same keys in place. If it raises, parameters and states may be half replaced.
     """
     from .flat_state import flat_state
 
@@ -87,12 +81,9 @@ def load_state_tensors(
 
 @torch.no_grad()
 def whole_tensors(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor | None]]:
-    """Every tensor in full, one at a time, in the order of the names.
+    """Yield every tensor in full, in the order of the names, on rank 0 as a CPU tensor; None on the other ranks.
 
     A collective: all ranks must exhaust it. A DTensor is gathered on every rank's device.
-
-    Yields:
-        The name, and on rank 0 the tensor on the CPU, which may share memory with the input; None on the other ranks.
     """
     first_rank = not dist.is_initialized() or dist.get_rank() == 0
     for name, tensor in sorted(tensors.items()):
@@ -106,15 +97,9 @@ def whole_tensors(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor | No
 
 @torch.no_grad()
 def host_copy(tensors: dict[str, Tensor], into: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Copy tensors to host memory.
+    """Copy the tensors of ``state_tensors`` to host memory, pinned if the source is on an accelerator.
 
-    Args:
-        tensors: of ``state_tensors``.
-        into: the unused result of an earlier call; its memory is reused where it fits.
-
-    Returns:
-        Plain tensors for plain ones, DTensors with the same placements for DTensors, with contiguous local parts;
-        pinned if the source is on an accelerator.
+    DTensors keep their placements. ``into`` is the unused result of an earlier call, whose memory is reused if it fits.
     """
     copies: dict[str, Tensor] = {}
     devices = set()
@@ -182,13 +167,7 @@ def _host_memory(tensor: Tensor) -> Tensor:
     """Uninitialized host memory with a tensor's layout."""
     source = local_tensor(tensor)
     local = torch.empty(source.shape, dtype=source.dtype, pin_memory=is_accelerator(source.device))
-    if not is_dtensor(tensor):
-        return local
-    # DTensor.from_local would move it to the mesh's device.
-    made = torch.empty_like(tensor, device="cpu")
-    assert is_dtensor(made)
-    made.to_local().set_(local)  # type: ignore[call-overload]
-    return made
+    return sharded_like(tensor, local)
 
 
 def _fits(copy: Tensor, tensor: Tensor) -> bool:

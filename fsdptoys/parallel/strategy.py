@@ -235,16 +235,12 @@ class Strategy(ABC):
         """Receive the optimizer over ``named_parameters`` before its first step."""
 
     def gather_after(self, module: nn.Module, event: Any) -> None:  # noqa: B027 (only who gathers on streams must wait)
-        """Make the gathering of ``module``'s parameters wait for a device event.
-
-        Strategies that read parameters on the compute stream need no wait.
-        """
+        """Make the gathering of ``module``'s parameters wait for a device event, if not on the compute stream."""
 
     def mirror_parameters(self) -> Callable[[list[nn.Parameter]], None] | None:
         """Upload offloaded parameters in the dtype of the forward, where the strategy can.
 
-        Returns:
-            A function to call, from any thread, with updated parameters; None where there are no copies to refresh.
+        Returns a function to call, from any thread, with updated parameters; None where there are no copies.
         """
         return None
 
@@ -291,12 +287,8 @@ class Strategy(ABC):
         """Scale all gradients so that their norm is at most ``max_norm``; return the norm before, as float32.
 
         The squares are added up in the context's ``sum_dtype`` and rounded once at the end: in float64 the norm is
-        then the same number however the gradients are sharded.
-
-        Args:
-            max_norm: upper bound of the norm; infinity only measures.
-            scale_by: receives the factor instead of multiplying the gradients here.
-            map_parts: like ``map``, over parts of gradients; may use threads.
+        then the same number however the gradients are sharded. ``scale_by`` receives the factor instead of multiplying
+        the gradients here; ``map_parts`` is like ``map``, over parts of gradients, and may use threads.
         """
         grads = [local_tensor(param.grad) for _, param in self.named_parameters() if param.grad is not None]
         parts = [part for grad in grads for part in grad_parts(grad)]

@@ -46,12 +46,11 @@ class Holding:
 
 
 class ShardedState:
-    """State tensors of holdings, sharded along their first dims.
+    """State tensors of holdings, sharded along their first dims over a mesh of one axis.
 
     Args:
         holdings: of all parameters, the same order on all ranks.
         optimizer: over each rank's own parameters.
-        mesh: one axis of all ranks.
         keeps_parameters: whether the parameters have owners too.
     """
 

@@ -44,6 +44,21 @@ def unwrapped(tensor: Tensor) -> Tensor:
     )
 
 
+@torch.no_grad()
+def sharded_like(param: Tensor, local: Tensor) -> Tensor:
+    """``local``, or for a DTensor ``param``, a DTensor with its placements whose local tensor is ``local``.
+
+    ``DTensor.from_local`` would move it to the mesh's device.
+    """
+    if not is_dtensor(param):
+        return local
+    made = torch.empty_like(unwrapped(param), dtype=local.dtype, device=local.device)
+    assert is_dtensor(made)
+    made.to_local().set_(local)  # type: ignore[call-overload]
+    assert made.to_local().data_ptr() == local.data_ptr() and made.to_local().device == local.device
+    return made
+
+
 def local_bounds(param: Tensor) -> tuple[tuple[int, int], ...]:
     """Start and stop index of this rank's shard in each dim of the full tensor.
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdptoys.memory.activation_checkpointing import GradientCheckpointing, checkpoint_blocks
-from fsdptoys.memory.activation_offload import ActivationOffload, HostCopies, StreamCopies
+from fsdptoys.memory.activation_offload import ActivationOffload, Copies, StreamCopies
 from fsdptoys.models import DecoderModel
 from fsdptoys.train.compile import compile_blocks
 from tests.memory.blocks import LLAMA, assert_equal, build, forward, gradients
@@ -26,7 +26,7 @@ DEEP = dataclasses.replace(LLAMA, n_layers=BLOCKS)
 LAST = BLOCKS - 1
 
 
-class LateCopies(HostCopies):
+class LateCopies(Copies):
     """Copies in order and as late as waiting allows; until then a tensor on its way back is not a number."""
 
     def __init__(self) -> None:

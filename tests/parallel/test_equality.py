@@ -8,7 +8,7 @@ import torch
 
 from fsdptoys.config.schema import Config
 from fsdptoys.memory import ActivationOffload, CPUOffloadExecutor, GradientCheckpointing, MemoryConfig
-from fsdptoys.memory.activation_offload import HostCopies
+from fsdptoys.memory.activation_offload import Copies
 from fsdptoys.models import MODELS
 from fsdptoys.optim import AdamWConfig, Implementation, SGDConfig, WeightDecayOn
 from fsdptoys.parallel import DDPConfig, FSDP1Config, FSDP2Config, ParallelConfig, SingleConfig
@@ -167,7 +167,7 @@ def train_moving_all(configs: list[Config]) -> tuple[list[Outcome], int]:
     """Train with activation offload that moves small tensors too; also how many copies it made."""
     copies = 0
 
-    class Counting(HostCopies):
+    class Counting(Copies):
         def start(self, target: torch.Tensor, source: torch.Tensor) -> None:
             nonlocal copies
             copies += 1
