@@ -40,6 +40,12 @@ def links(page: Path) -> Iterator[str]:
                 yield str(target)
 
 
+def code_spans(page: Path) -> Iterator[str]:
+    """Texts of a page's code spans."""
+    for token in read(page):
+        yield from (child.content for child in token.children or () if child.type == "code_inline")
+
+
 def anchors(page: Path) -> set[str]:
     """Fragments of a page's headings, as repository browsers and the site form them."""
     tokens = read(page)

@@ -6,8 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.docs.pages import PAGES, ROOT, anchors, links
+from tests.docs.pages import PAGES, ROOT, anchors, code_spans, links
 
+TOPS = (ROOT, ROOT / "fsdptoys")
 SOURCES = ["fsdptoys", "models", "patches", "configs", "scripts", "tests", "run_fsdp.sh", "pyproject.toml"]
 
 
@@ -46,4 +47,14 @@ def test_pages_named_in_sources_exist() -> None:
             if file.suffix in (".py", ".sh", ".yaml", ".toml", ".sbatch"):
                 named = re.findall(r"(?<![\w/.])docs/[\w/]+\.md", file.read_text(encoding="utf-8"))
                 missing += [f"{file.relative_to(ROOT)}: {page}" for page in named if not (ROOT / page).exists()]
+    assert not missing
+
+
+def test_files_named_on_pages_exist() -> None:
+    """Oracle: the file system, for code spans that look like paths below the root or below ``fsdptoys``."""
+    shape = r"(?:fsdptoys|models|patches|plan|scripts|tests|train|launch|configs)/[a-z_\d./]+\.[a-z]+"
+    missing = []
+    for page in PAGES:
+        paths = (path for path in code_spans(page) if re.fullmatch(shape, path))
+        missing += [f"{page.name}: {path}" for path in paths if not any((top / path).exists() for top in TOPS)]
     assert not missing
