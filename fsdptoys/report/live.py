@@ -35,11 +35,6 @@ GRACE_SECONDS = 60.0
 def follow(run_dir: Path, console: Console, poll_seconds: float = POLL_SECONDS) -> int:
     """Follow a run, a job of a sweep, or a sweep until it ends or Ctrl-C is pressed.
 
-    Args:
-        run_dir: run directory, job folder or sweep folder.
-        console: output.
-        poll_seconds: time between two polls.
-
     Returns:
         Exit status: 0 after the planned end or Ctrl-C; 1 if the run was killed, stopped by a signal, or failed. A sweep
         returns 0 once every job has ended.
@@ -55,8 +50,8 @@ def follow(run_dir: Path, console: Console, poll_seconds: float = POLL_SECONDS) 
             return follower.follow_job(run_dir)
         if not run_dir.is_dir():
             raise ConfigError(
-                f"{run_dir} is not there; start the run first, with metrics.run_dir={run_dir}, or give the directory "
-                "of one that has started"
+                f"{run_dir} does not exist; start the run first, with metrics.run_dir={run_dir}, or give the directory "
+                "of a started run"
             )
         if not is_startable(run_dir):
             raise ConfigError(
@@ -78,13 +73,13 @@ class _Follower:
         """Whether the console can redraw lines."""
         return self.console.is_terminal and os.environ.get("TERM") not in ("dumb", "unknown")
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print one line."""
         self.console.print(Text(printable(text, self.console.file)), soft_wrap=True)
 
     def follow_sweep(self, path: Path) -> int:
         """Follow the jobs one after another until all have ended."""
-        told, idle_since = None, time.monotonic()
+        printed, idle_since = None, time.monotonic()
         while True:
             sweep = read_sweep(path)
             statuses = [job.status for job in sweep.jobs]
@@ -93,25 +88,27 @@ class _Follower:
             if running is not None:
                 place = f"job {running.name} of {len(sweep.jobs)}, {running.label}: "
                 if self._follow_job(sweep.job_folder(running), place).status is JobStatus.running:
-                    self.say(f"job {running.name} has ended without a word; fsdptoys sweep --resume {path} goes on")
+                    self.print_line(
+                        f"job {running.name} ended without a status; resume with fsdptoys sweep --resume {path}"
+                    )
                     return 1
-                told, idle_since = None, time.monotonic()
+                printed, idle_since = None, time.monotonic()
                 continue
             if all(status.ended for status in statuses):
-                self.say(f"the sweep has ended: {counts}; {path}")
+                self.print_line(f"the sweep has ended: {counts}; {path}")
                 return 0
             if JobStatus.stopped in statuses and time.monotonic() - idle_since > GRACE_SECONDS:
-                self.say(f"the sweep was stopped: {counts}; fsdptoys sweep --resume {path} goes on")
+                self.print_line(f"the sweep was stopped: {counts}; resume with fsdptoys sweep --resume {path}")
                 return 1
-            if counts != told:
-                self.say(f"no job runs at the moment: {counts}")
-                told = counts
+            if counts != printed:
+                self.print_line(f"no job is running: {counts}")
+                printed = counts
             time.sleep(self.poll_seconds)
 
     def follow_job(self, folder: Path) -> int:
         """Wait for a job of a sweep to start, and follow it."""
         if read_job(folder).status is JobStatus.waiting:
-            self.say(f"{folder} waits for its turn")
+            self.print_line(f"{folder} waits to start")
         while read_job(folder).status is JobStatus.waiting:
             time.sleep(self.poll_seconds)
         return 0 if self._follow_job(folder, "").status is JobStatus.done else 1
@@ -120,85 +117,82 @@ class _Follower:
         """Follow the run of a started job; return the job's final state."""
         alive = time.monotonic()
 
-        def may_go_on(run: FollowedRun) -> bool:
+        def may_restart(run: FollowedRun) -> bool:
             nonlocal alive
             if run.state() in (State.running, State.starting) or is_locked(folder):
                 alive = time.monotonic()
             return read_job(folder).status is JobStatus.running and time.monotonic() - alive < GRACE_SECONDS
 
         if read_job(folder).status is JobStatus.running:
-            self.follow_run(folder / RUN_FOLDER, heading, may_go_on)
+            self.follow_run(folder / RUN_FOLDER, heading, may_restart)
         job = read_job(folder)
-        self.say(f"{heading}{job.status.value}" + (f": {job.reason}" if job.reason else ""))
+        self.print_line(f"{heading}{job.status.value}" + (f": {job.reason}" if job.reason else ""))
         return job
 
     def follow_run(
-        self, path: Path, heading: str = "", may_go_on: Callable[[FollowedRun], bool] = lambda run: False
+        self, path: Path, heading: str = "", may_restart: Callable[[FollowedRun], bool] = lambda run: False
     ) -> int:
-        """Follow one run.
+        """Follow one run; return 0 after the planned end, else 1.
 
         Args:
             path: run directory.
             heading: prefix of the run's name.
-            may_go_on: whether ranks may still (re)start, called once no rank is running.
-
-        Returns:
-            0 after the planned end, else 1.
+            may_restart: whether ranks may still (re)start, called once no rank is running.
         """
         run = FollowedRun(path)
         run.poll()
-        state = (self._draw if self.draws else self._print_lines)(run, heading, may_go_on)
+        state = (self._draw if self.draws else self._print_lines)(run, heading, may_restart)
         if state is State.ended:
             ending = read_ending(path)
-            self.say(f"the run has ended: {'; '.join([*filter(None, [ending.text]), str(path / SUMMARY_FILE)])}")
+            self.print_line(f"the run has ended: {'; '.join([*filter(None, [ending.text]), str(path / SUMMARY_FILE)])}")
             return 0 if ending.status is JobStatus.done else 1
         done = run.steps[-1].step if run.steps else 0
-        self.say(
-            f"the run ended without a summary after step {done}, since it was killed or failed; where it has "
-            "checkpoints, the same command with checkpoint.resume=auto goes on"
+        self.print_line(
+            f"the run ended without a summary after step {done}, since it was killed or failed; resume from its "
+            "checkpoints, if any, with the same command and checkpoint.resume=auto"
         )
         return 1
 
-    def _draw(self, run: FollowedRun, heading: str, may_go_on: Callable[[FollowedRun], bool]) -> State:
+    def _draw(self, run: FollowedRun, heading: str, may_restart: Callable[[FollowedRun], bool]) -> State:
         with Live(console=self.console, auto_refresh=False, vertical_overflow="crop") as live:
             while True:
                 state = run.state()  # read before the steps, so that no step is missed once the end is seen
                 run.poll()
                 live.update(draw_run(run, state, self.console, heading), refresh=True)
-                if state in (State.ended, State.gone) and not may_go_on(run):
+                if state in (State.ended, State.gone) and not may_restart(run):
                     return state
                 time.sleep(self.poll_seconds)
 
-    def _print_lines(self, run: FollowedRun, heading: str, may_go_on: Callable[[FollowedRun], bool]) -> State:
+    def _print_lines(self, run: FollowedRun, heading: str, may_restart: Callable[[FollowedRun], bool]) -> State:
         """Print the lines of the plain console, starting at the latest step."""
-        self.say(f"{heading}{run.settings.title} in {run.path}")
+        self.print_line(f"{heading}{run.settings.title} in {run.path}")
         if len(run.steps) > 1:
-            self.say(f"steps up to {run.steps[-1].step} are done; from here on there is a line as the console has it")
+            self.print_line(f"steps up to {run.steps[-1].step} are done; the console's lines follow")
         shown = max(0, len(run.steps) - 1)
         reporter: PlainReporter | None = None
-        told: set[object] = set()
+        reported: set[object] = set()
         while True:
             state = run.state()
-            shown = self._print_way_back(shown, run.poll(), run)
+            shown = self._print_resume(shown, run.poll(), run)
             for metrics in run.steps[shown:]:
                 if reporter is None:
                     settings = run.settings
                     reporter = PlainReporter(settings.planned_steps or 0, settings.log_every, self.console.file)
                 reporter.step(metrics)
             shown = len(run.steps)
-            for sight, text in run.late_ranks(run.signs(), time.time()).items() if state is State.running else ():
-                if sight not in told:
-                    self.say(text)
-                told.add(sight)
-            if state in (State.ended, State.gone) and not may_go_on(run):
+            for event, text in run.late_ranks(run.signs(), time.time()).items() if state is State.running else ():
+                if event not in reported:
+                    self.print_line(text)
+                reported.add(event)
+            if state in (State.ended, State.gone) and not may_restart(run):
                 if reporter is not None:
                     reporter.close()
                 return state
             time.sleep(self.poll_seconds)
 
-    def _print_way_back(self, shown: int, stands: int, run: FollowedRun) -> int:
+    def _print_resume(self, shown: int, valid: int, run: FollowedRun) -> int:
         """Report a return to an earlier step; return how many of the shown steps remain valid."""
-        if stands < shown:
-            after = run.steps[stands - 1].step if stands else 0
-            self.say(f"the run was taken up again after step {after}; later steps are done again")
-        return min(shown, stands)
+        if valid < shown:
+            after = run.steps[valid - 1].step if valid else 0
+            self.print_line(f"the run resumed after step {after}; later steps are repeated")
+        return min(shown, valid)

@@ -90,10 +90,10 @@ class FollowedRun:
                     self.steps, self._offset, self._last_line = [], 0, b""
                     file.seek(0)
                 added: list[StepMetrics] = []
-                while whole := _whole_lines(file.read(LARGEST_READ_BYTES)):
-                    lines = whole.splitlines(keepends=True)
+                while complete := _complete_lines(file.read(LARGEST_READ_BYTES)):
+                    lines = complete.splitlines(keepends=True)
                     added += [step for line in lines if (step := _step_of(line)) is not None]
-                    self._offset += len(whole)
+                    self._offset += len(complete)
                     self._last_line = lines[-1]
                     file.seek(self._offset)
         except OSError:  # missing, or moved aside by a new start
@@ -130,10 +130,6 @@ class FollowedRun:
     def late_ranks(self, signs: dict[int, Heartbeat], now: float) -> dict[object, str]:
         """Describe each rank that has ended, is stopped, or is late, and the ranks without a heartbeat.
 
-        Args:
-            signs: latest heartbeat of each rank.
-            now: seconds since 1970.
-
         Returns:
             Key that identifies the event, so that it is printed once → sentence, which includes its age.
         """
@@ -143,18 +139,18 @@ class FollowedRun:
         if self.steps:
             patience = max(patience, 3 * self.steps[-1].step_time_seconds)
         foremost = max(sign.progress for sign in signs.values())
-        told: dict[object, str] = {}
+        late: dict[object, str] = {}
         for rank, sign in signs.items():
             state = sign.state()
             if state is not None:
-                told[rank, state] = f"rank {rank} {state}; its last heartbeat is of {sign.describe(now)}"
+                late[rank, state] = f"rank {rank} {state}; its last heartbeat is of {sign.describe(now)}"
             elif sign.progress < foremost and now - sign.time > patience:
-                told[rank, sign.progress] = f"rank {rank} is late; its last heartbeat is of {sign.describe(now)}"
+                late[rank, sign.progress] = f"rank {rank} is late; its last heartbeat is of {sign.describe(now)}"
         silent = [rank for rank in range(self.settings.world_size or 0) if rank not in signs]
         ending = any(sign.phase == "end" for sign in signs.values())  # ranks remove their files when they end
         if silent and not ending and now - max(sign.time for sign in signs.values()) > patience:
-            told["silent", len(silent)] = f"no heartbeat yet of {format_ranks(silent)}"
-        return told
+            late["silent", len(silent)] = f"no heartbeat yet of {format_ranks(silent)}"
+        return late
 
 
 def is_startable(path: Path) -> bool:
@@ -197,7 +193,7 @@ def _number(value: Any, most: int = MOST_STEPS) -> int | None:
     return value if type(value) is int and 0 < value <= most else None
 
 
-def _whole_lines(content: bytes) -> bytes:
+def _complete_lines(content: bytes) -> bytes:
     return content[: content.rfind(b"\n") + 1]
 
 

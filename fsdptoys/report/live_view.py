@@ -25,14 +25,7 @@ STYLES = {State.running: "green", State.starting: "yellow", State.ended: "bold",
 
 
 def draw_run(run: FollowedRun, state: State, console: Console, heading: str = "") -> RenderableType:
-    """Draw progress, metrics, loss curve, summary and ranks of a run.
-
-    Args:
-        run: polled run.
-        state: current state.
-        console: provides width and encoding.
-        heading: prefix of the run's name, such as the job of a sweep.
-    """
+    """Draw progress, metrics, loss curve, summary and ranks of a polled run, whose name ``heading`` precedes."""
     width, settings = console.width, run.settings
 
     def line(text: str, style: str = "") -> Text:
@@ -114,9 +107,8 @@ def _bar(run: FollowedRun) -> RenderableType:
 
 
 def _facts(run: FollowedRun, results: RunResults, console: Console) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column()
+    table = Table.grid("", "", padding=(0, 2))
+    table.columns[0].style, table.columns[0].no_wrap = "dim", True
     for name, text in fact_rows(run, results):
         table.add_row(name, Text(printable(text, console.file)))
     return table
@@ -144,13 +136,13 @@ def fact_rows(run: FollowedRun, results: RunResults) -> list[tuple[str, str]]:
         rows.append(("held-out loss", f"{latest[0]:.4f} after step {latest[1]}{lowest}"))
     if results.skipped_steps:
         count = results.skipped_steps
-        rows.append(("no update", f"in {count} step{'s' * (count > 1)}"))
+        rows.append(("skipped", f"{count} step{'s' * (count > 1)}"))
     spikes = [metrics for metrics in run.steps if metrics.loss_spike is not None]
     if spikes:
         rows.append(("spikes", f"{len(spikes)} of the loss, the latest in step {spikes[-1].step}"))
     if run.resumes:
         count = len(run.resumes)
-        rows.append(("went on", f"{count} time{'s' * (count > 1)}, last after step {run.resumes[-1].step}"))
+        rows.append(("resumed", f"{count} time{'s' * (count > 1)}, last after step {run.resumes[-1].step}"))
     if run.settings.prediction is not None:
         for what, predicted, measured, difference in prediction_rows(
             prediction_errors(run.settings.prediction, results)
@@ -175,17 +167,17 @@ def _places(signs: dict[int, Heartbeat], now: float) -> str:
     places: dict[tuple[int, str], list[Heartbeat]] = {}
     for sign in signs.values():
         places.setdefault((sign.step, sign.phase), []).append(sign)
-    told = [
+    parts = [
         f"{format_ranks([sign.rank for sign in there])} in step {step} ({phase}) "
         f"{max(0.0, now - max(sign.time for sign in there)):.0f} s ago"
         for (step, phase), there in sorted(places.items(), key=lambda place: place[0], reverse=True)
     ]
-    return ", ".join(told)
+    return ", ".join(parts)
 
 
 def _spread(spread: Spread | None, factor: float, digits: int, unit: str) -> str:
     if spread is None:
-        return "only steps of the warm-up so far"
+        return "only warm-up steps so far"
     p10, median, p90 = (f"{value * factor:,.{digits}f}" for value in (spread.p10, spread.median, spread.p90))
     return f"median {median}{unit} (p10 {p10}, p90 {p90})"
 

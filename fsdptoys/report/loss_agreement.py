@@ -12,7 +12,7 @@ that resumed from a checkpoint of other settings or another folder.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -108,10 +108,6 @@ class Disagreement:
             f"step {self.step} on, its {self.quantity} is {self.value:.8g} and not {self.expected:.8g} ({shown}; "
             f"{allowed})."
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Fields for JSON."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -220,13 +216,13 @@ def _in_group(group: Sequence[_Row]) -> list[Disagreement]:
     for row in group:
         alike.setdefault(row.content, []).append(row)
     classes = list(alike.values())
-    friends = [len(each) for each in classes]
+    agreeing = [len(each) for each in classes]
     for one, rows in enumerate(classes):
         for other in range(one):
             if _first_difference(rows[0], classes[other][0]) is None:
-                friends[one] += len(classes[other])
-                friends[other] += len(rows)
-    reference = classes[friends.index(max(friends))][0]
+                agreeing[one] += len(classes[other])
+                agreeing[other] += len(rows)
+    reference = classes[agreeing.index(max(agreeing))][0]
     found = [_first_difference(row, reference) for row in group if row is not reference]
     return [each for each in found if each is not None]
 

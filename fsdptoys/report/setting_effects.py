@@ -119,12 +119,7 @@ UPDATE = (
 
 
 def effect_of(key: str, same_batch: bool = True) -> Effect:
-    """Largest effect of changing a setting on losses.
-
-    Args:
-        key: dotted key.
-        same_batch: whether both runs have the same number of sequences a step.
-    """
+    """Largest effect of changing a setting on losses, for runs with or without the same number of sequences a step."""
     if key in (RANKS, "train.batch_size", "train.grad_accum", "parallel.simulated_ranks") and not same_batch:
         return Effect.training
     if key in FORMATS:
@@ -150,14 +145,9 @@ def global_batch(settings: Mapping[str, Any]) -> int | None:
 
 
 def training_of(tree: dict[str, Any], world_size: int) -> Settings | None:
-    """Settings that determine losses up to rounding; runs that share them should agree.
+    """Settings (of ``config.yaml``) that determine losses up to rounding; runs that share them should agree.
 
-    Args:
-        tree: contents of ``config.yaml``.
-        world_size: number of ranks.
-
-    Returns:
-        The settings; None if one needed for the global batch is missing.
+    None if a setting needed for the global batch is missing.
     """
     settings = {RANKS: world_size} | effective(tree)
     batch = global_batch(settings)

@@ -1,6 +1,7 @@
 """Export tables as Markdown, and as CSV and JSON with all columns and raw numbers."""
 
 import csv
+import dataclasses
 import io
 import json
 import math
@@ -130,7 +131,7 @@ def _deep_row(table: Table, index: int) -> dict[str, Any]:
         "varied": record.varied,
         "words": words_of(record),
         "settings": table.settings[index],
-        "disagreement": found.to_dict() if found else None,
+        "disagreement": dataclasses.asdict(found) if found else None,
         "prediction": run.prediction.to_dict() if run and run.prediction else None,
         "source_parts": source_of(run.environment) if run else None,
         "environment": run.environment if run else None,

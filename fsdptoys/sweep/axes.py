@@ -60,12 +60,7 @@ def read_axes(words: Sequence[str], choices: Choices) -> list[Axis]:
 
 
 def read_base(definition: SweepDefinition, where: str, choices: Choices) -> tuple[list[Axis], list[Row]]:
-    """Parse the axes and rows of a sweep's file.
-
-    Args:
-        definition: content of the file.
-        where: the file's name, for messages.
-        choices: as for :func:`read_axes`.
+    """Parse the axes and rows of a sweep's file, named ``where`` in messages.
 
     Raises:
         ConfigError: for the first mistake.

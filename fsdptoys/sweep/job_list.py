@@ -96,29 +96,25 @@ def _highest_number(before: Sweep | None) -> int:
 
 
 def refuse_running(sweep: Sweep, queued: Collection[str]) -> None:
-    """Reject resuming a sweep while another process runs one of its jobs.
-
-    Args:
-        sweep: read from its folder.
-        queued: names of jobs that may keep running in a batch queue.
+    """Reject resuming a sweep while another process runs a job other than those ``queued`` in a batch queue.
 
     Raises:
         ConfigError: naming the job.
     """
     for job in sweep.jobs:
         if job.status is JobStatus.running and job.name not in queued and is_locked(sweep.run_dir(job)):
-            raise ConfigError(
-                f"job {job.name} of {sweep.path} is still running; wait for its end, or end it, and go on then"
-            )
+            raise still_running(sweep, job)
+
+
+def still_running(sweep: Sweep, job: Job) -> ConfigError:
+    """The mistake of resuming a sweep while one of its jobs runs."""
+    return ConfigError(f"job {job.name} of {sweep.path} is still running; wait for its end, or end it, then resume")
 
 
 def write_arrangement(sweep: Sweep, arrangement: Arrangement, queued: Collection[str] = ()) -> None:
     """Write a sweep's folder and job files; move earlier results of jobs that run again aside.
 
-    Args:
-        sweep: with the jobs of the arrangement.
-        arrangement: the jobs to run.
-        queued: names of jobs in a batch queue, whose folders are left alone.
+    Folders of jobs ``queued`` in a batch queue are left alone.
     """
     for job in arrangement.changed:
         if job.name not in queued:

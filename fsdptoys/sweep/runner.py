@@ -128,7 +128,7 @@ def run_job(
                 interruption.process = None
     outcome = read_exit_record(folder / OUTCOME_FILE)
     if ended_for is JobStatus.timed_out:
-        ended = ended_for, f"it was ended after {time_limit_seconds:g} s, which is the limit of a job's time"
+        ended = ended_for, f"it was ended after {time_limit_seconds:g} s, the time limit of a job"
     elif ended_for is JobStatus.stopped:
         ended = ended_for, "the sweep was ended"
     else:
@@ -166,15 +166,15 @@ def judge(exit_status: int, outcome: ExitRecord | None) -> tuple[JobStatus, str]
         outcome: the launcher's outcome record, if it wrote one.
     """
     if outcome is not None and outcome.stopped_by is not None:
-        return JobStatus.stopped, f"{outcome.stopped_by} asked it to end"
+        return JobStatus.stopped, f"{outcome.stopped_by} requested the end"
     if exit_status == 0:
         return JobStatus.done, ""
     if exit_status == -signal.SIGKILL:
-        return JobStatus.out_of_memory, "its launcher was killed, as the system does where host memory runs out"
+        return JobStatus.out_of_memory, "its launcher was killed, as by the system when host memory runs out"
     if exit_status < 0:
         return JobStatus.failed, f"its launcher was ended by {signal.Signals(-exit_status).name}"
     if outcome is None or outcome.reason is None:
-        return JobStatus.failed, f"its launcher ended with status {exit_status}, and {LOG_FILE} may say why"
+        return JobStatus.failed, f"its launcher ended with status {exit_status}; see {LOG_FILE}"
     return JobStatus.out_of_memory if outcome.out_of_memory else JobStatus.failed, outcome.reason
 
 

@@ -123,7 +123,7 @@ def read_submissions(sweep: Sweep) -> list[Submission]:
             content = build(_SubmissionFile, parse_json(read_regular(path, LARGEST_FILE_BYTES)))
         except (OSError, ValueError) as mistake:
             raise ConfigError(
-                f"{path} cannot be read ({one_line(mistake)}), and would say which jobs a queue may still run; remove "
+                f"{path} cannot be read ({one_line(mistake)}), and lists jobs that a queue may still run; remove "
                 f"{path.parent} when none of them runs"
             ) from mistake
         submissions.append(Submission(path.parent, content.launcher, content.jobs))
@@ -150,8 +150,8 @@ def jobs_in_queue(sweep: Sweep) -> dict[str, str]:
     if states is None:
         names = ", ".join(pending)
         raise ConfigError(
-            f"{sweep.path} has jobs that SLURM was given and may still run ({names}), and squeue, which would tell, "
-            "does not answer here; go on where it does, on a login node of that cluster"
+            f"{sweep.path} has jobs submitted to SLURM that may still run ({names}), and squeue "
+            "does not answer here; resume on a login node of that cluster"
         )
     return held | {name: identity for name, identity in pending.items() if in_queue(states, identity)}
 
@@ -219,12 +219,7 @@ class WatchedSubmission:
 
 
 def still_queued(sweep: Sweep, queued: Mapping[str, str]) -> list[WatchedSubmission]:
-    """Return earlier commands' submissions with jobs still in SLURM's queue.
-
-    Args:
-        sweep: the sweep.
-        queued: result of :func:`jobs_in_queue`.
-    """
+    """Return earlier commands' submissions with jobs still ``queued``, the result of :func:`jobs_in_queue`."""
     submissions = []
     for one in read_submissions(sweep):
         names = tuple(name for name, identity in one.ids().items() if queued.get(name) == identity)
@@ -243,21 +238,15 @@ def print_queued_jobs(sweep: Sweep, submissions: Sequence[WatchedSubmission]) ->
     }
     if numbers:
         print(
-            f"fsdptoys: the jobs in the queue go on; scancel {' '.join(sorted(numbers))} ends them, and "
-            f"fsdptoys sweep --resume {shlex.quote(str(sweep.path))} takes in what they have finished",
+            f"fsdptoys: the jobs in the queue continue; scancel {' '.join(sorted(numbers))} ends them, and "
+            f"fsdptoys sweep --resume {shlex.quote(str(sweep.path))} collects finished ones",
             file=sys.stderr,
             flush=True,
         )
 
 
 def watch_jobs(sweep: Sweep, submissions: Sequence[WatchedSubmission], after_job: Callable[[], None]) -> None:
-    """Watch jobs through their folders until all have ended; record an outcome for jobs that wrote none.
-
-    Args:
-        sweep: the sweep of the jobs.
-        submissions: to watch.
-        after_job: called after the end of each job.
-    """
+    """Watch jobs through their folders until all have ended; record an outcome for jobs that wrote none."""
     watched = {job.name: job for job in sweep.jobs}
     open_jobs = {name: one for one in submissions for name in one.jobs}
     shown = dict.fromkeys(open_jobs, JobStatus.waiting)
@@ -298,7 +287,7 @@ def _close(sweep: Sweep, job: Job, state: str | None, one: WatchedSubmission) ->
     """Record the outcome of a job that left the queue without recording one."""
     how = f"SLURM says {state}" if state else one.error_of(job.name) or "it has left the queue"
     status = ENDED_STATES.get(state or "", JobStatus.stopped if one.submission.launcher == SLURM else JobStatus.failed)
-    reason = f"it ended without a word of its own ({how}); {one.submission.log(job.name)} may tell more"
+    reason = f"it ended without recording an outcome ({how}); see {one.submission.log(job.name)}"
     closed = dataclasses.replace(job, status=status, exit_status=None, reason=reason)
     write_job(sweep.job_folder(job), closed)
     return closed

@@ -173,10 +173,6 @@ def _refuse_options(typed: Mapping[str, Any]) -> None:
 def refuse_commands(words: Sequence[str], folder: Path) -> None:
     """Reject launcher words from a sweep's folder that may run commands: the folder may come from someone else.
 
-    Args:
-        words: launcher words of the folder's file.
-        folder: the sweep's folder.
-
     Raises:
         ConfigError: showing the words, so that the user can type them if wanted.
     """
@@ -198,11 +194,6 @@ def validate_job(
     words: Sequence[str], launcher_words: Sequence[str], time_limit_seconds: float | None = None
 ) -> ResolvedRun:
     """Compose and validate a run for its launcher's nodes, as ``resolve_run`` does for this machine.
-
-    Args:
-        words: the run's overrides.
-        launcher_words: the launcher and its options.
-        time_limit_seconds: time limit of one job.
 
     Raises:
         ConfigError: for the first mistake in the run or the queue's settings.

@@ -37,6 +37,7 @@ from fsdptoys.utils.file_lock import LOCK_FILE, is_locked
 from fsdptoys.utils.regular_file import read_regular
 
 from .folder import JOBS_FOLDER, RUN_FOLDER, Job, JobStatus, Sweep, read_job, write_job
+from .job_list import still_running
 from .runner import END_SIGNALS, quote, set_aside
 from .slurm_node import run_on_node
 from .slurm_queue import (
@@ -100,9 +101,7 @@ def submit(
     groups: dict[SlurmNeeds, list[Job]] = {}
     for job in jobs:
         if queued.get(job.name) == "":
-            raise ConfigError(
-                f"job {job.name} of {sweep.path} is still running; wait for its end, or end it, and go on then"
-            )
+            raise still_running(sweep, job)
         if job.name not in queued:
             groups.setdefault(find_needs(job.words, launcher), []).append(job)
     batches = [
@@ -207,7 +206,7 @@ def _silence_submitit() -> None:
 
 def _print_ids(watched: WatchedSubmission) -> None:
     ids = ", ".join(f"{name} as {identity}" for name, identity in watched.ids.items())
-    print(f"fsdptoys: SLURM has the jobs {ids}; what it keeps of them is in {watched.submission.folder}", flush=True)
+    print(f"fsdptoys: SLURM has the jobs {ids}; their files are in {watched.submission.folder}", flush=True)
 
 
 def _submit_jobs(

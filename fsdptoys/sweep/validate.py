@@ -109,11 +109,7 @@ class InvalidJob:
 def validate_combinations(
     combinations: Sequence[Combination], where: LocalMachine | None = None
 ) -> list[ValidJob | InvalidJob]:
-    """Compose and validate combinations.
-
-    Args:
-        combinations: in their order.
-        where: machines to run on; None for this machine.
+    """Compose and validate combinations, in their order, for this machine or ``where``.
 
     Raises:
         ConfigError: for a word invalid by itself, or if no combination can run.

@@ -170,7 +170,7 @@ def test_steps_that_are_done_again_are_said_to_be(run: WrittenRun) -> None:
     run.add(step_of(3), step_of(4))
     watching.wait_for_text("step  4/20")
     os.truncate(run.path / "metrics.jsonl", at_checkpoint)
-    watching.wait_for_text("the run was taken up again after step 2; later steps are done again")
+    watching.wait_for_text("the run resumed after step 2; later steps are repeated")
     run.add(step_of(3), step_of(4))
     watching.wait_for(lambda lines: step_numbers(lines) == [2, 3, 4, 3, 4])
     run.finish()
@@ -273,7 +273,7 @@ def test_the_lowest_held_out_loss_is_a_finite_one(run: WrittenRun, losses: list[
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     """Oracle: the sentences."""
     console = Console(file=io.StringIO())
-    with pytest.raises(ConfigError, match=r"none is not there; start the run first, with metrics\.run_dir="):
+    with pytest.raises(ConfigError, match=r"none does not exist; start the run first, with metrics\.run_dir="):
         follow(tmp_path / "none", console)
     with pytest.raises(ConfigError, match="holds neither a run nor a sweep; give a folder that fsdptoys train or"):
         follow(tmp_path, console)
@@ -301,7 +301,7 @@ def test_the_picture_keeps_to_the_width(run: WrittenRun, width: int) -> None:
         "0:00:05 in steps, about 0:00:05 left",
         "500.0 ms (p10 500.0, p90 500.0)",
         "5.0000 after step 7",
-        "in 1 step",
+        "skipped 1 step",
         "1 of the loss, the latest in step 10",
         "0.750 GiB at the peak",
         "rank 0 in step 11 (forward)",
@@ -389,7 +389,7 @@ def test_a_sweep_is_followed_job_by_job(tmp_path: Path) -> None:
     written.finish()
     write_job(sweep.job_folder(first), replace(first, status=JobStatus.done))
     watching.wait_for_text("job 01 of 2, parallel=fsdp1: done")
-    watching.wait_for_text("no job runs at the moment: 1 waiting, 1 done")
+    watching.wait_for_text("no job is running: 1 waiting, 1 done")
     write_job(sweep.job_folder(second), replace(second, status=JobStatus.running))
     written = WrittenRun(sweep.run_dir(second))
     written.add(step_of(1), step_of(2))
@@ -410,7 +410,7 @@ def test_a_job_of_a_sweep_is_followed_alone(tmp_path: Path, status: JobStatus, e
     sweep = sweep_of(tmp_path / "sweep", [JobStatus.waiting])
     (job,) = sweep.jobs
     watching = Watching(sweep.job_folder(job))
-    watching.wait_for_text("waits for its turn")
+    watching.wait_for_text("waits to start")
     write_job(sweep.job_folder(job), replace(job, status=status))
     assert watching.end() == exit_status
     assert watching.lines()[-1] == status.value

@@ -65,7 +65,7 @@ def test_each_end_is_told_apart(ended: Sweep) -> None:
         out_of_memory.reason is not None and "host memory ran out on rank 0 in the construction" in out_of_memory.reason
     )
     assert endless.status is JobStatus.timed_out
-    assert endless.reason == "it was ended after 4 s, which is the limit of a job's time"
+    assert endless.reason == "it was ended after 4 s, the time limit of a job"
 
 
 def test_jobs_that_had_ended_were_not_run_again(ended: Sweep) -> None:

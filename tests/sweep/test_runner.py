@@ -28,9 +28,9 @@ ENDS = {
     0: (JobStatus.done, 0, None),
     1: (JobStatus.failed, 1, "rank 1 failed: RuntimeError: no"),
     2: (JobStatus.out_of_memory, 1, "rank 0 failed: host memory ran out on rank 0"),
-    3: (JobStatus.out_of_memory, -9, "its launcher was killed, as the system does where host memory runs out"),
-    4: (JobStatus.failed, 7, "its launcher ended with status 7, and log.txt may say why"),
-    7: (JobStatus.stopped, 0, "SIGTERM asked it to end"),
+    3: (JobStatus.out_of_memory, -9, "its launcher was killed, as by the system when host memory runs out"),
+    4: (JobStatus.failed, 7, "its launcher ended with status 7; see log.txt"),
+    7: (JobStatus.stopped, 0, "SIGTERM requested the end"),
 }
 
 
@@ -60,7 +60,7 @@ def test_a_job_over_its_time_is_ended(tmp_path: Path, monkeypatch: pytest.Monkey
     job = run_job(make_job(tmp_path / "01", how), 1.5, train=STANDIN)
     assert job.status is JobStatus.timed_out
     assert job.exit_status == (-signal.SIGINT if how == 5 else -signal.SIGKILL)
-    assert job.reason == "it was ended after 1.5 s, which is the limit of a job's time"
+    assert job.reason == "it was ended after 1.5 s, the time limit of a job"
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "01" / "ready").read_text()), 0)
 

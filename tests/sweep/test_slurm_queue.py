@@ -64,7 +64,7 @@ def test_jobs_that_the_queue_still_has_are_known_by_what_squeue_says(
     assert [in_queue(states, identity) for identity in ("12_0", "12_1", "13", "99")] == [True, True, False, False]
     assert jobs_in_queue(sweep) == {"01": "12_0", "02": "12_1"}
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"SLURM was given and may still run \(01, 02, 03\), and squeue"):
+    with pytest.raises(ConfigError, match=r"submitted to SLURM that may still run \(01, 02, 03\), and squeue"):
         jobs_in_queue(sweep)
 
 
@@ -89,7 +89,7 @@ def test_jobs_that_left_the_queue_without_a_word_are_closed(
         JobStatus.done,
     ]
     log = submission.folder / "12_0" / "12_0_0_log.err"
-    assert jobs[0].reason == f"it ended without a word of its own (SLURM says CANCELLED); {log} may tell more"
+    assert jobs[0].reason == f"it ended without recording an outcome (SLURM says CANCELLED); see {log}"
     assert jobs[1].reason is not None and "(it has left the queue)" in jobs[1].reason
     assert "04 done" in capsys.readouterr().out
 
@@ -115,7 +115,7 @@ def test_ctrl_c_leaves_the_jobs_in_the_queue_and_says_how_to_end_them(
     interrupting.join()
     assert "SLURM has the jobs 01 as 12_0, 02 as 12_1" in printed[-1]
     assert getattr(request.value, "number", signal.SIGINT) == number
-    assert f"scancel 12 ends them, and fsdptoys sweep --resume '{sweep.path}' takes" in capsys.readouterr().err
+    assert f"scancel 12 ends them, and fsdptoys sweep --resume '{sweep.path}' collects" in capsys.readouterr().err
     assert len(read_submissions(sweep)) == 1
 
 
