@@ -48,7 +48,8 @@ def resumed_and_uninterrupted(rows: dict[str, tuple[Config, dict[str, Any]]], fo
     outcomes = {}
     for label, (config, checkpoint) in rows.items():
         whole, killed = folder / label / "whole", folder / label / "killed"
-        uninterrupted = run_to_the_end(kept(config, whole, every=0))
+        alone = dataclasses.replace(config, data=dataclasses.replace(config.data, workers=0))
+        uninterrupted = run_to_the_end(kept(alone, whole, every=0))
         checkpoint = {"every": 2, **checkpoint}
         run_until(kept(config, killed, **checkpoint), SHORT)
         resumed = run_to_the_end(kept(config, killed, **checkpoint))
@@ -59,10 +60,8 @@ def resumed_and_uninterrupted(rows: dict[str, tuple[Config, dict[str, Any]]], fo
 
 def two_ranks() -> dict[str, tuple[Config, dict[str, Any]]]:
     def row(parallel: ParallelConfig, memory: dict[str, Any] | None = None, **more: Any) -> tuple[Config, dict]:
-        workers, checkpoint = more.pop("workers", 0), more.pop("checkpoint", {})
-        config = make_config(parallel, 2, memory=MemoryConfig(**(memory or {})), **{**SMALL, **more})
-        config.data.workers = workers
-        return config, checkpoint
+        checkpoint = more.pop("checkpoint", {})
+        return make_config(parallel, 2, memory=MemoryConfig(**(memory or {})), **{**SMALL, **more}), checkpoint
 
     background = {"async_save": True}
     lazy = {"optimizer_offload": True, "offload_schedule": OffloadSchedule.lazy}
@@ -73,7 +72,7 @@ def two_ranks() -> dict[str, tuple[Config, dict[str, Any]]]:
     overlapped = {"cpu_offload": True, "cpu_offload_executor": CPUOffloadExecutor.overlapped, "cpu_threads": 2}
     return {
         "ddp, at a URL, in the background": row(DDPConfig(), checkpoint={"url": "file://", "every": 1, **background}),
-        "fsdp2": row(FSDP2Config(), checkpoint=background, workers=1),
+        "fsdp2": row(FSDP2Config(), checkpoint=background),
         "fsdp2, bf16, tied, full tensors": row(
             FSDP2Config(param_dtype=DType.bfloat16), model=TINY["gpt2"], checkpoint={"form": Form.full, **background}
         ),
@@ -109,10 +108,12 @@ def four_ranks() -> dict[str, tuple[Config, dict[str, Any]]]:
 
 
 def one_rank() -> dict[str, tuple[Config, dict[str, Any]]]:
+    with_workers = make_config(SingleConfig(simulated_ranks=2), 1, steps=SHORT)
+    with_workers.data.workers = 1
     return {
         "single": (make_config(SingleConfig(), 1, steps=SHORT), {}),
         "single, at a URL": (make_config(SingleConfig(), 1, steps=SHORT), {"url": "memory://", "async_save": True}),
-        "single that follows two": (make_config(SingleConfig(simulated_ranks=2), 1, steps=SHORT), {}),
+        "single that simulates two, with a loader worker": (with_workers, {}),
     }
 
 
