@@ -58,8 +58,7 @@ class SafetensorsWriter(_UnplannedIO, dcp.StorageWriter):
     """Writes this rank's part of a plan into one safetensors file, and the index on rank 0."""
 
     def __init__(self, storage: Storage, folder: str, rank: int) -> None:
-        self.files: list[str] = []
-        """Names of the written files."""
+        self.files: list[str] = []  # names of the written files
         self._storage, self._folder, self._rank = storage, folder, rank
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

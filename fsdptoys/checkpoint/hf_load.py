@@ -34,8 +34,7 @@ from .safetensors_io import TensorFolder, read_json, slices
 CONFIG_FILE = "config.json"
 STEM = "model"
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
-BLOCK_ELEMENTS = 2**22
-"""Elements checked at a time: 16 MiB of float32."""
+BLOCK_ELEMENTS = 2**22  # elements checked at a time: 16 MiB of float32
 
 ROTARY_NUMBERS = {
     "rope_theta": float,
@@ -50,10 +49,8 @@ ROTARY_NUMBERS = {
 class HuggingFaceFolder:
     """A folder with ``config.json`` and safetensors files: call ``check``, then ``fill`` for each parameter."""
 
-    tensors: TensorFolder
-    """The files' tensors; set by ``check``."""
-    model: DecoderModel | None = None
-    """The model that ``check`` compared the folder with."""
+    tensors: TensorFolder  # the files' tensors; set by ``check``
+    model: DecoderModel | None = None  # the model that ``check`` compared the folder with
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()

@@ -31,11 +31,8 @@ MANIFEST_FILE = "manifest.json"
 STATE_FILE = "state.json"
 INDEX_FILE = "tensors.json"
 FORMAT = 1
-LARGEST_BYTES = 64 * 2**20
-"""Limit for a JSON file; the manifest of 100,000 ranks takes 25 MiB."""
-
-RETRY_PAUSES_SECONDS = (0.1, 0.3, 0.9)
-"""Pauses between attempts of a read that the system refuses."""
+LARGEST_BYTES = 64 * 2**20  # limit for a JSON file; the manifest of 100,000 ranks takes 25 MiB
+RETRY_PAUSES_SECONDS = (0.1, 0.3, 0.9)  # pauses between attempts of a read that the system refuses
 
 ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError, NotRegularFileError)
 """Errors caused by a folder's content; retries cannot help."""
@@ -51,10 +48,8 @@ NAME = re.compile(r"step-([0-9]{8,15})")
 class Schema:
     """Dataclasses with the types and ranges of facts (``utils.from_tree``); None accepts any facts."""
 
-    state: type | None = None
-    """Common facts, without ``step`` and ``world_size``."""
-    own: type | None = None
-    """Facts of one rank."""
+    state: type | None = None  # common facts, without ``step`` and ``world_size``
+    own: type | None = None  # facts of one rank
 
 
 ANY = Schema()

@@ -38,11 +38,8 @@ CHUNK_DTYPES = {
 
 DTYPE_NAMES = {dtype: name for name, dtype in CHUNK_DTYPES.items()}
 
-OLDER = "resume from another checkpoint"
-"""The fix in messages about damage."""
-
-PIECE_BYTES = 16 * 2**20
-"""Size of one write or read; object stores buffer that much."""
+OLDER = "resume from another checkpoint"  # the fix in messages about damage
+PIECE_BYTES = 16 * 2**20  # size of one write or read; object stores buffer that much
 
 
 @dataclass(frozen=True)
@@ -90,11 +87,9 @@ def write_chunks(
 class ChunkPlace:
     """Position of a chunk in its file."""
 
-    where: str
-    """The file, for messages."""
+    where: str  # the file, for messages
     form: ChunkForm
-    start: int
-    """Offset of its first byte in the file."""
+    start: int  # offset of its first byte in the file
 
 
 def read_places(storage: Storage, path: str, forms: Mapping[str, ChunkForm]) -> dict[str, ChunkPlace]:

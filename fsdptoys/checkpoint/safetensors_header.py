@@ -19,8 +19,7 @@ from .storage import read_bytes
 
 AGAIN = "download or write the folder again"
 
-LONGEST_HEADER_BYTES = 100_000_000
-"""The safetensors library's limit."""
+LONGEST_HEADER_BYTES = 100_000_000  # the safetensors library's limit
 
 BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
@@ -35,10 +34,8 @@ BYTES = {
 class StoredTensor:
     """A header's entry of one tensor."""
 
-    file: str
-    """Name of its file."""
-    dtype: str
-    """The format's name: ``F32``, ``BF16``."""
+    file: str  # name of its file
+    dtype: str  # the format's name: ``F32``, ``BF16``
     shape: tuple[int, ...]
 
 

@@ -28,8 +28,7 @@ from .safetensors_header import AGAIN, StoredTensor, read_header
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Name in a header → dtype, for dtypes that weights can be read from."""
 
-MAX_FILE_BYTES = 2 * 2**30
-"""Largest output file, unless one tensor is larger."""
+MAX_FILE_BYTES = 2 * 2**30  # largest output file, unless one tensor is larger
 
 LARGEST_JSON_BYTES = 64 * 2**20
 """Limit for an index or ``config.json``; the index of a model with 200,000 tensors takes about 20 MiB."""
@@ -157,8 +156,7 @@ class TensorFolder:
 class Written:
     """Result of ``write_tensors``."""
 
-    files: list[str]
-    """Names of the safetensors files."""
+    files: list[str]  # names of the safetensors files
     parameters: int
     tensor_bytes: int
 

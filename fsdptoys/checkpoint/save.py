@@ -22,8 +22,7 @@ from .rank_sync import Ranks
 from .retention import LATEST_FILE, Series, write_file
 from .storage import Storage
 
-Put = Callable[[Storage, str], object]
-"""Writes this rank's tensors into a folder of a storage; collective."""
+Put = Callable[[Storage, str], object]  # writes this rank's tensors into a folder of a storage; collective
 
 FULL = {os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
 """The system's messages for a full disk or quota."""
@@ -34,12 +33,9 @@ class Answer:
     """A rank's report on its writes."""
 
     rank: int
-    sums: dict[str, FileSum]
-    """File name → size and SHA-256."""
-    problem: str | None
-    """Reason of a failure."""
-    is_own: bool
-    """Whether the failure is this rank's own, not received from another rank."""
+    sums: dict[str, FileSum]  # file name → size and SHA-256
+    problem: str | None  # reason of a failure
+    is_own: bool  # whether the failure is this rank's own, not received from another rank
 
 
 class Saver:

@@ -37,8 +37,7 @@ from .manifest import (
 from .retention import Series
 from .storage import LocalStorage, Storage, open_storage
 
-RUN_FOLDER = "checkpoints"
-"""Default checkpoint folder within a run directory."""
+RUN_FOLDER = "checkpoints"  # default checkpoint folder within a run directory
 
 T = TypeVar("T")
 
@@ -49,8 +48,7 @@ class NamedCheckpoint:
 
     storage: Storage
     name: str
-    own: bool
-    """Whether it is in the folder this run saves to."""
+    own: bool  # whether it is in the folder this run saves to
 
 
 def peek(config: CheckpointConfig, folder: str | None, restarted: bool = False, schema: Schema = ANY) -> Facts | None:

@@ -32,10 +32,8 @@ class Chunk:
     """A part of a tensor, and its file."""
 
     file: str
-    key: str
-    """Its name in the file."""
-    offsets: tuple[int, ...]
-    """Its first index along each dim of the tensor."""
+    key: str  # its name in the file
+    offsets: tuple[int, ...]  # its first index along each dim of the tensor
     sizes: tuple[int, ...]
 
 
@@ -43,11 +41,9 @@ class Chunk:
 class StoredTensor:
     """A tensor of a checkpoint."""
 
-    dtype: str
-    """The safetensors name: ``F32``, ``BF16``."""
+    dtype: str  # the safetensors name: ``F32``, ``BF16``
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
-    """Cover the tensor without overlap."""
+    chunks: tuple[Chunk, ...]  # cover the tensor without overlap
 
     def form(self, chunk: Chunk) -> ChunkForm:
         """Return the dtype and shape of one of its chunks."""

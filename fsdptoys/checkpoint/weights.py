@@ -60,8 +60,7 @@ class RunWeights:
     """
 
     config: ModelConfig
-    settings: dict[str, Any]
-    """The run's configuration, as plain values."""
+    settings: dict[str, Any]  # the run's configuration, as plain values
     tensors: TensorFolder
 
     def __init__(self, path: str | Path) -> None:

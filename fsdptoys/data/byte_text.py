@@ -20,10 +20,8 @@ from .dataset import DataConfig, TextSample, Tokens
 from .token_files import FileStream, SourceFile, match_files, source_file, without_repeats
 from .token_windows import FileDataset, split_windows
 
-BYTES = 256
-"""Ids of a byte-level vocabulary."""
-SEPARATOR = 0
-"""Byte between two documents, rare in text."""
+BYTES = 256  # ids of a byte-level vocabulary
+SEPARATOR = 0  # byte between two documents, rare in text
 STDLIB = "stdlib"
 STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
 """Directories of other packages, or of files in odd encodings."""

@@ -19,15 +19,11 @@ from fsdptoys.utils.regular_file import open_regular
 
 from .token_files import SourceFile
 
-VERSION = 1
-"""Of the choice of blocks; digests of other versions are not compared."""
+VERSION = 1  # of the choice of blocks; digests of other versions are not compared
 BLOCK_BYTES = 4096
-STRIDE_BYTES = 16 * 2**20
-"""Of a file for each block."""
-LEAST_BLOCKS = 16
-"""Of a file, besides its first and last."""
-MOST_BLOCKS = 2**14
-"""Of all files together, besides the first and last of each."""
+STRIDE_BYTES = 16 * 2**20  # of a file for each block
+LEAST_BLOCKS = 16  # of a file, besides its first and last
+MOST_BLOCKS = 2**14  # of all files together, besides the first and last of each
 MOST_DIGESTS = 256
 DIGEST_CHARACTERS = 16
 

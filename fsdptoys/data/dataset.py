@@ -20,11 +20,8 @@ from fsdptoys.utils.bounds import between, check_bounds
 
 from .content_sample import SampledFiles
 
-IGNORE_INDEX = -100
-"""Label of ignored positions, as in ``torch.nn.functional.cross_entropy``."""
-
-MOST_WORKERS = 64
-"""Background processes of a rank, each a Python interpreter."""
+IGNORE_INDEX = -100  # label of ignored positions, as in ``torch.nn.functional.cross_entropy``
+MOST_WORKERS = 64  # background processes of a rank, each a Python interpreter
 
 Tokens = NDArray[np.int64]
 
@@ -32,8 +29,7 @@ Tokens = NDArray[np.int64]
 class Samples(Protocol):
     """Numbered samples of one length."""
 
-    endless: bool
-    """Samples are interchangeable and inexhaustible: no epochs, no shuffling."""
+    endless: bool  # samples are interchangeable and inexhaustible: no epochs, no shuffling
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -47,10 +43,8 @@ class TextSample:
     """Text that the trained model continues."""
 
     prompt_T: Tokens
-    tokens: int
-    """Number to generate."""
-    temperature: float
-    """Divides the logits; 0 is greedy."""
+    tokens: int  # number to generate
+    temperature: float  # divides the logits; 0 is greedy
     decode: Callable[[Tokens], str]
 
 
@@ -58,16 +52,12 @@ class TokenDataset(ABC):
     """Training and held-out samples."""
 
     train: Samples
-    eval: Samples | None
-    """The held-out samples, if any."""
+    eval: Samples | None  # the held-out samples, if any
     fingerprint: str
     """Hash of everything that decides the training samples and their order; a run must not resume if it differs."""
-    document_end: int | None = None
-    """The last id of every document; None if unknown."""
-    conditional_entropy_nats: float | None = None
-    """Lowest loss that a model can reach, if known."""
-    text_sample: TextSample | None = None
-    """Sample to generate after training, if any."""
+    document_end: int | None = None  # the last id of every document; None if unknown
+    conditional_entropy_nats: float | None = None  # lowest loss that a model can reach, if known
+    text_sample: TextSample | None = None  # sample to generate after training, if any
 
     def sample_files(self) -> SampledFiles | None:
         """Read sampled blocks of the training files, if any; ConfigError if one cannot be read."""

@@ -39,18 +39,15 @@ DTYPES: dict[str, "np.dtype[Any]"] = {"uint16": np.dtype("<u2"), "uint32": np.dt
 ENDS_DTYPE = np.dtype("<i8")
 MOST_IDS = 2**32
 BLOCK_BYTES = 2**20
-MOST_INDEX_BYTES = 2**28
-"""More than the index of a million shards."""
+MOST_INDEX_BYTES = 2**28  # more than the index of a million shards
 MOST_TOKENIZER_BYTES = 2**30
-MOST_COUNT = 2**53
-"""Of ids, documents or bytes."""
+MOST_COUNT = 2**53  # of ids, documents or bytes
 
 
 class UnusableFolderError(ConfigError):
     """A folder lacks files or is damaged, so that preparing it again helps; errors of the system are others."""
 
-    reason: str
-    """Predicate of a sentence about the folder."""
+    reason: str  # predicate of a sentence about the folder
 
 
 def _unusable(owner: str, reason: str, fix: str) -> UnusableFolderError:
@@ -67,8 +64,7 @@ class Shard:
     split: str
     tokens: int = field(metadata=between(1, MOST_COUNT))
     documents: int = field(metadata=between(1, MOST_COUNT))
-    sha256: str
-    """Of the ids, in hexadecimal."""
+    sha256: str  # of the ids, in hexadecimal
     ends_sha256: str
 
 
@@ -85,22 +81,16 @@ class Index:
     """Contents of ``index.json``."""
 
     dtype: str
-    vocab_size: int = field(metadata=between(1, MOST_IDS))
-    """Ids are below it."""
-    document_end: int = field(metadata=between(0, MOST_IDS - 1))
-    """The id after each document."""
-    tokenizer: str
-    """``bytes``, or the name of the tokenizer's file."""
+    vocab_size: int = field(metadata=between(1, MOST_IDS))  # ids are below it
+    document_end: int = field(metadata=between(0, MOST_IDS - 1))  # the id after each document
+    tokenizer: str  # ``bytes``, or the name of the tokenizer's file
     tokenizer_sha256: str
     """Of the meaning of the ids, including the end of a document; folders that differ in it cannot be mixed."""
     tokenizer_file_sha256: str | None = None
     """Of the folder's copy of the tokenizer's file; None where it has none."""
-    field: str
-    """Field of a record with the text."""
-    eval_fraction: float = dataclasses.field(metadata=between(0, 1))
-    """Requested share of held-out documents."""
-    left_out: int = dataclasses.field(metadata=between(0, MOST_COUNT))
-    """Documents without text."""
+    field: str  # field of a record with the text
+    eval_fraction: float = dataclasses.field(metadata=between(0, 1))  # requested share of held-out documents
+    left_out: int = dataclasses.field(metadata=between(0, MOST_COUNT))  # documents without text
     sources: tuple[Source, ...]
     shards: tuple[Shard, ...]
 

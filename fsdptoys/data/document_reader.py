@@ -29,11 +29,8 @@ LINES = (".jsonl", ".ndjson", ".json")
 TABLES = (".parquet", ".arrow")
 SAVED_MARKS = ("state.json", "dataset_info.json")
 DICT_MARK = "dataset_dict.json"
-ROWS = 1000
-"""Rows of a table read at a time."""
-
-LONG_BYTES = 8 * 2**20
-"""A longer text is held once, as bytes, if the encoder takes bytes."""
+ROWS = 1000  # rows of a table read at a time
+LONG_BYTES = 8 * 2**20  # a longer text is held once, as bytes, if the encoder takes bytes
 BLOCK_BYTES = 2**20
 
 

@@ -26,8 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 from fsdptoys.errors import ConfigError, LostWorkerError
 from fsdptoys.utils.text import one_line
 
-STEPS_AHEAD = 2
-"""Steps that each worker prefetches."""
+STEPS_AHEAD = 2  # steps that each worker prefetches
 
 NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
 
@@ -41,8 +40,7 @@ PRELOADED = ["torch.utils.data", "numpy", "fsdptoys.data"]
 class StepSource(Protocol):
     """Makes the batches of a step; pickled once for each worker."""
 
-    stride: int
-    """Samples of a step."""
+    stride: int  # samples of a step
 
     def read(self, place: int) -> Tensor:
         """All batches of the step whose first sample is at a position, as one tensor."""
@@ -53,8 +51,7 @@ SHARED_MEMORY = "/dev/shm"
 LONGEST_TEMPORARY_FOLDER = 107 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")
 """Bytes of its path, out of the 107 of a socket's path on Linux."""
 
-PAGES = 16, 8
-"""Pages of shared memory for the loader's semaphores, and for those of each worker."""
+PAGES = 16, 8  # pages of shared memory for the loader's semaphores, and for those of each worker
 
 
 def check_shared_memory(workers: int, step_bytes: int, local_ranks: int, place: str = SHARED_MEMORY) -> None:

@@ -17,18 +17,15 @@ from fsdptoys.errors import ConfigError
 from .dataset import Samples, Tokens
 from .permutation import EndlessShuffle, Shuffle
 
-BLOCK = 10_000
-"""Largest block."""
-ENDLESS = 2**62
-"""More samples than any run takes."""
+BLOCK = 10_000  # largest block
+ENDLESS = 2**62  # more samples than any run takes
 
 
 class Pattern:
     """Order of the sources in a block, spread evenly by their weights, all above 0."""
 
     def __init__(self, weights: Sequence[float]) -> None:
-        self.counts = _places(weights)
-        """Positions of each source in a block."""
+        self.counts = _places(weights)  # positions of each source in a block
         owners = np.repeat(np.arange(len(self.counts)), self.counts)
         # The best place for the j-th of n positions of a source is (j + 1/2) / n of the block.
         best = np.concatenate([(np.arange(count) + 0.5) / count for count in self.counts])
@@ -37,8 +34,7 @@ class Pattern:
         self.ranks: list[int] = np.concatenate([np.arange(count) for count in self.counts])[order].tolist()
         """Of each position: the number of earlier ones of the same source."""
 
-        self.spots: list[list[int]] = [[] for _ in self.counts]
-        """Positions of each source."""
+        self.spots: list[list[int]] = [[] for _ in self.counts]  # positions of each source
         for spot, owner in enumerate(self.owners):
             self.spots[owner].append(spot)
 

@@ -36,16 +36,14 @@ from .dataset import IGNORE_INDEX, Tokens, hash_of
 from .dataset_index import MOST_COUNT, Index, ends_file, read_ends
 from .token_files import FileStream
 
-GROUP = 2**16
-"""Documents fitted together."""
+GROUP = 2**16  # documents fitted together
 ROWS_VERSION = 1
 COUNTS_FILE = "plan.json"
 MOST_COUNTS_BYTES = 2**12
 FILES: dict[str, "np.dtype[Any]"] = {"starts": np.dtype("<i8"), "lengths": np.dtype("<i4"), "rows": np.dtype("<i8")}
 """Start in the stream and length of each piece, and the number of pieces up to the end of each row."""
 KEY_LENGTH = 24
-SHORTEST = 2
-"""Ids of the shortest document with its end; less room is never filled."""
+SHORTEST = 2  # ids of the shortest document with its end; less room is never filled
 
 
 class Packing(Enum):

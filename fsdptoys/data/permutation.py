@@ -13,8 +13,7 @@ cipher, and for a dozen positions or fewer not all orders are equally frequent.
 import hashlib
 import math
 
-ORDER = "feistel-8"
-"""Name of the order; a checkpoint of another order cannot resume."""
+ORDER = "feistel-8"  # name of the order; a checkpoint of another order cannot resume
 
 ROUNDS = 8
 WORD = 2**64 - 1

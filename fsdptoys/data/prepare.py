@@ -37,12 +37,9 @@ from .loader import end_with_parent
 from .shard_writer import ShardsWriter
 from .text_encoder import Encoder
 
-SHARD_TOKENS = 2**27
-"""Default size of a shard: 256 MiB in 16 bits."""
-GROUP_CHARACTERS = 2**18
-"""Text of a group."""
-GROUPS_AHEAD = 4
-"""Groups in flight for each process."""
+SHARD_TOKENS = 2**27  # default size of a shard: 256 MiB in 16 bits
+GROUP_CHARACTERS = 2**18  # text of a group
+GROUPS_AHEAD = 4  # groups in flight for each process
 MOST_PROCESSES = 1024
 
 
@@ -50,12 +47,10 @@ MOST_PROCESSES = 1024
 class Request:
     """Input, output and options of a preparation."""
 
-    key: str
-    """The files as the user named them, for messages."""
+    key: str  # the files as the user named them, for messages
     sources: list[SourceData]
     encoder: Encoder
-    folder: Path
-    """The result."""
+    folder: Path  # the result
     field: str = "text"
     eval_fraction: float = 0.0
     shard_tokens: int = SHARD_TOKENS
@@ -82,8 +77,7 @@ class Request:
 class Advance:
     """Progress so far."""
 
-    done_bytes: float
-    """Of the sources, compressed if they are."""
+    done_bytes: float  # of the sources, compressed if they are
     total_bytes: int
     documents: int
     tokens: int
@@ -94,11 +88,9 @@ class _Group:
     """Documents encoded together."""
 
     texts: list[str]
-    documents: int
-    """Including those without text."""
+    documents: int  # including those without text
     done_bytes: float
-    long: LongText | None = None
-    """A document behind the texts, which this process writes itself."""
+    long: LongText | None = None  # a document behind the texts, which this process writes itself
 
 
 @dataclass(frozen=True)

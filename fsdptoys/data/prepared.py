@@ -230,8 +230,7 @@ class Part:
 class MappedStream(FileStream):
     """Tokens of mapped files; each is mapped at its first read."""
 
-    sharers = 1
-    """Streams that share ``MOST_MAPS``."""
+    sharers = 1  # streams that share ``MOST_MAPS``
     _maps: "OrderedDict[int, NDArray[Any]] | None" = None
 
     def _read_file(self, index: int, offset: int, count: int) -> NDArray[Any]:

@@ -7,8 +7,7 @@ from typing import IO, Any
 
 from .prepare import Advance
 
-LINE_SECONDS = 10.0
-"""Between two lines without a terminal."""
+LINE_SECONDS = 10.0  # between two lines without a terminal
 
 
 class Display:

@@ -34,8 +34,7 @@ class StepReader:
         self.microbatches = microbatches
         self.ranks = ranks
         self.data_ranks = data_ranks
-        self.stride = microbatches * data_ranks * batch_size
-        """Samples of a step, over all ranks."""
+        self.stride = microbatches * data_ranks * batch_size  # samples of a step, over all ranks
         self._shuffle = EndlessShuffle(len(samples), seed)
 
     def read(self, place: int) -> Tensor:
@@ -88,8 +87,7 @@ class BatchStream:
     ) -> None:
         self.fingerprint = fingerprint
         self._files = files
-        self.samples_seen = 0
-        """Samples of all steps so far, over all ranks."""
+        self.samples_seen = 0  # samples of all steps so far, over all ranks
         self._reader = StepReader(samples, batch_size, microbatches, ranks, data_ranks, seed)
         self._order = None if samples.endless else ORDER
         self._workers = workers

@@ -30,8 +30,7 @@ from .dataset import Tokens
 from .dataset_index import MOST_COUNT, Index, Shard
 
 PROGRESS_FILE = "progress.json"
-SAVE_TOKENS = 2**24
-"""Ids between two records of the progress."""
+SAVE_TOKENS = 2**24  # ids between two records of the progress
 
 
 @dataclass
@@ -53,14 +52,11 @@ class ShardProgress:
 class Progress:
     """Content of ``progress.json``."""
 
-    request: str
-    """Fingerprint of the request."""
+    request: str  # fingerprint of the request
     documents: int = field(metadata=between(0, MOST_COUNT))
     """Documents read, of all sources, from the first on."""
-    left_out: int = field(metadata=between(0, MOST_COUNT))
-    """Documents without text among them."""
-    shards: list[ShardProgress]
-    """As of the last ``save``."""
+    left_out: int = field(metadata=between(0, MOST_COUNT))  # documents without text among them
+    shards: list[ShardProgress]  # as of the last ``save``
 
 
 class ShardsWriter:
@@ -81,8 +77,7 @@ class ShardsWriter:
         self._dtype = layout.DTYPES[dtype]
         self._shards: list[_OpenShard] = []
         self._unsaved = 0
-        self.resumed = self._resume()
-        """Whether an interrupted writing continues."""
+        self.resumed = self._resume()  # whether an interrupted writing continues
 
     @property
     def tokens(self) -> int:

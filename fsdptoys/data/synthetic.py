@@ -16,11 +16,8 @@ from fsdptoys.utils.bounds import at_least, between
 
 from .dataset import IGNORE_INDEX, DataConfig, TokenDataset, Tokens, hash_of
 
-TRAIN_SAMPLES = 2**40
-"""More than any run takes."""
-
-DOCUMENT_END = 0
-"""Taken as the end of a document: about one token in vocab_size."""
+TRAIN_SAMPLES = 2**40  # more than any run takes
+DOCUMENT_END = 0  # taken as the end of a document: about one token in vocab_size
 
 
 class Part(IntEnum):

@@ -34,10 +34,8 @@ class Encoder(ABC):
     """Turns texts into ids; pickled once for each process."""
 
     name: str
-    sha256: str
-    """Of everything that decides the ids."""
-    file: bytes | None = None
-    """Content of the tokenizer's file, if it has one."""
+    sha256: str  # of everything that decides the ids
+    file: bytes | None = None  # content of the tokenizer's file, if it has one
     vocab_size: int
     document_end: int
     ids_are_bytes = False

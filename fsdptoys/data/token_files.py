@@ -18,10 +18,8 @@ from numpy.typing import NDArray
 
 from fsdptoys.errors import ConfigError
 
-HEAD_BYTES = 2**20
-"""Start of each file, checked before ranks start."""
-SAMPLE_BYTES = 4096
-"""Start and end of each file in the fingerprint."""
+HEAD_BYTES = 2**20  # start of each file, checked before ranks start
+SAMPLE_BYTES = 4096  # start and end of each file in the fingerprint
 
 
 @dataclass(frozen=True)
@@ -29,8 +27,7 @@ class SourceFile:
     """An input file."""
 
     path: str
-    name: str
-    """Path below the pattern's directory, independent of the location of the data."""
+    name: str  # path below the pattern's directory, independent of the location of the data
     size_bytes: int
 
 

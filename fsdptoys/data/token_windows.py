@@ -13,8 +13,7 @@ from .content_sample import SampledFiles
 from .dataset import TokenDataset, Tokens, hash_of
 from .token_files import FileStream
 
-ENTROPY_BYTES = 256 * 2**20
-"""Start of the training part, in which token frequencies are counted."""
+ENTROPY_BYTES = 256 * 2**20  # start of the training part, in which token frequencies are counted
 CHUNK_TOKENS = 2**22
 
 

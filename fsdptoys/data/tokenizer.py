@@ -22,8 +22,7 @@ CHOICE = "--tokenizer bytes, --tokenizer ids, or --tokenizer with a folder that 
 class Tokenizer(ABC):
     """Converts between text and ids."""
 
-    has_bytes = True
-    """Whether ids stand for bytes of text."""
+    has_bytes = True  # whether ids stand for bytes of text
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:

@@ -13,20 +13,11 @@ from fsdptoys.errors import ConfigError
 
 from .text import printable, value_text
 
-MOST_STEPS = 10**12
-"""Upper bound of step counts."""
-
-MOST_SECONDS = 30 * 24 * 3600
-"""Upper bound of a collective's timeout, which timers store as an integer."""
-
-MOST_TOKENS = 2**30
-"""Upper bound of the tokens of one sequence."""
-
-GUARD = 2**16
-"""Upper bounds from here on only guard against overflow; documentation omits them."""
-
-FILE_BYTES = 200
-"""Longest path of a file relative to its run directory, in bytes."""
+MOST_STEPS = 10**12  # upper bound of step counts
+MOST_SECONDS = 30 * 24 * 3600  # upper bound of a collective's timeout, which timers store as an integer
+MOST_TOKENS = 2**30  # upper bound of the tokens of one sequence
+GUARD = 2**16  # upper bounds from here on only guard against overflow; documentation omits them
+FILE_BYTES = 200  # longest path of a file relative to its run directory, in bytes
 
 
 class Bounds(NamedTuple):
@@ -35,12 +26,9 @@ class Bounds(NamedTuple):
     least: float = -math.inf
     most: float = math.inf
     longest: float = math.inf
-    above: bool = False
-    """Exclude ``least`` itself."""
-    below: bool = False
-    """Exclude ``most`` itself."""
-    other: float | None = None
-    """A value outside of the range that is valid as well."""
+    above: bool = False  # exclude ``least`` itself
+    below: bool = False  # exclude ``most`` itself
+    other: float | None = None  # a valid value outside of the range
 
     def holds(self, value: float) -> bool:
         """Whether a number is finite and within the range; False for nan."""

@@ -17,11 +17,9 @@ STDOUT, STDERR = 1, 2
 
 NAMES = {STDOUT: "stdout", STDERR: "stderr"}
 
-_lost: dict[int, int] = {}
-"""Descriptor → number of the first error."""
+_lost: dict[int, int] = {}  # descriptor → number of the first error
 
-_replaced_streams: list[Any] = []
-"""Kept alive, since garbage collection of a stream may close its descriptor."""
+_replaced_streams: list[Any] = []  # kept alive, since garbage collection of a stream may close its descriptor
 
 _stdout_may_end = False
 

@@ -20,12 +20,10 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-LOCK_FILE = ".lock"
-"""Lock file of a run or sweep, with the process id of its writer."""
+LOCK_FILE = ".lock"  # lock file of a run or sweep, with the process id of its writer
 
 ATTEMPTS = 5
-ATTEMPT_SECONDS = 0.02
-"""``FolderLock`` retries, since ``is_locked`` holds the lock for an instant."""
+ATTEMPT_SECONDS = 0.02  # ``FolderLock`` retries, since ``is_locked`` holds the lock for an instant
 
 WAIT_SECONDS = 0.2
 

@@ -14,8 +14,7 @@ import yaml
 
 from .text import one_line
 
-MAX_DEPTH = 50
-"""Maximum nesting of mappings and lists; a configuration of this project has five levels."""
+MAX_DEPTH = 50  # maximum nesting of mappings and lists; a configuration of this project has five levels
 
 MAX_YAML_BYTES = 2**20
 """Maximum size; PyYAML parses about 0.3 MB/s in Python and 3 MB/s with libyaml. A run's config.yaml has 10 KB."""
