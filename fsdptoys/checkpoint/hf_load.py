@@ -20,10 +20,7 @@ from torch import Tensor
 from fsdptoys.errors import ConfigError
 from fsdptoys.models import MODELS, DecoderModel, ModelConfig
 from fsdptoys.models.huggingface import Bounds
-from fsdptoys.utils.dtensor import (
-    local_bounds,
-    local_tensor,
-)
+from fsdptoys.utils.dtensor import local_bounds, local_tensor
 from fsdptoys.utils.text import one_line, short_text
 
 from .atomic_folder import check_sizes, verify_checksums

@@ -66,12 +66,7 @@ class FileDataset(TokenDataset):
     """Windows of files."""
 
     def __init__(
-        self,
-        kind: str,
-        train: WindowSamples,
-        eval: WindowSamples | None,
-        seed: int,
-        document_end: int | None,
+        self, kind: str, train: WindowSamples, eval: WindowSamples | None, seed: int, document_end: int | None
     ) -> None:
         stream = train.stream
         files = [[file.name, file.size_bytes] for file in stream.files]
