@@ -148,10 +148,7 @@ class Checkpointer:
 
     def report(self) -> list[str]:
         """Return background messages not yet reported; on rank 0, at any time."""
-        sentences = []
-        while not self._pending_messages.empty():
-            sentences.append(self._pending_messages.get())
-        return sentences
+        return [self._pending_messages.get() for _ in range(self._pending_messages.qsize())]
 
     def gather(self, value: T) -> list[T]:
         """Return all ranks' values on rank 0, ``[]`` elsewhere. Collective; not while a save is running."""

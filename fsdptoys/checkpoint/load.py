@@ -2,6 +2,7 @@
 
 import heapq
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -31,30 +32,21 @@ from .storage import Storage
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
 class Checkpoint:
-    """A complete, verified checkpoint.
+    """A complete, verified checkpoint."""
 
-    Attributes:
-        name: name of its folder.
-        step: number of steps completed when it was saved.
-        facts: the facts given to ``save``, plus ``step`` and ``world_size``.
-        own_facts: this rank's facts; None if the checkpoint was saved by another number of ranks.
-    """
+    storage: Storage
+    name: str  # of its folder
+    facts: dict[str, Any]  # given to ``save``, plus ``step`` and ``world_size``
+    own_facts: dict[str, Any] | None  # this rank's; None if it was saved by another number of ranks
+    group: dist.ProcessGroup | None
 
-    def __init__(
-        self,
-        storage: Storage,
-        name: str,
-        facts: dict[str, Any],
-        own_facts: dict[str, Any] | None,
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        self.name = name
-        self.step: int = facts["step"]
-        self.facts = facts
-        self.own_facts = own_facts
-        self._storage = storage
-        self._group = group
+    @property
+    def step(self) -> int:
+        """Number of steps completed when it was saved."""
+        step: int = self.facts["step"]
+        return step
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Fill tensors in place from any saved layout; collective.
@@ -68,10 +60,10 @@ class Checkpoint:
         """
         try:
             # One rank's error is raised on all ranks, so all retry together.
-            with_retries(lambda: load_tensors(self._storage, self.name, tensors, self._group))
+            with_retries(lambda: load_tensors(self.storage, self.name, tensors, self.group))
         except OSError as error:
             raise ConfigError(
-                f"{self.name} in {self._storage.where} cannot be read ({reason_of(error)}); make it readable, or set "
+                f"{self.name} in {self.storage.where} cannot be read ({reason_of(error)}); make it readable, or set "
                 "checkpoint.resume to another one"
             ) from error
 

@@ -150,7 +150,8 @@ class CheckpointWeights:
         except UnreadableError as problem:
             raise ConfigError(unreadable(place.storage, problem)) from problem
         self.name = place.name
-        self.settings: dict[str, Any] = _settings(self._checkpoint.facts)
+        settings = self._checkpoint.facts.get("config")
+        self.settings: dict[str, Any] = settings if isinstance(settings, dict) else {}
         self.config = model_config_of(self.settings.get("model"), f"{where}: {place.name}", "name another checkpoint")
         with torch.device("meta"):
             model: DecoderModel = self.config.build()
@@ -166,8 +167,3 @@ class CheckpointWeights:
         whole = torch.empty(self._shapes[name])
         self._checkpoint.load({f"model.{name}": whole})
         return whole
-
-
-def _settings(facts: dict[str, Any]) -> dict[str, Any]:
-    settings = facts.get("config")
-    return settings if isinstance(settings, dict) else {}

@@ -17,14 +17,18 @@ import warnings
 from collections.abc import Iterator
 from multiprocessing import resource_tracker, util
 from multiprocessing.connection import wait
-from typing import Any, Protocol
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from fsdptoys.errors import ConfigError, LostWorkerError
 from fsdptoys.utils.text import one_line
+
+from .dataset import Samples
+from .permutation import EndlessShuffle
 
 STEPS_AHEAD = 2  # steps that each worker prefetches
 
@@ -35,15 +39,6 @@ RANK_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 PRELOADED = ["torch.utils.data", "numpy", "fsdptoys.data"]
 """Imported once by the server and shared by its workers."""
-
-
-class StepSource(Protocol):
-    """Makes the batches of a step; pickled once for each worker."""
-
-    stride: int  # samples of a step
-
-    def read(self, place: int) -> Tensor:
-        """All batches of the step whose first sample is at a position, as one tensor."""
 
 
 SHARED_MEMORY = "/dev/shm"
@@ -91,10 +86,32 @@ def _no_shared_memory(workers: int, problem: str, place: str = SHARED_MEMORY) ->
     )
 
 
+class StepReader:
+    """Makes the batches of any step for this process's ranks; runs in the rank, or pickled in each worker."""
+
+    def __init__(
+        self, samples: Samples, batch_size: int, microbatches: int, ranks: range, data_ranks: int, seed: int
+    ) -> None:
+        assert len(samples) > 0
+        assert all(0 <= rank < data_ranks for rank in ranks)
+        self.samples = samples
+        self.batch_size = batch_size
+        self.stride = microbatches * data_ranks * batch_size  # samples of a step, over all ranks
+        self._firsts = [(each * data_ranks + rank) * batch_size for each in range(microbatches) for rank in ranks]
+        self._shuffle = EndlessShuffle(len(samples), seed)
+
+    def read(self, place: int) -> Tensor:
+        """Tokens and labels of the step from a position on, int64 (micro-batches · own ranks, 2, B, T)."""
+        places = [place + first + row for first in self._firsts for row in range(self.batch_size)]
+        rows = [self.samples[each if self.samples.endless else self._shuffle[each]] for each in places]
+        step = np.array(rows, np.int64).reshape(len(self._firsts), self.batch_size, 2, -1)
+        return torch.from_numpy(np.ascontiguousarray(step.swapaxes(1, 2)))
+
+
 class StepPrefetcher:
     """Consecutive steps from the one at position ``place`` on, prefetched by background processes."""
 
-    def __init__(self, reader: StepSource, place: int, workers: int) -> None:
+    def __init__(self, reader: StepReader, place: int, workers: int) -> None:
         others = set(multiprocessing.active_children())
         # Processes started here inherit the blocked signals from their first instruction on.
         previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, RANK_SIGNALS)
@@ -147,7 +164,7 @@ class StepPrefetcher:
         self._workers = []
 
 
-def _loader(reader: StepSource, place: int, workers: int) -> "DataLoader[Any]":
+def _loader(reader: StepReader, place: int, workers: int) -> "DataLoader[Any]":
     context = multiprocessing.get_context("forkserver")
     # Before Python 3.10.9 and 3.11.1 the fork server unpickles messages of any local user (CVE-2022-42919).
     util.abstract_sockets_supported = False  # type: ignore[misc]
@@ -167,7 +184,7 @@ def _loader(reader: StepSource, place: int, workers: int) -> "DataLoader[Any]":
 class _Steps(Dataset[Any]):
     """The reader as a ``Dataset``; a ConfigError is returned as text and raised by ``StepPrefetcher.next``."""
 
-    def __init__(self, reader: StepSource, workers: int) -> None:
+    def __init__(self, reader: StepReader, workers: int) -> None:
         self._reader = reader
         self._workers = workers
 

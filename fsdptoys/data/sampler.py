@@ -16,47 +16,9 @@ from torch import Tensor
 from fsdptoys.errors import ConfigError
 
 from .content_sample import SampledFiles
-from .dataset import IGNORE_INDEX, Samples, Tokens
-from .loader import StepPrefetcher
-from .permutation import ORDER, EndlessShuffle
-
-
-class StepReader:
-    """Makes the batches of any step for this process's ranks; runs in the rank or in a worker."""
-
-    def __init__(
-        self, samples: Samples, batch_size: int, microbatches: int, ranks: range, data_ranks: int, seed: int
-    ) -> None:
-        assert len(samples) > 0
-        assert all(0 <= rank < data_ranks for rank in ranks)
-        self.samples = samples
-        self.batch_size = batch_size
-        self.microbatches = microbatches
-        self.ranks = ranks
-        self.data_ranks = data_ranks
-        self.stride = microbatches * data_ranks * batch_size  # samples of a step, over all ranks
-        self._shuffle = EndlessShuffle(len(samples), seed)
-
-    def read(self, place: int) -> Tensor:
-        """Tokens and labels of the step whose first sample is at a position, int64 (micro-batches · own ranks, 2, B,
-        T).
-        """
-        step: Tokens | None = None
-        for microbatch in range(self.microbatches):
-            for number, rank in enumerate(self.ranks):
-                first = place + (microbatch * self.data_ranks + rank) * self.batch_size
-                for row in range(self.batch_size):
-                    tokens_T, labels_T = self.samples[self._index(first + row)]
-                    if step is None:
-                        batches = self.microbatches * len(self.ranks)
-                        step = np.empty((batches, 2, self.batch_size, len(tokens_T)), np.int64)
-                    batch = step[microbatch * len(self.ranks) + number]
-                    batch[0, row], batch[1, row] = tokens_T, labels_T
-        assert step is not None
-        return torch.from_numpy(step)
-
-    def _index(self, place: int) -> int:
-        return place if self.samples.endless else self._shuffle[place]
+from .dataset import IGNORE_INDEX, Samples
+from .loader import StepPrefetcher, StepReader
+from .permutation import ORDER
 
 
 class BatchStream:
