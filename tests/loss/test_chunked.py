@@ -235,7 +235,7 @@ def test_ignored_rows_are_not_even_read() -> None:
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("chunk_tokens", [None, 16])
 def test_nothing_waits_for_the_device(chunk_tokens: int | None, grad_dtype: torch.dtype, dtype: torch.dtype) -> None:
-    """Oracle: the meta device, whose values cannot be read; reading one is what makes a host wait."""
+    """Oracle: the meta device, whose values cannot be read; reading one would make the host wait."""
     inputs = [x.detach().to("meta") for x in make_inputs(dtype=dtype, ignored=0.4)]
     with pytest.raises((RuntimeError, NotImplementedError)):
         inputs[2].sum().item()

@@ -87,4 +87,4 @@ SMALL: dict[str, ModelConfig] = {
         dim=64, n_layers=2, n_heads=2, ffn_dim=100, vocab_size=96, max_seq_len=128, tie_embeddings=False
     ),
 }
-"""What a case has → its configuration."""
+"""Case → its configuration."""

@@ -249,7 +249,7 @@ def test_no_token_gives_no_row_and_zero_gradients() -> None:
 
 
 def test_compiled_module_equals_the_plain_one() -> None:
-    """Oracle: the module without torch.compile; the graph breaks at the experts and goes on behind them."""
+    """Oracle: the module without torch.compile; the graph breaks at the experts and continues after them."""
     inputs = make_inputs(9, 2, 4)
     experts = build(inputs)
     compiled = torch.compile(lambda *args: experts(*args) * 2, backend="eager")

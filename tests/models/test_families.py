@@ -80,7 +80,7 @@ def test_logits_and_gradients_equal_transformers(case: str, seq_len: int, tmp_pa
 
 @pytest.mark.parametrize("case", SMALL)
 def test_flops_per_token_match_torchs_counter(case: str) -> None:
-    """Oracle: torch's FlopCounterMode to 1%, which counts the whole square of attention: once more what we count."""
+    """Oracle: torch's FlopCounterMode to 1%, which counts the full square of attention: twice our count."""
     # The counter knows torch's own products only, and counts the rows that another may be padded with.
     model, seq_len = build(SMALL[case]), 96  # four whole chunks
     use_kernels(model, replace(choose_kernels({}), grouped_matmul=lambda *_: Looped()))
@@ -136,7 +136,7 @@ def test_initial_values_follow_the_config(case: str) -> None:
 
 
 def test_all_families_are_among_the_cases() -> None:
-    """A family without a case would be held against nothing."""
+    """Every family needs a case, or it would not be compared."""
     assert {config.family for config in SMALL.values()} == set(MODELS)
 
 

@@ -1,4 +1,4 @@
-"""Generation against a model whose continuation is known, and against the models' own forward of the whole text."""
+"""Generation, compared with a model of known continuation and with the models' own forward of the full text."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ GREEDY = Draw(temperature=0.0)
 
 
 class Counting(nn.Module):
-    """Predicts the sum of what it sees, modulo 10, with all other ids equally unlikely."""
+    """Predicts the sum of its inputs modulo 10, with all other ids equally unlikely."""
 
     def __init__(self, certainty: float) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ def test_temperature_zero_takes_the_likeliest_token_within_the_context() -> None
 
 
 def test_each_token_is_read_once_as_long_as_all_are_within_the_context() -> None:
-    """Oracle: sums by hand, and a count of what the model was given; then two tokens for each."""
+    """Oracle: sums by hand, and a count of the model's inputs; then two tokens for each."""
     model = Counting(1.0)
     assert generate(model, torch.tensor([1, 2]), 4, 5, GREEDY).tolist() == [1, 2, 3, 6, 2, 4]
     assert model.read == 5

@@ -1,4 +1,4 @@
-"""Each implementation of an operation against the plain one: values, gradients, formats, and what is kept.
+"""Each implementation of an operation compared with the plain one: values, gradients, dtypes, saved tensors.
 
 torch_npu's are called through stand-ins of its operators (``tests/npu_stand_ins.py``); the compiled ones are compiled
 for this CPU.
@@ -62,7 +62,7 @@ CASES: dict[str, tuple[str, Callable[[], list[Tensor]], tuple[Any, ...]]] = {
     "neighbors, many heads": ("rotary", lambda: [torch.randn(40, 25, 3, 4)], (*_tables(3, 4), Pairs.neighbors)),
     "gate": ("swiglu", lambda: [torch.randn(2, 17, 22), torch.randn(2, 17, 22)], ()),
 }
-"""What a case has → operation, its differentiable arguments, the others."""
+"""Case → operation, its differentiable arguments, the others."""
 
 
 def _run(function: Callable[..., Tensor], leaves: list[Tensor], rest: tuple[Any, ...]) -> list[Tensor]:
@@ -114,7 +114,7 @@ def test_norm_with_a_weight_of_another_format_is_pytorchs() -> None:
     ],
 )
 def test_so_many_tensors_of_the_inputs_size_are_kept(operation: str, name: str, kept: int) -> None:
-    """Oracle: what autograd saves, in sizes of the input; tables, weights and statistics are smaller."""
+    """Oracle: tensors saved by autograd, in sizes of the input; tables, weights and statistics are smaller."""
     x = torch.randn(2, 4, 128, 16).to(DEVICE).requires_grad_()
     cos, sin = (table.to(DEVICE) for table in _tables(128, 16))
     arguments: dict[str, tuple[Any, ...]] = {
@@ -146,7 +146,7 @@ def test_grouped_product_of_the_npu_is_right_and_taken(dtype: torch.dtype) -> No
 
 
 def test_grouped_product_that_is_wrong_gives_way_to_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: an operator that forgets empty groups; whoever asks gets one product a group."""
+    """Oracle: an operator that forgets empty groups; callers get one matmul per group."""
     right = npu_kernels.operator("npu_grouped_matmul")
     monkeypatch.setattr(npu_kernels, "operator", lambda name: lambda *args, **kwargs: [right(*args, **kwargs)[0] + 1])
     npu_kernels._tried.cache_clear()
@@ -179,7 +179,7 @@ def test_model_computes_the_same_with_other_kernels(
 ) -> None:
     """Oracle: the same model with PyTorch's own, loss and all gradients in float32; experts, chunks, bare norms too.
 
-    What is compiled goes through the compiler's own decompositions, but not to machine code, as each operation does
+    Compiled kernels go through the compiler's decompositions, but not to machine code, as each operation does
     alone above.
     """
     backend = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
@@ -190,7 +190,7 @@ def test_model_computes_the_same_with_other_kernels(
     found_loss, found_grads = _loss_and_gradients(case, names, torch.float32, mode)
     assert found_loss.item() == pytest.approx(loss.item(), rel=1e-5)
     whole_norm = torch.stack([grad.norm() for grad in grads.values()]).norm()
-    for name, grad in grads.items():  # those of keys' biases are zero but for rounding
+    for name, grad in grads.items():  # those of keys' biases are zero up to rounding
         assert (found_grads[name] - grad).norm() <= 1e-4 * grad.norm() + 1e-7 * whole_norm, name
 
 
@@ -231,7 +231,7 @@ with npu_operators():
 
 
 def test_layers_of_two_models_have_their_own_kernels() -> None:
-    """Oracle: the stand-ins' calls: what one model was given, the other does not take, and it can be taken back."""
+    """Oracle: the stand-ins' calls: one model's kernels do not change the other's, and can be removed."""
     tokens_BT = torch.zeros(1, 8, dtype=torch.int64, device=DEVICE)
     one, other = (build(SMALL["qwen3"]).to(DEVICE) for _ in range(2))
     use_kernels(one, choose_kernels(NPU))

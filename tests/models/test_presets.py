@@ -1,4 +1,4 @@
-"""The presets, held against the published models."""
+"""The presets, compared with the published models."""
 
 from typing import Any
 
@@ -82,7 +82,7 @@ def test_llama3_presets_reach_131072_tokens_by_stretching_8192(name: str) -> Non
 
 @pytest.mark.oracle
 def test_scout_is_transformers_default_llama4_but_for_its_context() -> None:
-    """Oracle: the defaults of transformers' Llama4TextConfig, which are Scout's but for context and rotary scaling."""
+    """Oracle: defaults of transformers' Llama4TextConfig: Scout's except for context and rotary scaling."""
     transformers = pytest.importorskip("transformers")
     defaults = transformers.AutoConfig.for_model("llama4_text").to_dict()
     config = compose_config(["model=llama4_scout"]).model

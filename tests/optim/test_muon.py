@@ -31,7 +31,7 @@ def test_newton_schulz_brings_singular_values_near_one_and_keeps_the_directions(
     within = left.T @ got @ right.T
     slack = 0.05 if dtype is torch.bfloat16 else 1e-5
     diagonal = within.diagonal()
-    # Those that are below a hundredth of the norm are still on their way.
+    # Singular values below a hundredth of the norm have not converged.
     risen = values > 0.05 * values.norm()
     assert risen.sum() > len(values) // 2
     assert diagonal[risen].min() > 0.65 - slack and diagonal.max() < 1.21 + slack

@@ -13,7 +13,7 @@ SETTINGS = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
 
 def train(kind: type[torch.optim.Optimizer], sizes: Sequence[int], dtype: torch.dtype, **options: bool) -> Tensor:
-    """The same numbers after five steps, cut into parameters of these sizes, the last of which has what is left."""
+    """The same numbers after five steps, split into parameters of these sizes, the last of which has the rest."""
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(ELEMENTS, generator=generator).to(dtype)
     cut = [*sizes, ELEMENTS - sum(sizes)]

@@ -53,7 +53,7 @@ def make_model() -> nn.Module:
 
 
 def post_forward_until_2_9(self: Any, module: nn.Module, args: Any, output: Any) -> Any:
-    """What torch 2.9 does after a unit's forward, but for its logging."""
+    """The hook of torch 2.9 after a unit's forward, without its logging."""
     self.reshard()
     self._record_post_forward()
     self._training_state = TrainingState.IDLE
@@ -61,7 +61,7 @@ def post_forward_until_2_9(self: Any, module: nn.Module, args: Any, output: Any)
 
 
 def backward_gathers(without_fix: bool, patched: bool) -> tuple[list[str], list[list[float]]]:
-    """Names of the units that are gathered in the backward, in order, and the gradients."""
+    """Names of the units gathered in the backward, in order, and the gradients."""
     if without_fix:
         FSDPParamGroup.post_forward = post_forward_until_2_9  # type: ignore[method-assign]
     if patched:
@@ -95,7 +95,7 @@ DISTURBED = ["2", "1", "1.mlp", "1.attn", "1.mlp", "1.attn", "2", "0", "0.mlp", 
 def test_recomputation_does_not_disturb_the_backward_prefetch_where_patched_or_fixed_upstream(
     without_fix: bool, patched: bool
 ) -> None:
-    """Oracle: the reverse of the forward's order; which versions lack the fix is what the patch's range says."""
+    """Oracle: the reverse of the forward's order; the patch's range names the versions without the fix."""
     lacks_fix = without_fix or PATCH.reason_against(torch.__version__) is None
     expected = DISTURBED if lacks_fix and not patched else IN_ORDER
     changed, stock = run_ranks(2, backward_gathers, without_fix, patched), run_ranks(2, backward_gathers, False, False)

@@ -14,7 +14,7 @@ ALL = ["fsdp1_stream_reuse", "fsdp2_stream_reuse", "fsdp2_backward_prefetch"]
 
 
 def targets() -> list[object]:
-    """What the three patches replace, in the order of ``ALL``."""
+    """Targets of the three patches, in the order of ``ALL``."""
     return [_runtime_utils._init_streams, FSDPCommContext.lazy_init, FSDPParamGroup.post_forward]
 
 
@@ -125,7 +125,7 @@ ORDER = "applied: recomputed forwards do not disturb the order of backward prefe
 def test_auto_takes_what_the_strategy_and_the_version_need_and_reports_the_rest(
     strategy: str, version: str, report: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: written by hand; what is reported as applied is what replaces its target."""
+    """Oracle: written by hand; patches reported as applied have replaced their targets."""
     before = targets()
     monkeypatch.setattr(torch, "__version__", version)
     with apply_patches("auto", strategy) as applied:
@@ -135,7 +135,7 @@ def test_auto_takes_what_the_strategy_and_the_version_need_and_reports_the_rest(
 
 
 def test_no_names_apply_nothing_and_one_name_applies_that_patch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: written by hand; a name that is given twice counts once."""
+    """Oracle: written by hand; a repeated name counts once."""
     monkeypatch.setattr(torch, "__version__", "2.8.0")
     before = targets()
     with apply_patches([], "fsdp2") as applied:

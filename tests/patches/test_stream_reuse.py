@@ -1,4 +1,4 @@
-"""Several FSDP roots in one process use the same streams, and what they compute does not change."""
+"""Several FSDP roots in one process share their streams without changing results."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,7 @@ FSDP2_HYBRID_ON_CPU = parse_version(torch.__version__) >= (2, 8)
 
 
 def record_streams() -> set[Any]:
-    """Make the CPU's streams tell their priority, and return the set of those that anything runs on from now on.
+    """Give the CPU's streams a priority, and return the set of streams in use from now on.
 
     On an accelerator the default stream and that of the all-reduce have the same priority, 0.
     """

@@ -1,4 +1,4 @@
-"""The data benchmark measures what it says, and can fail."""
+"""The data benchmark measures its rows, and can fail."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ TINY += ["--vocab-size", "300", "--processes", "1", "--steps", "0"]
 
 @pytest.mark.parametrize(("bar", "status"), [(0.0, 0), (1e15, 1)])
 def test_the_page_has_every_row_and_the_status_is_the_bar_s(bar, status, tmp_path: Path, monkeypatch) -> None:
-    """Oracle: counts of rows by kind, and bars that are always or never reached."""
+    """Oracle: counts of rows by kind, and bars always or never reached."""
     pytest.importorskip("tokenizers")
     monkeypatch.setattr(bench_data, "BAR", bar)
     assert bench_data.main([*TINY, "--write", str(tmp_path / "data.md")]) == status
@@ -23,7 +23,7 @@ def test_the_page_has_every_row_and_the_status_is_the_bar_s(bar, status, tmp_pat
 
 
 def test_its_shards_are_what_is_trained_from(tmp_path: Path) -> None:
-    """Oracle: the folder's own check, and the number of tokens that were asked for."""
+    """Oracle: the folder's own check, and the requested number of tokens."""
     folder = bench_data.write_shards(tmp_path / "out", 5_000_000, 3, wide=False)
     index, damages = check_folder(folder)
     assert damages == [] and index.tokens("train") == 5_000_000 and 4700 < index.documents("train") < 5300
@@ -34,7 +34,7 @@ def test_its_shards_are_what_is_trained_from(tmp_path: Path) -> None:
 
 
 def test_the_rate_counts_tokens_for_time(tmp_path: Path, monkeypatch) -> None:
-    """Oracle: a clock that goes on a second with each look: a stretch of 4.5 has 4 batches of 8 rows, in 5 seconds."""
+    """Oracle: a clock that advances one second per read: a stretch of 4.5 has 4 batches of 8 rows, in 5 seconds."""
     folder = bench_data.write_shards(tmp_path / "out", 64_000, 1, wide=True)
     seconds = iter(range(1000))
     monkeypatch.setattr(bench_data.time, "process_time", lambda: next(seconds))

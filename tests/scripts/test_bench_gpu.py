@@ -1,4 +1,4 @@
-"""The benchmark on one GPU: what is judged, what a row without figures says, what is planned to fit, and a trial."""
+"""The benchmark on one GPU: targets, rows without figures, planned memory, and a trial."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ SHAPE = SHAPES[0]
 
 
 def rows(**speeds: float | None) -> list[Row]:
-    """Rows that meet every target, but for what is changed; a speed of 1000 is 51% of the peak."""
+    """Rows that meet every target except for the changes; a speed of 1000 is 51% of the peak."""
     usual = {COMPILED: 1000.0, BARE: 900.0, FLOAT8: 1300.0, EAGER: 700.0, ACCELERATE: 600.0}
     names = {"compiled": COMPILED, "bare": BARE, "float8": FLOAT8, "accelerate": ACCELERATE}
     usual |= {names[name]: speed for name, speed in speeds.items()}  # type: ignore[misc]
@@ -118,7 +118,7 @@ def test_our_rows_are_planned_to_fit_one_h200(shape: Shape, tmp_path: Path) -> N
 def test_a_trial_on_a_cpu_writes_rows_and_says_which_could_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: what is there: no accelerate for an interpreter without packages, no time for the last."""
+    """Oracle: the environment: no accelerate for an interpreter without packages, no time for the last."""
     words = ["--device", "cpu", "--tiny", "--write", str(tmp_path / "gpu"), "--contestants", EAGER, "accel"]
     monkeypatch.setattr(sys, "argv", ["bench_gpu.py", *words])
     monkeypatch.setitem(bench_gpu.CONTESTANTS, ACCELERATE, "no_such_peer.py")

@@ -1,4 +1,4 @@
-"""The loss benchmark measures what it says, and can fail."""
+"""The loss benchmark measures its rows, and can fail."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ TINY = ["--shapes", "96x16x300", "--repeats", "1", "--threads", "1", "--chunk-to
 def test_script_compares_all_ways_and_exits_by_its_bars(
     time_limit: float, memory_limit: float, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the contestants of its first page, and bars that are always or never met."""
+    """Oracle: the contestants of its first page, and bars always or never met."""
     monkeypatch.setattr(bench_loss, "TIME_TARGET", time_limit)
     monkeypatch.setattr(bench_loss, "MEMORY_TARGET", memory_limit)
     path = tmp_path / "loss.md"

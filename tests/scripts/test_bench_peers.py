@@ -1,4 +1,4 @@
-"""The benchmark against others: what it measures, the same work, and targets that can be missed."""
+"""The benchmark of peers: measurements, equal work, and targets that can be missed."""
 
 import os
 import sys
@@ -39,7 +39,7 @@ def run_of(startup: float, step: float, peak_mib: float, loss: float = 2.0) -> M
 
 
 def results_of(**changes: Measured) -> dict[str, list[Measured]]:
-    """Two rounds that meet every target, but for what is changed."""
+    """Two rounds that meet every target except for the changes."""
     runs = {
         ACCELERATE: run_of(10.0, 2.3, 900),
         FABRIC: run_of(11.0, 2.4, 900),
@@ -84,7 +84,7 @@ def test_tables_hold_speeds_and_ratios_within_a_round(tmp_path: Path) -> None:
 
 
 def test_a_run_is_measured_from_outside(tmp_path: Path) -> None:
-    """Oracle: what the process below the launcher did: 64 MiB held for a moment, two lines, a word to keep."""
+    """Oracle: the process below the launcher: 64 MiB held for a moment, two lines, a word to keep."""
     child = "import time\nx = bytearray(64 * 2**20); time.sleep(.4)\nprint('note a word', flush=True)\ndel x\n"
     # Sleeps while it is stopped, too, so that on a busy machine a part of this second is before the next step.
     child += "print('step 1/2  loss 2.5', flush=True); time.sleep(1); print('step 2/2  loss 2.25', flush=True)"
@@ -100,7 +100,7 @@ def test_a_run_is_measured_from_outside(tmp_path: Path) -> None:
 
 
 def test_runs_take_turns_step_by_step(tmp_path: Path) -> None:
-    """Oracle: what each wrote when it began a step; without the turns, those who only wait would write it together."""
+    """Oracle: times written at the begin of each step; without turns, waiting peers would write them together."""
 
     def run_of(name: str) -> Run:
         code = f"""if True:

@@ -1,4 +1,4 @@
-"""The toys' benchmark measures what it says, and can fail."""
+"""The toys' benchmark measures its rows, and can fail."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ TINY += ["--vocab-size", "4001", "--batch-size", "1", "--seq-len", "16"]
 def test_script_shows_every_contestant_and_exits_by_its_targets(
     target: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: the contestants of its first page, and targets that are always or never met; real ranks, equal losses."""
+    """Oracle: the contestants of its first page, and targets always or never met; real ranks, equal losses."""
     groups = {
         name: [dataclasses.replace(each, target=each.target and target) for each in group]
         for name, group in bench_toys.GROUPS.items()
@@ -34,7 +34,7 @@ def test_script_shows_every_contestant_and_exits_by_its_targets(
 
 
 def test_another_loss_ends_the_run() -> None:
-    """Oracle: the check itself, given a loss that is off by a thousandth."""
+    """Oracle: the check itself, given a loss off by a thousandth."""
     group = [Contestant("native", "ddp"), Contestant("toy", "toy_ddp", 1.05)]
     with pytest.raises(SystemExit, match="not the same work: step 2 of toy"):
         bench_toys.check_losses(group, [Measured(losses=[2.0, 1.0]), Measured(losses=[2.0, 1.001])])

@@ -1,4 +1,4 @@
-"""Real runs that are killed and stopped: what the chaos script does, and the signals that it does not send."""
+"""Real runs killed and stopped: the chaos script, and the signals that it does not send."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ def wait_for_step(attempt: Attempt, step: int) -> None:
 
 
 def rank_pid(attempt: Attempt, rank: int) -> int:
-    """Process of a rank; a heartbeat that is being rewritten has no process for a moment."""
+    """Process of a rank; waits while a heartbeat is being rewritten."""
     deadline = time.monotonic() + 120
     while len(pids := attempt.rank_pids()) < CAMPAIGN.ranks:
         assert time.monotonic() < deadline

@@ -1,4 +1,4 @@
-"""What is recorded of the toys for the pictures, against the formulas of their pages."""
+"""Records of the toys for the pictures, compared with the formulas of their pages."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ BLOCKS = 2
 
 @pytest.fixture(scope="module")
 def steps() -> dict[str, list[Recorded]]:
-    """Strategy → what each of two ranks recorded."""
+    """Strategy → records of each of two ranks."""
     with pytest.MonkeyPatch.context() as patch, without_coverage():
         small = ["model.dim=128", f"model.n_layers={BLOCKS}", "model.ffn_dim=352", "train.seq_len=16"]
         patch.setattr(record_toys, "MODEL", [*record_toys.MODEL, *small])
@@ -52,7 +52,7 @@ def test_every_block_computes_forward_and_backward_once_and_in_order(steps: Any,
 
 
 def test_collectives_are_those_of_the_pages(steps: Any) -> None:
-    """Oracle: the pages; the same on both ranks, with what they move."""
+    """Oracle: the pages; the same on both ranks, with their bytes."""
     kinds = {name: [{bar.kind for bar in rank.collectives} for rank in ranks] for name, ranks in steps.items()}
     assert kinds["toy_ddp"] == [{"all_reduce"}] * 2
     assert kinds["toy_zero1"] == [{"all_reduce", "all_gather"}] * 2

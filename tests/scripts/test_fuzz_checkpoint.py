@@ -16,7 +16,7 @@ from scripts.fuzz_edits import EDITS, edits
 
 @pytest.mark.usefixtures("unmeasured")
 def test_no_damage_is_missed(capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the values that were saved; every kind of damage has its turns."""
+    """Oracle: the saved values; all kinds of damage take turns."""
     assert main(["--damages", "60", "--seed", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("|")[1].strip() for line in lines[2:]] == [*DAMAGES, *EDITS, "all"]

@@ -10,7 +10,7 @@ from scripts.fuzz_targets import READERS, Reader
 
 
 def test_no_mutated_file_ends_in_a_traceback() -> None:
-    """Oracle: every reader's own errors; 200 cases of those that a whole run of the fuzzer has."""
+    """Oracle: every reader's own errors; 200 cases of a full run of the fuzzer."""
     done, failed = fuzz(200, seed=0, progress=False)
     assert set(done) == set(READERS)
     assert not failed, "\n".join(f"{result.case} {result.mutation}: {result.failure}" for result in failed)
@@ -47,7 +47,7 @@ def dies(copy: Path) -> None:
     ],
 )
 def test_a_reader_that_does_not_hold_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read, failure) -> None:
-    """Oracle: readers that are made to fail; the next case runs all the same."""
+    """Oracle: readers made to fail; the next case still runs."""
     specimen = tmp_path / "specimens" / "made"
     specimen.mkdir(parents=True)
     (specimen / "file.json").write_text("{}")

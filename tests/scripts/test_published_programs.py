@@ -146,5 +146,5 @@ def test_stock_order_gathers_in_vain() -> None:
     [(10.39, True, True), (10.41, True, False), (9.59, True, False), (10.054, False, True), (10.056, False, False)],
 )
 def test_a_bar_counts_on_both_sides(predicted: float, relative: bool, met: bool) -> None:
-    """Oracle: 4 % of 10, or 0.05 and what rounding hides of two digits."""
+    """Oracle: 4 % of 10, or 0.05 and the rounding of two digits."""
     assert Finding("row", "GiB", 10.0, predicted, 0.04 if relative else 0.05, relative).met is met

@@ -10,7 +10,7 @@ from tests.simulated_npu.ranks import build_extension
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark them, for ``pytest -m npu``; without what the extension is built from there is no device."""
+    """Mark them, for ``pytest -m npu``; without the extension's build tools there is no device."""
     missing = None
     if shutil.which("g++") is None:
         missing = "g++ is not installed (Debian, Ubuntu: apt install g++)"

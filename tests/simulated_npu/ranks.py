@@ -1,6 +1,6 @@
 """Ranks on simulated NPUs: forks that get the device for themselves, so that the process of the tests stays without.
 
-They are forks of a server that has imported what they need and used nothing of it: PyTorch's autograd counts devices
+They are forks of a server that has imported their modules and used none: PyTorch's autograd counts devices
 once, and in a fork of a process that has run a backward there would be none.
 """
 

@@ -1,4 +1,4 @@
-"""The simulated ``hccl`` gives what gloo gives on the CPU, and makes streams wait rather than the host."""
+"""The simulated ``hccl`` returns gloo's results, and makes streams wait rather than the host."""
 
 import os
 from typing import Any
@@ -84,7 +84,7 @@ def unwaited(waits: bool) -> bool:
     return right
 
 
-def test_whoever_does_not_wait_for_a_collective_reads_what_was_there_before() -> None:
+def test_without_a_wait_for_a_collective_the_old_values_are_read() -> None:
     """Oracle: the sum; only delayed mode is sure to show the mistake."""
     assert run_npu_ranks(RANKS, unwaited, True, mode="delayed") == [True, True]
     assert run_npu_ranks(RANKS, unwaited, False, mode="delayed") == [False, False]

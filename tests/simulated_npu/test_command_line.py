@@ -17,7 +17,7 @@ pytestmark = pytest.mark.launcher
 
 
 def run(words: list[str], cwd: Path, status: int = 0, **variables: str) -> str:
-    """What a command prints where there are four simulated NPUs, and it must end with this status."""
+    """Output of a command with four simulated NPUs, which must end with this status."""
     unset = ("RANK", "WORLD_SIZE", "COVERAGE_PROCESS_")
     present = {name: value for name, value in os.environ.items() if not name.startswith(unset)}
     present |= {
@@ -31,7 +31,7 @@ def run(words: list[str], cwd: Path, status: int = 0, **variables: str) -> str:
 
 
 def train(words: str, cwd: Path, status: int = 0, **variables: str) -> str:
-    """What a small run prints."""
+    """Output of a small run."""
     small = "train model=llama_debug experiment=null train.seq_len=32 launch.device=npu"
     return run(["-m", "fsdptoys", *small.split(), *words.split()], cwd, status, **variables)
 
@@ -52,7 +52,7 @@ def test_npus_train_to_the_losses_of_cpu_ranks_in_portable_mode(tmp_path: Path) 
 
 
 def test_a_mesh_of_two_axes_trains_on_npus_and_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
-    """Oracle: what the run says; both ask for groups that a group which is bound to an NPU cannot give."""
+    """Oracle: the run's output; both need process groups that a group bound to an NPU cannot create."""
     words = "parallel=fsdp2 mesh.fsdp_size=2 checkpoint.every=2 checkpoint.resume=auto metrics.run_dir=run"
     said = [train(f"{words} train.steps={steps}", tmp_path) for steps in (2, 3)]
     first = next(line for line in said[0].splitlines() if line.startswith("fsdptoys: found"))
@@ -73,7 +73,7 @@ def test_what_npus_saved_cpu_ranks_go_on_from(tmp_path: Path) -> None:
 
 
 def test_a_profile_falls_back_to_pytorchs_own_and_a_snapshot_has_every_allocation(tmp_path: Path) -> None:
-    """Oracle: the files; a device without torch_npu has nobody but PyTorch to trace it."""
+    """Oracle: the files; a device without torch_npu is traced by PyTorch alone."""
     words = "parallel=single launch.nproc_per_node=1 train.steps=3 metrics.run_dir=run profile.enabled=true "
     words += "profile.skip_steps=1 profile.warmup_steps=0 profile.active_steps=1 profile.snapshot=true "
     said = train(words + "profile.snapshot_first_step=2 profile.snapshot_steps=1", tmp_path)

@@ -1,4 +1,4 @@
-"""The simulated device does what PyTorch and this project ask of a device, and fails where hardware would."""
+"""The simulated device supports PyTorch's and this project's calls, and fails where hardware would."""
 
 from typing import Any
 
@@ -114,7 +114,7 @@ def run_out() -> tuple[str, int, int]:
     kept = torch.empty(5 * MIB, dtype=torch.uint8, device="npu")
     freed = torch.empty(2 * MIB, dtype=torch.uint8, device="npu")
     del freed
-    fits = torch.empty(3 * MIB, dtype=torch.uint8, device="npu")  # what was cached goes back first
+    fits = torch.empty(3 * MIB, dtype=torch.uint8, device="npu")  # frees the cache first
     try:
         torch.empty(MIB, dtype=torch.uint8, device="npu")
     except torch.OutOfMemoryError as error:
@@ -171,7 +171,7 @@ def freed_on_one_stream(recorded: bool) -> list[float]:
 
 
 def test_memory_that_another_stream_uses_must_be_recorded() -> None:
-    """Oracle: 2, which is what a stream reads whose memory was not given out again."""
+    """Oracle: 2, the value that a stream reads if its memory was not reused."""
     assert run_on_npu(freed_on_one_stream, True, mode="delayed") == [2.0] * 1000
     assert run_on_npu(freed_on_one_stream, False, mode="delayed") != [2.0] * 1000
 
@@ -269,5 +269,5 @@ def undelayed() -> dict[str, int]:
 
 
 def test_delayed_mode_delays_what_a_training_step_is_made_of() -> None:
-    """Oracle: what gives the host a number, or must be reshaped by the kernel, is all that runs at once."""
+    """Oracle: only operators that return a number to the host, or that the kernel reshapes, run at once."""
     assert set(run_on_npu(undelayed, mode="delayed")) <= {"aten::_local_scalar_dense", "aten::_fused_sdp_choice"}

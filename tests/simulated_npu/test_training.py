@@ -1,6 +1,6 @@
 """On simulated NPUs all strategies and switches of memory train as on a CPU, in every bit, however late streams run.
 
-What runs at once is held against CPU ranks, what runs as late as it may against what runs at once.
+Immediate mode is compared with CPU ranks, delayed mode with immediate mode.
 """
 
 from collections.abc import Iterable
@@ -37,8 +37,8 @@ LIKE_NPU: dict[str, Any] = {"deterministic": False, "sum_dtype": SumDType.float3
 ADAMW = AdamWConfig(lr=1e-2, weight_decay_on=WeightDecayOn.all, implementation=Implementation.foreach)
 BF16 = DType.bfloat16
 OTHER_SUMS_ON_CPU = ("chunked loss", "documents")
-"""A CPU leaves ignored labels out of its chunks, of which an accelerator would have to tell the host, and has queries
-share heads, which an NPU repeats."""
+"""A CPU leaves ignored labels out of its chunks, whose number an accelerator would have to return to the host, and
+queries share heads, which an NPU repeats."""
 
 STRATEGIES: dict[str, ParallelConfig] = {
     "ddp": DDPConfig(),

@@ -1,9 +1,9 @@
 """A device called ``npu`` with a backend called ``hccl`` on host memory, for tests on machines without an Ascend NPU.
 
-What is real: PyTorch takes the device as it takes one of its own (PrivateUse1), with an allocator that has a capacity,
+Real: PyTorch takes the device as it takes one of its own (PrivateUse1), with an allocator that has a capacity,
 statistics and a history, streams and events, pinned memory, random numbers, autocast, and collectives between real
-processes. What is not: every operator is the CPU's kernel on the same bytes, and every collective is gloo's. So what
-trains here gives a CPU's losses to the last bit, and what fails here would fail on hardware: tensors on two devices, a
+processes. Not real: every operator is the CPU's kernel on the same bytes, and every collective is gloo's. So training
+here gives a CPU's losses to the last bit, and failures here would be failures on hardware: tensors on two devices, a
 CPU tensor in a collective of ``hccl``, memory that runs out, and, in delayed mode, a stream that did not wait for
 another one. It says nothing about speed, about Ascend's kernels, or about torch_npu's own functions.
 
@@ -24,7 +24,7 @@ DEFAULT_DEVICES = 8
 DEFAULT_MIB = 64 * 1024
 
 extension: Any = None
-"""What ``csrc/module.cpp`` offers, once the device is there."""
+"""Functions of ``csrc/module.cpp``, once the device exists."""
 
 
 def load() -> None:
@@ -72,7 +72,7 @@ def _composed_elsewhere() -> list[str]:
     """Operators that have a kernel for CPUs and a composition of others for every other device."""
     import torch
 
-    # Views and what only asks about a tensor are the same either way; these we have, or must not have.
+    # Views and queries of a tensor are the same either way; these we have, or must not have.
     own = {"record_stream", "set_.source_Storage", "set_.source_Tensor", "set_.source_Storage_storage_offset"}
     own |= {"empty.memory_format", "empty_strided", "_copy_from", "_copy_from_and_resize", "copy_"}
     own |= {"_has_compatible_shallow_copy_type"}

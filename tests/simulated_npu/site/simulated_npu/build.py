@@ -34,7 +34,7 @@ def build_extension() -> Path:
     """The extension's library, built where there is none of these sources and this PyTorch.
 
     Raises:
-        RuntimeError: with what g++ says.
+        RuntimeError: with the output of g++.
     """
     build = FOLDER / "build" / f"torch-{torch.__version__}-{sys.implementation.cache_tag}"
     library = build / f"{NAME}-{_digest([*sorted(SOURCES.iterdir()), Path(__file__)])}.so"

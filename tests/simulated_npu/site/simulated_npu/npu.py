@@ -1,4 +1,4 @@
-"""``torch.npu``: what torch_npu offers under that name, as far as it is used here and in PyTorch."""
+"""``torch.npu``: torch_npu's functions of that name, as far as used here and in PyTorch."""
 
 import types
 from typing import Any
