@@ -295,7 +295,7 @@ class Config:
                 f"memory.cpu_threads={memory.cpu_threads} is over the {cores} cores of this machine; set "
                 f"memory.cpu_threads={cores}"
             )
-        if memory.optimizer_offload and not parallel.keeps_whole_states:
+        if memory.optimizer_offload and not parallel.keeps_full_states:
             raise ConfigError(
                 f"memory.optimizer_offload=true is not an option of parallel={parallel.name}, whose states are cut; "
                 "leave it out or set parallel=toy_ddp"

@@ -1,9 +1,9 @@
 """Optimizer states in buckets, each updated by PyTorch's own optimizer over views of its parameters.
 
 A bucket holds consecutive parameters of one unit, with their states in one flat tensor, so that one copy moves it. An
-optimizer of the outer one's type does the arithmetic, over stand-ins that view the parameters' local tensors: each of
+optimizer of the outer one's type does the arithmetic, over proxies that view the parameters' local tensors: each of
 PyTorch's implementations gives the same bits as without buckets. This needs an element-wise optimizer, such as AdamW or
-SGD; a step on a stand-in of two numbers shows its states.
+SGD; a step on a proxy of two numbers shows its states.
 """
 
 import math
@@ -36,12 +36,12 @@ class StateKinds:
 def state_kinds(optimizer: torch.optim.Optimizer) -> StateKinds:
     """Find the states of an optimizer by a step on two numbers."""
     first = local_tensor(optimizer.param_groups[0]["params"][0])
-    stand_in = nn.Parameter(torch.zeros(2, dtype=first.dtype, device=first.device))
-    stand_in.grad = torch.zeros_like(stand_in)
-    inner = _same_type(optimizer, {0: [stand_in]})
+    proxy = nn.Parameter(torch.zeros(2, dtype=first.dtype, device=first.device))
+    proxy.grad = torch.zeros_like(proxy)
+    inner = _same_type(optimizer, {0: [proxy]})
     inner.step()
-    kept = {name: value for name, value in inner.state[stand_in].items() if isinstance(value, Tensor)}
-    assert all(value.shape in ((), stand_in.shape) for value in kept.values()), "not an element-wise optimizer"
+    kept = {name: value for name, value in inner.state[proxy].items() if isinstance(value, Tensor)}
+    assert all(value.shape in ((), proxy.shape) for value in kept.values()), "not an element-wise optimizer"
     return StateKinds(
         tensors=tuple(name for name, value in kept.items() if value.ndim),
         scalars={name: value for name, value in kept.items() if not value.ndim},
@@ -81,14 +81,14 @@ class Bucket:
         self._kinds = kinds
         self.scalars = [{name: torch.zeros_like(value) for name, value in kinds.scalars.items()} for _ in self.params]
         self.elements = sum(self._state_elements(shape) * len(kinds.tensors) for shape in self._shapes)
-        self._stand_ins = [nn.Parameter(torch.empty(0, dtype=local.dtype, device=local.device)) for local in locals_]
+        self._proxies = [nn.Parameter(torch.empty(0, dtype=local.dtype, device=local.device)) for local in locals_]
         self.gradients: list[Tensor | None] = []
         """Gradients of the parameters, between ``take`` and ``update``."""
         self._scale: Tensor | None = None
         by_group: dict[int, list[nn.Parameter]] = {}
         group_of = {param: index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
-        for param, stand_in in zip(self.params, self._stand_ins, strict=True):
-            by_group.setdefault(group_of[param], []).append(stand_in)
+        for param, proxy in zip(self.params, self._proxies, strict=True):
+            by_group.setdefault(group_of[param], []).append(proxy)
         self._group_indices = list(by_group)
         self._inner = _same_type(optimizer, by_group)
         # An optimizer without a step counter may treat its first step differently: SGD copies the gradient, while
@@ -127,27 +127,27 @@ class Bucket:
         views = self.views(flat)
         first = set()
         # A strategy may have replaced the local tensors since the last update.
-        for index, (param, stand_in) in enumerate(zip(self.params, self._stand_ins, strict=True)):
+        for index, (param, proxy) in enumerate(zip(self.params, self._proxies, strict=True)):
             gradient = self.gradients[index]
             if gradient is None:
                 continue
-            stand_in.data = local_tensor(param)
-            stand_in.grad = local_tensor(gradient)
+            proxy.data = local_tensor(param)
+            proxy.grad = local_tensor(gradient)
             if self._scale is not None:
-                stand_in.grad.mul_(self._scale)
+                proxy.grad.mul_(self._scale)
             if index in self._without_state:
                 first.add(index)
             else:
-                self._inner.state[stand_in] = {**self.scalars[index], **views[index]}
+                self._inner.state[proxy] = {**self.scalars[index], **views[index]}
         self.gradients = []
         self._inner.step()
         for index in first:
             for name, view in views[index].items():
-                view.copy_(self._inner.state[self._stand_ins[index]][name])
+                view.copy_(self._inner.state[self._proxies[index]][name])
         self._without_state -= first
         self._inner.state.clear()
-        for stand_in in self._stand_ins:
-            stand_in.grad = None
+        for proxy in self._proxies:
+            proxy.grad = None
 
     @torch.no_grad()
     def load(self, index: int, saved: dict[str, Any]) -> None:

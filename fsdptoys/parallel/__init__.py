@@ -9,7 +9,7 @@ from .fsdp1 import FSDP1Config
 from .fsdp2 import FSDP2Config
 from .init_weights import Fill, seed_of, seeded
 from .single import SingleConfig
-from .state import host_copy, whole_tensors
+from .state import full_tensors, host_copy
 from .strategy import ParallelConfig, ParallelContext, Strategy
 from .toy_ddp import ToyDDPConfig
 from .toy_fsdp import ToyFSDPConfig
@@ -48,8 +48,8 @@ __all__ = [
     "ToyZero1Config",
     "ToyZero2Config",
     "ToyZero3Config",
+    "full_tensors",
     "host_copy",
     "seed_of",
     "seeded",
-    "whole_tensors",
 ]

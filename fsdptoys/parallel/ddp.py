@@ -17,7 +17,7 @@ from fsdptoys.utils.bounds import at_least
 from .init_weights import Fill
 from .mesh import MeshConfig
 from .precision import DType
-from .single import UnshardedStrategy, cast_parameters, whole_units
+from .single import UnshardedStrategy, cast_parameters, unsharded_units
 from .strategy import ParallelContext, ReducingConfig, UnitParams
 
 _SYNC_BUFFERS = (
@@ -94,7 +94,7 @@ class DDP(UnshardedStrategy):
         if not self.context.deterministic or count == 1:
             return
         # DDP would reduce the .grad of earlier micro-batches once more, so each sum is set aside.
-        for param in self._whole.parameters():
+        for param in self._unwrapped.parameters():
             if param.grad is None:
                 continue
             earlier = self._over_microbatches.pop(param, None)
@@ -105,7 +105,7 @@ class DDP(UnshardedStrategy):
 
     def units(self) -> list[UnitParams]:
         """Units of the wrapped model."""
-        return whole_units(self._whole, self.model.module)
+        return unsharded_units(self._unwrapped, self.model.module)
 
 
 def all_reduce_in_dtype(dtype: torch.dtype, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

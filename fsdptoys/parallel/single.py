@@ -61,23 +61,23 @@ class SingleConfig(ParallelConfig):
 class UnshardedStrategy(Strategy):
     """A strategy whose ranks hold every parameter in full."""
 
-    _whole: DecoderModel
+    _unwrapped: DecoderModel
     """The model before it is wrapped."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The model's own parameters."""
-        return self._whole.named_parameters()
+        return self._unwrapped.named_parameters()
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """The model's own parameters."""
-        for name, param in self._whole.named_parameters():
+        for name, param in self._unwrapped.named_parameters():
             yield name, param.detach().to("cpu", torch.float32)
 
     def _materialize(self, model: DecoderModel, fill: Fill, buffer_dtype: torch.dtype) -> None:
         device = self.context.device.torch_device
         materialize(model, device, fill)
         init_buffers(model, device, buffer_dtype)
-        self._whole = model
+        self._unwrapped = model
 
 
 class Single(UnshardedStrategy):
@@ -102,7 +102,7 @@ class Single(UnshardedStrategy):
         if not self.context.deterministic or self.local_data_ranks == 1:
             return
         rank = index % self.local_data_ranks
-        for param in self._whole.parameters():
+        for param in self._unwrapped.parameters():
             if param.grad is None:
                 continue
             in_float64 = self._over_ranks.get(param)
@@ -119,7 +119,7 @@ class Single(UnshardedStrategy):
 
     def units(self) -> list[UnitParams]:
         """The blocks, and the modules before and after them."""
-        return whole_units(self._whole, self.model)
+        return unsharded_units(self._unwrapped, self.model)
 
 
 def cast_parameters(model: nn.Module, dtype: DType) -> nn.Module:
@@ -127,7 +127,7 @@ def cast_parameters(model: nn.Module, dtype: DType) -> nn.Module:
     return model if dtype is DType.float32 else CastParameters(model, dtype.torch)
 
 
-def whole_units(whole: DecoderModel, computing: nn.Module) -> list[UnitParams]:
+def unsharded_units(whole: DecoderModel, computing: nn.Module) -> list[UnitParams]:
     """Units of a model without sharding; ``computing`` is the model, or a wrapper that first casts all parameters."""
     tail = [whole.norm, whole.lm_head]
     later = {param for module in [*whole.layers, *tail] for param in module.parameters()}

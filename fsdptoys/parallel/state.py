@@ -80,7 +80,7 @@ def load_state_tensors(
 
 
 @torch.no_grad()
-def whole_tensors(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor | None]]:
+def full_tensors(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor | None]]:
     """Yield every tensor in full, in the order of the names, on rank 0 as a CPU tensor; None on the other ranks.
 
     A collective: all ranks must exhaust it. A DTensor is gathered on every rank's device.
@@ -144,12 +144,12 @@ def _kept_states(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         return {}
     group = optimizer.param_groups[0]
     first = local_tensor(group["params"][0])
-    stand_in = nn.Parameter(torch.zeros(2, dtype=first.dtype, device=first.device))
-    stand_in.grad = torch.zeros_like(stand_in)
+    proxy = nn.Parameter(torch.zeros(2, dtype=first.dtype, device=first.device))
+    proxy.grad = torch.zeros_like(proxy)
     kind: Any = type(optimizer)
-    inner = kind([{**group, "params": [stand_in]}])
+    inner = kind([{**group, "params": [proxy]}])
     inner.step()
-    return {name: value for name, value in inner.state[stand_in].items() if isinstance(value, Tensor)}
+    return {name: value for name, value in inner.state[proxy].items() if isinstance(value, Tensor)}
 
 
 def _live_tensors(

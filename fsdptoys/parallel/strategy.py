@@ -75,7 +75,7 @@ class ParallelConfig(ABC):
     """Whether ``train.float8_all_gather=true`` can cast shards before they are gathered."""
     defers_updates: ClassVar[bool] = True
     """Whether parameters may be updated as late as the next forward, unit by unit."""
-    keeps_whole_states: ClassVar[bool] = True
+    keeps_full_states: ClassVar[bool] = True
     """Whether ``memory.optimizer_offload`` can move optimizer states by the parameters that they belong to."""
     matrices_lost: ClassVar[str | None] = None
     """Why no rank has full rows of a matrix, which Muon and low-bit states need: follows the strategy's name."""

@@ -25,7 +25,7 @@ class ToyZero1Config(DDPConfig):
 
     name: ClassVar[str] = "toy_zero1"
     # The optimizer sees flat slices, which end in the middle of a row.
-    keeps_whole_states: ClassVar[bool] = False
+    keeps_full_states: ClassVar[bool] = False
     matrices_lost: ClassVar[str | None] = "cuts elsewhere than between rows"
 
     def build(self, context: ParallelContext) -> "ToyZero1":
@@ -71,7 +71,7 @@ class ToyZero1(ToyDDP):
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Flat slices, with the names of their parameters."""
-        for name, param in self._whole.named_parameters():
+        for name, param in self._unwrapped.named_parameters():
             bucket, slot = self._slices.places[param]
             yield name, bucket.pieces[slot]
 
@@ -88,11 +88,11 @@ class ToyZero1(ToyDDP):
         load_sharded(self._sharded(optimizer), self._live(), load)
 
     def _live(self) -> dict[str, Tensor]:
-        return {f"model.{name}": param.detach() for name, param in self._whole.named_parameters()}
+        return {f"model.{name}": param.detach() for name, param in self._unwrapped.named_parameters()}
 
     def _sharded(self, optimizer: torch.optim.Optimizer) -> ShardedState:
         holdings = []
-        for name, param in self._whole.named_parameters():
+        for name, param in self._unwrapped.named_parameters():
             bucket, slot = self._slices.places[param]
             spans = [bucket.span(slot, rank) for rank in range(self._slices.ranks)]
             holdings.append(Holding(name, param.shape, spans, bucket.pieces[slot]))

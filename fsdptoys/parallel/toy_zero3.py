@@ -17,7 +17,7 @@ from fsdptoys.toys.zero3 import Zero3
 from .init_weights import Fill, init_buffers
 from .mesh import MeshConfig
 from .precision import DType
-from .single import whole_units
+from .single import unsharded_units
 from .strategy import ParallelContext, ReducingConfig, Strategy, UnitParams
 from .toy_state import Holding, ShardedState, load_sharded
 
@@ -27,7 +27,7 @@ class ToyZero3Config(ReducingConfig):
     """Parameters, gradients and optimizer states on owners."""
 
     name: ClassVar[str] = "toy_zero3"
-    keeps_whole_states: ClassVar[bool] = False
+    keeps_full_states: ClassVar[bool] = False
     matrices_lost: ClassVar[str | None] = "keeps on one rank each"
 
     evenness: Evenness = Evenness.model
@@ -66,7 +66,7 @@ class ToyZero3(Strategy):
     def parallelize(self, model: DecoderModel, fill: Fill) -> None:
         """Distribute the parameters unit by unit; each owner initializes its own."""
         device = self.context.device.torch_device
-        self._whole = model
+        self._unwrapped = model
         self.model = Zero3(
             model,
             list(model.layers),
@@ -93,7 +93,7 @@ class ToyZero3(Strategy):
 
     def units(self) -> list[UnitParams]:
         """Return the units of the wrapped model."""
-        return whole_units(self._whole, self._whole)
+        return unsharded_units(self._unwrapped, self._unwrapped)
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Broadcast one parameter at a time."""
@@ -116,7 +116,7 @@ class ToyZero3(Strategy):
 
     def _holdings(self) -> list[Holding]:
         holdings = []
-        for name, param in self._whole.named_parameters():
+        for name, param in self._unwrapped.named_parameters():
             owner = self.model.owner_of[param]
             spans = [(0, param.numel() if rank == owner else 0) for rank in range(self.context.world_size)]
             holdings.append(Holding(name, param.shape, spans, self._own[name]))

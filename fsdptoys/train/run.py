@@ -30,7 +30,7 @@ from fsdptoys.metrics import (
 )
 from fsdptoys.metrics.prediction import Prediction
 from fsdptoys.metrics.results import ProfileResult, RunStatus
-from fsdptoys.parallel import host_copy, whole_tensors
+from fsdptoys.parallel import full_tensors, host_copy
 from fsdptoys.profiler import Profiler
 from fsdptoys.utils.atomic_write import write_atomically
 from fsdptoys.utils.file_lock import FolderLock
@@ -187,7 +187,7 @@ class Run:
             group,
             message=self._report_problem,
             copy=host_copy,
-            gather_full=whole_tensors,
+            gather_full=full_tensors,
             schema=FACTS,
         )
 

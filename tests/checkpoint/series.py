@@ -16,7 +16,7 @@ from fsdptoys.checkpoint import Checkpoint, CheckpointConfig, Checkpointer
 ROWS, COLUMNS = 7, 5
 
 
-def whole_tensors(step: int) -> dict[str, Tensor]:
+def full_tensors(step: int) -> dict[str, Tensor]:
     """Of several dtypes and shapes, none of which divides evenly over 2 or 4 ranks."""
     generator = torch.Generator().manual_seed(step)
     return {
@@ -62,7 +62,7 @@ def whole(tensors: dict[str, Tensor]) -> Any:
 
 
 def save(checkpoints: Checkpointer, step: int) -> bool:
-    return checkpoints.save(step, whole_tensors(step), facts(step), own_facts(step))
+    return checkpoints.save(step, full_tensors(step), facts(step), own_facts(step))
 
 
 def check(found: Checkpoint | None, step: int) -> None:
@@ -74,9 +74,9 @@ def check(found: Checkpoint | None, step: int) -> None:
 
 
 def check_tensors(found: Checkpoint, step: int) -> None:
-    tensors = {name: torch.full_like(tensor, 77) for name, tensor in whole_tensors(step).items()}
+    tensors = {name: torch.full_like(tensor, 77) for name, tensor in full_tensors(step).items()}
     found.load(tensors)
-    for name, tensor in whole_tensors(step).items():
+    for name, tensor in full_tensors(step).items():
         assert tensors[name].dtype == tensor.dtype and torch.equal(tensors[name], tensor), name
 
 

@@ -17,7 +17,7 @@ from fsdptoys.checkpoint import Checkpoint, CheckpointConfig, Checkpointer, Form
 from fsdptoys.errors import ConfigError
 from scripts.ranks import run_ranks
 from tests.checkpoint.disks import tree
-from tests.checkpoint.series import distributed, facts, make_series, own_facts, resume, whole, whole_tensors
+from tests.checkpoint.series import distributed, facts, full_tensors, make_series, own_facts, resume, whole
 from tests.measuring import without_coverage
 
 NUMBERS = 120_000
@@ -26,14 +26,14 @@ NUMBERS = 120_000
 
 def save(checkpoints: Checkpointer, step: int) -> bool:
     rank = dist.get_rank()
-    return checkpoints.save(step, distributed(whole_tensors(step)), facts(step), own_facts(step, rank))
+    return checkpoints.save(step, distributed(full_tensors(step)), facts(step), own_facts(step, rank))
 
 
 def check_sharded(found: Checkpoint | None, step: int, dim: int) -> None:
     """Check a checkpoint loaded into shards along ``dim``."""
     assert found is not None and found.step == step
     assert found.facts == facts(step) | {"step": step, "world_size": found.facts["world_size"]}
-    expected = whole_tensors(step)
+    expected = full_tensors(step)
     tensors = distributed({name: torch.full_like(tensor, 77) for name, tensor in expected.items()}, [Shard(dim)])
     found.load(tensors)
     for name, tensor in tensors.items():
@@ -92,7 +92,7 @@ class Cases:
             messages: list[str] = []
             checkpoints = self.make(folder, messages, form=form, async_save=True)
             for step in (1, 2, 3):
-                tensors = distributed(whole_tensors(step))
+                tensors = distributed(full_tensors(step))
                 assert checkpoints.save(step, tensors, facts(step), own_facts(step, self.rank))
                 for tensor in tensors.values():
                     tensor.zero_()
@@ -266,9 +266,9 @@ def test_a_checkpoint_is_loaded_by_any_number_of_ranks(tmp_path: Path) -> None:
     run_ranks(2, two, "one")
     found, _ = resume(tmp_path / "four")
     assert found is not None and found.own_facts is None and found.facts["world_size"] == 2
-    tensors = {name: torch.zeros_like(tensor) for name, tensor in whole_tensors(4).items()}
+    tensors = {name: torch.zeros_like(tensor) for name, tensor in full_tensors(4).items()}
     found.load(tensors)
-    assert all(torch.equal(tensors[name], tensor) for name, tensor in whole_tensors(4).items())
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in full_tensors(4).items())
 
 
 @pytest.fixture

@@ -71,7 +71,7 @@ def test_auto_is_pytorchs_on_an_npu_whose_torch_npu_lacks_the_operators(monkeypa
 
 
 @pytest.mark.skipif(IS_REAL, reason="torch_npu is here")
-def test_a_missing_torch_npu_is_told_before_anything_is_allocated() -> None:
+def test_missing_torch_npu_is_reported_before_anything_is_allocated() -> None:
     """Oracle: the sentence, while the model is on the meta device."""
     config = compose_config(["experiment=null"])
     config.validate(2, "npu")

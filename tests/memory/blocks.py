@@ -28,7 +28,7 @@ def build(config: ModelConfig = LLAMA) -> DecoderModel:
 
 
 def forward(model: DecoderModel, seed: int = 1) -> Tensor:
-    """The loss of one micro-batch; routers are told a gradient, as between forward and backward of a training step."""
+    """The loss of one micro-batch; routers get a gradient, as between forward and backward of a training step."""
     tokens_BT = torch.randint(0, model.config.vocab_size, (2, 24), generator=torch.Generator().manual_seed(seed))
     loss: Tensor = model(tokens_BT, tokens_BT, loss_sum)
     for router in routers(model):

@@ -151,7 +151,7 @@ def test_events_alone_keep_asynchronous_copies_right(
 
 @dataclass
 class Logged(Transfers):
-    """Copies at once and writes down what it was asked for; buckets are told apart by their slabs."""
+    """Copies at once and writes down what it was asked for; slabs identify the buckets."""
 
     log: list[str] = field(default_factory=list)
     slabs: dict[int, int] = field(default_factory=dict)
@@ -384,7 +384,7 @@ def test_streams_are_made_once_and_wait_for_one_another(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("how", [SERIAL, PIPELINED, LAZY])
-def test_after_a_failed_update_nothing_goes_on_as_if_it_had_happened(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_update_is_not_treated_as_done(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the update's own error first, and then one that says what the parameters are."""
     model = Stack()
     optimizer = offload_stack(model, how)

@@ -28,7 +28,7 @@ KINDS = {"_allgather_base_": GATHER, "allgather_": GATHER, "_reduce_scatter_base
 
 
 class Recorder(TorchDispatchMode):
-    """Notes every collective, and whatever the hooks of a model tell it, in the order in which they are issued."""
+    """Notes every collective, and the calls of a model's hooks, in the order in which they are issued."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -249,8 +249,8 @@ def test_tied_bf16_parameters_accumulate_on_one_rank() -> None:
     ],
     ids=["sgd", "adamw", "foreach", "for_loop"],
 )
-def test_optimizers_update_shards_as_they_update_whole_parameters(optim: AdamWConfig | SGDConfig) -> None:
-    """Oracle: one process with the same optimizer; decay on matrices only is told apart although shards are flat."""
+def test_optimizers_update_shards_like_full_parameters(optim: AdamWConfig | SGDConfig) -> None:
+    """Oracle: one process with the same optimizer; decay applies to matrices only although shards are flat."""
     names = ["ddp", "fsdp1", "fsdp2"]
     configs = [make_config(STRATEGIES[name][0], 2, optim=optim, steps=3) for name in names]
     outcomes = dict(zip(names, run_ranks(2, train_all, configs)[0], strict=True))

@@ -134,7 +134,7 @@ def go_on(configs: list[Config]) -> list[list[float]]:
     return losses
 
 
-def test_a_run_goes_on_with_and_without_float8_from_plain_checkpoints() -> None:
+def test_run_resumes_with_and_without_float8_from_plain_checkpoints() -> None:
     """Oracle: one process that does the same; what is saved is plain tensors, whatever is gathered."""
     tensorwise, none = Float8.tensorwise, Float8.none
     chain = [(tensorwise, True), (none, False), (tensorwise, True), (tensorwise, False)]

@@ -52,7 +52,7 @@ def shards_unlike_the_whole(shapes: list[tuple[int, ...]], sizes: list[int]) -> 
     return wrong
 
 
-def test_shards_are_cut_out_of_the_whole_whatever_the_blocks() -> None:
+def test_shards_are_slices_of_the_full_parameter_for_any_blocks() -> None:
     """Oracle: the parameter initialised in full; uneven shards, empty shards, blocks across shard borders."""
     shapes, sizes = [(23, 5), (5, 8, 12), (3, 7, 4)], [1, 5, 12, 40, 2**22]
     assert run_ranks(4, shards_unlike_the_whole, shapes, sizes) == [[]] * 4
@@ -87,7 +87,7 @@ def status_bytes(key: str) -> int:
     raise AssertionError(key)
 
 
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the system does not tell a peak")
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the system does not report a peak")
 def test_a_rank_holds_its_shard_and_one_block_at_its_peak() -> None:
     """Oracle: Linux's own peak of the resident set: a shard, the largest parameter, and 8 MiB for all else."""
     for growth, shard_bytes, model_bytes in run_ranks(2, peak_growth_bytes):

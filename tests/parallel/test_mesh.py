@@ -53,38 +53,38 @@ def test_machines_with_unequal_ranks_have_no_node_size() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shard_ranks", "world_size", "node_ranks", "told"),
+    ("shard_ranks", "world_size", "node_ranks", "warns"),
     [(4, 12, 6, True), (12, 24, 8, True), (3, 12, 6, False), (12, 24, 6, False), (12, 12, 8, False), (2, 6, 6, False),
      (1, 12, 6, False)],
 )  # fmt: skip
-def test_a_shard_group_across_a_border_is_told(shard_ranks: int, world_size: int, node_ranks: int, told: bool) -> None:
+def test_shard_group_across_nodes_is_reported(shard_ranks: int, world_size: int, node_ranks: int, warns: bool) -> None:
     """Oracle: groups laid out one by one; with as many machines as they could have met without the border."""
     groups = [range(start, start + shard_ranks) for start in range(0, world_size, shard_ranks)]
     machines = [len({rank // node_ranks for rank in group}) for group in groups]
-    assert told == (shard_ranks < world_size and max(machines) * min(node_ranks, shard_ranks) > shard_ranks)
-    assert (straddling(shard_ranks, world_size, node_ranks) is not None) == told
+    assert warns == (shard_ranks < world_size and max(machines) * min(node_ranks, shard_ranks) > shard_ranks)
+    assert (straddling(shard_ranks, world_size, node_ranks) is not None) == warns
 
 
 def wait_along(axes: list[str]) -> list[str]:
-    """What ranks are told that wait along an axis of a mesh for one that does not come; the last rank comes nowhere."""
+    """Errors of ranks that wait along a mesh axis for the last rank, which never joins."""
     mesh = build_mesh(MeshConfig(2), 4, Device("cpu"), timedelta(seconds=1))
     assert [mesh.get_group(axis).group_desc for axis in axes] == [f"mesh_{axis}" for axis in axes]
     dist.barrier()
-    told = []
+    errors = []
     for axis in axes:
         group = mesh.get_group(axis)
         if dist.get_rank() != 3 and 3 in dist.get_process_group_ranks(group):
             try:
                 dist.all_reduce(torch.ones(()), group=group)
             except RuntimeError as error:
-                told.append(str(error))
+                errors.append(str(error))
     dist.barrier()
-    return told
+    return errors
 
 
 def test_every_axis_has_the_timeout_of_the_run() -> None:
-    """Oracle: ranks that share an axis with the missing one are told after a second, where PyTorch's own groups would
+    """Oracle: ranks that share an axis with the missing one time out after a second, where PyTorch's own groups would
     have them wait for half an hour."""
     got = run_ranks(4, wait_along, ["shard", "replicate"])
-    assert [len(told) for told in got] == [0, 1, 1, 0]
-    assert all("imed out" in sentence for told in got for sentence in told)
+    assert [len(errors) for errors in got] == [0, 1, 1, 0]
+    assert all("imed out" in sentence for errors in got for sentence in errors)

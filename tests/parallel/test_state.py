@@ -33,8 +33,8 @@ from fsdptoys.parallel import (
     FSDP2Config,
     ParallelConfig,
     SingleConfig,
+    full_tensors,
     host_copy,
-    whole_tensors,
 )
 from fsdptoys.parallel.fsdp import TORCH, Wrap
 from fsdptoys.parallel.precision import DType
@@ -96,7 +96,7 @@ def in_full(made: Trainer) -> dict[str, numpy.ndarray]:
     exact = {torch.bfloat16: torch.float32}
     named = {
         name: whole.to(exact.get(whole.dtype, whole.dtype)).numpy().copy()
-        for name, whole in whole_tensors(tensors)
+        for name, whole in full_tensors(tensors)
         if whole is not None
     }
     assert bool(named) == (dist.get_rank() == 0)
@@ -155,7 +155,7 @@ def go_on(rows: list[tuple[Config, Saved, bool]]) -> list[dict[str, Any]]:
 
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_every_strategy_goes_on_from_the_state_of_one_process_in_every_bit(ranks: int) -> None:
+def test_every_strategy_resumes_from_the_state_of_one_process_bitwise(ranks: int) -> None:
     """Oracle: one process that went on; states too, read back right after loading and at the end; tied, experts.
 
     By a single step where ranks are many: the other tests here and those of resuming take more.
@@ -195,7 +195,7 @@ def test_every_strategy_goes_on_from_the_state_of_one_process_in_every_bit(ranks
     ],
     ids=["muon", "states of bfloat16", "states of int8", "states of int4"],
 )
-def test_other_optimizers_go_on_on_another_number_of_ranks_in_every_bit(optim: OptimConfig, ranks: int) -> None:
+def test_other_optimizers_resume_on_another_number_of_ranks_bitwise(optim: OptimConfig, ranks: int) -> None:
     """Oracle: one process that went on; states too, read back right after loading and at the end; with experts."""
     few_bits = optim.low_bit_format is not None
     options: dict[str, Any] = {"model": (WITH_BLOCKS if few_bits else MODELS)["qwen3_moe"], "optim": optim}

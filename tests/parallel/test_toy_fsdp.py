@@ -92,7 +92,7 @@ def hand_over(configs: list[Config]) -> list[Outcome]:
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["to fsdp2", "from fsdp2"])
-def test_a_run_goes_on_under_the_other_implementation(order: int) -> None:
+def test_run_resumes_under_the_other_implementation(order: int) -> None:
     """Oracle: the run that was not handed over."""
     configs = pair(2, {}, {"steps": 4, "tie_embeddings": True})[::order]
     stayed, went = run_ranks(2, hand_over, configs)[0]

@@ -79,7 +79,7 @@ def check_strategy(config: Config) -> None:
     """Raise a ConfigError for a strategy without a step model, which names the closest one."""
     parallel = config.parallel
     if parallel.name not in STRATEGIES:
-        like = FSDP2Config if parallel.shards_parameters or not parallel.keeps_whole_states else DDPConfig
+        like = FSDP2Config if parallel.shards_parameters or not parallel.keeps_full_states else DDPConfig
         raise ConfigError(f"parallel={parallel.name} cannot be predicted; set parallel={like.name}, which is closest")
 
 
