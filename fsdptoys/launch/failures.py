@@ -88,7 +88,7 @@ def first_failure(
 
     Args:
         failures: by rank, as collected by the elastic agent; at least one.
-        folder: holds the error files of this start's workers, including ranks ended before the launcher saw them fail.
+        folder: error files of this start's workers, including ranks ended before the launcher saw them fail.
         killed: ranks that the launcher killed because they did not end.
         terminated: ranks still running when the launcher sent SIGTERM after another rank's failure.
     """

@@ -48,11 +48,7 @@ class FoundHardware:
 
 
 def find_hardware(choice: DeviceChoice) -> FoundHardware:
-    """Find the devices to run on.
-
-    Raises:
-        ConfigError: if the chosen type is missing, or an environment variable hides it by mistake.
-    """
+    """Find the devices to run on; ConfigError if the type is missing, or a variable hides it by mistake."""
     if choice in (DeviceChoice.auto, DeviceChoice.npu) and VISIBLE_NPUS in os.environ:
         check_visible_devices(os.environ[VISIBLE_NPUS])
     device_type = available_device_type() if choice is DeviceChoice.auto else choice.value
@@ -81,15 +77,9 @@ def hardware_environment(
     present: Mapping[str, str],
     timeout_seconds: float = LaunchConfig.timeout_seconds,
 ) -> dict[str, str]:
-    """Return the environment variables that must be set before a worker starts.
+    """Return the environment variables, not in ``present``, that must be set before a worker starts.
 
-    Args:
-        device_type: ``cuda``, ``npu`` or ``cpu``.
-        local_ranks: ranks on this machine.
-        cores: CPU cores shared by the ranks.
-        deterministic: whether runs must repeat bit for bit.
-        present: the current environment; its variables are kept.
-        timeout_seconds: of a collective.
+    ``cores`` are shared by the ranks of this machine; ``timeout_seconds`` is that of a collective.
     """
     wanted = {"OMP_NUM_THREADS": str(max(1, cores // local_ranks))}
     wanted |= device_environment(device_type, deterministic, timeout_seconds, present)

@@ -50,11 +50,7 @@ class RendezvousEndpoint:
         _check_answer(self.host, self.port)
 
     def connect(self) -> TCPStore:
-        """Return the store, over a new connection.
-
-        Raises:
-            RendezvousConnectionError: if there is no answer.
-        """
+        """Return the store, over a new connection; RendezvousConnectionError without an answer."""
         try:
             if not self._tried_to_serve:
                 self._tried_to_serve = True

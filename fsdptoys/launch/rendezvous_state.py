@@ -101,11 +101,11 @@ class SignedBackend(RendezvousBackend):
         return "fsdptoys"
 
     def get_state(self) -> tuple[bytes, Any] | None:
-        """See RendezvousBackend. The pickle is built here from checked values."""
+        """See RendezvousBackend; the pickle is built here from checked values."""
         return self._decode(self._ask("get", KEY))
 
     def set_state(self, state: bytes, token: Any | None = None) -> tuple[bytes, Any, bool] | None:
-        """See RendezvousBackend. The pickle comes from this process."""
+        """See RendezvousBackend; the pickle comes from this process."""
         message = self._encode(pickle.loads(state))
         before = token.decode() if isinstance(token, bytes) else NOTHING
         stored = self._ask("compare_set", KEY, before, message)

@@ -172,12 +172,9 @@ class _Workers:
     @contextlib.contextmanager
     def taking_signals(self) -> Iterator[None]:
         """Handle this process's signals, and restore the previous handlers afterwards."""
-        numbers = [
-            number
-            for number in (*STOP_SIGNALS, *END_SIGNALS)
-            # SIGHUP stays ignored under nohup.
-            if not (number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN)
-        ]
+        numbers = {*STOP_SIGNALS, *END_SIGNALS}
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as under nohup
+            numbers.remove(signal.SIGHUP)
         before = {number: signal.signal(number, lambda number, _: self._events.put(number)) for number in numbers}
         try:
             yield

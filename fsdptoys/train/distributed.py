@@ -93,11 +93,7 @@ def deterministic_kernels(wanted: bool, device_type: str) -> Iterator[None]:
 
 
 def device_of(config: Config) -> Device:
-    """The device of this rank.
-
-    Raises:
-        ConfigError: if it does not exist, or lacks bfloat16 where the model computes in it.
-    """
+    """The device of this rank; ConfigError if it does not exist, or lacks bfloat16 where the model computes in it."""
     chosen = config.launch.device.value
     device_type = available_device_type() if chosen == "auto" else chosen
     device = Device(device_type, int(os.environ.get("LOCAL_RANK", 0)))

@@ -25,18 +25,9 @@ def oom_context(
 ) -> OOMContext:
     """Count live bytes, and collect the settings that affect memory.
 
-    During construction nothing can be counted yet; the rank's planned share of the parameters is reported instead.
-
-    Args:
-        config: validated, of the run.
-        world_size: ranks over all nodes.
-        rank: of this process.
-        step: from 1; 0 before the first.
-        phase: ``construction``, ``forward``, ``backward``, ``optimizer`` or ``evaluation``.
-        parameters: the strategy's (sharded) parameters; empty during construction.
-        updates: of the optimizer; None before it is built.
-        on_cpu: whether the device is the CPU.
-        parameter_count: of the full model; read during construction only.
+    During construction (step 0, no parameters) nothing can be counted yet; the rank's planned share of the
+    ``parameter_count`` parameters is reported instead. ``phase`` is ``construction``, ``forward``, ``backward``,
+    ``optimizer`` or ``evaluation``.
     """
     parameters = list(parameters)
     model, memory, train = config.model, config.memory, config.train

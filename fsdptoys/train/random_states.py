@@ -85,12 +85,7 @@ def random_states(device: Device) -> dict[str, Any]:
 def restore_random_states(states: dict[str, Any] | None, device: Device, seed: int, step: int, rank: int) -> str | None:
     """Restore the states from :func:`random_states`, or seed the generators if they are None or incompatible.
 
-    Args:
-        states: checked against ``RandomStates``; None to seed the generators.
-        device: of this process.
-        seed: of the run's initial values.
-        step: after which the states were saved.
-        rank: of this process.
+    The seed is mixed with ``step``, after which the states were saved, and ``rank``.
 
     Returns:
         The reason why the states could not be restored; None if they were, or if ``states`` is None.

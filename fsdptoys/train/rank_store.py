@@ -26,11 +26,9 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def name_file_store(folder: Path, start: int) -> None:
-    """Set the environment so that the ranks rendezvous in a file that no other user can write.
+    """Set the environment so that the ranks rendezvous in a file in the launcher's folder, of mode 0700.
 
-    Args:
-        folder: the launcher's, of mode 0700.
-        start: number of the start; keeps late ranks of an earlier start out of this one's store.
+    The number of the start keeps late ranks of an earlier start out of this one's store.
     """
     path = str(folder / f"store-{start}")
     os.environ.update({STORE: json.dumps({"file": path}), START: path})

@@ -95,7 +95,7 @@ def checkpoint_folder(config: Config, run_dir: Path | None) -> str | None:
 
 
 def check_resume(config: Config, restarted: bool) -> None:
-    """Check the checkpoint that the run, possibly with restarted workers, would resume from, before any worker starts.
+    """Check the checkpoint from which the run would resume, before any worker starts.
 
     Raises:
         ConfigError: if it is missing, damaged, or belongs to another model or optimizer.

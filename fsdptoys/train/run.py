@@ -49,14 +49,11 @@ LAST_WAIT_SECONDS = 5.0
 
 
 def train(config: Config, prediction: Prediction | None = None) -> Trainer:
-    """Train in this process, as the rank that the environment names.
+    """Train in this process, as the rank that the environment names; return the trainer with its history.
 
     Args:
         config: validated for the world size in the environment.
         prediction: predicted memory and time, which rank 0 records with the measured values.
-
-    Returns:
-        The trainer after its last step, with the history of its steps.
 
     Raises:
         GivenUpError: if too many steps were skipped, or the last checkpoint could not be saved.

@@ -121,8 +121,8 @@ def agreed_stop(
         train: contains the limits.
         votes: number of ranks that received each of ``STOP_SIGNALS``, then number of ranks out of time.
         skipped: whether the step's update was skipped.
-        in_a_row: number of consecutive skipped steps, including this one.
-        in_all: number of skipped steps in the run.
+        in_a_row: consecutive skipped steps, including this one.
+        in_all: skipped steps in the run.
     """
     for number, ranks in zip(STOP_SIGNALS, votes, strict=False):
         if ranks:

@@ -54,7 +54,7 @@ class Trainer:
 
         Args:
             config: validated.
-            device: to train on; None for the device that the config and the local rank select.
+            device: None for the device that the config and the local rank select.
             fill: sets initial values of parameters; None for those of the config.
         """
         self.config = config
