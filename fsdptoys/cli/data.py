@@ -34,17 +34,7 @@ from .commands import parse
 
 
 def data_command(words: Sequence[str]) -> int:
-    """Run the command.
-
-    Args:
-        words: as typed after the command.
-
-    Returns:
-        Exit status: 1 if a folder is damaged.
-
-    Raises:
-        ConfigError: for the first mistake, before anything is written.
-    """
+    """Run the command; return the exit status: 1 if a folder is damaged."""
     parts: dict[str, Callable[[Sequence[str]], int]] = {"prepare": _prepare, "check": _check, "show": _show}
     if words[0] not in parts:
         near = near_miss(words[0], list(parts))

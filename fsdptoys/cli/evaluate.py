@@ -35,6 +35,7 @@ from fsdptoys.loss import build_loss
 from fsdptoys.models import DecoderModel
 from fsdptoys.train.evaluation import sum_losses
 from fsdptoys.train.pretrained import TrainedModel, read_device
+from fsdptoys.utils.text import print_status
 
 from .commands import parse
 
@@ -55,17 +56,7 @@ class Evaluation:
 
 
 def evaluate_command(words: Sequence[str]) -> int:
-    """Run the command.
-
-    Args:
-        words: as typed after the command.
-
-    Returns:
-        Exit status: 1 if the loss is not finite.
-
-    Raises:
-        ConfigError: for the first mistake, before anything is allocated.
-    """
+    """Run the command; return the exit status: 1 if the loss is not finite."""
     options = parse("evaluate", words)
     places = options.words
     if len(places) != 1:
@@ -77,7 +68,7 @@ def evaluate_command(words: Sequence[str]) -> int:
     device, dtype = read_device(options.device, options.dtype)
     content = _read(options.text) if options.text is not None else None
 
-    trained = TrainedModel(places[0], say=_say)
+    trained = TrainedModel(places[0], say=print_status)
     context = trained.choose_context(options.context)
     if content is None:
         found = _evaluate_held_out(trained, context, options.windows, options.batch, device, dtype)
@@ -159,7 +150,7 @@ def _evaluate_held_out(
     if dataset.eval is None:
         raise ConfigError(f"{source} held nothing out of data={data.name}; write --text FILE")
     count = min(most or len(dataset.eval), len(dataset.eval))
-    _say(f"predicting {count:,} of the {len(dataset.eval):,} held-out windows of data={data.name}")
+    print_status(f"predicting {count:,} of the {len(dataset.eval):,} held-out windows of data={data.name}")
     model = trained.load(device, dtype)
     if data.mask_documents:
         model.document_end = dataset.document_end
@@ -216,10 +207,6 @@ def _read(path: str) -> bytes:
         return Path(path).expanduser().read_bytes()
     except OSError as error:
         raise ConfigError(f"--text {path} cannot be read ({error.strerror or error}); name a file that can") from error
-
-
-def _say(sentence: str) -> None:
-    print(f"fsdptoys: {sentence}", file=sys.stderr, flush=True)
 
 
 def _describe(found: Evaluation) -> str:

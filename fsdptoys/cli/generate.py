@@ -6,7 +6,6 @@ fsdptoys generate DIR --prompt "Once upon a time" --tokens 100 --temperature 0
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Sequence
 
@@ -16,22 +15,13 @@ from fsdptoys.data.tokenizer import check_ids
 from fsdptoys.errors import ConfigError
 from fsdptoys.models.generate import Draw, generate
 from fsdptoys.train.pretrained import TrainedModel, read_device
+from fsdptoys.utils.text import print_status
 
 from .commands import parse
 
 
 def generate_command(words: Sequence[str]) -> int:
-    """Run the command.
-
-    Args:
-        words: as typed after the command.
-
-    Returns:
-        Exit status: 1 if the model's logits were not finite.
-
-    Raises:
-        ConfigError: for the first mistake, before anything is allocated.
-    """
+    """Run the command; return the exit status: 1 if the model's logits were not finite."""
     options = parse("generate", words)
     places, prompts = options.words, options.prompt
     if len(places) != 1:
@@ -44,7 +34,7 @@ def generate_command(words: Sequence[str]) -> int:
     draw = _read_draw(options)
     device, dtype = read_device(options.device, options.dtype)
 
-    trained = TrainedModel(places[0], say=_say)
+    trained = TrainedModel(places[0], say=print_status)
     context = trained.choose_context(options.context)
     tokenizer = trained.tokenizer(options.tokenizer)
     encoded = [tokenizer.encode(prompt) for prompt in prompts]
@@ -66,9 +56,9 @@ def generate_command(words: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(results, indent=2))
     kind = options.dtype
-    _say(f"{made} tokens in {seconds:.2f} s, {made / seconds:.1f} a second, on {device.type} in {kind}")
+    print_status(f"{made} tokens in {seconds:.2f} s, {made / seconds:.1f} a second, on {device.type} in {kind}")
     if broken:
-        _say("the model's logits were not finite; its training diverged, or another --dtype is needed")
+        print_status("the model's logits were not finite; its training diverged, or another --dtype is needed")
     return int(broken)
 
 
@@ -96,7 +86,3 @@ def _check_prompt(prompt: str, ids: list[int], context: int, trained: TrainedMod
         raise ConfigError(
             f"--prompt {prompt!r:.40} has {len(ids)} tokens, and the model sees {context}; shorten it, {fix}"
         )
-
-
-def _say(sentence: str) -> None:
-    print(f"fsdptoys: {sentence}", file=sys.stderr, flush=True)

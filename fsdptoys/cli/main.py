@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
         return status
     except ConfigError as error:
-        return _tell_mistake(str(error), worker)
+        return _report_mistake(str(error), worker)
     except (RuntimeError, OSError, MemoryError, ValueError) as error:
         reason = lost_output().get("stdout") if isinstance(error, OSError) else None
         if reason is not None:
@@ -56,13 +56,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             print_status(f"stdout cannot be written ({reason}); the output is incomplete")
             return 1
         # Any command may be the first to import torch, so its errors are handled here.
-        told = explain_autoload(error) if isinstance(error, RuntimeError) else None
-        told = told or explain_environment(error)
-        if told is None:
+        sentence = explain_autoload(error) if isinstance(error, RuntimeError) else None
+        sentence = sentence or explain_environment(error)
+        if sentence is None:
             raise
         # A full disk or memory is a failure (1); a wrong environment variable is a mistake (2).
         passes = isinstance(error, (OSError, MemoryError)) and not isinstance(error, FileNotFoundError)
-        return _tell_mistake(told, worker, 1 if passes else 2)
+        return _report_mistake(sentence, worker, 1 if passes else 2)
     except KeyboardInterrupt:
         print("fsdptoys: stopped by SIGINT", file=sys.stderr)
         return 128 + signal.SIGINT
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         let_stdout_end()  # the interpreter's final flush exits with status 120 on failure
 
 
-def _tell_mistake(sentence: str, worker: bool, status: int = 2) -> int:
+def _report_mistake(sentence: str, worker: bool, status: int = 2) -> int:
     print_status(sentence.replace("\n", "\\n"))  # line breaks of a typed value
     if not worker:
         write_exit_record(ExitRecord(status, sentence))

@@ -67,14 +67,7 @@ NOTES = (
 
 
 def models_command(words: Sequence[str]) -> int:
-    """Run ``fsdptoys models``.
-
-    Args:
-        words: as typed after the command.
-
-    Raises:
-        ConfigError: for the first mistake.
-    """
+    """Run ``fsdptoys models``; return the exit status."""
     options = parse("models", words)
     presets = list_choices()["model"]
     chosen = list(dict.fromkeys(options.words))

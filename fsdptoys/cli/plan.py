@@ -111,17 +111,7 @@ def _check_launch(config: Config, hardware: Hardware, world_size: int) -> None:
 
 
 def plan_command(words: Sequence[str]) -> int:
-    """Run ``fsdptoys plan``.
-
-    Args:
-        words: as typed after the command.
-
-    Returns:
-        Exit status.
-
-    Raises:
-        ConfigError: for the first mistake.
-    """
+    """Run ``fsdptoys plan``; return the exit status."""
     # SIGTERM raises, so that the tracing subprocess is ended too.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:

@@ -30,17 +30,7 @@ WIDEST = 10_000
 
 
 def report_command(words: Sequence[str]) -> int:
-    """Run ``fsdptoys report``.
-
-    Args:
-        words: as typed after the command.
-
-    Returns:
-        Exit status.
-
-    Raises:
-        ConfigError: for the first mistake.
-    """
+    """Run ``fsdptoys report``; return the exit status."""
     options = parse("report", words)
     paths, form = options.words, options.form
     _check_names(paths)
@@ -77,17 +67,7 @@ def report_command(words: Sequence[str]) -> int:
 
 
 def compare_command(words: Sequence[str]) -> int:
-    """Run ``fsdptoys compare``.
-
-    Args:
-        words: as typed after the command.
-
-    Returns:
-        0 if the runs are the same, 1 if they differ or cannot be read completely.
-
-    Raises:
-        ConfigError: for the first mistake.
-    """
+    """Run ``fsdptoys compare``; return 0 if the runs are the same, 1 if they differ or are incomplete."""
     options = parse("compare", words)
     paths = options.words
     _check_names(paths)

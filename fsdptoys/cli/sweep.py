@@ -29,18 +29,7 @@ SWEEP_OPTIONS = ("--dry-run", "--retry", "--resume", "--out", "--time-limit")
 
 
 def sweep_command(words: Sequence[str], train: Sequence[str] = TRAIN) -> int:
-    """Run ``fsdptoys sweep``.
-
-    Args:
-        words: as typed after the command.
-        train: the command of a job on this machine, before its words.
-
-    Returns:
-        Exit status, see ``run_sweep``.
-
-    Raises:
-        ConfigError: for the first mistake.
-    """
+    """Run ``fsdptoys sweep``; return the exit status of ``run_sweep``."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         raise ConfigError(
             "fsdptoys sweep starts the ranks of each job itself, and here torchrun has started it as one of several; "

@@ -1,31 +1,25 @@
 """``fsdptoys train``: resolve the run, check its folders, weights and data, and start or be its ranks."""
 
 import os
-from typing import TYPE_CHECKING
 
+import yaml
+
+from fsdptoys.config.compose import compose, compose_presets
+from fsdptoys.config.overrides import list_choices
+from fsdptoys.config.plan_config import AllocatorKind
+from fsdptoys.config.schema import Config
+from fsdptoys.device.profile import load_hardware
 from fsdptoys.errors import ConfigError
+from fsdptoys.launch.hardware import hardware_environment, profile_of_this_machine
+from fsdptoys.launch.launch import check_master, launch, print_run, resolve_run
 from fsdptoys.utils.console_stream import let_stdout_end
 from fsdptoys.utils.text import print_status
 
 from .commands import parse
 
-if TYPE_CHECKING:
-    from fsdptoys.config.schema import Config
-
 
 def train_command(words: list[str], worker: bool) -> int:
-    """Run ``fsdptoys train``.
-
-    Args:
-        words: as typed after the command.
-        worker: whether this process is one of the ranks.
-
-    Returns:
-        Exit status.
-
-    Raises:
-        ConfigError: for the first mistake.
-    """
+    """Run ``fsdptoys train``, or one of its ranks if ``worker``; return the exit status."""
     options = parse("train", words)
     words = options.words
     if options.cfg is not None:
@@ -36,10 +30,6 @@ def train_command(words: list[str], worker: bool) -> int:
         from fsdptoys.launch.worker import run_as_worker
 
         return run_as_worker(lambda: _work(words))
-    from fsdptoys.launch.launch import launch, resolve_run
-
-    from .largest_preset import choose_largest
-
     run = resolve_run(words, os.environ, choose_largest)
     if run.composition.config.launch.nnodes == 1:
         # With several nodes, rank 0 on another one may have made the folder already.
@@ -53,16 +43,11 @@ def _work(words: list[str]) -> None:
     """Run one rank."""
     import torch
 
-    from fsdptoys.launch.hardware import hardware_environment, profile_of_this_machine
     from fsdptoys.launch.worker import WorkerRequest, read_request
     from fsdptoys.train.run import train
 
     request, run = read_request(), None
     if request is None:
-        from fsdptoys.launch.launch import check_master, print_run, resolve_run
-
-        from .largest_preset import choose_largest
-
         run = resolve_run(words, os.environ, choose_largest)
         check_master(os.environ)
         request = WorkerRequest(run.composition.config, run.hardware, run.local_ranks, run.world_size)
@@ -104,12 +89,10 @@ def _work(words: list[str]) -> None:
     train(config, prediction)
 
 
-def _check_places(config: "Config") -> None:
+def _check_places(config: Config) -> None:
     """Check the run's output folders and the checkpoint to resume from."""
     from fsdptoys.metrics import check_run_dir
-    from fsdptoys.train.launch_env import (
-        restart_count,
-    )
+    from fsdptoys.train.launch_env import restart_count
     from fsdptoys.train.resume import check_resume
 
     restarted = restart_count() > 0
@@ -125,7 +108,7 @@ def _verify_weights(init_from: str | None) -> None:
         HuggingFaceFolder(init_from).verify_checksums()
 
 
-def _prepare_data(config: "Config", local_ranks: int) -> None:
+def _prepare_data(config: Config, local_ranks: int) -> None:
     """Prepare the data before a rank starts or joins the others."""
     from fsdptoys.data import check_shared_memory
 
@@ -135,14 +118,38 @@ def _prepare_data(config: "Config", local_ranks: int) -> None:
 
 
 def _show(words: list[str]) -> None:
-    import yaml
-
-    from fsdptoys.launch.launch import resolve_run
-
-    from .largest_preset import choose_largest
-
     run = resolve_run(words, os.environ, choose_largest)
     _check_places(run.composition.config)
     chosen = " ".join(f"{group}={name or 'null'}" for group, name in run.composition.choices.items())
     print(f"# {chosen}\n# validated for {run.world_size} ranks on {run.hardware.device_type}")
     print(yaml.safe_dump(run.composition.config.to_dict(), sort_keys=False, allow_unicode=True), end="")
+
+
+def choose_largest(experiment: str, device_type: str, world_size: int) -> list[str]:
+    """Return the overrides of the largest preset predicted to fit, on an accelerator with a known profile.
+
+    Args:
+        experiment: the override returned alone on other devices.
+        device_type: the run's device type.
+        world_size: number of ranks.
+    """
+    profile = profile_of_this_machine()
+    if profile is None or device_type == "cpu":
+        return [experiment]
+    # Importing the planner takes a while, and a run on a CPU or with overrides does not need it.
+    from fsdptoys.plan.estimate.estimate import closed_form
+    from fsdptoys.plan.search.search import largest_preset
+
+    hardware = load_hardware(profile)
+    presets = [preset for preset in compose_presets(list_choices()["model"]) if not preset.name.endswith("_debug")]
+    _, best = largest_preset(
+        presets,
+        lambda words: compose(words).config,
+        [experiment],
+        hardware,
+        world_size,
+        hardware.usable_bytes,
+        AllocatorKind.expandable,
+        closed_form,
+    )
+    return list(best.words)

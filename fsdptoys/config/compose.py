@@ -236,5 +236,5 @@ def _register_schemas() -> None:
 def _one_line(error: Any) -> str:
     """Message of a Hydra or OmegaConf error, without the lines on its location."""
     lines = [line.strip() for line in str(error).splitlines()]
-    told = [line for line in lines if line and not line.startswith(("full_key:", "reference_type=", "object_type="))]
-    return " ".join(told).rstrip(".")
+    kept = [line for line in lines if line and not line.startswith(("full_key:", "reference_type=", "object_type="))]
+    return " ".join(kept).rstrip(".")

@@ -232,7 +232,7 @@ def describe_run(run: ResolvedRun, environment: Mapping[str, str]) -> str:
     else:
         found = f"found no accelerator, {cores} ({hardware.name})"
         if available_device_type() != "cpu":
-            found = f"told to use the CPU, {cores} ({hardware.name})"
+            found = f"using the CPU as set, {cores} ({hardware.name})"
     experiment = f"experiment={choices['experiment']} " if choices["experiment"] else ""
     ranks = f"{run.world_size} rank{'s' * (run.world_size != 1)}"
     running = (

@@ -52,8 +52,8 @@ for line in {[*HELP, PLAN]}:
         text=True,
     )
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.count("fsdptoys") > len(HELP)
-    told = [line.split("|")[1:] for line in done.stdout.splitlines() if line.startswith("loaded|")]
-    return {line: names for line, *names in told}
+    lines = [line.split("|")[1:] for line in done.stdout.splitlines() if line.startswith("loaded|")]
+    return {line: names for line, *names in lines}
 
 
 def test_help_needs_no_torch(loaded: dict[str, list[str]]) -> None:

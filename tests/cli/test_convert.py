@@ -24,7 +24,7 @@ from tests.models.families import SMALL
 DEBUG_PRESETS = [name for name in list_choices()["model"] if name.endswith("_debug")]
 
 
-def told(*words: str) -> str:
+def output_of(*words: str) -> str:
     """What the command prints."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         assert convert_command(list(words)) == 0
@@ -47,7 +47,7 @@ def preset(name: str) -> ModelConfig:
 def test_a_run_becomes_a_folder(case: str, tmp_path: Path) -> None:
     """Oracle: the run's parameters and configuration."""
     parameters = save_run(tmp_path / "run", SMALL[case])
-    told("to-hf", str(tmp_path / "run"), str(tmp_path / "folder"))
+    output_of("to-hf", str(tmp_path / "run"), str(tmp_path / "folder"))
     model = load(tmp_path / "folder")
     assert dataclasses.replace(model.config, name=SMALL[case].name) == SMALL[case]
     for name, param in model.named_parameters():
@@ -58,7 +58,7 @@ def test_what_was_written_is_told(tmp_path: Path) -> None:
     """Oracle: the text; the folder weights may be named too, and the number format is that of the files."""
     save_run(tmp_path / "run", SMALL["llama2"])
     out = tmp_path / "out" / "folder"
-    assert told("to-hf", str(tmp_path / "run" / "weights"), str(out), "dtype=bfloat16") == (
+    assert output_of("to-hf", str(tmp_path / "run" / "weights"), str(out), "dtype=bfloat16") == (
         f"wrote {out}: model.safetensors with 88,384 parameters in bfloat16, 176,768 bytes\n"
         f"load it with transformers.AutoModelForCausalLM.from_pretrained('{out}'); a tokenizer is not in it\n"
     )
@@ -76,7 +76,7 @@ def test_transformers_generates_from_what_was_written(tmp_path: Path) -> None:
     """Oracle: transformers' greedy generation against the largest logits of ours."""
     transformers = pytest.importorskip("transformers")
     save_run(tmp_path / "run", SMALL["gpt2"])
-    told("to-hf", str(tmp_path / "run"), str(tmp_path / "folder"))
+    output_of("to-hf", str(tmp_path / "run"), str(tmp_path / "folder"))
     oracle = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
     tokens_BT = torch.tensor([[3, 1, 4, 1, 5]])
     generated_BT = oracle.generate(tokens_BT, max_new_tokens=6, do_sample=False)
@@ -92,7 +92,7 @@ def test_a_preset_is_recognised(name: str, tmp_path: Path) -> None:
     """Oracle: the command for a folder that a preset's model was written to names the preset and nothing else."""
     folder = tmp_path / "folder"
     write(folder, build(preset(name)))
-    output = told("from-hf", str(folder))
+    output = output_of("from-hf", str(folder))
     assert command(output) == [f"model={name}", f"model.init_from={folder}"]
     assert f"family      {preset(name).family}\n" in output and "3 files match checksums.json" in output
 
@@ -104,7 +104,7 @@ def test_the_command_composes_to_the_folders_model(case: str, tmp_path: Path) ->
     folder = tmp_path / "a folder's, name"
     config = SMALL[case]
     write(folder, build(config))
-    words = command(told("from-hf", str(folder)))
+    words = command(output_of("from-hf", str(folder)))
     assert words[-2:] == ["train.seq_len=128", f"model.init_from={words[-1].partition('=')[2]}"]
     composed = compose_config(words)
     assert composed.model.init_from == str(folder)
@@ -119,7 +119,7 @@ def test_the_nearest_preset_is_taken(tmp_path: Path) -> None:
     write(folder, build(dataclasses.replace(preset("llama_debug"), ffn_dim=100)), torch.bfloat16, max_file_bytes=50_000)
     (folder / "checksums.json").unlink()
     files = len(list(folder.glob("*.safetensors")))
-    assert told("from-hf", str(folder)) == (
+    assert output_of("from-hf", str(folder)) == (
         "family      llama\n"
         "parameters  96,064\n"
         "dtype       bfloat16\n"
@@ -164,7 +164,7 @@ def test_values_that_a_number_format_lacks_are_refused(tmp_path: Path) -> None:
         "norm.weight holds 100000, too large for float16; set dtype=bfloat16 or dtype=float32"
     )
     assert sorted(file.name for file in tmp_path.iterdir()) == ["run"]
-    told("to-hf", str(tmp_path / "run"), str(tmp_path / "folder"), "dtype=bfloat16")
+    output_of("to-hf", str(tmp_path / "run"), str(tmp_path / "folder"), "dtype=bfloat16")
     assert load(tmp_path / "folder").get_parameter("norm.weight")[0] == torch.tensor(-1e5).bfloat16()
 
 
@@ -177,7 +177,7 @@ def test_a_folder_becomes_a_run_becomes_the_same_folder(tmp_path: Path) -> None:
     for name, param in again.named_parameters():
         assert torch.equal(parameters[name], param)
         assert torch.equal(RunWeights(tmp_path / "run").read(name, whole(tuple(param.shape))), param)
-    told("to-hf", str(tmp_path / "run"), str(tmp_path / "second"))
+    output_of("to-hf", str(tmp_path / "run"), str(tmp_path / "second"))
     for name in ("config.json", "model.safetensors", "checksums.json"):
         assert (tmp_path / "first" / name).read_bytes() == (tmp_path / "second" / name).read_bytes()
     assert json.loads((tmp_path / "first" / "config.json").read_text())["model_type"] == "qwen3_moe"

@@ -27,7 +27,7 @@ from tests.models.families import SMALL
 from tests.parallel.runs import make_config, tiny_model
 
 
-def told(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+def output_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     capsys.readouterr()
     assert evaluate_command([*words, "--device", "cpu", "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -51,7 +51,7 @@ def test_the_loss_is_that_of_transformers(
         with torch.no_grad():
             total += oracle(window_BT, labels=window_BT).loss.item() * (window_BT.shape[1] - 1)
     words = [str(tmp_path / "folder"), "--text", str(tmp_path / "ids"), "--tokenizer", "ids", "--context", "40"]
-    found = told(capsys, *words, "--batch", str(batch))
+    found = output_of(capsys, *words, "--batch", str(batch))
     assert found["loss"] == pytest.approx(total / 149, rel=1e-5)
     assert found["perplexity"] == pytest.approx(math.exp(total / 149), rel=1e-4)
     assert (found["predicted_tokens"], found["context"], found["bits_per_byte"]) == (149, 40, None)
@@ -68,7 +68,7 @@ def trained(config: Config) -> float:
 def test_the_loss_of_a_runs_held_out_text_is_its_held_out_loss(
     checkpoints: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: what the run itself told after its last step, of the same bytes in the same windows."""
+    """Oracle: the run's own evaluation after its last step, on the same bytes in the same windows."""
     content = bytes(torch.randint(32, 127, (2000,)).tolist())
     (tmp_path / "corpus").write_bytes(content)
     config = make_config(SingleConfig(), 1, steps=2, grad_accum=1, eval_every=2, eval_batches=100)
@@ -82,7 +82,7 @@ def test_the_loss_of_a_runs_held_out_text_is_its_held_out_loss(
     (expected,) = run_ranks(1, trained, config)
     held_out = content[1800 : 1800 + 199 // config.train.seq_len * config.train.seq_len + 1]
     (tmp_path / "text").write_bytes(held_out)
-    found = told(capsys, str(tmp_path / "run"), "--text", str(tmp_path / "text"))
+    found = output_of(capsys, str(tmp_path / "run"), "--text", str(tmp_path / "text"))
     assert found["loss"] == pytest.approx(expected, rel=1e-6)
     assert found["predicted_tokens"] == len(held_out) - 1 and found["context"] == config.train.seq_len
     assert found["bits_per_byte"] == pytest.approx(expected / math.log(2), rel=1e-6)
@@ -116,7 +116,7 @@ def train_each(configs: dict[str, Config]) -> dict[str, float]:
 def test_without_a_text_it_is_the_loss_of_what_the_run_held_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Oracle: what each run told after its last step, of all held-out samples, or of the first three."""
+    """Oracle: each run's own evaluation after its last step, on all held-out samples or the first three."""
     pytest.importorskip("tokenizers")
     configs: dict[str, Config] = {}
     kinds = kinds_of_data(tmp_path)
@@ -132,9 +132,9 @@ def test_without_a_text_it_is_the_loss_of_what_the_run_held_out(
             configs[f"{name}-{batches}"] = config
     (expected,) = run_ranks(1, train_each, configs)
     for name in kinds:
-        whole = told(capsys, str(tmp_path / f"{name}-100"))
+        whole = output_of(capsys, str(tmp_path / f"{name}-100"))
         assert whole["loss"] == pytest.approx(expected[f"{name}-100"], rel=1e-6), name
-        few = told(capsys, str(tmp_path / f"{name}-1"), "--windows", "3", "--batch", "2")
+        few = output_of(capsys, str(tmp_path / f"{name}-1"), "--windows", "3", "--batch", "2")
         assert few["loss"] == pytest.approx(expected[f"{name}-1"], rel=1e-6), name
         assert few["predicted_tokens"] < whole["predicted_tokens"] and few["context"] == 24
         in_bytes = whole["loss"] / math.log(2) if name in ("text", "prepared") else None
@@ -143,12 +143,12 @@ def test_without_a_text_it_is_the_loss_of_what_the_run_held_out(
         settings = yaml.safe_load((tmp_path / name / "config.yaml").read_text())
         settings["data"]["mask_documents"] = False
         (tmp_path / name / "config.yaml").write_text(yaml.safe_dump(settings))
-        assert told(capsys, str(tmp_path / name))["loss"] != pytest.approx(expected[name], rel=1e-6)
+        assert output_of(capsys, str(tmp_path / name))["loss"] != pytest.approx(expected[name], rel=1e-6)
     held_out = (tmp_path / "text").read_bytes()[1600 : 1600 + 39 * 10 + 1]
     (tmp_path / "held out").write_bytes(held_out)
     run = str(tmp_path / "text-100")
-    of_text = told(capsys, run, "--text", str(tmp_path / "held out"), "--context", "10")
-    assert told(capsys, run, "--context", "10") == pytest.approx(of_text)
+    of_text = output_of(capsys, run, "--text", str(tmp_path / "held out"), "--context", "10")
+    assert output_of(capsys, run, "--context", "10") == pytest.approx(of_text)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_bits_a_byte_do_not_count_by_tokens(tmp_path: Path, capsys: pytest.Captu
     (folder / "checksums.json").unlink()
     save_tokenizer(folder)
     (tmp_path / "text").write_text(text)
-    found = told(capsys, str(folder), "--text", str(tmp_path / "text"))
+    found = output_of(capsys, str(folder), "--text", str(tmp_path / "text"))
     logits_TV = build(BYTES)(torch.tensor([[1, 0, 0]]))[0]
     total = torch.nn.functional.cross_entropy(logits_TV, torch.tensor([0, 0, 1]), reduction="sum").item()
     assert found["bits_per_byte"] == pytest.approx(total / math.log(2) / len(" one one two"), rel=1e-5)
@@ -206,12 +206,12 @@ def test_bits_a_byte_do_not_count_by_tokens(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_it_is_told_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: the numbers of the other form; a loss that is no number is told, with status 1."""
+    """Oracle: the numbers of the other form; a loss of NaN gives status 1."""
     model = build(BYTES)
     write(tmp_path / "folder", model)
     (tmp_path / "text").write_bytes(b"\xffabc" * 300)
     words = [str(tmp_path / "folder"), "--text", str(tmp_path / "text"), "--tokenizer", "bytes"]
-    found = told(capsys, *words)
+    found = output_of(capsys, *words)
     assert evaluate_command(words) == 0
     assert capsys.readouterr().out == (
         f"loss        {found['loss']:.6f} nats a token\nperplexity  {found['perplexity']:.4f}\n"

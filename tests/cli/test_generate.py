@@ -87,10 +87,10 @@ def test_texts_are_printed_with_their_prompts(places: Path, capsys: pytest.Captu
     """Oracle: the ids, as the tokenizer of ids writes them; how fast it went is not among them."""
     words = ["generate", "run", "--prompt", "1 2", "--prompt", "3", "--tokens", "4", "--tokenizer", "ids"]
     assert main([*words, "--device", "cpu"]) == 0
-    told = capsys.readouterr()
+    printed = capsys.readouterr()
     lines = [" ".join(map(str, [*ids, *expected(ids, 4, 16, Draw())])) for ids in ([1, 2], [3])]
-    assert told.out == "\n\n".join(lines) + "\n"
-    assert told.err.startswith("fsdptoys: 8 tokens in ") and told.err.endswith(" a second, on cpu in float32\n")
+    assert printed.out == "\n\n".join(lines) + "\n"
+    assert printed.err.startswith("fsdptoys: 8 tokens in ") and printed.err.endswith(" a second, on cpu in float32\n")
 
 
 def test_a_text_ends_with_the_folders_end(places: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,8 +109,8 @@ def test_a_model_that_diverged_is_told(places: Path, capsys: pytest.CaptureFixtu
         model.get_parameter("norm.weight").fill_(torch.inf)
     write(places / "broken", model)
     assert generate_command(["broken", "--prompt", "1", "--tokenizer", "ids", "--device", "cpu"]) == 1
-    told = capsys.readouterr()
-    assert told.out == "1\n" and "the model's logits were not finite" in told.err
+    printed = capsys.readouterr()
+    assert printed.out == "1\n" and "the model's logits were not finite" in printed.err
 
 
 @pytest.mark.oracle

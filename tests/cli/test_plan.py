@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdptoys.cli.largest_preset import choose_largest
 from fsdptoys.cli.main import main
+from fsdptoys.cli.train import choose_largest
 from fsdptoys.config.compose import compose_config
 from fsdptoys.device.profile import load_hardware
 from fsdptoys.launch.launch import resolve_run
@@ -64,7 +64,7 @@ def test_end_of_step_is_twelve_bytes_a_parameter_of_the_shard(capsys: pytest.Cap
 
 @pytest.mark.usefixtures("unmeasured")
 def test_a_peak_that_only_deep_models_have_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the trace of all layers is what is told, where gradients outgrow the logits behind the 12th layer; their
+    """Oracle: the trace of all layers is printed, where gradients outgrow the logits behind the 12th layer; their
     peak is over what the line through 8 and 12 layers gives."""
     made = []
     call = Predictor.__call__
@@ -100,7 +100,7 @@ def test_command_without_words_trains_the_largest_model_that_fits(monkeypatch: p
     GiB have for the 30.5 billion of one preset, and beside activations not for the 32.8 of the next; a CPU has its own.
     """
     assert resolve_run(["launch.device=cpu"], {}).composition.choices["experiment"] == "cpu_text"
-    monkeypatch.setattr("fsdptoys.cli.largest_preset.profile_of_this_machine", lambda: "h100")
+    monkeypatch.setattr("fsdptoys.cli.train.profile_of_this_machine", lambda: "h100")
     words = choose_largest("experiment=llama2_7b", "cuda", 8)
     config = compose_config(words)
     config.validate(8, "cuda")

@@ -69,8 +69,8 @@ def test_mistake_gets_its_sentence(typed: str, folder: Path, capsys: pytest.Capt
     """Oracle: the sentence, word for word, and the status; nothing is written."""
     before = sorted(folder.rglob("*"))
     assert main(typed.split(" ")) == 2
-    told = capsys.readouterr()
-    assert (told.out, told.err) == ("", f"fsdptoys: {MISTAKES[typed]}\n")
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", f"fsdptoys: {MISTAKES[typed]}\n")
     assert sorted(folder.rglob("*")) == before
 
 

@@ -58,8 +58,11 @@ def test_torch_npu_beside_a_pytorch_for_cuda_is_told_to_need_the_one_for_cpus() 
     """Oracle: the error of torch_npu 2.13.0's ``_check_device_conflict``."""
     error = RuntimeError("Failed to load the backend extension: torch_npu. You can disable extension auto-loading")
     error.__cause__ = RuntimeError("Two accelerators cannot be used at the same time in PyTorch: npu and cuda. You can")
-    told = explain_autoload(error)
-    assert told is not None and "; to use NPUs install PyTorch's build for CPUs, and to do without them set" in told
+    sentence = explain_autoload(error)
+    assert (
+        sentence is not None
+        and "; to use NPUs install PyTorch's build for CPUs, and to do without them set" in sentence
+    )
 
 
 def test_other_errors_are_left_alone() -> None:

@@ -65,30 +65,32 @@ def test_shards_stay_within_a_machine(words: list[str], present: dict[str, str],
 
 
 @pytest.mark.parametrize(
-    "present, told",
+    "present, sentence",
     [
         ({"LOCAL_WORLD_SIZE": ""}, "mesh.fsdp_size=node needs to know the ranks of each machine, and LOCAL_WORLD_SIZE"),
         ({"GROUP_WORLD_SIZE": "3"}, "3 machines, this one with 2 ranks, have 4 together; give torchrun the same"),
     ],
 )
-def test_machines_that_do_not_say_their_ranks_or_differ_are_a_mistake(present: dict[str, str], told: str) -> None:
+def test_nodes_with_unknown_or_different_ranks_are_a_mistake(present: dict[str, str], sentence: str) -> None:
     """Oracle: the sentence; ranks that cut the mesh differently would wait for each other."""
     environment = {name: value for name, value in (TORCHRUN | present).items() if value}
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=sentence):
         resolve_run(["mesh.fsdp_size=node", "launch.device=cpu"], environment)
 
 
-@pytest.mark.parametrize("parallel, told", [("fsdp2", True), ("ddp", False)])
-def test_groups_across_machines_are_told_and_run(parallel: str, told: bool, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("parallel, printed", [("fsdp2", True), ("ddp", False)])
+def test_groups_across_nodes_are_reported_and_run(
+    parallel: str, printed: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Oracle: the sentence, beneath the line on what was found."""
     size = 2 if parallel == "fsdp2" else -1
     where = ["launch.nproc_per_node=3", "launch.nnodes=2", "launch.rdzv_endpoint=x:1", "launch.device=cpu"]
     print_run(resolve_run([f"parallel={parallel}", f"mesh.fsdp_size={size}", *where], {}), {})
-    assert ("mesh.fsdp_size=2 on nodes of 3 ranks has groups that lie" in capsys.readouterr().out) == told
+    assert ("mesh.fsdp_size=2 on nodes of 3 ranks has groups that lie" in capsys.readouterr().out) == printed
 
 
 @pytest.mark.parametrize(
-    "present, told",
+    "present, sentence",
     [
         (TORCHRUN | {"WORLD_SIZE": "y"}, "WORLD_SIZE=y in the environment must be a number"),
         ({"RANK": "0", "WORLD_SIZE": "4"}, "LOCAL_RANK=nothing in the environment must be a number"),
@@ -110,9 +112,9 @@ def test_groups_across_machines_are_told_and_run(parallel: str, told: bool, caps
         ({"OMP_NUM_THREADS": "99999"}, "OMP_NUM_THREADS=99999 in the environment must be a number of threads, 1 "),
     ],
 )
-def test_ranks_that_nobody_numbered_are_a_mistake(present: dict[str, str], told: str) -> None:
+def test_unnumbered_ranks_are_a_mistake(present: dict[str, str], sentence: str) -> None:
     """Oracle: the sentence; without LOCAL_RANK every rank would take the first device."""
-    with pytest.raises(ConfigError, match=f"^{told}"):
+    with pytest.raises(ConfigError, match=f"^{sentence}"):
         resolve_run(["launch.device=cpu"], present)
 
 
@@ -123,7 +125,7 @@ def test_threads_as_openmp_takes_them_are_no_mistake(threads: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("present", "told"),
+    ("present", "sentence"),
     [
         ({}, "MASTER_ADDR=nothing in the environment must name the machine of rank 0; start the ranks with torchrun"),
         ({"MASTER_ADDR": "here"}, "MASTER_PORT=nothing in the environment must be a number, as torchrun sets it"),
@@ -131,15 +133,15 @@ def test_threads_as_openmp_takes_them_are_no_mistake(threads: str) -> None:
         ({"MASTER_ADDR": "here", "MASTER_PORT": "65536"}, "MASTER_PORT=65536 in the environment must be from 1 to "),
     ],
 )
-def test_ranks_that_cannot_meet_are_a_mistake(present: dict[str, str], told: str) -> None:
+def test_ranks_that_cannot_meet_are_a_mistake(present: dict[str, str], sentence: str) -> None:
     """Oracle: the sentence; one rank needs no place to meet."""
-    with pytest.raises(ConfigError, match=f"^{told}"):
+    with pytest.raises(ConfigError, match=f"^{sentence}"):
         check_master(TORCHRUN | present)
     check_master({"WORLD_SIZE": "1"} | present)
 
 
 @pytest.mark.parametrize("typed", ["plan.world_size=64", "plan.memory_gib=80.0", "plan.exact=true", "plan.rows=3"])
-def test_what_only_the_planner_reads_is_refused_in_a_run(typed: str) -> None:
+def test_settings_of_the_planner_are_refused_in_a_run(typed: str) -> None:
     """Oracle: the sentence."""
     with pytest.raises(ConfigError) as caught:
         resolve_run([typed, "launch.device=cpu"], {})
@@ -147,7 +149,7 @@ def test_what_only_the_planner_reads_is_refused_in_a_run(typed: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "words, told",
+    "words, sentence",
     [
         (
             ["plan.hardware=h100"],
@@ -159,14 +161,14 @@ def test_what_only_the_planner_reads_is_refused_in_a_run(typed: str) -> None:
         ),
     ],
 )
-def test_hardware_that_a_run_cannot_be_foretold_on_is_a_mistake(words: list[str], told: str) -> None:
+def test_hardware_without_a_prediction_is_a_mistake(words: list[str], sentence: str) -> None:
     """Oracle: the sentence."""
     with pytest.raises(ConfigError) as caught:
         resolve_run([*words, "launch.device=cpu"], {})
-    assert str(caught.value) == told
+    assert str(caught.value) == sentence
 
 
-def test_more_ranks_than_a_cpu_can_bear_are_a_mistake() -> None:
+def test_too_many_ranks_on_a_cpu_are_a_mistake() -> None:
     """Oracle: the sentence."""
     with pytest.raises(ConfigError, match=r"launch.nproc_per_node=100000 is over 32 for each of \d+ cores; set"):
         resolve_run(["launch.device=cpu", "launch.nproc_per_node=100000"], {})
@@ -211,13 +213,13 @@ def test_interpolated_launch_settings_decide_the_ranks(
         (["experiment=llama3_1b"], "llama3_1b", "llama3_1b"),
     ],
 )
-def test_words_of_the_user_win_over_the_experiment(words: list[str], experiment: str | None, model: str) -> None:
+def test_overrides_win_over_the_experiment(words: list[str], experiment: str | None, model: str) -> None:
     """Oracle: the table."""
     choices = resolve_run([*words, "launch.device=cpu"], {}).composition.choices
     assert (choices["experiment"], choices["model"]) == (experiment, model)
 
 
-def test_line_names_what_was_found_and_chosen() -> None:
+def test_the_line_names_hardware_and_choices() -> None:
     """Oracle: the line, word for word, for a run on made-up hardware."""
     run = resolve_run(["parallel=fsdp1", "launch.device=cpu"], {})
     made_up = SimpleNamespace(
@@ -229,7 +231,7 @@ def test_line_names_what_was_found_and_chosen() -> None:
     )
 
 
-def test_machines_with_other_ranks_than_this_one_reckoned_with_are_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_with_another_number_of_ranks_are_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the sentence; a launcher takes it that the other machines start as many ranks as it does."""
     words = ["launch.nproc_per_node=2", "launch.nnodes=2", "launch.rdzv_endpoint=x:1", "launch.device=cpu"]
     run = resolve_run(words, {})
