@@ -22,7 +22,14 @@ NOT_RUN = {
 """Page → requirements of the blocks that no test runs, in order."""
 ABSENT = r"(data\.(folder|sources|files|tokenizer)|model\.init_from)="
 """Beginnings of the errors of settings that name a file or a folder."""
-TINY = {"train.steps": "3", "train.seq_len": "32", "train.eval_batches": "1", "checkpoint.every": "2"}
+TINY = {
+    "model": "llama_debug",
+    "data.sample_tokens": "4",
+    "train.steps": "3",
+    "train.seq_len": "32",
+    "train.eval_batches": "1",
+    "checkpoint.every": "2",
+}
 """Settings of the commands that train, the last one where the page has it."""
 
 
