@@ -5,77 +5,23 @@ import io
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 from rich.cells import cell_len
 from rich.console import Console
 
 from fsdptoys.errors import ConfigError
-from fsdptoys.metrics import StepMetrics
 from fsdptoys.metrics.prediction import MemoryPrediction, Prediction, TimePrediction
 from fsdptoys.report.live import follow
 from fsdptoys.report.live_reader import FollowedRun, State
 from fsdptoys.report.live_view import CHART_LINES, draw_chart, draw_run, fact_rows
-from fsdptoys.sweep import Job, JobStatus, Sweep
-from fsdptoys.sweep.folder import write_job
 from fsdptoys.train.heartbeat import HEARTBEATS_FOLDER, HeartbeatWriter, heartbeat_path
-from fsdptoys.utils.file_lock import LOCK_FILE, FolderLock, is_locked
-
-STEP = StepMetrics(1, 5.5, 1.0, 1e-3, 0.5, 512, 1024.0, 0.1, None, None, None, None, 0.5, 0.75)
-POLL = 0.02
-
-
-def step_of(number: int, **changes: float) -> StepMetrics:
-    """A step whose loss is lower than that of the one before."""
-    return replace(STEP, **({"step": number, "loss": 6.0 - number / 100} | changes))
-
-
-class WrittenRun:
-    """A run directory that the test writes, held as a run holds its own."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        path.mkdir(parents=True)
-        self.lock: FolderLock | None = FolderLock(path)
-        tree = {
-            "model": {"name": "tiny"},
-            "parallel": {"name": "fsdp2"},
-            "train": {"steps": 20},
-            "metrics": {"warmup_steps": 2, "log_every": 1},
-        }
-        (path / "config.yaml").write_text(yaml.safe_dump(tree))
-        (path / "environment.json").write_text(json.dumps({"world_size": 2, "device": {"name": "a CPU"}}))
-        (path / "metrics.jsonl").touch()
-
-    def add(self, *steps: StepMetrics) -> None:
-        """Write whole lines."""
-        with open(self.path / "metrics.jsonl", "a") as file:
-            file.writelines(f"{metrics.to_json()}\n" for metrics in steps)
-
-    def finish(self, steps: str = "20 of 20; all steps done") -> None:
-        """End as a run that comes to its end, and says so."""
-        rows = ["| result | value |", "| --- | --- |", f"| steps | {steps} |"]
-        (self.path / "summary.md").write_text("\n".join(["# t", "", "## What came out", "", *rows, ""]))
-        self.release()
-
-    def die(self) -> None:
-        """End as a process that is killed: the lock's file stays."""
-        self.release()
-        (self.path / LOCK_FILE).write_text("1\n")
-
-    def release(self) -> None:
-        """Let go of the folder; may be called twice."""
-        if self.lock is not None:
-            self.lock.release()
-            self.lock = None
+from fsdptoys.utils.file_lock import is_locked
+from tests.report.watched_runs import POLL, Watching, WrittenRun, step_numbers, step_of
 
 
 @pytest.fixture
@@ -83,42 +29,6 @@ def run(tmp_path: Path) -> Iterator[WrittenRun]:
     written = WrittenRun(tmp_path / "run")
     yield written
     written.release()
-
-
-class Watching:
-    """``follow`` in a thread, and what it has printed."""
-
-    def __init__(self, path: Path, terminal: bool = False) -> None:
-        self.stream = io.StringIO()
-        console = Console(file=self.stream, width=80, height=40, force_terminal=terminal, highlight=False)
-        self.status: list[int] = []
-        self._thread = threading.Thread(target=lambda: self.status.append(follow(path, console, POLL)), daemon=True)
-        self._thread.start()
-
-    def lines(self) -> list[str]:
-        """What is printed so far."""
-        return self.stream.getvalue().splitlines()
-
-    def wait_for(self, holds: Callable[[list[str]], bool]) -> None:
-        """Wait until the lines are as they should be."""
-        deadline = time.monotonic() + 60
-        while not holds(self.lines()):
-            assert time.monotonic() < deadline, self.lines()
-            time.sleep(POLL)
-
-    def wait_for_text(self, text: str) -> None:
-        """Wait for a line with some text."""
-        self.wait_for(lambda lines: any(text in line for line in lines))
-
-    def end(self) -> int:
-        """Wait for the end; the exit status."""
-        self._thread.join(60)
-        return self.status[0]
-
-
-def step_numbers(lines: list[str]) -> list[int]:
-    """Steps of the lines that the plain console has for them."""
-    return [int(line.split()[1].split("/")[0]) for line in lines if line.startswith("step ") and "/20 " in line]
 
 
 def test_lines_come_as_they_are_written_and_half_a_line_is_waited_for(run: WrittenRun) -> None:
@@ -364,83 +274,3 @@ def test_a_chart_spans_from_the_lowest_to_the_highest() -> None:
     many = draw_chart([1.0] * 5000 + [9.0] * 5000, 60, "loss")
     assert max(map(len, many)) <= 60 and many[0].count("█") == pytest.approx((60 - 6) / 2, abs=1)
     assert draw_chart([3.0] * 4, 80, "loss")[2] == "loss ▄▄▄▄"
-
-
-def sweep_of(path: Path, statuses: list[JobStatus]) -> Sweep:
-    """A sweep's folder with jobs that stand so."""
-    jobs = [
-        Job(f"{number:02}", ("train.steps=20",), {"parallel": name}, name, status)
-        for number, (name, status) in enumerate(zip(("fsdp1", "fsdp2"), statuses, strict=False), 1)
-    ]
-    sweep = Sweep(path, "debug", "fsdptoys sweep debug", jobs, [], None)
-    sweep.write()
-    return sweep
-
-
-def test_a_sweep_is_followed_job_by_job(tmp_path: Path) -> None:
-    """Oracle: the jobs' own steps in their order, how each ended, and the count at the end."""
-    sweep = sweep_of(tmp_path / "sweep", [JobStatus.running, JobStatus.waiting])
-    first, second = sweep.jobs
-    watching = Watching(sweep.path)
-    watching.wait_for_text("job 01 of 2, parallel=fsdp1: ")
-    written = WrittenRun(sweep.run_dir(first))
-    written.add(step_of(1))
-    watching.wait_for_text("step  1/20")
-    written.finish()
-    write_job(sweep.job_folder(first), replace(first, status=JobStatus.done))
-    watching.wait_for_text("job 01 of 2, parallel=fsdp1: done")
-    watching.wait_for_text("no job is running: 1 waiting, 1 done")
-    write_job(sweep.job_folder(second), replace(second, status=JobStatus.running))
-    written = WrittenRun(sweep.run_dir(second))
-    written.add(step_of(1), step_of(2))
-    watching.wait_for_text("job 02 of 2, parallel=fsdp2: ")
-    watching.wait_for_text("step  2/20")
-    written.die()
-    write_job(sweep.job_folder(second), replace(second, status=JobStatus.failed, reason="rank 1 failed"))
-    assert watching.end() == 0
-    assert watching.lines()[-2:] == [
-        "job 02 of 2, parallel=fsdp2: failed: rank 1 failed",
-        f"the sweep has ended: 1 done, 1 failed; {sweep.path}",
-    ]
-
-
-@pytest.mark.parametrize(("status", "exit_status"), [(JobStatus.done, 0), (JobStatus.out_of_memory, 1)])
-def test_a_job_of_a_sweep_is_followed_alone(tmp_path: Path, status: JobStatus, exit_status: int) -> None:
-    """Oracle: how the job's own file says that it ended."""
-    sweep = sweep_of(tmp_path / "sweep", [JobStatus.waiting])
-    (job,) = sweep.jobs
-    watching = Watching(sweep.job_folder(job))
-    watching.wait_for_text("waits to start")
-    write_job(sweep.job_folder(job), replace(job, status=status))
-    assert watching.end() == exit_status
-    assert watching.lines()[-1] == status.value
-
-
-@pytest.mark.launcher
-@pytest.mark.usefixtures("unmeasured", "warm")
-def test_a_real_run_is_followed_to_its_end(tmp_path: Path) -> None:
-    """Oracle: the steps that the run was told to take, its own name, the end of its summary, and its files alone."""
-    words = ["experiment=null", "parallel=single", "train.steps=20", "train.seq_len=64", "metrics.log_every=1"]
-    training = subprocess.Popen(
-        [sys.executable, "-m", "fsdptoys", "train", *words, "metrics.run_dir=run", "metrics.console=none"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-        stdout=subprocess.DEVNULL,
-    )
-    try:
-        while not (tmp_path / "run" / "metrics.jsonl").exists():
-            assert training.poll() in (None, 0)
-            time.sleep(POLL)
-        watching = Watching(tmp_path / "run")
-        assert training.wait() == 0
-        assert watching.end() == 0
-    finally:
-        training.kill()
-        training.wait()
-    assert watching.lines()[0].startswith(("llama_debug-single in ", "run in "))
-    numbers = step_numbers(watching.lines())
-    assert numbers == [*range(numbers[0], 21)]
-    assert "20 of 20; all steps done" in watching.lines()[-1]
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
-        "config.yaml", "environment.json", "loss.png", "metrics.jsonl", "result.json", "summary.md",
-    ]  # fmt: skip

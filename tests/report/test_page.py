@@ -2,25 +2,18 @@
 
 import re
 import shutil
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from fsdptoys.errors import ConfigError
-from fsdptoys.report.comparison_page import short_names
-from fsdptoys.report.figures import Picture
-from fsdptoys.report.figures_matplotlib import draw_png
-from fsdptoys.report.html_page import check_page, embed_json, pictures_folder, write_page
-from fsdptoys.report.runs_table import Collection, gather
-from fsdptoys.sweep import Job, JobStatus, Skipped, Sweep
+from fsdptoys.report.html_page import pictures_folder, write_page
+from fsdptoys.report.runs_table import gather
 from tests.measuring import without_coverage
-from tests.report.device_runs import device_prediction, write_device_run, write_device_sweep
-from tests.report.recorded_runs import GPU_STEP, STEP, record_of, run_of, write_run
+from tests.report.device_runs import write_device_run, write_device_sweep
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on the PATH")
@@ -282,126 +275,3 @@ def test_every_picture_lies_beside_the_page(files: dict[str, list[Path]]) -> Non
                 image.load()
                 assert len(image.convert("RGB").getcolors(2**20) or []) > 20
         assert page.stat().st_size < 7_000_000
-
-
-@pytest.fixture
-def without_pngs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages alone, for tests of their words."""
-    monkeypatch.setattr("fsdptoys.report.html_page.draw_png", lambda picture, path: None)
-
-
-def test_runs_without_predictions_say_why_nothing_is_split(tmp_path: Path, without_pngs: None) -> None:
-    """Oracle: the run directories have no prediction.json, and are of a CPU."""
-    for name in ("a", "b"):
-        write_run(tmp_path / "runs" / name, run_of(6))
-    page = write_page(gather([tmp_path / "runs"]), tmp_path / "report.html")[0].read_text()
-    assert "Measured totals; a breakdown needs a prediction" in page
-    assert "There is no prediction" in page and page.count("plan.hardware") >= 2
-    told = page[page.index("<main>") : page.index("</main>")]
-    assert "Diamonds" not in told and "Bars: predicted" not in told
-    assert "the peak resident set of rank 0&#x27;s process" in page
-
-
-ODD = "a`b` **c** $d$ <i>\udcff"
-"""What a folder can be called, with a byte that is no UTF-8."""
-
-
-def test_runs_that_others_have_touched_make_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: what is wrong with each is written here; names stand in the page as they are, but for what is no text."""
-    monkeypatch.setattr("fsdptoys.report.html_page.draw_png", lambda picture, path: drawn.append(picture))
-    drawn: list[Picture] = []
-    runs = tmp_path / "runs"
-    write_run(runs / "a", run_of(6), {"model": None, "profile": {"enabled": True}}, {"versions": []})
-    idle = [replace(step, valid_tokens=0, tokens_per_second=0.0, mfu=0.0) for step in run_of(6, GPU_STEP)]
-    elsewhere = {"versions": None, "device.type": "cuda"}
-    write_run(runs / "b", idle, environment=elsewhere, prediction=device_prediction(0.5, 70.0))
-    try:
-        write_run(runs / ODD, run_of(6))
-    except OSError:
-        pytest.skip("this file system takes names in UTF-8 alone")
-    page = write_page(gather([runs]), tmp_path / "all.html", title=ODD)[0].read_text()
-    assert "a`b` **c** $d$ &lt;i&gt;\\udcff" in page and "<strong>" not in page
-    assert "Steps under the profiler are slower; medians include them: a." in page
-    draw_png(next(picture for picture in drawn if picture.name == "time_split"), tmp_path / "time_split.png")
-    for name in ("a", "b"):
-        own = write_page(gather([runs / name]), tmp_path / f"{name}.html")[0].read_text()
-        assert ("with traced steps, which are slower" in own) is (name == "a")
-
-
-def test_a_sweep_with_one_job_still_tells_what_was_skipped(tmp_path: Path, without_pngs: None) -> None:
-    """Oracle: the reason as it was written into the sweep."""
-    write_run(tmp_path / "jobs" / "01" / "run", run_of(6))
-    job = Job("01", (), {"parallel": "fsdp2"}, "print 1", JobStatus.done, 0)
-    Sweep(tmp_path, "one", "command", [job], [Skipped({"parallel": "single"}, "it has one rank")], None).write()
-    page = write_page(gather([tmp_path]), tmp_path / "report.html")[0].read_text()
-    assert "it has one rank" in page
-
-
-def test_rows_that_are_not_done_win_nothing(tmp_path: Path, without_pngs: None) -> None:
-    """Oracle: the run that was killed is faster, smaller and has the lower loss."""
-    better = replace(STEP, loss=3.0, resident_set_gib=0.1, resident_set_peak_gib=0.1, tokens_per_second=1e6)
-    write_run(tmp_path / "runs" / "ended", run_of(6))
-    write_run(tmp_path / "runs" / "killed", run_of(6, better), finished=False)
-    page = write_page(gather([tmp_path / "runs"]), tmp_path / "report.html")[0].read_text()
-    glance = page[page.index('class="cards"') :].split("</dl>")[0]
-    assert glance.count("<small>ended") == 3 and "killed" not in glance
-
-
-@pytest.mark.parametrize(
-    ("choices", "names"),
-    [
-        (
-            [{"parallel": "fsdp2", "optim.lr": "0.1"}, {"parallel": "fsdp2", "optim.lr": "0.2"}],
-            ["1 optim.lr=0.1", "2 optim.lr=0.2"],
-        ),
-        (
-            [{"parallel": "fsdp1", "optim.lr": "0.1"}, *({"parallel": "fsdp2", "optim.lr": v} for v in ("0.1", "0.2"))],
-            ["1 fsdp1 optim.lr=0.1", "2 fsdp2 optim.lr=0.1", "3 fsdp2 optim.lr=0.2"],
-        ),
-        ([{"parallel": "fsdp1"}, {"parallel": "fsdp2"}], ["1 fsdp1", "2 fsdp2"]),
-    ],
-)
-def test_names_tell_what_varies(tmp_path: Path, choices: list[dict[str, str]], names: list[str]) -> None:
-    """Oracle: the choices, of which none but the last is told by what is switched on."""
-    records = []
-    for number, varied in enumerate(choices, 1):
-        path = write_run(tmp_path / str(number), run_of(3), {"parallel.name": varied["parallel"]})
-        records.append(record_of(path, varied=varied))
-    assert short_names(records) == names
-
-
-def test_rows_that_did_nothing_make_a_page_all_the_same(tmp_path: Path) -> None:
-    """Oracle: a run that was killed in its first step has no steps to draw."""
-    page = write_page(gather([write_run(tmp_path / "run", [], finished=False)]), tmp_path / "report.html")
-    assert len(page) == 1
-    assert "No run has a step to draw" in page[0].read_text()
-
-
-@pytest.mark.parametrize(
-    ("name", "problem"),
-    [
-        ("report.pdf", r"report\.pdf must end in \.html; write --out report\.html"),
-        ("no/report.html", r"report\.html lies in .*no, which is no folder; write --out report\.html"),
-        ("folder.html", r"folder\.html is a folder; write --out report\.html"),
-    ],
-)
-def test_a_place_for_no_page_is_one_sentence(tmp_path: Path, name: str, problem: str) -> None:
-    """Oracle: the sentence names the file and the fix, and no option that was not typed."""
-    (tmp_path / "folder.html").mkdir()
-    with pytest.raises(ConfigError, match=f"^--out .*{problem}$"):
-        check_page(tmp_path / name)
-    with pytest.raises(ConfigError, match=f"^the page .*{problem}$"):
-        write_page(Collection("nothing", [], [], []), tmp_path / name)
-
-
-def test_without_plotly_the_sentence_says_what_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: Python's own way of saying that a module cannot be imported; nothing is written."""
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    with pytest.raises(ConfigError, match=r"pip install 'fsdptoys\[report\]'"):
-        write_page(Collection("nothing", [], [], []), tmp_path / "report.html")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_numbers_in_the_page_cannot_end_their_script() -> None:
-    """Oracle: HTML ends a script at the first "</script", whatever is around it."""
-    assert "<" not in embed_json(["</script><!--"])

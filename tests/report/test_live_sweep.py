@@ -1,0 +1,94 @@
+"""Following sweeps, jobs and a real run."""
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fsdptoys.sweep import Job, JobStatus, Sweep
+from fsdptoys.sweep.folder import write_job
+from tests.report.watched_runs import POLL, Watching, WrittenRun, step_numbers, step_of
+
+
+def sweep_of(path: Path, statuses: list[JobStatus]) -> Sweep:
+    """A sweep's folder with jobs that stand so."""
+    jobs = [
+        Job(f"{number:02}", ("train.steps=20",), {"parallel": name}, name, status)
+        for number, (name, status) in enumerate(zip(("fsdp1", "fsdp2"), statuses, strict=False), 1)
+    ]
+    sweep = Sweep(path, "debug", "fsdptoys sweep debug", jobs, [], None)
+    sweep.write()
+    return sweep
+
+
+def test_a_sweep_is_followed_job_by_job(tmp_path: Path) -> None:
+    """Oracle: the jobs' own steps in their order, how each ended, and the count at the end."""
+    sweep = sweep_of(tmp_path / "sweep", [JobStatus.running, JobStatus.waiting])
+    first, second = sweep.jobs
+    watching = Watching(sweep.path)
+    watching.wait_for_text("job 01 of 2, parallel=fsdp1: ")
+    written = WrittenRun(sweep.run_dir(first))
+    written.add(step_of(1))
+    watching.wait_for_text("step  1/20")
+    written.finish()
+    write_job(sweep.job_folder(first), replace(first, status=JobStatus.done))
+    watching.wait_for_text("job 01 of 2, parallel=fsdp1: done")
+    watching.wait_for_text("no job is running: 1 waiting, 1 done")
+    write_job(sweep.job_folder(second), replace(second, status=JobStatus.running))
+    written = WrittenRun(sweep.run_dir(second))
+    written.add(step_of(1), step_of(2))
+    watching.wait_for_text("job 02 of 2, parallel=fsdp2: ")
+    watching.wait_for_text("step  2/20")
+    written.die()
+    write_job(sweep.job_folder(second), replace(second, status=JobStatus.failed, reason="rank 1 failed"))
+    assert watching.end() == 0
+    assert watching.lines()[-2:] == [
+        "job 02 of 2, parallel=fsdp2: failed: rank 1 failed",
+        f"the sweep has ended: 1 done, 1 failed; {sweep.path}",
+    ]
+
+
+@pytest.mark.parametrize(("status", "exit_status"), [(JobStatus.done, 0), (JobStatus.out_of_memory, 1)])
+def test_a_job_of_a_sweep_is_followed_alone(tmp_path: Path, status: JobStatus, exit_status: int) -> None:
+    """Oracle: how the job's own file says that it ended."""
+    sweep = sweep_of(tmp_path / "sweep", [JobStatus.waiting])
+    (job,) = sweep.jobs
+    watching = Watching(sweep.job_folder(job))
+    watching.wait_for_text("waits to start")
+    write_job(sweep.job_folder(job), replace(job, status=status))
+    assert watching.end() == exit_status
+    assert watching.lines()[-1] == status.value
+
+
+@pytest.mark.launcher
+@pytest.mark.usefixtures("unmeasured", "warm")
+def test_a_real_run_is_followed_to_its_end(tmp_path: Path) -> None:
+    """Oracle: the steps that the run was told to take, its own name, the end of its summary, and its files alone."""
+    words = ["experiment=null", "parallel=single", "train.steps=20", "train.seq_len=64", "metrics.log_every=1"]
+    training = subprocess.Popen(
+        [sys.executable, "-m", "fsdptoys", "train", *words, "metrics.run_dir=run", "metrics.console=none"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        while not (tmp_path / "run" / "metrics.jsonl").exists():
+            assert training.poll() in (None, 0)
+            time.sleep(POLL)
+        watching = Watching(tmp_path / "run")
+        assert training.wait() == 0
+        assert watching.end() == 0
+    finally:
+        training.kill()
+        training.wait()
+    assert watching.lines()[0].startswith(("llama_debug-single in ", "run in "))
+    numbers = step_numbers(watching.lines())
+    assert numbers == [*range(numbers[0], 21)]
+    assert "20 of 20; all steps done" in watching.lines()[-1]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "config.yaml", "environment.json", "loss.png", "metrics.jsonl", "result.json", "summary.md",
+    ]  # fmt: skip

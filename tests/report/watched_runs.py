@@ -1,0 +1,100 @@
+"""Run directories written step by step, and ``follow`` running in a thread."""
+
+import io
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+
+from fsdptoys.metrics import StepMetrics
+from fsdptoys.report.live import follow
+from fsdptoys.utils.file_lock import LOCK_FILE, FolderLock
+
+STEP = StepMetrics(1, 5.5, 1.0, 1e-3, 0.5, 512, 1024.0, 0.1, None, None, None, None, 0.5, 0.75)
+POLL = 0.02
+
+
+def step_of(number: int, **changes: float) -> StepMetrics:
+    """A step whose loss is lower than that of the one before."""
+    return replace(STEP, **({"step": number, "loss": 6.0 - number / 100} | changes))
+
+
+class WrittenRun:
+    """A run directory that the test writes, held as a run holds its own."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.mkdir(parents=True)
+        self.lock: FolderLock | None = FolderLock(path)
+        tree = {
+            "model": {"name": "tiny"},
+            "parallel": {"name": "fsdp2"},
+            "train": {"steps": 20},
+            "metrics": {"warmup_steps": 2, "log_every": 1},
+        }
+        (path / "config.yaml").write_text(yaml.safe_dump(tree))
+        (path / "environment.json").write_text(json.dumps({"world_size": 2, "device": {"name": "a CPU"}}))
+        (path / "metrics.jsonl").touch()
+
+    def add(self, *steps: StepMetrics) -> None:
+        """Write whole lines."""
+        with open(self.path / "metrics.jsonl", "a") as file:
+            file.writelines(f"{metrics.to_json()}\n" for metrics in steps)
+
+    def finish(self, steps: str = "20 of 20; all steps done") -> None:
+        """End as a run that comes to its end, and says so."""
+        rows = ["| result | value |", "| --- | --- |", f"| steps | {steps} |"]
+        (self.path / "summary.md").write_text("\n".join(["# t", "", "## What came out", "", *rows, ""]))
+        self.release()
+
+    def die(self) -> None:
+        """End as a process that is killed: the lock's file stays."""
+        self.release()
+        (self.path / LOCK_FILE).write_text("1\n")
+
+    def release(self) -> None:
+        """Let go of the folder; may be called twice."""
+        if self.lock is not None:
+            self.lock.release()
+            self.lock = None
+
+
+class Watching:
+    """``follow`` in a thread, and what it has printed."""
+
+    def __init__(self, path: Path, terminal: bool = False) -> None:
+        self.stream = io.StringIO()
+        console = Console(file=self.stream, width=80, height=40, force_terminal=terminal, highlight=False)
+        self.status: list[int] = []
+        self._thread = threading.Thread(target=lambda: self.status.append(follow(path, console, POLL)), daemon=True)
+        self._thread.start()
+
+    def lines(self) -> list[str]:
+        """What is printed so far."""
+        return self.stream.getvalue().splitlines()
+
+    def wait_for(self, holds: Callable[[list[str]], bool]) -> None:
+        """Wait until the lines are as they should be."""
+        deadline = time.monotonic() + 60
+        while not holds(self.lines()):
+            assert time.monotonic() < deadline, self.lines()
+            time.sleep(POLL)
+
+    def wait_for_text(self, text: str) -> None:
+        """Wait for a line with some text."""
+        self.wait_for(lambda lines: any(text in line for line in lines))
+
+    def end(self) -> int:
+        """Wait for the end; the exit status."""
+        self._thread.join(60)
+        return self.status[0]
+
+
+def step_numbers(lines: list[str]) -> list[int]:
+    """Steps of the lines that the plain console has for them."""
+    return [int(line.split()[1].split("/")[0]) for line in lines if line.startswith("step ") and "/20 " in line]
