@@ -111,7 +111,7 @@ class CompilationWatch:
 
 def _reason(record: Any) -> str:
     """The failed guard on one line, without the compilation's number."""
-    reason = getattr(record, "recompile_reason", None) or "a reason that PyTorch does not tell"
+    reason = getattr(record, "recompile_reason", None) or "a reason that PyTorch does not report"
     line = re.sub(r"^\d+/\d+: ", "", reason.splitlines()[0]).strip()
     return line if len(line) <= REASON_CHARS else line[: REASON_CHARS - 1] + "…"
 

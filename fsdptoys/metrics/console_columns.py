@@ -2,12 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from .step import StepMetrics
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -60,14 +56,11 @@ COLUMNS = (
 )
 """Columns of every device."""
 
-
 DATA_COLUMN = ConsoleColumn(("data", "wait"), "data wait", "", 5, 2, lambda m: f"{_stall(m):.1%}")
 """Fraction of the step time that rank 0 waited for its batches, if it was measured."""
 
-
 MFU_COLUMN = ConsoleColumn(("", "MFU"), "MFU", "", 5, 2, lambda m: f"{(m.mfu or 0.0):.1%}")
 """For devices with known peak FLOP/s."""
-
 
 ROUTING_COLUMNS = (
     ConsoleColumn(
@@ -77,7 +70,6 @@ ROUTING_COLUMNS = (
 )
 """For models with experts: tokens of the busiest expert over its layer's mean, and entropy of the shares."""
 
-
 DEVICE_MEMORY_COLUMN = ConsoleColumn(
     ("GiB allocated/", "peak/reserved"),
     "memory",
@@ -86,7 +78,6 @@ DEVICE_MEMORY_COLUMN = ConsoleColumn(
     6,
     lambda m: _gib(m.memory_allocated_gib, m.memory_peak_gib, m.memory_reserved_gib),
 )
-
 
 RESIDENT_SET_COLUMN = ConsoleColumn(
     ("resident", "set"), "resident set", "", 9, 6, lambda m: f"{_gib(m.resident_set_gib)} GiB"

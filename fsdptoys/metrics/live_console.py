@@ -8,9 +8,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 from rich.text import Text
 
-from .console_columns import (
-    columns_for,
-)
+from .console_columns import columns_for
 from .step import StepMetrics
 
 GAP = 2

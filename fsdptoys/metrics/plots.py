@@ -130,9 +130,6 @@ def shorten(text: str, width: int) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 LOAD_COLOR, ENTROPY_COLOR = "#b2182b", "#1f5fa8"
 
 NUMBERED_LAYERS, NUMBERED_EXPERTS = 24, 16

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from fsdptoys.device import GIB
-from fsdptoys.utils.foreign import ForeignError
+from fsdptoys.utils.bounds import above
 from fsdptoys.utils.from_tree import build
 
 
@@ -70,7 +70,7 @@ class Volume:
 class TimePrediction:
     """Predicted time of one step, in seconds."""
 
-    step_seconds: float
+    step_seconds: float = field(metadata=above(0, 1e15))
     compute_seconds: float
     """Busy time of the compute stream; ``kinds`` splits it by operation."""
     exposed_communication_seconds: float
@@ -95,7 +95,7 @@ class Prediction:
     """Tokens of all ranks."""
     model_flops_per_step: float
     """Model FLOPs of one rank."""
-    peak_flops: float | None
+    peak_flops: float | None = field(metadata=above(0))
     """FLOP/s of one device in the dtype of the matmuls; None if unknown."""
     memory: MemoryPrediction
     time: TimePrediction
@@ -126,10 +126,7 @@ class Prediction:
         Raises:
             ForeignError: if ``tree`` is from another version, or a number is out of range.
         """
-        found = build(cls, {name: tree[name] for name in tree if name not in ("tokens_per_second", "mfu")})
-        if found.time.step_seconds <= 0 or (found.peak_flops is not None and found.peak_flops <= 0):
-            raise ForeignError("time.step_seconds and peak_flops must be above 0")
-        return found
+        return build(cls, {name: tree[name] for name in tree if name not in ("tokens_per_second", "mfu")})
 
 
 FLAGGED = 0.10

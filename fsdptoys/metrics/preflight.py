@@ -11,9 +11,7 @@ from urllib.parse import urlsplit
 
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.bounds import check_length
-from fsdptoys.utils.file_lock import (
-    LOCK_FILE,
-)
+from fsdptoys.utils.file_lock import LOCK_FILE
 from fsdptoys.utils.regular_file import NotRegularFileError, check_regular, kind_of
 
 from .config import (

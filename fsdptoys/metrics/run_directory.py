@@ -47,10 +47,7 @@ class RunDirectory:
     """Creates the folder, writes ``config.yaml`` and ``environment.json``, and opens ``metrics.jsonl``.
 
     Args:
-        config: names the folder.
         title: part of the folder's name if the config does not name it.
-        config_tree: all settings of the run, as plain dicts, lists, strings and numbers.
-        environment: versions, hardware and command line.
         resumed: the state from which the run resumes; None for a new run, whose folder must not contain another.
         lock: of the folder, if already held; released by ``close``.
         make_room: called if the disk is full; returns whether it may have room now.

@@ -10,7 +10,7 @@ from fsdptoys.utils.text import size_text
 
 from .compilation import compilation_line, recompilation_rows
 from .prediction import prediction_rows
-from .results import Operator, ProfileResult, RunResult, RunResults, Spread
+from .results import Operator, ProfileResult, RunResult, Spread
 from .resume_log import Resume, flatten
 from .step import RoutingMetrics
 
@@ -18,12 +18,16 @@ from .step import RoutingMetrics
 def render_summary(run: RunResult) -> str:
     """Render the results of a run as Markdown; a pure function."""
     results, resumes, compilation = run.steps, run.resumes, run.compilation
+    last = results.mean_last_steps
     without = " that made an update" if results.skipped_steps else ""
     rows = [
         ("steps", ending_line(run)),
         ("first loss", _nats(results.first_loss)),
         ("last loss", _nats(results.last_loss)),
-        (f"mean loss of the last {results.mean_last_steps} steps{without}", _mean(results)),
+        (
+            f"mean loss of the last {last} steps{without}",
+            "no step made an update" if results.skipped_steps and not last else _nats(results.mean_last_loss),
+        ),
     ]
     if results.skipped_steps:
         rows.append(("steps without update", str(results.skipped_steps)))
@@ -174,14 +178,6 @@ def _resumes_table(resumes: Sequence[Resume]) -> str:
 
 def _number(value: float) -> str:
     return f"{value:.4f}" if math.isfinite(value) else f"**{float(value)}**"
-
-
-def _mean(results: RunResults) -> str:
-    return (
-        "no step made an update"
-        if results.skipped_steps and not results.mean_last_steps
-        else _nats(results.mean_last_loss)
-    )
 
 
 def _nats(value: float | None) -> str:

@@ -10,13 +10,9 @@ from typing import TYPE_CHECKING
 import yaml
 
 from .config import TENSORBOARD_FOLDER
-from .results import (
-    RunResults,
-)
+from .results import RunResults
 from .step import StepMetrics
-from .writer import (
-    RunStart,
-)
+from .writer import RunStart
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -18,13 +18,9 @@ from fsdptoys.utils.atomic_write import write_atomically
 from fsdptoys.utils.regular_file import read_regular
 
 from .config import WANDB_FOLDER, WandbMode
-from .results import (
-    RunResults,
-)
+from .results import RunResults
 from .step import StepMetrics
-from .writer import (
-    RunStart,
-)
+from .writer import RunStart
 
 if TYPE_CHECKING:
     import wandb

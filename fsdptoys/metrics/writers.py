@@ -11,9 +11,7 @@ from pathlib import Path
 
 from .config import TENSORBOARD_FOLDER, WANDB_FOLDER, MetricsConfig, WandbMode
 from .preflight import wandb_mode
-from .results import (
-    RunResults,
-)
+from .results import RunResults
 from .step import StepMetrics
 from .writer import RunStart, Writer
 
