@@ -262,7 +262,7 @@ def test_what_would_mix_up_two_runs_is_refused(case: str, series: Path, tmp_path
         assert str(refused.value) == sentence or re.fullmatch(sentence, str(refused.value))
 
 
-def test_must_tells_what_was_passed_over(series: Path, tmp_path: Path) -> None:
+def test_must_reports_skipped_checkpoints(series: Path, tmp_path: Path) -> None:
     """Oracle: the message; ``auto`` starts from scratch with one message for each."""
     folder = copied(series, tmp_path / "checkpoints")
     for name in (ONE, TWO, THREE):
@@ -280,7 +280,7 @@ def test_must_tells_what_was_passed_over(series: Path, tmp_path: Path) -> None:
     assert resume(folder, "never")[0] is None
 
 
-def test_a_folder_that_cannot_be_written_is_told_before_the_run(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_reported_before_the_run(tmp_path: Path) -> None:
     """Oracle: the sentence; nothing is made for it where it can."""
     file = tmp_path / "file"
     file.touch()
@@ -294,7 +294,7 @@ def test_a_folder_that_cannot_be_written_is_told_before_the_run(tmp_path: Path) 
         peek(CheckpointConfig(every=1), proc)
 
 
-def test_old_checkpoints_go_and_what_is_not_whole_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_checkpoints_are_deleted_and_damaged_ones_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the remaining names. Damaged, newer and other runs' checkpoints are neither counted nor deleted."""
     folder, aside = tmp_path / "checkpoints", tmp_path / "aside"
     make_series(folder, (1, 2, 3, 4, 5, 6, 9))

@@ -142,7 +142,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
 
 
 @pytest.mark.parametrize("case", DAMAGES)
-def test_a_checkpoint_that_is_not_whole_is_passed_over_or_refused(case: str, series: Path, tmp_path: Path) -> None:
+def test_an_invalid_checkpoint_is_skipped_or_refused(case: str, series: Path, tmp_path: Path) -> None:
     """Oracle: the sentence; and the values of the one before it."""
     damage, reason = DAMAGES[case]
     folder = copied(series, tmp_path / "checkpoints")

@@ -146,7 +146,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], None]]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_told_by_its_file_before_anything_is_filled(damage: str, tmp_path: Path) -> None:
+def test_damage_is_reported_with_its_file_before_anything_is_filled(damage: str, tmp_path: Path) -> None:
     """Oracle: the name of the damaged file, for each damage alone."""
     folder = make_saved(tmp_path / "a")
     tensors = {"b": torch.full((4,), 7.0), "w": torch.full((6, 4), 7.0)}
@@ -170,7 +170,7 @@ def test_damage_is_told_by_its_file_before_anything_is_filled(damage: str, tmp_p
         ({"w": torch.zeros(())}, r"holds w as F32 of shape 6×4, and this run has it as a single number of F32"),
     ],
 )
-def test_what_the_checkpoint_does_not_hold_is_told(tensors: dict[str, Tensor], message: str, tmp_path: Path) -> None:
+def test_missing_tensors_are_reported(tensors: dict[str, Tensor], message: str, tmp_path: Path) -> None:
     """Checkpoint, tensor, found and wanted, before anything is filled."""
     make_saved(tmp_path / "a")
     with pytest.raises(ConfigError, match=rf"{tmp_path}/a {message}.*; resume with the model and the optimizer"):

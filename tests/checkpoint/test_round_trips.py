@@ -98,7 +98,7 @@ def test_number_formats_are_converted_on_the_way(dtype: torch.dtype, tmp_path: P
             assert torch.equal(filled, param.detach().to(dtype).to(param_dtype)), name
 
 
-def test_names_may_lack_what_stands_for_the_base_model(tmp_path: Path) -> None:
+def test_names_may_lack_the_prefix_of_the_base_model(tmp_path: Path) -> None:
     """Oracle: the folder with full names; the published GPT-2 has names like these, and masks that nothing needs."""
     model = build(GPT2Config(dim=16, n_layers=1, n_heads=2, vocab_size=32, max_seq_len=16))
     write(tmp_path / "folder", model)
@@ -111,7 +111,7 @@ def test_names_may_lack_what_stands_for_the_base_model(tmp_path: Path) -> None:
         assert torch.equal(param, other), name
 
 
-def test_a_head_beside_tied_embeddings_is_left_alone_if_it_is_equal(tmp_path: Path) -> None:
+def test_a_head_with_tied_embeddings_is_ignored_if_equal(tmp_path: Path) -> None:
     """Oracle: the embedding; a head with other values is rejected once values are read."""
     config = LlamaConfig(
         dim=16, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=24, vocab_size=32, max_seq_len=16, tie_embeddings=True

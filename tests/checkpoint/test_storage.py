@@ -217,7 +217,7 @@ def test_the_home_folder_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (tmp_path / "runs").is_dir()
 
 
-def test_url_of_an_unknown_kind_or_a_missing_package_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_url_of_an_unknown_kind_or_a_missing_package_gets_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     """s3fs is hidden, whether or not it is installed here."""
     with pytest.raises(ConfigError, match=r"nonsense://x .*nonsense"):
         open_storage("nonsense://x")

@@ -163,7 +163,7 @@ def save_with_little_room(folder: Path, sentences: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)  # coverage writes its data at exit
 
 
-def test_a_disk_without_room_is_told_in_one_sentence_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_disk_without_room_gets_one_sentence_and_leaves_nothing(tmp_path: Path) -> None:
     """Oracle: the sentences and the folder, under the system's own limit on the size of a file."""
     (tmp_path / "run").mkdir()
     assert in_child(save_with_little_room, tmp_path / "run" / "weights", tmp_path / "sentences") == 0
@@ -259,7 +259,7 @@ def test_a_configuration_that_was_edited_wrongly_is_refused(case: str, tmp_path:
     assert str(refused.value) == f"{tmp_path}/config.yaml{message}"
 
 
-def test_runs_without_whole_weights_are_refused(tmp_path: Path) -> None:
+def test_runs_with_incomplete_weights_are_refused(tmp_path: Path) -> None:
     """Oracle: the sentences."""
 
     def refusal(path: Path) -> str:

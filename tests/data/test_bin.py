@@ -1,4 +1,4 @@
-"""Binary token files, held against ``np.fromfile``."""
+"""Binary token files, compared with ``np.fromfile``."""
 
 import numpy as np
 import pytest
@@ -156,7 +156,7 @@ def folder(tmp_path, monkeypatch):
     ],
 )
 @pytest.mark.usefixtures("folder")
-def test_mistakes_are_told_in_a_sentence(settings, sentence):
+def test_mistakes_get_one_sentence(settings, sentence):
     """Oracle: the sentence."""
     np.zeros(1, dtype="uint16").tofile("one.bin")
     with pytest.raises(ConfigError) as caught:
@@ -164,7 +164,7 @@ def test_mistakes_are_told_in_a_sentence(settings, sentence):
     assert str(caught.value) == sentence
 
 
-def test_token_past_the_checked_start_is_told_when_read(tmp_path, monkeypatch):
+def test_token_past_the_checked_start_is_reported_when_read(tmp_path, monkeypatch):
     """Oracle: the sentence, with the position in the file rather than in the window or the stream."""
     monkeypatch.setattr("fsdptoys.data.token_files.HEAD_BYTES", 64)
     np.zeros(10, dtype="uint16").tofile(tmp_path / "a.bin")

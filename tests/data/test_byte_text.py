@@ -1,4 +1,4 @@
-"""Byte-level text, held against the joined files."""
+"""Byte-level text, compared with the joined files."""
 
 import hashlib
 import os
@@ -106,7 +106,7 @@ def test_fingerprint_differs_with_all_that_decides_the_samples(corpus, change):
 
 
 def test_unigram_entropy_is_that_of_the_training_part(tmp_path, monkeypatch):
-    """Oracle: the formula over a byte count by hand; a second value after cutting what is counted to 4 bytes."""
+    """Oracle: the formula over a byte count by hand; a second value after cutting the counted part to 4 bytes."""
     (tmp_path / "a.txt").write_bytes(b"aaaabbcd" + b"zzzz")
     config = TextConfig([f"{tmp_path}/a.txt"], eval_fraction=1 / 3)
     dataset = config.build(2, 256, 0)
@@ -119,7 +119,7 @@ def test_unigram_entropy_is_that_of_the_training_part(tmp_path, monkeypatch):
 
 
 def test_text_goes_to_bytes_and_back():
-    """Oracle: Python's UTF-8; what is no byte or no text becomes U+FFFD."""
+    """Oracle: Python's UTF-8; other ids and bytes become U+FFFD."""
     tokens_T = encode_bytes("def \u00e9\u20ac")
     assert tokens_T.dtype == np.int64 and tokens_T.tolist() == list("def \u00e9\u20ac".encode())
     assert decode_bytes(tokens_T) == "def \u00e9\u20ac"
@@ -143,7 +143,7 @@ def test_stdlib_is_python_s_own_source_without_tests():
     assert len(dataset.eval) == (int(total * 0.05) - 1) // 512
 
 
-def test_interpreter_without_source_files_is_told(tmp_path, monkeypatch):
+def test_interpreter_without_source_files_is_reported(tmp_path, monkeypatch):
     """Oracle: the sentence, over an empty directory in place of the standard library."""
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(ConfigError, match=r"^data\.files=\[stdlib\] finds no source files in .*; set data\.files="):
@@ -209,7 +209,7 @@ def test_interpreter_without_source_files_is_told(tmp_path, monkeypatch):
         ),
     ],
 )
-def test_mistakes_are_told_in_a_sentence(corpus, monkeypatch, settings, seq_len, vocab_size, sentence):
+def test_mistakes_get_one_sentence(corpus, monkeypatch, settings, seq_len, vocab_size, sentence):
     """Oracle: the sentence, or its start where it goes on with this machine's paths."""
     monkeypatch.chdir(corpus)
     os.mkfifo(corpus / "fifo")
@@ -218,7 +218,7 @@ def test_mistakes_are_told_in_a_sentence(corpus, monkeypatch, settings, seq_len,
     assert str(caught.value).startswith(sentence)
 
 
-def test_file_that_may_not_be_read_is_told(corpus, monkeypatch):
+def test_file_that_may_not_be_read_is_reported(corpus, monkeypatch):
     """Oracle: the sentence; ``os.access`` answers for a user who is not root."""
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(ConfigError, match=r"a\.txt\] may not be read by this user; change its permissions or take it"):
@@ -226,7 +226,7 @@ def test_file_that_may_not_be_read_is_told(corpus, monkeypatch):
 
 
 @pytest.mark.parametrize("change", ["removed", "shortened"])
-def test_file_that_changes_while_running_is_told(corpus, change):
+def test_file_that_changes_while_running_is_reported(corpus, change):
     """Oracle: the sentence."""
     dataset = TextConfig([f"{corpus}/d.txt"]).build(8, 256, 0)
     if change == "removed":

@@ -1,4 +1,4 @@
-"""A file that changes between start and resume is named, and one that is merely copied is not."""
+"""A file that changes between start and resume is named, and a copied one is not."""
 
 import itertools
 import os
@@ -32,7 +32,7 @@ from scripts.ranks import run_ranks
 from tests.data.test_prepare import documents, request, write_lines
 
 MIDDLE = 40_000
-"""Farther from both ends than what the fingerprint of earlier versions looked at."""
+"""Farther from both ends than the fingerprint of earlier versions looked at."""
 
 
 def write_bin(folder: Path) -> tuple[DataConfig, Path]:
@@ -117,7 +117,7 @@ def test_sampled_blocks_are_spread_over_the_file(size: int) -> None:
 
 
 def test_many_files_share_a_bounded_number_of_blocks_and_digests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: counts, and the range of names; the files are 1 TB that is not there."""
+    """Oracle: counts, and the range of names; the files of 1 TB do not exist."""
     counts: list[int] = []
     marked: list[bytes] = [b"same"]
 

@@ -1,4 +1,4 @@
-"""Folders of data that are damaged: those of the cache are made again, the user's own are named with the fix."""
+"""Damaged folders of data: those of the cache are made again, the user's own are named with the fix."""
 
 import errno
 import json
@@ -139,7 +139,7 @@ def test_a_shard_that_cannot_be_looked_at_is_not_a_missing_one(tmp_path: Path, m
     assert sorted(path.name for path in folder.iterdir()) == before
 
 
-def test_a_damaged_folder_beside_hides_no_tokenizer(tmp_path: Path) -> None:
+def test_a_damaged_other_folder_hides_no_tokenizer(tmp_path: Path) -> None:
     """Oracle: the copy in the cache is found, whatever other folders there are."""
     pytest.importorskip("tokenizers")
     lines = write_lines(tmp_path / "a.jsonl", documents(50))
@@ -219,7 +219,7 @@ NOTES: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("notes", NOTES.values(), ids=NOTES.keys())
-def test_a_damaged_note_of_the_progress_begins_anew_and_reaches_no_other_file(notes: bytes, tmp_path: Path) -> None:
+def test_damaged_progress_starts_over_and_reaches_no_other_file(notes: bytes, tmp_path: Path) -> None:
     """Oracle: an empty folder to write into; files elsewhere keep their bytes."""
     for name in ("precious.bin", "precious.ends"):
         (tmp_path / name).write_bytes(b"keep this")

@@ -26,7 +26,7 @@ def run_data(capsys, *words: str) -> tuple[int, str, str]:
 
 
 def test_the_command_prepares_shows_and_checks(tmp_path, capsys):
-    """Oracle: counts of two documents; one flipped bit is found, and a file that is cut is refused."""
+    """Oracle: counts of two documents; one flipped bit is found, and a truncated file is refused."""
     write_lines(tmp_path / "a.jsonl", ["one", "three"], "body")
     words = [tmp_path / "a.jsonl", "--tokenizer", "bytes", "--field", "body", "--processes", "1"]
     status, out, _ = run_data(capsys, "prepare", *words, "--out", tmp_path / "out")
@@ -97,7 +97,7 @@ class Stream(io.StringIO):
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_the_display_tells_how_far_it_is(terminal, monkeypatch):
+def test_the_display_shows_progress(terminal, monkeypatch):
     """Oracle: the numbers; without a terminal there are lines, one for each stretch of time, and no control codes."""
     now = iter(range(0, 1000, 5))
     monkeypatch.setattr("fsdptoys.data.progress.monotonic", lambda: next(now))
@@ -152,7 +152,7 @@ def test_the_display_tells_how_far_it_is(terminal, monkeypatch):
         ("show nowhere", "nowhere is no folder with an index.json; make one with fsdptoys data prepare FILE ... --out"),
     ],
 )
-def test_mistakes_are_told_in_a_sentence(tmp_path, monkeypatch, words, sentence):
+def test_mistakes_get_one_sentence(tmp_path, monkeypatch, words, sentence):
     """Oracle: the sentence; nothing is made."""
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("a")

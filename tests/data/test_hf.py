@@ -92,7 +92,7 @@ WORDS = (
 
 @pytest.mark.usefixtures("corpus")
 def test_the_launcher_prepares_before_it_starts_ranks(monkeypatch):
-    """Oracle: what is there when the ranks would be started."""
+    """Oracle: the folder when the ranks would be started."""
     seen = []
     monkeypatch.setattr(launch, "launch", lambda plan: seen.append(len(list(Path("cache").iterdir()))) or 0)
     assert __main__.main(WORDS.split()) == 0 and seen == [1]
@@ -101,7 +101,7 @@ def test_the_launcher_prepares_before_it_starts_ranks(monkeypatch):
 
 @pytest.mark.usefixtures("corpus")
 def test_a_rank_of_torchrun_prepares_before_it_joins(monkeypatch):
-    """Oracle: what is there when the rank would begin."""
+    """Oracle: the folder when the rank would begin."""
     seen = []
     monkeypatch.setattr(run, "train", lambda config, prediction: seen.append(len(list(Path("cache").iterdir()))))
     ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -145,7 +145,7 @@ def test_two_ranks_train_as_one():
     ],
 )
 @pytest.mark.usefixtures("corpus")
-def test_mistakes_are_told_in_a_sentence(settings, sentence):
+def test_mistakes_get_one_sentence(settings, sentence):
     """Oracle: the sentence; nothing is prepared."""
     with pytest.raises(ConfigError) as caught:
         config(**settings).validate(16, 200)
@@ -154,7 +154,7 @@ def test_mistakes_are_told_in_a_sentence(settings, sentence):
 
 
 @pytest.mark.usefixtures("corpus")
-def test_a_text_that_is_too_short_is_told_before_ranks_start():
+def test_a_text_that_is_too_short_is_reported_before_ranks_start():
     """Oracle: the sentence, when it is prepared and each time after that."""
     config(eval_fraction=0.0).prepare(16, 256)
     for check in (config(eval_fraction=0.0).prepare, config(eval_fraction=0.0).validate):

@@ -1,4 +1,4 @@
-"""A tokenizer's file that is damaged, or meant badly, is one sentence."""
+"""A damaged or hostile tokenizer's file is one sentence."""
 
 import dataclasses
 import json

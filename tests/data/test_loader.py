@@ -1,4 +1,4 @@
-"""Batches made in background processes, held against those made in place; and how these processes end."""
+"""Batches made in background processes, compared with those made in place; and how these processes end."""
 
 import multiprocessing
 import os
@@ -39,14 +39,14 @@ def assert_equal_steps(stream: BatchStream, reference: BatchStream, steps: int) 
 
 
 def compare(path: Path) -> list[tuple[int, ...]]:
-    """In a process of its own, since the workers' server must not be inherited by what other tests fork."""
+    """In a process of its own, since the workers' server must not be inherited by processes that other tests fork."""
     reference, stream = open_stream(path, 0), open_stream(path, 2)
     random_state = torch.get_rng_state()
     assert_equal_steps(stream, reference, 10)
     assert torch.equal(torch.get_rng_state(), random_state), "the run's random numbers must not depend on workers"
     taken = stream.state_dict()
     assert_equal_steps(stream, reference, 3)
-    for either in (stream, reference):  # back, over what was made ahead
+    for either in (stream, reference):  # back, over prefetched steps
         either.load_state_dict(taken)
     assert_equal_steps(stream, reference, 3)
     resumed = open_stream(path, 1)
@@ -88,7 +88,7 @@ def shorten_the_file(path: Path) -> list[str]:
 def in_worker_process(tmp_path_factory):
     """Results of the three functions above.
 
-    In a process of their own, since the workers' server must not be inherited by what other tests fork; in one,
+    In a process of their own, since the server must not be inherited by processes that other tests fork; in one,
     since each server imports PyTorch.
     """
     path = tmp_path_factory.mktemp("corpus") / "corpus.txt"
@@ -147,7 +147,7 @@ if __name__ == "__main__":
 
 
 def living_in_group(group: int) -> list[str]:
-    """Processes of a group that are no zombies, as the kernel lists them."""
+    """Processes of a group except zombies, as the kernel lists them."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -193,7 +193,7 @@ def test_workers_outlive_signals_and_not_their_rank(end, tmp_path):
     ("workers", "sentence"),
     [(-1, "must be between 0 and 64; set data.workers=0"), (65, "must be between 0 and 64; set data.workers=0")],
 )
-def test_a_number_of_workers_out_of_bounds_is_told(workers, sentence):
+def test_a_number_of_workers_out_of_bounds_is_reported(workers, sentence):
     """Oracle: the sentence."""
     with pytest.raises(ConfigError) as caught:
         TextConfig(workers=workers)

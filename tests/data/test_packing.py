@@ -1,4 +1,4 @@
-"""Rows of whole documents, held against the documents and a best fit that is written down plainly."""
+"""Rows of whole documents, compared with the documents and a plainly written best fit."""
 
 import os
 import pickle
@@ -66,8 +66,8 @@ def config(folder: str, cache: Path, **changes) -> PreparedConfig:
 
 
 @pytest.mark.parametrize("group", [16, 2**16])
-def test_rows_hold_whole_documents_and_padding_that_does_not_count(tmp_path, monkeypatch, group):
-    """Oracle: the folder's documents, each once, over several shards and groups; what comes after them is padding."""
+def test_rows_hold_complete_documents_and_ignored_padding(tmp_path, monkeypatch, group):
+    """Oracle: the folder's documents, each once, over several shards and groups; the rest is padding."""
     monkeypatch.setattr(packing, "GROUP", group)
     folder, seq_len = make(tmp_path / "out"), 700
     dataset = config(folder, tmp_path / "cache").build(seq_len, 256, 0)
@@ -89,7 +89,7 @@ def test_rows_hold_whole_documents_and_padding_that_does_not_count(tmp_path, mon
 
 
 def test_documents_longer_than_a_row_are_all_there(tmp_path):
-    """Oracle: as many labels as the folder has ids that are not the first of their document."""
+    """Oracle: as many labels as the folder has ids besides the first of each document."""
     folder = make(tmp_path / "out", eval_fraction=0.0)
     samples = config(folder, tmp_path / "cache").build(50, 256, 0).train
     index = read_index(folder, "")
@@ -122,7 +122,7 @@ def test_a_plan_is_made_once_and_is_another_for_other_lengths(tmp_path, monkeypa
 
 
 def test_packing_is_part_of_the_data_s_fingerprint_and_pickles_carry_no_maps(tmp_path):
-    """Oracle: the same folder without packing; a reader that was sent to another process reads the same."""
+    """Oracle: the same folder without packing; a reader sent to another process reads the same."""
     folder = make(tmp_path / "out")
     packed, plain = config(folder, tmp_path / "cache"), PreparedConfig(folder=folder)
     dataset = packed.build(64, 256, 0)
@@ -136,7 +136,7 @@ def test_packing_is_part_of_the_data_s_fingerprint_and_pickles_carry_no_maps(tmp
 
 
 def test_mixed_and_cached_data_can_be_packed(tmp_path):
-    """Oracle: rows of the folders alone; what data=hf reads is what its own folder gives."""
+    """Oracle: rows of the folders alone; data=hf reads the same as its own folder gives."""
     folders = [make(tmp_path / name, seed=seed) for seed, name in enumerate(("first", "other"))]
     mixed = config(None, tmp_path / "cache", sources=folders, weights=[1.0, 1.0]).build(64, 256, 0).train
     assert isinstance(mixed, MixedSamples)
@@ -151,7 +151,7 @@ def test_mixed_and_cached_data_can_be_packed(tmp_path):
     assert "index.json" in contents(cached) and len(list((tmp_path / "hf").iterdir())) == 2
 
 
-def test_a_cache_that_cannot_be_written_is_told(tmp_path):
+def test_a_cache_that_cannot_be_written_is_reported(tmp_path):
     """Oracle: the sentence."""
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(

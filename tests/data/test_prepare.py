@@ -1,4 +1,4 @@
-"""Preparing data: held against the documents that went in, and against itself under other circumstances."""
+"""Preparing data: compared with the documents that went in, and against itself under other circumstances."""
 
 import gzip
 import hashlib
@@ -94,7 +94,7 @@ def test_every_document_is_there_once_in_order_with_its_end(tmp_path):
 
 
 def test_the_result_does_not_depend_on_the_number_of_processes(tmp_path, monkeypatch):
-    """Oracle: every byte of what one process makes."""
+    """Oracle: every byte that one process makes."""
     monkeypatch.setattr("fsdptoys.data.prepare.GROUP_CHARACTERS", 500)
     write_lines(tmp_path / "a.jsonl", documents(300))
     (tmp_path / "b.txt").write_text("a text file is one document")
@@ -126,7 +126,7 @@ class StoppedError(Exception):
 
 @pytest.mark.parametrize("after", [0, 1, 7, 20])
 def test_an_interrupted_run_goes_on_to_the_same_bytes(tmp_path, monkeypatch, after):
-    """Oracle: a run that nobody interrupted; the first leaves nothing under the folder's name."""
+    """Oracle: an uninterrupted run; the first leaves nothing under the folder's name."""
     monkeypatch.setattr("fsdptoys.data.prepare.GROUP_CHARACTERS", 500)
     monkeypatch.setattr("fsdptoys.data.shard_writer.SAVE_TOKENS", 1500)
     write_lines(tmp_path / "a.jsonl", documents(300))
@@ -223,7 +223,7 @@ def kill_itself(texts):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_killed_process_is_told_and_is_no_hang(tmp_path, monkeypatch):
+def test_a_killed_process_is_reported_without_a_hang(tmp_path, monkeypatch):
     """Oracle: the sentence."""
     write_lines(tmp_path / "a.jsonl", documents(5))
     monkeypatch.setattr("fsdptoys.data.prepare._encode_here", kill_itself)
@@ -312,7 +312,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, sentence):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_full_disk_is_told_and_the_same_command_goes_on(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_and_the_same_command_continues(tmp_path, monkeypatch):
     """Oracle: the sentence, and the bytes of a run with room."""
     monkeypatch.setattr("fsdptoys.data.prepare.GROUP_CHARACTERS", 500)
     monkeypatch.setattr("fsdptoys.data.shard_writer.SAVE_TOKENS", 1000)

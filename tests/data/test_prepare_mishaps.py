@@ -23,8 +23,8 @@ from fsdptoys.errors import ConfigError
 from tests.data.test_prepare import StoppedError, contents, documents, read_split, request, save_tokenizer, write_lines
 
 
-def test_a_rest_that_cannot_be_tidied_is_begun_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: a run that nobody interrupted; a folder, which is no file to remove, lies beside the shards."""
+def test_leftovers_that_cannot_be_removed_start_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: an uninterrupted run; a folder, which is no file to remove, lies beside the shards."""
     monkeypatch.setattr("fsdptoys.data.prepare.GROUP_CHARACTERS", 500)
     monkeypatch.setattr("fsdptoys.data.shard_writer.SAVE_TOKENS", 1500)
     lines = write_lines(tmp_path / "a.jsonl", documents(100))
@@ -51,7 +51,7 @@ def test_a_tokenizer_takes_text_as_it_is_in_other_processes_too(tmp_path: Path) 
 
 
 def test_a_file_s_name_need_be_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: its bytes, read back; the index and the command's JSON are what other programs read."""
+    """Oracle: its bytes, read back; the index and the command's JSON are read by other programs."""
     name = os.path.join(os.fsencode(tmp_path), b"caf\xe9.txt")
     try:
         Path(os.fsdecode(name)).write_text("a text")
@@ -76,7 +76,7 @@ def as_nobody() -> Iterator[None]:
         os.seteuid(0)
 
 
-def test_a_folder_that_may_not_be_opened_is_told_in_a_sentence(tmp_path: Path) -> None:
+def test_a_folder_that_may_not_be_opened_gets_one_sentence(tmp_path: Path) -> None:
     """Oracle: the sentences, of a folder of data and of files to prepare."""
     lines = write_lines(tmp_path / "a.jsonl", documents(9))
     folder = str(tmp_path / "out")
@@ -96,7 +96,7 @@ def test_a_folder_that_may_not_be_opened_is_told_in_a_sentence(tmp_path: Path) -
 def test_a_check_goes_on_past_a_file_that_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: str
 ) -> None:
-    """Oracle: a sentence for that file, and one for another that is damaged."""
+    """Oracle: a sentence for that file, and one for another damaged one."""
     prepare_folder(request(tmp_path / "out", write_lines(tmp_path / "a.jsonl", documents(99)), shard_tokens=3000))
     with open(tmp_path / "out" / "shard-00001.bin", "r+b") as damaged:
         damaged.write(b"\x01\x00\x02\x00")
@@ -131,8 +131,8 @@ def test_data_that_cannot_be_read_is_not_taken_for_a_cache_that_cannot_be_writte
 
 
 @pytest.mark.parametrize("offset", [300, 600, 8000])
-def test_a_damaged_arrow_file_is_told_in_a_sentence(tmp_path: Path, offset: int) -> None:
-    """Oracle: the sentence, wherever the damage is: in the head, or in what is read later."""
+def test_a_damaged_arrow_file_gets_one_sentence(tmp_path: Path, offset: int) -> None:
+    """Oracle: the sentence, wherever the damage is: in the head, or in a part read later."""
     datasets = pytest.importorskip("datasets")
     datasets.disable_progress_bars()
     datasets.Dataset.from_dict({"text": ["a" * 50] * 5000}).save_to_disk(tmp_path / "saved")
@@ -144,7 +144,7 @@ def test_a_damaged_arrow_file_is_told_in_a_sentence(tmp_path: Path, offset: int)
         prepare_folder(request(tmp_path / "out", tmp_path / "saved"))
 
 
-def test_json_that_goes_too_deep_is_told_in_a_sentence(tmp_path: Path) -> None:
+def test_json_that_goes_too_deep_gets_one_sentence(tmp_path: Path) -> None:
     """Oracle: the sentence, with the line."""
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' + "[" * 200_000 + "\n")
     with pytest.raises(ConfigError, match=r"a\.jsonl\] has no JSON object in line 2 \("):
@@ -167,7 +167,7 @@ def test_ids_of_bytes_take_a_byte_each_until_they_are_written() -> None:
 
 @pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full"])
 def test_data_is_prepared_without_a_stderr(tmp_path: Path, redirection: str) -> None:
-    """Oracle: the folder of a preparation that is heard; a line comes with every group, and none can be printed."""
+    """Oracle: the folder of a preparation with a stderr; a line comes with every group, and none can be printed."""
     lines = write_lines(tmp_path / "a.jsonl", documents(30))
     prepare_folder(request(tmp_path / "heard", lines))
     program = (

@@ -1,4 +1,4 @@
-"""Prepared folders, alone and mixed, held against the files that hold their tokens."""
+"""Prepared folders, alone and mixed, compared with the files that hold their tokens."""
 
 import json
 import pickle
@@ -123,7 +123,7 @@ def mixture(weights, sizes=(40, 7, 100), seed: int = 0) -> MixedSamples:
     ],
 )
 def test_every_block_has_the_proportions_exactly(weights, counts):
-    """Oracle: counting in blocks of the smallest size that has them, or of 10,000 for what no smaller one has."""
+    """Oracle: counting in blocks of the smallest size that has them, or of 10,000 for shares of no smaller one."""
     samples = mixture(weights)
     size = sum(counts)
     assert list(samples.pattern.counts) == counts and size <= BLOCK
@@ -274,7 +274,7 @@ def test_places_of_a_source_in_a_block_are_spread_evenly():
         ),
     ],
 )
-def test_mistakes_are_told_in_a_sentence(tmp_path, monkeypatch, settings, sentence):
+def test_mistakes_get_one_sentence(tmp_path, monkeypatch, settings, sentence):
     """Oracle: the sentence."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
@@ -290,8 +290,8 @@ def test_mistakes_are_told_in_a_sentence(tmp_path, monkeypatch, settings, senten
     assert str(caught.value).startswith(sentence)
 
 
-def test_a_damaged_shard_is_told_when_it_is_read(tmp_path):
-    """Oracle: the sentence of what reads any file of tokens."""
+def test_a_damaged_shard_is_reported_when_it_is_read(tmp_path):
+    """Oracle: the sentence of the reader of token files."""
     folder = make(tmp_path / "out", eval_fraction=0.0)
     tokens = np.fromfile(f"{folder}/shard-00000.bin", "<u2")
     tokens[20] = 999

@@ -1,4 +1,4 @@
-"""The order of samples, held against sets, one process, and an uninterrupted run."""
+"""The order of samples, compared with sets, one process, and an uninterrupted run."""
 
 import numpy as np
 import pytest
@@ -87,7 +87,7 @@ def test_endless_samples_are_taken_in_order():
 @pytest.mark.parametrize("steps_before", [0, 1, 3, 5])
 @pytest.mark.parametrize(("ranks", "batch_size", "microbatches"), [(1, 2, 6), (2, 3, 2)])
 def test_resumed_stream_equals_uninterrupted(endless, steps_before, ranks, batch_size, microbatches):
-    """Oracle: a stream that was never interrupted; the one that goes on has another layout than the stopped one."""
+    """Oracle: an uninterrupted stream; the one that goes on has another layout than the stopped one."""
     samples = NumberedSamples(100 if endless else 29, endless)
     uninterrupted = take_numbers(one_process(samples, 12), 8)
     stopped = BatchStream(samples, 4, 1, range(3), 3, 0, "print")

@@ -1,4 +1,4 @@
-"""The Markov source, held against formulas."""
+"""The Markov source, compared with formulas."""
 
 import math
 
@@ -117,7 +117,7 @@ def test_number_outside_the_part_is_an_index_error():
         ({"branching": 64}, "data.branching=64 must be at most model.vocab_size=32; set data.branching=8"),
     ],
 )
-def test_mistakes_are_told_in_a_sentence(settings, sentence):
+def test_mistakes_get_one_sentence(settings, sentence):
     """Oracle: the sentence."""
     with pytest.raises(ConfigError) as caught:
         SyntheticConfig(**settings).validate(8, 32)

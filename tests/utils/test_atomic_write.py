@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole, and the locks of their writers."""
+"""Atomic replacement of files, and the locks of their writers."""
 
 import os
 import resource
@@ -41,7 +41,7 @@ def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path) -> None:
 
 
 def test_a_lock_is_held_by_one(tmp_path: Path) -> None:
-    """Oracle: this process's id in the lock file, and a second holder that is refused, of a file and of its folder."""
+    """Oracle: this process's id in the lock file, and a refused second holder, of a file and of its folder."""
     path = tmp_path / "lock"
     descriptor, folder = lock_file(path), lock_folder(tmp_path)
     assert folder is not None and is_held(path) and is_held(tmp_path)
