@@ -1,4 +1,4 @@
-"""Parts of the help pages that are read from the YAML files and the config dataclasses, without torch."""
+"""Parts of the help pages read from the YAML files and the source of the config dataclasses, without torch."""
 
 import re
 import textwrap

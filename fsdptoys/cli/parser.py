@@ -18,7 +18,7 @@ class Parser(argparse.ArgumentParser):
     """The dashed options of a command; each mistake is a ``ConfigError``.
 
     Args:
-        page: returns the end of the help page, where that is read from files.
+        page: returns the end of the help page, if it is read from files.
         strict: refuse unknown options; otherwise they stay in ``words``.
     """
 
@@ -50,7 +50,7 @@ class Parser(argparse.ArgumentParser):
             group.add_argument(option, action="store_const", dest="form", const=option, help=text)
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
-        """Parse what follows the command; ``words`` of the result are those that belong to no option.
+        """Parse the words after the command; ``words`` of the result belong to no option.
 
         Raises:
             ConfigError: for the first mistake.
@@ -110,7 +110,7 @@ def integer(option: str, fix: int, least: int = 1) -> Callable[[str], int]:
 
 
 def number(option: str, bounds: str, fix: str, allowed: Callable[[float], bool]) -> Callable[[str], float]:
-    """Return a reader of finite numbers; ``bounds`` describes those that are allowed."""
+    """Return a reader of finite numbers; ``bounds`` describes the allowed ones."""
 
     def read(typed: str) -> float:
         try:

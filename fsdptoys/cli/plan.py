@@ -42,7 +42,7 @@ COMMANDS = ("search", "calibrate")
 
 
 @dataclass(frozen=True)
-class Imagined:
+class HypotheticalRun:
     """A run on hypothetical hardware."""
 
     config: Config
@@ -55,11 +55,7 @@ class Imagined:
     """The overrides, including the chosen experiment."""
 
     def validated(self) -> Config:
-        """Return the configuration with every ``auto`` replaced, validated for that hardware.
-
-        Raises:
-            ConfigError: for the first mistake.
-        """
+        """Return the configuration with every ``auto`` replaced, validated for that hardware."""
         config = copy.deepcopy(self.config)
         try:
             node_ranks = node_ranks_of(config, self.hardware, self.world_size)
@@ -69,12 +65,8 @@ class Imagined:
         return config
 
 
-def imagine(words: Sequence[str]) -> Imagined:
-    """Compose a run for the hardware named by its words.
-
-    Raises:
-        ConfigError: for the first mistake.
-    """
+def compose_hypothetical(words: Sequence[str]) -> HypotheticalRun:
+    """Compose a run for the hardware named by its words."""
     words = list(words)
     named = any(word.startswith("experiment=") for word in words)
     settings = compose(
@@ -89,7 +81,7 @@ def imagine(words: Sequence[str]) -> Imagined:
         config = compose(words).config
     limit = config.plan.memory_gib
     memory_bytes = round(limit * GIB) if limit is not None else round(hardware.usable_bytes)
-    return Imagined(config, hardware, world_size, memory_bytes, words)
+    return HypotheticalRun(config, hardware, world_size, memory_bytes, words)
 
 
 def _check_launch(config: Config, hardware: Hardware, world_size: int) -> None:
@@ -102,8 +94,8 @@ def _check_launch(config: Config, hardware: Hardware, world_size: int) -> None:
         )
     on_a_machine = launch.nproc_per_node
     started = launch.nnodes * (on_a_machine if on_a_machine != -1 else int(hardware.devices_per_node.value))
-    says_so = launch.nnodes != 1 or on_a_machine != -1
-    if says_so and config.plan.world_size is not None and started != world_size:
+    is_set = launch.nnodes != 1 or on_a_machine != -1
+    if is_set and config.plan.world_size is not None and started != world_size:
         raise ConfigError(
             f"plan.world_size={world_size} is not the {started} ranks of launch.nnodes={launch.nnodes} and "
             f"launch.nproc_per_node={on_a_machine}; leave out plan.world_size, or both of these"
@@ -134,49 +126,49 @@ def _run(words: Sequence[str]) -> int:
     _refuse(words, "predict", "rows")
     if any(word.partition("=")[0] == "--png" for word in words):
         raise ConfigError("--png draws what a search found; write fsdptoys plan search --png FILE")
-    imagined = imagine(words)
-    config, hardware, world_size = imagined.validated(), imagined.hardware, imagined.world_size
+    run = compose_hypothetical(words)
+    config, hardware, world_size = run.validated(), run.hardware, run.world_size
     prediction = predict(config, hardware, world_size)
     allocator = config.plan.allocator
     advice = advise(
-        imagined.config,
+        run.config,
         lambda changed: closed_form(changed, hardware, world_size, allocator),
         prediction,
-        imagined.memory_bytes,
-        node_ranks_of(imagined.config, hardware, world_size),
+        run.memory_bytes,
+        node_ranks_of(run.config, hardware, world_size),
     )
     if options.json:
-        limit = {"memory_limit_bytes": imagined.memory_bytes, "advice": advice_to_dict(advice)}
+        limit = {"memory_limit_bytes": run.memory_bytes, "advice": advice_to_dict(advice)}
         print(json.dumps(prediction.to_dict() | limit, indent=2))
         return 0
-    print_prediction(config, prediction, hardware, imagined.memory_bytes, advice, Console())
+    print_prediction(config, prediction, hardware, run.memory_bytes, advice, Console())
     return 0
 
 
 def _search(words: Sequence[str]) -> int:
     options = parse("plan search", words)
     _refuse(options.words, "predict")
-    imagined = imagine(options.words)
+    run = compose_hypothetical(options.words)
     picture = options.png
     if picture is not None:
         check_picture(Path(picture))
     result = search(
         _compose_config,
-        imagined.words,
-        imagined.hardware,
-        imagined.world_size,
-        imagined.memory_bytes,
-        imagined.config.plan.allocator,
+        run.words,
+        run.hardware,
+        run.world_size,
+        run.memory_bytes,
+        run.config.plan.allocator,
         closed_form,
         check=predict,
-        host_memory_bytes=imagined.hardware.host_memory_bytes.value,
+        host_memory_bytes=run.hardware.host_memory_bytes.value,
     )
     if options.json:
         print(json.dumps(search_to_dict(result), indent=2))
     else:
-        print_search(result, imagined.config.plan.rows, Console())
+        print_search(result, run.config.plan.rows, Console())
     if picture is not None:
-        title = f"{imagined.config.model.name} on {imagined.world_size} ranks, {imagined.hardware.title}"
+        title = f"{run.config.model.name} on {run.world_size} ranks, {run.hardware.title}"
         draw_frontier(Path(picture), title, result)
         print(f"fsdptoys: memory against time is drawn in {picture}", file=sys.stderr)
     return 0

@@ -28,15 +28,7 @@ from fsdptoys.parallel import STRATEGIES
 from fsdptoys.parallel.mesh import MeshConfig
 from fsdptoys.utils.bounds import check_home, check_text
 
-from .overrides import (
-    Option,
-    check_groups,
-    check_values,
-    list_choices,
-    list_defaults,
-    parse_overrides,
-    schema_name,
-)
+from .overrides import Option, check_groups, check_values, list_choices, list_defaults, parse_overrides, schema_name
 from .schema import Config, LaunchConfig
 
 CONFIG_MODULE = "fsdptoys.configs"
@@ -78,13 +70,7 @@ class Composition:
 
 
 def compose_config(overrides: Sequence[str]) -> Config:
-    """Compose a configuration.
-
-    Args:
-        overrides: ``key=value`` and ``group=choice``, as on the command line.
-
-    Returns:
-        The configuration, with each value checked, but not validated across sections.
+    """Compose ``key=value`` and ``group=choice`` overrides; values are checked, but not across sections.
 
     Raises:
         ConfigError: for the first mistake, in one sentence that names key, value and fix.

@@ -24,7 +24,6 @@ CPU_RANKS = 2
 
 MOST_RANKS_PER_CORE = 32
 
-
 MOST_THREADS = 1024
 """Above any machine's core count; OpenMP ends a process whose threads it cannot create."""
 
@@ -48,7 +47,7 @@ class ResolvedRun:
 def resolve_run(
     words: Sequence[str],
     present: Mapping[str, str],
-    choose_preset: "Callable[[str, str, int], list[str]]" = lambda experiment, device_type, world_size: [experiment],
+    choose_preset: Callable[[str, str, int], list[str]] = lambda experiment, device_type, world_size: [experiment],
 ) -> ResolvedRun:
     """Compose and validate the run of a command line on this machine's hardware.
 
@@ -89,11 +88,7 @@ def resolve_run(
 
 
 def check_plan_settings(plan: PlanConfig, device_type: str) -> None:
-    """Reject settings that only ``fsdptoys plan`` reads, and a hardware profile of another device type.
-
-    Raises:
-        ConfigError: for the first of them.
-    """
+    """Reject settings that only ``fsdptoys plan`` reads, and a hardware profile of another device type."""
     if plan.hardware != "auto" and not plan.predict:
         raise ConfigError(f"plan.hardware={plan.hardware} does nothing with plan.predict=false; leave out one of them")
     if plan.hardware != "auto":
@@ -113,11 +108,7 @@ def check_plan_settings(plan: PlanConfig, device_type: str) -> None:
 
 
 def check_threads(present: Mapping[str, str]) -> None:
-    """Check OMP_NUM_THREADS, which PyTorch would otherwise reject only in the ranks.
-
-    Raises:
-        ConfigError: if it is set but is not a list of numbers above 0, one for each nesting level.
-    """
+    """Check that OMP_NUM_THREADS lists numbers above 0; PyTorch would reject others only in the ranks."""
     value = present.get("OMP_NUM_THREADS", "").strip()
     levels = [level.strip() for level in value.split(",")]
     if value and not all(
@@ -130,14 +121,7 @@ def check_threads(present: Mapping[str, str]) -> None:
 
 
 def _read_ranks(present: Mapping[str, str]) -> tuple[int, int]:
-    """Read the rank variables set by torchrun or another launcher.
-
-    Returns:
-        Ranks on all nodes, and on this one.
-
-    Raises:
-        ConfigError: if one is missing or out of range; the ranks would wait for each other forever.
-    """
+    """Return the launcher's number of ranks on all nodes and on this one; wrong ones would wait forever."""
     world_size = _read_rank_variable(present, "WORLD_SIZE", 1, MOST_RANKS)
     of_world = f" with WORLD_SIZE={world_size}"
     local_ranks = world_size
@@ -150,11 +134,7 @@ def _read_ranks(present: Mapping[str, str]) -> tuple[int, int]:
 
 
 def check_master(present: Mapping[str, str]) -> None:
-    """Check that the environment names the rendezvous address of several ranks.
-
-    Raises:
-        ConfigError: if it does not; each rank would wait at a port of its own.
-    """
+    """Check that the environment names one rendezvous address for several ranks."""
     if present.get("WORLD_SIZE", "1") == "1":
         return
     if not present.get("MASTER_ADDR", "").strip():
@@ -244,8 +224,7 @@ def describe_run(run: ResolvedRun, environment: Mapping[str, str]) -> str:
 def print_run(run: ResolvedRun, environment: Mapping[str, str]) -> None:
     """Print the found hardware and the chosen run."""
     print_status(describe_run(run, environment), stdout=True)
-    sentence = straddling_note(run)
-    if sentence is not None:
+    if sentence := straddling_note(run):
         print_status(sentence, stdout=True)
 
 
