@@ -102,16 +102,8 @@ def _split_picture(
 ) -> Picture | None:
     """Draw predictions as stacked bars and measurements as marks, or as bars where a run has no prediction.
 
-    Args:
-        name: of the file.
-        title: of the figure.
-        axis: quantity and unit.
-        runs: one bar each.
-        predicted: parts of each run, or None.
-        measured: value of each run with the ends of its spread, or None.
-        measured_name: legend of the marks.
-        caption: sentences if a run has a prediction.
-        measured_caption: sentence if no run has one.
+    ``predicted`` has the parts of each run, ``measured`` its value with the ends of the spread, None if unknown;
+    ``measured_caption`` replaces ``caption`` if no run has a prediction.
     """
     split = {one.name: parts for one, parts in zip(runs, predicted, strict=True) if parts}
     highest = max((sum(parts.values()) for parts in split.values()), default=0.0)

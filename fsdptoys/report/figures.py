@@ -196,12 +196,9 @@ def padded_range(low: float, high: float, axis: Axis, share: float = 0.08) -> tu
 
 
 def thin(x: np.ndarray, *ys: np.ndarray, most: int = MOST_POINTS) -> tuple[np.ndarray, list[np.ndarray], int]:
-    """Downsample a long line, keeping the minimum and maximum of each window.
+    """Downsample a long line to about ``most`` points, keeping the minimum and maximum of each window.
 
-    Args:
-        x: ascending.
-        ys: each as long as x; the first selects the points. Its non-finite values stay as gaps.
-        most: approximate number of points to keep.
+    The first of the ys, each as long as x, selects the points; its non-finite values stay as gaps.
 
     Returns:
         x, the ys, and the window's width in points; 1 if nothing was removed.

@@ -48,13 +48,13 @@ def table(
     filterable: bool = False,
     keys: bool = False,
 ) -> str:
-    """A table in a box that scrolls horizontally if the table is wider than the page.
+    """A table in a box that scrolls horizontally if the table is wider than the page; texts are escaped.
 
     Args:
         name: element id.
         caption: title.
         headings: column headings; cells of the first column are row headings.
-        rows: cells, or texts sorted as they are; escaped here.
+        rows: cells, or texts sorted as they are.
         sortable: whether headings are buttons that sort.
         filterable: whether a field above the table filters rows.
         keys: whether the table has few columns, of keys and long values that wrap.

@@ -257,15 +257,9 @@ def lifetime(block: Block, phases: Phases) -> Lifetime:
 def _timeline(
     file: str, changes: Sequence[tuple[float, Any, int]], unit: str, phases: Phases, device: str, before: int
 ) -> Timeline:
-    """Sum blocks by lifetime.
+    """Sum blocks by lifetime, from moment, address and bytes (negative for a free) of each event.
 
-    Args:
-        file: name of the file.
-        changes: moment, address and bytes (negative for a free) of each event.
-        unit: of the moments.
-        phases: of the steps.
-        device: kind of memory.
-        before: bytes live before the first event.
+    ``before`` is the number of bytes live before the first event.
     """
     blocks = _blocks(changes)
     freed = sum(block.bytes for block in blocks if block.begin == -np.inf)

@@ -183,7 +183,7 @@
 
   for (const field of document.querySelectorAll("input[data-table]")) {
     const rows = [...document.getElementById(field.dataset.table).tBodies[0].rows];
-    const told = field.parentElement.querySelector("output");
+    const output = field.parentElement.querySelector("output");
     field.addEventListener("input", () => {
       const words = field.value.toLowerCase().split(/\s+/).filter(Boolean);
       let shown = 0;
@@ -193,7 +193,7 @@
         row.hidden = !fits;
         shown += fits;
       }
-      told.textContent = `${shown} of ${rows.length} rows`;
+      output.textContent = `${shown} of ${rows.length} rows`;
     });
   }
 

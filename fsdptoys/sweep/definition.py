@@ -4,7 +4,6 @@ It is not a Hydra config group: it describes variations between runs and is not 
 """
 
 import dataclasses
-import difflib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from fsdptoys.errors import ConfigError
 from fsdptoys.utils.foreign import parse_yaml
 from fsdptoys.utils.regular_file import read_regular
-from fsdptoys.utils.text import one_line
+from fsdptoys.utils.text import near_miss, one_line
 
 SWEEPS = Path(__file__).parents[1] / "configs" / "sweep"
 LARGEST_FILE_BYTES = 2**20
@@ -62,8 +61,8 @@ def read_definition(name: str) -> SweepDefinition:
             raise ConfigError(f"{name} does not exist; name a YAML file like those of configs/sweep")
     elif "/" in name or not path.is_file():
         names = sorted(each.stem for each in SWEEPS.glob("*.yaml"))
-        near = difflib.get_close_matches(name, names, n=1)
-        fix = f"did you mean fsdptoys sweep {near[0]}?" if near else f"name one of {', '.join(names)}, or a YAML file"
+        near = near_miss(name, names)
+        fix = f"did you mean fsdptoys sweep {near}?" if near else f"name one of {', '.join(names)}, or a YAML file"
         raise ConfigError(f"{name} is neither a sweep nor KEY=VALUE; {fix}")
     return _build(_read(path), path)
 
@@ -82,8 +81,8 @@ def _build(tree: dict[str, Any], path: Path) -> SweepDefinition:
     names = [each.name for each in dataclasses.fields(SweepDefinition)]
     for key in tree:
         if key not in names:
-            near = difflib.get_close_matches(str(key), names, n=1)
-            fix = f"did you mean {near[0]}?" if near else f"it may have {', '.join(names)}"
+            near = near_miss(str(key), names)
+            fix = f"did you mean {near}?" if near else f"it may have {', '.join(names)}"
             raise ConfigError(f"{path} says {key}, which no sweep has; {fix}")
     if ("grid" in tree) == ("rows" in tree):
         found = "both" if "grid" in tree else "neither"
@@ -94,7 +93,7 @@ def _build(tree: dict[str, Any], path: Path) -> SweepDefinition:
     limit = tree.get("time_limit_seconds")
     if limit is not None and not (type(limit) in (int, float) and 0 < limit < float("inf")):
         raise ConfigError(f"{path} says time_limit_seconds={limit}, which must be a number above 0; set it to 600")
-    definition = SweepDefinition(
+    return SweepDefinition(
         title=tree.get("title", path.stem),
         description=" ".join(tree.get("description", "").split()),
         base=_words(tree.get("base", []), path, "base"),
@@ -102,7 +101,6 @@ def _build(tree: dict[str, Any], path: Path) -> SweepDefinition:
         rows=_rows(tree["rows"], path) if "rows" in tree else (),
         time_limit_seconds=float(limit) if limit is not None else None,
     )
-    return definition
 
 
 def _rows(rows: Any, path: Path) -> tuple[tuple[str, ...], ...]:

@@ -139,14 +139,7 @@ def run_job(
 
 
 def start_launcher(folder: Path, words: Sequence[str], exit_record: Path, log: IO[bytes]) -> "subprocess.Popen[bytes]":
-    """Start the launcher of a job in its own session.
-
-    Args:
-        folder: the job's folder, absolute.
-        words: command and overrides, without the run directory.
-        exit_record: file for the launcher's account of its outcome.
-        log: receives the output.
-    """
+    """Start the launcher of the job in a (absolute) folder, with its output in ``log``, in its own session."""
     return subprocess.Popen(
         [*words, f"metrics.run_dir={quote(str(folder / RUN_FOLDER))}"],
         stdin=subprocess.DEVNULL,

@@ -105,11 +105,7 @@ def _outcome_file(folder: Path, node: int | str, start: str) -> Path:
 def _lead(folder: Path, request: QueueRequest, train: Sequence[str], start: str | None) -> None:
     """Run the job of a folder unless it has ended already.
 
-    Args:
-        folder: the job's folder.
-        request: receives the queue's signals.
-        train: the command, before the job's words.
-        start: identifies this start in the other nodes' file names; None with one node.
+    ``start`` identifies this start in the other nodes' file names; None with one node.
     """
     try:
         lock = FolderLock(folder)

@@ -64,12 +64,12 @@ def giant(path: Path) -> None:
 KINDS = (pipe, device, folder, giant)
 
 
-def check_others(folder: Path, told: str) -> None:
+def check_others(folder: Path, output: str) -> None:
     """The other run is in the table and can be compared with itself; of the spoiled one there is a sentence."""
     table = make_table(gather([folder]))
     text = to_markdown(table) + to_csv(table) + to_json(table)
     assert [record.name for record in table.records if record.run is not None] == ["good"]
-    assert told in " ".join(str(record.reason) for record in table.records if record.run is None)
+    assert output in " ".join(str(record.reason) for record in table.records if record.run is None)
     assert not STEERING.search(text)
     assert main(["compare", str(folder / "good"), str(folder / "bad")]) == 2
     # Nobody writes it, so following it ends.
@@ -149,9 +149,9 @@ def test_nothing_of_a_run_steers_the_terminal(runs: Path, form: str, capsys: pyt
         main(["report", form, names[1]])
     else:
         main(["report", *names, form])
-    told = "".join(capsys.readouterr())
-    assert "\\x1b" in told or "\\u001b" in told
-    assert not STEERING.search(told)
+    output = "".join(capsys.readouterr())
+    assert "\\x1b" in output or "\\u001b" in output
+    assert not STEERING.search(output)
 
 
 def test_a_mistake_is_printed_without_what_steers_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -166,18 +166,18 @@ def test_no_time_is_left_after_more_steps_than_were_planned(run: WrittenRun) -> 
 
 
 @pytest.mark.parametrize(
-    ("losses", "told"),
+    ("losses", "sentence"),
     [
         ([float("nan"), 5.0, 5.5], "5.5000 after step 3, lowest 5.0000 after 2"),
         ([float("nan")], "nan after step 1"),
     ],
 )
-def test_the_lowest_held_out_loss_is_a_finite_one(run: WrittenRun, losses: list[float], told: str) -> None:
+def test_the_lowest_held_out_loss_is_a_finite_one(run: WrittenRun, losses: list[float], sentence: str) -> None:
     """Oracle: the losses that were written."""
     run.add(*(step_of(number, eval_loss=loss) for number, loss in enumerate(losses, 1)))
     followed = FollowedRun(run.path)
     followed.poll()
-    assert dict(fact_rows(followed, followed.results()))["held-out loss"] == told
+    assert dict(fact_rows(followed, followed.results()))["held-out loss"] == sentence
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
@@ -241,11 +241,11 @@ def test_a_rank_that_stays_behind_is_named(run: WrittenRun) -> None:
     signs = followed.signs()
     now = max(sign.time for sign in signs.values())
     assert followed.late_ranks(signs, now) == {}
-    (told,) = followed.late_ranks(signs, signs[1].time + 60).values()
-    assert told.startswith("rank 1 is late; its last heartbeat is of step 6 (backward), 60 s ago, pid ")
+    (sentence,) = followed.late_ranks(signs, signs[1].time + 60).values()
+    assert sentence.startswith("rank 1 is late; its last heartbeat is of step 6 (backward), 60 s ago, pid ")
     heartbeat_path(run.path / HEARTBEATS_FOLDER, 1).unlink()
-    (told,) = followed.late_ranks(followed.signs(), now + 60).values()
-    assert told == "no heartbeat yet of rank 1"
+    (sentence,) = followed.late_ranks(followed.signs(), now + 60).values()
+    assert sentence == "no heartbeat yet of rank 1"
     ended = {0: dataclasses.replace(signs[0], pid=2**22 + 1)}  # over the highest that Linux gives
     assert "rank 0 has ended; " in next(iter(followed.late_ranks(ended, now).values()))
 

@@ -30,8 +30,8 @@ def test_runs_without_predictions_say_why_nothing_is_split(tmp_path: Path, witho
     page = write_page(gather([tmp_path / "runs"]), tmp_path / "report.html")[0].read_text()
     assert "Measured totals; a breakdown needs a prediction" in page
     assert "There is no prediction" in page and page.count("plan.hardware") >= 2
-    told = page[page.index("<main>") : page.index("</main>")]
-    assert "Diamonds" not in told and "Bars: predicted" not in told
+    body = page[page.index("<main>") : page.index("</main>")]
+    assert "Diamonds" not in body and "Bars: predicted" not in body
     assert "the peak resident set of rank 0&#x27;s process" in page
 
 

@@ -223,10 +223,10 @@ def test_rows_under_the_profiler_are_told(tmp_path: Path) -> None:
 
 def test_json_has_everything_of_a_row(mixed: Table) -> None:
     """Oracle: what the jobs and runs hold."""
-    told = json.loads(to_json(mixed))
-    done, full, failed = told["rows"]
-    assert (told["commands"], told["loss_step"]) == (["fsdptoys sweep x"], 8)
-    assert told["skipped"] == [{"varied": {"parallel": "single"}, "reason": "it has one rank"}]
+    tree = json.loads(to_json(mixed))
+    done, full, failed = tree["rows"]
+    assert (tree["commands"], tree["loss_step"]) == (["fsdptoys sweep x"], 8)
+    assert tree["skipped"] == [{"varied": {"parallel": "single"}, "reason": "it has one rank"}]
     assert done["settings"]["train.seq_len"] == 24 and done["environment"]["versions"]["torch"] == "2.13.0"
     assert (full["status"], full["reason"], full["steps"]) == ("out of memory", "no room", 3)
     assert failed["words"] == ["parallel=fsdp1", "train.seq_len=4096", "launch.nproc_per_node=2"]

@@ -16,9 +16,9 @@ def silent(exit_status: int) -> ProcessFailure:
     return ProcessFailure(local_rank=0, pid=1, exitcode=exit_status, error_file="<N/A>")
 
 
-def recorded(folder: Path, message: str, told: str) -> ProcessFailure:
+def recorded(folder: Path, message: str, traceback: str) -> ProcessFailure:
     """A rank's exception, as ``worker`` writes it down."""
-    extra = {"py_callstack": told, "time_ns": 1, "rank": 0, "config_error": None, "given_up": None, "final": True}
+    extra = {"py_callstack": traceback, "time_ns": 1, "rank": 0, "config_error": None, "given_up": None, "final": True}
     path = folder / "error.json"
     path.write_text(json.dumps({"message": {"message": message, "extraInfo": extra | {"timestamp": "1"}}}))
     return ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(path))

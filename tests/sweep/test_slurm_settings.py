@@ -107,7 +107,7 @@ from tests.sweep.jobs import CUDA, ON_SLURM
         (
             (*CUDA, "train.seq_len=64", "mesh.fsdp_size=3"),
             (ON_SLURM,),
-            None,  # the run's own mistake, told as it always is
+            None,  # the run's own mistake, with its usual message
         ),
     ],
 )
