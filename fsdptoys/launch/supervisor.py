@@ -318,7 +318,7 @@ class _Workers:
         if self._stop is not None or self._end is not None:
             raise EndedError
         if self._starts > self._failed_starts:
-            print_status("another machine starts again, and so do the workers here")
+            print_status("another node restarted its workers; restarting those of this node")
         if self._starts == 0 and self.launch.min_nodes > 1 and self._token is None:
             print_status("no launch.rdzv_token_file is set, so any machine of this network can join or stop the run")
         os.environ[RESTARTS] = str(self._starts)
@@ -361,7 +361,7 @@ class _Workers:
             self._pids = {}
         self._failures = {}
         count = f"({self._failed_starts} of {self.launch.max_restarts})"
-        print_status(f"{message}; starting again {count}")
+        print_status(f"{message}; restarting {count}")
 
     @contextlib.contextmanager
     def bounded_wait(self) -> Iterator[None]:

@@ -66,7 +66,7 @@ class JsonReader:
         try:
             return _value(parse_json(self._file.read(), max_depth=MAX_DEPTH, non_finite=True))
         except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
-            raise WireError(f"a rank was sent an object that no rank of this run has written ({error})") from None
+            raise WireError(f"a rank received an object that no rank of this run has sent ({error})") from None
 
 
 def use_json() -> None:

@@ -115,7 +115,7 @@ def check_restart(config: Config) -> None:
     of_torchrun = restart_count() > 0 and launch_folder() is None
     if of_torchrun and config.checkpoint.every and config.checkpoint.folder is None:
         raise ConfigError(
-            "metrics.run_dir=null is a new folder at each start, and the ranks were started again; set "
+            "metrics.run_dir=null is a new folder at each start, and the ranks were restarted; set "
             "metrics.run_dir=runs/NAME, so that they find their checkpoints"
         )
 
@@ -151,13 +151,13 @@ def check_same_run(config: Config, facts: dict[str, Any]) -> list[str]:
     if facts["step"] > config.train.steps:
         raise ConfigError(
             f"train.steps={config.train.steps} is behind {where}; set train.steps={before['train']['steps']}, or more "
-            "to go on"
+            "to continue"
         )
     notes = []
     if before["train"]["steps"] != config.train.steps:
         notes.append(
-            f"train.steps was {before['train']['steps']} and is {config.train.steps}: the schedule goes on as if it "
-            "had always been so"
+            f"train.steps was {before['train']['steps']} and is {config.train.steps}: the schedule continues as if "
+            "it had been so from the start"
         )
     return notes
 

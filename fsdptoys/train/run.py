@@ -204,8 +204,8 @@ class Run:
         before, now = found.facts["global_batch"], trainer.batches.global_batch
         if before != now:
             self._say(
-                f"the global batch was {before} sequences and is {now}, so the steps are not those that they would "
-                "have been; train.batch_size and train.grad_accum set it"
+                f"the global batch was {before} sequences and is {now}, so the steps differ from those of the "
+                "uninterrupted run; train.batch_size and train.grad_accum set it"
             )
         if self.rank == 0 and found.step < config.train.steps:
             self._set_weights_aside()
@@ -299,7 +299,7 @@ class Run:
         self._saved = self.checkpoints.save(trainer.steps_done, tensors, facts, random_states(trainer.device), prunes)
         if self._saved:
             seconds = time.perf_counter() - started
-            how = "being written, the steps stood still for" if self.config.checkpoint.async_save else "saved in"
+            how = "being written; training paused for" if self.config.checkpoint.async_save else "saved in"
             self._say(f"checkpoint of step {trainer.steps_done} {how} {seconds:.2f} s")
 
     def _report(self) -> None:

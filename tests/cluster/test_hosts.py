@@ -179,7 +179,7 @@ def test_host_that_is_cut_off_comes_back_to_a_run_that_loses_nothing(
         cut_after = steps_done(folder)
         hosts[1].cut_off()
         try:
-            runs.until(lambda: all("starting again (1 of 2)" in runs.output(host) for host in range(2)))
+            runs.until(lambda: all("restarting (1 of 2)" in runs.output(host) for host in range(2)))
         finally:
             hosts[1].join()
         assert runs.statuses() == [0, 0], runs.output(0) + runs.output(1)

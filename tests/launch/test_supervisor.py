@@ -112,9 +112,8 @@ def test_workers_restart_and_continue_in_the_same_directory(launched: Any) -> No
     assert (status, stderr.splitlines()) == (
         0,
         [
-            "fsdptoys: rank 0 failed: ZeroDivisionError: nothing to divide by; starting again (1 of 3)",
-            "fsdptoys: rank 1 was ended by SIGKILL, as the system does where host memory runs out; "
-            "starting again (2 of 3)",
+            "fsdptoys: rank 0 failed: ZeroDivisionError: nothing to divide by; restarting (1 of 3)",
+            "fsdptoys: rank 1 was ended by SIGKILL, as the system does where host memory runs out; restarting (2 of 3)",
         ],
     )
     assert [(run.folder / f"done{rank}").read_text() for rank in range(2)] == [f"2 {run.folder / 'run'}"] * 2
@@ -126,7 +125,7 @@ def test_last_failure_names_the_used_restarts(launched: Any) -> None:
     status, stderr = launched("worse", max_restarts=1).result()
     assert status == 1
     first, last = stderr.splitlines()
-    assert first == "fsdptoys: rank 1 ended with status 7 and left no traceback; starting again (1 of 1)"
+    assert first == "fsdptoys: rank 1 ended with status 7 and left no traceback; restarting (1 of 1)"
     assert last.startswith(
         "fsdptoys: rank 1 was ended by SIGKILL, as the system does where host memory runs out, after 1 of 1 restarts"
     )

@@ -134,7 +134,7 @@ FOREIGN = [
 @pytest.mark.parametrize("words", FOREIGN, ids=lambda words: repr(words[:50]))
 def test_words_that_no_rank_writes_are_refused(words: bytes) -> None:
     """Oracle: one kind of error, and no instance of anything else."""
-    with pytest.raises(WireError, match="was sent an object that no rank of this run has written"):
+    with pytest.raises(WireError, match="received an object that no rank of this run has sent"):
         JsonReader(io.BytesIO(words)).load()
 
 

@@ -237,7 +237,7 @@ MISTAKES: list[tuple[str, Callable[[], object], str]] = [
     (
         "metrics.run_dir=run checkpoint.resume=auto train.steps=2",
         nothing,
-        "train.steps=2 is behind the checkpoint of step 3; set train.steps=3, or more to go on",
+        "train.steps=2 is behind the checkpoint of step 3; set train.steps=3, or more to continue",
     ),
     (
         "metrics.run_dir=new checkpoint.folder=run/config.yaml",
