@@ -60,7 +60,7 @@ def check_optimizer(
             )
     if not parallel.keeps_parameters and optim.weight_decay > 0 and optim.weight_decay_on is WeightDecayOn.matrices:
         raise ConfigError(
-            "optim.weight_decay_on=matrices cannot tell parameters apart under parallel.use_orig_params=false; "
+            "optim.weight_decay_on=matrices cannot select parameters under parallel.use_orig_params=false; "
             "set optim.weight_decay_on=all or parallel.use_orig_params=true"
         )
 
@@ -168,7 +168,7 @@ def _check_matrices(optim: OptimConfig, parallel: ParallelConfig, memory: Memory
     """Check that matrices are on the device, unsharded or sharded along one dim."""
     if parallel.matrices_lost:
         raise ConfigError(
-            f"optim={optim.name} orthogonalizes whole matrices, which parallel={parallel.name} "
+            f"optim={optim.name} orthogonalizes full matrices, which parallel={parallel.name} "
             f"{parallel.matrices_lost}; set parallel=fsdp2 or optim=adamw"
         )
     for name in ("optimizer_offload", "cpu_offload"):

@@ -20,7 +20,7 @@ class PlanConfig:
     """Assumptions of ``fsdptoys plan``."""
 
     hardware: str = "auto"
-    """Profile in ``configs/hardware``, or a YAML file; auto for this machine's device."""
+    """Profile in ``configs/hardware``, or a YAML file; auto for this node's device."""
     world_size: int | None = field(default=None, metadata=at_least(1, 2**24))
     """Number of ranks to plan for; null for one node of that hardware."""
     memory_gib: float | None = field(default=None, metadata=above(0, 2**20))

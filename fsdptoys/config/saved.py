@@ -77,7 +77,7 @@ def read_config(tree: dict[str, Any], where: str) -> Config:
         if name not in sections:
             sections[name] = _build(kind, tree.get(name, {}), where, name)
     config = Config(**sections)
-    # The run is not repeated here, and this machine may not meet the requirements of these settings.
+    # The run is not repeated here, and this node may not meet the requirements of these settings.
     config.train.eval_every = 0
     config.memory.cpu_threads = None
     config.launch.max_restarts = 0

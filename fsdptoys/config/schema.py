@@ -292,7 +292,7 @@ class Config:
         cores = available_cores()
         if memory.cpu_threads is not None and memory.cpu_threads > cores:
             raise ConfigError(
-                f"memory.cpu_threads={memory.cpu_threads} is over the {cores} cores of this machine; set "
+                f"memory.cpu_threads={memory.cpu_threads} is over the {cores} cores of this node; set "
                 f"memory.cpu_threads={cores}"
             )
         if memory.optimizer_offload and not parallel.keeps_full_states:

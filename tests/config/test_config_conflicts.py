@@ -16,13 +16,13 @@ CONFLICTS = {
     "optim.nesterov=false",
     "optim=muon optim.beta2=1": "optim.beta2=1.0 must be at least 0 and below 1; set optim.beta2=0.95",
     "optim=muon optim.adamw_lr=-1": "optim.adamw_lr=-1.0 must be at least 0; set optim.adamw_lr=null",
-    "optim=muon parallel=fsdp1": "optim=muon orthogonalizes whole matrices, which parallel=fsdp1 cuts elsewhere than "
+    "optim=muon parallel=fsdp1": "optim=muon orthogonalizes full matrices, which parallel=fsdp1 cuts elsewhere than "
     "between rows; set parallel=fsdp2 or optim=adamw",
-    "optim=muon parallel=toy_zero1": "optim=muon orthogonalizes whole matrices, which parallel=toy_zero1 cuts "
+    "optim=muon parallel=toy_zero1": "optim=muon orthogonalizes full matrices, which parallel=toy_zero1 cuts "
     "elsewhere than between rows; set parallel=fsdp2 or optim=adamw",
-    "optim=muon parallel=toy_zero2": "optim=muon orthogonalizes whole matrices, which parallel=toy_zero2 cuts "
+    "optim=muon parallel=toy_zero2": "optim=muon orthogonalizes full matrices, which parallel=toy_zero2 cuts "
     "elsewhere than between rows; set parallel=fsdp2 or optim=adamw",
-    "optim=muon parallel=toy_zero3": "optim=muon orthogonalizes whole matrices, which parallel=toy_zero3 keeps on one "
+    "optim=muon parallel=toy_zero3": "optim=muon orthogonalizes full matrices, which parallel=toy_zero3 keeps on one "
     "rank each; set parallel=fsdp2 or optim=adamw",
     "optim=muon parallel=fsdp2 memory.optimizer_offload=true": "memory.optimizer_offload=true is not an option of "
     "optim=muon, whose update needs whole matrices on the device; set memory.optimizer_offload=false or optim=adamw",
@@ -87,7 +87,7 @@ CONFLICTS = {
     "train.seq_len=1024": "train.seq_len=1024 is over the model's model.max_seq_len=512; set train.seq_len=512",
     "memory.gradient_checkpointing=full memory.checkpointing_start_index=2": "memory.checkpointing_start_index=2 is "
     "past the last of the model's 2 layers; set memory.checkpointing_start_index=0 to checkpoint every block",
-    "parallel=fsdp1 parallel.use_orig_params=false": "optim.weight_decay_on=matrices cannot tell parameters apart "
+    "parallel=fsdp1 parallel.use_orig_params=false": "optim.weight_decay_on=matrices cannot select parameters "
     "under parallel.use_orig_params=false; set optim.weight_decay_on=all or parallel.use_orig_params=true",
     "parallel=ddp train.deterministic=true parallel.reduce_dtype=bfloat16": "parallel.reduce_dtype=bfloat16 "
     "contradicts train.deterministic=true, which reduces in float64; set parallel.reduce_dtype=auto",
@@ -210,7 +210,7 @@ CONFLICTS = {
     "memory.gradient_checkpointing=full memory.activation_offload=true": "memory.activation_offload=true saves nothing "
     "with fewer than 3 checkpointed blocks, of which there are 2; set memory.activation_offload=false",
     "memory.cpu_offload=true memory.cpu_threads=100000": "memory.cpu_threads=100000 is over the "
-    f"{available_cores()} cores of this machine; set memory.cpu_threads={available_cores()}",
+    f"{available_cores()} cores of this node; set memory.cpu_threads={available_cores()}",
     "profile.enabled=true profile.ranks=[a]": "profile.ranks=[a] must be a list of integers; set profile.ranks=[0]",
     "profile.enabled=true profile.ranks=all": "profile.ranks=all must be a list of integers; set profile.ranks=[0]",
     "patches=none": "patches=none must be auto or a list of names; set patches=auto, or patches=[] for none",
