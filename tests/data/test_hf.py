@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from fsdptoys.cli import main as __main__
+from fsdptoys.cli import train as train_command
 from fsdptoys.config.schema import Config
 from fsdptoys.data import HFConfig, PreparedConfig
 from fsdptoys.data import prepare as preparing
 from fsdptoys.data.prepare import prepare_folder
 from fsdptoys.errors import ConfigError
-from fsdptoys.launch import launch
 from fsdptoys.parallel import FSDP2Config
 from fsdptoys.train import run
 from fsdptoys.train.trainer import Trainer
@@ -94,7 +94,7 @@ WORDS = (
 def test_the_launcher_prepares_before_it_starts_ranks(monkeypatch):
     """Oracle: the folder when the ranks would be started."""
     seen = []
-    monkeypatch.setattr(launch, "launch", lambda plan: seen.append(len(list(Path("cache").iterdir()))) or 0)
+    monkeypatch.setattr(train_command, "launch", lambda plan: seen.append(len(list(Path("cache").iterdir()))) or 0)
     assert __main__.main(WORDS.split()) == 0 and seen == [1]
     assert __main__.main([*WORDS.split(), "--cfg", "job"]) == 0 and times_prepared() == 1
 
@@ -108,7 +108,7 @@ def test_a_rank_of_torchrun_prepares_before_it_joins(monkeypatch):
     for name, value in {**ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "environ", os.environ.copy())
-    __main__._work(WORDS.split()[1:])
+    train_command._work(WORDS.split()[1:])
     assert seen == [1]
 
 
@@ -167,7 +167,7 @@ def test_a_text_that_is_too_short_is_reported_before_ranks_start():
 @pytest.mark.usefixtures("corpus")
 def test_an_evaluation_of_nothing_is_refused_before_ranks_start(capsys, monkeypatch):
     """Oracle: the sentence, when one text is prepared, none of which is held out, and each time after that."""
-    monkeypatch.setattr(launch, "launch", lambda plan: pytest.fail("ranks were started"))
+    monkeypatch.setattr(train_command, "launch", lambda plan: pytest.fail("ranks were started"))
     Path("one.txt").write_text("one text " * 500)
     words = "train data=hf data.files=[one.txt] data.cache=cache data.eval_fraction=0.05 train.eval_every=1"
     for _ in range(2):
