@@ -94,9 +94,8 @@ def calibrate_command(words: Sequence[str], predictor: Predictor, console: Conso
     if out is not None and (out.exists() or out.suffix not in (".yaml", ".yml")):
         raise ConfigError(f"out={out} must be a new YAML file; set out={out.stem}_new.yaml")
     if out is not None and not out.parent.is_dir():
-        raise ConfigError(
-            f"out={out} is in {out.parent}, which is not a folder; set out={out.name} or create the folder"
-        )
+        fix = f"set out={out.name} or create the folder"
+        raise ConfigError(f"out={out} is in {out.parent}, which is not a folder; {fix}")
     result = calibrate_runs(paths, hardware, predictor)
     if out is None:
         out = Path(f"{result.hardware.name}_calibrated.yaml")

@@ -42,15 +42,24 @@ SHALLOW_LAYERS = 4  # Blocks of the model in which gaps between allocations are 
 def closed_form(config: Config, hardware: Hardware, world_size: int, allocator: AllocatorKind) -> Prediction:
     """Predict one rank's memory and time for a validated configuration."""
     train, setup = config.train, _setup(config, hardware, world_size)
-    local_ranks = getattr(config.parallel, "simulated_ranks", 1)
-    micro_batches = train.grad_accum * local_ranks
+    micro_batches = train.grad_accum * getattr(config.parallel, "simulated_ranks", 1)
     ledger, model = _run_steps(setup, hardware, micro_batches, None)
     gaps = _gaps(setup, hardware, micro_batches, allocator)
-    streams = {name: _whole_pages(bytes) + gaps.get(name, 0) for name, bytes in ledger.highest.items() if bytes}
-    tokens = train.batch_size * train.seq_len * train.grad_accum * local_ranks
-    dtype = config.parallel.param_dtype.value
-    peak_flops = hardware.peak_flops.get(dtype)
-    sums, step_seconds = ledger.sums, max(ledger.compute, ledger.host)
+    streams = {name: _full_pages(bytes) + gaps.get(name, 0) for name, bytes in ledger.highest.items() if bytes}
+    memory = MemoryPrediction(
+        end_bytes=ledger.total,
+        peak_bytes=ledger.peak,
+        reserved_bytes=sum(streams.values()),
+        peak_phase=ledger.peak_phase,
+        categories={category: bytes for category, bytes in ledger.peak_categories.items() if bytes},
+        streams=streams,
+        host_bytes=model.offload_bytes + model.update.host_bytes,
+    )
+    step = max(ledger.compute, ledger.host)
+    busy, communication, transfers = (ledger.sums[name] for name in ("busy", "communication", "transfers"))
+    parts = (step, busy, communication, transfers, max(0.0, step - busy - communication - transfers))
+    tokens = train.batch_size * train.seq_len * micro_batches
+    peak_flops = hardware.peak_flops.get(config.parallel.param_dtype.value)
     return Prediction(
         method="closed form",
         hardware=hardware.name,
@@ -58,24 +67,8 @@ def closed_form(config: Config, hardware: Hardware, world_size: int, allocator: 
         tokens_per_step=tokens * world_size,
         model_flops_per_step=tokens * _flops(repr(config.model), train.seq_len, Uncached(config.model)),
         peak_flops=peak_flops.value if peak_flops else None,
-        memory=MemoryPrediction(
-            end_bytes=ledger.total,
-            peak_bytes=ledger.peak,
-            reserved_bytes=sum(streams.values()),
-            peak_phase=ledger.peak_phase,
-            categories={category: bytes for category, bytes in ledger.peak_categories.items() if bytes},
-            streams=streams,
-            host_bytes=model.offload_bytes + model.update.host_bytes,
-        ),
-        time=TimePrediction(
-            step_seconds=step_seconds,
-            compute_seconds=sums["busy"],
-            exposed_communication_seconds=sums["communication"],
-            exposed_transfer_seconds=sums["transfers"],
-            host_seconds=max(0.0, step_seconds - sums["busy"] - sums["communication"] - sums["transfers"]),
-            kinds=dict(ledger.kinds),
-            volumes=ledger.all_volumes(),
-        ),
+        memory=memory,
+        time=TimePrediction(*parts, dict(ledger.kinds), ledger.all_volumes()),
         device_type=hardware.device_type,
         doubts=_doubts(config, allocator),
     )
@@ -125,7 +118,7 @@ def _gaps(setup: StepSetup, hardware: Hardware, micro_batches: int, kind: Alloca
     ledger, _ = _run_steps(_shallow(setup), hardware, min(2, micro_batches), allocator)
     reserved = allocator.reserved_by_stream
     return {
-        name: reserved[number] - _whole_pages(ledger.highest[name])
+        name: reserved[number] - _full_pages(ledger.highest[name])
         for name, number in ledger.stream_numbers.items()
         if number in reserved
     }
@@ -137,14 +130,11 @@ def _shallow(setup: StepSetup) -> StepSetup:
     kinds = list(dict.fromkeys(map(id, segments.blocks)))
     last_new = max(next(i for i, block in enumerate(segments.blocks) if id(block) == kind) for kind in kinds)
     depth = max(SHALLOW_LAYERS, last_new + 1)
-    return dataclasses.replace(
-        setup,
-        segments=dataclasses.replace(segments, blocks=segments.blocks[:depth]),
-        units=dataclasses.replace(units, blocks=units.blocks[:depth]),
-    )
+    segments = dataclasses.replace(segments, blocks=segments.blocks[:depth])
+    return dataclasses.replace(setup, segments=segments, units=dataclasses.replace(units, blocks=units.blocks[:depth]))
 
 
-def _whole_pages(bytes: int) -> int:
+def _full_pages(bytes: int) -> int:
     return -(-bytes // LARGE_SEGMENT_BYTES) * LARGE_SEGMENT_BYTES
 
 

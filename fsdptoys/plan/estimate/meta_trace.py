@@ -58,7 +58,7 @@ class MetaTrace:
     backward: bool = False
     _peak: int = 0
     _start: int = 0
-    _operators: list[Operator] = field(default_factory=list)
+    operators: list[Operator] = field(default_factory=list)
     _storages: list[tuple[int, int]] = field(default_factory=list)
     _count: int = INPUT  # Number of the next storage; the input has the first
 
@@ -68,17 +68,10 @@ class MetaTrace:
 
     def cut(self, part: str = "", backward: bool = False) -> None:
         """End a stage and start one."""
-        if self._operators or self._storages:
-            self.stages.append(
-                Stage(
-                    part=self.part,
-                    backward=self.backward,
-                    peak_bytes=self._peak - self._start,
-                    net_bytes=self.live - self._start,
-                    operators=tuple(self._operators),
-                    storages=tuple(self._storages),
-                )
-            )
+        if self.operators or self._storages:
+            peak_bytes, net_bytes = self._peak - self._start, self.live - self._start
+            events = tuple(self.operators), tuple(self._storages)
+            self.stages.append(Stage(self.part, self.backward, peak_bytes, net_bytes, *events))
         self.part, self.backward = part, backward
         self.begin()
 
@@ -86,7 +79,7 @@ class MetaTrace:
         """Discard the events since the last cut."""
         self._count = max(self._count, INPUT + 1)
         self._peak = self._start = self.live
-        self._operators, self._storages = [], []
+        self.operators, self._storages = [], []
 
     def scratch(self, sizes: list[int]) -> None:
         """Count a kernel's temporary memory."""
@@ -94,10 +87,6 @@ class MetaTrace:
         numbers = range(self._count, self._count + len(sizes))
         self._count += len(sizes)
         self._storages += [*zip(numbers, sizes, strict=True), *((number, 0) for number in numbers)]
-
-    def ran(self, operator: Operator) -> None:
-        """Count an operator."""
-        self._operators.append(operator)
 
     def see(self, tensor: Tensor) -> None:
         """Record a new storage until it dies."""
@@ -154,7 +143,7 @@ class MetaRecorder(TorchDispatchMode):
         # The output may be a sum in a wider dtype than the operands.
         operands = [tensor for argument, tensor in inputs if not argument.writes] or [*made, *(t for _, t in inputs)]
         dtype = dtype_name(max(operands, key=Tensor.numel))
-        trace.ran(Operator(kind, flops, traffic(name, args, inputs, fresh), dtype))
+        trace.operators.append(Operator(kind, flops, traffic(name, args, inputs, fresh), dtype))
         return results
 
 

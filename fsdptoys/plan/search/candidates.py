@@ -72,20 +72,14 @@ class Combinations:
         strategy = self._strategy(changes)
         if not strategy.shards_parameters:
             return
-        others = [
-            {"parallel": name}
-            for name, kind in STRATEGIES.items()
-            if kind.shards_parameters and (kind is strategy or name in self.space.strategies)
-        ]
+        names = [strategy.name, *(name for name in self.space.strategies if STRATEGIES[name].shards_parameters)]
+        others: list[Changes] = [{"parallel": name} for name in STRATEGIES if name in names]
         executors: list[Changes] = [{}]
         if "memory.cpu_offload_executor" in changes:
             executors += [{"memory.cpu_offload_executor": CPUOffloadExecutor.native}]
-        for parts in _products(
-            self._allowed(others),
-            self._allowed(executors),
-            self._allowed([{"parallel.wrap": wrap} for wrap in self.space.wraps]),
-            self._allowed([{"parallel.reshard_after_forward": reshard} for reshard in self.space.reshards]),
-        ):
+        wraps: list[Changes] = [{"parallel.wrap": wrap} for wrap in self.space.wraps]
+        reshards: list[Changes] = [{"parallel.reshard_after_forward": reshard} for reshard in self.space.reshards]
+        for parts in _products(*(self._allowed(each) for each in (others, executors, wraps, reshards))):
             one = {**changes, **parts}
             overlapped = one.get("memory.cpu_offload_executor") is CPUOffloadExecutor.overlapped
             if not overlapped or self._strategy(one).overlaps_cpu_offload:
@@ -103,16 +97,16 @@ class Combinations:
         shards = strategy.shards_parameters
         # Every second size; the others are tried next to the best.
         sizes = [*self._sizes[:-1:2], -1] if shards else [-1]
-        lists: list[list[Changes]] = [[{"mesh.fsdp_size": size} for size in sizes]]
         typed = "memory.activation_offload" in self.fixed
         offloading = (False, True) if self.space.activation_offload or typed else (False,)
-        checkpointing: list[Changes] = [{"memory.gradient_checkpointing": GradientCheckpointing.none}]
-        for mode in (GradientCheckpointing.selective, GradientCheckpointing.full):
-            checkpointing += [
-                {"memory.gradient_checkpointing": mode, "memory.activation_offload": offload} for offload in offloading
-            ]
-        lists.append(checkpointing)
-        lists.append(self._allowed(CHUNKED)[:1])
+        checkpointing: list[Changes] = [
+            {"memory.gradient_checkpointing": GradientCheckpointing.none},
+            *(
+                {"memory.gradient_checkpointing": mode, "memory.activation_offload": offload}
+                for mode in (GradientCheckpointing.selective, GradientCheckpointing.full)
+                for offload in offloading
+            ),
+        ]
         offloads: list[Changes] = [{"memory.optimizer_offload": False, "memory.cpu_offload": False}]
         if self.space.optimizer_offload:
             offloads.append({"memory.optimizer_offload": True, "memory.cpu_offload": False})
@@ -123,8 +117,8 @@ class Combinations:
             offloads.append(
                 {"memory.cpu_offload": True, "memory.optimizer_offload": False, "memory.cpu_offload_executor": best}
             )
-        lists.append(offloads)
-        return [self._allowed(alternatives) for alternatives in lists]
+        mesh = [{"mesh.fsdp_size": size} for size in sizes]
+        return [self._allowed(each) for each in (mesh, checkpointing, self._allowed(CHUNKED)[:1], offloads)]
 
     def _allowed(self, alternatives: Sequence[Changes]) -> list[Changes]:
         """The alternatives that keep fixed values, or one without any change."""

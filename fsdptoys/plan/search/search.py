@@ -17,6 +17,7 @@ files of data and weights; a node's host memory, unless given.
 """
 
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -145,12 +146,9 @@ def largest_preset(
     *,
     space: Space = SENSIBLE,
 ) -> tuple[str, Candidate]:
-    """Name and fastest candidate of the largest preset that fits; arguments as in :func:`search`.
+    """Name and fastest candidate of the largest preset that fits; arguments and errors as in :func:`search`.
 
     ``train.seq_len`` is lowered to a preset's maximum.
-
-    Raises:
-        ConfigError: if not even the smallest fits.
     """
     base = config_for(words)
     failure: ConfigError | None = None
@@ -186,11 +184,8 @@ class _Exploration:
 
     def __post_init__(self) -> None:
         # A run takes none of the planner's overrides except a custom profile.
-        self.words = tuple(
-            word
-            for word in self.overrides
-            if not word.startswith("plan.") or (word.startswith("plan.hardware=") and word.endswith((".yaml", ".yml")))
-        )
+        profile = re.compile(r"plan\.hardware=.*\.ya?ml$")
+        self.words = tuple(word for word in self.overrides if not word.startswith("plan.") or profile.match(word))
         self.fixed = frozenset(word.partition("=")[0] for word in self.overrides)
         self.node_ranks = node_ranks_of(self.base, self.hardware, self.world_size)
         self.fitting: list[Candidate] = []

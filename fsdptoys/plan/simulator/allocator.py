@@ -57,10 +57,8 @@ class OutOfMemory(Exception):  # noqa: N818 (PyTorch's own words)
     def __init__(self, requested_bytes: int, allocated_bytes: int, reserved_bytes: int, limit_bytes: int) -> None:
         self.requested_bytes, self.allocated_bytes = requested_bytes, allocated_bytes
         self.reserved_bytes, self.limit_bytes = reserved_bytes, limit_bytes
-        super().__init__(
-            f"a request for {requested_bytes} bytes does not fit: {allocated_bytes} are allocated and {reserved_bytes} "
-            f"reserved of {limit_bytes}"
-        )
+        held = f"{allocated_bytes} are allocated and {reserved_bytes} reserved of {limit_bytes}"
+        super().__init__(f"a request for {requested_bytes} bytes does not fit: {held}")
 
 
 class Block:
@@ -208,9 +206,8 @@ class Allocator(ABC):
         return True
 
     def _new_addresses(self) -> int:
-        address = self._next_address
         self._next_address += ADDRESSES
-        return address
+        return self._next_address - ADDRESSES
 
     @staticmethod
     def _cut(block: Block, size: int) -> Block:

@@ -53,9 +53,7 @@ def transfer_seconds(hardware: Hardware, bytes: int) -> float:
 
 def host_work_seconds(hardware: Hardware, bytes: int, elements: int = 0) -> float:
     """Time of an operator on host memory: the update of ``elements`` parameters, or else ``bytes`` of traffic."""
-    if elements:
-        return cpu_update_seconds(hardware, elements)
-    return bytes / hardware.cpu_bandwidth.value
+    return cpu_update_seconds(hardware, elements) if elements else bytes / hardware.cpu_bandwidth.value
 
 
 def cpu_update_seconds(hardware: Hardware, parameters: int) -> float:

@@ -123,21 +123,9 @@ class Mark(NamedTuple):
     phase: str
 
 
-Event = (
-    Alloc
-    | Free
-    | RecordStream
-    | Kernel
-    | HostWork
-    | Transfer
-    | Collective
-    | RecordEvent
-    | WaitEvent
-    | HostWaitEvent
-    | HostWaitStream
-    | HostWaitWorkers
-    | Mark
-)
+Work = Kernel | HostWork | Transfer | Collective
+Wait = RecordEvent | WaitEvent | HostWaitEvent | HostWaitStream | HostWaitWorkers
+Event = Alloc | Free | RecordStream | Work | Wait | Mark
 
 
 @dataclass

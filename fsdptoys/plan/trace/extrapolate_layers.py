@@ -64,10 +64,7 @@ def block_kind(block: nn.Module) -> tuple[object, ...]:
 def extrapolate(shallow: T, deep: T, depths: tuple[int, int], n_layers: int) -> T:
     """Draw a line through every number of two results of the same kind, and read it at another depth.
 
-    Args:
-        shallow: a dataclass of numbers, or of dicts, lists and tuples of such, for ``depths[0]`` layers.
-        deep: the same for ``depths[1]``. A key missing in one of them counts as zero.
-        n_layers: depth of the result.
+    Results are dataclasses of numbers, or of dicts, lists and tuples of such; a key missing in one of them is zero.
     """
     steps = (n_layers - depths[1]) / (depths[1] - depths[0])
 

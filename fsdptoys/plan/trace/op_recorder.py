@@ -100,10 +100,9 @@ class OpRecorder(TorchDispatchMode):
             return NotImplemented
         if self._silent or not self._recording:
             return func(*args, **(kwargs or {}))
-        handler = self._handlers.get(func)
-        if handler is None:
-            handler = self._handlers[func] = self._handler(func)
-        return handler(func, args, kwargs or {})
+        if func not in self._handlers:
+            self._handlers[func] = self._handler(func)
+        return self._handlers[func](func, args, kwargs or {})
 
     def _handler(self, func: Any) -> Handler:
         name = func._schema.name

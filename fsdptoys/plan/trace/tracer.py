@@ -56,20 +56,17 @@ TIMEOUT_SECONDS = 1800.0
 DEVICE_TYPES = {AttentionKind.flash: "cuda", AttentionKind.npu: "npu", AttentionKind.cpu: "cpu"}
 """Kind of attention → its device type."""
 
-PURPOSES = {
-    "all_gather_copy_in_stream": "all-gather copy-in",
-    "all_gather_stream": "all-gather",
-    "reduce_scatter_stream": "reduce-scatter",
-    "all_reduce_stream": "all-reduce",
-    "_pre_unshard_stream": "all-gather copy-in",
-    "_unshard_stream": "all-gather",
-    "_post_backward_stream": "reduce-scatter",
-    "_all_reduce_stream": "all-reduce",
-    "_load_stream": "load",
-    "_store_stream": "store",
-    "_stream": "activation offload",
+HOLDERS = {
+    "all-gather copy-in": ("all_gather_copy_in_stream", "_pre_unshard_stream"),
+    "all-gather": ("all_gather_stream", "_unshard_stream"),
+    "reduce-scatter": ("reduce_scatter_stream", "_post_backward_stream"),
+    "all-reduce": ("all_reduce_stream", "_all_reduce_stream"),
+    "load": ("_load_stream",),
+    "store": ("_store_stream",),
+    "activation offload": ("_stream",),
 }
-"""Attribute that holds a stream, in PyTorch's FSDP and here → the stream's purpose."""
+"""Purpose of a stream → attributes that hold it, in PyTorch's FSDP2, FSDP1 and here."""
+PURPOSES = {name: purpose for purpose, names in HOLDERS.items() for name in names}
 
 Program = Callable[[OpRecorder], None]
 
@@ -77,21 +74,15 @@ Program = Callable[[OpRecorder], None]
 def trace(config: Config, hardware: Hardware, world_size: int, n_layers: Sequence[int]) -> list[Trace]:
     """Trace rank 0 of a validated run at several depths, in a process of its own.
 
-    Raises:
-        ConfigError: if the run itself would raise one.
-        RuntimeError: any other failure, with the traceback of the process.
+    A ConfigError of the run itself is raised here; any other failure is a RuntimeError with the process's traceback.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with open(folder / REQUEST, "wb") as file:
             pickle.dump((config, hardware, world_size, list(n_layers)), file)
         # Hide real devices, and keep an installed torch_npu from taking the fake device's place.
-        environment = os.environ | {
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        }
+        hidden = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+        environment = os.environ | hidden | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         stderr = _run([sys.executable, "-m", "fsdptoys.plan.trace.trace_process", name], environment)
         return [_read_answer(folder / ANSWER.format(index), stderr) for index in range(len(n_layers))]
 
@@ -102,12 +93,10 @@ def _read_answer(path: Path, stderr: str) -> Trace:
         with open(path, "rb") as file:
             answer = pickle.load(file)
     except FileNotFoundError:
-        if not stderr.strip():
-            raise ConfigError(
-                "the trace was killed before its end, most likely for lack of host memory; set plan.exact=false, or "
-                "free memory"
-            ) from None
-        raise RuntimeError(f"the tracing process ended without an answer:\n{stderr}") from None
+        if stderr.strip():
+            raise RuntimeError(f"the tracing process ended without an answer:\n{stderr}") from None
+        killed = "the trace was killed before its end, most likely for lack of host memory"
+        raise ConfigError(f"{killed}; set plan.exact=false, or free memory") from None
     if isinstance(answer, Trace):
         return answer
     kind, message = answer
@@ -122,9 +111,8 @@ def _run(command: list[str], environment: dict[str, str]) -> str:
     try:
         return process.communicate(timeout=TIMEOUT_SECONDS)[1]
     except subprocess.TimeoutExpired as late:
-        raise ConfigError(
-            f"the trace took over {TIMEOUT_SECONDS:g} s; set plan.exact=false, or plan fewer layers"
-        ) from late
+        fix = "set plan.exact=false, or plan fewer layers"
+        raise ConfigError(f"the trace took over {TIMEOUT_SECONDS:g} s; {fix}") from late
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -163,10 +151,10 @@ def trainer_program(config: Config, hardware: Hardware) -> Program:
                 _watch_head(module, recorder)
         trainer.train(on_step=lambda step: recorder.mark(step.step, "end"))
         tokens = config.train.batch_size * config.train.seq_len * config.train.grad_accum
-        recorder.trace.n_layers = config.model.n_layers
-        recorder.trace.steps = STEPS
-        recorder.trace.tokens_per_step = tokens * trainer.strategy.local_data_ranks
-        recorder.trace.model_flops_per_step = trainer.flops_per_token * recorder.trace.tokens_per_step
+        made = recorder.trace
+        made.n_layers, made.steps = config.model.n_layers, STEPS
+        made.tokens_per_step = tokens * trainer.strategy.local_data_ranks
+        made.model_flops_per_step = trainer.flops_per_token * made.tokens_per_step
 
     return run
 
@@ -189,16 +177,10 @@ def _steps_only(config: Config) -> Config:
     memory = copy.copy(config.memory)
     # One thread: a replay cannot show the gain of several.
     memory.checkpointing_budget, memory.cpu_threads = None, 1
-    return dataclasses.replace(
-        config,
-        train=train,
-        memory=memory,
-        data=SyntheticConfig(eval_samples=0, mask_documents=config.data.mask_documents),
-        checkpoint=CheckpointConfig(),
-        profile=ProfileConfig(),
-        debug=DebugConfig(),
-        model=dataclasses.replace(config.model, init_from=None),
-    )
+    data = SyntheticConfig(eval_samples=0, mask_documents=config.data.mask_documents)
+    model = dataclasses.replace(config.model, init_from=None)
+    off = {"checkpoint": CheckpointConfig(), "profile": ProfileConfig(), "debug": DebugConfig()}
+    return dataclasses.replace(config, train=train, memory=memory, data=data, model=model, **off)  # type: ignore[arg-type]
 
 
 def _known(trainer: Trainer) -> Iterator[tuple[Category, Tensor]]:
