@@ -67,13 +67,9 @@ class RunRecorder:
         make_room: Callable[[], bool] = lambda: False,
         prediction: Prediction | None = None,
     ) -> None:
-        self._prediction = prediction
-        self._config = config
-        self._title = title
-        self._config_tree = config_tree
-        self._environment = environment
-        self._planned_steps = steps
-        self._references = references
+        self._prediction, self._config, self._title = prediction, config, title
+        self._config_tree, self._environment = config_tree, environment
+        self._planned_steps, self._references = steps, references
         self._last_counts: list[list[int]] | None = None
         self._counts_step = 0
         self._started = time.perf_counter()

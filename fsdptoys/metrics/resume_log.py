@@ -91,7 +91,7 @@ def truncate_or_move(folder: Path, resumed: ResumePoint) -> ResumedFiles:
                 f"{path} {has} that the checkpoint {resumed.checkpoint} saw; its whole lines up to step "
                 f"{resumed.step} are kept"
             )
-            kept[path] = _whole_lines(content, resumed.step)
+            kept[path] = _complete_lines_bytes(content, resumed.step)
     for path, length in kept.items():
         if path.exists():
             with open_regular(path, "r+b") as file:
@@ -142,7 +142,7 @@ def read_resumes(path: Path) -> list[Resume]:
             resume = Resume(**parse_json(line, non_finite=True))
         except (ValueError, TypeError):
             continue
-        if _is_sound(resume):
+        if _has_valid_types(resume):
             resumes.append(resume)
     return resumes
 
@@ -223,7 +223,7 @@ def _read(path: Path) -> bytes:
         return b""
 
 
-def _is_sound(resume: Resume) -> bool:
+def _has_valid_types(resume: Resume) -> bool:
     """Whether each value has its annotated type; the summary and the plots rely on it."""
     ranks, texts = (resume.world_size_before, resume.world_size), (resume.checkpoint, resume.moved_to)
     changes = resume.changed
@@ -247,7 +247,7 @@ def _ends_with_step(content: bytes, step: int, exactly: bool) -> bool:
     return last is not None and content.endswith(b"\n") and (last == step or (not exactly and last < step))
 
 
-def _whole_lines(content: bytes, step: int) -> int:
+def _complete_lines_bytes(content: bytes, step: int) -> int:
     """Bytes of the complete lines before the first line of a later step."""
     length = 0
     for line in content.splitlines(keepends=True):

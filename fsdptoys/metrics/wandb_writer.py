@@ -62,7 +62,7 @@ class WandbWriter:
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb  # takes seconds
 
-        run_id, goes_on = _claim_id(run.run_dir / WANDB_FOLDER, run.done)
+        run_id, resumes = _claim_id(run.run_dir / WANDB_FOLDER, run.done)
         settings: dict[str, Any] = {
             "silent": True,
             "console": "off",
@@ -79,7 +79,7 @@ class WandbWriter:
             mode=self._mode.value,
             id=run_id,
             # Offline, the id alone identifies the resumed run.
-            resume="allow" if goes_on and self._mode is WandbMode.online else None,
+            resume="allow" if resumes and self._mode is WandbMode.online else None,
             name=str(run.run_dir)[-LONGEST_NAME:],
             dir=str(run.run_dir),
             config={"title": run.title, **run.config_tree, "environment": run.environment},
