@@ -1,20 +1,20 @@
-"""The errors that have a name of their own: what a user can mend, and how a run may end that nobody can."""
+"""Exceptions that determine the exit status of a command."""
 
 
 class ConfigError(ValueError):
-    """A mistake in the configuration, told in one sentence that names key, value and fix.
+    """A configuration mistake. The message is one sentence that names the key, the value and a fix.
 
-    The command line prints the sentence alone, without a traceback, and exits with status 2.
+    The command line prints the message without a traceback and exits with status 2.
     """
 
 
 class GivenUpError(RuntimeError):
-    """The run ended itself, since going on, or starting again, makes no sense; the message says why."""
+    """The run stopped itself because neither continuing nor restarting would help; the message gives the reason."""
 
 
 class LostWorkerError(RuntimeError):
-    """A process that made batches ahead has ended; the message says which, and what may have ended it."""
+    """A process that prefetches batches has ended; the message names it and possible causes."""
 
 
 class LostRanksError(RuntimeError):
-    """A collective timed out or broke; the message says which ranks did not arrive."""
+    """A collective timed out or failed; the message names the ranks that did not arrive."""

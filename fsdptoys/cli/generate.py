@@ -30,7 +30,7 @@ def generate_command(words: Sequence[str]) -> int:
             f"fsdptoys generate needs one run or folder, and {given}; write fsdptoys generate runs/NAME --prompt TEXT"
         )
     if not prompts:
-        raise ConfigError(f"there is no prompt to go on from; write fsdptoys generate {places[0]} --prompt TEXT")
+        raise ConfigError(f"there is no prompt to continue; write fsdptoys generate {places[0]} --prompt TEXT")
     draw = _read_draw(options)
     device, dtype = read_device(options.device, options.dtype)
 
@@ -77,7 +77,7 @@ def _read_draw(options: argparse.Namespace) -> Draw:
 def _check_prompt(prompt: str, ids: list[int], context: int, trained: TrainedModel) -> None:
     if not ids:
         raise ConfigError(
-            f"--prompt {prompt!r:.40} is no token, and the model needs one to go on from; write a longer one"
+            f"--prompt {prompt!r:.40} encodes to no token, and the model needs one; write a longer prompt"
         )
     check_ids(ids, trained.config.vocab_size, f"--prompt {prompt!r:.40}")
     if len(ids) > context:

@@ -54,5 +54,5 @@ def explain_environment(error: Exception) -> str | None:
         value = os.environ.get("TORCH_LOGS", "")
         return f"TORCH_LOGS={one_line(value)} in the environment names no log of PyTorch; unset it"
     if isinstance(error, RuntimeError) and "determine home directory" in str(error):  # pathlib's
-        return "the home folder that ~ stands for is not known; set HOME, or write the path without ~"
+        return "the home folder is unknown, so ~ cannot be expanded; set HOME, or write the path without ~"
     return None

@@ -260,17 +260,17 @@ def _check_value(key: str, raw: str, value: Any, option: Option) -> None:
         return
     if wanted is Any and isinstance(option.default, int):
         wanted = int | str  # declared as Any, since OmegaConf does not support this union
-    expected, mended = _mismatch(wanted, value, raw)
+    expected, corrected = _mismatch(wanted, value, raw)
     if expected is None:
         return
-    if wanted is bool and mended is None:
+    if wanted is bool and corrected is None:
         fix = f"set {key}=true or {key}=false"
-    elif mended is None:
+    elif corrected is None:
         fix = f"set {_example(key, {key: option})}"
     elif isinstance(wanted, type) and issubclass(wanted, Enum):
-        fix = f"did you mean {key}={mended}?"
+        fix = f"did you mean {key}={corrected}?"
     else:
-        fix = f"set {key}={mended}"
+        fix = f"set {key}={corrected}"
     raise ConfigError(f"{key}={raw} must be {expected}{' or null' if nullable else ''}; {fix}")
 
 
@@ -298,8 +298,8 @@ def _mismatch(wanted: Any, value: Any, raw: str) -> tuple[str | None, str | None
         (kind,) = typing.get_args(wanted)
         if isinstance(value, list) and all(_is_item(item, kind) for item in value):
             return None, None
-        mended = f"[{raw}]" if _is_item(value, kind) else None
-        return {int: "a list of integers", float: "a list of finite numbers"}.get(kind, "a list"), mended
+        corrected = f"[{raw}]" if _is_item(value, kind) else None
+        return {int: "a list of integers", float: "a list of finite numbers"}.get(kind, "a list"), corrected
     if wanted == int | str:  # the dataclass checks the words themselves
         return (None if isinstance(value, str) or type(value) is int else "an integer or a word"), None
     if wanted is Any:  # one word, or several

@@ -79,7 +79,7 @@ def read_base(definition: SweepDefinition, where: str, choices: Choices) -> tupl
             )
         twice = [axis.key for axis in base if axis.key in definition.grid]
         if twice:
-            raise ConfigError(f"{twice[0]} stands in base and in grid; keep one of them")
+            raise ConfigError(f"{twice[0]} is set in base and in grid; keep one of them")
     except ConfigError as mistake:
         raise ConfigError(f"the sweep {where} says: {mistake}") from mistake
     return [*base, *grid], rows

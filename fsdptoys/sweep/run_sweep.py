@@ -85,8 +85,8 @@ def run_sweep(
         return _run(sweep, arrangement, asked.launcher_words, make_tables, train)
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be written ({error.strerror or error}); make room, and go on with fsdptoys sweep --resume "
-            f"{shlex.quote(str(path))}"
+            f"{path} cannot be written ({error.strerror or error}); make room, and continue with fsdptoys sweep "
+            f"--resume {shlex.quote(str(path))}"
         ) from error
     finally:
         lock.release()
@@ -100,7 +100,7 @@ def _before(asked: SweepArguments) -> Sweep | None:
         if not is_sweep_dir(asked.resume_dir):
             raise ConfigError(
                 f"--resume {asked.resume_dir} is no folder of a sweep, which has a {SWEEP_FILE}; name one, or leave "
-                "the folder out to go on with the newest that has the same words"
+                "the folder out to continue the newest sweep with the same arguments"
             )
         return read_sweep(asked.resume_dir)
     if not asked.words:
@@ -154,7 +154,7 @@ def _sweep(
 
 def _refuse_used(out: Path) -> None:
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ConfigError(f"--out {out} is there already; name a new folder, or go on in it with --resume {out}")
+        raise ConfigError(f"--out {out} already exists; name a new folder, or continue it with --resume {out}")
 
 
 def _new_folder(out: Path | None, title: str) -> Path:
@@ -227,8 +227,8 @@ def _refuse_queued(arrangement: Arrangement, queued: Collection[str], path: Path
     for job in (*arrangement.to_run, *arrangement.changed):
         if job.name in queued:
             raise ConfigError(
-                f"job {job.name} of {path} is still a batch queue's; wait for its end, cancel it there, or go on with "
-                "the same hydra/launcher="
+                f"job {job.name} of {path} is still a batch queue's; wait for its end, cancel it there, or continue "
+                "with the same hydra/launcher="
             )
 
 
@@ -256,7 +256,7 @@ def _run(
     if number is not None:
         name = signal.Signals(number).name
         command = f"fsdptoys sweep --resume {shlex.quote(str(sweep.path))}"
-        print_status(f"fsdptoys: stopped by {name}; {command} goes on")
+        print_status(f"fsdptoys: stopped by {name}; {command} continues it")
         return 128 + number
     bad = [job for job in now.jobs if job.status.value != "done"]
     if bad:

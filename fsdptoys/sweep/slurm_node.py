@@ -189,5 +189,7 @@ def _follow(folder: Path, node: int, request: QueueRequest, train: Sequence[str]
     deadline = time.monotonic() + FIRST_NODE_SECONDS
     while process.returncode and read_job(folder).status is JobStatus.running:
         if time.monotonic() > deadline:
-            raise RuntimeError(f"node {node}: its launcher ended with status {process.returncode}, the first goes on")
+            raise RuntimeError(
+                f"node {node}: its launcher ended with status {process.returncode}; the first node continues"
+            )
         time.sleep(POLL_SECONDS)

@@ -214,7 +214,7 @@ def test_a_tokenizer_that_is_gone_is_told(data: DataConfig, reason: str, places:
          "runs/NAME --prompt TEXT"),
         ("run folder --prompt a", "fsdptoys generate needs one run or folder, and 2 were given; write fsdptoys "
          "generate runs/NAME --prompt TEXT"),
-        ("run", "there is no prompt to go on from; write fsdptoys generate run --prompt TEXT"),
+        ("run", "there is no prompt to continue; write fsdptoys generate run --prompt TEXT"),
         ("run --prompt", "--prompt has no value; write --prompt TEXT, or --prompt=--x for one with dashes"),
         ("run --promt a", "--promt is not an option of fsdptoys generate; did you mean --prompt?"),
         ("run tokens=3 --prompt a", "tokens=3 lacks its dashes; write --tokens 3"),
@@ -238,8 +238,8 @@ def test_a_tokenizer_that_is_gone_is_told(data: DataConfig, reason: str, places:
         ("run --prompt a --tokenizer ids", "'a' is no token id; write ids as in '17 4 1003', or another --tokenizer"),
         ("run --prompt 256 --tokenizer ids", "--prompt '256' has token 256 at position 0, and the model's ids end at "
          "255; give the --tokenizer that it was trained with"),
-        ("run --prompt= --tokenizer ids", "--prompt '' is no token, and the model needs one to go on from; write a "
-         "longer one"),
+        ("run --prompt= --tokenizer ids", "--prompt '' encodes to no token, and the model needs one; write a "
+         "longer prompt"),
         ("run --prompt abcdefghijklmnopq --tokenizer bytes", "--prompt 'abcdefghijklmnopq' has 17 tokens, and the "
          "model sees 16; shorten it, or write --context 17"),
         ("run --prompt a --tokenizer bytes --context 65", "--context 65 is more than model.max_seq_len=64; write "

@@ -35,7 +35,7 @@ MISTAKES = {
     "one of them); correct it",
     "grid: {a: [1], a: [2]}": "{path} cannot be read (a occurs twice in one mapping, which keeps one of them); correct "
     "it",
-    "base: [a=1]\ngrid: {a: [1]}": "the sweep {path} says: a stands in base and in grid; keep one of them",
+    "base: [a=1]\ngrid: {a: [1]}": "the sweep {path} says: a is set in base and in grid; keep one of them",
     "rows: [[metrics.run_dir=a]]": "the sweep {path} says: metrics.run_dir=a is not for a sweep, since each job of a "
     "sweep has a run directory of its own; leave it out",
 }

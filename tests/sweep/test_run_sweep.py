@@ -141,7 +141,7 @@ def test_a_signal_keeps_what_is_done_and_the_sweep_can_be_gone_on_with(
     assert statuses(found) == ["done", "done", "stopped", "waiting"]
     printed = capfd.readouterr().out
     assert (
-        f"fsdptoys: stopped by {signal.Signals(numbers[0]).name}; fsdptoys sweep --resume {found.path} goes on"
+        f"fsdptoys: stopped by {signal.Signals(numbers[0]).name}; fsdptoys sweep --resume {found.path} continues it"
         in printed
     )
     done = (sys.executable, "-I", "-S", "-c", "")
@@ -169,7 +169,7 @@ def test_a_disk_that_is_full_is_told_and_the_sweep_can_be_gone_on_with(capsys: p
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     path = the_sweep().path
     assert str(mistake.value) == (
-        f"{path} cannot be written (File too large); make room, and go on with fsdptoys sweep --resume {path}"
+        f"{path} cannot be written (File too large); make room, and continue with fsdptoys sweep --resume {path}"
     )
     assert not list(path.rglob("*.part"))
     assert sweep("--resume", str(path)) == 0
@@ -240,7 +240,7 @@ MISTAKES = {
     "parallel=ddp debug": "debug names a sweep; put it first, and only one",
     "debug mesh": "mesh names a sweep; put it first, and only one",
     "debug mine.yaml": "mine.yaml names a sweep; put it first, and only one",
-    "debug train.steps=5 --out . --dry-run": "--out . is there already; name a new folder, or go on in it with "
+    "debug train.steps=5 --out . --dry-run": "--out . already exists; name a new folder, or continue it with "
     "--resume .",
     "parallel=ddp,fsdp2 --out": "--out has no value; write --out DIR",
     "parallel=ddp,fsdp2 --time-limit soon": "--time-limit soon must be a number of seconds above 0; write --time-limit "
@@ -253,11 +253,11 @@ MISTAKES = {
     "--resume debug": "--resume finds no sweep below sweeps that was started with debug; leave --resume out to start "
     "it, or write --resume sweeps/NAME",
     "--resume no/folder": "--resume no/folder is no folder of a sweep, which has a sweep.json; name one, or leave the "
-    "folder out to go on with the newest that has the same words",
+    "folder out to continue the newest sweep with the same arguments",
     "--dry-run": "fsdptoys sweep has neither a name nor keys to vary; write fsdptoys sweep debug",
     "sweep=debug": "sweep=debug names a sweep as if it were a setting; write fsdptoys sweep debug",
     "debug fsdp1": "fsdp1 has no value; write parallel=fsdp1",
-    "debug train.steps=5 --out .": "--out . is there already; name a new folder, or go on in it with --resume .",
+    "debug train.steps=5 --out .": "--out . already exists; name a new folder, or continue it with --resume .",
 }
 
 

@@ -99,7 +99,7 @@ def test_a_node_that_failed_alone_fails_its_task(tmp_path: Path, monkeypatch: py
     sweep = make_sweep(tmp_path, [("launch.nnodes=2",)])
     folder = sweep.job_folder(sweep.jobs[0])
     write_job(folder, Job("01", TINY, {}, "run 1", JobStatus.running))
-    with pytest.raises(RuntimeError, match="node 1: its launcher ended with status 3, the first goes on"):
+    with pytest.raises(RuntimeError, match="node 1: its launcher ended with status 3; the first node continues"):
         run_on_node(folder, 1, ["n1", "n2"], 7, stand_in("sys.exit(3)"))
 
 
