@@ -176,8 +176,8 @@ def test_a_current_folder_that_was_deleted_is_one_sentence(words: list[str], tmp
          "TORCH_DISTRIBUTED_DEBUG=odd in the environment must be OFF, INFO or DETAIL; unset it"),
         (ValueError("\nInvalid log settings: odd, must be a comma"), "TORCH_LOGS=odd in the environment names no log "
          "of PyTorch; unset it"),
-        (RuntimeError("Could not determine home directory."), "the home folder is unknown, so ~ cannot be expanded; set "
-         "HOME, or write the path without ~"),
+        (RuntimeError("Could not determine home directory."), "the home folder is unknown, so ~ cannot be expanded; "
+         "set HOME, or write the path without ~"),
     ],
 )  # fmt: skip
 def test_what_the_machine_lacks_is_one_sentence(
