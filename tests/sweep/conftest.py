@@ -1,4 +1,4 @@
-"""What tests of several files of this folder ask for."""
+"""Fixtures shared by several files of this folder."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,7 @@ from fsdptoys.sweep.slurm_settings import read_launcher
 
 @pytest.fixture
 def slurm_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder on PATH with commands of SLURM's names that do nothing, for what is decided before any is called."""
+    """A folder on PATH with no-op commands of SLURM's names, for decisions made before any command is called."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name in ("sbatch", "srun", "squeue", "scancel"):

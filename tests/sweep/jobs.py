@@ -1,4 +1,4 @@
-"""Small sweeps, and commands in the place of training, for the tests of this folder."""
+"""Small sweeps, and commands that replace training, for the tests of this folder."""
 
 import subprocess
 import sys
@@ -33,7 +33,7 @@ ON_SLURM = f"hydra/launcher={SLURM}"
 
 
 def hand_over(sweep: Sweep, ids: dict[str, str]) -> None:
-    """Leave what a submission leaves: a folder for each id."""
+    """Write the files of a submission: a folder for each id."""
     submission = begin_submission(sweep, SLURM, [job for job in sweep.jobs if job.name in ids])
     for identity in ids.values():
         (submission.folder / identity).mkdir()
@@ -41,7 +41,7 @@ def hand_over(sweep: Sweep, ids: dict[str, str]) -> None:
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
-    """Wait for what a process does, for as long as it may take one on a busy machine."""
+    """Wait for an effect of a process, with a timeout that suits a busy machine."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it has not come"
@@ -49,13 +49,13 @@ def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
 
 
 def has_ended(process: int) -> bool:
-    """Whether a process is gone, or waits for nobody but who started it."""
+    """Whether a process is gone, or is a zombie that only its parent can reap."""
     asked = subprocess.run(["ps", "-o", "stat=", "-p", str(process)], capture_output=True, text=True)
     return asked.stdout.strip()[:1] in ("", "Z")
 
 
 def stand_in(body: str) -> tuple[str, ...]:
-    """A command in the place of ``fsdptoys train``, which finds its words in ``sys.argv``."""
+    """A command that replaces ``fsdptoys train`` and reads its arguments from ``sys.argv``."""
     start = "import json, os, pathlib, signal, sys, time\nleave = pathlib.Path(os.environ['FSDPTOYS_OUTCOME_FILE'])\n"
     return (sys.executable, "-c", start + body)
 

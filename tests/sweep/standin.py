@@ -1,8 +1,8 @@
-"""What stands for ``fsdptoys train`` where the training does not matter: a process that does what its words say.
+"""Stand-in for ``fsdptoys train`` where the training does not matter: its arguments decide how the process ends.
 
-``train.seed`` chooses: 0 is done at once; 1 fails with a reason; 2 ran out of memory; 3 is killed; 4 ends with a status
-and without a word; 5 waits until it is ended, 6 and does not end of SIGINT; 7 was asked to stop and did so well; 8
-waits as 5 does, and takes SIGINT as it was handed down.
+``train.seed`` chooses: 0 succeeds at once; 1 fails with a reason; 2 runs out of memory; 3 is killed; 4 exits with an
+error status and no outcome; 5 waits until it is stopped; 6 waits and ignores SIGINT; 7 stops cleanly on request; 8
+waits as 5 does, with the inherited SIGINT handler.
 """
 
 import json

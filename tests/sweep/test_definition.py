@@ -1,4 +1,4 @@
-"""A sweep's YAML file is held against its schema."""
+"""Validation of a sweep's YAML file against its schema."""
 
 from pathlib import Path
 
@@ -42,8 +42,8 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("text", MISTAKES)
-def test_a_mistake_in_a_file_is_told_in_one_sentence(tmp_path: Path, text: str) -> None:
-    """The sentences above, each of which names file, key and fix."""
+def test_file_mistakes_are_reported_in_one_sentence(tmp_path: Path, text: str) -> None:
+    """Oracle: the sentences above, each of which names file, key and fix."""
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError) as mistake:
@@ -51,8 +51,8 @@ def test_a_mistake_in_a_file_is_told_in_one_sentence(tmp_path: Path, text: str) 
     assert str(mistake.value) == MISTAKES[text].format(path=path)
 
 
-def test_values_of_a_file_are_as_typed(tmp_path: Path) -> None:
-    """YAML's true, null, numbers and lists are the command line's."""
+def test_file_values_parse_as_on_the_command_line(tmp_path: Path) -> None:
+    """Oracle: the command line's reading of true, null, numbers and lists."""
     path = tmp_path / "mine.yaml"
     path.write_text("grid: {a: [true, null, 1, 0.5, 1e-3, [b, 2], text, \"'x,y'\"]}\ntime_limit_seconds: 5")
     found = read_definition(str(path))
@@ -69,15 +69,15 @@ def test_values_of_a_file_are_as_typed(tmp_path: Path) -> None:
         "no/such.yaml": "no/such.yaml does not exist; name a YAML file like those of configs/sweep",
     }.items(),
 )
-def test_a_name_that_is_none_is_told_with_what_was_meant(name: str, sentence: str) -> None:
-    """The sentence."""
+def test_unknown_names_are_reported_with_the_closest_match(name: str, sentence: str) -> None:
+    """Oracle: the sentence."""
     with pytest.raises(ConfigError) as mistake:
         read_definition(name)
     assert str(mistake.value) == sentence
 
 
 def test_the_help_names_every_shipped_sweep() -> None:
-    """Names and descriptions of ``configs/sweep``, within 120 columns."""
+    """Oracle: names and descriptions of ``configs/sweep``, within 120 columns."""
     page = help_page("sweep")
     for name, description in list_sweeps().items():
         assert f"    {name} " in page

@@ -1,4 +1,4 @@
-"""A sweep of real training runs: one that is done, one that runs out of memory, one that takes too long."""
+"""A sweep of real training runs: one succeeds, one runs out of memory, one exceeds its time limit."""
 
 import importlib
 import json
@@ -40,7 +40,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Sweep:
-    """Two jobs, then a third that the file has got in the meantime."""
+    """Two jobs, then a third added to the file between two starts of the sweep."""
     folder = tmp_path_factory.mktemp("end to end")
     path = folder / "mine.yaml"
     with pytest.MonkeyPatch.context() as patch:
@@ -56,8 +56,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Sweep:
         return read_sweep(folder / "it's here")
 
 
-def test_each_end_is_told_apart(ended: Sweep) -> None:
-    """What each of the runs was made to do, by the launcher's own words."""
+def test_each_kind_of_end_is_recognized(ended: Sweep) -> None:
+    """Oracle: the end that each run was configured for, in the launcher's own words."""
     good, out_of_memory, endless = ended.jobs
     assert (good.status, good.exit_status, good.reason) == (JobStatus.done, 0, None)
     assert out_of_memory.status is JobStatus.out_of_memory
@@ -68,14 +68,16 @@ def test_each_end_is_told_apart(ended: Sweep) -> None:
     assert endless.reason == "it was ended after 4 s, the time limit of a job"
 
 
-def test_jobs_that_had_ended_were_not_run_again(ended: Sweep) -> None:
-    """The folder was gone on with after two jobs: neither has an earlier attempt, and the third came after them."""
+def test_finished_jobs_are_not_run_again(ended: Sweep) -> None:
+    """Oracle: attempts and times. The folder was resumed after two jobs: neither has an earlier attempt, and the third
+    is later.
+    """
     assert not list(ended.path.glob("jobs/*/attempt-*"))
     assert [job.name for job in ended.jobs] == ["01", "02", "03"]
 
 
-def test_a_job_leaves_a_run_as_any_other(ended: Sweep) -> None:
-    """Its run directory has the steps that were asked for; its log is what a launcher prints."""
+def test_a_job_writes_an_ordinary_run_directory(ended: Sweep) -> None:
+    """Oracle: its run directory has the requested steps; its log is a launcher's output."""
     job = ended.jobs[0]
     run = read_recorded_run(ended.run_dir(job))
     assert run.finished and run.results.steps == 4 and run.world_size == 1
@@ -83,7 +85,7 @@ def test_a_job_leaves_a_run_as_any_other(ended: Sweep) -> None:
 
 
 def test_the_tables_have_all_rows(ended: Sweep) -> None:
-    """A row a job, with what became of it."""
+    """Oracle: one row a job, with its outcome."""
     rows = json.loads((ended.path / "table.json").read_text())
     text = json.dumps(rows)
     assert all(status in text for status in ("done", "out of memory", "timed out"))

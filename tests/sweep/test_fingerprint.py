@@ -1,4 +1,4 @@
-"""A fingerprint tells runs apart by what decides them, and by nothing else."""
+"""A fingerprint separates runs by the settings that decide their results, and by nothing else."""
 
 import copy
 import subprocess
@@ -29,19 +29,19 @@ def base() -> Config:
     ["metrics.run_dir=elsewhere", "metrics.console=plain", "launch.nproc_per_node=2", "launch.device=cpu",
      "mesh.fsdp_size=2", "mesh.fsdp_size=node", "train.data_seed=0", "parallel.reduce_dtype=float32"],
 )  # fmt: skip
-def test_what_changes_nothing_is_not_in_it(base: Config, word: str) -> None:
-    """Where a run writes, and values that say what ``auto`` or a default resolves to."""
+def test_settings_without_effect_are_left_out(base: Config, word: str) -> None:
+    """Oracle: output paths, and explicit values equal to those that ``auto`` or a default resolves to."""
     assert fingerprint(config(word), 2, "a CPU") == fingerprint(base, 2, "a CPU")
 
 
 @pytest.mark.parametrize("word", ["train.steps=11", "mesh.fsdp_size=1", "parallel=ddp", "train.seed=1", "patches=[]"])
-def test_what_changes_the_run_is_in_it(base: Config, word: str) -> None:
-    """Any setting that a trainer reads."""
+def test_settings_with_effect_are_included(base: Config, word: str) -> None:
+    """Oracle: any setting that a trainer reads."""
     assert fingerprint(config(word), 2, "a CPU") != fingerprint(base, 2, "a CPU")
 
 
-def test_ranks_device_and_versions_are_in_it(base: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same configuration on something else is another run."""
+def test_ranks_device_and_versions_are_included(base: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the same configuration on another device, rank count or version is another run."""
     numbers = {fingerprint(base, 2, "a CPU"), fingerprint(base, 4, "a CPU"), fingerprint(base, 2, "another")}
     monkeypatch.setattr(module, "code_version", lambda: "another commit")
     numbers.add(fingerprint(base, 2, "a CPU"))
@@ -52,8 +52,8 @@ def test_ranks_device_and_versions_are_in_it(base: Config, monkeypatch: pytest.M
     assert fingerprint(copy.deepcopy(base), 2, "a CPU") in numbers
 
 
-def test_a_changed_checkout_is_told_by_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two changes on top of one commit: git calls both dirty, the files are not the same."""
+def test_a_changed_checkout_is_recognized_by_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: two changes on top of one commit: git calls both dirty, the files differ."""
     package = tmp_path / "fsdptoys"
     package.mkdir()
     (package / "__init__.py").write_text("")

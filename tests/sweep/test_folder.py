@@ -1,4 +1,4 @@
-"""Folders of sweeps that someone else has written."""
+"""Sweep folders written by someone else."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from fsdptoys.sweep.slurm_queue import read_submissions
 
 @pytest.fixture
 def sweep(tmp_path: Path) -> Sweep:
-    """Two jobs and a combination that was skipped."""
+    """Two jobs and a skipped combination."""
     jobs = [
         Job("01", ("a=1",), {"a": "1"}, "f1"),
         Job("02", ("a=2",), {"a": "2"}, "f2", JobStatus.done, 0, None, "t", 2.5),
@@ -32,7 +32,7 @@ def change(path: Path, key: str, value: Any) -> None:
 
 
 def test_a_sweep_is_read_back(sweep: Sweep) -> None:
-    """Oracle: what was written."""
+    """Oracle: the sweep as written."""
     assert read_sweep(sweep.path) == sweep
 
 
@@ -50,7 +50,7 @@ def test_a_sweep_is_read_back(sweep: Sweep) -> None:
         ("words", "ab", "words is 'ab'"),
     ],
 )
-def test_a_hostile_sweep_file_is_one_sentence(sweep: Sweep, key: str, value: Any, reason: str) -> None:
+def test_a_hostile_sweep_file_is_reported_in_one_sentence(sweep: Sweep, key: str, value: Any, reason: str) -> None:
     """Oracle: the sentence, on one line."""
     change(sweep.path / "sweep.json", key, value)
     with pytest.raises(ConfigError) as caught:
@@ -69,7 +69,7 @@ def test_a_hostile_sweep_file_is_one_sentence(sweep: Sweep, key: str, value: Any
         ("more", 1, "the key 'more'"),
     ],
 )
-def test_a_hostile_job_file_is_one_sentence(sweep: Sweep, key: str, value: Any, reason: str) -> None:
+def test_a_hostile_job_file_is_reported_in_one_sentence(sweep: Sweep, key: str, value: Any, reason: str) -> None:
     """Oracle: the sentence, on one line."""
     change(sweep.job_folder(sweep.jobs[0]) / "job.json", key, value)
     with pytest.raises(ConfigError) as caught:
@@ -78,7 +78,7 @@ def test_a_hostile_job_file_is_one_sentence(sweep: Sweep, key: str, value: Any, 
 
 
 @pytest.mark.parametrize("text", ["[" * 200_000, "{", "[]", '{"launcher": 1, "jobs": []}', None])
-def test_a_hostile_submission_is_one_sentence(sweep: Sweep, text: str | None) -> None:
+def test_a_hostile_submission_is_reported_in_one_sentence(sweep: Sweep, text: str | None) -> None:
     """Oracle: the sentence, which names the file; None stands for a pipe without a writer."""
     path = sweep.path / "queue" / "1" / "jobs.json"
     path.parent.mkdir(parents=True)
@@ -90,8 +90,8 @@ def test_a_hostile_submission_is_one_sentence(sweep: Sweep, text: str | None) ->
         read_submissions(sweep)
 
 
-def test_a_job_runs_with_the_words_that_were_validated(sweep: Sweep) -> None:
-    """Oracle: the combination; the folder's own words would write elsewhere under the same fingerprint."""
+def test_a_job_runs_with_the_validated_arguments(sweep: Sweep) -> None:
+    """Oracle: the combination; the folder's own arguments would write elsewhere under the same fingerprint."""
     change(sweep.job_folder(sweep.jobs[0]) / "job.json", "words", ["a=1", "checkpoint.folder=/elsewhere"])
     asked = [(Combination(("a=1",), {"a": "1"}), "f1"), (Combination(("a=2",), {"a": "2"}), "f2")]
     arrangement = arrange(asked, [], read_sweep(sweep.path))

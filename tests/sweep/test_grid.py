@@ -1,4 +1,4 @@
-"""Words with several values, and what they multiply to."""
+"""Arguments with several values, and the grids that they span."""
 
 import pytest
 
@@ -31,13 +31,13 @@ def axes(*words: str) -> list[Axis]:
         ("train.steps=5", ("5",)),
     ],
 )
-def test_values_are_what_hydra_reads(word: str, values: tuple[str, ...]) -> None:
-    """Hydra's documentation of its sweep syntax: quoted text and lists are one value."""
+def test_values_are_read_as_hydra_reads_them(word: str, values: tuple[str, ...]) -> None:
+    """Oracle: Hydra's documentation of its sweep syntax: quoted text and lists are one value."""
     assert axes(word) == [Axis(word.partition("=")[0], values)]
 
 
 def test_the_last_key_varies_fastest() -> None:
-    """The order in which nested loops over the typed words would run."""
+    """Oracle: the order of nested loops over the typed arguments."""
     found = combine([], [], axes("train.seed=1,2", "train.steps=5", "parallel=ddp,fsdp2"))
     assert [one.words for one in found] == [
         (f"train.seed={seed}", "train.steps=5", f"parallel={strategy}")
@@ -48,13 +48,13 @@ def test_the_last_key_varies_fastest() -> None:
 
 
 def test_one_value_everywhere_is_one_job() -> None:
-    """One combination, of which nothing is varied."""
+    """Oracle: one combination with no varied key."""
     (found,) = combine([], [], axes("train.steps=5", "parallel=ddp"))
     assert found.words == ("train.steps=5", "parallel=ddp") and not found.varied
 
 
-def test_typed_words_take_the_place_of_the_files() -> None:
-    """A value for the file's axis fixes it, several replace it where it stood, other keys come last."""
+def test_typed_arguments_replace_those_of_the_file() -> None:
+    """Oracle: a value for the file's axis fixes it, several replace it at its position, other keys come last."""
     base = axes("train.steps=10", "parallel=fsdp1,fsdp2", "train.seed=1,2")
     found = combine(base, [], axes("parallel=ddp", "train.seed=7,8,9", "train.batch_size=1,2"))
     assert len(found) == 6
@@ -62,8 +62,8 @@ def test_typed_words_take_the_place_of_the_files() -> None:
     assert found[1].varied == {"train.seed": "7", "train.batch_size": "2"}
 
 
-def test_rows_take_turns_before_what_is_typed_varies() -> None:
-    """A row's word wins over the base's, a typed one over the row's; a row without a key has the base's."""
+def test_rows_alternate_before_typed_axes_vary() -> None:
+    """Oracle: a row's value overrides the base's, a typed one the row's; a row without a key has the base's."""
     base = axes("train.steps=10", "memory.chunk_loss=false")
     rows = [tuple(axes("parallel=fsdp1")), tuple(axes("parallel=fsdp2", "memory.chunk_loss=true"))]
     found = combine(base, rows, axes("train.steps=5,6"))
@@ -79,7 +79,7 @@ def test_rows_take_turns_before_what_is_typed_varies() -> None:
 
 
 def test_a_product_is_bounded() -> None:
-    """10 000 combinations are made, 10 100 are refused by their number; rows count too."""
+    """Oracle: 10 000 combinations are made, 10 100 are refused by their number; rows count too."""
     hundred = axes("train.seed=range(0,100)", "train.steps=range(1,101)")
     assert len(combine(hundred, [], [])) == 10_000
     refused = "the sweep has 10100 combinations, 101 of them by train.steps alone, and may have 10000; give fewer"
@@ -121,8 +121,8 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("words", MISTAKES)
-def test_a_mistake_of_form_is_told_in_one_sentence(words: str) -> None:
-    """The sentences above, each of which names word and fix."""
+def test_syntax_mistakes_are_reported_in_one_sentence(words: str) -> None:
+    """Oracle: the sentences above, each of which names argument and fix."""
     with pytest.raises(ConfigError) as mistake:
         axes(*words.split())
     assert str(mistake.value) == MISTAKES[words]

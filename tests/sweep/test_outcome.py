@@ -1,4 +1,4 @@
-"""What a launcher leaves for programs, and where it gets it from."""
+"""The outcome file that a launcher writes for programs, and the sources of its fields."""
 
 import json
 import signal
@@ -17,7 +17,7 @@ def silent(exit_status: int) -> ProcessFailure:
 
 
 def recorded(folder: Path, message: str, traceback: str) -> ProcessFailure:
-    """A rank's exception, as ``worker`` writes it down."""
+    """A rank's exception in the format that ``worker`` writes."""
     extra = {"py_callstack": traceback, "time_ns": 1, "rank": 0, "config_error": None, "given_up": None, "final": True}
     path = folder / "error.json"
     path.write_text(json.dumps({"message": {"message": message, "extraInfo": extra | {"timestamp": "1"}}}))
@@ -28,10 +28,10 @@ def recorded(folder: Path, message: str, traceback: str) -> ProcessFailure:
     ("exit_status", "killed", "out_of_memory"),
     [(-signal.SIGKILL, [], True), (-signal.SIGKILL, [0], False), (-signal.SIGSEGV, [], False), (3, [], False)],
 )
-def test_a_rank_that_nobody_of_us_killed_ran_out_of_memory(
+def test_a_sigkill_from_outside_counts_as_out_of_memory(
     tmp_path: Path, exit_status: int, killed: list[int], out_of_memory: bool
 ) -> None:
-    """SIGKILL that our side did not send, and nothing else that ends a rank in silence."""
+    """Oracle: only a SIGKILL not sent by the launcher; no other silent end of a rank."""
     first = first_failure({0: silent(exit_status)}, tmp_path, killed)
     outcome = make_exit_record(1, first.message(), None, first)
     assert outcome.out_of_memory is out_of_memory
@@ -47,25 +47,25 @@ def test_a_rank_that_nobody_of_us_killed_ran_out_of_memory(
         ("RuntimeError: OutOfMemoryError", "rank 0 failed: RuntimeError: OutOfMemoryError", False),
     ],
 )
-def test_an_exception_is_told_by_its_class_and_first_line(
+def test_an_exception_is_reported_by_its_class_and_first_line(
     tmp_path: Path, message: str, reason: str, out_of_memory: bool
 ) -> None:
-    """The class that the rank wrote down decides, not words of its message."""
+    """Oracle: the class that the rank recorded decides, not words of its message."""
     failure = recorded(tmp_path, message, "Traceback …\n" + message)
     outcome = make_exit_record(1, "told", None, first_failure({0: failure}, tmp_path))
     assert (outcome.reason, outcome.out_of_memory) == (reason, out_of_memory)
 
 
-def test_a_signal_is_told_however_well_the_run_ended() -> None:
-    """Status 0 after a request to stop is no run that came to its end."""
+def test_a_signal_is_reported_even_with_exit_status_0() -> None:
+    """Oracle: a run that ends with status 0 after a request to stop is not complete."""
     assert make_exit_record(0, None, signal.SIGTERM, None).stopped_by == "SIGTERM"
     assert make_exit_record(130, "stopped", signal.SIGINT, None).stopped_by == "SIGINT"
     assert make_exit_record(143, "stopped by SIGTERM (rank 1 got it)", None, None).stopped_by == "SIGTERM"
     assert make_exit_record(0, None, None, None) == ExitRecord(0)
 
 
-def test_an_outcome_is_read_as_it_was_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that is missing or torn is none, and nothing is written where none is named."""
+def test_an_outcome_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the outcome written; a missing or torn file gives none, and nothing is written where no file is named."""
     path, outcome = tmp_path / "outcome.json", ExitRecord(1, "why", out_of_memory=True)
     monkeypatch.delenv(EXIT_RECORD_VARIABLE, raising=False)
     write_exit_record(outcome)
@@ -77,8 +77,8 @@ def test_an_outcome_is_read_as_it_was_left(tmp_path: Path, monkeypatch: pytest.M
     assert read_exit_record(path) is None
 
 
-def test_an_outcome_that_cannot_be_written_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither into a folder that is gone nor onto one: no exception, and nothing half written stays."""
+def test_an_unwritable_outcome_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: no exception and no partial file, for a missing folder and for a path of a folder."""
     (tmp_path / "taken").mkdir()
     for path in (tmp_path / "gone" / "outcome.json", tmp_path / "taken"):
         monkeypatch.setenv(EXIT_RECORD_VARIABLE, str(path))
@@ -86,8 +86,8 @@ def test_an_outcome_that_cannot_be_written_changes_nothing(tmp_path: Path, monke
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
-def test_a_mistake_before_the_start_is_left_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sentence that stderr has."""
+def test_a_mistake_before_the_start_is_recorded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the sentence on stderr."""
     monkeypatch.setenv(EXIT_RECORD_VARIABLE, str(tmp_path / "outcome.json"))
     assert main(["train", "train.step=1"]) == 2
     outcome = read_exit_record(tmp_path / "outcome.json")

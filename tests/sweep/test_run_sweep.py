@@ -1,4 +1,4 @@
-"""``fsdptoys sweep`` as it is typed, with processes that stand for training (``standin``)."""
+"""The ``fsdptoys sweep`` command, with processes that replace training (``standin``)."""
 
 import os
 import pty
@@ -43,13 +43,13 @@ def statuses(found: Sweep) -> list[str]:
 
 
 def interrupted(numbers: Sequence[int], *words: str, behind: bool = False, closes_terminal: bool = False) -> int:
-    """Exit status of a sweep in a process of its own that gets signals once its job waits for its end.
+    """Exit status of a sweep in its own process that receives signals once its job is running.
 
     Args:
-        numbers: of the signals.
-        words: of the sweep.
-        behind: whether it ignores SIGINT from its start, as shells have it for what they start in the background.
-        closes_terminal: whether it prints to a terminal that is closed before the signals come.
+        numbers: numbers of the signals.
+        words: arguments of the sweep.
+        behind: ignores SIGINT from its start, as background processes of shells do.
+        closes_terminal: prints to a terminal closed before the signals arrive.
     """
     terminal = pty.openpty() if closes_terminal else ()
     child = os.fork()
@@ -74,8 +74,8 @@ def interrupted(numbers: Sequence[int], *words: str, behind: bool = False, close
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_jobs_run_in_order_and_a_bad_one_is_a_row(capsys: pytest.CaptureFixture[str]) -> None:
-    """Status 1 for one that failed; the others are done, and the tables are there."""
+def test_jobs_run_in_order_and_a_failed_one_is_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: status 1 for one failed job; the others are done, and the tables exist."""
     assert sweep(*SMALL, "train.seed=0,2,0", "train.steps=5,6") == 1
     found = the_sweep()
     assert statuses(found) == ["done", "done", "out of memory", "out of memory"]
@@ -90,7 +90,9 @@ def test_jobs_run_in_order_and_a_bad_one_is_a_row(capsys: pytest.CaptureFixture[
 
 
 def test_finished_jobs_are_not_run_again(capsys: pytest.CaptureFixture[str]) -> None:
-    """Attempts count: none with --resume, one with --retry of what failed, and the newest folder with these words."""
+    """Oracle: attempts: none with --resume, one with --retry of the failed job, and the newest folder with these
+    arguments.
+    """
     words = (*SMALL, "train.seed=0,1")
     assert sweep(*words) == 1
     assert sweep("--resume", *words) == 1
@@ -102,7 +104,7 @@ def test_finished_jobs_are_not_run_again(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_grid_can_be_extended() -> None:
-    """New words for an old folder: what is the same run keeps its number; what is not asked for stays as it is."""
+    """Oracle: new arguments for an old folder: equal runs keep their numbers; other jobs stay unchanged."""
     assert sweep(*SMALL, "train.seed=0,1") == 1
     path = the_sweep().path
     assert sweep(*SMALL, "train.seed=2,0", "train.steps=10,6", "--resume", str(path)) == 1
@@ -118,8 +120,10 @@ def test_a_grid_can_be_extended() -> None:
     assert sweep("--resume", *SMALL, "train.seed=2,0", "train.steps=10,6") == 1
 
 
-def test_other_code_runs_anew(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same words with another fingerprint: the old job is kept as an attempt, and a sentence says so."""
+def test_changed_code_runs_jobs_again(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the same arguments with another fingerprint: the old job is kept as an attempt, and a sentence reports
+    it.
+    """
     assert sweep(*SMALL, "train.seed=0,7") == 1
     monkeypatch.setattr(fingerprint, "code_version", lambda: "another")
     assert sweep("--resume", *SMALL, "train.seed=0,7") == 1
@@ -131,10 +135,10 @@ def test_other_code_runs_anew(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("numbers", "status"), [([signal.SIGINT], 130), ([signal.SIGTERM], 143), ([signal.SIGINT, signal.SIGINT], 130)]
 )
-def test_a_signal_keeps_what_is_done_and_the_sweep_can_be_gone_on_with(
+def test_a_signal_keeps_finished_jobs_and_the_sweep_can_be_resumed(
     numbers: list[int], status: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Real signals to a real process: the running job is stopped, the next waits, and --resume runs both."""
+    """Oracle: real signals to a real process: the running job is stopped, the next waits, and --resume runs both."""
     seeds = "0,6,0" if len(numbers) > 1 else "0,5,0"
     assert interrupted(numbers, *SMALL, f"train.seed={seeds}", "train.steps=5,6") == status
     found = the_sweep()
@@ -151,15 +155,15 @@ def test_a_signal_keeps_what_is_done_and_the_sweep_can_be_gone_on_with(
 
 
 def test_a_closed_terminal_costs_no_table() -> None:
-    """What cannot be printed any more is not: the job is stopped, the tables say so, and the status is SIGHUP's."""
+    """Oracle: failed prints are ignored: the job is stopped, the tables record it, and the status is SIGHUP's."""
     assert interrupted([signal.SIGHUP], *SMALL, "train.seed=5", closes_terminal=True) == 128 + signal.SIGHUP
     found = the_sweep()
     assert statuses(found) == ["stopped"]
     assert "stopped" in (found.path / "table.md").read_text()
 
 
-def test_a_disk_that_is_full_is_told_and_the_sweep_can_be_gone_on_with(capsys: pytest.CaptureFixture[str]) -> None:
-    """The job has the system refuse files of over 100 bytes to the sweep, as a full disk would: one sentence."""
+def test_a_full_disk_is_reported_and_the_sweep_can_be_resumed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: one sentence, when the system refuses the sweep files of over 100 bytes, as a full disk would."""
     fill = "import os, resource as r; r.prlimit(os.getppid(), r.RLIMIT_FSIZE, (100, r.getrlimit(r.RLIMIT_FSIZE)[1]))"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
@@ -176,8 +180,8 @@ def test_a_disk_that_is_full_is_told_and_the_sweep_can_be_gone_on_with(capsys: p
 
 
 @pytest.mark.parametrize("behind", [False, True])
-def test_a_job_ends_with_a_sweep_that_is_killed(behind: bool) -> None:
-    """SIGKILL leaves the job's file at running; its process ends, and --resume runs it again."""
+def test_a_job_ends_with_a_killed_sweep(behind: bool) -> None:
+    """Oracle: SIGKILL leaves the job's file at running; its process ends, and --resume runs it again."""
     assert interrupted([signal.SIGKILL], *SMALL, "train.seed=8", behind=behind) == -signal.SIGKILL
     found = the_sweep()
     assert statuses(found) == ["running"]
@@ -192,7 +196,7 @@ def test_a_job_ends_with_a_sweep_that_is_killed(behind: bool) -> None:
 
 
 def test_the_multirun_of_train_is_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
-    """``-m`` and ``sweep`` print the same jobs; several values without it are refused."""
+    """Oracle: ``-m`` and ``sweep`` print the same jobs; several values without it are refused."""
     words = [*SMALL, "train.seed=1,2", "mesh.fsdp_size=-1,3", "--dry-run"]
     assert main(["train", "-m", *words]) == 0
     of_train = capsys.readouterr().out
@@ -208,16 +212,16 @@ def test_the_multirun_of_train_is_a_sweep(capsys: pytest.CaptureFixture[str]) ->
     assert not Path("sweeps").exists()
 
 
-def test_a_launcher_can_be_typed_for_an_old_folder(capsys: pytest.CaptureFixture[str]) -> None:
-    """The folder's words are kept, and the launcher that was typed is the one that is looked for."""
+def test_the_launcher_of_an_old_folder_can_be_overridden(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the folder's arguments are kept, and the typed launcher is looked for."""
     assert sweep(*SMALL, "train.seed=0") == 0
     path = str(the_sweep().path)
     assert main(["sweep", "--resume", path, "hydra/launcher=no_such_launcher"]) == 2
     assert "no_such_launcher" in capsys.readouterr().err
 
 
-def test_a_file_of_the_users_is_found_again_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder's words name it by its absolute path; from another folder --resume reads it anew."""
+def test_a_users_file_is_found_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the folder's arguments name it by its absolute path; from another folder --resume reads it again."""
     Path("mine.yaml").write_text(f"base: [{', '.join(SMALL)}]\ngrid: {{train.seed: [0]}}")
     assert sweep("mine.yaml") == 0
     path = the_sweep().path.absolute()
@@ -262,18 +266,18 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("words", MISTAKES)
-def test_a_mistake_is_told_in_one_sentence(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The sentences above on stderr, status 2, and nothing on the disk."""
+def test_mistakes_are_reported_in_one_sentence(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: the sentences above on stderr, status 2, and no file written."""
     Path("something").write_text("in the way")
     assert main(["sweep", *words.split()]) == 2
     assert capsys.readouterr().err == f"fsdptoys: {MISTAKES[words]}\n"
     assert not Path("sweeps").exists()
 
 
-def test_under_torchrun_the_right_command_is_told(
+def test_under_torchrun_the_right_command_is_suggested(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each rank would start a sweep of its own."""
+    """Oracle: the sentence; each rank would start a sweep of its own."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
     before = signal.getsignal(signal.SIGINT)
@@ -284,8 +288,8 @@ def test_under_torchrun_the_right_command_is_told(
     assert "write fsdptoys sweep debug launch.nproc_per_node=4, without torchrun" in capsys.readouterr().err
 
 
-def test_a_folder_is_held_against_a_second_sweep(capsys: pytest.CaptureFixture[str]) -> None:
-    """A process holds the lock, another (the file is opened anew) asks for it."""
+def test_a_folder_is_locked_against_a_second_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: a process holds the lock, another (with its own file handle) requests it."""
     assert sweep(*SMALL, "train.seed=0") == 0
     path = the_sweep().path
     lock = FolderLock(path)
@@ -294,8 +298,8 @@ def test_a_folder_is_held_against_a_second_sweep(capsys: pytest.CaptureFixture[s
     assert f"{path} is being worked on by another fsdptoys sweep (pid {os.getpid()})" in capsys.readouterr().err
 
 
-def test_a_job_that_still_runs_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its file says running and its run directory is locked: somebody else has started it."""
+def test_a_running_job_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: its file says running and its run directory is locked: another process started it."""
     assert sweep(*SMALL, "train.seed=0") == 0
     found = the_sweep()
     job = found.jobs[0]
@@ -306,8 +310,8 @@ def test_a_job_that_still_runs_is_left_alone(capsys: pytest.CaptureFixture[str])
     assert f"job 01 of {found.path} is still running" in capsys.readouterr().err
 
 
-def test_groups_have_no_sweep_of_their_own() -> None:
-    """``configs/sweep`` is no group of Hydra's: ``sweep=debug`` is refused with a sentence, not composed."""
+def test_sweep_files_are_no_hydra_group() -> None:
+    """Oracle: ``configs/sweep`` is no Hydra group: ``sweep=debug`` is refused with a sentence, not composed."""
     assert "sweep" not in list_choices()
 
 
@@ -325,8 +329,8 @@ def test_groups_have_no_sweep_of_their_own() -> None:
         ("hydra.launcher.name='\x1b[2J'", False),
     ],
 )
-def test_a_folders_launcher_runs_no_command_unless_it_is_typed(tmp_path: Path, option: str, taken: bool) -> None:
-    """Oracle: the words that are used, or a sentence that shows them; what is typed is used in either case."""
+def test_a_folders_launcher_runs_no_command_unless_typed(tmp_path: Path, option: str, taken: bool) -> None:
+    """Oracle: the arguments in use, or a sentence that shows them; typed arguments are used in either case."""
     launcher = ["hydra/launcher=submitit_slurm", option]
     before = Sweep(tmp_path, "t", "c", [], [], None, ("train.seed=1,2", *launcher))
     if taken:

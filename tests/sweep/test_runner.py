@@ -1,4 +1,4 @@
-"""One job: how its process ended is told apart, and what an earlier end has left stays."""
+"""One job: how the end of its process is classified, and how files of earlier attempts are kept."""
 
 import json
 import os
@@ -36,15 +36,15 @@ ENDS = {
 
 @pytest.mark.parametrize("how", ENDS)
 def test_an_end_is_judged_by_status_and_outcome(tmp_path: Path, how: int) -> None:
-    """What the process does and leaves, one end each; the file says the same as what is returned."""
+    """Oracle: the scripted end of each process; the job's file agrees with the returned result."""
     job = run_job(make_job(tmp_path / "it's, 1", how), 60.0, train=STANDIN)
     assert (job.status, job.exit_status, job.reason) == ENDS[how]
     assert job.seconds is not None and job.started_at is not None
     assert read_job(tmp_path / "it's, 1") == job
 
 
-def test_a_job_gets_its_words_and_a_run_directory(tmp_path: Path) -> None:
-    """The words as they are, then the folder, quoted as Hydra's parser reads it back."""
+def test_a_job_gets_its_arguments_and_a_run_directory(tmp_path: Path) -> None:
+    """Oracle: the arguments unchanged, then the folder, quoted so that Hydra's parser restores it."""
     folder = make_job(tmp_path / "it's, 1", 0)
     run_job(folder, None, train=STANDIN)
     log = (folder / "log.txt").read_text()
@@ -54,8 +54,8 @@ def test_a_job_gets_its_words_and_a_run_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", [5, 6])
-def test_a_job_over_its_time_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: int) -> None:
-    """By SIGINT, and by SIGKILL where that does not help; its process is gone."""
+def test_a_job_over_its_time_limit_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: int) -> None:
+    """Oracle: SIGINT, then SIGKILL if that does not help; its process is gone."""
     monkeypatch.setattr(runner, "GRACE_SECONDS", 0.3)
     job = run_job(make_job(tmp_path / "01", how), 1.5, train=STANDIN)
     assert job.status is JobStatus.timed_out
@@ -67,7 +67,7 @@ def test_a_job_over_its_time_is_ended(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("twice", [False, True])
 def test_an_interrupted_job_is_stopped(tmp_path: Path, twice: bool) -> None:
-    """Real signals to this process: one ends the job by SIGINT; a second kills one that does not end of it."""
+    """Oracle: real signals to this process: one stops the job by SIGINT; a second kills a job that ignores it."""
     folder = make_job(tmp_path / "01", 6 if twice else 5)
 
     def interrupt() -> None:
@@ -88,7 +88,7 @@ def test_an_interrupted_job_is_stopped(tmp_path: Path, twice: bool) -> None:
 
 
 def test_an_exception_of_the_caller_ends_the_job(tmp_path: Path) -> None:
-    """A batch system's handler may raise: the process ends, the file says stopped, the exception goes on."""
+    """Oracle: a batch system's handler may raise: the process ends, the file says stopped, the exception propagates."""
     folder = make_job(tmp_path / "01", 5)
 
     def leave(number: int, frame: object) -> None:
@@ -105,8 +105,8 @@ def test_an_exception_of_the_caller_ends_the_job(tmp_path: Path) -> None:
     assert read_job(folder).status is JobStatus.stopped
 
 
-def test_a_job_that_cannot_be_written_leaves_no_part(tmp_path: Path) -> None:
-    """The system refuses files of more than 100 bytes, as a full disk would: the file is what it was."""
+def test_an_unwritable_job_file_leaves_no_partial_file(tmp_path: Path) -> None:
+    """Oracle: the file before, when the system refuses files of more than 100 bytes, as a full disk would."""
     folder = make_job(tmp_path / "01", 0)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
@@ -119,8 +119,8 @@ def test_a_job_that_cannot_be_written_leaves_no_part(tmp_path: Path) -> None:
     assert read_job(folder).words == ("train.seed=0", "train.steps=5")
 
 
-def test_what_a_job_left_is_moved_aside(tmp_path: Path) -> None:
-    """Log, run directory and outcome of each earlier end, beside the file that says how it was."""
+def test_files_of_earlier_attempts_are_moved_aside(tmp_path: Path) -> None:
+    """Oracle: log, run directory and outcome of each earlier attempt, with the file that records its end."""
     folder = make_job(tmp_path / "01", 1)
     (run_job(folder, None, train=STANDIN), run_job(folder, None, train=STANDIN), run_job(folder, None, train=STANDIN))
     for name in ("attempt-1", "attempt-2"):

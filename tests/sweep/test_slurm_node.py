@@ -1,4 +1,4 @@
-"""One node's part of a job."""
+"""One node's part of a job on SLURM."""
 
 import errno
 import json
@@ -36,10 +36,10 @@ from tests.sweep.jobs import ENDS_WELL_WHEN_ASKED, TINY, has_ended, make_sweep, 
         (signal.SIGTERM, JobStatus.stopped, "the queue ended it (SIGTERM)"),
     ],
 )
-def test_a_queues_signal_asks_the_launcher_to_end_well(
+def test_a_queues_signal_stops_the_launcher_cleanly(
     tmp_path: Path, number: signal.Signals, status: JobStatus, reason: str
 ) -> None:
-    """Held against the launcher's status 0, with which the job would else count as done."""
+    """Oracle: the launcher's status 0, with which the job would otherwise count as done."""
     folder = make_sweep(tmp_path, [()]).path / "jobs/01"
 
     def ask() -> None:
@@ -55,7 +55,7 @@ def test_a_queues_signal_asks_the_launcher_to_end_well(
 
 
 def test_all_nodes_meet_at_the_first_one_and_the_first_alone_writes(tmp_path: Path) -> None:
-    """Held against the words that two nodes' launchers were given, and the one job file."""
+    """Oracle: the arguments that two nodes' launchers received, and the single job file."""
     folder = make_sweep(tmp_path, [("launch.nnodes=2",)]).path / "jobs/01"
     command = stand_in("leave.with_name(leave.stem + '-words.json').write_text(json.dumps(sys.argv[1:]))")
     context = multiprocessing.get_context("fork")
@@ -79,8 +79,8 @@ def test_all_nodes_meet_at_the_first_one_and_the_first_alone_writes(tmp_path: Pa
         "rank 0 failed: the connection to another rank broke [Connection closed by peer [127.0.0.1]:60571]",
     ],
 )
-def test_the_node_that_failed_says_why(tmp_path: Path, second_hand: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Held against the reason that only the second node's launcher knew, beside those of earlier starts of the job."""
+def test_the_failed_node_reports_the_reason(tmp_path: Path, second_hand: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the reason known only to the second node's launcher, with those of earlier attempts."""
     folder = make_sweep(tmp_path, [("launch.nnodes=2",)]).path / "jobs/01"
     known = {"status": 1, "reason": "rank 1 was ended by SIGKILL", "out_of_memory": True}
     (folder / "outcome-node1-6.json").write_text(json.dumps({"status": 1, "reason": "an earlier start's"}))
@@ -94,7 +94,7 @@ def test_the_node_that_failed_says_why(tmp_path: Path, second_hand: str, monkeyp
 
 
 def test_a_node_that_failed_alone_fails_its_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Held against the exception of which the queue ends all nodes: the first one goes on as if nothing were."""
+    """Oracle: the exception on which the queue stops all nodes; the first node returns normally."""
     monkeypatch.setattr(nodes, "FIRST_NODE_SECONDS", 0.5)
     sweep = make_sweep(tmp_path, [("launch.nnodes=2",)])
     folder = sweep.job_folder(sweep.jobs[0])
@@ -103,8 +103,8 @@ def test_a_node_that_failed_alone_fails_its_task(tmp_path: Path, monkeypatch: py
         run_on_node(folder, 1, ["n1", "n2"], 7, stand_in("sys.exit(3)"))
 
 
-def test_a_node_ends_its_launcher_when_the_first_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Held against a launcher that would sleep for a minute, of a job that ends meanwhile."""
+def test_a_node_stops_its_launcher_when_the_first_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: a launcher that would sleep for a minute, of a job that ends meanwhile."""
     monkeypatch.setattr(nodes, "LAUNCHERS_SECONDS", 0.5)
     sweep = make_sweep(tmp_path, [("launch.nnodes=2",)])
     folder = sweep.job_folder(sweep.jobs[0])
@@ -123,7 +123,7 @@ def test_a_node_ends_its_launcher_when_the_first_has_ended(tmp_path: Path, monke
 
 
 def test_a_launcher_ends_with_its_nodes_task(tmp_path: Path) -> None:
-    """Held against a launcher that would sleep for a minute, after SIGKILL to the task that started it."""
+    """Oracle: a launcher that would sleep for a minute, after SIGKILL to its parent task."""
     folder = make_sweep(tmp_path, [("launch.nnodes=2",)]).path / "jobs/01"
     sleeps = "leave.with_name('pid').write_text(str(os.getpid())); leave.with_name('ready').touch(); time.sleep(60)"
     arguments = (folder, 1, ["n1", "n2"], 7, stand_in(sleeps))
@@ -137,10 +137,10 @@ def test_a_launcher_ends_with_its_nodes_task(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_job_that_was_run_in_the_meantime_is_left_alone(
+def test_a_job_finished_in_the_meantime_is_left_alone(
     tmp_path: Path, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Held against its file, by a command that would leave another; late is just before this process has the lock."""
+    """Oracle: its file, with a command that would write another; late means just before this process takes the lock."""
     sweep = make_sweep(tmp_path, [()])
     folder = sweep.job_folder(sweep.jobs[0])
     done = Job("01", TINY, {}, "run 1", JobStatus.done)
@@ -159,10 +159,8 @@ def test_a_job_that_was_run_in_the_meantime_is_left_alone(
 
 
 @pytest.mark.parametrize("failures", [2, 3])
-def test_a_file_that_is_stale_for_a_moment_is_read_again(
-    tmp_path: Path, failures: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Held against the job that was written; three failures are a mistake, told in a sentence."""
+def test_a_briefly_stale_file_is_read_again(tmp_path: Path, failures: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the job as written; three failures are a mistake, reported in a sentence."""
     sweep = make_sweep(tmp_path, [()])
     left = [OSError(errno.ESTALE, os.strerror(errno.ESTALE))] * failures
 
@@ -179,8 +177,8 @@ def test_a_file_that_is_stale_for_a_moment_is_read_again(
             read_job(sweep.job_folder(sweep.jobs[0]))
 
 
-def test_a_job_that_the_queue_starts_again_begins_anew(tmp_path: Path) -> None:
-    """Held against the file that the first start has left, which is kept, and is not there for the second."""
+def test_a_requeued_job_starts_from_scratch(tmp_path: Path) -> None:
+    """Oracle: the first attempt's file, which is kept aside and not visible to the second."""
     sweep = make_sweep(tmp_path, [()])
     folder = sweep.job_folder(sweep.jobs[0])
     (folder / "run").mkdir()

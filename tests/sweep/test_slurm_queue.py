@@ -1,6 +1,6 @@
-"""Jobs that a batch queue has: their ids, their states, and the command that waits for them.
+"""Jobs in a batch queue: their ids, their states, and the command that waits for them.
 
-``squeue``'s answers are those that SLURM 22.05 gave.
+``squeue``'s answers were recorded from SLURM 22.05.
 """
 
 import os
@@ -30,12 +30,12 @@ from fsdptoys.sweep.slurm_submit import submit
 from tests.sweep.jobs import ON_SLURM, TINY, hand_over, make_sweep, wait_for
 
 
-def test_ids_are_read_from_the_folders_that_submitit_makes(tmp_path: Path) -> None:
-    """Held against submitit's own paths, of an array of two and of a job by itself."""
+def test_ids_are_read_from_submitits_folders(tmp_path: Path) -> None:
+    """Oracle: submitit's own paths, of an array of two and of a single job."""
     sweep = make_sweep(tmp_path, [(), (), ()])
     array, single = begin_submission(sweep, SLURM, sweep.jobs[:2]), begin_submission(sweep, SLURM, sweep.jobs[2:])
     for submission, ids in ((array, ["12_0", "12_1"]), (single, ["13"])):
-        (submission.folder / "12").mkdir()  # an array's script stands in a folder of its own
+        (submission.folder / "12").mkdir()  # an array's script is in a folder of its own
         for identity in ids:
             path = JobPaths(submission.folder / "%j", identity).submitted_pickle
             path.parent.mkdir(exist_ok=True)
@@ -51,10 +51,10 @@ echo '13 CANCELLED'
 """
 
 
-def test_jobs_that_the_queue_still_has_are_known_by_what_squeue_says(
+def test_queued_jobs_are_known_from_squeue(
     tmp_path: Path, slurm_commands: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Held against the states; SLURM refuses a question about a job that it has forgotten, and lists all others."""
+    """Oracle: the states; SLURM refuses a query for a forgotten job, and lists all others."""
     (slurm_commands / "squeue").write_text(SQUEUE)
     sweep = make_sweep(tmp_path / "sweep", [(), (), ()])
     hand_over(sweep, {"01": "12_0", "02": "12_1"})
@@ -68,10 +68,10 @@ def test_jobs_that_the_queue_still_has_are_known_by_what_squeue_says(
         jobs_in_queue(sweep)
 
 
-def test_jobs_that_left_the_queue_without_a_word_are_closed(
+def test_jobs_that_left_the_queue_silently_are_closed(
     tmp_path: Path, slurm_commands: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Held against SLURM's states and what the jobs' own files say, which count where they tell an end."""
+    """Oracle: SLURM's states and the jobs' own files, which take precedence if they record an end."""
     monkeypatch.setattr(queue, "ASK_EVERY_SECONDS", 0.0)
     monkeypatch.setattr(queue, "POLL_SECONDS", 0.01)
     (slurm_commands / "squeue").write_text("#!/bin/sh\necho '12_0 CANCELLED'\necho '12_2 OUT_OF_MEMORY'\n")
@@ -95,10 +95,10 @@ def test_jobs_that_left_the_queue_without_a_word_are_closed(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_ctrl_c_leaves_the_jobs_in_the_queue_and_says_how_to_end_them(
+def test_ctrl_c_leaves_the_jobs_in_the_queue_and_prints_how_to_cancel_them(
     tmp_path: Path, slurm_commands: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals
 ) -> None:
-    """Held against the ids that squeue tells, by a real signal to a command that waits for jobs of an earlier one."""
+    """Oracle: the ids that squeue lists, after a real signal to a command that waits for previously submitted jobs."""
     (slurm_commands / "squeue").write_text(SQUEUE)
     sweep = make_sweep(tmp_path / "a sweep", [(), ()])
     hand_over(sweep, {"01": "12_0", "02": "12_1"})
@@ -119,8 +119,8 @@ def test_ctrl_c_leaves_the_jobs_in_the_queue_and_says_how_to_end_them(
     assert len(read_submissions(sweep)) == 1
 
 
-def test_jobs_that_the_queue_has_stay_and_no_number_is_given_twice(tmp_path: Path) -> None:
-    """Held against the names: 02 waits in the queue, 03 waits for nobody, 04 is a folder that an earlier start left."""
+def test_queued_jobs_stay_and_no_number_is_given_twice(tmp_path: Path) -> None:
+    """Oracle: the names: 02 waits in the queue, 03 has no waiting command, 04 is the folder of an earlier start."""
     sweep = make_sweep(tmp_path, [(), (), ()])
     (tmp_path / "jobs/04").mkdir()
     asked = [(Combination((*TINY, "train.seed=9"), {"train.seed": "9"}), "another")]

@@ -1,4 +1,4 @@
-"""What is asked of a batch queue: refusals in one sentence, and the options of its script."""
+"""Settings for a batch queue: refusals in one sentence, and the options of the batch script."""
 
 from pathlib import Path
 
@@ -111,10 +111,10 @@ from tests.sweep.jobs import CUDA, ON_SLURM
         ),
     ],
 )
-def test_what_cannot_be_submitted_is_told_in_one_sentence(
+def test_invalid_submissions_are_reported_in_one_sentence(
     words: tuple[str, ...], launcher_words: tuple[str, ...], message: str | None, slurm_commands: Path
 ) -> None:
-    """Held against the sentences as a user should read them."""
+    """Oracle: the sentences as a user should read them."""
     with pytest.raises(ConfigError) as refusal:
         validate_job(("model=llama_debug", *words), launcher_words, 600)
     if message is None:
@@ -123,8 +123,8 @@ def test_what_cannot_be_submitted_is_told_in_one_sentence(
         assert str(refusal.value) == message
 
 
-def test_a_machine_without_slurm_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Held against the sentence; PATH has no command at all."""
+def test_a_machine_without_slurm_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Oracle: the sentence, with an empty PATH."""
     read_launcher.cache_clear()
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"^hydra/launcher=submitit_slurm needs sbatch, which is not on this machine"):
@@ -165,14 +165,14 @@ def test_a_machine_without_slurm_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp
         ),
     ],
 )
-def test_a_run_says_what_its_batch_script_asks_for(
+def test_the_options_of_the_batch_script_come_from_the_run(
     needs: SlurmNeeds,
     typed: tuple[str, ...],
     limit: float | None,
     expected: dict[str, str | None],
     slurm_commands: Path,
 ) -> None:
-    """Held against the ``#SBATCH`` lines that submitit writes of the same options."""
+    """Oracle: the ``#SBATCH`` lines that submitit writes for the same options."""
     launcher = read_launcher((ON_SLURM, *typed))
     options = {**launcher.options, **plugin_options(needs, launcher, limit)}
     renamed = {"timeout_min": "time", "tasks_per_node": "ntasks_per_node", "name": "job_name"}
@@ -187,15 +187,15 @@ def test_a_run_says_what_its_batch_script_asks_for(
     assert {key: written.get(key) for key in expected} == expected
 
 
-def test_what_the_user_has_set_up_comes_after_what_the_task_needs(slurm_commands: Path) -> None:
-    """Held against the list that was typed."""
+def test_the_users_setup_follows_that_of_the_task(slurm_commands: Path) -> None:
+    """Oracle: the typed list."""
     launcher = read_launcher((ON_SLURM, "hydra.launcher.setup=['module load cuda']"))
     setup = plugin_options(SlurmNeeds(1, 1, "cpu"), launcher, None)["setup"]
     assert setup[-1] == "module load cuda" and any("SRUN_CPUS_PER_TASK" in line for line in setup[:-1])
 
 
 def test_a_login_node_need_not_have_the_devices_of_the_jobs(slurm_commands: Path) -> None:
-    """Held against a run of 2 × 8 GPUs, on a machine that may have none; the queue chooses where they meet."""
+    """Oracle: a run of 2 × 8 GPUs, on a machine that may have none; the queue chooses the rendezvous node."""
     plan = validate_job((*CUDA, "launch.nnodes=2", "parallel=fsdp2"), (ON_SLURM, "hydra.launcher.partition=gpu"))
     assert (plan.world_size, plan.local_ranks, plan.hardware.device_type) == (16, 8, "cuda")
     assert plan.composition.choices["experiment"] == "llama2_7b"
@@ -203,8 +203,8 @@ def test_a_login_node_need_not_have_the_devices_of_the_jobs(slurm_commands: Path
     assert not any("rdzv_endpoint" in word for word in plan.words)
 
 
-def test_words_of_the_launcher_are_taken_out_of_those_of_the_run() -> None:
-    """Held against what was typed, in its order."""
+def test_launcher_arguments_are_separated_from_those_of_the_run() -> None:
+    """Oracle: the typed arguments, in their order."""
     words = ["parallel=fsdp1,fsdp2", "hydra/launcher=submitit_slurm", "+hydra.launcher.additional_parameters.x=1"]
     assert split_launcher_words(words) == (words[:1], words[1:])
     assert split_launcher_words(["hydra.run.dir=x"]) == (["hydra.run.dir=x"], [])

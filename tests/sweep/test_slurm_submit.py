@@ -1,7 +1,7 @@
-"""Jobs that really went through a batch queue.
+"""Jobs run by a real batch queue.
 
-SLURM itself is used where there is one (``sinfo`` answers); everywhere, submitit's local launcher starts real processes
-through the same plugin.
+SLURM itself is used if present (``sinfo`` answers); everywhere, submitit's local launcher starts real processes through
+the same plugin.
 """
 
 import json
@@ -35,7 +35,7 @@ class ForkingPlugin:
         self._sweep, self._command, self._folder = sweep, command, folder
 
     def launch(self, overrides: Sequence[Sequence[str]], first: int) -> list[object]:
-        """Run the one job that is handed over."""
+        """Run the single submitted job."""
         ((word,),) = overrides
         folder = self._sweep.path.absolute() / word.partition("=")[2]
         arguments = (folder, 0, ["here"], 7, self._command)
@@ -67,7 +67,7 @@ time.sleep(60)
 def test_a_local_job_ends_with_the_command_that_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, command: str
 ) -> None:
-    """Held against status, file and locks of the job's folder, after a real signal; a second job is left as it was."""
+    """Oracle: status, file and locks of the job's folder, after a real signal; a second job is unchanged."""
     read_launcher.cache_clear()
     monkeypatch.setattr(submitting, "GRACE_SECONDS", 3.0)
     monkeypatch.setattr(
@@ -92,7 +92,7 @@ def test_a_local_job_ends_with_the_command_that_waits_for_it(
 
 
 def test_a_local_job_whose_task_was_killed_is_stopped(tmp_path: Path) -> None:
-    """Held against the file, which says that it runs: a terminal's signals may end the task before it writes."""
+    """Oracle: the file, which says running: a terminal's signals may end the task before it writes."""
     sweep = make_sweep(tmp_path, [()])
     write_job(sweep.job_folder(sweep.jobs[0]), Job("01", TINY, {}, "run 1", JobStatus.running))
     over = threading.Thread(target=lambda: None)
@@ -107,7 +107,7 @@ def test_a_local_job_whose_task_was_killed_is_stopped(tmp_path: Path) -> None:
 def test_local_jobs_go_through_the_plugin_and_a_failed_one_stops_no_other(
     tmp_path: Path, unmeasured: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Held against real runs in submitit's processes: one that its launcher refuses, and one that is good."""
+    """Oracle: real runs in submitit's processes: one that its launcher refuses, and one that succeeds."""
     read_launcher.cache_clear()
     sweep = make_sweep(tmp_path / "a sweep", [("train.seq_len=0",), ("parallel=single",)])
     after: list[str] = []
@@ -130,9 +130,9 @@ def _idle_nodes() -> int:
 
 @pytest.mark.launcher
 def test_slurm_runs_a_job_on_all_its_nodes(tmp_path: Path, unmeasured: None) -> None:
-    """Held against a real SLURM: two nodes where two are free, and a partition that it does not have.
+    """Oracle: a real SLURM: two nodes if two are free, and a partition that does not exist.
 
-    FSDPTOYS_SHARED_FOLDER names a folder that all nodes see, where they do not share that of temporary files.
+    FSDPTOYS_SHARED_FOLDER names a folder visible to all nodes, if they do not share the temporary folder.
     """
     free = _idle_nodes()
     if not free:

@@ -1,4 +1,4 @@
-"""Combinations are validated as their jobs would be, and what is wrong with them is told apart."""
+"""Combinations are validated as their jobs would be, and mistakes are classified by their extent."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ SMALL = ["model=llama_debug", "train.seq_len=64"]
 
 
 class Imagined(LocalMachine):
-    """Eight CUDA devices that are not there."""
+    """Eight imaginary CUDA devices."""
 
     def find(self, words: Sequence[str], settings: Config) -> JobHardware:
         """Eight of them, unless the run is one process."""
@@ -39,10 +39,8 @@ def of_sweep(name: str, *words: str) -> list[Combination]:
 
 @pytest.mark.parametrize("name", list_sweeps())
 @pytest.mark.parametrize("place", [LocalMachine(), Imagined()], ids=["two CPU ranks", "eight CUDA devices"])
-def test_every_combination_of_a_shipped_sweep_is_valid_or_left_out_with_a_reason(
-    name: str, place: LocalMachine
-) -> None:
-    """None may be no configuration at all; on eight devices as the file has it, on a CPU with a small model."""
+def test_every_combination_of_a_shipped_sweep_is_valid_or_skipped_with_a_reason(name: str, place: LocalMachine) -> None:
+    """Oracle: none is an invalid configuration; on eight devices as in the file, on a CPU with a small model."""
     on_cpu = type(place) is LocalMachine
     validated = validate_combinations(of_sweep(name, *(SMALL if on_cpu and name != "debug" else [])), place)
     refused = [one for one in validated if isinstance(one, InvalidJob)]
@@ -57,7 +55,7 @@ def test_every_combination_of_a_shipped_sweep_is_valid_or_left_out_with_a_reason
 
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
 def test_the_classic_rows_are_those_of_the_table(strategy: str) -> None:
-    """The first table's columns: wrap, gradient checkpointing, chunked loss, optimizer offload, CPU offload."""
+    """Oracle: the first table's columns: wrap, gradient checkpointing, chunked loss, optimizer offload, CPU offload."""
     validated = validate_combinations(of_sweep(f"classic_{strategy}"), Imagined())
     rows = []
     for one in validated:
@@ -81,8 +79,8 @@ def test_the_classic_rows_are_those_of_the_table(strategy: str) -> None:
     ]
 
 
-def test_a_combination_is_what_its_job_will_be() -> None:
-    """``resolve_run``, which the job's launcher calls, composes the same words to the same tree and ranks."""
+def test_a_combination_equals_the_run_of_its_job() -> None:
+    """Oracle: the launcher's ``resolve_run`` composes the same tree and ranks from the same arguments."""
     words = [
         "parallel=fsdp1,single", "optim.lr=1e-3", "data=text", "data.files=[stdlib]", "train.max_grad_norm=null",
         "train.max_seconds=${train.steps}", "memory.checkpointing_save=[mm]", "memory.gradient_checkpointing=selective",
@@ -118,15 +116,17 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("words", MISTAKES)
-def test_what_is_wrong_everywhere_stops_the_sweep(words: str) -> None:
-    """A word that no combination can have, or a sweep without any combination that can be run."""
+def test_mistakes_in_every_combination_stop_the_sweep(words: str) -> None:
+    """Oracle: an argument that no combination accepts, or a sweep without any valid combination."""
     with pytest.raises(ConfigError) as mistake:
         validate_combinations(of_words("launch.nproc_per_node=2", *words.split()))
     assert str(mistake.value) == MISTAKES[words]
 
 
-def test_what_a_writer_needs_is_asked_for_before_the_first_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Without credentials for Weights & Biases only the combination that stays offline is left."""
+def test_requirements_of_writers_are_checked_before_the_first_job(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Oracle: without credentials for Weights & Biases only the combination that stays offline is left."""
     for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "NETRC", "WANDB_CONFIG_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -151,8 +151,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_what_contradicts_other_words_or_the_machine_is_left_out(words: str) -> None:
-    """Each of these words stands in another combination, or would elsewhere, without harm."""
+def test_combinations_that_contradict_other_arguments_or_the_machine_are_skipped(words: str) -> None:
+    """Oracle: each of these arguments is valid in another combination or on another machine."""
     validated = validate_combinations(of_words("model=llama_debug", *words.split()))
     assert tuple(isinstance(one, InvalidJob) for one in validated) == REFUSED[words]
     assert all(len(one.reason) > 30 for one in validated if isinstance(one, InvalidJob))
