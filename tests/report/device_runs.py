@@ -1,4 +1,4 @@
-"""Runs on an accelerator that nobody has, with numbers made up for pictures: a sweep, and a run that was profiled."""
+"""Runs on an imaginary accelerator, with numbers invented for pictures: a sweep, and a profiled run."""
 
 import dataclasses
 import math
@@ -28,7 +28,7 @@ JOBS = (
 
 
 def device_steps(count: int, seconds: float, gib: float, shift: float = 0.0) -> list[StepMetrics]:
-    """Steps of which the first two are slow and every 97th a little, with a loss that falls and shakes."""
+    """Steps of which the first two are slow and every 97th slightly slow, with a falling, noisy loss."""
     steps = []
     for n in range(1, count + 1):
         time = 20 * seconds if n == 1 else 3 * seconds if n == 2 else seconds * (1 + 0.02 * math.sin(n) + (n % 97 == 0))
@@ -52,7 +52,7 @@ def device_steps(count: int, seconds: float, gib: float, shift: float = 0.0) -> 
 
 
 def device_prediction(seconds: float, gib: float) -> Prediction:
-    """A prediction of which every part is there."""
+    """A prediction with all of its parts."""
     parts = (0.1, 0.1, 0.25, 0.1, 0.05, 0.3, 0.06, 0.01, 0.03)
     sizes = {kind: int(share * 0.88 * gib * GIB) for kind, share in zip(Category, parts, strict=True)}
     memory = MemoryPrediction(
@@ -64,7 +64,9 @@ def device_prediction(seconds: float, gib: float) -> Prediction:
 
 
 def write_device_sweep(path: Path, steps: int = 120) -> Path:
-    """A sweep of six jobs that are done, of which one was not predicted, two that are not, and one that was skipped."""
+    """A sweep of six finished jobs, one of them without a prediction, two unfinished jobs, and a skipped
+    combination.
+    """
     jobs = []
     for number, (strategy, checkpointing, chunk, seconds, gib) in enumerate(JOBS, 1):
         varied = {
@@ -97,7 +99,7 @@ def write_device_sweep(path: Path, steps: int = 120) -> Path:
 
 
 def write_device_run(path: Path) -> Path:
-    """One run that was predicted, with a snapshot of its memory and a table of operators."""
+    """One run with a prediction, a memory snapshot and a table of operators."""
     write_run(path, device_steps(300, 0.5, 70.0), environment=DEVICE, prediction=device_prediction(0.5, 70.0))
     (path / "profile").mkdir()
     (path / "profile" / "memory-rank0.pickle").write_bytes(pickle.dumps(make_snapshot()))

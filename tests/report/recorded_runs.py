@@ -1,4 +1,4 @@
-"""Run directories for the tests of this folder: written as a run leaves them, with numbers of one's own, or trained."""
+"""Run directories for the tests of this folder, trained or written with chosen numbers."""
 
 import copy
 import functools
@@ -85,7 +85,7 @@ def write_run(
     finished: bool = True,
     prediction: Prediction | None = None,
 ) -> Path:
-    """Write a run directory: settings and parts of the environment, by dotted keys, that are not the usual ones."""
+    """Write a run directory with unusual settings and parts of the environment, by dotted keys."""
     path.mkdir(parents=True)
     (path / "config.yaml").write_text(yaml.dump(changed(plain_tree(), settings or {}), Dumper=DUMPER))
     (path / "environment.json").write_text(json.dumps(changed(ENVIRONMENT, environment or {})))

@@ -1,4 +1,4 @@
-"""Losses that should agree: real runs that do, and runs with real mistakes, which do not."""
+"""Losses that should agree: real runs that do, and runs with real mistakes that do not."""
 
 import json
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def config_of(parallel: ParallelConfig, world_size: int, **changes: Any) -> Conf
 
 
 def right() -> dict[str, Config]:
-    """Of three trainings, each in several layouts."""
+    """Three trainings, each in several layouts."""
     return {
         "ddp": config_of(DDPConfig(), 2),
         "fsdp1": config_of(FSDP1Config(), 2),
@@ -52,7 +52,7 @@ def right() -> dict[str, Config]:
 
 
 def wrong() -> dict[str, Config]:
-    """What is set is not what their config.yaml will say."""
+    """Runs with a mistake that their config.yaml does not record."""
     return {
         "seed": config_of(FSDP2Config(), 2, init_seed=7),
         "data": config_of(FSDP2Config(), 2, data_seed=7),
@@ -83,8 +83,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_layouts_and_memory_switches_agree_in_every_format(trained: Path) -> None:
-    """Oracle: they are one training (tests/parallel/test_equality.py holds them to its bits, or to 1e-6)."""
+def test_layouts_and_memory_switches_agree_in_every_dtype(trained: Path) -> None:
+    """Oracle: they are one training (tests/parallel/test_equality.py checks equal bits, or 1e-6)."""
     assert find_disagreements([record_of(trained / name) for name in [*right(), "single"]]) == []
 
 
@@ -99,20 +99,20 @@ def test_layouts_and_memory_switches_agree_in_every_format(trained: Path) -> Non
     ],
 )
 def test_a_mistake_in_training_is_marked(trained: Path, name: str, quantity: str, step: int) -> None:
-    """Oracle: the first thing that each mistake changes: values, samples, gradients, the rate, later updates."""
+    """Oracle: the first quantity that each mistake changes: values, samples, gradients, the rate, later updates."""
     records = [record_of(trained / each) for each in ("ddp", "fsdp2", name)]
     (found,) = find_disagreements(records)
     assert (found.name, found.reference, found.quantity, found.step) == (name, "ddp", quantity, step)
     assert found.sentence.startswith(f"{name} does not agree with ddp, which trains the same: from step {step} on")
 
 
-def test_a_gradient_twice_as_large_is_seen_though_losses_are_the_same(trained: Path) -> None:
-    """Oracle: the factor; clipping and AdamW take it out of the update."""
+def test_a_doubled_gradient_is_marked_although_losses_are_equal(trained: Path) -> None:
+    """Oracle: the factor; clipping and AdamW remove it from the update."""
     (found,) = find_disagreements([record_of(trained / "fsdp2"), record_of(trained / "gradient")])
     assert found.value == pytest.approx(2 * found.expected, rel=1e-5)
 
 
-def test_one_wrong_row_is_marked_wherever_it_stands(trained: Path) -> None:
+def test_one_wrong_row_is_marked_at_any_position(trained: Path) -> None:
     """Oracle: the row with the mistake, which is the first: most others agree with each other."""
     records = [record_of(trained / name) for name in ("seed", "ddp", "fsdp2", "fsdp1")]
     (found,) = find_disagreements(records)
@@ -120,7 +120,7 @@ def test_one_wrong_row_is_marked_wherever_it_stands(trained: Path) -> None:
 
 
 def pair(tmp_path: Path, alter: Callable[[StepMetrics], StepMetrics], **options: Any) -> list[Record]:
-    """Two runs of twelve steps that share their settings but for those given, the second with altered steps."""
+    """Two runs of twelve steps that differ only in the given settings, the second with altered steps."""
     steps = run_of(12)
     write_run(tmp_path / "a", steps, options.get("both"))
     write_run(
@@ -142,7 +142,7 @@ def apart(share: float, quantity: str, at: int) -> Callable[[StepMetrics], StepM
     [({}, FINE), ({"parallel.param_dtype": "bfloat16"}, COARSE), ({"train.deterministic": True}, EXACT)],
     ids=["float32", "bfloat16", "deterministic"],
 )
-def test_rows_may_be_apart_by_what_their_format_rounds(
+def test_rows_may_differ_by_the_rounding_of_their_dtype(
     tmp_path: Path, both: dict[str, Any], tolerance: Any, quantity: str
 ) -> None:
     """Oracle: the tolerance itself, a little less and a little more; of equal bits, one bit."""
@@ -173,8 +173,8 @@ def test_rows_may_be_apart_by_what_their_format_rounds(
     ],
     ids=str,
 )
-def test_another_training_is_not_compared(tmp_path: Path, second: dict[str, Any]) -> None:
-    """Oracle: losses that are far apart, which is no mistake where a setting says so."""
+def test_different_trainings_are_not_compared(tmp_path: Path, second: dict[str, Any]) -> None:
+    """Oracle: losses far apart, which are no mistake if a setting explains them."""
     assert find_disagreements(pair(tmp_path, apart(0.5, "loss", 3), second=second)) == []
 
 
@@ -202,12 +202,12 @@ def test_another_training_is_not_compared(tmp_path: Path, second: dict[str, Any]
     ids=str,
 )
 def test_the_same_training_in_another_layout_is_compared(tmp_path: Path, second: dict[str, Any]) -> None:
-    """Oracle: losses that are far apart, which none of these explains."""
+    """Oracle: losses far apart, which none of these changes explains."""
     (found,) = find_disagreements(pair(tmp_path, apart(0.5, "loss", 3), second=second))
     assert (found.name, found.step) == ("b", 3)
 
 
-def test_experts_that_are_balanced_otherwise_are_not_compared(tmp_path: Path) -> None:
+def test_experts_with_other_balancing_are_not_compared(tmp_path: Path) -> None:
     """Oracle: arXiv:2501.11873: with several micro-batches a backward balances by those so far."""
     experts = {"model.n_experts": 4, "model.router_aux_loss_coef": 0.1}
     other = {"train.batch_size": 1, "train.grad_accum": 4}
@@ -218,11 +218,11 @@ def test_experts_that_are_balanced_otherwise_are_not_compared(tmp_path: Path) ->
 
 @pytest.mark.parametrize("part", [{"device.type": "cuda"}, {"versions.torch": "2.7.1"}], ids=str)
 def test_rows_of_other_devices_or_versions_are_not_compared(tmp_path: Path, part: dict[str, Any]) -> None:
-    """Oracle: losses far apart: nobody has measured how far these may be."""
+    """Oracle: losses far apart: no measured bound exists for such pairs."""
     assert find_disagreements(pair(tmp_path, apart(0.5, "loss", 3), environment=part)) == []
 
 
-def test_a_loss_that_is_no_number_agrees_with_its_like_alone(tmp_path: Path) -> None:
+def test_a_nan_loss_agrees_with_nan_alone(tmp_path: Path) -> None:
     """Oracle: NaN in both, and in one."""
     steps = [*run_of(3), replace(STEP, step=4, loss=float("nan"))]
     for name in ("a", "b"):
@@ -234,7 +234,7 @@ def test_a_loss_that_is_no_number_agrees_with_its_like_alone(tmp_path: Path) -> 
     assert "they are not both finite" in found.sentence
 
 
-def test_a_run_that_went_on_with_other_settings_is_not_compared(tmp_path: Path) -> None:
+def test_a_run_resumed_with_other_settings_is_not_compared(tmp_path: Path) -> None:
     """Oracle: a resume that changed the learning rate, and one that changed the layout alone."""
     records = pair(tmp_path, apart(0.5, "loss", 9))
     line = {"time": "", "step": 5, "checkpoint": "x", "world_size_before": 2, "world_size": 2, "moved_to": None}
@@ -243,8 +243,8 @@ def test_a_run_that_went_on_with_other_settings_is_not_compared(tmp_path: Path) 
         assert len(find_disagreements(records)) == count
 
 
-def test_rows_without_steps_or_without_their_beginning_are_left_out(tmp_path: Path) -> None:
-    """Oracle: nothing to hold them against."""
+def test_rows_without_steps_or_without_their_first_steps_are_left_out(tmp_path: Path) -> None:
+    """Oracle: no common steps to compare."""
     write_run(tmp_path / "a", run_of(5))
     write_run(tmp_path / "none", [])
     write_run(tmp_path / "late", [replace(step, loss=1.0) for step in run_of(5)[2:]])
@@ -276,10 +276,8 @@ def test_an_update_on_the_host_keeps_the_bits_of_one_on_the_host_alone(tmp_path:
     assert len(find_disagreements([record_of(tmp_path / name) for name in "ab"])) == count
 
 
-def test_settings_are_read_once_a_row_however_many_rows_there_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Oracle: as many readings for each of twenty rows as for each of five; pairs would quadruple them."""
+def test_settings_are_read_once_a_row_for_any_number_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: equal readings per row for twenty rows and for five; pairs would quadruple them."""
     write_run(tmp_path / "a", run_of(2))
     record, counts = record_of(tmp_path / "a"), []
     flatten = numerics.effective

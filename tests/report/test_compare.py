@@ -1,4 +1,4 @@
-"""Two runs held against each other, with differences that the test has made."""
+"""The comparison of two runs, with differences made by the test."""
 
 import io
 import json
@@ -34,7 +34,7 @@ def compared(
 
 
 def altered(**at: tuple[int, float]) -> list[StepMetrics]:
-    """Six steps of which single numbers are others: quantity=(step, value)."""
+    """Six steps with single numbers replaced: quantity=(step, value)."""
     steps = run_of(6)
     for quantity, (step, value) in at.items():
         steps[step - 1] = replace(steps[step - 1], **{quantity: value})
@@ -48,14 +48,14 @@ def printed(found: RunComparison, width: int = 100) -> str:
 
 
 def test_equal_runs_are_the_same(tmp_path: Path) -> None:
-    """Oracle: the same numbers, and times that are no part of it."""
+    """Oracle: equal numbers; step times are not compared."""
     found = compared(tmp_path, run_of(6), [replace(step, step_time_seconds=7.0) for step in run_of(6)])
     assert found.same and verdict(found) == "Same: 6 steps, equal in every bit."
     assert "All settings, versions and machines are equal." in printed(found)
 
 
-def test_the_first_and_the_largest_difference_are_told(tmp_path: Path) -> None:
-    """Oracle: what was altered: a norm in step 2, losses of 4.7 and 4.5 in steps 3 and 5."""
+def test_the_first_and_the_largest_difference_are_reported(tmp_path: Path) -> None:
+    """Oracle: the altered numbers: a norm in step 2, losses of 4.7 and 4.5 in steps 3 and 5."""
     second = altered(grad_norm=(2, 1.5))
     second[2] = replace(second[2], loss=4.7001)
     second[4] = replace(second[4], loss=9.0)
@@ -75,7 +75,7 @@ def test_the_first_and_the_largest_difference_are_told(tmp_path: Path) -> None:
     )
 
 
-def test_one_bit_is_a_difference_and_a_tolerance_takes_it(tmp_path: Path) -> None:
+def test_one_bit_is_a_difference_that_a_tolerance_allows(tmp_path: Path) -> None:
     """Oracle: the next number after 4.7."""
     second = altered(loss=(3, math.nextafter(run_of(6)[2].loss, 9.0)))
     found = compared(tmp_path, run_of(6), second)
@@ -93,7 +93,7 @@ def test_a_tolerance_is_relative_to_the_larger(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("longer", ["a", "b"])
 def test_a_run_that_ends_earlier_is_not_the_same(tmp_path: Path, longer: str) -> None:
-    """Oracle: ``cmp``, to which the end of one file is a difference."""
+    """Oracle: ``cmp``, which reports the end of one file as a difference."""
     lengths = (6, 4) if longer == "a" else (4, 6)
     found = compared(tmp_path, run_of(lengths[0]), run_of(lengths[1]))
     assert not found.same and found.first_difference is None
@@ -102,7 +102,7 @@ def test_a_run_that_ends_earlier_is_not_the_same(tmp_path: Path, longer: str) ->
     assert f"{letter} ({longer}) has 2 steps, 5 to 6, that the other lacks." in printed(found)
 
 
-def test_what_is_no_number_equals_its_like_alone(tmp_path: Path) -> None:
+def test_nan_equals_nan_alone(tmp_path: Path) -> None:
     """Oracle: NaN in both, then in one."""
     bad = altered(loss=(4, math.nan))
     both = compared(tmp_path / "both", bad, bad)
@@ -128,7 +128,7 @@ def test_held_out_losses_are_compared_where_both_runs_have_one(tmp_path: Path) -
     assert "held-out loss" not in {course.quantity for course in compared(tmp_path / "no", [STEP], [STEP]).courses}
 
 
-def test_held_out_losses_of_other_samples_are_not_compared_and_said_not_to_be(tmp_path: Path) -> None:
+def test_held_out_losses_of_other_samples_are_reported_as_not_compared(tmp_path: Path) -> None:
     """Oracle: 3 batches are other samples than the usual 8; half the batch size with twice the batches is the same."""
     losses = evaluated(4.0), evaluated(4.4)
     other = compared(tmp_path / "other", *losses, {"train.eval_batches": 3})
@@ -137,14 +137,14 @@ def test_held_out_losses_of_other_samples_are_not_compared_and_said_not_to_be(tm
     assert not compared(tmp_path / "split", *losses, split).same
 
 
-def test_a_held_out_loss_of_the_first_step_tells_of_its_update(tmp_path: Path) -> None:
-    """Oracle: it is taken after the update, so that the learning rate explains it sooner than the data."""
+def test_a_held_out_loss_of_the_first_step_depends_on_its_update(tmp_path: Path) -> None:
+    """Oracle: it is evaluated after the update, so the learning rate is a likelier explanation than the data."""
     found = compared(tmp_path, evaluated(4.0), evaluated(4.4), CHANGES)
     assert next(change.key for change in found.changes if change.effect is Effect.training) == "optim.lr"
 
 
-def test_runs_with_lines_that_cannot_be_read_are_not_the_same(tmp_path: Path) -> None:
-    """Oracle: the same line that is no step, in both."""
+def test_runs_with_unreadable_lines_are_not_the_same(tmp_path: Path) -> None:
+    """Oracle: the same invalid line in both."""
     for name in "ab":
         write_run(tmp_path / name, run_of(3))
         with open(tmp_path / name / "metrics.jsonl", "a") as file:
@@ -158,8 +158,8 @@ def test_runs_with_lines_that_cannot_be_read_are_not_the_same(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("width", [46, 60, 80, 120])
-def test_numbers_are_whole_on_one_line_in_every_terminal(tmp_path: Path, width: int) -> None:
-    """Oracle: losses of nine digits; the lines of numbers are no longer than the terminal is wide."""
+def test_numbers_are_complete_on_one_line_in_every_terminal(tmp_path: Path, width: int) -> None:
+    """Oracle: losses of nine digits; the lines of numbers fit the terminal's width."""
     second = [replace(step, loss=5.56065083 + step.step) for step in run_of(6)]
     text = printed(compared(tmp_path, evaluated(*[5.12345678] * 6), second), width)
     (line,) = [line for line in text.splitlines() if line.startswith("loss ")]
@@ -191,7 +191,7 @@ CHANGES = {
     ids=["loss of step 1", "loss of step 3", "learning rate"],
 )
 def test_the_likeliest_explanation_comes_first(tmp_path: Path, second: Any, first_keys: list[str]) -> None:
-    """Oracle: the first loss knows data and no update; a later one, and the learning rate, the other way round."""
+    """Oracle: the first loss depends on data and no update; a later one, and the learning rate, the other way round."""
     found = compared(tmp_path, run_of(6), second, CHANGES)
     keys = {effect: [change.key for change in found.changes if change.effect is effect] for effect in Effect}
     assert keys[Effect.training] == first_keys
@@ -202,7 +202,7 @@ def test_the_likeliest_explanation_comes_first(tmp_path: Path, second: Any, firs
     assert "metrics.run_dir" not in {change.key for change in found.changes}
 
 
-def test_a_batch_of_another_size_is_another_training_and_another_split_of_it_is_not(tmp_path: Path) -> None:
+def test_another_batch_size_is_another_training_and_another_split_of_it_is_not(tmp_path: Path) -> None:
     """Oracle: 2 ranks x 2 sequences x 2 micro-batches are 8 sequences a step."""
     more = compared(tmp_path / "more", run_of(6), run_of(6), {"train.batch_size": 4})
     assert [change.effect for change in more.changes] == [Effect.training]
@@ -214,8 +214,8 @@ def test_a_batch_of_another_size_is_another_training_and_another_split_of_it_is_
     ]
 
 
-def test_versions_and_machines_are_told(tmp_path: Path) -> None:
-    """Oracle: what the second run's environment has been given."""
+def test_versions_and_machines_are_reported(tmp_path: Path) -> None:
+    """Oracle: the values given to the second run's environment."""
     other = {"versions.torch": "2.7.1", "device.name": "Another", "started_at": "later", "command": "typed otherwise"}
     found = compared(tmp_path, run_of(6), run_of(6), None, other)
     assert found.environment == [("device.name", "A processor", "Another"), ("versions.torch", "2.13.0", "2.7.1")]
@@ -228,7 +228,7 @@ def test_a_job_of_a_sweep_is_found_by_its_folder(tmp_path: Path) -> None:
     assert open_run(tmp_path / "jobs" / "01").path == tmp_path / "jobs" / "01" / "run"
 
 
-def test_what_cannot_be_compared_is_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_invalid_comparisons_are_refused_in_a_sentence(tmp_path: Path) -> None:
     """Oracle: the sentences, word for word."""
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep" / "sweep.json").write_text(json.dumps({}))

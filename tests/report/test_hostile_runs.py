@@ -1,4 +1,4 @@
-"""Run directories that someone else has written, or a disk has damaged: one of them is a row, and not the end."""
+"""Run directories written by someone else or damaged by a disk: each is one row and does not stop the report."""
 
 import io
 import json
@@ -65,34 +65,34 @@ KINDS = (pipe, device, folder, giant)
 
 
 def check_others(folder: Path, output: str) -> None:
-    """The other run is in the table and can be compared with itself; of the spoiled one there is a sentence."""
+    """The other run is in the table and can be compared with itself; a sentence reports the damaged one."""
     table = make_table(gather([folder]))
     text = to_markdown(table) + to_csv(table) + to_json(table)
     assert [record.name for record in table.records if record.run is not None] == ["good"]
     assert output in " ".join(str(record.reason) for record in table.records if record.run is None)
     assert not STEERING.search(text)
     assert main(["compare", str(folder / "good"), str(folder / "bad")]) == 2
-    # Nobody writes it, so following it ends.
+    # No process writes it, so following it ends.
     assert follow(folder / "bad", Console(file=io.StringIO()), poll_seconds=0.0) in (0, 1)
 
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    """A folder of two runs, of which one is to be spoiled."""
+    """A folder of two runs, one of them to be damaged."""
     write_run(tmp_path / "good", run_of(4))
     write_run(tmp_path / "bad", run_of(4))
     return tmp_path
 
 
 @pytest.mark.parametrize("text", SPOILED_SETTINGS.values(), ids=SPOILED_SETTINGS)
-def test_spoiled_settings_are_a_row(runs: Path, text: str) -> None:
+def test_damaged_settings_are_a_row(runs: Path, text: str) -> None:
     """Oracle: the other run, and a sentence that names the file."""
     (runs / "bad" / "config.yaml").write_bytes(text.encode("utf-8", "surrogateescape"))
     check_others(runs, "config.yaml cannot be read")
 
 
 @pytest.mark.parametrize("text", SPOILED_ENVIRONMENTS.values(), ids=SPOILED_ENVIRONMENTS)
-def test_a_spoiled_environment_is_a_row(runs: Path, text: str) -> None:
+def test_a_damaged_environment_is_a_row(runs: Path, text: str) -> None:
     """Oracle: the other run, and a sentence that names the file."""
     (runs / "bad" / "environment.json").write_text(text)
     check_others(runs, "environment.json")
@@ -100,7 +100,7 @@ def test_a_spoiled_environment_is_a_row(runs: Path, text: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["environment.json", "resumes.jsonl"])
-def test_what_is_no_file_is_a_row(runs: Path, name: str, kind: Callable[[Path], None]) -> None:
+def test_special_files_are_a_row(runs: Path, name: str, kind: Callable[[Path], None]) -> None:
     """Oracle: the other run, and a sentence that names the file; reading a pipe would wait for a writer."""
     (runs / "bad" / name).unlink(missing_ok=True)
     kind(runs / "bad" / name)
@@ -113,8 +113,8 @@ def test_what_is_no_file_is_a_row(runs: Path, name: str, kind: Callable[[Path], 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["prediction.json", "result.json", "summary.md"])
-def test_what_a_report_can_do_without_is_left_out(runs: Path, name: str, kind: Callable[[Path], None]) -> None:
-    """Oracle: the steps of the run, which are there."""
+def test_optional_files_that_are_damaged_are_left_out(runs: Path, name: str, kind: Callable[[Path], None]) -> None:
+    """Oracle: the run's steps, which are intact."""
     (runs / "bad" / name).unlink(missing_ok=True)
     kind(runs / "bad" / name)
     for record in gather([runs]).records:
@@ -122,7 +122,7 @@ def test_what_a_report_can_do_without_is_left_out(runs: Path, name: str, kind: C
 
 
 @pytest.mark.parametrize("text", ['{"method": 1}', "[" * 100_000, '{"time": {"step_seconds": 0}}', "\xff"])
-def test_a_spoiled_prediction_is_left_out_with_a_sentence(runs: Path, text: str) -> None:
+def test_a_damaged_prediction_is_left_out_with_a_sentence(runs: Path, text: str) -> None:
     """Oracle: the run's other numbers, and the note."""
     (runs / "bad" / "prediction.json").write_text(text, encoding="latin-1")
     (bad,) = [record for record in gather([runs]).records if record.name == "bad"]
@@ -131,8 +131,8 @@ def test_a_spoiled_prediction_is_left_out_with_a_sentence(runs: Path, text: str)
 
 
 @pytest.mark.parametrize("form", ["--table", "--markdown", "--csv", "--json", "compare", "--live"])
-def test_nothing_of_a_run_steers_the_terminal(runs: Path, form: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Oracle: no control character in what is printed, of keys and of values; their names are there, escaped."""
+def test_nothing_of_a_run_controls_the_terminal(runs: Path, form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Oracle: no control character in the output, of keys and of values; their names are there, escaped."""
     hostile = "\x1b[2J\x1b]0;owned\x07\r\u202e"
     for name, value in (("good", "a"), ("bad", hostile)):
         path = runs / name / "config.yaml"
@@ -154,14 +154,14 @@ def test_nothing_of_a_run_steers_the_terminal(runs: Path, form: str, capsys: pyt
     assert not STEERING.search(output)
 
 
-def test_a_mistake_is_printed_without_what_steers_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_printed_without_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: Python's own escapes."""
     assert main(["report", "\x1b]0;owned\x07"]) == 2
     assert capsys.readouterr().err.startswith("fsdptoys: \\x1b]0;owned\\x07 holds neither")
 
 
 @pytest.mark.parametrize("words", [["report", "x" * 300], ["compare", "x" * 300, "y"], ["report", "--live", "x" * 300]])
-def test_a_name_that_no_file_can_have_is_one_sentence(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_impossible_file_name_is_one_sentence(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: status 2, and one line."""
     assert main(words) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1

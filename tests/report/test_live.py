@@ -1,4 +1,4 @@
-"""Following a job from outside: what is shown while its files grow, shrink and stop growing."""
+"""Following a job from outside: the display while its files grow, shrink and stop growing."""
 
 import dataclasses
 import io
@@ -31,8 +31,8 @@ def run(tmp_path: Path) -> Iterator[WrittenRun]:
     written.release()
 
 
-def test_lines_come_as_they_are_written_and_half_a_line_is_waited_for(run: WrittenRun) -> None:
-    """Oracle: the steps that are written, each once; half a line shows nothing until its end is there."""
+def test_lines_appear_when_written_and_a_partial_line_is_waited_for(run: WrittenRun) -> None:
+    """Oracle: the written steps, each once; half a line shows nothing until its end is there."""
     run.add(*(step_of(number) for number in range(1, 4)))
     watching = Watching(run.path)
     watching.wait_for_text("step  3/20")
@@ -53,7 +53,7 @@ def test_lines_come_as_they_are_written_and_half_a_line_is_waited_for(run: Writt
 
 
 @pytest.mark.parametrize("grows_past", [False, True])
-def test_a_run_that_goes_back_to_a_checkpoint_is_read_anew(run: WrittenRun, grows_past: bool) -> None:
+def test_a_run_that_returns_to_a_checkpoint_is_read_again(run: WrittenRun, grows_past: bool) -> None:
     """Oracle: the file's own steps, cut and written again with a look in between, or without."""
     run.add(*(step_of(number) for number in range(1, 5)))
     at_checkpoint = (run.path / "metrics.jsonl").stat().st_size
@@ -71,7 +71,7 @@ def test_a_run_that_goes_back_to_a_checkpoint_is_read_anew(run: WrittenRun, grow
     assert followed.poll() == 0 and followed.steps == []
 
 
-def test_steps_that_are_done_again_are_said_to_be(run: WrittenRun) -> None:
+def test_repeated_steps_are_reported(run: WrittenRun) -> None:
     """Oracle: the lines: steps 3 and 4 come twice, with a sentence between."""
     run.add(step_of(1), step_of(2))
     at_checkpoint = (run.path / "metrics.jsonl").stat().st_size
@@ -87,7 +87,7 @@ def test_steps_that_are_done_again_are_said_to_be(run: WrittenRun) -> None:
     assert watching.end() == 0
 
 
-def test_a_run_that_was_killed_ends_the_watching_with_1(run: WrittenRun) -> None:
+def test_a_killed_run_ends_the_watching_with_1(run: WrittenRun) -> None:
     """Oracle: exit status and sentence."""
     run.add(step_of(1), step_of(2))
     watching = Watching(run.path)
@@ -99,7 +99,7 @@ def test_a_run_that_was_killed_ends_the_watching_with_1(run: WrittenRun) -> None
     )
 
 
-def test_a_run_that_ended_itself_before_its_time_ends_the_watching_with_1(run: WrittenRun) -> None:
+def test_a_run_that_stopped_early_ends_the_watching_with_1(run: WrittenRun) -> None:
     """Oracle: the summary's own row, in the last line."""
     run.add(step_of(1), step_of(2))
     run.finish("2 of 20; SIGTERM received")
@@ -108,8 +108,8 @@ def test_a_run_that_ended_itself_before_its_time_ends_the_watching_with_1(run: W
     assert watching.lines()[-1] == f"the run has ended: 2 of 20; SIGTERM received; {run.path / 'summary.md'}"
 
 
-def test_a_run_that_has_not_taken_a_step_is_waited_for(run: WrittenRun) -> None:
-    """Oracle: nothing but the heading until the first step comes."""
+def test_a_run_without_steps_is_waited_for(run: WrittenRun) -> None:
+    """Oracle: nothing except the heading until the first step comes."""
     watching = Watching(run.path)
     watching.wait_for_text("tiny-fsdp2 in")
     time.sleep(5 * POLL)
@@ -123,7 +123,7 @@ def test_a_run_that_has_not_taken_a_step_is_waited_for(run: WrittenRun) -> None:
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_ctrl_c_ends_the_watching_and_not_the_run(run: WrittenRun, terminal: bool) -> None:
-    """Oracle: exit status 0, with the run's lock and files as they were."""
+    """Oracle: exit status 0, with unchanged lock and files of the run."""
     run.add(step_of(1))
     before = sorted(path.name for path in run.path.iterdir())
     console = Console(file=io.StringIO(), width=80, force_terminal=terminal)
@@ -134,8 +134,8 @@ def test_ctrl_c_ends_the_watching_and_not_the_run(run: WrittenRun, terminal: boo
     assert is_locked(run.path) and sorted(path.name for path in run.path.iterdir()) == before
 
 
-def test_what_was_predicted_stands_beside_what_is_measured(run: WrittenRun) -> None:
-    """Oracle: 750 ms a step foretold, 500 measured: half over."""
+def test_predictions_are_shown_with_measurements(run: WrittenRun) -> None:
+    """Oracle: 750 ms a step predicted, 500 measured: half over."""
     prediction = Prediction(
         method="closed form",
         hardware="cpu",
@@ -154,7 +154,7 @@ def test_what_was_predicted_stands_beside_what_is_measured(run: WrittenRun) -> N
     assert rows[0] == "step time 750.00 ms, measured 500.00 ms: +50.0%, over 10%"
 
 
-def test_no_time_is_left_after_more_steps_than_were_planned(run: WrittenRun) -> None:
+def test_no_time_is_left_after_more_steps_than_planned(run: WrittenRun) -> None:
     """Oracle: 20 steps are planned; after 18 two of half a second are left, after 25 none."""
     followed = FollowedRun(run.path)
     left = []
@@ -173,14 +173,14 @@ def test_no_time_is_left_after_more_steps_than_were_planned(run: WrittenRun) -> 
     ],
 )
 def test_the_lowest_held_out_loss_is_a_finite_one(run: WrittenRun, losses: list[float], sentence: str) -> None:
-    """Oracle: the losses that were written."""
+    """Oracle: the losses as written."""
     run.add(*(step_of(number, eval_loss=loss) for number, loss in enumerate(losses, 1)))
     followed = FollowedRun(run.path)
     followed.poll()
     assert dict(fact_rows(followed, followed.results()))["held-out loss"] == sentence
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_other_folders_are_refused(tmp_path: Path) -> None:
     """Oracle: the sentences."""
     console = Console(file=io.StringIO())
     with pytest.raises(ConfigError, match=r"none does not exist; start the run first, with metrics\.run_dir="):
@@ -191,7 +191,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_the_picture_keeps_to_the_width(run: WrittenRun, width: int) -> None:
-    """Oracle: rich's own count of cells in every line; the numbers that were written are in the picture."""
+    """Oracle: rich's own count of cells in every line; the written numbers are in the picture."""
     run.add(*(step_of(number, eval_loss=5.0 if number == 7 else None) for number in range(1, 10)))
     run.add(step_of(10, loss_spike=9.5, skipped=True, skipped_steps=1))
     heartbeat = HeartbeatWriter(run.path / HEARTBEATS_FOLDER, 0)
@@ -219,8 +219,8 @@ def test_the_picture_keeps_to_the_width(run: WrittenRun, width: int) -> None:
     assert [words for words in expected if words not in flat and width > 40] == []
 
 
-def test_a_terminal_is_drawn_over_and_left_with_the_last_state(run: WrittenRun) -> None:
-    """Oracle: the escapes that go up, and the final lines."""
+def test_a_terminal_is_redrawn_and_left_with_the_last_state(run: WrittenRun) -> None:
+    """Oracle: the cursor-up escapes, and the final lines."""
     run.add(step_of(1))
     watching = Watching(run.path, terminal=True)
     watching.wait_for_text("1/20")
@@ -231,7 +231,7 @@ def test_a_terminal_is_drawn_over_and_left_with_the_last_state(run: WrittenRun) 
     assert "\x1b[1A" in watching.stream.getvalue() and "the run has ended: 20 of 20" in watching.lines()[-1]
 
 
-def test_a_rank_that_stays_behind_is_named(run: WrittenRun) -> None:
+def test_a_rank_that_falls_behind_is_named(run: WrittenRun) -> None:
     """Oracle: the heartbeats' own files of two ranks, seen at once and a minute later."""
     for rank, (step, phase) in enumerate([(7, "forward"), (6, "backward")]):
         heartbeat = HeartbeatWriter(run.path / HEARTBEATS_FOLDER, rank)
@@ -250,8 +250,8 @@ def test_a_rank_that_stays_behind_is_named(run: WrittenRun) -> None:
     assert "rank 0 has ended; " in next(iter(followed.late_ranks(ended, now).values()))
 
 
-def test_without_locks_a_run_goes_on_while_its_ranks_give_signs(run: WrittenRun) -> None:
-    """Oracle: the states before and after the heartbeat of a process that lives."""
+def test_without_locks_a_run_is_running_while_its_ranks_have_heartbeats(run: WrittenRun) -> None:
+    """Oracle: the states before and after the heartbeat of a live process."""
     run.add(step_of(1))
     run.die()
     followed = FollowedRun(run.path)
@@ -264,7 +264,7 @@ def test_without_locks_a_run_goes_on_while_its_ranks_give_signs(run: WrittenRun)
 
 
 def test_a_chart_spans_from_the_lowest_to_the_highest() -> None:
-    """Oracle: a straight line falls by an eighth of a block a value; what is not finite leaves a gap."""
+    """Oracle: a straight line falls by an eighth of a block a value; a non-finite value leaves a gap."""
     eighths = CHART_LINES * 8
     lines = draw_chart([float(value) for value in range(eighths, 0, -1)], 80, "loss")
     assert len(lines) == CHART_LINES and lines[0] == "  40 █▇▆▅▄▃▂▁" and lines[-1].startswith("   1 ████")

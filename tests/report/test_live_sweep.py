@@ -15,7 +15,7 @@ from tests.report.watched_runs import POLL, Watching, WrittenRun, step_numbers, 
 
 
 def sweep_of(path: Path, statuses: list[JobStatus]) -> Sweep:
-    """A sweep's folder with jobs that stand so."""
+    """A sweep's folder with jobs in the given states."""
     jobs = [
         Job(f"{number:02}", ("train.steps=20",), {"parallel": name}, name, status)
         for number, (name, status) in enumerate(zip(("fsdp1", "fsdp2"), statuses, strict=False), 1)
@@ -26,7 +26,7 @@ def sweep_of(path: Path, statuses: list[JobStatus]) -> Sweep:
 
 
 def test_a_sweep_is_followed_job_by_job(tmp_path: Path) -> None:
-    """Oracle: the jobs' own steps in their order, how each ended, and the count at the end."""
+    """Oracle: the jobs' own steps in their order, the end of each, and the count at the end."""
     sweep = sweep_of(tmp_path / "sweep", [JobStatus.running, JobStatus.waiting])
     first, second = sweep.jobs
     watching = Watching(sweep.path)
@@ -54,7 +54,7 @@ def test_a_sweep_is_followed_job_by_job(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("status", "exit_status"), [(JobStatus.done, 0), (JobStatus.out_of_memory, 1)])
 def test_a_job_of_a_sweep_is_followed_alone(tmp_path: Path, status: JobStatus, exit_status: int) -> None:
-    """Oracle: how the job's own file says that it ended."""
+    """Oracle: the end recorded in the job's own file."""
     sweep = sweep_of(tmp_path / "sweep", [JobStatus.waiting])
     (job,) = sweep.jobs
     watching = Watching(sweep.job_folder(job))
@@ -67,7 +67,7 @@ def test_a_job_of_a_sweep_is_followed_alone(tmp_path: Path, status: JobStatus, e
 @pytest.mark.launcher
 @pytest.mark.usefixtures("unmeasured", "warm")
 def test_a_real_run_is_followed_to_its_end(tmp_path: Path) -> None:
-    """Oracle: the steps that the run was told to take, its own name, the end of its summary, and its files alone."""
+    """Oracle: the configured steps, the run's own name, the end of its summary, and its files alone."""
     words = ["experiment=null", "parallel=single", "train.steps=20", "train.seq_len=64", "metrics.log_every=1"]
     training = subprocess.Popen(
         [sys.executable, "-m", "fsdptoys", "train", *words, "metrics.run_dir=run", "metrics.console=none"],

@@ -20,7 +20,7 @@ RUNS = [FOLDER / "jobs" / number / "run" for number in ("01", "02")]
 
 @pytest.mark.parametrize("paths", [[FOLDER], RUNS], ids=["sweep", "runs"])
 def test_tables_of_old_directories_keep_their_values(paths: list[Path]) -> None:
-    """Oracle: the table that the old version wrote at the end of the sweep."""
+    """Oracle: the table written by the old version at the end of the sweep."""
     found = list(csv.DictReader(io.StringIO(to_csv(make_table(gather(paths))))))
     expected = list(csv.DictReader(io.StringIO((FOLDER / "expected.csv").read_text())))
     for row, old in zip(found, expected, strict=True):

@@ -41,7 +41,7 @@ OVERLAPS = """() => {
 
 @dataclass
 class Loaded:
-    """A page in a browser, and what it did while it was loaded and used."""
+    """A page in a browser, with its messages and requests since loading."""
 
     page: Any
     messages: list[str] = field(default_factory=list)
@@ -90,7 +90,7 @@ def wide(browser: Any, files: dict[str, list[Path]]) -> Loaded:
 
 @pytest.fixture
 def narrow(wide: Loaded) -> Iterator[Loaded]:
-    """The same page while its window is narrow, as when a telephone is turned."""
+    """The same page while its window is narrow, as on a rotated phone."""
     for width in (390, 1280):
         wide.page.set_viewport_size({"width": width, "height": 900})
         wide.page.wait_for_function(
@@ -116,13 +116,13 @@ def column(loaded: Loaded, table: str, number: int) -> list[str]:
 @needs_browser
 @pytest.mark.parametrize("size", ["wide", "single"])
 def test_a_page_is_drawn_without_a_message_or_a_request(size: str, request: pytest.FixtureRequest) -> None:
-    """Oracle: the browser's console and its own list of requests, of which the file is the only one."""
+    """Oracle: the browser's console and its own list of requests, with the file as the only one."""
     loaded = request.getfixturevalue(size)
     assert loaded.messages == []
     assert [url for url in loaded.requests if not url.startswith(("data:", "blob:"))] == [loaded.page.url]
     plots = loaded.page.locator(".plot")
     assert plots.count() == loaded.page.locator(".plot .main-svg:first-child").count() >= 7
-    assert loaded.page.title() in ("imagined", "One <b>run</b>")  # and not what a reason would make of it
+    assert loaded.page.title() in ("imagined", "One <b>run</b>")  # and not the result of scripts in a reason
 
 
 @needs_browser
@@ -138,7 +138,7 @@ def test_a_page_is_as_wide_as_its_window_and_no_text_covers_another(size: str, r
 
 @needs_browser
 def test_headings_sort_by_numbers_and_by_keyboard(wide: Loaded) -> None:
-    """Oracle: Python's sort of the numbers that were written into the runs; rows without a number come last."""
+    """Oracle: Python's sort of the numbers written into the runs; rows without a number come last."""
     names = wide.page.eval_on_selector_all("#rows thead th", "heads => heads.map((head) => head.textContent)")
     number = next(n for n, name in enumerate(names, 1) if name.startswith("Step Time"))
     head = wide.page.locator(f"#rows thead th:nth-child({number})")
@@ -156,7 +156,7 @@ def test_headings_sort_by_numbers_and_by_keyboard(wide: Loaded) -> None:
 
 @needs_browser
 def test_the_filter_hides_rows(wide: Loaded) -> None:
-    """Oracle: which jobs have the words, as they were written; a minus leaves out."""
+    """Oracle: the jobs that contain the words, as written; a minus leaves out."""
     field_ = wide.page.get_by_label("Filter rows").first
     field_.fill("fsdp2 full")
     assert column(wide, "rows", 1) == ["05", "06"]
@@ -182,7 +182,7 @@ def test_dragging_zooms_and_a_double_click_shows_all(wide: Loaded) -> None:
     wide.page.mouse.move(box["x"] + 0.5 * box["width"], middle + 100, steps=6)
     wide.page.mouse.up()
     assert wide.page.evaluate(span) == pytest.approx(0.2 * before, rel=0.1)
-    wide.page.locator("#theme").click()  # what was zoomed into stays when colors change
+    wide.page.locator("#theme").click()  # the zoomed range stays when colors change
     assert wide.page.evaluate(span) == pytest.approx(0.2 * before, rel=0.1)
     wide.page.locator("#theme").click()
     wide.page.mouse.dblclick(box["x"] + 0.5 * box["width"], middle)
@@ -209,7 +209,7 @@ def test_the_button_turns_page_and_pictures_dark_and_back(wide: Loaded) -> None:
 
 @needs_browser
 def test_a_legend_hides_its_series(wide: Loaded) -> None:
-    """Oracle: plotly's own list of what is visible."""
+    """Oracle: plotly's own list of visible series."""
     visible = "document.getElementById('plot-losses')._fullData[1].visible"
     button = wide.page.locator("#losses .legend button").nth(1)
     button.click()
@@ -221,7 +221,7 @@ def test_a_legend_hides_its_series(wide: Loaded) -> None:
 
 @needs_browser
 def test_dollars_in_a_name_are_no_formula(single: Loaded) -> None:
-    """Oracle: plotly warns in the console where it takes a text for TeX and has nothing to set it with."""
+    """Oracle: plotly warns in the console if it takes a text for TeX and has no renderer for it."""
     relabel = "text => Plotly.relayout('plot-loss', {'xaxis.title.text': text}).then(() => 0)"
     before = single.page.locator("#plot-loss .xtitle").text_content()
     single.page.evaluate(relabel, "$a$ and $b$")
@@ -231,8 +231,8 @@ def test_dollars_in_a_name_are_no_formula(single: Loaded) -> None:
 
 
 @needs_browser
-def test_a_run_page_tells_what_the_run_left(single: Loaded) -> None:
-    """Oracle: what was written into the run's files."""
+def test_a_run_page_shows_the_files_of_the_run(single: Loaded) -> None:
+    """Oracle: the text written into the run's files."""
     headings = [head.text_content() for head in single.page.locator("h2").all()]
     assert headings == [
         "At a glance",
@@ -251,8 +251,8 @@ def test_a_run_page_tells_what_the_run_left(single: Loaded) -> None:
     assert "An imagined device" in (single.page.locator("#environments").text_content() or "")
 
 
-def test_failed_and_skipped_rows_stand_with_their_reasons(files: dict[str, list[Path]]) -> None:
-    """Oracle: the sweep as it was written; what looks like a script is shown as text."""
+def test_failed_and_skipped_rows_show_their_reasons(files: dict[str, list[Path]]) -> None:
+    """Oracle: the sweep as written; text that looks like a script is shown as text."""
     page = files["sweep"][0].read_text()
     failed = page[page.index('id="failed-table"') :].split("</table>")[0]
     for words in ("out of memory", "the memory of the cuda device ran out", "timed out", "it took too long", "skipped"):
@@ -261,8 +261,8 @@ def test_failed_and_skipped_rows_stand_with_their_reasons(files: dict[str, list[
     assert "<script>document.title" not in page and "&lt;script&gt;document.title" in failed
 
 
-def test_every_picture_lies_beside_the_page(files: dict[str, list[Path]]) -> None:
-    """Oracle: the links of the page, files that decode, and no picture without words for those who do not see it."""
+def test_every_picture_is_saved_with_the_page(files: dict[str, list[Path]]) -> None:
+    """Oracle: the links of the page, files that decode, and alternative text for every picture."""
     for page, *pictures in files.values():
         text = page.read_text()
         links = re.findall(r'href="([^"]+\.png)"', text)

@@ -23,7 +23,7 @@ def without_pngs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fsdptoys.report.html_page.draw_png", lambda picture, path: None)
 
 
-def test_runs_without_predictions_say_why_nothing_is_split(tmp_path: Path, without_pngs: None) -> None:
+def test_pages_without_predictions_explain_missing_splits(tmp_path: Path, without_pngs: None) -> None:
     """Oracle: the run directories have no prediction.json, and are of a CPU."""
     for name in ("a", "b"):
         write_run(tmp_path / "runs" / name, run_of(6))
@@ -36,11 +36,11 @@ def test_runs_without_predictions_say_why_nothing_is_split(tmp_path: Path, witho
 
 
 ODD = "a`b` **c** $d$ <i>\udcff"
-"""What a folder can be called, with a byte that is no UTF-8."""
+"""A valid folder name with a byte outside UTF-8."""
 
 
-def test_runs_that_others_have_touched_make_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: what is wrong with each is written here; names stand in the page as they are, but for what is no text."""
+def test_manipulated_runs_make_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the defects written here; names appear in the page unchanged, except for control characters."""
     monkeypatch.setattr("fsdptoys.report.html_page.draw_png", lambda picture, path: drawn.append(picture))
     drawn: list[Picture] = []
     runs = tmp_path / "runs"
@@ -61,8 +61,8 @@ def test_runs_that_others_have_touched_make_a_page(tmp_path: Path, monkeypatch: 
         assert ("with traced steps, which are slower" in own) is (name == "a")
 
 
-def test_a_sweep_with_one_job_still_tells_what_was_skipped(tmp_path: Path, without_pngs: None) -> None:
-    """Oracle: the reason as it was written into the sweep."""
+def test_a_sweep_with_one_job_still_lists_skipped_combinations(tmp_path: Path, without_pngs: None) -> None:
+    """Oracle: the reason as written into the sweep."""
     write_run(tmp_path / "jobs" / "01" / "run", run_of(6))
     job = Job("01", (), {"parallel": "fsdp2"}, "print 1", JobStatus.done, 0)
     Sweep(tmp_path, "one", "command", [job], [Skipped({"parallel": "single"}, "it has one rank")], None).write()
@@ -70,8 +70,8 @@ def test_a_sweep_with_one_job_still_tells_what_was_skipped(tmp_path: Path, witho
     assert "it has one rank" in page
 
 
-def test_rows_that_are_not_done_win_nothing(tmp_path: Path, without_pngs: None) -> None:
-    """Oracle: the run that was killed is faster, smaller and has the lower loss."""
+def test_unfinished_rows_win_nothing(tmp_path: Path, without_pngs: None) -> None:
+    """Oracle: the killed run is faster, smaller and has the lower loss."""
     better = replace(STEP, loss=3.0, resident_set_gib=0.1, resident_set_peak_gib=0.1, tokens_per_second=1e6)
     write_run(tmp_path / "runs" / "ended", run_of(6))
     write_run(tmp_path / "runs" / "killed", run_of(6, better), finished=False)
@@ -94,8 +94,8 @@ def test_rows_that_are_not_done_win_nothing(tmp_path: Path, without_pngs: None) 
         ([{"parallel": "fsdp1"}, {"parallel": "fsdp2"}], ["1 fsdp1", "2 fsdp2"]),
     ],
 )
-def test_names_tell_what_varies(tmp_path: Path, choices: list[dict[str, str]], names: list[str]) -> None:
-    """Oracle: the choices, of which none but the last is told by what is switched on."""
+def test_names_show_the_varied_settings(tmp_path: Path, choices: list[dict[str, str]], names: list[str]) -> None:
+    """Oracle: the choices; only the last is named by its switches."""
     records = []
     for number, varied in enumerate(choices, 1):
         path = write_run(tmp_path / str(number), run_of(3), {"parallel.name": varied["parallel"]})
@@ -103,8 +103,8 @@ def test_names_tell_what_varies(tmp_path: Path, choices: list[dict[str, str]], n
     assert short_names(records) == names
 
 
-def test_rows_that_did_nothing_make_a_page_all_the_same(tmp_path: Path) -> None:
-    """Oracle: a run that was killed in its first step has no steps to draw."""
+def test_rows_without_steps_make_a_page(tmp_path: Path) -> None:
+    """Oracle: a run killed in its first step has no steps to draw."""
     page = write_page(gather([write_run(tmp_path / "run", [], finished=False)]), tmp_path / "report.html")
     assert len(page) == 1
     assert "No run has a step to draw" in page[0].read_text()
@@ -118,8 +118,8 @@ def test_rows_that_did_nothing_make_a_page_all_the_same(tmp_path: Path) -> None:
         ("folder.html", r"folder\.html is a folder; write --out report\.html"),
     ],
 )
-def test_a_place_for_no_page_is_one_sentence(tmp_path: Path, name: str, problem: str) -> None:
-    """Oracle: the sentence names the file and the fix, and no option that was not typed."""
+def test_an_invalid_path_of_a_page_is_one_sentence(tmp_path: Path, name: str, problem: str) -> None:
+    """Oracle: the sentence names the file and the fix, and no option that the user did not type."""
     (tmp_path / "folder.html").mkdir()
     with pytest.raises(ConfigError, match=f"^--out .*{problem}$"):
         check_page(tmp_path / name)
@@ -127,8 +127,10 @@ def test_a_place_for_no_page_is_one_sentence(tmp_path: Path, name: str, problem:
         write_page(Collection("nothing", [], [], []), tmp_path / name)
 
 
-def test_without_plotly_the_sentence_says_what_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: Python's own way of saying that a module cannot be imported; nothing is written."""
+def test_without_plotly_the_sentence_names_the_extra_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: Python's own failure to import a module; nothing is written."""
     monkeypatch.setitem(sys.modules, "plotly", None)
     with pytest.raises(ConfigError, match=r"pip install 'fsdptoys\[report\]'"):
         write_page(Collection("nothing", [], [], []), tmp_path / "report.html")
@@ -136,5 +138,5 @@ def test_without_plotly_the_sentence_says_what_installs_it(tmp_path: Path, monke
 
 
 def test_numbers_in_the_page_cannot_end_their_script() -> None:
-    """Oracle: HTML ends a script at the first "</script", whatever is around it."""
+    """Oracle: HTML ends a script at the first "</script", regardless of its surroundings."""
     assert "<" not in embed_json(["</script><!--"])

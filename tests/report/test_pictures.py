@@ -1,4 +1,4 @@
-"""Pictures: what they say, and that both renderers say the same."""
+"""Pictures: their contents, and the agreement of both renderers."""
 
 import dataclasses
 import itertools
@@ -54,7 +54,7 @@ def luminance(color: str) -> float:
 
 @pytest.mark.parametrize("paper", PAPERS)
 @pytest.mark.parametrize("color", [*COLORS, GREY])
-def test_every_color_can_be_told_from_the_page(color: str, paper: str) -> None:
+def test_every_color_contrasts_with_the_page(color: str, paper: str) -> None:
     """Oracle: WCAG 2.1, 1.4.11: graphics have a contrast of 3:1 at least."""
     bright, dark = sorted((luminance(color), luminance(paper)), reverse=True)
     assert (bright + 0.05) / (dark + 0.05) >= 3
@@ -83,7 +83,7 @@ def test_thinning_keeps_every_extreme_and_every_gap() -> None:
 
 
 def test_labels_cover_neither_points_nor_one_another() -> None:
-    """Oracle: the boxes, computed here from the sides that were chosen."""
+    """Oracle: the boxes, computed here from the chosen sides."""
     points = [(0.5 + 0.02 * (n % 4), 0.5 + 0.03 * (n // 4)) for n in range(12)] + [(0.995, 0.99), (0.002, 0.01)]
     placed = place_labels(points, [(n, f"name {n}") for n in range(len(points))])
     assert len(placed) >= 4
@@ -99,7 +99,7 @@ def test_labels_cover_neither_points_nor_one_another() -> None:
         assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
 
 
-def test_the_frontier_is_what_nothing_beats(shown: list[PlottedRun]) -> None:
+def test_the_frontier_has_the_runs_that_no_other_run_beats(shown: list[PlottedRun]) -> None:
     """Oracle: comparing every pair of runs."""
     picture = draw_tradeoff(shown)
     assert picture is not None
@@ -151,10 +151,10 @@ def test_bars_add_up_to_the_prediction(shown: list[PlottedRun]) -> None:
                 assert len(parts) == 1 and "Gray: measured totals of run3" in named[name].caption
 
 
-def test_bars_of_more_rows_than_a_png_holds_are_cut_and_it_says_so(
+def test_bars_beyond_the_height_of_a_png_are_cut_with_a_note(
     shown: list[PlottedRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: the picture's own height, that of one with as many rows as are allowed."""
+    """Oracle: the picture's own height, compared with one of the allowed number of rows."""
     monkeypatch.setattr(png, "MOST_BARS", 3)
     for name, count in (("many", 6), ("few", 3)):
         picture = next(one for one in draw_comparison(shown[:count]) if one.name == "time_split")
@@ -175,15 +175,15 @@ def test_every_series_becomes_a_trace(pictures: list[Picture]) -> None:
 
 
 def test_twenty_runs_of_five_thousand_steps_stay_small(shown: list[PlottedRun]) -> None:
-    """Oracle: the JSON of all pictures beside the 4.8 MB that plotly takes itself; captions tell what is left out."""
+    """Oracle: the JSON of all pictures next to plotly's own 4.8 MB; captions name the omitted series."""
     long = dataclasses.replace(shown[0].run, steps=device_steps(5000, 0.5, 70.0))
     pictures = draw_comparison([PlottedRun(f"run {n}", long, ()) for n in range(20)])
     assert sum(len(json.dumps(figure(picture))) for picture in pictures) < 2_500_000
     assert all("lowest and the highest are drawn" in p.caption for p in pictures if p.name in ("losses", "step_time"))
 
 
-def test_what_only_the_summary_says_is_read(tmp_path: Path) -> None:
-    """Oracle: the summary as it is written by hand."""
+def test_facts_found_only_in_the_summary_are_read(tmp_path: Path) -> None:
+    """Oracle: the summary as written by hand."""
     run = write_device_run(tmp_path / "run")
     assert references(None, run) == {"unigram entropy of the data": 3.2437}
     assert operators(None, run)[1:] == [["aten::mm", "1,350", "12.50 ms"], ["a|b", "3", "1,000.00 ms"]]

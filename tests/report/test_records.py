@@ -1,4 +1,4 @@
-"""What runs and sweeps become as rows: how each stands, what it is called, and what a damaged one does to the rest."""
+"""Rows made from runs and sweeps: their status, their names, and damaged runs among others."""
 
 import shutil
 from collections.abc import Sequence
@@ -77,8 +77,8 @@ def test_a_run_has_the_status_and_reason_of_its_end(
     assert (record.status, record.reason) == (status, reason)
 
 
-def test_a_run_that_was_killed_after_it_went_on_is_not_done(tmp_path: Path) -> None:
-    """Oracle: the start before has ended well, at step 4; this one writes two more steps and no summary."""
+def test_a_run_killed_after_resuming_is_not_done(tmp_path: Path) -> None:
+    """Oracle: the previous start ended well, at step 4; this one writes two more steps and no summary."""
     record_run(tmp_path / "run", 4, BY_TIME)
     record_run(tmp_path / "run", 6, None, after=4)
     record = row_of(tmp_path / "run")
@@ -86,8 +86,8 @@ def test_a_run_that_was_killed_after_it_went_on_is_not_done(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("sign", ["lock", "heartbeat"])
-def test_a_run_that_somebody_writes_is_running_whatever_it_has(tmp_path: Path, sign: str) -> None:
-    """Oracle: a lock that is held, or a heartbeat of a process that lives, beside a summary."""
+def test_a_run_with_a_writer_is_running_despite_a_summary(tmp_path: Path, sign: str) -> None:
+    """Oracle: a held lock, or a heartbeat of a live process, next to a summary."""
     path = write_run(tmp_path / "run", run_of(3))
     lock = FolderLock(path) if sign == "lock" else None
     if lock is None:
@@ -112,12 +112,12 @@ def sweep_in(path: Path, *names: str) -> Sweep:
 
 
 def names_of(*paths: Path) -> list[str]:
-    """What the rows are called."""
+    """The names of the rows."""
     return [record.name for record in gather(paths).records]
 
 
-def test_rows_are_told_apart_by_as_many_folders_as_it_takes(tmp_path: Path) -> None:
-    """Oracle: written by hand: nothing above where one folder is enough, and all above up to the first that differs."""
+def test_rows_are_named_by_the_fewest_folders_that_distinguish_them(tmp_path: Path) -> None:
+    """Oracle: written by hand: nothing above if one folder is enough, and all above up to the first that differs."""
     for place in ("A/runs/a", "B/runs/a", "A/runs/b", "B/other"):
         write_run(tmp_path / place, run_of(3))
     for place in ("A/s1", "B/s1"):
@@ -130,8 +130,8 @@ def test_rows_are_told_apart_by_as_many_folders_as_it_takes(tmp_path: Path) -> N
     assert names_of(a / "s1", b / "other") == ["s1/01", "s1/02", "other"]
 
 
-def test_rows_that_no_folder_tells_apart_are_numbered(tmp_path: Path) -> None:
-    """Oracle: two runs of one name, of which one is in a folder that is named like a sweep with a job of that name."""
+def test_rows_with_equal_folders_are_numbered(tmp_path: Path) -> None:
+    """Oracle: two runs of one name, one of them in a folder named like a sweep with a job of that name."""
     for place in ("s1/01", "Y/01"):
         write_run(tmp_path / place, run_of(3))
     sweep_in(tmp_path / "Z" / "s1", "01")
@@ -139,7 +139,7 @@ def test_rows_that_no_folder_tells_apart_are_numbered(tmp_path: Path) -> None:
 
 
 def test_a_folder_given_as_a_dot_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the name of the folder, of the row and of the whole."""
+    """Oracle: the name of the folder, of the row and of the report."""
     monkeypatch.chdir(write_run(tmp_path / "one", run_of(3)))
     collection = gather([Path()])
     assert (collection.title, collection.records[0].name) == ("one", "one")
@@ -149,8 +149,8 @@ DAMAGE = [("environment.json", None), ("environment.json", '{"world'), ("config.
 
 
 @pytest.mark.parametrize(("name", "text"), DAMAGE)
-def test_a_damaged_run_is_a_row_that_says_so_beside_the_others(tmp_path: Path, name: str, text: str | None) -> None:
-    """Oracle: the other row is as without it, and the sentence names the file; a run that was named is refused."""
+def test_a_damaged_run_is_a_row_with_a_note_among_the_others(tmp_path: Path, name: str, text: str | None) -> None:
+    """Oracle: the other row is unchanged, and the sentence names the file; a run named explicitly is refused."""
     sweep = sweep_in(tmp_path / "s1", "01", "02")
     for path in (sweep.run_dir(sweep.jobs[0]), write_run(tmp_path / "runs/bad", run_of(3))):
         (path / name).unlink()
@@ -168,7 +168,7 @@ def test_a_damaged_run_is_a_row_that_says_so_beside_the_others(tmp_path: Path, n
         gather([tmp_path / "runs/bad"])
 
 
-def test_what_a_damaged_job_died_of_is_told_too(tmp_path: Path) -> None:
+def test_the_end_of_a_damaged_job_is_reported_too(tmp_path: Path) -> None:
     """Oracle: the status of the job, and both sentences."""
     sweep = sweep_in(tmp_path / "s1", "01")
     failed = replace(sweep.jobs[0], status=JobStatus.out_of_memory, reason="rank 1 ran out of memory")
@@ -180,8 +180,8 @@ def test_what_a_damaged_job_died_of_is_told_too(tmp_path: Path) -> None:
     assert record.reason.startswith("rank 1 ran out of memory; ") and "environment.json cannot be read" in record.reason
 
 
-def test_a_job_that_is_done_and_has_lost_its_settings_is_told(tmp_path: Path) -> None:
-    """Oracle: the sentence names the file that is gone; a job without any folder stands as its own file says."""
+def test_a_finished_job_without_settings_is_reported(tmp_path: Path) -> None:
+    """Oracle: the sentence names the missing file; a job without any folder has the status of its own file."""
     sweep = sweep_in(tmp_path / "s1", "01", "02")
     (sweep.run_dir(sweep.jobs[0]) / "config.yaml").unlink()
     shutil.rmtree(sweep.run_dir(sweep.jobs[1]))
@@ -190,8 +190,8 @@ def test_a_job_that_is_done_and_has_lost_its_settings_is_told(tmp_path: Path) ->
     assert (gone.status, gone.run) == (JobStatus.done, None)
 
 
-def test_a_damaged_sweep_in_a_folder_leaves_the_others_be(tmp_path: Path) -> None:
-    """Oracle: the rows of the one that is whole, after the sentence on the other."""
+def test_a_damaged_sweep_in_a_folder_leaves_the_others_intact(tmp_path: Path) -> None:
+    """Oracle: the rows of the intact sweep, after the sentence on the other."""
     for place in ("s1", "s2"):
         sweep_in(tmp_path / place, "01")
     (tmp_path / "s1" / "sweep.json").write_text("{")

@@ -64,7 +64,7 @@ def two(tmp_path: Path) -> list[Record]:
     return [record_of(tmp_path / "plain"), record_of(tmp_path / "lean")]
 
 
-def test_columns_are_what_differs_and_what_came_out(two: list[Record]) -> None:
+def test_columns_are_differing_settings_and_results(two: list[Record]) -> None:
     """Oracle: by hand: medians of 0.13 to 0.18 s and 0.13 to 0.16 s, the loss of step 6, 70 ms over 155 - 1."""
     table = table_of(two)
     assert cells(table) == {
@@ -84,8 +84,8 @@ def test_columns_are_what_differs_and_what_came_out(two: list[Record]) -> None:
     assert table.notes[0].startswith("Step time, tokens/s and MFU are medians over 4 to 6 steps of a row, without the")
 
 
-def test_only_settings_that_mean_something_are_columns(tmp_path: Path) -> None:
-    """Oracle: what is switched off, where runs write, and the sizes that a model's name stands for are left out."""
+def test_only_relevant_settings_are_columns(tmp_path: Path) -> None:
+    """Oracle: settings of disabled features, output paths, and the sizes implied by a model's name are left out."""
     changes = {"memory.offload_bucket_mib": 9, "metrics.run_dir": "b", "model.name": "other", "model.dim": 99}
     write_run(tmp_path / "a", run_of(3))
     write_run(tmp_path / "b", run_of(3), changes | {"train.max_grad_norm": None})
@@ -94,8 +94,8 @@ def test_only_settings_that_mean_something_are_columns(tmp_path: Path) -> None:
     assert cells(table)["train.max_grad_norm"] == ["0.5", "null"]
 
 
-def test_on_a_cpu_the_resident_set_stands_for_device_memory(tmp_path: Path) -> None:
-    """Oracle: the peak that the steps tell, and no column of what a CPU has not."""
+def test_on_a_cpu_the_resident_set_replaces_device_memory(tmp_path: Path) -> None:
+    """Oracle: the peak recorded in the steps, and no column without values on a CPU."""
     write_run(tmp_path / "a", run_of(5))
     write_run(tmp_path / "b", run_of(5, replace(STEP, resident_set_peak_gib=1.25)))
     table = table_of([record_of(tmp_path / "a"), record_of(tmp_path / "b")])
@@ -104,7 +104,7 @@ def test_on_a_cpu_the_resident_set_stands_for_device_memory(tmp_path: Path) -> N
     assert any(note.startswith("A CPU has no device memory") for note in table.notes)
 
 
-def test_the_stall_share_has_a_column_where_runs_tell_it(tmp_path: Path) -> None:
+def test_the_stall_share_has_a_column_if_runs_record_it(tmp_path: Path) -> None:
     """Oracle: a share of the times of steps 3 to 5, which are 0.42 s; a run of an earlier version has none."""
     write_run(tmp_path / "a", run_of(5, replace(STEP, data_wait_seconds=0.007)))
     write_run(tmp_path / "b", run_of(5))
@@ -114,7 +114,7 @@ def test_the_stall_share_has_a_column_where_runs_tell_it(tmp_path: Path) -> None
 
 @pytest.fixture
 def mixed(tmp_path: Path) -> Table:
-    """A job that is done, one that died in its fourth step, one that wrote nothing, and a combination not run."""
+    """A finished job, one that died in its fourth step, one without output, and a skipped combination."""
     for number in ("01", "02"):
         steps = run_of(8 if number == "01" else 3)
         write_run(tmp_path / number / "run", steps, {"parallel.name": "ddp"} if number == "01" else None)
@@ -134,8 +134,8 @@ def mixed(tmp_path: Path) -> Table:
     )
 
 
-def test_rows_that_failed_and_those_that_were_skipped_are_told_with_their_reason(mixed: Table) -> None:
-    """Oracle: statuses, reasons and words of the jobs; a row without steps does not shorten the others' losses."""
+def test_failed_and_skipped_rows_are_listed_with_their_reason(mixed: Table) -> None:
+    """Oracle: statuses, reasons and arguments of the jobs; a row without steps does not shorten the others' losses."""
     shown = cells(mixed)
     assert shown["Strategy"] == ["ddp", "fsdp2", "fsdp1"]
     assert shown["Status"] == ["done", "out of memory", "failed"]
@@ -147,7 +147,7 @@ def test_rows_that_failed_and_those_that_were_skipped_are_told_with_their_reason
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 160])
-def test_a_table_fits_its_terminal_and_says_what_it_has_no_room_for(two: list[Record], width: int) -> None:
+def test_a_table_fits_its_terminal_and_names_omitted_columns(two: list[Record], width: int) -> None:
     """Oracle: the width; each column is on the page or named below it."""
     write_run(two[0].path.parent / "third", run_of(6), {"parallel.wrap": "block_attn_mlp"}, environment=GPU)
     table = table_of([*two, record_of(two[0].path.parent / "third")])
@@ -166,8 +166,8 @@ def test_a_table_fits_its_terminal_and_says_what_it_has_no_room_for(two: list[Re
     assert ("memory.gradient_checkpointing=full" in text) == (width == 60)  # in words, where columns are too many
 
 
-def test_markdown_shows_what_would_steer_it_as_it_is(tmp_path: Path) -> None:
-    """Oracle: as many cells in each line as there are columns, and no character that means something unescaped."""
+def test_markdown_shows_special_characters_literally(tmp_path: Path) -> None:
+    """Oracle: as many cells in each line as there are columns, and no special character unescaped."""
     write_run(tmp_path / "a|b*c", run_of(3))
     write_run(tmp_path / "x", run_of(3), {"data.files": "[a|b](c)<d>_e_"})
     write_run(tmp_path / "y", run_of(3), {"data.files": "plain_text"})
@@ -182,7 +182,7 @@ def test_markdown_shows_what_would_steer_it_as_it_is(tmp_path: Path) -> None:
 
 
 def test_csv_has_raw_numbers_with_units_in_their_names(two: list[Record]) -> None:
-    """Oracle: what the runs' own results hold."""
+    """Oracle: the values in the runs' own results."""
     rows = list(csv.DictReader(io.StringIO(to_csv(table_of(two)))))
     for row, record in zip(rows, two, strict=True):
         assert record.run is not None and record.run.results.step_time_seconds is not None
@@ -197,8 +197,8 @@ def test_csv_has_raw_numbers_with_units_in_their_names(two: list[Record]) -> Non
     assert float(rows[0]["predicted_memory_peak_gib_difference"]) == 0.5
 
 
-def test_csv_has_no_cell_that_steers_a_terminal_or_a_spreadsheet(tmp_path: Path) -> None:
-    """Oracle: OWASP's list of what begins a formula; numbers, negative ones too, stay numbers."""
+def test_csv_has_no_cell_that_controls_a_terminal_or_a_spreadsheet(tmp_path: Path) -> None:
+    """Oracle: OWASP's list of formula prefixes; numbers, negative ones too, stay numbers."""
     write_run(tmp_path / "a", run_of(3), {"data.files": "=1+1", "optim.weight_decay": -1.5})
     write_run(tmp_path / "b", run_of(3), {"data.files": "x\x1b[31m\ny", "optim.weight_decay": 2.5})
     names = {"a": "@SUM(A1)", "b": "-cmd"}
@@ -210,8 +210,8 @@ def test_csv_has_no_cell_that_steers_a_terminal_or_a_spreadsheet(tmp_path: Path)
     assert (first["optim.weight_decay"], first["path"]) == ("-1.5", str(tmp_path / "a"))
 
 
-def test_rows_under_the_profiler_are_told(tmp_path: Path) -> None:
-    """Oracle: the row whose setting says so; without a time there is nothing that it could slow down."""
+def test_rows_under_the_profiler_are_reported(tmp_path: Path) -> None:
+    """Oracle: the row with the profiler switched on; a row without a time needs no note."""
     write_run(tmp_path / "a", run_of(5))
     write_run(tmp_path / "b", run_of(5), {"profile.enabled": True})
     write_run(tmp_path / "c", run_of(1), {"profile.enabled": True})
@@ -222,7 +222,7 @@ def test_rows_under_the_profiler_are_told(tmp_path: Path) -> None:
 
 
 def test_json_has_everything_of_a_row(mixed: Table) -> None:
-    """Oracle: what the jobs and runs hold."""
+    """Oracle: the values in the jobs and runs."""
     tree = json.loads(to_json(mixed))
     done, full, failed = tree["rows"]
     assert (tree["commands"], tree["loss_step"]) == (["fsdptoys sweep x"], 8)
@@ -235,7 +235,7 @@ def test_json_has_everything_of_a_row(mixed: Table) -> None:
     assert done["source"] == full["source"] and len(done["source"]) == 12
 
 
-def test_a_loss_that_is_no_number_is_null_in_json_and_shown(tmp_path: Path) -> None:
+def test_a_nan_loss_is_null_in_json_and_shown(tmp_path: Path) -> None:
     """Oracle: strict JSON has no NaN."""
     write_run(tmp_path / "a", [*run_of(3), replace(STEP, step=4, loss=float("nan"))])
     table = table_of([record_of(tmp_path / "a")])
@@ -243,8 +243,8 @@ def test_a_loss_that_is_no_number_is_null_in_json_and_shown(tmp_path: Path) -> N
     assert cells(table)["Loss after 4 steps"] == ["nan"]
 
 
-def test_rows_of_different_places_are_told_to_be_so(tmp_path: Path) -> None:
-    """Oracle: the versions and devices that differ, and no word where none does."""
+def test_differing_places_of_rows_are_reported(tmp_path: Path) -> None:
+    """Oracle: the versions and devices that differ, and no note if none does."""
     commit = "0123456789abcdef0123456789abcdef01234567-dirty"
     write_run(tmp_path / "a", run_of(3))
     write_run(tmp_path / "b", run_of(3), environment={"versions.torch": "2.7.1", "versions.fsdptoys_commit": commit})
@@ -271,7 +271,7 @@ def test_a_row_whose_losses_disagree_is_marked_and_explained(tmp_path: Path) -> 
 
 
 def test_one_run_and_none_make_a_table_too(tmp_path: Path) -> None:
-    """Oracle: its numbers stand in columns, since there is no other row that they could be equal to."""
+    """Oracle: its numbers have columns, since there is no other row to be equal to."""
     steps: list[StepMetrics] = []
     write_run(tmp_path / "a", run_of(1))
     write_run(tmp_path / "b", steps)
@@ -286,7 +286,7 @@ def test_one_run_and_none_make_a_table_too(tmp_path: Path) -> None:
 
 
 def test_columns_can_be_read_by_programs(two: list[Record]) -> None:
-    """Oracle: raw values in the unit that a column's name tells."""
+    """Oracle: raw values in the unit of the column's name."""
     columns = {column.name: column for column in table_of(two).everything}
     assert columns["step_time_seconds"].values == pytest.approx([0.155, 0.145])
     assert columns["predicted_memory_peak_gib"].values == [3.0, None]

@@ -1,4 +1,4 @@
-"""Memory over profiled steps: sums and lifetimes against what the profiler and the model itself say."""
+"""Memory over profiled steps: sums and lifetimes compared with the profiler's and the model's own numbers."""
 
 import gc
 import gzip
@@ -35,7 +35,7 @@ ROWS, WIDTH = 64, 256
 def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Timeline, list[int], int]:
     """Two real steps: the timeline, the profiler's own counter, and the bytes of all parameters.
 
-    In a process of their own: the profiler would also tell of what other tests have left and a later one lets go.
+    In a separate process: the profiler would also record memory that other tests hold or free.
     """
     folder = tmp_path_factory.mktemp("profile")
     parameter_bytes = in_fresh_process(trace_steps, folder)
@@ -114,7 +114,7 @@ def test_a_snapshot_has_the_peak_that_its_own_page_has(tmp_path: Path) -> None:
         (-np.inf, 1.0, Lifetime.before),
     ],
 )
-def test_a_block_is_told_by_the_phases_of_its_begin_and_end(begin: float, end: float, expected: Lifetime) -> None:
+def test_a_block_is_classified_by_the_phases_of_its_begin_and_end(begin: float, end: float, expected: Lifetime) -> None:
     """Oracle: the definitions of the lifetimes."""
     phases = Phases([0.0, 1.0, 2.0], ["forward", "backward", "update"])
     assert lifetime(Block(1, begin, end), phases) is expected
@@ -132,7 +132,7 @@ def test_a_block_is_told_by_the_phases_of_its_begin_and_end(begin: float, end: f
         ((), "backward"),
     ],
 )
-def test_a_stack_tells_the_phase(names: tuple[tuple[str, str], ...], expected: str) -> None:
+def test_a_stack_identifies_the_phase(names: tuple[tuple[str, str], ...], expected: str) -> None:
     """Oracle: the trainer's own functions; autograd's thread has no Python below it."""
     assert phase_of_stack([{"filename": f"/src/{file}", "name": name, "line": 1} for file, name in names]) == expected
 
@@ -148,7 +148,7 @@ class Touch:
 
 
 def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
-    """Oracle: the folder that it would make is not there."""
+    """Oracle: the folder that the code would make does not exist."""
     path = tmp_path / "memory-rank0.pickle"
     path.write_bytes(pickle.dumps(Touch(tmp_path / "made")))
     with pytest.raises(ConfigError, match=r"asks for (posix|nt)\.mkdir"):
@@ -157,8 +157,8 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"not gzip", gzip.compress(b'{"traceEvents": [{"name": "[memory]"}]}')])
-def test_a_trace_that_cannot_be_read_is_one_sentence(tmp_path: Path, content: bytes) -> None:
-    """Oracle: the sentence names the file and what to do."""
+def test_an_unreadable_trace_is_one_sentence(tmp_path: Path, content: bytes) -> None:
+    """Oracle: the sentence names the file and a fix."""
     path = tmp_path / "rank0.json.gz"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"rank0\.json\.gz cannot be read .*profile\.memory=true"):

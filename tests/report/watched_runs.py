@@ -25,7 +25,7 @@ def step_of(number: int, **changes: float) -> StepMetrics:
 
 
 class WrittenRun:
-    """A run directory that the test writes, held as a run holds its own."""
+    """A run directory written by the test and locked as by a real run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -42,30 +42,30 @@ class WrittenRun:
         (path / "metrics.jsonl").touch()
 
     def add(self, *steps: StepMetrics) -> None:
-        """Write whole lines."""
+        """Write complete lines."""
         with open(self.path / "metrics.jsonl", "a") as file:
             file.writelines(f"{metrics.to_json()}\n" for metrics in steps)
 
     def finish(self, steps: str = "20 of 20; all steps done") -> None:
-        """End as a run that comes to its end, and says so."""
+        """End with a summary, as a completed run does."""
         rows = ["| result | value |", "| --- | --- |", f"| steps | {steps} |"]
         (self.path / "summary.md").write_text("\n".join(["# t", "", "## What came out", "", *rows, ""]))
         self.release()
 
     def die(self) -> None:
-        """End as a process that is killed: the lock's file stays."""
+        """End like a killed process: the lock's file stays."""
         self.release()
         (self.path / LOCK_FILE).write_text("1\n")
 
     def release(self) -> None:
-        """Let go of the folder; may be called twice."""
+        """Release the folder; may be called twice."""
         if self.lock is not None:
             self.lock.release()
             self.lock = None
 
 
 class Watching:
-    """``follow`` in a thread, and what it has printed."""
+    """``follow`` in a thread, and its output."""
 
     def __init__(self, path: Path, terminal: bool = False) -> None:
         self.stream = io.StringIO()
@@ -75,11 +75,11 @@ class Watching:
         self._thread.start()
 
     def lines(self) -> list[str]:
-        """What is printed so far."""
+        """The output so far."""
         return self.stream.getvalue().splitlines()
 
     def wait_for(self, holds: Callable[[list[str]], bool]) -> None:
-        """Wait until the lines are as they should be."""
+        """Wait until the lines fulfill a condition."""
         deadline = time.monotonic() + 60
         while not holds(self.lines()):
             assert time.monotonic() < deadline, self.lines()
@@ -96,5 +96,5 @@ class Watching:
 
 
 def step_numbers(lines: list[str]) -> list[int]:
-    """Steps of the lines that the plain console has for them."""
+    """Step numbers of the step lines in the plain console."""
     return [int(line.split()[1].split("/")[0]) for line in lines if line.startswith("step ") and "/20 " in line]
