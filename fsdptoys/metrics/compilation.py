@@ -97,15 +97,15 @@ class CompilationWatch:
         where = f"{worst.phase} of step {worst.step}"
         if worst.at_limit:
             self._sentences.append(
-                f"in the {where} the compiler gave up on {worst.function}, which it had compiled too often, and goes "
-                f"on in eager mode where it is called in a new way, which is slower; last reason: {worst.reason}"
+                f"{where} reached PyTorch's recompilation limit for {worst.function}; new cases run in eager mode, "
+                f"which is slower; last reason: {worst.reason}"
             )
             return
         self._reported += 1
         if self._reported <= MAX_REPORTED:
             self._sentences.append(
-                f"the {where} compiled {worst.function} again: {worst.reason}"
-                + "; further ones are counted in the summary" * (self._reported == MAX_REPORTED)
+                f"{where} recompiled {worst.function}: {worst.reason}"
+                + "; further recompilations are counted in the summary" * (self._reported == MAX_REPORTED)
             )
 
 
@@ -150,13 +150,13 @@ def compilation_line(compilation: Compilations) -> str:
     breaks = sum(compilation.graph_breaks.values())
     line = f"compiled {compilation.compiled} function{'s' * (compilation.compiled != 1)} in {compilation.seconds:.1f} s"
     if again:
-        which = "the last" if len(again) > 1 else "that"
-        line += f" ({len(again)} of them again, {which} in {again[-1].phase}: {again[-1].reason})"
+        last = "s, the last" if len(again) > 1 else ""
+        line += f" ({len(again)} recompilation{last} in {again[-1].phase}: {again[-1].reason})"
     line += f", {breaks} graph break{'s' * (breaks != 1)}"
     if breaks:
         line += f" ({max(compilation.graph_breaks, key=lambda reason: compilation.graph_breaks[reason])})"
     if given_up:
-        line += f"; gave up {given_up} time{'s' * (given_up != 1)}, and went on in eager mode"
+        line += f"; reached the recompilation limit {given_up} time{'s' * (given_up != 1)}, and continued in eager mode"
     return line
 
 
@@ -165,6 +165,8 @@ def recompilation_rows(compilation: Compilations) -> list[tuple[str, str, str, s
     rows = []
     for each in compilation.recompilations[:SHOWN]:
         reason = each.reason.replace("`", "'")
-        rows.append((str(each.step), each.phase, f"`{each.function}`", f"`{reason}`" + " — given up" * each.at_limit))
+        rows.append(
+            (str(each.step), each.phase, f"`{each.function}`", f"`{reason}`" + " (limit reached)" * each.at_limit)
+        )
     more = len(compilation.recompilations) - SHOWN
     return rows + ([("…", "", "", f"{more} more")] if more > 0 else [])

@@ -27,19 +27,19 @@ TENSORBOARD_FOLDER = "tensorboard"
 WANDB_FOLDER = "wandb"
 
 RUN_FILES = {
-    METRICS_FILE: "one line of JSON a step",
-    ROUTING_FILE: "tokens sent to each expert: one line of JSON every so many steps, a row a layer with experts",
-    CONFIG_FILE: "every setting of the run",
-    ENVIRONMENT_FILE: "versions, machine and command line",
-    RESUMES_FILE: "one line of JSON each time the run went on: from where, on how many ranks, with what changed",
-    PREDICTION_FILE: "what was predicted before the first step of the last start",
-    LOSS_FILE: "loss and gradient norm against the step",
-    EXPERTS_FILE: "load of each expert in the last step, and the balance against the step",
-    PROFILE_FOLDER: "traces and memory snapshots of the chosen ranks",
-    COLLECTIVES_FILE: "every collective of one step on rank 0: one line of JSON each",
-    TENSORBOARD_FOLDER: "every step for TensorBoard: `tensorboard --logdir` of this folder, or of one above",
-    WANDB_FOLDER: "what Weights & Biases keeps of the run; `wandb sync` of an `offline-run-…` in it uploads that one",
-    RESULT_FILE: "every number of this page, as JSON",
+    METRICS_FILE: "metrics of each step, one JSON object per line",
+    ROUTING_FILE: "tokens per MoE layer and expert, one JSON object per recorded step",
+    CONFIG_FILE: "all settings of the run",
+    ENVIRONMENT_FILE: "versions, hardware and command line",
+    RESUMES_FILE: "one JSON object per resume: checkpoint, number of ranks, changed settings",
+    PREDICTION_FILE: "prediction before the first step of the last start",
+    LOSS_FILE: "loss and gradient norm over the steps",
+    EXPERTS_FILE: "load of each expert in the last step, and the balance over the steps",
+    PROFILE_FOLDER: "traces and memory snapshots of the profiled ranks",
+    COLLECTIVES_FILE: "collectives of one step on rank 0, one JSON object per line",
+    TENSORBOARD_FOLDER: "metrics of each step for TensorBoard (`tensorboard --logdir` with this folder or a parent)",
+    WANDB_FOLDER: "files of Weights & Biases; `wandb sync` with an `offline-run-…` folder uploads that run",
+    RESULT_FILE: "all numbers of this page as JSON",
     SUMMARY_FILE: "this page",
 }
 """File or folder of a run directory → its content, as listed in ``summary.md``."""

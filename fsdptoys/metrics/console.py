@@ -63,7 +63,7 @@ class PlainReporter(Reporter):
         assert metrics is not None
         width = len(str(self._steps))
         cells = [f"{column.label} {column.render(metrics)}{column.unit}" for column in columns_for(metrics)]
-        mark = "  no update" * metrics.skipped
+        mark = "  skipped" * metrics.skipped
         self.message(f"step {metrics.step:>{width}}/{self._steps}{mark}  " + "  ".join(cells))
 
 
@@ -111,14 +111,14 @@ def event_lines(metrics: StepMetrics) -> list[str]:
     lines = []
     if metrics.skipped:
         lines.append(
-            f"no update, since the loss ({metrics.loss:.4g}) or the gradient norm ({metrics.grad_norm:.4g}) is not "
-            f"finite; steps without update so far: {metrics.skipped_steps}"
+            f"optimizer step skipped: the loss ({metrics.loss:.4g}) or the gradient norm ({metrics.grad_norm:.4g}) "
+            f"is not finite; skipped steps so far: {metrics.skipped_steps}"
         )
     if metrics.loss_spike is not None:
         lines.append(
-            f"the loss {metrics.loss:.4f} is a spike, {metrics.loss_spike:.1f} robust standard deviations over the "
-            "median of those before"
+            f"loss spike: {metrics.loss:.4f} is {metrics.loss_spike:.1f} robust standard deviations above the median "
+            "of earlier losses"
         )
     if metrics.eval_loss is not None:
-        lines.append(f"held-out loss {metrics.eval_loss:.4f} nats a token")
+        lines.append(f"held-out loss {metrics.eval_loss:.4f} nats per token")
     return [f"step {metrics.step}: {line}" for line in lines]

@@ -52,7 +52,7 @@ COLUMNS = (
     ConsoleColumn(("learning", "rate"), "lr", "", 8, 4, lambda m: f"{m.learning_rate:.2e}"),
     ConsoleColumn(("step", "time"), "time", "", 8, 9, lambda m: _time(m.step_time_seconds)),
     ConsoleColumn(("tokens", "/s"), "tokens/s", "", 7, 7, lambda m: _count(m.tokens_per_second)),
-    ConsoleColumn(("TFLOP/s", "a rank"), "TFLOP/s a rank", "", 7, 3, lambda m: _flops(m.tflops_per_second_per_rank)),
+    ConsoleColumn(("TFLOP/s", "/rank"), "TFLOP/s per rank", "", 7, 3, lambda m: _flops(m.tflops_per_second_per_rank)),
 )
 """Columns of every device."""
 

@@ -60,12 +60,12 @@ class LineFile:
             found = None
         if found is not None and os.path.samestat(found, os.fstat(self._file.fileno())):
             return None
-        sentence = f"{self._path} was removed under the run; its lines are written again"
+        sentence = f"{self._path} was removed during the run; its lines have been written again"
         if found is not None:
             aside = self._set_aside()
             sentence = (
-                f"{self._path} was replaced under the run by another file, which is now {aside.name}; the lines of the "
-                "run are written again"
+                f"{self._path} was replaced during the run; the other file is now {aside.name}, and the lines of the "
+                "run have been written again"
             )
         self._file.seek(0)
         write_atomically(self._path, self._file.read())

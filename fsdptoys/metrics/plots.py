@@ -46,7 +46,7 @@ def draw_loss(path: Path, title: str, steps: Sequence[StepMetrics], references: 
     for index, (label, nats) in enumerate(references.items()):
         color = REFERENCE_COLORS[index % len(REFERENCE_COLORS)]
         loss_axes.axhline(nats, color=color, linestyle=(0, (5, 3)), linewidth=1.3, label=f"{label}: {nats:.3f} nats")
-    loss_axes.set_ylabel("loss (nats a token)")
+    loss_axes.set_ylabel("loss (nats per token)")
     legend = figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)  # never over a curve
     for text in legend.get_texts():
         text.set_parse_math(False)
@@ -199,7 +199,7 @@ def _draw_balance(axes: "Axes", steps: Sequence[StepMetrics]) -> None:
     highest, lowest = max(axes.get_ylim()[1], 1.05), min(entropy_axes.get_ylim()[0], 0.95)
     axes.set_ylim(1 - 0.03 * (highest - 1), highest)
     entropy_axes.set_ylim(lowest, 1 + 0.03 * (1 - lowest))
-    axes.set_title("balance against the step", loc="left", fontsize=10)
+    axes.set_title("balance over the steps", loc="left", fontsize=10)
     axes.set_xlabel("optimizer step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.grid(color="#d9dde1", linewidth=0.6)

@@ -161,12 +161,12 @@ def prediction_line(prediction: Prediction, memory_bytes: float) -> str:
         memory_bytes: device memory available to the allocator.
     """
     memory, where = prediction.memory, f"({prediction.method}, plan.hardware={prediction.hardware})"
-    text = f"predicted {_seconds(prediction.time.step_seconds)} a step, {prediction.tokens_per_second:,.0f} tokens/s"
+    text = f"predicted {_seconds(prediction.time.step_seconds)} per step, {prediction.tokens_per_second:,.0f} tokens/s"
     if prediction.device_type == "cpu":
         return f"{text} {where}"
     peak, reserved = memory.peak_bytes / GIB, memory.reserved_bytes / GIB
-    over = f", over the {memory_bytes / GIB:.2f} GiB that it can have" if memory.reserved_bytes > memory_bytes else ""
-    return f"{text}, {peak:.2f} GiB at the peak, {reserved:.2f} GiB reserved{over} {where}"
+    over = f", more than the {memory_bytes / GIB:.2f} GiB available" if memory.reserved_bytes > memory_bytes else ""
+    return f"{text}, {peak:.2f} GiB peak, {reserved:.2f} GiB reserved{over} {where}"
 
 
 def prediction_rows(comparisons: Sequence[PredictionError]) -> list[tuple[str, str, str, str]]:

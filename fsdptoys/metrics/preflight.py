@@ -68,12 +68,9 @@ def check_run_dir(config: MetricsConfig, resumes: bool = False) -> None:
     if config.run_dir is not None:
         check_files(path)
     if not nearest.is_dir():
-        raise ConfigError(f"{key} needs a folder at {nearest}, which is something else; set metrics.run_dir=runs/NAME")
+        raise ConfigError(f"{key} needs a folder at {nearest}, which is not a folder; set metrics.run_dir=runs/NAME")
     if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"{key} needs to write into {nearest}, which this user may not; set metrics.run_dir to a folder that "
-            "can be written"
-        )
+        raise ConfigError(f"{key} needs write access to {nearest}; set metrics.run_dir to a folder that can be written")
 
 
 def check_files(path: Path) -> None:
@@ -102,8 +99,8 @@ def check_files(path: Path) -> None:
 def already_holds(run_dir: object, name: str) -> str:
     """Error message for a folder in which a run would overwrite a file."""
     return (
-        f"metrics.run_dir={run_dir} already holds {name}, which a run would overwrite; set checkpoint.resume=auto to "
-        "go on with it, or metrics.run_dir to a new folder (null for one named by time and title)"
+        f"metrics.run_dir={run_dir} already contains {name}, which a run would overwrite; set checkpoint.resume=auto "
+        "to continue it, or metrics.run_dir to a new folder (null for one named by time and title)"
     )
 
 

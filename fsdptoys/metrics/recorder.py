@@ -80,7 +80,7 @@ class RunRecorder:
         self._reporter: Reporter = build_reporter(config.console, steps, config.log_every, done)
         self.message(f"{title}\n{hardware_line(environment)}, {steps} steps into {self.run_dir}")
         if resumed and done:
-            self.message(f"going on after step {done}" + f" from {resumed.checkpoint}" * bool(resumed.checkpoint))
+            self.message(f"resuming after step {done}" + f" from {resumed.checkpoint}" * bool(resumed.checkpoint))
         for note in self._directory.notes:
             self.message(note)
         if prediction is not None:
@@ -192,7 +192,7 @@ class RunRecorder:
         self._writers.finish(results, stop_reason, self.run_dir / LOSS_FILE)
         self._writers.close()
         if sample is not None:
-            self.message(f"a sample of the trained model:\n{sample}\n")
+            self.message(f"sample of the trained model:\n{sample}\n")
         lines = closing_lines(results, self._planned_steps, stop_reason, self._references, errors)
         if compilation is not None:
             lines.append(compilation_line(compilation))
@@ -252,15 +252,17 @@ def closing_lines(
         if results.eval_loss is not None:
             losses.append(f"held-out loss {results.eval_loss:.4f}")
         losses += [f"{label} {nats:.4f}" for label, nats in references.items()]
-        lines.append(", ".join(losses) + " (nats a token)")
+        lines.append(", ".join(losses) + " (nats per token)")
     if results.step_time_seconds is not None and results.tokens_per_second is not None:
         stall = f", {results.data_stall:.2%} of the time waiting for data" if results.data_stall is not None else ""
         lines.append(
             f"median step {results.step_time_seconds.median * 1e3:,.1f} ms, "
             f"{results.tokens_per_second.median:,.0f} tokens/s over all ranks{stall} "
-            f"(without the first {results.warmup_steps} steps{' of each start' * (len(results.starts) > 1)})"
+            f"(excluding the first {results.warmup_steps} steps{' of each start' * (len(results.starts) > 1)})"
         )
     lines += [
-        f"predicted {each.quantity} was {each.difference:+.0%} off what was measured" for each in errors if each.flagged
+        f"predicted {each.quantity} differs by {each.difference:+.0%} from the measurement"
+        for each in errors
+        if each.flagged
     ]
     return lines

@@ -80,15 +80,15 @@ def truncate_or_move(folder: Path, resumed: ResumePoint) -> ResumedFiles:
                 return ResumedFiles(
                     moved_to,
                     [
-                        f"{path} is not what the checkpoint {resumed.checkpoint} saw at step {resumed.step}; it was "
+                        f"{path} does not match the checkpoint {resumed.checkpoint} at step {resumed.step}; it was "
                         f"moved to {folder / str(moved_to)} with the other files of that run"
                     ],
                 )
             kept[path] = offset
         elif content or offset:
-            has = f"has {len(content)} of the {offset} bytes" if offset else "has not the length"
+            size = f"{len(content)} of the {offset} bytes" if offset else "another length than"
             notes.append(
-                f"{path} {has} that the checkpoint {resumed.checkpoint} saw; its whole lines up to step "
+                f"{path} has {size} recorded in the checkpoint {resumed.checkpoint}; its complete lines up to step "
                 f"{resumed.step} are kept"
             )
             kept[path] = _complete_lines_bytes(content, resumed.step)
@@ -130,7 +130,7 @@ def read_steps(path: Path) -> tuple[list[StepMetrics], list[str]]:
     notes = []
     if unread:
         shown = ", ".join(unread[:5]) + ", …" * (len(unread) > 5)
-        notes.append(f"{path} cannot be read in line {shown}, which the results and pictures leave out")
+        notes.append(f"{path} cannot be read in line {shown}; results and plots omit it")
     return steps, notes
 
 

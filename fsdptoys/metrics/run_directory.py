@@ -153,7 +153,7 @@ class RunDirectory:
                 raise
             first, self._is_full = not self._is_full, True
             why = os.strerror(error.__cause__.errno)  # type: ignore[union-attr]
-            return f"steps wait in memory until there is room in {self.path} ({why})" if first else None
+            return f"steps wait in memory until {self.path} has free space ({why})" if first else None
         self._is_full = False
         return None
 

@@ -19,18 +19,18 @@ def render_summary(run: RunResult) -> str:
     """Render the results of a run as Markdown; a pure function."""
     results, resumes, compilation = run.steps, run.resumes, run.compilation
     last = results.mean_last_steps
-    without = " that made an update" if results.skipped_steps else ""
+    unskipped = " without skipped ones" if results.skipped_steps else ""
     rows = [
         ("steps", ending_line(run)),
         ("first loss", _nats(results.first_loss)),
         ("last loss", _nats(results.last_loss)),
         (
-            f"mean loss of the last {last} steps{without}",
-            "no step made an update" if results.skipped_steps and not last else _nats(results.mean_last_loss),
+            f"mean loss of the last {last} steps{unskipped}",
+            "every step was skipped" if results.skipped_steps and not last else _nats(results.mean_last_loss),
         ),
     ]
     if results.skipped_steps:
-        rows.append(("steps without update", str(results.skipped_steps)))
+        rows.append(("skipped steps", str(results.skipped_steps)))
     if results.spikes:
         rows.append(("loss spikes", str(results.spikes)))
     if results.eval_loss is not None:
@@ -39,7 +39,7 @@ def render_summary(run: RunResult) -> str:
     rows += [
         ("step time", _render_spread(results.step_time_seconds, 1e3, "ms")),
         ("tokens/s, all ranks", _render_spread(results.tokens_per_second, 1, "", digits=0)),
-        ("TFLOP/s a rank", _render_spread(results.tflops_per_second_per_rank, 1, "", digits=3)),
+        ("TFLOP/s per rank", _render_spread(results.tflops_per_second_per_rank, 1, "", digits=3)),
     ]
     if results.mfu is not None:
         rows.append(("MFU", _render_spread(results.mfu, 100, "%", digits=1)))
@@ -60,31 +60,31 @@ def render_summary(run: RunResult) -> str:
 
     parts = [
         f"# {_line(run.title)}",
-        "## What was run",
+        "## Configuration",
         _table(("part", "value"), [*_flat_rows(run.environment), *_flat_rows(run.settings)]),
-        "## What came out",
+        "## Results",
         _table(("result", "value"), rows),
         *([run.lost_output] if run.lost_output else []),
-        "![loss and gradient norm against the step](loss.png)",
+        "![loss and gradient norm over the steps](loss.png)",
     ]
     if results.routing is not None:
-        parts.append("![load of each expert, and the balance against the step](experts.png)")
+        parts.append("![load of each expert, and the balance over the steps](experts.png)")
     if run.prediction:
-        head = ("what", "predicted", "measured", "difference")
-        parts += ["## What was predicted", _table(head, prediction_rows(run.prediction))]
+        head = ("quantity", "predicted", "measured", "difference")
+        parts += ["## Predictions", _table(head, prediction_rows(run.prediction))]
     if compilation is not None and compilation.recompilations:
-        head = ("step", "in", "function", "compiled again because of")
-        parts += ["## What was compiled again", _table(head, recompilation_rows(compilation))]
+        head = ("step", "phase", "function", "reason")
+        parts += ["## Recompilations", _table(head, recompilation_rows(compilation))]
     if resumes:
-        parts += ["## How it went on", _resumes_table(resumes)]
+        parts += ["## Resumes", _resumes_table(resumes)]
     if run.sample is not None:
-        parts += ["## A sample of the trained model", fence(run.sample)]
+        parts += ["## Sample of the trained model", fence(run.sample)]
     if run.profile is not None:
-        parts += ["## Where the time and the memory went", profile_markdown(run.profile)]
+        parts += ["## Profile", profile_markdown(run.profile)]
     parts += [
         "## Files",
-        _table(("file", "what it holds"), [(f"`{name}`", content) for name, content in run.files.items()]),
-        "## How the numbers were made",
+        _table(("file", "content"), [(f"`{name}`", content) for name, content in run.files.items()]),
+        "## How the numbers are measured",
         "\n".join(f"- {line}" for line in run.definitions),
     ]
     return "\n\n".join(parts) + "\n"
@@ -99,10 +99,10 @@ def profile_markdown(profile: ProfileResult) -> str:
     """Files and slowest operators of rank 0."""
     if profile.rank not in profile.ranks:
         others = ", ".join(map(str, profile.ranks))
-        return f"Ranks {others} were profiled and wrote into `profile/`; rank {profile.rank} was not."
+        return f"`profile/` has the profiles of ranks {others}; rank {profile.rank} was not profiled."
     parts = []
     if profile.trace_file:
-        parts.append(f"Rank {profile.rank}, {profile.traced_steps}; the trace is `profile/{profile.trace_file}`.")
+        parts.append(f"Rank {profile.rank}, {profile.traced_steps}; trace: `profile/{profile.trace_file}`.")
     if profile.operators:
         head, *rows = operator_rows(profile.operators)
         rows = [[f"`{name}`", *cells] for name, *cells in rows]
@@ -120,7 +120,7 @@ def operator_rows(operators: Sequence[Operator]) -> list[list[str]]:
         ("calls", lambda op: f"{op.calls:,}"),
         ("self device time", lambda op: _milliseconds(op.self_device_us)),
         ("self CPU time", lambda op: _milliseconds(op.self_cpu_us)),
-        ("CPU time with what it calls", lambda op: _milliseconds(op.cpu_us)),
+        ("total CPU time", lambda op: _milliseconds(op.cpu_us)),
         ("self memory", lambda op: None if op.self_memory_bytes is None else size_text(op.self_memory_bytes)),
     ]
     columns = [column for column in columns if any(column[1](op) is not None for op in operators)]
@@ -158,7 +158,7 @@ def _routing_rows(routing: RoutingMetrics) -> list[tuple[str, str]]:
 def _resumes_table(resumes: Sequence[Resume]) -> str:
     rows = []
     for resume in resumes:
-        begun = f"after step {resume.step}" if resume.step else "anew"
+        start = f"after step {resume.step}" if resume.step else "from the beginning"
         ranks = f"{_plain(resume.world_size_before)} → {_plain(resume.world_size)}"
         if resume.world_size_before in (None, resume.world_size):
             ranks = _plain(resume.world_size)
@@ -166,14 +166,14 @@ def _resumes_table(resumes: Sequence[Resume]) -> str:
         rows.append(
             (
                 resume.time,
-                begun,
+                start,
                 _code(resume.checkpoint) if resume.checkpoint else "",
                 ranks,
-                " ".join(map(_code, changed)) if resume.changed is not None else "not known",
+                " ".join(map(_code, changed)) if resume.changed is not None else "unknown",
                 _code(f"{resume.moved_to}/") if resume.moved_to else "",
             )
         )
-    return _table(("time", "gone on", "from", "ranks", "settings changed", "earlier files moved to"), rows)
+    return _table(("time", "start", "checkpoint", "ranks", "changed settings", "earlier files moved to"), rows)
 
 
 def _number(value: float) -> str:
@@ -182,7 +182,7 @@ def _number(value: float) -> str:
 
 def _nats(value: float | None) -> str:
     if value is None:
-        return "no step was done"
+        return "no steps"
     return f"{value:.4f} nats" if math.isfinite(value) else f"**{float(value)}**"
 
 

@@ -62,7 +62,7 @@ class Writers:
                     writer.close()
                 reason = " ".join(str(error).split()) or type(error).__name__
                 self._message(
-                    f"{writer.label} failed after step {self._step} ({reason}) and is left out from here on; "
+                    f"{writer.label} failed after step {self._step} ({reason}) and is disabled; "
                     "metrics.jsonl has every step"
                 )
 

@@ -131,7 +131,7 @@ def definitions_section(runs: Sequence[RecordedRun]) -> Section:
     )
     if len(warmups) > 1:
         text = text.replace(f"the first {warmups[0]} steps", f"the first {' or '.join(map(str, warmups))} steps")
-    return Section("definitions", "How the numbers were made", bullets(text))
+    return Section("definitions", "How the numbers are measured", bullets(text))
 
 
 def notes_html(runs: Sequence[RecordedRun]) -> str:

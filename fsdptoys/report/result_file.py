@@ -19,6 +19,10 @@ from fsdptoys.utils.text import one_line
 
 LARGEST_FILE_BYTES = 2**24
 
+RESULTS_HEADINGS = "Results|What came out"
+"""Heading in ``summary.md`` of this version, and of earlier ones."""
+PROFILE_HEADINGS = "Profile|Where the time and the memory went"
+
 STEPS = re.compile(r"(?P<done>[0-9]{1,16}) of (?P<planned>[0-9]{1,16}); (?P<why>.+)")
 PLANNED_END = re.compile(r"all steps done|train\.max_seconds=\S+ reached")
 GAVE_UP = re.compile(r"not finite \(train\.max_skipped")
@@ -51,14 +55,14 @@ def references(result: RunResult | None, run_dir: Path) -> dict[str, float]:
 def operators(result: RunResult | None, run_dir: Path) -> list[list[str]]:
     """Heading and rows of the slowest operators; empty for a run without a profile."""
     if result is None:
-        return _summary_table(run_dir, "Where the time and the memory went")
+        return _summary_table(run_dir, PROFILE_HEADINGS)
     found = result.profile.operators if result.profile is not None else ()
     return [[one_line(cell) for cell in row] for row in operator_rows(found)] if found else []
 
 
 def _summary_ending(run_dir: Path) -> Ending:
     """Ending of a run without ``result.json``; done if the summary states no reason."""
-    lines = [row[1] for row in _summary_table(run_dir, "What came out") if len(row) > 1 and row[0] == "steps"]
+    lines = [row[1] for row in _summary_table(run_dir, RESULTS_HEADINGS) if len(row) > 1 and row[0] == "steps"]
     match = STEPS.fullmatch(lines[0]) if lines else None
     if match is None:
         return Ending(JobStatus.done, lines[0] if lines else None)
@@ -73,7 +77,7 @@ def _summary_ending(run_dir: Path) -> Ending:
 
 def _summary_references(run_dir: Path) -> dict[str, float]:
     found = {}
-    for row in _summary_table(run_dir, "What came out")[1:]:
+    for row in _summary_table(run_dir, RESULTS_HEADINGS)[1:]:
         if row[0].startswith("reference: ") and len(row) > 1:
             try:
                 found[row[0].removeprefix("reference: ")] = float(row[1].split()[0])
@@ -82,19 +86,18 @@ def _summary_references(run_dir: Path) -> dict[str, float]:
     return found
 
 
-def _summary_table(run_dir: Path, heading: str) -> list[list[str]]:
-    """First Markdown table below a heading, without separator line and backticks; empty if there is none."""
+def _summary_table(run_dir: Path, headings: str) -> list[list[str]]:
+    """First Markdown table below one of the headings, without separator line and backticks; empty if there is none."""
     try:
         text = read_regular(run_dir / SUMMARY_FILE, LARGEST_FILE_BYTES).decode("utf-8")
     except (OSError, ValueError):
         return []
-    _, found, below = text.partition(f"\n## {heading}\n")
-    lines = iter(below.partition("\n## ")[0].splitlines())
+    _, *below = re.split(rf"^## (?:{headings})\n", text, maxsplit=1, flags=re.MULTILINE)
     rows = []
-    for line in lines:
+    for line in "".join(below).partition("\n## ")[0].splitlines():
         if line.startswith("|"):
             cells = re.split(r"(?<!\\)\|", line.strip().strip("|"))
             rows.append([cell.strip().replace(r"\|", "|").strip("`") for cell in cells])
         elif rows:
             break
-    return [row for index, row in enumerate(rows) if index != 1] if found else []
+    return [row for index, row in enumerate(rows) if index != 1]

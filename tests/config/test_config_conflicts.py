@@ -108,7 +108,7 @@ CONFLICTS = {
     "data=text data.files=[missing.txt]": "data.files=[missing.txt] does not exist; set data.files to files that do, "
     f"as seen from {Path.cwd()}",
     f"metrics.run_dir={__file__}/x": f"metrics.run_dir={__file__}/x needs a folder at {__file__}, "
-    "which is something else; set metrics.run_dir=runs/NAME",
+    "which is not a folder; set metrics.run_dir=runs/NAME",
     "metrics=tensorbord": "metrics=tensorbord must be one of default, tensorboard, wandb; did you mean "
     "metrics=tensorboard?",
     "metrics.writers=wandb": "metrics.writers=wandb must be a list; set metrics.writers=[wandb]",

@@ -72,7 +72,7 @@ def test_train_starts_ranks_and_leaves_a_run_directory(
     monkeypatch.chdir(folder)
     assert main(["train", *OVERRIDES, "metrics.run_dir=python"]) == 2
     again = capsys.readouterr()
-    assert again.err.startswith("fsdptoys: metrics.run_dir=python already holds ")
+    assert again.err.startswith("fsdptoys: metrics.run_dir=python already contains ")
     assert again.out == ""
 
 

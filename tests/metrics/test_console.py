@@ -56,19 +56,19 @@ def test_plain_lines_on_a_cpu_and_on_a_device():
     """Oracle: the lines themselves."""
     assert plain_lines(20, 1, [CPU_STEP]) == [
         "step  1/20  loss 5.5432  grad norm 1.234  lr 3.00e-04  time 123.4 ms  tokens/s 33,193  "
-        "TFLOP/s a rank 0.0123  resident set 1.5 GiB"
+        "TFLOP/s per rank 0.0123  resident set 1.5 GiB"
     ]
     assert plain_lines(20, 1, [replace(CPU_STEP, data_wait_seconds=0.01)]) == [
         "step  1/20  loss 5.5432  grad norm 1.234  lr 3.00e-04  time 123.4 ms  tokens/s 33,193  "
-        "TFLOP/s a rank 0.0123  data wait 8.1%  resident set 1.5 GiB"
+        "TFLOP/s per rank 0.0123  data wait 8.1%  resident set 1.5 GiB"
     ]
     assert plain_lines(100, 10, [GPU_STEP]) == [
         "step 100/100  loss 2.5000  grad norm 0.75  lr 3.00e-04  time 123.4 ms  tokens/s 531,100  "
-        "TFLOP/s a rank 457  MFU 45.7%  memory 112.3/123.5/131.2 GiB allocated/peak/reserved"
+        "TFLOP/s per rank 457  MFU 45.7%  memory 112.3/123.5/131.2 GiB allocated/peak/reserved"
     ]
     assert plain_lines(20, 1, [CPU_EXPERTS_STEP]) == [
         "step  1/20  loss 5.5432  grad norm 1.234  lr 3.00e-04  time 123.4 ms  tokens/s 33,193  "
-        "TFLOP/s a rank 0.0123  busiest expert 1.8x  entropy 0.988  resident set 1.5 GiB"
+        "TFLOP/s per rank 0.0123  busiest expert 1.8x  entropy 0.988  resident set 1.5 GiB"
     ]
 
 
@@ -87,9 +87,9 @@ def test_evaluations_and_values_that_are_not_finite_are_shown_as_such():
     for lines in (plain_lines(100, 1, [BROKEN_STEP]), rich_lines(100, BROKEN_STEP)):
         text = "\n".join(lines)
         assert "nan" in text and "inf" in text
-        assert "step 100: held-out loss nan nats a token" in text
+        assert "step 100: held-out loss nan nats per token" in text
     assert plain_lines(100, 10, [replace(CPU_STEP, step=7, eval_loss=3.25), replace(CPU_STEP, step=10)])[0] == (
-        "step 7: held-out loss 3.2500 nats a token"
+        "step 7: held-out loss 3.2500 nats per token"
     )
 
 

@@ -197,9 +197,7 @@ def test_a_line_that_no_run_writes_is_one_that_cannot_be_read(line: str, resumed
     path = Path("run/metrics.jsonl")
     text = path.read_text()
     path.write_text(f"{line}\n{text}")
-    assert read_steps(path)[1] == [
-        "run/metrics.jsonl cannot be read in line 1, which the results and pictures leave out"
-    ]
+    assert read_steps(path)[1] == ["run/metrics.jsonl cannot be read in line 1; results and plots omit it"]
     record(replace(resumed, offsets={"metrics.jsonl": len(line) + 1 + resumed.offsets["metrics.jsonl"]}), 3, 4)
     assert [step.step for step in read_steps(path)[0]] == [1, 2, 3, 4]
 
@@ -260,7 +258,7 @@ def test_a_resume_of_another_kind_is_left_out(change: dict, resumed: ResumePoint
     assert [each.step for each in read_resumes(path)] == [1]
     record(resumed, 3)
     assert [each.step for each in read_resumes(path)] == [1, 2]
-    assert "How it went on" in Path("run/summary.md").read_text()
+    assert "## Resumes" in Path("run/summary.md").read_text()
 
 
 def other_file(path: Path) -> None:
@@ -291,11 +289,11 @@ def test_lines_survive_the_loss_of_their_file(
     if how is other_file:
         assert Path("run/metrics.jsonl.replaced-1").read_text() == "theirs\n"
         assert told[0] == (
-            "run/metrics.jsonl was replaced under the run by another file, which is now metrics.jsonl.replaced-1; the "
-            "lines of the run are written again"
+            "run/metrics.jsonl was replaced during the run; the other file is now metrics.jsonl.replaced-1, "
+            "and the lines of the run have been written again"
         )
     else:
-        assert told[0] == "run/metrics.jsonl was removed under the run; its lines are written again"
+        assert told[0] == "run/metrics.jsonl was removed during the run; its lines have been written again"
 
 
 def test_lines_survive_the_loss_of_their_file_in_a_run_that_fails() -> None:

@@ -71,16 +71,16 @@ def test_a_cpu_has_no_device_memory_to_compare() -> None:
     assert [each.quantity for each in found] == ["step time", "tokens/s, all ranks"]
 
 
-@pytest.mark.parametrize("memory_gib, told", [(80, ""), (22, ", over the 22.00 GiB that it can have")])
+@pytest.mark.parametrize("memory_gib, told", [(80, ""), (22, ", more than the 22.00 GiB available")])
 def test_line_before_the_run_says_what_it_takes_and_whether_that_is_too_much(memory_gib: float, told: str) -> None:
     """Oracle: the line, word for word."""
     assert prediction_line(PREDICTION, memory_gib * GIB) == (
-        f"predicted 500.0 ms a step, 16,384 tokens/s, 20.00 GiB at the peak, 24.00 GiB reserved{told} "
+        f"predicted 500.0 ms per step, 16,384 tokens/s, 20.00 GiB peak, 24.00 GiB reserved{told} "
         "(closed form, plan.hardware=h100)"
     )
     on_cpu = dataclasses.replace(PREDICTION, device_type="cpu")
     assert prediction_line(on_cpu, 0) == (
-        "predicted 500.0 ms a step, 16,384 tokens/s (closed form, plan.hardware=h100)"
+        "predicted 500.0 ms per step, 16,384 tokens/s (closed form, plan.hardware=h100)"
     )
 
 
@@ -98,4 +98,4 @@ def test_summary_shows_predicted_beside_measured(tmp_path: Path, capsys: pytest.
     assert "`prediction.json`" in page
     written = json.loads((tmp_path / "run/prediction.json").read_text())
     assert written["memory"]["categories"] == {"parameters": 4 * GIB} and written["tokens_per_second"] == 16384
-    assert "predicted step time was +25% off what was measured" in capsys.readouterr().out
+    assert "predicted step time differs by +25% from the measurement" in capsys.readouterr().out

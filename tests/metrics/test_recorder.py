@@ -88,12 +88,12 @@ def test_a_run_leaves_every_file_and_says_how_it_ended(tmp_path, capsys):
     assert lines[0] == "tiny"
     assert lines[1].startswith("2 ranks on ") and lines[1].endswith(f"20 steps into {run_dir}")
     assert [line.split("  ")[0] for line in lines[2:6]] == [
-        "step 10/20", "step 10: held-out loss 5.0000 nats a token", "hello", "step 15/20",
+        "step 10/20", "step 10: held-out loss 5.0000 nats per token", "hello", "step 15/20",
     ]  # fmt: skip
     assert lines[-4:] == [
         "15 of 20 steps; train.max_seconds=2 was reached",
-        "last loss 5.3500, held-out loss 5.0000, uniform 5.5452, unigram 3.0000 (nats a token)",
-        "median step 900.0 ms, 5,120 tokens/s over all ranks (without the first 2 steps)",
+        "last loss 5.3500, held-out loss 5.0000, uniform 5.5452, unigram 3.0000 (nats per token)",
+        "median step 900.0 ms, 5,120 tokens/s over all ranks (excluding the first 2 steps)",
         f"run directory: {run_dir}",
     ]
 
@@ -148,7 +148,7 @@ def test_a_run_shorter_than_its_warmup_reports_no_medians(tmp_path, capsys, coun
     page = (tmp_path / "run" / "summary.md").read_text()
     assert "| step time | not measured: every step was a warm-up step |" in page
     assert f"| steps | {count} of 20; stopped |" in page
-    assert ("| last loss | no step was done |" in page) == (count == 0)
+    assert ("| last loss | no steps |" in page) == (count == 0)
     assert (tmp_path / "run" / "loss.png").stat().st_size > 0
     assert "median" not in capsys.readouterr().out
 
@@ -168,7 +168,7 @@ def test_the_page_tells_what_came_out(tmp_path):
         "| reference: uniform | 5.5452 nats |",
         "| step time | 900.00 ms (p10 420.00, p90 1,380.00) |",
         "| tokens/s, all ranks | 5,120 (p10 5,120, p90 5,120) |",
-        "| TFLOP/s a rank | 0.100 (p10 0.100, p90 0.100) |",
+        "| TFLOP/s per rank | 0.100 (p10 0.100, p90 0.100) |",
         "| MFU | 40.0 % (p10 40.0, p90 40.0) |",
         "| peak device memory of rank 0 | 2.000 GiB |",
         "| largest resident set of rank 0 after a step | 0.500 GiB |",
@@ -178,7 +178,7 @@ def test_the_page_tells_what_came_out(tmp_path):
         "`````text\nx\n````\n# not a heading\n`````",
     ):
         assert f"\n{row}\n" in f"\n{page}", row
-    assert "leave out the first 2 steps" in page
+    assert "exclude the first 2 steps" in page
 
 
 @pytest.mark.parametrize(("count", "written"), [(15, [1, 10, 15]), (20, [1, 10, 20]), (1, [1])])
@@ -204,12 +204,12 @@ def test_a_run_of_a_model_with_experts_leaves_its_routing_too(tmp_path, count, w
         "| router entropy, last step | 0.9000 |",
         f"| busiest expert, last step | {1.5 + count / 100:.2f} times the mean |",
         "| idlest expert, last step | 0.25 times the mean |",
-        "![load of each expert, and the balance against the step](experts.png)",
+        "![load of each expert, and the balance over the steps](experts.png)",
     ):
         assert f"\n{row}\n" in page, row
     for path in run_dir.iterdir():
         assert f"\n| `{path.name}` | " in page and path.name in RUN_FILES
-    assert "Perfect balance gives K, the number of experts that a token is sent to (`model.top_k`)" in page
+    assert "Perfect balance gives K, the number of experts per token (`model.top_k`)" in page
 
 
 def test_the_page_of_a_model_without_experts_does_not_speak_of_them(tmp_path):

@@ -89,7 +89,7 @@ def test_files_of_a_run_that_went_on_are_those_of_one_that_never_stopped(experts
     assert sorted(os.listdir("run")) == sorted([*os.listdir("whole"), "resumes.jsonl"])
     page = Path("run/summary.md").read_text()
     assert "\n| steps | 40 of 40; done |\n" in page and "\n| first loss | 5.9900 nats |\n" in page
-    assert ("# How it went on" in page) and "`resumes.jsonl`" in page and "\n| wall time of the last start | " in page
+    assert ("# Resumes" in page) and "`resumes.jsonl`" in page and "\n| wall time of the last start | " in page
     assert "resumes" not in Path("whole/summary.md").read_text()
 
 
@@ -151,7 +151,7 @@ def test_each_start_that_goes_on_says_from_where_and_what_is_new(capsys):
     )
     assert "| after step 20 | `step-00000020` | 4 | " in page
     said = capsys.readouterr().out.splitlines()
-    assert said[2] == "going on after step 20 from step-00000020"
+    assert said[2] == "resuming after step 20 from step-00000020"
     assert "20 of 40 steps; stopped" in said
     assert json.loads(Path("run/environment.json").read_text())["world_size"] == 4
 
@@ -182,7 +182,7 @@ def test_files_of_an_attempt_without_a_checkpoint_are_moved_and_never_written_ov
     moved = [json.loads(line)["moved_to"] for line in Path("run/resumes.jsonl").read_text().splitlines()]
     assert moved == ["attempt-1", "attempt-2"]
     page = Path("run/summary.md").read_text()
-    assert "\n| steps | 3 of 40; stopped |\n" in page and "| anew |  | 2 |  | `attempt-2/` |" in page
+    assert "\n| steps | 3 of 40; stopped |\n" in page and "| from the beginning |  | 2 |  | `attempt-2/` |" in page
 
 
 @pytest.mark.parametrize("run_dir", ["fork", None])
@@ -212,8 +212,8 @@ def test_a_file_shorter_than_the_checkpoint_saw_keeps_its_whole_lines(capsys):
         record(recorder, 21, 22)
     assert steps_in("metrics.jsonl") == [*range(1, 15), 21, 22]
     assert (
-        f"run/metrics.jsonl has {cut} of the {len(content)} bytes that the checkpoint step-00000020 saw; its whole "
-        "lines up to step 20 are kept\n"
+        f"run/metrics.jsonl has {cut} of the {len(content)} bytes recorded in the checkpoint step-00000020; its "
+        "complete lines up to step 20 are kept\n"
     ) in capsys.readouterr().out
 
 
@@ -230,7 +230,7 @@ def test_another_run_s_files_are_moved_and_not_cut(capsys):
     assert Path("run/attempt-1/metrics.jsonl").read_bytes() == before
     assert steps_in("metrics.jsonl") == [21, 22]
     assert (
-        "run/metrics.jsonl is not what the checkpoint step-00000020 saw at step 20; it was moved to run/attempt-1 with "
+        "run/metrics.jsonl does not match the checkpoint step-00000020 at step 20; it was moved to run/attempt-1 with "
         "the other files of that run\n"
     ) in capsys.readouterr().out
 
@@ -245,7 +245,7 @@ def test_a_line_that_cannot_be_read_stays_and_is_told(capsys):
         recorder.finish("stopped")
     assert Path("run/metrics.jsonl").read_bytes() == content
     out = capsys.readouterr().out
-    assert "run/metrics.jsonl cannot be read in line 4, which the results and pictures leave out\n" in out
+    assert "run/metrics.jsonl cannot be read in line 4; results and plots omit it\n" in out
     assert "10 of 40 steps; stopped" in out
 
 
@@ -333,9 +333,9 @@ def test_files_of_an_earlier_start_pass_the_check_only_where_the_run_goes_on():
     with start(None) as recorder:
         record(recorder, 1, 1)
     check_run_dir(MetricsConfig(run_dir="run"), resumes=True)
-    with pytest.raises(ConfigError, match=r"already holds metrics\.jsonl"):
+    with pytest.raises(ConfigError, match=r"already contains metrics\.jsonl"):
         check_run_dir(MetricsConfig(run_dir="run"))
-    with pytest.raises(ConfigError, match="which is something else"):
+    with pytest.raises(ConfigError, match="which is not a folder"):
         check_run_dir(MetricsConfig(run_dir="run/config.yaml"), resumes=True)
 
 
@@ -350,28 +350,28 @@ def test_steps_without_update_and_spikes_are_told(capsys):
         recorder.finish("stopped")
     said = capsys.readouterr().out.splitlines()
     assert [line for line in said if line.startswith(("step 7", "step 9"))] == [
-        "step 7: no update, since the loss (nan) or the gradient norm (inf) is not finite; "
-        "steps without update so far: 1",
-        "step 9: the loss 9.0000 is a spike, 12.3 robust standard deviations over the median of those before",
+        "step 7: optimizer step skipped: the loss (nan) or the gradient norm (inf) is not finite; "
+        "skipped steps so far: 1",
+        "step 9: loss spike: 9.0000 is 12.3 robust standard deviations above the median of earlier losses",
     ]
     page = Path("run/summary.md").read_text()
     mean = (sum(6 - 0.01 * n for n in (2, 3, 4, 5, 6, 8, 10, 11, 12)) + 9) / 10
     for row in (
-        "| steps without update | 1 |",
+        "| skipped steps | 1 |",
         "| loss spikes | 1 |",
-        f"| mean loss of the last 10 steps that made an update | {mean:.4f} nats |",
+        f"| mean loss of the last 10 steps without skipped ones | {mean:.4f} nats |",
     ):
         assert f"\n{row}\n" in page
-    assert "- Steps without update: " in page and "- Loss spike: " in page
+    assert "- Skipped steps: " in page and "- Loss spike: " in page
     assert summarize(steps, 2).step_time_seconds.median == pytest.approx(0.8)
     with start(None, "quiet") as recorder:
         record(recorder, 1, 3)
         recorder.finish("done")
-    assert not [word for word in ("pike", "without update") if word in Path("quiet/summary.md").read_text()]
+    assert not [word for word in ("pike", "kipped") if word in Path("quiet/summary.md").read_text()]
 
 
 def test_a_skipped_step_is_marked_in_its_line(capsys):
     """Oracle: the start of the line."""
     with start(None, console=Console.plain) as recorder:
         recorder.step(replace(STEP, step=10, loss=math.nan, skipped=True, skipped_steps=1))
-    assert any(line.startswith("step 10/40  no update  loss nan") for line in capsys.readouterr().out.splitlines())
+    assert any(line.startswith("step 10/40  skipped  loss nan") for line in capsys.readouterr().out.splitlines())

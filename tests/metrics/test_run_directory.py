@@ -130,8 +130,8 @@ def test_a_run_never_writes_over_files_of_the_same_name(name):
         with pytest.raises(ConfigError) as error:
             attempt()
         assert str(error.value) == (
-            f"metrics.run_dir=taken already holds {name}, which a run would overwrite; set "
-            "checkpoint.resume=auto to go on with it, or metrics.run_dir to a new folder (null for one named by time "
+            f"metrics.run_dir=taken already contains {name}, which a run would overwrite; set "
+            "checkpoint.resume=auto to continue it, or metrics.run_dir to a new folder (null for one named by time "
             "and title)"
         )
     assert (folder / name).read_text() == "mine"
@@ -141,7 +141,7 @@ def test_of_two_runs_that_start_into_one_folder_the_second_is_refused(monkeypatc
     """Oracle: the sentence, with the earlier check passed by both as in a race."""
     monkeypatch.setattr("fsdptoys.metrics.run_directory.check_run_dir", lambda config, resumes: None)
     open_run("run")
-    with pytest.raises(ConfigError, match=r"^metrics\.run_dir=run already holds metrics\.jsonl, which"):
+    with pytest.raises(ConfigError, match=r"^metrics\.run_dir=run already contains metrics\.jsonl, which"):
         open_run("run")
 
 
@@ -151,7 +151,7 @@ def test_what_is_no_folder_is_refused(run_dir):
     Path("file").write_text("")
     Path("link").symlink_to("nowhere")
     with pytest.raises(
-        ConfigError, match=rf"^metrics\.run_dir={run_dir} needs a folder at .*, which is something else; "
+        ConfigError, match=rf"^metrics\.run_dir={run_dir} needs a folder at .*, which is not a folder; "
     ):
         check_run_dir(MetricsConfig(run_dir=run_dir))
 
@@ -161,9 +161,7 @@ def test_a_folder_that_cannot_be_written_is_refused(run_dir, key, tmp_path, monk
     """Oracle: the sentence; the system's answer is set by hand, since root may write anywhere."""
     Path("locked").mkdir()
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).resolve() not in (tmp_path, tmp_path / "locked"))
-    with pytest.raises(
-        ConfigError, match=rf"^metrics\.run_dir={key} needs to write into .*, which this user may not; "
-    ):
+    with pytest.raises(ConfigError, match=rf"^metrics\.run_dir={key} needs write access to .*; "):
         check_run_dir(MetricsConfig(run_dir=run_dir))
 
 
@@ -187,7 +185,7 @@ def test_a_full_disk_becomes_a_sentence():
     directory = open_run("run")
     directory._lines = {"metrics.jsonl": LineFile(Path("run/metrics.jsonl"))}
     directory._lines["metrics.jsonl"]._file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
-    assert directory.append(STEP) == "steps wait in memory until there is room in run (No space left on device)"
+    assert directory.append(STEP) == "steps wait in memory until run has free space (No space left on device)"
     assert directory.append(STEP) is None
     with pytest.raises(ConfigError, match=r"^metrics\.run_dir=run cannot be written \(No space left on device\); set"):
         directory.flush()

@@ -193,7 +193,7 @@ def test_offline_makes_no_request_and_prints_nothing(left: Left) -> None:
     """Oracle: a proxy that is named for every request, and the console's lines, which are all our own."""
     assert left.requests == 0
     assert "wandb" not in left.printed.lower() and "tensorboard" not in left.printed.lower()
-    assert "going on after step 4" in left.printed
+    assert "resuming after step 4" in left.printed
 
 
 def test_the_summary_names_the_folders_of_the_writers_alone_that_there_were(left: Left, tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_a_writer_that_fails_is_closed_and_never_asked_again(stage: str) -> None
     assert broken.asked == [*order[: order.index(stage) + 1], "close"]
     step = {"start": 0, "step": 1}.get(stage, 2)
     assert told == [
-        f"Fragile failed after step {step} ([Errno 28] No space left on device) and is left out from here on; "
+        f"Fragile failed after step {step} ([Errno 28] No space left on device) and is disabled; "
         "metrics.jsonl has every step"
     ]
 

@@ -63,8 +63,8 @@ def test_the_trace_holds_the_chosen_steps_alone_under_their_numbers(tmp_path, fi
         f"trace of steps {active[0]} to {active[1]}: {path} (open it at https://ui.perfetto.dev or in chrome://tracing)"
     ]
     page = summary_of(profiler)
-    assert f"Rank 0, steps {active[0]} to {active[1]}; the trace is `profile/rank0.json.gz`." in page
-    assert "| operator | calls | self CPU time | CPU time with what it calls | self memory |" in page
+    assert f"Rank 0, steps {active[0]} to {active[1]}; trace: `profile/rank0.json.gz`." in page
+    assert "| operator | calls | self CPU time | total CPU time | self memory |" in page
     calls = dict(re.findall(r"^\| `([^`]+)` \| ([\d,]+) \|", page, re.MULTILINE))
     assert calls["aten::mm"] == "2" and calls["aten::add"] == str(sum(active))
     assert calls["Python, outside operators"] == "2"
@@ -210,7 +210,7 @@ def test_npu_trace_uses_the_names_and_keywords_of_torch_npu(tmp_path, monkeypatc
     profiler = Profiler(config, device, 3, tmp_path)
     take_steps(profiler, 1, 3)
     assert levels == ["Level2 text"]
-    assert "Rank 3, step 2; the trace is `profile/rank3_1_2_ascend_pt`." in summary_of(profiler)
+    assert "Rank 3, step 2; trace: `profile/rank3_1_2_ascend_pt`." in summary_of(profiler)
     assert "| `MatMulV2` | 2 | 0.10 ms |" in summary_of(profiler)
 
 

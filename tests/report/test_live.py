@@ -49,7 +49,7 @@ def test_lines_appear_when_written_and_a_partial_line_is_waited_for(run: Written
     assert watching.end() == 0
     assert step_numbers(watching.lines()) == [3, 4, 5]
     assert watching.lines()[-1] == f"the run has ended: 20 of 20; all steps done; {run.path / 'summary.md'}"
-    assert any(line.startswith("step 5: no update") for line in watching.lines())
+    assert any(line.startswith("step 5: optimizer step skipped") for line in watching.lines())
 
 
 @pytest.mark.parametrize("grows_past", [False, True])

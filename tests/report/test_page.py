@@ -243,7 +243,7 @@ def test_a_run_page_shows_the_files_of_the_run(single: Loaded) -> None:
         "Starts and checkpoints",
         "Settings",
         "Environment",
-        "How the numbers were made",
+        "How the numbers are measured",
     ]
     assert single.page.locator("#memory_timeline").count() == 1
     assert "unigram entropy of the data: 3.244" in (single.page.locator("#plot-loss").text_content() or "")

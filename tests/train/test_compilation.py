@@ -55,7 +55,7 @@ def test_another_shape_is_told_as_a_recompilation_with_its_reason() -> None:
     assert (again.step, again.phase, again.at_limit) == (3, "training", False)
     assert again.reason.endswith("expected 8, actual 16")
     (sentence,) = watch.take_messages()
-    assert sentence.startswith("the training of step 3 compiled forward again: ") and again.reason in sentence
+    assert sentence.startswith("training of step 3 recompiled forward: ") and again.reason in sentence
     assert watch.take_messages() == []
     assert compilation_line(result).startswith("compiled 2 functions in ")
     assert recompilation_rows(result)[0][:3] == ("3", "training", "`forward`")
@@ -91,8 +91,8 @@ def test_a_function_that_the_compiler_gives_up_on_is_reported() -> None:
         result.recompilations
     )
     (sentence,) = watch.take_messages()
-    assert sentence.startswith("in the training of step 2 the compiler gave up on a function")
-    assert "gave up" in compilation_line(result)
+    assert sentence.startswith("training of step 2 reached PyTorch's recompilation limit for a function")
+    assert "reached the recompilation limit" in compilation_line(result)
 
 
 def text_config(path: str, compiles: bool) -> Config:
@@ -160,8 +160,8 @@ def test_the_console_and_the_summary_tell_what_was_compiled(tmp_path: Path, capf
     config.metrics = MetricsConfig(console=Console.plain, run_dir=str(tmp_path / "run"))
     run_ranks(1, record, config)
     message, summary = capfd.readouterr().out, (tmp_path / "run" / "summary.md").read_text()
-    assert message.count("in the evaluation of step 2 the compiler gave up on a function") == 1
+    assert message.count("evaluation of step 2 reached PyTorch's recompilation limit for a function") == 1
     line = next(line for line in message.splitlines() if line.startswith("compiled 1 function in "))
-    assert "0 graph breaks; gave up " in line
+    assert "0 graph breaks; reached the recompilation limit " in line
     assert f"| compiler, rank 0 | {line} |" in summary
-    assert "| 2 | evaluation | `a function` | `GLOBAL_STATE changed: grad_mode` — given up |" in summary
+    assert "| 2 | evaluation | `a function` | `GLOBAL_STATE changed: grad_mode` (limit reached) |" in summary

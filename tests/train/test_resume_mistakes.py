@@ -177,8 +177,8 @@ MISTAKES: list[tuple[str, Callable[[], object], str]] = [
     (
         "metrics.run_dir=run",
         nothing,
-        "metrics.run_dir=run already holds metrics.jsonl, which a run would overwrite; set checkpoint.resume=auto to "
-        "go on with it, or metrics.run_dir to a new folder (null for one named by time and title)",
+        "metrics.run_dir=run already contains metrics.jsonl, which a run would overwrite; set checkpoint.resume=auto "
+        "to continue it, or metrics.run_dir to a new folder (null for one named by time and title)",
     ),
     (
         "checkpoint.folder=run/checkpoints",
@@ -258,7 +258,7 @@ MISTAKES: list[tuple[str, Callable[[], object], str]] = [
     (
         "metrics.run_dir=run/config.yaml checkpoint.resume=auto",
         nothing,
-        "metrics.run_dir=run/config.yaml needs a folder at run/config.yaml, which is something else; set "
+        "metrics.run_dir=run/config.yaml needs a folder at run/config.yaml, which is not a folder; set "
         "metrics.run_dir=runs/NAME",
     ),
     (

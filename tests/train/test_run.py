@@ -55,7 +55,7 @@ def test_a_run_writes_its_files_with_the_same_sample_under_every_strategy(tmp_pa
         lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         assert [line["step"] for line in lines] == [1, 2, 3]
         summary = (tmp_path / name / "summary.md").read_text()
-        samples.add(summary.split("## A sample of the trained model")[1].split("## Files")[0])
+        samples.add(summary.split("## Sample of the trained model")[1].split("## Files")[0])
     assert len(samples) == 1 and "def " in samples.pop()
 
 
@@ -106,7 +106,7 @@ def test_chosen_ranks_write_their_traces_into_the_run_directory(
 ) -> None:
     """Oracle: the run directory's listing; rank 1, which does not know the directory's name, was chosen."""
     assert run_ranks(2, profiled, tmp_path, make_config(FSDP2Config(), 2))[1] == ["rank1.json.gz"]
-    assert "Ranks 1 were profiled and wrote into `profile/`" in (tmp_path / "run" / "summary.md").read_text()
+    assert "`profile/` has the profiles of ranks 1;" in (tmp_path / "run" / "summary.md").read_text()
     assert "rank 1: trace of steps 3 to 4" in capfd.readouterr().out
 
 
