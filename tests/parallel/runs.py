@@ -1,4 +1,4 @@
-"""Small training runs for the tests of this folder, made in memory rather than from YAML."""
+"""Small training runs for the tests of this folder, built in memory rather than from YAML."""
 
 import copy
 import dataclasses
@@ -24,11 +24,11 @@ PLAIN_KERNELS = KernelConfig(
     swiglu=Kernel.torch,
     grouped_matmul=GroupedKernel.looped,
 )
-"""What every device has, with the same arithmetic on all of them; simulated NPUs have none of torch_npu's."""
+"""Settings supported by every device with the same arithmetic."""
 
 
 def tiny_model(tie_embeddings: bool = False) -> LlamaConfig:
-    # Odd sizes: no dim divides evenly over 2 or 4 ranks, so that padding is always at work.
+    # Odd sizes: no dim divides evenly over 2 or 4 ranks, so all shards are padded.
     return LlamaConfig(
         name="tiny",
         dim=36,
@@ -88,7 +88,7 @@ WITH_BLOCKS: dict[str, ModelConfig] = {
     name: dataclasses.replace(config, dim=64, n_layers=1, n_heads=4, ffn_dim=96, **more)
     for name, config, more in (
         ("llama", tiny_model(), {}),
-        # Stacks of three, which two or four ranks cut along another dim.
+        # Stacks of three, which two or four ranks shard along another dim.
         ("qwen3_moe", TINY["qwen3_moe"], {"head_dim": 16, "expert_ffn_dim": 32}),
     )
 }
@@ -113,7 +113,7 @@ def make_config(
     settings = {"batch_size": 2, "seq_len": 24, "steps": 4, "grad_accum": 2, "max_grad_norm": 0.5}
     config = Config(
         model=model or tiny_model(tie_embeddings),
-        # Validation replaces what says auto; the caller's may serve for several configurations.
+        # Validation replaces auto values in place; the caller may use its objects for several configurations.
         parallel=copy.copy(parallel),
         mesh=MeshConfig(fsdp_size),
         memory=copy.copy(memory) if memory else MemoryConfig(),

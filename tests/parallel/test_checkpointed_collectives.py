@@ -1,4 +1,4 @@
-"""Gradient checkpointing under the strategies: it gathers no more than PyTorch's own, and changes no bit."""
+"""Gradient checkpointing under the strategies: no more gathers than PyTorch's own, and unchanged bits."""
 
 import copy
 import functools
@@ -38,7 +38,7 @@ Prepare = Callable[[nn.ModuleList], None]
 
 
 def ours(mode: GradientCheckpointing, offload: bool = False, **options: Any) -> Prepare:
-    """``checkpoint_blocks`` with an offload of its own for each model."""
+    """``checkpoint_blocks`` with a separate offload for each model."""
 
     def prepare(blocks: nn.ModuleList) -> None:
         host = ActivationOffload(torch.device("cpu"), min_bytes=0) if offload else None
@@ -48,7 +48,7 @@ def ours(mode: GradientCheckpointing, offload: bool = False, **options: Any) -> 
 
 
 def pytorchs(blocks: nn.ModuleList, every: int = 1) -> None:
-    """PyTorch's own wrapper, as a block's forward rather than in its place, where strategies look for the block."""
+    """PyTorch's own wrapper, installed as a block's forward: strategies look for the block itself."""
     for block in list(blocks)[::every]:
         inner = _Forward(block.forward)
         block.forward = checkpoint_wrapper(inner, CheckpointImpl.NO_REENTRANT).forward
@@ -68,7 +68,7 @@ class _Forward(nn.Module):
 def configs_of(
     parallel: ParallelConfig, prepares: list[Prepare], world_size: int = 2, model: str | None = None, **train: Any
 ) -> list[Config]:
-    """One configuration for each way to prepare the blocks of a model, which is otherwise the same."""
+    """One configuration for each way to prepare the blocks of an otherwise equal model."""
     configs = []
     for prepare in prepares:
         family = copy.copy(TINY[model]) if model else None
@@ -87,7 +87,7 @@ def _build(build: Callable[[], DecoderModel], prepare: Prepare) -> DecoderModel:
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("wrap", Wrap, ids=lambda wrap: wrap.value)
 @pytest.mark.parametrize("config", [FSDP1Config, FSDP2Config])
-def test_recomputation_gathers_nothing_that_pytorchs_own_does_not(
+def test_recomputation_gathers_no_more_than_pytorchs_own(
     config: type[FSDP1Config] | type[FSDP2Config], wrap: Wrap
 ) -> None:
     """Oracle: the all-gathers of a step without checkpointing, and with PyTorch's wrapper around the same blocks."""
@@ -107,7 +107,7 @@ def test_recomputation_gathers_nothing_that_pytorchs_own_does_not(
     for way in ("full", "selective", "full, offload", "selective, offload"):
         assert gathers[way] == gathers["PyTorch's"], way
     assert gathers["full, every 2"] == gathers["PyTorch's, every 2"]
-    # FSDP1 gathers one of a block's two inner units once more when it is computed again, whoever checkpoints. FSDP2
+    # FSDP1 gathers one of a block's two inner units once more in the recomputation, with any checkpointing. FSDP2
     # does not from some torch between 2.8 and 2.11 on.
     again = 1 if config is FSDP1Config and wrap is Wrap.block_attn_mlp else 0
     if TORCH >= (2, 11) or wrap is Wrap.block:
@@ -116,7 +116,7 @@ def test_recomputation_gathers_nothing_that_pytorchs_own_does_not(
 
 
 def train(configs: list[Config]) -> list[tuple[list[tuple[float, float]], dict[str, bytes], int]]:
-    """Losses, norms, the bits of the trained parameters, and graphs that were compiled, for each configuration."""
+    """Losses, norms, the bits of the trained parameters, and the number of compiled graphs, for each configuration."""
     results = []
     for config in configs:
         torch._dynamo.reset()
@@ -145,7 +145,7 @@ def train(configs: list[Config]) -> list[tuple[list[tuple[float, float]], dict[s
     ],
     ids=["fsdp2 parts", "fsdp2 bf16", "hsdp", "fsdp1 parts", "fsdp1 bf16 flat", "ddp"],
 )
-def test_training_is_equal_in_every_bit_to_that_without_checkpointing(
+def test_training_equals_that_without_checkpointing_bitwise(
     parallel: ParallelConfig, world_size: int, fsdp_size: int, model: str
 ) -> None:
     """Oracle: the same strategy without it: losses, norms and parameters after two steps of two micro-batches."""
@@ -172,9 +172,10 @@ def test_training_is_equal_in_every_bit_to_that_without_checkpointing(
     ],
     ids=["fsdp2", "fsdp1", "fsdp1 parts", "toy_zero3", "toy_fsdp parts", "ddp cast", "toy_zero1 cast"],
 )
-def test_compiled_blocks_train_as_others_do_and_are_compiled_once_for_all(parallel: ParallelConfig) -> None:
-    """Oracle: the same strategy with blocks in eager mode, losses to 1e-6 relative, or to the format's where it is
-    bfloat16; graphs counted by Dynamo."""
+def test_compiled_blocks_train_like_eager_ones_and_share_one_compilation(parallel: ParallelConfig) -> None:
+    """Oracle: the same strategy with blocks in eager mode, losses to 1e-6 relative, or to bfloat16's precision in
+    bfloat16; graphs counted by Dynamo.
+    """
     rel = 1e-6 if parallel.param_dtype is DType.float32 else 2e-3
     inner = getattr(parallel, "wrap", Wrap.block) is Wrap.block_attn_mlp
 

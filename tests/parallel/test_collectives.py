@@ -1,4 +1,4 @@
-"""Every setting of the strategies does what it says: seen in the collectives of one step."""
+"""Effect of every strategy setting on the collectives of one step."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ KINDS = {"_allgather_base_": GATHER, "allgather_": GATHER, "_reduce_scatter_base
 
 
 class Recorder(TorchDispatchMode):
-    """Notes every collective, and the calls of a model's hooks, in the order in which they are issued."""
+    """Records every collective, and the calls of a model's hooks, in the order of issue."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Recorder(TorchDispatchMode):
 
 @contextmanager
 def block_hooks(blocks: list[nn.Module], events: list[str]) -> Iterator[None]:
-    """Note where each block's forward starts and its backward ends."""
+    """Record the start of each block's forward and the end of its backward."""
     handles = []
     for index, block in enumerate(blocks):
         handles.append(block.register_forward_pre_hook(lambda *_, i=index: events.append(f"forward {i}")))
@@ -82,7 +82,7 @@ def count(events: list[str], kind: str) -> int:
 
 @pytest.mark.parametrize("config", [FSDP1Config, FSDP2Config])
 def test_resharding_decides_how_often_units_are_gathered(config: type[FSDP1Config] | type[FSDP2Config]) -> None:
-    """Oracle: units counted by hand; the forward gathers each once, the backward what was resharded."""
+    """Oracle: units counted by hand; the forward gathers each once, the backward the resharded ones."""
     policies = (ReshardAfterForward.never, ReshardAfterForward.default, ReshardAfterForward.always)
     never, default, always = record([config(reshard_after_forward=policy) for policy in policies])
     # FSDP2's embedding stays sharded in the backward, which needs no weight for a look-up.
@@ -110,7 +110,7 @@ def test_wrapping_decides_how_many_units_there_are(config: type[FSDP1Config] | t
     ],
     ids=["fsdp1", "fsdp2", "ddp"],
 )
-def test_accumulation_reduces_once_a_step_or_after_each_micro_batch_in_the_deterministic_mode(
+def test_accumulation_reduces_once_a_step_or_after_each_micro_batch_in_deterministic_mode(
     parallel: ParallelConfig, kind: str, units: int, deterministic: bool
 ) -> None:
     """Oracle: reductions of one micro-batch (a tiny model fits one DDP bucket), and its gathers, times their number."""
@@ -132,10 +132,10 @@ def test_prefetch_depth_decides_how_far_ahead_units_are_gathered(
     """Oracle: position of the gathers among the blocks' forwards and backwards."""
     events, default = record([config(forward_prefetch=depth, backward_prefetch=depth), config()])
     before_first_block = events[: events.index("forward 0")]
-    # Embedding and first block are gathered for themselves, and FSDP1's root, the norm, before all others.
+    # Embedding and first block are gathered alone, and FSDP1's root, the norm, before all others.
     root = 1 if config is FSDP1Config else 0
     assert count(before_first_block, GATHER) == root + 2 + depth
-    # The head is gathered in the forward, unless it was prefetched; the last block for itself.
+    # The head is gathered in the forward, unless it was prefetched; the last block alone.
     later = events[events.index(f"forward {LAYERS - 1}") + 1 : events.index(f"backward {LAYERS - 1}")]
     head = 1 if depth == 0 else 0
     assert count(later, GATHER) == head + 1 + depth
@@ -143,7 +143,7 @@ def test_prefetch_depth_decides_how_far_ahead_units_are_gathered(
 
 
 def differing_sums() -> int:
-    """Of 1,000 sums over the ranks, how many come out different elsewhere in the same buffer."""
+    """The number of sums over the ranks, out of 1,000, that differ at another place in the same buffer."""
     terms = torch.randn(1000, generator=torch.Generator().manual_seed(dist.get_rank()))
     sums = terms.repeat(4)
     dist.all_reduce(sums)
@@ -151,7 +151,9 @@ def differing_sums() -> int:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_a_ring_adds_in_an_order_that_depends_on_the_place_in_the_buffer(world_size: int) -> None:
-    """Oracle: the same numbers at the buffer's start; why flat and per-parameter sharding differ in their last bits."""
+def test_a_rings_order_of_addition_depends_on_the_place_in_the_buffer(world_size: int) -> None:
+    """Oracle: the same numbers at the buffer's start; the cause of different last bits in flat and per-parameter
+    sharding.
+    """
     differing = run_ranks(world_size, differing_sums)[0]
     assert (differing == 0) == (world_size == 2)

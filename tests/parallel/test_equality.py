@@ -1,4 +1,4 @@
-"""Every strategy is the same training: the bits of losses, norms and parameters against one process."""
+"""Every strategy computes the same training: the bits of losses, norms and parameters against one process."""
 
 from itertools import product
 from typing import Any
@@ -61,8 +61,8 @@ def test_all_strategies_match_a_single_process_bitwise(
 ) -> None:
     """Oracle: one process that runs the same micro-batches in turn; deterministic mode.
 
-    In bf16 on four ranks, what other ranks or families do not show: hierarchical sharding. The second step of four
-    ranks already starts from what sharded states have made.
+    In bf16 on four ranks: this covers hierarchical sharding, which the other tests do not. The second step of four
+    ranks already starts from sharded states.
     """
     options = {}
     if world_size == 4:
@@ -84,9 +84,9 @@ def test_all_strategies_match_a_single_process_bitwise(
 def test_every_family_matches_a_single_process_bitwise(family: str) -> None:
     """Oracle: one process that runs the same micro-batches in turn; with experts and their losses.
 
-    Each row is trained in one of two dtypes, which alternate over rows and over families, so that any two of family,
-    row and dtype meet. Four ranks train the rows that need as many, and FSDP2, which then cuts experts elsewhere, with
-    one micro-batch each: two ranks and the test above have several.
+    Each row is trained in one of two dtypes, which alternate over rows and over families, so that any two of
+    family, row and dtype meet. The rows that need four ranks get them, and so does FSDP2, which then shards experts
+    along another dim, with one micro-batch each: two ranks and the test above have several.
     """
     on_four = [name for name in strategies_on(4) if name == "fsdp2" or name.startswith("hsdp")]
     rows: dict[str, tuple[ParallelConfig, int, dict[str, Any]]] = {
@@ -112,8 +112,8 @@ def test_every_family_matches_a_single_process_bitwise(family: str) -> None:
             assert_equal(of_dtype, single(world_size, param_dtype=dtype, **options))
 
 
-def test_all_families_are_among_the_tiny_ones() -> None:
-    """A family that is not would be trained under no strategy."""
+def test_the_tiny_models_include_all_families() -> None:
+    """Oracle: the registry; a missing family would be trained under no strategy."""
     assert {config.family for config in [tiny_model(), *TINY.values()]} == set(MODELS)
 
 
@@ -134,7 +134,7 @@ OF_VARIANTS: dict[str, Any] = {"tie_embeddings": True, "steps": 2}
 
 
 def variants() -> dict[str, Config]:
-    """Every setting of the FSDPs that must not change a single bit, over two ranks and tied embeddings.
+    """All FSDP settings that must not change a bit, over two ranks and tied embeddings.
 
     Any two values of wrapping, resharding and checkpointing meet under each of the FSDPs.
     """
@@ -164,7 +164,7 @@ def test_no_setting_of_a_strategy_changes_a_bit() -> None:
 
 
 def train_moving_all(configs: list[Config]) -> tuple[list[Outcome], int]:
-    """Train with activation offload that moves small tensors too; also how many copies it made."""
+    """Train with activation offload that moves small tensors too; also return the number of copies."""
     copies = 0
 
     class Counting(Copies):
@@ -181,10 +181,10 @@ def train_moving_all(configs: list[Config]) -> tuple[list[Outcome], int]:
 
 
 @pytest.mark.parametrize("dtype", [DType.float32, DType.bfloat16], ids=lambda dtype: dtype.value)
-def test_all_switches_of_memory_together_change_no_bit_under_any_strategy(
+def test_all_memory_switches_together_change_no_bit_under_any_strategy(
     dtype: DType, request: pytest.FixtureRequest
 ) -> None:
-    """Oracle: one process with the chunked loss alone, which is the one switch that adds in another order."""
+    """Oracle: one process with the chunked loss alone, the only switch that changes the order of addition."""
     if dtype is DType.bfloat16:
         request.getfixturevalue("unmeasured")
     chunks = {"chunk_loss": True, "chunk_tokens": "20"}
@@ -212,7 +212,7 @@ def test_all_switches_of_memory_together_change_no_bit_under_any_strategy(
 
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("tie_embeddings", [False, True], ids=["untied", "tied"])
-def test_bf16_parameters_and_checkpointing_go_together_under_every_strategy(tie_embeddings: bool) -> None:
+def test_bf16_parameters_and_checkpointing_combine_under_every_strategy(tie_embeddings: bool) -> None:
     """Oracle: one process without checkpointing, bit for bit; recomputation must see the same low-precision copies."""
     options = {"tie_embeddings": tie_embeddings, "steps": 2}
     plain = single(2, param_dtype=DType.bfloat16, **options)
@@ -284,14 +284,14 @@ def test_initial_values_are_the_same_on_every_layout() -> None:
 
 
 def test_another_init_seed_gives_another_model() -> None:
-    """The equality above would hold for constants too."""
+    """Oracle: other hashes; the equality above would hold for constants too."""
     first, second = run_ranks(1, initial_hashes, [make_config(SingleConfig(), 1, init_seed=seed) for seed in (0, 1)])[0]
     differing = {name for name in first if first[name] != second[name]}
     assert differing == {name for name in first if not name.endswith("norm.weight")}
 
 
 def first_step(configs: list[Config]) -> list[tuple[float, float, float]]:
-    """Loss, norm before clipping, and norm of the gradient that the optimizer saw."""
+    """Loss, norm before clipping, and norm of the gradient passed to the optimizer."""
     results = []
     for config in configs:
         trainer = Trainer(config)
@@ -305,7 +305,7 @@ def first_step(configs: list[Config]) -> list[tuple[float, float, float]]:
 
 
 def test_clipping_scales_every_strategys_gradient_to_the_same_norm() -> None:
-    """Oracle: torch.nn.utils.clip_grad_norm_ over the whole gradient of one process, then its norm."""
+    """Oracle: torch.nn.utils.clip_grad_norm_ over the full gradient of one process, then its norm."""
     max_norm = 0.05
     configs = [
         make_config(parallel, 2, steps=1, max_grad_norm=max_norm)
@@ -336,11 +336,11 @@ def test_clipping_scales_every_strategys_gradient_to_the_same_norm() -> None:
 
 
 def train_offloaded(configs: list[Config]) -> list[Outcome]:
-    """Train with FSDP1's CPU offload, but for its pinned memory and streams, which a CPU does not have."""
+    """Train with FSDP1's CPU offload, without its pinned memory and streams, which a CPU does not have."""
     torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign, assignment]
     torch.cpu.Stream.synchronize = lambda _: None  # type: ignore[attr-defined]
     for config in configs:
-        config.memory.cpu_offload = True  # after validation, which asks for an accelerator
+        config.memory.cpu_offload = True  # after validation, which requires an accelerator
     return train_all(configs)
 
 

@@ -1,4 +1,4 @@
-"""Experts under FSDP: how their stacks are cut, and that experts without a token do no harm."""
+"""Experts under FSDP: the sharded dim of their stacks, and experts without a token."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ from tests.parallel.runs import TINY, make_config
         ((2,), 4, None),
     ],
 )
-def test_stacks_that_the_ranks_do_not_divide_are_cut_along_a_dim_that_they_do(
+def test_stacks_that_ranks_do_not_divide_are_sharded_along_a_divisible_dim(
     shape: tuple[int, ...], ranks: int, dim: int | None
 ) -> None:
     """Oracle: the rule; None is FSDP2's own choice, the first dim."""
@@ -40,7 +40,7 @@ def test_stacks_that_the_ranks_do_not_divide_are_cut_along_a_dim_that_they_do(
 
 
 def local_shares(config: Config) -> dict[str, tuple[str, float]]:
-    """Placement, and this rank's share, of the parameters of experts."""
+    """Placement, and this rank's share, of the expert parameters."""
     params = dict(Trainer(config).strategy.named_parameters())
     return {
         name: (str(param.placements), param.to_local().numel() / param.numel())
@@ -57,7 +57,7 @@ def test_every_rank_holds_an_equal_share_of_fewer_experts_than_ranks() -> None:
 
 
 def only_the_first(self: Router, hidden_ND: Tensor) -> tuple[Tensor, Tensor]:
-    """A router that sends every token to expert 0, yet is trained."""
+    """A router that sends every token to expert 0 and still has a gradient."""
     probabilities_NE = torch.nn.functional.linear(hidden_ND, self.weight).softmax(-1)
     experts_N1 = torch.zeros(len(hidden_ND), 1, dtype=torch.int64)
     sums = torch.cat([probabilities_NE.sum(0), torch.zeros(1)])

@@ -1,4 +1,6 @@
-"""Float8 products, emulated: strategies against one process, what travels, what is kept, and what is refused."""
+"""Float8 matmuls, emulated: strategies against one process, communicated and saved bytes, and refused
+configurations.
+"""
 
 import copy
 import functools
@@ -58,10 +60,10 @@ def train(configs: list[Config]) -> list[tuple[list[tuple[float, float]], dict[s
 
 
 @pytest.mark.parametrize("kind", [Float8.tensorwise, Float8.rowwise], ids=lambda kind: kind.value)
-def test_ranks_train_as_one_process_does_in_every_bit(kind: Float8) -> None:
-    """Oracle: one process over the same micro-batches in the deterministic mode; scales are of the whole weight.
+def test_ranks_train_like_one_process_bitwise(kind: Float8) -> None:
+    """Oracle: one process over the same micro-batches in deterministic mode; scales are of the full weight.
 
-    Losses differ from those without float8, which shows that the factors are rounded.
+    Losses differ from those without float8, which shows that the operands are rounded.
     """
     [expected, plain] = run_ranks(
         1, train, [config_of(SingleConfig(simulated_ranks=2), 1, each) for each in (kind, Float8.none)]
@@ -80,7 +82,7 @@ def test_ranks_train_as_one_process_does_in_every_bit(kind: Float8) -> None:
 
 
 def gathered(configs: list[Config]) -> list[int]:
-    """Bytes that all-gathers of a step have given this rank, for each configuration."""
+    """Bytes that this rank received in all-gathers of a step, for each configuration."""
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     inner, found = getattr(dist, name), []
     for config in configs:
@@ -96,7 +98,7 @@ def gathered(configs: list[Config]) -> list[int]:
     return found
 
 
-def test_float8_is_what_travels() -> None:
+def test_float8_is_communicated() -> None:
     """Oracle: elements of the blocks' matrices, which two micro-batches gather for forward and backward."""
     options = {"deterministic": False, "steps": 1}
     configs = [
@@ -112,7 +114,7 @@ def test_float8_is_what_travels() -> None:
 
 
 def go_on(configs: list[Config]) -> list[list[float]]:
-    """Losses of runs of which each goes on from where the one before has stopped."""
+    """Losses of successive runs, each resumed from the end of the previous one."""
     losses: list[list[float]] = []
     facts: dict[str, Any] = {}
     saved: dict[str, Tensor] = {}
@@ -135,7 +137,7 @@ def go_on(configs: list[Config]) -> list[list[float]]:
 
 
 def test_run_resumes_with_and_without_float8_from_plain_checkpoints() -> None:
-    """Oracle: one process that does the same; what is saved is plain tensors, whatever is gathered."""
+    """Oracle: one process with the same schedule; checkpoints are plain tensors for any gathered dtype."""
     tensorwise, none = Float8.tensorwise, Float8.none
     chain = [(tensorwise, True), (none, False), (tensorwise, True), (tensorwise, False)]
     one, two = (
@@ -148,8 +150,10 @@ def test_run_resumes_with_and_without_float8_from_plain_checkpoints() -> None:
     assert run_ranks(2, go_on, two)[0] == run_ranks(1, go_on, one)[0]
 
 
-def test_weights_updated_in_the_backward_are_gathered_with_scales_of_their_own() -> None:
-    """Oracle: the ordinary update, through a checkpoint too, after which scales are known before the first gather."""
+def test_weights_updated_in_the_backward_are_gathered_with_their_own_scales() -> None:
+    """Oracle: the ordinary optimizer step, through a checkpoint too, after which scales are known before the first
+    gather.
+    """
     options: dict[str, Any] = {
         "float8_all_gather": True,
         "grad_accum": 1,
@@ -167,15 +171,17 @@ def test_weights_updated_in_the_backward_are_gathered_with_scales_of_their_own()
 
 
 def train_on_graphs(configs: list[Config]) -> Any:
-    """``train`` without generating machine code, and graphs."""
+    """``train`` without generating machine code, and the number of graphs."""
     compiling = functools.partial(compile_blocks, backend="aot_eager_decomp_partition")
     with mock.patch.object(prepare, "compile_blocks", compiling):
-        before = counters["stats"]["unique_graphs"]  # of the process that this one is a fork of
+        before = counters["stats"]["unique_graphs"]  # of the process that this one was forked from
         return train(configs), counters["stats"]["unique_graphs"] - before
 
 
-def test_compiled_blocks_take_float8_too() -> None:
-    """Oracle: the same blocks in eager mode, losses to 1e-5; one graph, for all blocks alike, with what is gathered."""
+def test_compiled_blocks_support_float8_too() -> None:
+    """Oracle: the same blocks in eager mode, losses to 1e-5; one graph for all equal blocks, gathered operands
+    included.
+    """
     options = {"deterministic": False, "steps": 2, "float8_all_gather": True}
     configs = [config_of(FSDP2Config(), 2, compile=compiles, **options) for compiles in (False, True)]
     ((expected, _), (found, _)), graphs = run_ranks(2, train_on_graphs, configs)[0]
@@ -183,7 +189,7 @@ def test_compiled_blocks_take_float8_too() -> None:
     assert graphs == 1
 
 
-def test_only_the_blocks_linear_layers_that_16_divides_are_converted() -> None:
+def test_only_the_blocks_linear_layers_divisible_by_16_are_converted() -> None:
     """Oracle: their names: no router, expert, head or embedding."""
     with torch.device("meta"):
         model = Qwen3MoEConfig(
@@ -231,15 +237,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_done_is_refused_in_one_sentence(name: str) -> None:
-    """Oracle: key, value and fix; nothing is said where that one thing is otherwise."""
+def test_unsupported_configurations_are_refused_in_one_sentence(name: str) -> None:
+    """Oracle: key, value and fix; no error once that one setting is changed."""
     check_float8(**GOOD)
     changes, sentence = REFUSED[name]
     with pytest.raises(ConfigError, match=f"^{sentence}"):
         check_float8(**{**GOOD, **changes})
 
 
-def test_shards_of_different_sizes_are_refused_where_they_are_cast() -> None:
+def test_shards_of_different_sizes_are_refused_with_a_float8_gather() -> None:
     """Oracle: 32 rows over 3 ranks; without float8 in the gather FSDP2 pads them."""
     config_of(FSDP2Config(), 3)
     with pytest.raises(ConfigError, match=r"3 ranks do not divide the 32 rows of layers\.0\.attn\.q_proj; set mesh"):
@@ -247,7 +253,7 @@ def test_shards_of_different_sizes_are_refused_where_they_are_cast() -> None:
 
 
 def test_devices_and_environments_without_float8_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the sentence, with what was found; a plan is not asked, whose devices are others."""
+    """Oracle: the sentence, with the device found; a plan skips this check, since it predicts other devices."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     with pytest.raises(ConfigError, match=r"8\.9 or more, and this one has 8\.0; set train\.float8=none"):
         check_float8_here(Float8.tensorwise, "cuda")

@@ -1,4 +1,4 @@
-"""Initial values: independent of the layout, and never held in full by a rank that shards."""
+"""Initial values: independent of the layout, and never held in full by a rank with shards."""
 
 import os
 from itertools import product
@@ -28,7 +28,7 @@ def initialised(param: torch.Tensor) -> torch.Tensor:
 
 
 def shards_unlike_the_whole(shapes: list[tuple[int, ...]], sizes: list[int]) -> list[Any]:
-    """Those of all shapes, sizes of blocks and placements whose shards are not cut out of the whole."""
+    """All combinations of shape, block size and placement whose shards are not slices of the full parameter."""
     flat = init_device_mesh("cpu", (4,))
     grid = init_device_mesh("cpu", (2, 2))
     wrong: list[Any] = []
@@ -66,8 +66,8 @@ def test_values_depend_on_seed_name_and_block() -> None:
 
 
 def peak_growth_bytes() -> tuple[int, int, int]:
-    """How far building a 25M-parameter model raised the peak of the resident set; its shard; all of it."""
-    Trainer(make_config(FSDP2Config(), 2))  # loads what is loaded once, and leaves memory behind
+    """Growth of the resident set's peak from building a 25M-parameter model; bytes of its shard; bytes of the model."""
+    Trainer(make_config(FSDP2Config(), 2))  # loads lazily imported modules, and warms up the allocator
     config = make_config(FSDP2Config(), 2)
     config.model = LlamaConfig(
         dim=512, n_layers=6, n_heads=8, n_kv_heads=8, ffn_dim=1408, vocab_size=6000, max_seq_len=64

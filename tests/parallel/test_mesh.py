@@ -1,4 +1,4 @@
-"""The layout of the ranks."""
+"""The device mesh: shapes, nodes and timeouts."""
 
 from datetime import timedelta
 
@@ -18,8 +18,8 @@ def layout(sizes: list[int]) -> list[tuple[tuple[str, ...] | None, tuple[int, ..
     return [(mesh.mesh_dim_names, tuple(mesh.shape), mesh.mesh.flatten().tolist()) for mesh in meshes]
 
 
-def test_a_mesh_has_a_second_axis_only_where_something_is_replicated() -> None:
-    """Oracle: shapes by hand; neighbours share a copy of the parameters."""
+def test_a_mesh_has_a_second_axis_only_with_replicas() -> None:
+    """Oracle: shapes by hand; neighbors share a copy of the parameters."""
     for got in run_ranks(4, layout, [-1, 4, 2, 1]):
         assert got == [
             (("shard",), (4,), [0, 1, 2, 3]),
@@ -30,7 +30,7 @@ def test_a_mesh_has_a_second_axis_only_where_something_is_replicated() -> None:
 
 
 @pytest.mark.parametrize(("size", "world_size", "fix"), [(6, 8, 4), (3, 4, 2), (16, 8, 8), (2, 1, 1)])
-def test_a_shard_axis_that_does_not_divide_the_world_names_one_that_does(size: int, world_size: int, fix: int) -> None:
+def test_an_indivisible_shard_axis_is_refused_with_a_divisor(size: int, world_size: int, fix: int) -> None:
     """Oracle: the largest divisor that is not larger."""
     with pytest.raises(ConfigError, match=f"mesh.fsdp_size={size} must divide .* set mesh.fsdp_size={fix} or"):
         MeshConfig(size).shard_ranks(world_size)
@@ -38,13 +38,13 @@ def test_a_shard_axis_that_does_not_divide_the_world_names_one_that_does(size: i
 
 @pytest.mark.parametrize(("world_size", "node_ranks", "size"), [(16, 8, 8), (8, 8, 8), (4, 8, 4), (6, 1, 1)])
 def test_node_is_the_ranks_of_a_machine(world_size: int, node_ranks: int, size: int) -> None:
-    """Oracle: the table; a machine that is not full has all of them."""
+    """Oracle: the table; a partly used node has all of the ranks."""
     config = MeshConfig("node")
     config.resolve(world_size, node_ranks)
     assert config.shard_ranks(world_size) == size
 
 
-def test_machines_with_unequal_ranks_have_no_node_size() -> None:
+def test_nodes_with_unequal_ranks_have_no_node_size() -> None:
     """Oracle: the sentence."""
     with pytest.raises(
         ConfigError, match=r"mesh.fsdp_size=node needs equally many .* 12 ranks are no multiple of the 8"
@@ -58,7 +58,7 @@ def test_machines_with_unequal_ranks_have_no_node_size() -> None:
      (1, 12, 6, False)],
 )  # fmt: skip
 def test_shard_group_across_nodes_is_reported(shard_ranks: int, world_size: int, node_ranks: int, warns: bool) -> None:
-    """Oracle: groups laid out one by one; with as many machines as they could have met without the border."""
+    """Oracle: groups laid out one by one; with as many nodes as they could have met without the border."""
     groups = [range(start, start + shard_ranks) for start in range(0, world_size, shard_ranks)]
     machines = [len({rank // node_ranks for rank in group}) for group in groups]
     assert warns == (shard_ranks < world_size and max(machines) * min(node_ranks, shard_ranks) > shard_ranks)
@@ -83,8 +83,9 @@ def wait_along(axes: list[str]) -> list[str]:
 
 
 def test_every_axis_has_the_timeout_of_the_run() -> None:
-    """Oracle: ranks that share an axis with the missing one time out after a second, where PyTorch's own groups would
-    have them wait for half an hour."""
+    """Oracle: ranks that share an axis with the missing one time out after a second; PyTorch's own groups would
+    wait for half an hour.
+    """
     got = run_ranks(4, wait_along, ["shard", "replicate"])
     assert [len(errors) for errors in got] == [0, 1, 1, 0]
     assert all("imed out" in sentence for errors in got for sentence in errors)

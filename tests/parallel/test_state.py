@@ -1,4 +1,4 @@
-"""State as tensors: every strategy gives and takes the same, and what goes on from it is the run that went on."""
+"""State as tensors: every strategy saves and loads the same state, and a resumed run equals an uninterrupted one."""
 
 import functools
 from collections.abc import Callable
@@ -63,7 +63,7 @@ STRATEGIES: dict[str, tuple[ParallelConfig, int]] = {
 MODELS = {
     "llama": replace(tiny_model(), n_layers=2),
     "tied": replace(tiny_model(tie_embeddings=True), n_layers=2),
-    # FSDP2 cuts its experts along another dim than the first.
+    # FSDP2 shards its experts along another dim than the first.
     "qwen3_moe": TINY["qwen3_moe"],
     "gpt2": TINY["gpt2"],
 }
@@ -81,7 +81,7 @@ def strategies_on(ranks: int) -> list[str]:
 
 @dataclass
 class Saved:
-    """A run in its middle, and what it came to."""
+    """A run saved in its middle, and its final results."""
 
     tensors: dict[str, numpy.ndarray]
     batches: dict[str, Any]
@@ -104,7 +104,7 @@ def in_full(made: Trainer) -> dict[str, numpy.ndarray]:
 
 
 def run_saved(configs: list[Config]) -> list[Saved]:
-    """Runs that are looked at in their middle."""
+    """Runs with a copy of their state in the middle."""
     saved = []
     for each in configs:
         made = trainer(each, None)
@@ -116,7 +116,7 @@ def run_saved(configs: list[Config]) -> list[Saved]:
 
 
 def filler(saved: dict[str, numpy.ndarray]) -> Callable[[dict[str, Tensor]], None]:
-    """Fills tensors by the bounds of what a rank holds."""
+    """Fills tensors by the bounds of a rank's shards."""
 
     def fill(tensors: dict[str, Tensor]) -> None:
         assert tensors.keys() == saved.keys()
@@ -135,7 +135,7 @@ def differing(got: dict[str, numpy.ndarray], expected: dict[str, numpy.ndarray])
 
 
 def go_on(rows: list[tuple[Config, Saved, bool]]) -> list[dict[str, Any]]:
-    """Load into a trainer, which may have taken steps, and take the second half of the steps."""
+    """Load into a trainer, possibly after some steps, and take the second half of the steps."""
     results = []
     for each, saved, used in rows:
         made = trainer(each, None)
@@ -156,9 +156,9 @@ def go_on(rows: list[tuple[Config, Saved, bool]]) -> list[dict[str, Any]]:
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_every_strategy_resumes_from_the_state_of_one_process_bitwise(ranks: int) -> None:
-    """Oracle: one process that went on; states too, read back right after loading and at the end; tied, experts.
+    """Oracle: one uninterrupted process; states too, read back right after loading and at the end; tied, experts.
 
-    By a single step where ranks are many: the other tests here and those of resuming take more.
+    On many ranks a single step is enough: the other tests here and those of resuming take more.
     """
     last = MIDDLE + 1 if ranks == 4 else STEPS
     names = ["llama", "gpt2"] if ranks == 2 else ["tied", "qwen3_moe"]
@@ -166,7 +166,7 @@ def test_every_strategy_resumes_from_the_state_of_one_process_bitwise(ranks: int
     saved = run_ranks(1, run_saved, [config(single, 1, model=MODELS[name], steps=last) for name in names])[0]
     rows = {}
     for model, state in zip(names, saved, strict=True):
-        # Their experts are what is special, and most ranks are slow.
+        # Only their experts are special, and many ranks are slow.
         of_experts = ["fsdp1 flat", "fsdp2", "hsdp2"] if model == "qwen3_moe" else STRATEGIES
         for name in strategies_on(ranks):
             if name not in of_experts:
@@ -196,7 +196,7 @@ def test_every_strategy_resumes_from_the_state_of_one_process_bitwise(ranks: int
     ids=["muon", "states of bfloat16", "states of int8", "states of int4"],
 )
 def test_other_optimizers_resume_on_another_number_of_ranks_bitwise(optim: OptimConfig, ranks: int) -> None:
-    """Oracle: one process that went on; states too, read back right after loading and at the end; with experts."""
+    """Oracle: one uninterrupted process; states too, read back right after loading and at the end; with experts."""
     few_bits = optim.low_bit_format is not None
     options: dict[str, Any] = {"model": (WITH_BLOCKS if few_bits else MODELS)["qwen3_moe"], "optim": optim}
     (saved,) = run_ranks(1, run_saved, [config(SingleConfig(simulated_ranks=ranks), 1, **options)])[0]
@@ -214,7 +214,7 @@ def test_other_optimizers_resume_on_another_number_of_ranks_bitwise(optim: Optim
 
 @dataclass
 class Row:
-    """A run that is interrupted."""
+    """An interrupted run."""
 
     config: Config
     how: str | None = None
@@ -254,7 +254,7 @@ def rows_on_two_ranks() -> dict[str, Row]:
 
 
 def interrupt(rows: list[Row], folder: Path) -> list[list[Outcome]]:
-    """Of each row: a run, the same one copied in its middle, and one that goes on from the copies."""
+    """For each row: a run, the same run copied in its middle, and one resumed from the copies."""
     outcomes = []
     for number, row in enumerate(rows):
         undisturbed, copied, resumed = (trainer(row.config, row.how, **row.offload) for _ in range(3))
@@ -267,10 +267,10 @@ def interrupt(rows: list[Row], folder: Path) -> list[list[Outcome]]:
         copies = host_copy(copied.strategy.state_tensors(copied.optimizer), into=copies)
         assert {name: address(copy) for name, copy in copies.items()} == addresses
         batches = copied.batches.state_dict()
-        take_steps(copied, MIDDLE + 1, STEPS)  # which must not change the copies
+        take_steps(copied, MIDDLE + 1, STEPS)  # must not change the copies
         where = folder / str(number)
         dcp.save(copies, checkpoint_id=where)
-        take_steps(resumed, 1, 1)  # what is loaded must replace everything
+        take_steps(resumed, 1, 1)  # loading must replace everything
         resumed.strategy.load_state_tensors(resumed.optimizer, functools.partial(load_unseen, where))
         set_schedule(resumed.schedule, MIDDLE)
         resumed.batches.load_state_dict(batches)
@@ -288,7 +288,7 @@ def forward_only(made: Trainer) -> None:
 
 
 def load_unseen(where: Path, tensors: dict[str, Tensor]) -> None:
-    """Fill tensors without their version counters telling it, as who reads a file into their memory does."""
+    """Fill tensors without increasing their version counters, like a file read directly into their memory."""
     read = host_copy(tensors)
     dcp.load(read, checkpoint_id=where)
     for name, tensor in tensors.items():
@@ -303,8 +303,8 @@ def address(tensor: Tensor) -> int:
     return local(tensor).data_ptr()
 
 
-def test_neither_optimizers_nor_offloads_lose_a_bit_over_a_checkpoint(tmp_path: Path) -> None:
-    """Oracle: the run that nothing interrupted; through torch's distributed checkpoint, from copies on the host."""
+def test_optimizers_and_offloads_keep_every_bit_over_a_checkpoint(tmp_path: Path) -> None:
+    """Oracle: the uninterrupted run; through torch's distributed checkpoint, from copies on the host."""
     rows = rows_on_two_ranks()
     outcomes = dict(zip(rows, run_ranks(2, interrupt, list(rows.values()), tmp_path)[0], strict=True))
     assert [name for name, (run, copied, _) in outcomes.items() if copied != run] == []
@@ -312,8 +312,10 @@ def test_neither_optimizers_nor_offloads_lose_a_bit_over_a_checkpoint(tmp_path: 
 
 
 @pytest.mark.parametrize("kept", ["adamw", "adamw fused", "sgd", "sgd without momentum"])
-def test_an_optimizer_that_is_saved_before_its_first_step_takes_that_step_as_if_it_were_not(kept: str) -> None:
-    """Oracle: another one that was not saved; bits, since 0.0 + -0.0 is not -0.0; the keys are those after a step."""
+def test_saving_an_optimizer_before_its_first_step_does_not_change_that_step(kept: str) -> None:
+    """Oracle: an unsaved optimizer; bits, since 0.0 + -0.0 is not -0.0; the keys equal those after a
+    step.
+    """
 
     def make() -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
         torch.manual_seed(0)

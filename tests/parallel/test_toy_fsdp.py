@@ -1,4 +1,4 @@
-"""The FSDP to read under the trainer: the runs of ``parallel=fsdp2``, bit for bit."""
+"""The readable FSDP in the trainer: the runs of ``parallel=fsdp2``, bit for bit."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +32,7 @@ CHECKPOINTED = MemoryConfig(gradient_checkpointing=GradientCheckpointing.full)
 
 
 def pair(ranks: int, settings: dict[str, Any], options: dict[str, Any]) -> list[Config]:
-    """The same run under the FSDP to read and under PyTorch's."""
+    """The same run under the readable FSDP and under PyTorch's."""
     return [make_config(kind(**settings), ranks, **{**SHORT, **options}) for kind in (ToyFSDPConfig, FSDP2Config)]
 
 
@@ -62,7 +62,7 @@ def variants(ranks: int) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_toy_fsdp_matches_fsdp2_bitwise(ranks: int) -> None:
-    """Oracle: ``parallel=fsdp2`` with the same words: losses, norms and parameters, in float32 and in bf16."""
+    """Oracle: ``parallel=fsdp2`` with the same arguments: losses, norms and parameters, in float32 and in bf16."""
     made = variants(ranks)
     configs = [config for settings, options in made.values() for config in pair(ranks, settings, options)]
     outcomes = run_ranks(ranks, train_all, configs)[0]
@@ -71,7 +71,7 @@ def test_toy_fsdp_matches_fsdp2_bitwise(ranks: int) -> None:
 
 
 def hand_over(configs: list[Config]) -> list[Outcome]:
-    """Train by the first, go on from its state in the middle by the second; and the first to its end."""
+    """Train under the first, resume its state from the middle under the second; also finish the first."""
     first, second = (trainer(config, None) for config in configs)
     take_steps(first, 1, 2)
     saved = host_copy(first.strategy.state_tensors(first.optimizer))
@@ -93,14 +93,14 @@ def hand_over(configs: list[Config]) -> list[Outcome]:
 
 @pytest.mark.parametrize("order", [1, -1], ids=["to fsdp2", "from fsdp2"])
 def test_run_resumes_under_the_other_implementation(order: int) -> None:
-    """Oracle: the run that was not handed over."""
+    """Oracle: the same run under one implementation."""
     configs = pair(2, {}, {"steps": 4, "tie_embeddings": True})[::order]
     stayed, went = run_ranks(2, hand_over, configs)[0]
     assert went.parameters == stayed.parameters and went.losses == stayed.losses[-len(went.losses) :]
 
 
 def full_hashes(config: Config) -> list[dict[str, str]]:
-    """Parameters before a step and after an evaluation, which no backward follows."""
+    """Parameters before a step and after an evaluation, which has no backward."""
     made = Trainer(config)
     before = hash_parameters(made)
     made.strategy.model.eval()
@@ -109,7 +109,7 @@ def full_hashes(config: Config) -> list[dict[str, str]]:
     return [before, hash_parameters(made)]
 
 
-def test_parameters_are_shown_in_full_after_a_forward_without_backward() -> None:
+def test_parameters_are_visible_in_full_after_a_forward_without_backward() -> None:
     """Oracle: the parameters before it."""
     before, after = run_ranks(2, full_hashes, make_config(ToyFSDPConfig(), 2, **SHORT))[0]
     assert before == after
@@ -132,7 +132,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_what_it_leaves_out_is_refused_in_one_sentence(name: str) -> None:
+def test_unsupported_settings_are_refused_in_one_sentence(name: str) -> None:
     """Oracle: the sentence."""
     call, sentence = REFUSALS[name]
     with pytest.raises(ConfigError) as mistake:
@@ -140,7 +140,7 @@ def test_what_it_leaves_out_is_refused_in_one_sentence(name: str) -> None:
     assert str(mistake.value) == sentence
 
 
-def test_the_command_line_knows_it() -> None:
-    """Oracle: the word that was typed."""
+def test_the_command_line_accepts_it() -> None:
+    """Oracle: the typed argument."""
     config = compose_config(["parallel=toy_fsdp", "parallel.wrap=block_attn_mlp", "model=llama_debug"])
     assert config.parallel == ToyFSDPConfig(wrap=Wrap.block_attn_mlp)

@@ -1,4 +1,4 @@
-"""The toys train as what they are toys of: losses, norms and parameters, in every bit where the sums are the same."""
+"""Toys against their native counterparts: losses, norms and parameters, in every bit if the sums are the same."""
 
 from contextlib import closing
 from typing import Any
@@ -43,7 +43,7 @@ SMALL = {"steps": 2, "seq_len": 8, "batch_size": 1}
 
 
 def pairs(ranks: int) -> dict[str, tuple[ParallelConfig, ParallelConfig, dict[str, Any]]]:
-    """Label → a native strategy, the toy that must equal it, and what both have in common."""
+    """Label → a native strategy, the toy that must equal it, and their common settings."""
     default = {**SMALL, "deterministic": False}
     made: dict[str, tuple[ParallelConfig, ParallelConfig, dict[str, Any]]] = {}
     for name, model in MODELS.items():
@@ -53,7 +53,7 @@ def pairs(ranks: int) -> dict[str, tuple[ParallelConfig, ParallelConfig, dict[st
     made["ddp bf16"] = (DDPConfig(**half), ToyDDPConfig(**half), {"memory": EVERYTHING, **default})
     for toy in (ToyZero1Config, ToyZero2Config):
         made[f"{toy.name} deterministic"] = (DDPConfig(), toy(), {**SMALL, "tie_embeddings": True})
-        # Small buckets would be added up in another order over four ranks.
+        # Small buckets would be added in another order over four ranks.
         alike = {**default, "grad_accum": 1, "model": MODELS["gpt2"]}
         if ranks < 4 or toy is ToyZero1Config:
             made[f"{toy.name} default"] = (DDPConfig(), toy(), alike)
@@ -68,7 +68,7 @@ def pairs(ranks: int) -> dict[str, tuple[ParallelConfig, ParallelConfig, dict[st
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_toys_train_in_the_bits_of_their_native_counterparts(ranks: int, request: pytest.FixtureRequest) -> None:
+def test_toys_match_their_native_counterparts_bitwise(ranks: int, request: pytest.FixtureRequest) -> None:
     """Oracle: the native strategy at the same world size, on every family, with accumulation and clipping."""
     if ranks != 2:
         request.getfixturevalue("unmeasured")
@@ -79,14 +79,14 @@ def test_toys_train_in_the_bits_of_their_native_counterparts(ranks: int, request
     assert differing == []
 
 
-def test_the_planner_says_in_one_sentence_that_it_does_not_know_a_toy() -> None:
+def test_the_planner_rejects_toys_in_one_sentence() -> None:
     """Oracle: the sentence; a prediction of the wrong strategy would be worse than none."""
     with pytest.raises(ConfigError, match="parallel=toy_ddp cannot be predicted; set parallel=ddp"):
         validate_switches(compose_config(["parallel=toy_ddp"]), 2, "cpu")
 
 
 def pass_on(configs: list[Config]) -> tuple[dict[str, str], dict[str, str]]:
-    """Final parameters of one run, and of one that goes on under the next strategy after every step."""
+    """Final parameters of one run, and of one resumed under the next strategy after every step."""
     whole = Trainer(configs[0])
     whole.train()
     facts: dict[str, Any] = {}
@@ -137,7 +137,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("words", "sentence"), REFUSED)
-def test_what_a_toy_cannot_do_is_refused_in_one_sentence_with_a_fix(words: list[str], sentence: str) -> None:
+def test_unsupported_settings_of_toys_are_refused_in_one_sentence_with_a_fix(words: list[str], sentence: str) -> None:
     """Oracle: key and value at the beginning of the sentence, a fix after its semicolon."""
     with pytest.raises(ConfigError) as refused:
         compose_config([*words, "model=llama_debug"]).validate(2, "cpu")

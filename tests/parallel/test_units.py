@@ -1,4 +1,4 @@
-"""Units: what a strategy says about which forward needs which parameters."""
+"""Units: a strategy's list of the parameters needed by each forward."""
 
 import pytest
 from torch import nn
@@ -23,7 +23,7 @@ PARALLELS: dict[str, ParallelConfig] = {
 
 
 def walk(configs: list[Config]) -> list[tuple[list[int], list[int], bool]]:
-    """Order of units, order in which their modules' forwards began, and whether each parameter came once."""
+    """Order of units, order of their modules' forwards, and whether each parameter came once."""
     rows = []
     for config in configs:
         trainer = Trainer(config)
