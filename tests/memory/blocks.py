@@ -19,7 +19,7 @@ def loss_sum(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor) -> Tensor:
 
 
 def build(config: ModelConfig = LLAMA) -> DecoderModel:
-    """A model on the CPU with values that depend on nothing but names."""
+    """A model on the CPU with values that depend only on parameter names."""
     model = config.build()
     model.init_buffers(torch.device("cpu"))
     for name, param in model.named_parameters():
@@ -41,14 +41,14 @@ def gradients(model: DecoderModel) -> dict[str, Tensor]:
 
 
 def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """In every bit."""
+    """Assert equality in every bit."""
     assert got.keys() == expected.keys()
     for name, gradient in expected.items():
         assert torch.equal(got[name], gradient), name
 
 
 class Operators(TorchDispatchMode):
-    """Counts operators, and knows which of the tensors that they made are alive."""
+    """Counts operators, and tracks their live output tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,12 +59,12 @@ class Operators(TorchDispatchMode):
         results = func(*args, **(kwargs or {}))
         self.calls[func] += 1
         for result in results if isinstance(results, (tuple, list)) else (results,):
-            # Views, of parameters for one, make nothing.
+            # Views, for example of parameters, allocate nothing.
             if isinstance(result, Tensor) and not any(ret.alias_info for ret in func._schema.returns):
                 storage = result.untyped_storage()
                 self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         return results
 
     def alive_bytes(self) -> int:
-        """Of all tensors that were made and are still referred to."""
+        """Bytes of all created tensors with live references."""
         return sum(nbytes for storage, nbytes in self._made.values() if not storage.expired())

@@ -1,4 +1,4 @@
-"""Training runs whose optimizer is offloaded to buckets small enough that a tiny model has several a unit."""
+"""Training runs whose optimizer is offloaded in buckets small enough that a tiny model has several a unit."""
 
 import tempfile
 import time
@@ -21,7 +21,7 @@ from scripts.parity import Outcome, hash_parameters
 
 OVERLAPPED = "overlapped"
 SMALL_BUCKETS = 2**13
-"""Bytes: several buckets a unit, and parameters that are larger than a bucket."""
+"""Bytes: several buckets a unit, and parameters larger than a bucket."""
 
 
 def trainer(config: Config, how: str | None, **memory: Any) -> Trainer:
@@ -44,7 +44,7 @@ def trainer(config: Config, how: str | None, **memory: Any) -> Trainer:
 
 
 def outcome(made: Trainer) -> Outcome:
-    """What a trainer has done so far."""
+    """Losses, norms and parameters of a trainer so far."""
     if isinstance(made.optimizer, BucketedOptimizer):
         made.optimizer.flush()
     losses, norms = [step.loss for step in made.history], [step.grad_norm for step in made.history]
@@ -62,21 +62,21 @@ def train_all(rows: list[tuple[Config, str | None, dict[str, Any]]]) -> list[Out
 
 
 def take_steps(made: Trainer, first: int, last: int) -> None:
-    """The steps numbered from ``first`` to ``last``."""
+    """Take the steps numbered from ``first`` to ``last``."""
     for step in range(first, last + 1):
         metrics, _ = made._train_step(step, time.perf_counter())
         made.history.append(metrics.without_counts())
 
 
 def interrupted(rows: list[tuple[Config, str | None, str | None]], memory: dict[str, Any]) -> list[Outcome]:
-    """Train every row to its middle, save, and let another trainer go on, each with offload of its own."""
+    """Train every row to its middle, save, and resume in another trainer, each with its own offload."""
     outcomes = []
     for config, how_before, how_after in rows:
         middle, steps = config.train.steps // 2, config.train.steps
         first = trainer(config, how_before, **(memory if how_before else {}))
         take_steps(first, 1, middle)
         second = trainer(config, how_after, **(memory if how_after else {}))
-        take_steps(second, 1, 1)  # what is loaded must replace everything
+        take_steps(second, 1, 1)  # loading must replace everything
         move(first, second)
         second.history = list(first.history)
         take_steps(second, middle + 1, steps)

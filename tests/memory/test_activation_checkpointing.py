@@ -1,4 +1,4 @@
-"""Gradient checkpointing: what runs twice, what is kept, and that nothing else changes."""
+"""Gradient checkpointing: recomputed operators, saved tensors, and unchanged results."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -57,11 +57,11 @@ def test_gradients_and_routing_of_every_family_stay_the_same(
     assert got_counts == expected_counts
 
 
-def test_the_first_selective_step_with_experts_keeps_nothing_of_the_trial_of_their_products(
+def test_the_first_selective_step_with_experts_keeps_nothing_of_the_matmul_trial(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Oracle: the same model without checkpointing, bit for bit, where the trial falls into a checkpointed block."""
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")  # only there it is tried
+    """Oracle: the same model without checkpointing, bit for bit, with the trial inside a checkpointed block."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")  # the trial runs only there
     results = []
     for mode in (SELECTIVE, NONE):
         grouped._fastest.cache_clear()
@@ -76,7 +76,7 @@ def test_the_first_selective_step_with_experts_keeps_nothing_of_the_trial_of_the
 def operators_of(
     family: str, mode: GradientCheckpointing, save: Sequence[str] = tuple(SAVED_OPERATORS)
 ) -> tuple[Counter, Counter, int]:
-    """Operators of forward and of backward, and bytes that wait for the backward."""
+    """Operators of forward and of backward, and bytes saved for the backward."""
     model = build(SMALL[family])
     checkpoint_blocks(model.layers, mode, save=save)
     with Operators() as seen:
@@ -90,8 +90,8 @@ def operators_of(
     ("family", "name"),
     [("llama2", "mm"), ("gpt2", "mm"), ("llama2", "attention"), ("qwen3_moe", "grouped_mm"), ("qwen3_moe", "mm")],
 )
-def test_selective_runs_no_saved_operator_again_and_the_others_do(family: str, name: str) -> None:
-    """Oracle: the operators of a backward without checkpointing, and with that of whole blocks."""
+def test_selective_recomputes_all_operators_except_saved_ones(family: str, name: str) -> None:
+    """Oracle: the operators of a backward without checkpointing, and with that of full blocks."""
     if name == "grouped_mm" and not operators_of(family, NONE)[0][torch.ops.mkldnn._linear_pointwise.default]:
         pytest.skip("this CPU multiplies experts by torch.mm")
     _, without, _ = operators_of(family, NONE)
@@ -107,8 +107,8 @@ def test_selective_runs_no_saved_operator_again_and_the_others_do(family: str, n
         assert selective[operator] > without[operator], operator
 
 
-def test_selective_keeps_less_than_no_checkpointing_and_more_than_that_of_whole_blocks() -> None:
-    """Oracle: bytes of the tensors that are alive between forward and backward."""
+def test_selective_keeps_less_than_no_checkpointing_and_more_than_that_of_full_blocks() -> None:
+    """Oracle: bytes of the live tensors between forward and backward."""
     none, full = (operators_of("llama2", mode)[2] for mode in (NONE, FULL))
     both, products = (operators_of("llama2", SELECTIVE, save)[2] for save in (("mm", "attention"), ("mm",)))
     assert full < products < both < none

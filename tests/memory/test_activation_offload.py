@@ -1,6 +1,6 @@
-"""Activation offload: what leaves the device, when it comes back, and what becomes of the host's buffers.
+"""Activation offload: the moved tensors, the time of their return, and reuse of the host's buffers.
 
-There is no stream here. Copies that are put off until somebody waits for them stand for those that take their time.
+There is no stream here. Copies deferred until a wait simulate asynchronous ones.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ LAST = BLOCKS - 1
 
 
 class LateCopies(Copies):
-    """Copies in order and as late as waiting allows; until then a tensor on its way back is not a number."""
+    """Copies in order and as late as waits allow; until then a tensor on its way back holds NaN."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -87,7 +87,7 @@ def test_copies_that_end_as_late_as_streams_allow_give_the_same_bits(
 
 
 def test_two_forwards_before_their_backwards_in_any_order_give_the_same_bits() -> None:
-    """Oracle: the same model without checkpointing; and a graph that is kept serves twice."""
+    """Oracle: the same model without checkpointing; and a retained graph serves twice."""
     for mode in (FULL, SELECTIVE):
         for first in (0, 1):
             model, _ = offloaded(mode)
@@ -99,7 +99,7 @@ def test_two_forwards_before_their_backwards_in_any_order_give_the_same_bits() -
 
 
 def test_inputs_of_all_blocks_but_the_last_two_are_freed_in_the_forward() -> None:
-    """Oracle: weak references to what each block was given."""
+    """Oracle: weak references to the inputs of each block."""
     model, _ = offloaded()
     inputs: list[StorageWeakRef] = []
     for block in model.layers:
@@ -111,12 +111,13 @@ def test_inputs_of_all_blocks_but_the_last_two_are_freed_in_the_forward() -> Non
 
 
 @pytest.mark.parametrize(("mode", "a_block"), [(FULL, 1), (SELECTIVE, 10)], ids=["full", "selective"])
-def test_each_block_comes_back_before_the_backward_of_the_one_after_it_ends(
+def test_each_block_is_loaded_before_the_backward_of_the_next_one_ends(
     mode: GradientCheckpointing, a_block: int
 ) -> None:
-    """Oracle: hooks on the blocks among the copies; a block has an input, seven products, an attention's two.
+    """Oracle: hooks on the blocks among the copies; a block has an input, seven matmuls, an attention's two.
 
-    Neither the rotations that all blocks share travel nor what the last block saves; the block before it is still here.
+    Neither the rotations shared by all blocks nor the last block's saved tensors move; the block before it is still
+    on the device.
     """
     model, copies = offloaded(mode)
     for index, block in enumerate(model.layers):
@@ -124,7 +125,7 @@ def test_each_block_comes_back_before_the_backward_of_the_one_after_it_ends(
         block.register_full_backward_hook(lambda *_, i=index: copies.events.append(f"done {i}"))
     forward(model).backward()
     in_backward = copies.events[copies.events.index(f"asks {LAST}") :]
-    # Nobody asks for the result of a block's last product.
+    # No backward needs the result of a block's last matmul.
     in_backward = [event for event in in_backward if event != "abandoned"]
     want: list[str] = []
     for index in reversed(range(BLOCKS)):
@@ -152,7 +153,7 @@ def test_host_buffers_are_made_in_the_first_step_and_reused_in_all_others(mode: 
 
 
 class Squashed(nn.Module):
-    """Writes to the result of a product, which selective checkpointing keeps, or to its own input."""
+    """Writes to the result of a matmul, which selective checkpointing keeps, or to its own input."""
 
     def __init__(self, writes_to_input: bool) -> None:
         super().__init__()
@@ -168,7 +169,7 @@ class Squashed(nn.Module):
 
 
 @pytest.mark.parametrize("writes_to_input", [False, True], ids=["result", "input"])
-def test_writing_in_place_to_what_is_saved_is_refused(writes_to_input: bool) -> None:
+def test_writing_in_place_to_saved_tensors_is_refused(writes_to_input: bool) -> None:
     """Oracle: autograd, which refuses it without offload too."""
     blocks = [Squashed(writes_to_input) for _ in range(4)]
     host = ActivationOffload(torch.device("cpu"), min_bytes=0)
@@ -181,7 +182,7 @@ def test_writing_in_place_to_what_is_saved_is_refused(writes_to_input: bool) -> 
 
 
 @pytest.mark.parametrize("fails_in", ["forward", "backward"])
-def test_after_a_failure_in_the_middle_the_next_step_is_right_and_reuses_the_buffers(fails_in: str) -> None:
+def test_the_step_after_a_failure_is_right_and_reuses_the_buffers(fails_in: str) -> None:
     """Oracle: the same model without checkpointing, bit for bit."""
     model, copies = offloaded(SELECTIVE)
     forward(model).backward()
@@ -218,8 +219,8 @@ class Masked(nn.Module):
 
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
-def test_parameters_and_inputs_that_need_no_gradient_stay(is_compiled: bool) -> None:
-    """Oracle: one copy a block, of what the block before it returned."""
+def test_parameters_and_inputs_without_gradient_stay(is_compiled: bool) -> None:
+    """Oracle: one copy a block, of the output of the previous block."""
     blocks, copies = [Masked() for _ in range(4)], LateCopies()
     checkpoint_blocks(blocks, FULL, offload=ActivationOffload(torch.device("cpu"), min_bytes=0, copies=copies))
     if is_compiled:
@@ -232,7 +233,7 @@ def test_parameters_and_inputs_that_need_no_gradient_stay(is_compiled: bool) -> 
 
 
 def test_small_tensors_stay() -> None:
-    """Oracle: of what a block saves, the results of its gate and up projections are as large as the limit."""
+    """Oracle: of a block's saved tensors, the results of its gate and up projections are as large as the limit."""
     model, copies = build(DEEP), LateCopies()
     host = ActivationOffload(torch.device("cpu"), min_bytes=2 * 24 * 48 * 4, copies=copies)
     checkpoint_blocks(model.layers, SELECTIVE, save=["mm"], offload=host)
@@ -241,7 +242,7 @@ def test_small_tensors_stay() -> None:
 
 
 class Streams:
-    """What ``StreamCopies`` asks of a device's module, noted down."""
+    """A device module with the attributes that ``StreamCopies`` uses; records the calls."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -275,8 +276,8 @@ class Streams:
         self.asked.append(f"copied on {stream.name}")
 
 
-def test_streams_wait_for_events_and_the_host_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: what is asked of the streams, in order; no accelerator is needed to see it."""
+def test_streams_wait_for_events_and_the_host_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the recorded stream calls, in order; no accelerator is needed."""
     streams = Streams()
     monkeypatch.setattr(torch, "get_device_module", lambda device: streams)
     copies = StreamCopies(torch.device("cuda", 0))

@@ -34,7 +34,7 @@ def config(dtype: DType = DType.bfloat16, ranks: int = 2, **options: Any) -> Con
 
 
 def variants() -> dict[str, dict[str, Any]]:
-    """What could meet the hooks, the threads or the mirror."""
+    """Settings that interact with the hooks, the threads or the mirror."""
     made: dict[str, dict[str, Any]] = {
         "20 steps": {"steps": 20, "deterministic": False},
         "deterministic": {},
@@ -60,7 +60,7 @@ IN_FLOAT32 = ["deterministic", "parts, prefetch", "fused"]
 @pytest.mark.parametrize("dtype", list(DType), ids=lambda dtype: dtype.value)
 def test_overlapped_gives_the_bits_of_native(dtype: DType) -> None:
     """Oracle: CPUOffloadPolicy and the plain optimizer: losses, norms, parameters."""
-    # With float32 there is no mirror, and so less to go wrong.
+    # Float32 has no mirror, and so fewer sources of error.
     made = {name: row for name, row in variants().items() if dtype is DType.bfloat16 or name in IN_FLOAT32}
     rows = [
         (config(dtype, **{"steps": 3, **options}), how, {}) for options in made.values() for how in (None, OVERLAPPED)
@@ -81,14 +81,14 @@ def test_overlapped_gives_the_bits_of_native_with_replicas() -> None:
 
 @pytest.mark.usefixtures("unmeasured")
 def test_a_checkpoint_in_the_middle_changes_no_bit_with_either_executor_on_either_side() -> None:
-    """Oracle: the native run that nothing interrupted; loading must reach the mirror."""
+    """Oracle: the uninterrupted native run; loading must reach the mirror."""
     pairs = [(OVERLAPPED, OVERLAPPED), (None, OVERLAPPED), (OVERLAPPED, None)]
     whole = run_ranks(2, train_all, [(config(), None, {})])[0][0]
     assert run_ranks(2, interrupted, [(config(), *pair) for pair in pairs], {})[0] == [whole] * len(pairs)
 
 
 def losses_of_written_mirrors(config: Config) -> dict[str, tuple[float, bool]]:
-    """Loss of the same batch, and whether mirror and master agree: as it is, and after writing to one of them."""
+    """Loss of the same batch, and whether mirror and master agree: unchanged, and after writing to one of them."""
     made = trainer(config, OVERLAPPED)
     assert isinstance(made.strategy, FSDP2) and isinstance(made.optimizer, BucketedOptimizer)
     take_steps(made, 1, 2)
@@ -122,8 +122,10 @@ def losses_of_written_mirrors(config: Config) -> dict[str, tuple[float, bool]]:
     return losses
 
 
-def test_the_mirror_is_what_is_gathered_and_follows_the_master() -> None:
-    """Oracle: the loss changes with the mirror alone, alike with the master, and back when the weights are loaded."""
+def test_the_mirror_is_gathered_and_follows_the_master() -> None:
+    """Oracle: the loss changes with the mirror alone, likewise with the master, and back when the weights are
+    loaded.
+    """
     losses = run_ranks(2, losses_of_written_mirrors, config())[0]
     assert [agree for _, agree in losses.values()] == [True, False, True, True]
     values = {name: value for name, (value, _) in losses.items()}
@@ -131,8 +133,8 @@ def test_the_mirror_is_what_is_gathered_and_follows_the_master() -> None:
     assert values["loaded"] == pytest.approx(values["as it is"], rel=1e-3)
 
 
-def test_an_unknown_fsdp2_travels_in_float32_with_a_warning() -> None:
-    """Oracle: a module that keeps its shards under no name that is known."""
+def test_an_unknown_fsdp2_communicates_in_float32_with_a_warning() -> None:
+    """Oracle: a module that keeps its shards under no known name."""
 
     class Unknown(nn.Module):
         def _get_fsdp_state(self) -> object:
@@ -150,8 +152,8 @@ def layer_and_optimizer(threads: int = 1) -> tuple[nn.Sequential, BucketedOptimi
     return model, overlap_cpu_offload(plain, units, model=model, threads=threads)
 
 
-def test_what_a_worker_raises_stops_the_forward_that_needs_it_with_the_workers_traceback() -> None:
-    """Oracle: the frame that failed is in the traceback; a unit that is not reached raises at the next flush."""
+def test_a_workers_error_stops_the_dependent_forward_with_the_workers_traceback() -> None:
+    """Oracle: the failing frame is in the traceback; the error of an unreached unit is raised at the next flush."""
     for failing, reached in ((0, 2), (1, 1)):
         model, optimizer = layer_and_optimizer()
 
@@ -170,7 +172,7 @@ def test_what_a_worker_raises_stops_the_forward_that_needs_it_with_the_workers_t
         assert any(entry.name == "burst" for entry in raised.traceback)
 
 
-def test_workers_share_the_threads_and_leave_those_of_others_alone() -> None:
+def test_workers_share_the_threads_and_leave_other_threads_alone() -> None:
     """Oracle: torch.get_num_threads in the workers, in this thread, and in one that starts afterwards."""
     before = torch.get_num_threads()
     for threads, expected in ((1, [1]), (6, [3, 3]), (7, [3, 3])):
@@ -183,7 +185,7 @@ def test_workers_share_the_threads_and_leave_those_of_others_alone() -> None:
     assert torch.get_num_threads() == before
 
 
-def test_a_rank_gets_its_share_of_the_cores_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_gets_its_share_of_the_cores_available_to_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: eight cores, of one rank, two and sixteen."""
     monkeypatch.setattr(cpu_offload, "available_cores", lambda: 8)
     assert [threads_per_rank(ranks) for ranks in (1, 2, 16)] == [8, 4, 1]

@@ -1,4 +1,4 @@
-"""Updates in the backward against the ordinary ones, and the gradients that they free."""
+"""Optimizer steps in the backward against the ordinary ones, and the gradients that they free."""
 
 import functools
 from collections.abc import Callable
@@ -50,7 +50,7 @@ def rows(ranks: int) -> dict[str, tuple[ParallelConfig, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_updates_in_the_backward_are_the_ordinary_ones_in_every_bit(ranks: int) -> None:
+def test_optimizer_steps_in_the_backward_equal_the_ordinary_ones_bitwise(ranks: int) -> None:
     """Oracle: the same strategy without: losses, gradient norms and parameters."""
     configs = [
         config(parallel, ranks, in_backward, **options)
@@ -86,7 +86,7 @@ def counting(function: Callable[..., Any], count: Callable[[], None]) -> Callabl
 
 
 def peak_and_gradients(configs: list[Config]) -> list[tuple[int, int, int]]:
-    """Of each run: bytes at the peak of a step over those before it, most live gradients, and all parameters.
+    """For each run: bytes at the peak of a step over those before it, most live gradients, and all parameters.
 
     The least of three steps counts: gloo's thread may hold a buffer for longer than the collective takes.
     """
@@ -110,7 +110,7 @@ def peak_and_gradients(configs: list[Config]) -> list[tuple[int, int, int]]:
 
 
 def peak_of(step: Callable[[], Any]) -> int:
-    """Bytes that PyTorch's allocator handed out at the peak, over those before."""
+    """Bytes at the peak of PyTorch's allocator, over those before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         step()
     live = peak = 0
@@ -123,7 +123,7 @@ def peak_of(step: Callable[[], Any]) -> int:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_few_gradients_live_at_a_time(ranks: int) -> None:
-    """Oracle: what PyTorch's allocator handed out in one step, with and without; gradients are 4 bytes an element."""
+    """Oracle: bytes from PyTorch's allocator in one step, with and without; gradients are 4 bytes an element."""
     parallel: ParallelConfig = SingleConfig() if ranks == 1 else FSDP2Config()
     model = replace(tiny_model(), dim=96, ffn_dim=256, n_layers=16)
     options: dict[str, Any] = {"model": model, "seq_len": 4, "batch_size": 1, "deterministic": False}
@@ -132,5 +132,5 @@ def test_few_gradients_live_at_a_time(ranks: int) -> None:
     gradient_bytes = 4 * sum(param.numel() for param in built(model)) // ranks
     assert most == params
     assert few == 1
-    # Under FSDP2 those of a block lie in one storage.
+    # FSDP2 keeps those of a block in one storage.
     assert ordinary - freeing > 0.7 * gradient_bytes

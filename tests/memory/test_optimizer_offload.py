@@ -1,4 +1,4 @@
-"""Optimizer offload: no schedule changes a bit, under any strategy, nor does a checkpoint."""
+"""Optimizer offload: neither schedules nor checkpoints change a bit, under any strategy."""
 
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -61,7 +61,7 @@ def test_every_schedule_gives_the_bits_of_no_offload(name: str) -> None:
 
 @dataclass
 class Variant:
-    """A run with offload, and the one without that it must equal."""
+    """A run with offload, and the equal run without it."""
 
     config: Config
     oracle: str
@@ -70,9 +70,9 @@ class Variant:
 
 
 def variants() -> tuple[dict[str, Config], dict[str, Variant]]:
-    """What could meet the hooks or the buckets, and the configurations without offload to hold it against.
+    """Settings that interact with the hooks or the buckets, and the configurations without offload to compare with.
 
-    Of wrapping, resharding and prefetching any two values meet.
+    Any two values of wrapping, resharding and prefetching meet.
     """
 
     def config(parallel: ParallelConfig, **options: Any) -> Config:
@@ -137,7 +137,7 @@ def test_no_setting_breaks_the_bits() -> None:
 def test_a_checkpoint_in_the_middle_changes_no_bit_with_or_without_offload_on_either_side(
     name: str, optim: str
 ) -> None:
-    """Oracle: the run that nothing interrupted, with the plain optimizer; through torch's distributed checkpoint."""
+    """Oracle: the uninterrupted run with the plain optimizer; through torch's distributed checkpoint."""
     parallel, ranks, fsdp_size = STRATEGIES[name]
     how = schedules(parallel)[-1]
     options: dict[str, Any] = {"fsdp_size": fsdp_size, "steps": 4, "seq_len": 8, "model": SMALL}
@@ -150,8 +150,8 @@ def test_a_checkpoint_in_the_middle_changes_no_bit_with_or_without_offload_on_ei
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_bfloat16_states_train_alike_repeat_themselves_and_survive_a_checkpoint() -> None:
-    """Oracles: float32 states to 1%, the same run again and the run that nothing interrupted bit for bit."""
+def test_bfloat16_states_train_alike_are_repeatable_and_survive_a_checkpoint() -> None:
+    """Oracles: float32 states to 1%; the same run again and the uninterrupted run bit for bit."""
 
     def config() -> Config:
         return make_config(FSDP2Config(), 2, steps=20, seq_len=8, model=SMALL, deterministic=False)
@@ -164,8 +164,8 @@ def test_bfloat16_states_train_alike_repeat_themselves_and_survive_a_checkpoint(
     assert run_ranks(2, interrupted, [(config(), LAZY, LAZY)], BFLOAT16)[0] == [lazy]
 
 
-def test_auto_is_lazy_where_that_hides_anything_and_fsdp1_refuses_it() -> None:
-    """Oracle: what the strategies say of themselves."""
+def test_auto_is_lazy_if_that_hides_work_and_fsdp1_refuses_lazy() -> None:
+    """Oracle: the strategies' own declarations."""
     for parallel in (SingleConfig(), DDPConfig(), FSDP2Config()):
         assert resolve_schedule(OffloadSchedule.auto, parallel.name, parallel.defers_updates) is OffloadSchedule.lazy
     for parallel in (SingleConfig(param_dtype=DType.bfloat16), DDPConfig(param_dtype=DType.bfloat16)):
@@ -196,8 +196,8 @@ def gathered_events(config: Config) -> tuple[int, list[int], bool]:
 
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_every_gather_of_fsdp2_waits_for_the_update_of_what_it_gathers(ahead: int) -> None:
-    """Oracle: unit i gathers up to unit i + ahead, so that the last ones find nothing new to wait for."""
+def test_every_gather_of_fsdp2_waits_for_the_optimizer_step_of_its_parameters(ahead: int) -> None:
+    """Oracle: unit i gathers up to unit i + ahead, so the last ones find nothing new to wait for."""
     config = make_config(FSDP2Config(forward_prefetch=ahead), 2, steps=3, grad_accum=1)
     count, waited, stream_found = run_ranks(2, gathered_events, config)[0]
     assert waited == [*range(count - ahead)] * 2

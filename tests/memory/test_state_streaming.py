@@ -1,4 +1,4 @@
-"""Streaming buckets: what is issued when, what asynchronous copies must wait for, and what a step leaves behind."""
+"""Streaming buckets: the order of operations, the waits of asynchronous copies, and the state after a step."""
 
 import weakref
 from collections import deque
@@ -23,7 +23,7 @@ from fsdptoys.memory.transfers import StreamTransfers, Transfers
 SERIAL, PIPELINED, LAZY = "serial", "pipelined", "lazy"
 
 
-def test_stochastic_rounding_is_right_on_average_and_keeps_what_bfloat16_can_say() -> None:
+def test_stochastic_rounding_is_unbiased_and_keeps_values_exact_in_bfloat16() -> None:
     """Oracle: the mean of 4,000 roundings within five standard errors, each at most half a step over sqrt(4000)."""
     values = torch.cat([torch.linspace(1, 1.98, 33) + 1e-3, -torch.linspace(1, 1.98, 33) - 1e-3])
     exact = torch.tensor([0.0, -0.0, 1.5, -3.0, float("inf"), -float("inf"), 2.0**-130])
@@ -44,7 +44,7 @@ def test_stochastic_rounding_is_right_on_average_and_keeps_what_bfloat16_can_say
 
 
 class Stack(nn.Module):
-    """Layers that a forward calls in order."""
+    """Layers called in order by a forward."""
 
     def __init__(self, layers: int = 6) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def train_stack(model: Stack, optimizer: torch.optim.Optimizer, steps: int) -> l
 
 @dataclass(eq=False)
 class Copy:
-    """A copy that a stream has been given and has not made yet."""
+    """A copy issued on a stream and not yet made."""
 
     stream: str
     target: Tensor
@@ -97,7 +97,7 @@ class Copy:
 
 
 class Perverse(Transfers):
-    """Makes copies at the worst time that events allow: as soon as they are issued, or once somebody waits for them."""
+    """Makes copies at the worst time that events allow: immediately, or only at a wait."""
 
     def __init__(self, eager: set[str]) -> None:
         super().__init__(Device("cpu"))
@@ -105,15 +105,15 @@ class Perverse(Transfers):
         self.queues: dict[str, deque[Copy]] = {"load": deque(), "store": deque()}
 
     def load(self, target: Tensor, source: Tensor, after: Any) -> Copy:
-        """Give the loading stream a copy."""
+        """Issue a copy on the loading stream."""
         return self._issue(Copy("load", target, source, list(after)))
 
     def store(self, target: Tensor, source: Tensor, after: Any) -> Copy:
-        """Give the storing stream a copy."""
+        """Issue a copy on the storing stream."""
         return self._issue(Copy("store", target, source, list(after)))
 
     def wait(self, event: Copy | None) -> None:
-        """Make a copy, after those before it in its stream and those that it must come after."""
+        """Make a copy, after the earlier ones in its stream and those that it must follow."""
         while event is not None and event in self.queues[event.stream]:
             copy = self.queues[event.stream].popleft()
             for earlier in copy.after:
@@ -139,7 +139,7 @@ class Perverse(Transfers):
 def test_events_alone_keep_asynchronous_copies_right(
     how: str, eager: set[str], dtype: OffloadStateDType, layers: int
 ) -> None:
-    """Oracle: copies that are done at once; these run as early or as late as the events leave open, over 3 buffers."""
+    """Oracle: immediate copies; these run as early or as late as the events allow, over 3 buffers."""
     memory = {"offload_state_dtype": dtype}
     plain, perverse = Stack(layers), Stack(layers)
     expected = train_stack(plain, optimizer := offload_stack(plain, how, **memory), 5)
@@ -151,7 +151,7 @@ def test_events_alone_keep_asynchronous_copies_right(
 
 @dataclass
 class Logged(Transfers):
-    """Copies at once and writes down what it was asked for; slabs identify the buckets."""
+    """Copies at once and records the calls; slabs identify the buckets."""
 
     log: list[str] = field(default_factory=list)
     slabs: dict[int, int] = field(default_factory=dict)
@@ -162,7 +162,7 @@ class Logged(Transfers):
         super().__init__(Device("cpu"))
 
     def watch(self, optimizer: BucketedOptimizer) -> None:
-        """Write down the updates too."""
+        """Record the optimizer steps too."""
         for number, bucket in enumerate(optimizer.buckets):
             self.slabs[bucket.slab.data_ptr()] = number
 
@@ -174,16 +174,16 @@ class Logged(Transfers):
             bucket.update = update  # type: ignore[method-assign]
 
     def mark(self) -> Any:
-        """How many updates there were."""
+        """The number of optimizer steps so far."""
         return ("mark", self.updates)
 
     def load(self, target: Tensor, source: Tensor, after: Any) -> None:
-        """Write down and copy."""
+        """Record and copy."""
         self.log.append(f"load {self.slabs[source.data_ptr()]}")
         super().load(target, source, after)
 
     def store(self, target: Tensor, source: Tensor, after: Any) -> None:
-        """Write down and copy."""
+        """Record and copy."""
         assert ("mark", self.updates) in after, "a store must wait for the update before it"
         self.log.append(f"store {self.slabs[target.data_ptr()]}")
         super().store(target, source, after)
@@ -199,7 +199,7 @@ def words(text: str) -> list[str]:
     [
         (SERIAL, "L0 U0 S0 L1 U1 S1 L2 U2 S2 L3 U3 S3 L4 U4 S4 L5 U5 S5", "F0 F1 F2 F3 F4 F5"),
         (PIPELINED, "L0 L1 L2 U0 S0 L3 U1 S1 L4 U2 S2 L5 U3 S3 U4 S4 U5 S5", "F0 F1 F2 F3 F4 F5"),
-        # A unit's update is issued before the forward of the unit before it.
+        # A unit's optimizer step is issued before the forward of the previous unit.
         (LAZY, "L0 L1 L2", "U0 S0 L3 U1 S1 L4 F0 U2 S2 L5 F1 U3 S3 F2 U4 S4 F3 U5 S5 F4 F5"),
     ],
 )
@@ -221,7 +221,7 @@ def test_a_schedule_issues_loads_updates_and_stores_in_its_order(how: str, in_st
     assert transfers.log == words(in_forward) + words("F0 F1 F2 F3 F4 F5")
 
 
-def test_lazy_updates_do_not_depend_on_what_happens_before_the_next_forward() -> None:
+def test_lazy_steps_are_independent_of_changes_before_the_next_forward() -> None:
     """Oracle: the plain optimizer, with the same changes made after its step."""
     outcomes = []
     for lazy in (False, True):
@@ -239,7 +239,7 @@ def test_lazy_updates_do_not_depend_on_what_happens_before_the_next_forward() ->
             with torch.no_grad():
                 model.eval()(torch.ones(1, 8))
             model.train()
-        # The last forward had everything done; parameters may be read.
+        # The last forward flushed everything; parameters may be read.
         outcomes.append({str(index): param.detach().clone() for index, param in enumerate(model.parameters())})
         model(torch.ones(1, 8)).sum().backward()
         optimizer.step()
@@ -302,14 +302,14 @@ def test_the_first_step_of_sgd_keeps_the_sign_of_zero() -> None:
 
 
 @pytest.mark.parametrize("fraction", [0.1, 0.3, 0.5, 1.0])
-def test_at_least_the_fraction_of_the_states_lies_on_the_host_and_the_first_ones_stay(fraction: float) -> None:
-    """Oracle: six equal buckets, of which ceil(6 · fraction) are moved, the last ones."""
+def test_at_least_the_fraction_of_the_states_is_on_the_host_and_the_first_ones_stay(fraction: float) -> None:
+    """Oracle: six equal buckets; the last ceil(6 · fraction) of them are moved."""
     optimizer = offload_stack(Stack(), PIPELINED, offload_fraction=fraction)
     moved = -(-6 * fraction // 1)
     assert [bucket.on_host for bucket in optimizer.buckets] == [number >= 6 - moved for number in range(6)]
 
 
-def test_a_bucket_is_never_larger_than_asked_unless_one_parameter_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_exceeds_the_requested_size_only_for_one_large_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: a layer's weight has 512 bytes of states, its bias 512 with padding counted, 64 without."""
     for mib, expected in ((600, 6), (512, 12), (100, 12)):
         monkeypatch.setattr(optimizer_offload, "MIB", mib)
@@ -329,7 +329,7 @@ def test_a_state_dict_of_other_groups_is_refused() -> None:
 
 
 class PretendedStreams:
-    """What a device's module offers, on a CPU: streams that write down what they wait for, and run at once."""
+    """A device's module on a CPU: streams that record their waits and run at once."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -343,18 +343,18 @@ class PretendedStreams:
         return SimpleNamespace(name=name, wait_event=lambda event: self.log.append(f"{name} waits for {event.by}"))
 
     def Event(self) -> Any:  # noqa: N802
-        """Make an event that knows the stream that recorded it."""
+        """Make an event that records its stream."""
         event = SimpleNamespace(by=None, synchronize=lambda: self.log.append(f"host waits for {event.by}"))
         event.record = lambda stream: setattr(event, "by", stream.name)
         return event
 
     def current_stream(self, device: torch.device) -> Any:
-        """The stream that work goes to."""
+        """The stream that receives work."""
         return self.now
 
     @contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
-        """Let work go to a stream."""
+        """Send work to a stream."""
         before, self.now = self.now, stream
         self.log.append(f"on {stream.name}")
         yield
@@ -384,8 +384,8 @@ def test_streams_are_made_once_and_wait_for_one_another(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("how", [SERIAL, PIPELINED, LAZY])
-def test_failed_update_is_not_treated_as_done(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: the update's own error first, and then one that says what the parameters are."""
+def test_a_failed_step_is_not_treated_as_done(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: the step's own error first, and then one that describes the state of the parameters."""
     model = Stack()
     optimizer = offload_stack(model, how)
     model(torch.ones(4, 8)).sum().backward()
@@ -403,8 +403,8 @@ def test_failed_update_is_not_treated_as_done(how: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("how", [SERIAL, PIPELINED, LAZY])
-def test_buffers_leave_the_device_with_the_step_unless_updates_are_deferred(how: str) -> None:
-    """Oracle: whether the tensors that were made for the device are still alive."""
+def test_buffers_are_freed_with_the_step_unless_steps_are_deferred(how: str) -> None:
+    """Oracle: whether the device's buffers are still alive."""
     made: list[weakref.ref[Tensor]] = []
 
     class Watched(Transfers):

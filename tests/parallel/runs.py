@@ -24,7 +24,7 @@ PLAIN_KERNELS = KernelConfig(
     swiglu=Kernel.torch,
     grouped_matmul=GroupedKernel.looped,
 )
-"""Settings supported by every device with the same arithmetic."""
+"""Kernels that every device has, with the same arithmetic on all of them; simulated NPUs lack torch_npu's."""
 
 
 def tiny_model(tie_embeddings: bool = False) -> LlamaConfig:
