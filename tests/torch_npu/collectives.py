@@ -1,4 +1,6 @@
-"""Collectives of the real ProcessGroupHCCL, on one rank of some; prints what they gave as JSON. Started by torchrun."""
+"""Collectives of the real ProcessGroupHCCL, on one of several ranks, started by torchrun; prints the results as
+JSON.
+"""
 
 import json
 import os

@@ -1,25 +1,24 @@
-"""Our calls of torch_npu, held against its real wheels; there is neither an NPU nor CANN here.
+"""Our calls of torch_npu, tested against its real wheels, without an NPU or CANN.
 
 ``bash scripts/torch_npu_env.sh`` makes the environment, once; ``pytest -m torch_npu`` runs these tests, which plain
 ``pytest`` leaves out. There are two kinds:
 
 - ``test_interface.py`` reads the wheels of torch_npu 2.13.0 and 2.7.1 and runs nothing of them: every name and
   parameter in ``interface.py`` is there, and every name that our sources use is in ``interface.py``.
-- The others run ``fsdptoys train launch.device=npu`` on torch_npu 2.13.0 with a stub of CANN under it, and hold losses
-  and trained weights against ``launch.device=cpu``.
+- The others run ``fsdptoys train launch.device=npu`` on torch_npu 2.13.0 over a stub of CANN, and compare losses and
+  trained weights with ``launch.device=cpu``.
 
-What is torch_npu's own in those runs: its import and autoload, allocator with expandable segments and statistics,
+Parts of torch_npu's own in those runs: its import and autoload, allocator with expandable segments and statistics,
 memory history, streams, events and task queue, pinned memory, random number states, ``ProcessGroupHCCL`` with its
-checks of number formats, the Python around its profiler. What is not: ``cann/`` stands in for the runtime, HCCL and
-the profiler on host memory, where every call has done its work when it returns; ``kernels/`` replaces the operators
-by the CPU's on the same bytes. So a run here says that our calls fit torch_npu. It says nothing of speed, of CANN's
-kernels and their rounding, of waits that are missing, of HCCL between machines; and ``torch.compile`` is not
-covered.
+checks of dtypes, the Python around its profiler. Replaced parts: ``cann/`` simulates the runtime, HCCL and the
+profiler on host memory, and completes every call before it returns; ``kernels/`` replaces the operators by the CPU's
+on the same bytes. So a run here shows that our calls fit torch_npu. It shows nothing of speed, of CANN's kernels and
+their rounding, of missing waits, of HCCL between machines; and ``torch.compile`` is not covered.
 
-Its fused operators, which a run on an NPU takes by itself, are turned off but in one test, which computes them by
-plain products under torch_npu's own schemas and autograd (``tests/npu_stand_ins.py``).
+Its fused operators, the default on an NPU, are turned off except in one test, which computes them by plain matmuls
+under torch_npu's own schemas and autograd (``tests/npu_stand_ins.py``).
 
-``STUB_DEVICES`` (2) and ``STUB_DEVICE_MIB`` (16384) set what the stub has.
+``STUB_DEVICES`` (2) and ``STUB_DEVICE_MIB`` (16384) set the stub's device count and memory.
 """
 
 import os
@@ -34,7 +33,7 @@ FOLDER = Path(os.environ.get("TORCH_NPU_ENV", Path(__file__).parents[2] / ".venv
 
 @pytest.fixture(scope="session")
 def environment() -> Path:
-    """The folder that ``scripts/torch_npu_env.sh`` has made."""
+    """The folder made by ``scripts/torch_npu_env.sh``."""
     mark = FOLDER / "made-from"
     if not mark.exists():
         pytest.skip(f"{FOLDER} is not there: bash scripts/torch_npu_env.sh makes it")

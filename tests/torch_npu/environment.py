@@ -1,9 +1,9 @@
-"""Makes the environment that these tests run in: the real torch_npu wheel over the stub of CANN.
+"""Makes the environment of these tests: the real torch_npu wheel over the stub of CANN.
 
 ``python -m tests.torch_npu.environment FOLDER`` (``bash scripts/torch_npu_env.sh`` calls it) makes a virtual
-environment that sees the packages of the Python that runs this, and has three things of its own: torch_npu's wheel,
-with the stub's libraries where its own libraries look for CANN's; the host's kernels; and the unpacked wheel of the
-oldest torch_npu that is supported, which is only read. Wheels come through pip, once.
+environment that sees the packages of the running Python and adds three things: torch_npu's wheel, with the stub's
+libraries on its search path for CANN's; the host's kernels; and the unpacked wheel of the oldest supported
+torch_npu, which is only read. Wheels come through pip, once.
 """
 
 import hashlib
@@ -34,10 +34,10 @@ ENTRY_POINT = "[torch.backends]\nhost_kernels = host_kernels:install\n"
 
 
 def make(folder: Path) -> None:
-    """Make the environment, or leave it as it is where it was made from the same sources.
+    """Make the environment, unless it was made from the same sources.
 
     Raises:
-        SystemExit: where this Python's torch is not the one that the wheel is for.
+        SystemExit: if this Python's torch is not the version required by the wheel.
     """
     try:
         import torch
@@ -73,7 +73,7 @@ def unpack(version: str, folder: Path) -> Path:
 
 
 def build_cann(package: Path) -> None:
-    """Compile the stub, and fill in by name what torch_npu's libraries ask for and nobody has."""
+    """Compile the stub, and add a stub by name for each undefined function of torch_npu's libraries."""
     flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-Wno-deprecated-declarations"]
     flags += [f"-I{path}" for path in _headers(package)]
     files = [str(HERE / "cann" / f"{name}.cpp") for name in SOURCES]
@@ -85,7 +85,7 @@ def build_cann(package: Path) -> None:
     for alias in ALIASES:
         link = package / "lib" / alias
         link.unlink(missing_ok=True)
-        link.symlink_to(LIBRARY)  # copies would be loaded side by side, each with a memory of its own
+        link.symlink_to(LIBRARY)  # copies would be loaded separately, each with its own memory
 
 
 def build_kernels(site: Path, package: Path) -> None:
@@ -108,7 +108,7 @@ def build_kernels(site: Path, package: Path) -> None:
 
 
 def sources() -> str:
-    """A sum over all that the environment is made from."""
+    """A hash of all sources of the environment."""
     digest = hashlib.sha256(f"{sys.executable} {sys.version}".encode())
     for path in sorted([Path(__file__), *(HERE / "cann").iterdir(), *(HERE / "kernels").iterdir()]):
         if path.is_file():
@@ -117,14 +117,14 @@ def sources() -> str:
 
 
 def undefined(package: Path) -> set[str]:
-    """CANN's functions that torch_npu's libraries want from others."""
+    """CANN's functions that torch_npu's libraries import."""
     libraries = [*(package / "lib").glob("libt*.so"), *package.glob("_C.*.so")]
     wanted = {name for library in libraries for name in _symbols(library, "--undefined-only")}
     return {name for name in wanted if CANN_SYMBOL.fullmatch(name)}
 
 
 def defined(library: Path) -> set[str]:
-    """Functions that a library has."""
+    """Functions that a library defines."""
     return set(_symbols(library, "--defined-only"))
 
 
@@ -138,7 +138,7 @@ def _symbols(library: Path, which: str) -> Sequence[str]:
 
 
 def run(command: Sequence[str]) -> None:
-    """Run a command, told first."""
+    """Print a command, then run it."""
     print("torch_npu environment:", Path(command[0]).name, *command[-1:], flush=True)
     subprocess.run(command, check=True)
 

@@ -1,4 +1,4 @@
-"""``fsdptoys train`` as one rank of torchrun's, where torch_npu's fused operators compute what plain products do.
+"""``fsdptoys train`` as one rank of torchrun's, with torch_npu's fused operators computed by plain matmuls.
 
 Their schemas, and the autograd that calls their backwards, are torch_npu's own. The last line counts the calls.
 """

@@ -1,6 +1,6 @@
-"""All of torch_npu that this project uses: names, what our calls pass, operators, environment variables, error texts.
+"""All of torch_npu that this project uses: names, arguments, operators, environment variables, error texts.
 
-``test_interface.py`` holds it against the wheels and against our sources.
+``test_interface.py`` compares it with the wheels and with our sources.
 """
 
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Call:
-    """The most that our calls of a name pass."""
+    """The largest argument list of our calls of a name."""
 
     positional: int = 0
     keywords: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ NAMES: dict[str, Call | None] = {
     f"{PROFILER}.ProfilerActivity.CPU": None,
     f"{PROFILER}.ProfilerActivity.NPU": None,
     f"{PROFILER}.ProfilerLevel": None,
-    f"{PROFILER}.ProfilerLevel.Level0": None,  # these three by the words of profile.npu_level
+    f"{PROFILER}.ProfilerLevel.Level0": None,  # these three for the values of profile.npu_level
     f"{PROFILER}.ProfilerLevel.Level1": None,
     f"{PROFILER}.ProfilerLevel.Level2": None,
     f"{PROFILER}._ExperimentalConfig": Call(keywords=("profiler_level", "export_type")),

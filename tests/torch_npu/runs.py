@@ -1,4 +1,4 @@
-"""Runs of ``fsdptoys train`` in the environment of the real torch_npu, and what they leave behind."""
+"""Runs of ``fsdptoys train`` in the environment of the real torch_npu, and their results."""
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ PLAIN_KERNELS = [f"kernels.{each.name}=torch" for each in dataclasses.fields(Ker
 
 @dataclass(frozen=True)
 class Result:
-    """A run that has ended."""
+    """A finished run."""
 
     status: int
     output: str
@@ -41,15 +41,15 @@ class Result:
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
 
     def losses(self) -> list[float]:
-        """Of its steps."""
+        """Losses of its steps."""
         return [step["loss"] for step in self.steps()]
 
     def norms(self) -> list[float]:
-        """Of its gradients."""
+        """Norms of its gradients."""
         return [step["grad_norm"] for step in self.steps()]
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """That it trained."""
+        """Its trained weights."""
         found = sorted((self.folder / "weights").glob("*.safetensors"))
         return {name: tensor for path in found for name, tensor in load_file(path).items()}
 
@@ -65,12 +65,12 @@ def run(
     """Train, in processes of the environment.
 
     Args:
-        environment: as ``scripts/torch_npu_env.sh`` makes it.
+        environment: the folder made by ``scripts/torch_npu_env.sh``.
         folder: the run directory.
         device: ``npu`` or ``cpu``.
-        words: overrides beside those of every run.
-        ranks: on this machine.
-        variables: of the processes' environment.
+        words: overrides in addition to those of every run.
+        ranks: number of local ranks.
+        variables: added environment variables of the processes.
     """
     fixed = [f"launch.device={device}", f"launch.nproc_per_node={ranks}", f"metrics.run_dir={folder}"]
     if not any(word.startswith("model=") for word in words):
@@ -81,7 +81,7 @@ def run(
 
 
 def run_fused(environment: Path, folder: Path, words: Sequence[str]) -> Result:
-    """Train on two ranks with the fused operators that an NPU takes by itself, over stand-ins for their kernels."""
+    """Train on two ranks with the default fused operators of an NPU, over stand-ins for their kernels."""
     fixed = ["launch.device=npu", f"metrics.run_dir={folder}"]
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "tests.torch_npu.fused_run"]
     done = run_python(environment, [*launcher, *SMALL, *fixed, *words])
@@ -106,7 +106,7 @@ def run_python(
 
 
 def differences(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names of the tensors that are not equal to the last bit; all, where the names differ."""
+    """Names of the tensors that differ in any bit; all, if the names differ."""
     if one.keys() != other.keys() or not one:
         return sorted(one.keys() | other.keys()) or ["no weights"]
     return [name for name, tensor in one.items() if not torch.equal(tensor, other[name])]

@@ -1,6 +1,7 @@
-"""What our code calls of torch_npu is in its wheels, with the parameters that we pass; nothing of them is run.
+"""Our calls of torch_npu exist in its wheels, with the parameters that we pass; nothing of them is run.
 
-Every name that our sources use has its line in ``interface.py``, by reading them; every line is in both wheels.
+Every name used in our sources, found by parsing them, has its line in ``interface.py``; every line is in both
+wheels.
 """
 
 from pathlib import Path
@@ -82,19 +83,19 @@ def test_operator_that_others_may_call_is_in_the_wheel(wheels: dict[str, Wheel],
     assert name in NAMED_ONLY and name in wheels[version].operators
 
 
-def test_a_name_or_parameter_that_is_not_there_is_found_out(wheels: dict[str, Wheel]) -> None:
-    """A control, on the newest wheel."""
+def test_a_missing_name_or_parameter_is_found(wheels: dict[str, Wheel]) -> None:
+    """Oracle: names and parameters absent from the newest wheel."""
     wheel = wheels[NEWEST]
     assert wheel.find("torch_npu.npu.memory_alocated") is None
     assert wheel.find("torch_npu.npu.Stream.wait_for") is None
     schedule = wheel.parameters("torch_npu.profiler.schedule")
     assert schedule is not None and not schedule.accepts(0, frozenset({"skip"}))
     history = wheel.parameters("torch_npu.npu.memory._record_memory_history")
-    assert history is not None and not history.accepts(0, frozenset({"clear_history"}))  # which CUDA's has
+    assert history is not None and not history.accepts(0, frozenset({"clear_history"}))  # exists in CUDA's
 
 
-def test_every_name_that_our_sources_use_is_listed(uses: Uses) -> None:
-    """Oracle: our sources, parsed; and no line has outlived its use."""
+def test_every_name_used_in_our_sources_is_listed(uses: Uses) -> None:
+    """Oracle: our sources, parsed; and every line is in use."""
     assert uses.names.keys() - NAMES.keys() == set()
     assert NAMES.keys() - uses.names.keys() == NOT_READ
     for name, use in uses.names.items():

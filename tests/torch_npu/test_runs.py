@@ -1,4 +1,4 @@
-"""What else a run does on the real torch_npu: collectives, checkpoints, the profiler, memory histories, running out."""
+"""Other parts of a run on the real torch_npu: collectives, checkpoints, the profiler, memory histories, running out."""
 
 import json
 import pickle
@@ -12,8 +12,8 @@ from tests.torch_npu.runs import differences, run, run_fused, run_python
 pytestmark = pytest.mark.torch_npu
 
 
-def test_collectives_give_what_they_should_and_float64_is_refused(environment: Path) -> None:
-    """Oracle: the values by hand. torch_npu pads lists itself, and knows itself which formats HCCL takes."""
+def test_collectives_give_the_right_values_and_float64_is_refused(environment: Path) -> None:
+    """Oracle: the values by hand. torch_npu pads lists itself, and checks the dtypes that HCCL accepts."""
     done = run_python(
         environment, ["-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "tests.torch_npu.collectives"]
     )
@@ -38,7 +38,7 @@ def test_collectives_give_what_they_should_and_float64_is_refused(environment: P
         ("qwen3_moe_debug", {"npu_fusion_attention", "npu_rms_norm", "npu_rotary_mul", "npu_grouped_matmul"}),
     ],
 )
-def test_an_npu_trains_with_torch_npus_fused_operators_by_itself(
+def test_an_npu_trains_with_torch_npus_fused_operators_by_default(
     environment: Path, tmp_path: Path, model: str, operators: set[str]
 ) -> None:
     """Oracle: losses on a CPU with PyTorch's, to 1e-5; and the calls of the operators and of their backwards."""
@@ -61,10 +61,10 @@ def test_float64_sums_are_refused_before_anything_starts(environment: Path, tmp_
 
 
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
-def test_a_resumed_run_ends_with_the_weights_of_one_that_was_not_stopped(
+def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(
     environment: Path, tmp_path: Path, strategy: str
 ) -> None:
-    """Oracle: the run in one piece; weights in every bit."""
+    """Oracle: the uninterrupted run; weights in every bit."""
     words = [f"parallel={strategy}", "train.steps=4", "checkpoint.every=2"]
     whole = run(environment, tmp_path / "whole", "npu", words)
     assert whole.status == 0, whole.output
@@ -81,7 +81,7 @@ def test_profile_goes_through_torch_npus_profiler(environment: Path, tmp_path: P
     done = run(environment, tmp_path / "run", "npu", words)
     assert done.status == 0, done.output
     (written,) = (done.folder / "profile").glob("rank0_*_ascend_pt")
-    output = "".join(done.output.split())  # a console that is narrower than the path cuts it
+    output = "".join(done.output.split())  # a console narrower than the path cuts it
     assert f"traceofstep2:{written}" in output, done.output
     events = json.loads((written / "ASCEND_PROFILER_OUTPUT/trace_view.json").read_text())
     names = {event["name"] for event in events}
@@ -89,7 +89,7 @@ def test_profile_goes_through_torch_npus_profiler(environment: Path, tmp_path: P
 
 
 def test_memory_history_is_torch_npus(environment: Path, tmp_path: Path) -> None:
-    """Oracle: the pickle, which has Python's stack of what was allocated in a step, and segments that hold it."""
+    """Oracle: the pickle, which has Python's stack of the allocations in a step, and segments that hold them."""
     done = run(environment, tmp_path / "run", "npu", ["parallel=fsdp2", "profile.snapshot=true"])
     assert done.status == 0, done.output
     history = pickle.loads((done.folder / "profile/memory-rank0.pickle").read_bytes())

@@ -1,7 +1,7 @@
-"""Every strategy and every memory switch trains on the real torch_npu, to the weights that a CPU trains to.
+"""Every strategy and every memory switch trains on the real torch_npu, to the weights of a CPU run.
 
-Both run the same kernels and add losses and norms over ranks in float32 (``train.sum_dtype``: HCCL has no float64), so
-they are held to the last bit, but for ``CLOSE``.
+Both run the same kernels and add losses and norms over ranks in float32 (``train.sum_dtype``: HCCL has no float64),
+so they must agree in every bit, except for ``CLOSE``.
 """
 
 from collections.abc import Callable
@@ -85,7 +85,7 @@ def test_an_npu_trains_to_the_weights_of_a_cpu(
     assert npu.status == 0, npu.output
     assert differences(npu.weights(), on_cpu(oracle).weights()) == []
     assert npu.losses() == on_cpu(oracle).losses()
-    assert npu.norms() == pytest.approx(on_cpu(oracle).norms(), rel=1e-6)  # over shards that are cut otherwise
+    assert npu.norms() == pytest.approx(on_cpu(oracle).norms(), rel=1e-6)  # over shards of another partition
 
 
 @pytest.mark.parametrize("words", CLOSE.values(), ids=CLOSE)
@@ -94,7 +94,7 @@ def test_an_npu_trains_close_to_the_weights_of_a_cpu(
 ) -> None:
     """Oracle: the same on a CPU: losses to 1e-6, and all but a thousandth of each weight within 1e-6 of it.
 
-    AdamW makes a step of the rate, here up to 3e-5, out of a gradient that is next to nothing.
+    AdamW turns a gradient close to zero into a step of the learning rate's size, here up to 3e-5.
     """
     ranks = ranks_of(words)
     npu = run(environment, tmp_path / "npu", "npu", words, ranks, {"STUB_DEVICES": str(ranks)})

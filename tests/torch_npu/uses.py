@@ -1,13 +1,13 @@
-"""Every name of torch_npu that our sources use, read out of them.
+"""Every name of torch_npu that our sources use, found by parsing them.
 
-A source may come by torch_npu's modules in these ways: it imports ``torch_npu`` or a part of it, it names
-``torch.npu``, it asks ``torch.get_device_module``, or it binds one of those to a name or an attribute, or returns
-it. Chains of attributes from there are uses, and their calls say which parameters. Operators are named as text
-(``"npu_rms_norm"``, ``"npu.npu_rms_norm"``) or as attributes (``torch.ops.npu.npu_rms_norm``); what is called with
-such a text alone, as ``operator("npu_rms_norm")``, stands for the operator.
+A source may reach torch_npu's modules in these ways: it imports ``torch_npu`` or a part of it, it names
+``torch.npu``, it calls ``torch.get_device_module``, or it binds one of those to a name or an attribute, or returns
+it. Chains of attributes from there are uses, and their calls give the parameters. Operators are named as text
+(``"npu_rms_norm"``, ``"npu.npu_rms_norm"``) or as attributes (``torch.ops.npu.npu_rms_norm``); a call with such a
+text alone, as ``operator("npu_rms_norm")``, is a call of the operator.
 
-What a source is handed by another, it cannot be seen to have: ``interface.py`` names those attributes. Streams and
-events travel everywhere; of their methods only those are found that nothing else has.
+Modules passed from one source to another are not found by parsing: ``interface.py`` names those attributes. Streams
+and events are passed everywhere; of their methods only those with names unique to them are found.
 """
 
 import ast
@@ -19,21 +19,21 @@ from pathlib import Path
 MODULE = "torch_npu.npu"
 MODULES = ("torch_npu", "torch_npu.npu", "torch_npu.npu.memory", "torch_npu.profiler")
 STREAM_METHODS = ("wait_event", "wait_stream", "record_event", "elapsed_time")
-"""Which nothing but a stream or an event has."""
+"""Names unique to streams and events."""
 OPERATOR = re.compile(r"(?:npu\.)?(npu_[a-z0-9_]+)")
 VARIABLE = re.compile(r"(PYTORCH_NPU|TORCH_NPU|TORCH_HCCL|TASK_QUEUE|MULTI_STREAM|ASCEND|HCCL|INF_NAN)_[A-Z0-9_]+")
 
 
 @dataclass
 class Use:
-    """What calls of one name pass, at the most; nothing where it is only named."""
+    """The largest argument list of the calls of one name; empty if it is only named."""
 
     positional: int = 0
     keywords: set[str] = field(default_factory=set)
     called: bool = False
 
     def add(self, call: ast.Call | None) -> None:
-        """Take in one more use."""
+        """Include one more use."""
         if call is not None:
             self.called = True
             self.positional = max(self.positional, len(call.args))
@@ -42,7 +42,7 @@ class Use:
 
 @dataclass
 class Uses:
-    """Of all sources that were read."""
+    """The uses in all parsed sources."""
 
     names: dict[str, Use] = field(default_factory=dict)
     operators: dict[str, Use] = field(default_factory=dict)
@@ -55,7 +55,7 @@ def uses_of(sources: Mapping[str, Path], handed: Mapping[tuple[str, str], str]) 
 
     Args:
         sources: name → file.
-        handed: (source, attribute or name) → what of torch_npu that is.
+        handed: (source, attribute or name) → its torch_npu name.
     """
     uses = Uses()
     for source, path in sources.items():
@@ -77,7 +77,7 @@ class _Reader:
             for node in ast.walk(tree)
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         }
-        for _ in range(2):  # once more for what is bound to something bound
+        for _ in range(2):  # once more for names bound to bound names
             self._bind()
 
     def read_into(self, uses: Uses) -> None:
@@ -115,7 +115,7 @@ class _Reader:
                     self._operators[target] = operator
 
     def _dotted(self, node: ast.AST) -> str | None:
-        """What of torch_npu an expression is, by its name there."""
+        """The torch_npu name of an expression, given the names bound in the source."""
         if isinstance(node, ast.Call):
             if _tail(node.func) == "getattr" and len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
                 owner = self._dotted(node.args[0])
@@ -133,7 +133,7 @@ class _Reader:
         return None
 
     def _operator(self, node: ast.AST) -> str | None:
-        """The operator that an expression is."""
+        """The operator named by an expression."""
         if isinstance(node, ast.Call) and len(node.args) == 1 and isinstance(node.args[0], ast.Constant):
             found = OPERATOR.fullmatch(str(node.args[0].value))
             return found[1] if found else None
@@ -145,7 +145,7 @@ class _Reader:
 
 
 def _bindings(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
-    """Names and attributes that a statement binds, functions by what they return."""
+    """Names and attributes that a statement binds, functions by their return values."""
     if isinstance(node, ast.Assign):
         for target in node.targets:
             if isinstance(target, ast.Name | ast.Attribute):

@@ -1,10 +1,10 @@
-"""What a wheel of torch_npu offers, read and never run: the names and parameters of its Python, its operators' schemas,
+"""Contents of a torch_npu wheel, read and never run: names and parameters of its Python, its operators' schemas,
 and the strings in its libraries.
 
 A name is followed through ``from … import`` and star imports to the ``def`` or ``class`` behind it, or into the
-extension module, where its text must be; a function that hands on all that it is given, to the one that it calls.
-Not seen: what is put on a module at run time. Operators' schemas are registered by libtorch_npu.so, which holds them
-as text.
+extension module, where its text must be; a function that forwards all of its arguments, to the one that it calls.
+Not seen: attributes set on a module at run time. Operators' schemas are registered by libtorch_npu.so, which holds
+them as text.
 """
 
 import ast
@@ -20,13 +20,13 @@ Found = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assign | ast
 
 @dataclass(frozen=True)
 class Parameters:
-    """What a callable takes."""
+    """The parameters of a callable."""
 
     positional: tuple[str, ...]
     keywords: frozenset[str]
 
     def accepts(self, positional: int, keywords: frozenset[str]) -> bool:
-        """Whether a call with so many positional arguments and these keywords fits."""
+        """Whether a call with N positional arguments and these keywords fits."""
         return positional <= len(self.positional) and keywords <= self.keywords - {*self.positional[:positional]}
 
 
@@ -34,7 +34,7 @@ class Wheel:
     """An unpacked wheel.
 
     Args:
-        folder: that holds ``torch_npu``.
+        folder: the parent of ``torch_npu``.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -62,7 +62,7 @@ class Wheel:
         return any(text in path.read_text(encoding="utf-8") for path in (self._folder / "torch_npu").rglob("*.py"))
 
     def find(self, name: str) -> Found | None:
-        """Where a dotted name is defined: in ``torch_npu.npu.Stream.wait_event``, the method's ``def``; or None."""
+        """The definition of a dotted name: for ``torch_npu.npu.Stream.wait_event``, the method's ``def``; or None."""
         parts = name.split(".")
         for length in range(len(parts) - 1, 0, -1):
             path = self._module(".".join(parts[:length]))
@@ -74,7 +74,7 @@ class Wheel:
         return None
 
     def parameters(self, name: str) -> Parameters | None:
-        """What a function, method or class takes; None where there is no such thing."""
+        """The parameters of a function, method or class; None if it does not exist."""
         found = self.find(name)
         if isinstance(found, ast.ClassDef):
             makers = (self._member(found, maker) for maker in ("__init__", "__new__"))
@@ -87,7 +87,9 @@ class Wheel:
         return _parameters(found, bound=name.split(".")[-2][:1].isupper())
 
     def _member(self, found: Found | None, name: str) -> Found | None:
-        """An attribute of a class; of one that C++ defines, the class, where the extension module has the text."""
+        """An attribute of a class; for a class defined in C++, the class itself, if the extension module has the
+        text.
+        """
         if isinstance(found, ast.ImportFrom):
             return found if name.encode() in self._binaries else None
         if isinstance(found, ast.ClassDef):
@@ -101,7 +103,7 @@ class Wheel:
         return path / "__init__.py" if (path / "__init__.py").is_file() else None
 
     def _named(self, path: Path, name: str, seen: frozenset[tuple[Path, str]]) -> Found | None:
-        """The definition of a name in a module, looked for in what the module imports too; its own comes first."""
+        """The definition of a name in a module, or in the modules that it imports; its own comes first."""
         if (path, name) in seen:
             return None
         seen |= {(path, name)}
@@ -155,7 +157,7 @@ def _bound(node: ast.AST) -> set[str]:
 
 
 def _hands_on_to(node: ast.FunctionDef) -> str | None:
-    """The function that is given all of ``*args`` and ``**kwargs``, where there is one."""
+    """The function that receives all of ``*args`` and ``**kwargs``, if any."""
     if node.args.vararg is None or node.args.kwarg is None:
         return None
     calls = (call for call in ast.walk(node) if isinstance(call, ast.Call) and isinstance(call.func, ast.Name))

@@ -1,4 +1,4 @@
-"""The environment's second backend extension: it lets torch load torch_npu, then puts the host's kernels in."""
+"""The environment's second backend extension: it lets torch load torch_npu, then installs the host's kernels."""
 
 from collections.abc import Iterator
 
@@ -21,7 +21,7 @@ FUSED_ATTENTION = [
 
 
 def install() -> None:
-    """Replace what torch_npu has registered for aten's operators."""
+    """Replace torch_npu's registrations for aten's operators."""
     import _host_kernels
     import torch_npu  # noqa: F401  (the extensions are loaded in no fixed order)
 
