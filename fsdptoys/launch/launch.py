@@ -78,6 +78,8 @@ def resolve_run(
         words = [experiment, *words] if words else choose_preset(experiment, hardware.device_type, world_size)
         composition = compose(words)
     words.append(f"launch.device={hardware.device_type}")
+    if any("${" in word for word in words):
+        composition = compose(words)  # a reference to launch.device has its final value
     composition.config.launch.device = DeviceChoice(hardware.device_type)
     if composition.config.mesh.fsdp_size == NODE:
         _check_machines(present)

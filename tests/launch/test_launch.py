@@ -49,6 +49,13 @@ def test_ranks_of_a_run(words: list[str], present: dict[str, str], world_size: i
     assert (run.world_size, run.local_ranks) == (world_size, local_ranks)
 
 
+@pytest.mark.parametrize("words", [[], ["experiment=cpu_text"]])
+def test_a_reference_to_the_device_has_its_final_value(words: list[str]) -> None:
+    """Oracle: the device that the run is on."""
+    run = resolve_run([*words, "metrics.run_dir=runs/${launch.device}", "launch.nproc_per_node=1"], {})
+    assert run.composition.config.metrics.run_dir == f"runs/DeviceChoice.{run.hardware.device_type}"
+
+
 @pytest.mark.parametrize(
     "words, present, size",
     [
