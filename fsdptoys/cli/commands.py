@@ -260,6 +260,7 @@ has one.
         action="append",
         default=[],
     )
+    generate.any_text.add("--prompt")
     generate.value("--tokens", "N", "tokens to add; default: 200", "200", type=integer("--tokens", 200), default=200)
     generate.value(
         "--temperature",

@@ -25,6 +25,8 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, page: Callable[[], str] | None = None, strict: bool = True, **settings: Any) -> None:
         self.page, self.strict = page, strict
         self.examples: dict[str, str] = {}
+        self.any_text: set[str] = set()
+        """Options whose values may be empty, or begin with dashes after an equals sign."""
         super().__init__(
             formatter_class=functools.partial(argparse.RawDescriptionHelpFormatter, width=120, max_help_position=30),
             allow_abbrev=False,
@@ -76,11 +78,13 @@ class Parser(argparse.ArgumentParser):
             example = self.examples.get(option)
             if example == "" and equals:
                 raise ConfigError(f"{word} gives a value to {option}, which takes none; write {option}")
-            if example and not equals:
-                value = queue.pop(0) if queue and not queue[0].startswith("--") else ""
-                word = f"{option}={value}" if value else option
-            if example and not value and word != "--prompt=":
-                raise ConfigError(f"{option} has no value; write {option} {example}")
+            if example:
+                missing = not equals and (not queue or queue[0].startswith("--"))
+                if not equals and not missing:
+                    value = queue.pop(0)
+                if missing or (option not in self.any_text and (not value or value.startswith("--"))):
+                    raise ConfigError(f"{option} has no value; write {option} {example}")
+                word = f"{option}={value}"
             joined.append(word)
         return joined
 

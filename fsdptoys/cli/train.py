@@ -1,6 +1,7 @@
 """``fsdptoys train``: resolve the run, check its folders, weights and data, and start or be its ranks."""
 
 import os
+import re
 
 import yaml
 
@@ -20,7 +21,8 @@ from .commands import parse
 
 def train_command(words: list[str], worker: bool) -> int:
     """Run ``fsdptoys train``, or one of its ranks if ``worker``; return the exit status."""
-    options = parse("train", words)
+    # -c is Hydra's short form of --cfg; as an argparse option, it would take every word that begins with -c.
+    options = parse("train", [re.sub("^-c(?==|$)", "--cfg", word) for word in words])
     words = options.words
     if options.cfg is not None:
         _show(words)

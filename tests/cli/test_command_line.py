@@ -144,7 +144,7 @@ def test_every_experiment_is_accepted_by_every_strategy(experiment: str, paralle
     assert config.parallel.name == parallel
 
 
-@pytest.mark.parametrize("spelling", [["--cfg", "job"], ["--cfg=job"]])
+@pytest.mark.parametrize("spelling", [["--cfg", "job"], ["--cfg=job"], ["-c", "job"]])
 def test_cfg_prints_the_resolved_configuration(spelling: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the same words composed and validated in this process."""
     words = ["experiment=null", "train.steps=7", "train.seed=3", "optim.warmup_steps=${train.grad_accum}"]
@@ -165,9 +165,12 @@ def test_cfg_prints_the_resolved_configuration(spelling: list[str], capsys: pyte
         (["train.steps=3"], "train.steps=3 stands where a command is expected; write fsdptoys train train.steps=3"),
         (["train", "--cfg", "hydra"], "--cfg=hydra must be job; write --cfg job"),
         (["train", "--cfg"], "--cfg has no value; write --cfg job"),
+        (["train", "-cn", "job"], "-cn is not an option, since settings have no dashes before them; see fsdptoys train "
+         "--help for all keys"),
+        (["report", "a", "--out=--json"], "--out has no value; write --out FILE.html"),
         (["train", "train.steps=0"], "train.steps=0 must be at least 1; set train.steps=1"),
     ],
-)
+)  # fmt: skip
 def test_mistake_is_one_line_and_status_2(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Oracle: the sentence, word for word."""
     assert main(words) == 2

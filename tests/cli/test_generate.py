@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 
+from fsdptoys.cli.commands import parse
 from fsdptoys.cli.generate import generate_command
 from fsdptoys.cli.main import main
 from fsdptoys.data import DataConfig, HFConfig, PreparedConfig, TextConfig
@@ -205,6 +206,12 @@ def test_a_tokenizer_that_is_gone_is_told(data: DataConfig, reason: str, places:
     with pytest.raises(ConfigError) as refused:
         generate_command(["run", "--prompt", "a"])
     assert str(refused.value) == f"run has no tokenizer any more ({reason}); write {CHOICE}"
+
+
+@pytest.mark.parametrize("words", [["--prompt="], ["--prompt", ""]])
+def test_a_prompt_may_be_empty(words: list[str]) -> None:
+    """Oracle: the text that was given; a tokenizer may put a token in front of it."""
+    assert parse("generate", ["run", *words, "--prompt=--x", "--json"]).prompt == ["", "--x"]
 
 
 @pytest.mark.parametrize(
