@@ -82,7 +82,7 @@ TINY: dict[str, ModelConfig] = {
     ),
     "gpt2": GPT2Config(name="tiny", dim=36, n_layers=2, n_heads=6, vocab_size=67, max_seq_len=64),
 }
-"""The other families, as small."""
+"""The other families, at the same size."""
 
 WITH_BLOCKS: dict[str, ModelConfig] = {
     name: dataclasses.replace(config, dim=64, n_layers=1, n_heads=4, ffn_dim=96, **more)
@@ -92,7 +92,7 @@ WITH_BLOCKS: dict[str, ModelConfig] = {
         ("qwen3_moe", TINY["qwen3_moe"], {"head_dim": 16, "expert_ffn_dim": 32}),
     )
 }
-"""Their rows are long enough for optimizer states of 8 and 4 bits."""
+"""Models with rows long enough for optimizer states of 8 and 4 bits."""
 
 
 def make_config(

@@ -20,7 +20,7 @@ from tests.parallel.runs import make_config
 
 LAYERS = 3
 UNITS = {FSDP1Config: LAYERS + 3, FSDP2Config: LAYERS + 2}
-"""Embedding, blocks and head; the norm is FSDP1's root by itself, and in one unit with FSDP2's head."""
+"""Embedding, blocks and head; the norm is FSDP1's root alone, and in one unit with FSDP2's head."""
 
 GATHER, SCATTER, REDUCE = "all_gather", "reduce_scatter", "all_reduce"
 # FSDP1 gathers into a list of tensors on a CPU.

@@ -36,7 +36,7 @@ OVERLAPS = """() => {
   }
   return found;
 }"""
-"""Texts of pictures that lie upon one another, or are cut off."""
+"""Texts of pictures that overlap or are clipped."""
 
 
 @dataclass

@@ -25,7 +25,7 @@ from tests.report.recorded_runs import write_run
 
 SIX = Axis("", categories=tuple(f"run{n}" for n in range(1, 7)))
 PAPERS = ("#ffffff", "#14181d")
-"""Of the page, light and dark."""
+"""Background colors of the page, light and dark."""
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ rows:
 ENDLESS = """  - [parallel=ddp, launch.nproc_per_node=1, launch.nnodes=2, "launch.rdzv_endpoint=localhost:{port}"]
 time_limit_seconds: 4
 """
-"""Waits for another machine, which costs nothing."""
+"""Waits for another node, without any work."""
 
 MORE_THAN_ANY = 2**22
 """Columns of a float32 matrix with 65,536 rows, which takes 1 TiB."""

@@ -19,7 +19,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 NEWEST, OLDEST = "2.13.0", "2.7.1"
-"""Versions of torch_npu: the one that runs, of the torch that the project is tested with; and the one that is read."""
+"""Versions of torch_npu: the one that runs, for the torch of the project's tests; and the one only read."""
 
 SOURCES = ("runtime", "memory", "operators", "reduce", "hccl", "profiler")
 LIBRARY = "libascendcl.so"
@@ -27,7 +27,7 @@ ALIASES = (
     *("libhccl.so", "libacl_op_compiler.so", "libacl_tdt_channel.so"),
     *("libge_runner.so", "libgraph.so", "libmsprofiler.so", "libascend_hal.so"),
 )
-"""Further names under which torch_npu's libraries ask for CANN's."""
+"""Further names under which torch_npu's libraries load CANN's."""
 
 CANN_SYMBOL = re.compile(r"(acl|Hccl|Msprof|rt[A-Z])\w+")
 ENTRY_POINT = "[torch.backends]\nhost_kernels = host_kernels:install\n"

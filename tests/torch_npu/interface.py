@@ -57,7 +57,7 @@ NAMES: dict[str, Call | None] = {
     f"{PROFILER}.schedule": Call(keywords=("skip_first", "wait", "warmup", "active", "repeat")),
     f"{PROFILER}.tensorboard_trace_handler": Call(keywords=("dir_name", "worker_name", "analyse_flag")),
 }
-"""None for what is not called."""
+"""None for names that are not called."""
 
 NOT_READ = {
     *(f"{NPU}.Event.{method}" for method in ("record", "synchronize")),
@@ -67,7 +67,7 @@ NOT_READ = {
 """Names that no source spells out."""
 
 HANDED = {("fsdptoys/profiler/memory_snapshot.py", "_memory"): f"{NPU}.memory"}
-"""(source, attribute) → what the source is given by another."""
+"""(source, attribute) → the object passed in from another source."""
 
 OPERATORS = {
     "npu_fusion_attention": Call(5, ("atten_mask", "scale", "sparse_mode")),
@@ -95,13 +95,13 @@ VARIABLES = {
     "TORCH_HCCL_ENABLE_MONITORING",
     "TORCH_HCCL_TRACE_BUFFER_SIZE",
 }
-"""That torch_npu reads."""
+"""Environment variables read by torch_npu."""
 
 CANN_VARIABLES = {"ASCEND_RT_VISIBLE_DEVICES", "HCCL_BUFFSIZE", "HCCL_DETERMINISTIC"}
-"""That CANN reads, which is not here."""
+"""Environment variables read by CANN, which is not installed here."""
 
 NOT_VARIABLES = {"ASCEND_PROFILER_OUTPUT"}
 """Texts of ours that look like variables: a folder of a trace, which torch_npu's Python names."""
 
 TEXTS = ("NPU out of memory", " total capacity", "already allocated", "reserved in total", "op_statistic", "_ascend_pt")
-"""Of errors and files that our code looks for."""
+"""Texts of errors and files that our code looks for."""

@@ -21,10 +21,10 @@ SMALL = [
     *("experiment=null", "data=synthetic", "train.batch_size=2", "train.seq_len=64", "train.steps=3"),
     *("train.sum_dtype=float32", "optim.implementation=foreach", "checkpoint.final_weights=true"),
 ]
-"""Of every run. AdamW by default takes another form on an accelerator than on a CPU, and rounds differently."""
+"""Overrides of every run. AdamW's default form on an accelerator differs from a CPU's, and rounds differently."""
 
 PLAIN_KERNELS = [f"kernels.{each.name}=torch" for each in dataclasses.fields(KernelConfig)]
-"""A model's operations as PyTorch has them: the stub computes none of torch_npu's fused ones."""
+"""PyTorch's own operations of a model: the stub computes none of torch_npu's fused ones."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Result:
 
     status: int
     output: str
-    """What it printed, errors among it."""
+    """Its output, errors included."""
     folder: Path
 
     def steps(self) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from tests.torch_npu.runs import Result, differences, run
 pytestmark = pytest.mark.torch_npu
 
 PLAIN = ["parallel=fsdp2"]
-"""What must not change the weights is held against one run of this."""
+"""Base run: settings that must not change the weights are compared with it."""
 HYBRID = ["parallel=fsdp1", "mesh.fsdp_size=2"]
 EXACT = {
     "ddp": ["parallel=ddp"],
@@ -42,13 +42,13 @@ OWN = {
     "bf16": [*PLAIN, "parallel.param_dtype=bfloat16"],
     "two microbatches": [*PLAIN, "train.grad_accum=2"],
 }
-"""Held against the same words on a CPU."""
+"""Compared with the same arguments on a CPU."""
 CLOSE = {
     "fsdp1, hsdp over four ranks": HYBRID,
     "chunked loss": [*PLAIN, "memory.chunk_loss=true"],
     "experts": [*PLAIN, "model=qwen3_moe_debug"],
 }
-"""What adds in another order: gloo; and the chunked loss and the experts, whose products are chosen by the device."""
+"""Runs that add in another order: gloo; the chunked loss and the experts, whose matmuls the device chooses."""
 THREE_BLOCKS = [*PLAIN, "model.n_layers=3"]
 OFFLOADED = [*THREE_BLOCKS, "memory.gradient_checkpointing=full", "memory.activation_offload=true"]
 CASES = {name: (words, PLAIN) for name, words in EXACT.items()} | {name: (words, words) for name, words in OWN.items()}

@@ -17,7 +17,7 @@ FUSED_ATTENTION = [
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention_for_cpu_backward",
 ]
-"""Which torch_npu does not have, and the host's attention calls."""
+"""Operators that torch_npu lacks and the host's attention calls."""
 
 
 def install() -> None:
